@@ -36,13 +36,13 @@ USUAL = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Score pruning methods on a benchmark, or lay out tables of results; return the exit code."""
+    """Run the command with ``argv``, or the process's arguments if it is None, and return the exit code."""
     parser = Parser("python -m jobs.evaluate", description=__doc__, epilog=EPILOG + EXIT_CODES.format(item="question"))
     return run_command(parser, EvaluateConfig, _evaluate, argv, overridden_sampling, USUAL)
 
 
 def _evaluate(config: EvaluateConfig, console: Console) -> CommandResult:
-    """Run the evaluation or lay out the tables of ``--results``, and return what to print."""
+    """Do what the options ask for, and return what to print: list tasks, lay out tables, or run an evaluation."""
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
     if config.benchmark == LIST:
         return _list_tasks(console)
@@ -56,7 +56,11 @@ def _evaluate(config: EvaluateConfig, console: Console) -> CommandResult:
 
 
 def _list_tasks(console: Console) -> CommandResult:
-    """Print the tasks of lmms-eval about videos, and how far they fit."""
+    """Return the list of lmms-eval's video tasks, and whether each can be run here; a child process imports lmms-eval.
+
+    Raises:
+        UsageError: lmms-eval is not installed.
+    """
     from pipeline.evaluate.tasks.process import list_tasks, render_tasks  # noqa: PLC0415
 
     tasks = list_tasks(speaker(console))
@@ -64,10 +68,11 @@ def _list_tasks(console: Console) -> CommandResult:
 
 
 def _write_tables(config: EvaluateConfig, console: Console) -> CommandResult:
-    """Write a table of the results in several folders (``--results``), and return what to print."""
+    """Write the tables of the results in several folders (``--results``), print notes, and return what to print."""
     from pipeline.evaluate.results import lay_out  # noqa: PLC0415
 
-    layout, say = lay_out(config), speaker(console)
+    layout = lay_out(config)
+    say = speaker(console)
     for line in layout.missing:
         say(f"note: {line}")
     return CommandResult(0, layout.as_record(), [layout.render()])

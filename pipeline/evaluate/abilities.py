@@ -1,4 +1,4 @@
-"""The abilities that questions test, by a table from benchmarks and parts of their splits; users may extend it."""
+"""The kinds of ability that questions test: a table of rules over benchmarks and their splits that users can extend."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class AbilityRule:
     """A row of the table: the questions that it matches, and the ability that they test.
 
     Attributes:
-        benchmark: a benchmark's name, or a pattern of names as of fnmatch: ``lmms:timelens_*``.
-        split: a split of the benchmark; "" for all of its questions.
-        value: the part of the split; "" where ``split`` is "".
-        ability: one of ABILITIES, or a user's own.
-        source: where the rule stands in a user's file; "" for a built-in one.
+        benchmark: a benchmark's name, or an fnmatch pattern of names, such as ``lmms:timelens_*``.
+        split: the name of a split of the benchmark; "" to match all questions.
+        value: the value of the split that questions must have; "" if ``split`` is "".
+        ability: one of ABILITIES, or an ability that the user named.
+        source: the file and row of a user's rule; "" for a built-in rule.
     """
 
     benchmark: str
@@ -37,16 +37,20 @@ class AbilityRule:
     source: str = ""
 
     def matches_benchmark(self, name: str) -> bool:
-        """Return True if the rule is about the benchmark of this name."""
+        """Return True if ``name`` matches the rule's benchmark pattern; case counts."""
         return fnmatchcase(name, self.benchmark)
 
     def matches_splits(self, splits: Mapping[str, str]) -> bool:
-        """Return True if a question in these parts of its benchmark's splits is one that the rule is about."""
+        """Return True if a question of a matching benchmark has the rule's split value, or if the rule names no split.
+
+        Args:
+            splits: the question's split values by split name.
+        """
         return not self.split or splits.get(self.split) == self.value
 
 
 def _rules(benchmark: str, split: str, values: Sequence[str], ability: str) -> list[AbilityRule]:
-    """Return a rule for each of the values of a split."""
+    """Return one rule with the given ability for each value of a split."""
     return [AbilityRule(benchmark, split, value, ability) for value in values]
 
 
@@ -80,10 +84,13 @@ BUILT_IN: Sequence[AbilityRule] = (
 
 
 def read_ability_rules(path: str) -> list[AbilityRule]:
-    """Read the rules of a user's .csv with the columns benchmark, split, value and ability, in the file's order.
+    """Read a user's .csv with the columns benchmark, split, value and ability, and return its rules in file order.
 
-    An ability that differs from a built-in one in upper and lower case alone is the built-in one. Raises UsageError
-    that names the file, the row and the remedy.
+    An ability that differs only in case from one in ABILITIES gets the built-in spelling.
+
+    Raises:
+        UsageError: the file's name does not end with .csv, the file cannot be read or has no rows, or a row is
+            malformed. The message names the file, the row and the remedy.
     """
     if not path.casefold().endswith(".csv"):
         raise UsageError(f"--abilities {path}: name a .csv with {_NEEDS}")
@@ -100,7 +107,14 @@ def read_ability_rules(path: str) -> list[AbilityRule]:
 
 
 def _read_rule(where: str, row: UserRow) -> AbilityRule:
-    """Convert a row of a user's file to a rule; ``where`` begins the message of the BadRow that is raised otherwise."""
+    """Convert a row of a user's file to a rule; missing cells count as empty, and surrounding spaces are removed.
+
+    Args:
+        where: the file and row, which begin error messages and become the rule's ``source``.
+
+    Raises:
+        BadRow: a column is unknown, benchmark or ability is empty, or only one of split and value is given.
+    """
     if unknown := [name for name in row if name not in _COLUMNS]:
         raise BadRow(f"{where}: there is no column {unknown[0]!r}")
     benchmark, split, value, ability = (str(row.get(name) or "").strip() for name in _COLUMNS)
@@ -113,37 +127,45 @@ def _read_rule(where: str, row: UserRow) -> AbilityRule:
 
 
 def classify_questions(rules: Sequence[AbilityRule], name: str, splits: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the ability that each question tests: that of the first rule that matches it, else GENERAL.
+    """Return the ability that each question tests: that of the first matching rule, or GENERAL if no rule matches.
 
     Args:
-        rules: the table, a user's rules before the built-in ones.
-        name: of the benchmark.
-        splits: of each question: the benchmark's split -> the part of it.
+        rules: all rules; those of a user must come before the built-in ones to take precedence.
+        name: the name of the benchmark.
+        splits: for each question, its split values by split name.
     """
     rules = [rule for rule in rules if rule.matches_benchmark(name)]
-    return [next((rule.ability for rule in rules if rule.matches_splits(of_one)), GENERAL) for of_one in splits]
+    return [
+        next((rule.ability for rule in rules if rule.matches_splits(question_splits)), GENERAL)
+        for question_splits in splits
+    ]
 
 
 def order_abilities(present: Sequence[str]) -> list[str]:
-    """Return abilities without repetition in the order of ABILITIES, with a user's own ones before GENERAL."""
-    own = [ability for ability in dict.fromkeys(present) if ability not in ABILITIES]
-    return [ability for ability in (*ABILITIES[:-1], *own, GENERAL) if ability in present]
+    """Return the distinct abilities in display order: that of ABILITIES, with other abilities inserted before GENERAL.
+
+    Abilities that are not in ABILITIES keep the order in which they first appear.
+    """
+    user_abilities = [ability for ability in dict.fromkeys(present) if ability not in ABILITIES]
+    return [ability for ability in (*ABILITIES[:-1], *user_abilities, GENERAL) if ability in present]
 
 
 def list_unused_rules(rules: Sequence[AbilityRule], splits: Mapping[str, Sequence[Mapping[str, str]]]) -> list[str]:
-    """Return a line about each rule of a user's file that is about no question of the results.
+    """Return a line for each user's rule that matches no question, with its source and what is missing.
 
     Args:
-        rules: the table; built-in rules are ignored.
-        splits: a benchmark's name -> the splits of each of its questions.
+        rules: all rules; built-in rules are ignored.
+        splits: for each benchmark by name, the split values of each of its questions.
     """
     lines = []
     for rule in rules:
         names = [name for name in splits if rule.matches_benchmark(name)]
-        if not rule.source or any(rule.matches_splits(of_one) for name in names for of_one in splits[name]):
+        if not rule.source or any(
+            rule.matches_splits(question_splits) for name in names for question_splits in splits[name]
+        ):
             continue
-        what = f"no question of {', '.join(names)} has {rule.split}={rule.value}"
+        problem = f"no question of {', '.join(names)} has {rule.split}={rule.value}"
         if not names:
-            what = f"no results are of a benchmark {rule.benchmark!r}; there are {', '.join(splits)}"
-        lines.append(f"{rule.source}: {what}")
+            problem = f"there are no results of a benchmark {rule.benchmark!r}; the benchmarks are {', '.join(splits)}"
+        lines.append(f"{rule.source}: {problem}")
     return lines

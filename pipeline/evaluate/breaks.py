@@ -1,7 +1,7 @@
-"""Where methods break: for each kind of ability, what pruning loses, and the lowest retention ratio that is safe.
+"""The section *Where it breaks*: for each kind of ability, what pruning loses and the lowest safe retention ratio.
 
-The ratios of a method are tested from the largest down, and the first one that fails ends the test. In this fixed order
-the chance to call some unsafe ratio safe is that of a single test, however many ratios there are.
+The ratios of a method are tested from the largest down, and the first one that fails ends the test. In this fixed
+order, the probability of calling some unsafe ratio safe is that of a single test, however many ratios there are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Task:
     """The questions of one benchmark that test one kind of ability.
 
     Attributes:
-        title: of the benchmark.
+        title: the benchmark's title.
     """
 
     title: str
@@ -40,18 +40,18 @@ class Task:
 
     @property
     def text(self) -> str:
-        """The benchmark with the numbers of these questions and their videos."""
+        """The benchmark's title with the numbers of questions and videos in parentheses."""
         return f"{self.title} ({self.n_questions:,} questions, {self.n_videos:,} videos)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of ability, whose score is the equal mean over its tasks.
+    """A kind of ability, whose score is the unweighted mean of its tasks' scores.
 
     Attributes:
-        name: of the ability.
+        name: the ability.
         tasks: at least one.
-        full_score: the score of full retention in percent; nan where it was not run on each task.
+        full_score: the score of full retention in percent; nan unless full retention was run on every task.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Kind:
 
     @property
     def n_videos(self) -> int:
-        """The videos of the task that has the fewest."""
+        """The smallest number of videos among the tasks."""
         return min(task.n_videos for task in self.tasks)
 
     @property
     def text(self) -> str:
-        """The tasks and the score of full retention in one line."""
+        """The tasks in one line, with the score of full retention unless it is nan."""
         full = "" if math.isnan(self.full_score) else f"; full retention {printed(self.full_score)}"
         return " + ".join(task.text for task in self.tasks) + full
 
@@ -76,11 +76,11 @@ class Loss:
 
     Attributes:
         ratio: the retention ratio.
-        outcome: of the test of this ratio by itself.
-        difference: negative where something is lost; None where the method was not run on each task.
-        low: lower end of the 95 % interval; None, like its upper end, where there is none.
-        high: its upper end.
-        lacking: why there is no number; "" where there is one.
+        outcome: the result of testing this ratio alone, whatever larger ratios gave.
+        difference: negative if pruning loses; None if the method or full retention was not run on every task.
+        low: the lower end of the 95 % interval; None if there is no interval.
+        high: the upper end; None if there is no interval.
+        lacking: why ``difference`` is None; "" if it is a number.
     """
 
     ratio: float
@@ -92,47 +92,47 @@ class Loss:
 
     @property
     def share(self) -> str:
-        """The retention ratio in percent."""
+        """The retention ratio as a percentage, such as "25%"."""
         return f"{100 * self.ratio:g}%"
 
     @property
     def passed(self) -> bool:
-        """True if the test of lower ratios goes on."""
+        """True if the test continues with lower ratios."""
         return self.outcome in _PASSED
 
     @property
     def half_width(self) -> float:
-        """Half the width of the interval; 0 where there is none."""
+        """Half the width of the interval in points; 0 without an interval."""
         return 0.0 if self.low is None or self.high is None else (self.high - self.low) / 2
 
     @property
     def interval(self) -> str:
-        """The interval as it is printed; "" where there is none."""
+        """The interval as text, such as "[-1.2, +0.3]"; "" without an interval."""
         return ends(self.low, self.high)
 
     @property
     def number(self) -> str:
-        """The difference as it is printed, "no change", or the reason why there is no number."""
+        """The difference with its sign, "no change", or the reason why there is no number."""
         if self.difference is None:
             return self.lacking
         return self.outcome if self.outcome == "no change" else signed(self.difference)
 
     @property
     def text(self) -> str:
-        """The number with its interval."""
+        """The number, followed by the interval if there is one."""
         return f"{self.number} {self.interval}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The lowest safe ratio of a method on one kind of questions, and the losses that it follows from.
+    """The lowest safe ratio of a method on one kind of questions, and the losses that it was derived from.
 
     Attributes:
-        title: the method as printed.
-        method: with its parameters, without positions, and without the seed where it has several.
-        positions: "" where they are the model family's own.
-        losses: at each ratio, from the largest.
-        within: the points that a safe ratio may lose.
+        title: the method's printed name.
+        method: the method with its parameters, without positions. It includes the seed only if there is a single seed.
+        positions: the positions of the kept tokens; "" for the model family's default.
+        losses: one loss for each tested ratio, largest ratio first.
+        within: the number of points that a safe ratio may lose.
     """
 
     kind: Kind
@@ -143,39 +143,44 @@ class Verdict:
     within: float
 
     def at(self, ratio: float) -> Loss | None:
-        """Return the loss at a ratio; None where the method has no row at it."""
+        """Return the loss at exactly this ratio, or None if the method has no row there."""
         return next((loss for loss in self.losses if loss.ratio == ratio), None)
 
     @property
     def tested(self) -> list[Loss]:
-        """The losses that have a number, of which the first that did not pass ends the test."""
+        """The losses that have a number, largest ratio first."""
         return [loss for loss in self.losses if loss.difference is not None]
 
     @property
     def passed(self) -> list[Loss]:
-        """The losses at the safe ratios."""
+        """The losses at the safe ratios: those before the first tested ratio that did not pass."""
         return list(takewhile(lambda loss: loss.passed, self.tested))
 
     @property
     def stop(self) -> Loss | None:
-        """The loss that ended the test; None where all ratios passed, or none was tested."""
+        """The first tested loss that did not pass; None if every tested ratio passed or none has a number."""
         return next((loss for loss in self.tested if not loss.passed), None)
 
     @property
     def lowest_safe_ratio(self) -> float | None:
-        """The last ratio that passed; None where none did."""
+        """The smallest of the safe ratios, or None if there is none."""
         return self.passed[-1].ratio if self.passed else None
 
     @property
     def answer(self) -> str:
-        """The lowest safe ratio in percent, UNSAFE or UNKNOWN."""
+        """The lowest safe ratio as a percentage. Without one, UNSAFE or, if the data cannot tell, UNKNOWN."""
         if self.passed:
             return self.passed[-1].share
         return UNKNOWN if self.stop is None or self.stop.outcome in _UNKNOWN else UNSAFE
 
     @property
     def reason(self) -> str:
-        """The reason for the answer, in words."""
+        """The reason for the answer, with "; " between its clauses.
+
+        It says what ended the test, or that the lowest tested ratio passed, then which ratios have no number. If no
+        ratio has a number, it says only why. If too few videos or a full score of at most ``within`` ruled out the
+        test, it says only that.
+        """
         if not self.tested:
             return "; ".join(dict.fromkeys(loss.lacking for loss in self.losses))
         if self.tested[0].outcome in ("few videos", "nothing to lose"):  # at every ratio
@@ -191,13 +196,13 @@ class Verdict:
         return "; ".join([*parts, *skipped])
 
     def _describe_stop(self) -> str:
-        """Return why the ratio that ended the test did not pass; "" where all passed."""
+        """Return why the ratio that ended the test did not pass; "" if ``stop`` is None."""
         loss = self.stop
         if loss is None:
             return ""
         if loss.outcome == "few videos":
-            of_task = next(task.title for task in self.kind.tasks if task.n_videos == self.kind.n_videos)
-            return f"{self.kind.n_videos:,} videos" + (f" of {of_task}" if len(self.kind.tasks) > 1 else "")
+            title = next(task.title for task in self.kind.tasks if task.n_videos == self.kind.n_videos)
+            return f"{self.kind.n_videos:,} videos" + (f" of {title}" if len(self.kind.tasks) > 1 else "")
         if loss.outcome == "nothing to lose":
             return f"full retention scores {printed(self.kind.full_score)}"
         at = f"at {loss.share}"
@@ -209,7 +214,7 @@ class Verdict:
         return f"{at} it may lose more than {self.within:g} points: {loss.text}"
 
     def as_record(self) -> JsonObject:
-        """Return the verdict, JSON-able."""
+        """Return the verdict as a JSON-able record; a loss is ``safe`` only if all larger tested ratios passed too."""
         return {
             "kind": self.kind.name,
             "method": self.method,
@@ -228,15 +233,15 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Breaks:
-    """The section *Where it breaks*.
+    """The contents of the section *Where it breaks*.
 
     Attributes:
-        kinds: with their tasks, in the order in which they are shown.
-        verdicts: a method's on each kind, kind by kind.
-        within: the points that a safe ratio may lose.
-        draws, seed: of the intervals.
+        kinds: in display order.
+        verdicts: for each kind in turn, one verdict per method and positions.
+        within: the number of points that a safe ratio may lose.
+        draws, seed: of the bootstrap behind the intervals.
         not_measured: built-in abilities that no question tests.
-        notes: sentences about benchmarks that take no part, and about the user's table of abilities.
+        notes: sentences about benchmarks that are left out, and about unused rules in the user's table of abilities.
     """
 
     kinds: Sequence[Kind]
@@ -248,19 +253,19 @@ class Breaks:
     notes: Sequence[str] = ()
 
     def of_kind(self, kind: Kind) -> list[Verdict]:
-        """Return the verdicts on one kind."""
+        """Return the verdicts on one kind, in order."""
         return [verdict for verdict in self.verdicts if verdict.kind == kind]
 
     @property
     def ratios(self) -> list[float]:
-        """The ratios of all verdicts, from the largest."""
+        """The distinct ratios of all verdicts, largest first."""
         return sorted({loss.ratio for verdict in self.verdicts for loss in verdict.losses}, reverse=True)
 
     @property
     def explanation(self) -> list[str]:
-        """Sentences that say how the lines are to be read."""
+        """Sentences that explain how to read the verdicts; without verdicts, one sentence that nothing can be said."""
         if not self.verdicts:
-            return ["No method was run here on questions that have a score each, so nothing can be said."]
+            return ["No method was run on questions that each have a score, so nothing can be said."]
         n_methods = len({verdict.title for verdict in self.verdicts})
         counts = f"{len(self.kinds)} kinds and {n_methods} methods"
         return [
@@ -279,18 +284,18 @@ class Breaks:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences that belong below the lines: what is not measured, and the notes."""
+        """Sentences to print below the verdicts: the abilities that were not measured, if any, then the notes."""
         lines = []
         if self.not_measured:
-            here = f"Not measured here: {', '.join(self.not_measured)}."
+            sentence = f"Not measured here: {', '.join(self.not_measured)}."
             elsewhere = [name.capitalize() for name in _FROM_ELSEWHERE if name in self.not_measured]
-            more = " and ".join(elsewhere[:1] + [name.lower() for name in elsewhere[1:]])
-            needs = f" {more}: by tasks of lmms-eval, or questions that --abilities names." if elsewhere else ""
-            lines.append(here + needs)
+            kinds_text = " and ".join(elsewhere[:1] + [name.lower() for name in elsewhere[1:]])
+            remedy = f" {kinds_text}: use tasks of lmms-eval, or name questions with --abilities." if elsewhere else ""
+            lines.append(sentence + remedy)
         return [*lines, *self.notes]
 
     def as_record(self) -> JsonObject:
-        """Return the section, JSON-able."""
+        """Return the section as a JSON-able record; its "notes" are the explanation and the remarks."""
         return {
             "within": self.within,
             "draws": self.draws,

@@ -1,4 +1,4 @@
-"""The options of an evaluation: one dataclass that flags and the run's record come from."""
+"""The options of an evaluation, as one dataclass that defines the command-line flags and is checked when it is made."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ DEFAULT_WITHIN = 2.0  # points that a safe ratio may lose
 FULL = "none"  # full retention
 LIST = "lmms:list"  # the --benchmark that lists the tasks of lmms-eval
 RESULTS_HEADER = "evaluation.json"
-ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # of results, in the layouts of jobs.generate and jobs.prune
-#: ``--positions`` -> the positions that every method is asked at; None is the model family's.
+ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # below --out, as jobs.generate and jobs.prune write them
+#: ``--positions`` -> the positions that each method is run with; None is the model family's default.
 POSITIONS: Mapping[str, tuple[str | None, ...]] = {
     "auto": (None,),
     "contiguous": ("contiguous",),
     "original": ("original",),
     "both": ("contiguous", "original"),
 }
-#: The options that mean something else here than in jobs.prune and jobs.generate, follow from the protocol there, or
-#: are taken over by one of the two alone.
+#: Options that mean something else here than in jobs.prune and jobs.generate, that are set from the protocol there, or
+#: that are passed on explicitly.
 _NOT_SHARED = frozenset(
     {"model", "family", "siglip", "out", "cache", "video_root", "limit", "seed", "retention_ratio", "positions"}
     | {"num_frames", "fps", "max_frames", "max_video_tokens", "max_new_tokens", "max_failed", "on_changed"}
 )
-#: Option -> the option without which it says nothing.
+#: Option -> the option that it requires.
 _GOES_WITH = {
     **dict.fromkeys(("limit", "drop_tokens", "max_new_tokens", "close_thought", "fps"), "benchmark"),
     **dict.fromkeys(("within", "abilities"), "results"),
@@ -43,7 +43,14 @@ _GOES_WITH = {
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(EngineOptions):
-    """All options of ``python -m jobs.evaluate``. Raises UsageError for an invalid value."""
+    """All options of ``python -m jobs.evaluate``; exactly one of ``benchmark``, ``score`` and ``results`` is given.
+
+    Empty ``method`` and ``retention_ratio`` mean the defaults with ``benchmark``, and everything that exists with
+    ``results``.
+
+    Raises:
+        UsageError: an option has an invalid value, or options cannot be combined.
+    """
 
     item: ClassVar[str] = "question"
 
@@ -52,19 +59,19 @@ class EvaluateConfig(EngineOptions):
         "videomme, longvideobench, mlvu-dev, mlvu-test, mvbench, egoschema-subset (500 with published "
         "answers), egoschema (all 5,031, for a file to submit), shapes (jobs.testbed), lmms:TASK or "
         "lmms:TASK@METRIC of lmms-eval (lmms:list lists them), or a file of your own questions (.jsonl/.parquet/.csv: "
-        "as of jobs.generate, with answer, perhaps split, cluster)",
+        "as for jobs.generate, plus answer and optional split, cluster)",
         metavar="NAME",
         group="benchmark",
     )
     data: str | None = option(
         None,
         "the folder with the benchmark's annotations and videos (lmms:TASK: HF_HOME), or the videos of your own "
-        "questions (without --data their video_id is a video of --cache)",
+        "questions (without --data, their video_id names a video of --cache)",
         metavar="DIR",
     )
     video_root: list[str] = option(
         [],
-        "a folder, besides --data, that links in --data may lead into; may be repeated",
+        "a folder, besides --data, that links in --data may point into; may be repeated",
         metavar="DIR",
     )
     protocol: str | None = option(
@@ -74,23 +81,25 @@ class EvaluateConfig(EngineOptions):
         metavar="NAME",
     )
     max_new_tokens: int | None = option(
-        None, "tokens that a reply may have (default: the protocol's); models that reason need thousands", metavar="N"
+        None,
+        "maximum number of tokens per reply (default: the protocol's); models that reason need thousands",
+        metavar="N",
     )
     close_thought: bool = option(
         False,
-        "where the model's chat template ends with an opening tag, such as <think>: put its closing tag behind it, so "
-        "that the model answers at once",
+        "if the model's chat template ends with an opening tag, such as <think>: append its closing tag, so that the "
+        "model answers at once",
     )
     limit: int | None = option(None, "ask only the first N questions", metavar="N")
     score: list[str] = option(
         [],
-        "score answers that jobs.generate has given to questions with a right answer; several folders are compared",
+        "score answers of jobs.generate to questions that have a right answer; several folders are compared",
         metavar="ANSWERS",
         several=True,
     )
     results: list[str] = option(
         [],
-        "lay out the results of earlier evaluations, a folder per benchmark, as one table; --method and "
+        "lay out the results of earlier evaluations, one folder per benchmark, as one table; --method and "
         "--retention-ratio choose its rows",
         metavar="RESULTS",
         several=True,
@@ -98,14 +107,14 @@ class EvaluateConfig(EngineOptions):
     model: str | None = option(
         None,
         "a Hugging Face id or folder with safetensors, 'shapes', or a seeded random model of jobs.prune (default: "
-        "the one that the cache names, else tiny)",
+        "the model that the cache names, or tiny)",
         metavar="MODEL",
         group="model",
     )
     family: str | None = option(
         None,
-        "generic: encode and answer by the model's own code in transformers, which every model type does that has no "
-        "family of its own; or module:Class of your own family (default: by the model type)",
+        "generic: encode and answer with the model's own code in transformers, the default for model types without a "
+        "family here; or module:Class of your own family (default: by model type)",
         metavar="FAMILY",
     )
     siglip: str | None = option(
@@ -113,12 +122,14 @@ class EvaluateConfig(EngineOptions):
         "for fastvid and cdpruner on LLaVA-OneVision: the SigLIP checkpoint that its vision tower was made from",
         metavar="MODEL",
     )
-    dtype: str = option("auto", "the model's arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
+    dtype: str = option(
+        "auto", "the dtype that the model computes in; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES
+    )
     method: list[str] = option(
         [],
-        f"pruning methods: {', '.join(METHODS)}, or module:Class of your own; parameters behind commas, fastv,K=3; "
-        "random,seed=0..4 is five seeds, whose mean is one row "
-        f"(default: {' '.join(DEFAULT_METHODS)}); full retention is always there",
+        f"pruning methods: {', '.join(METHODS)}, or module:Class of your own; parameters follow commas: fastv,K=3; "
+        "random,seed=0..4 runs five seeds, and their mean is one row "
+        f"(default: {' '.join(DEFAULT_METHODS)}); full retention is always included",
         metavar="METHOD",
         several=True,
         group="methods",
@@ -132,37 +143,37 @@ class EvaluateConfig(EngineOptions):
     )
     positions: str = option(
         "auto",
-        "positions of the kept tokens: as before pruning (original), renumbered (contiguous), or a row of each (both); "
-        "auto is the model family's: contiguous for LLaVA-OneVision and InternVL, original for Qwen. On "
-        "LLaVA-OneVision original gains more than a choice of method. positions=original behind a method is for that "
-        "method alone",
+        "positions of the kept tokens: as before pruning (original), renumbered (contiguous), or a row each (both); "
+        "auto is the model family's default: contiguous for LLaVA-OneVision and InternVL, original for Qwen. On "
+        "LLaVA-OneVision, original gains more than the choice of method does. positions=original after a method "
+        "applies to that method only",
         choices=tuple(POSITIONS),
     )
     seed: int = option(
-        0, "seed of the intervals, and of methods that draw random numbers and name no seed", metavar="N"
+        0, "seed of the intervals, and of methods that draw random numbers and are given no seed", metavar="N"
     )
     reference: str | None = option(
         None,
-        "the method that others are compared with; none: full retention (default: gstep, else the first method; full "
-        "retention where there is one method)",
+        "the method that others are compared with; none: full retention (default: gstep, or the first method; full "
+        "retention if there is only one method)",
         metavar="METHOD",
     )
     within: float | None = option(
         None,
-        "with --results: a retention ratio is safe for a kind of questions if it loses less than X points, as far as "
-        "its 95 %% interval tells (default: 2)",
+        "with --results: a retention ratio is safe for a kind of questions if its whole 95 %% interval is above a loss "
+        "of X points (default: 2)",
         metavar="X",
     )
     abilities: str | None = option(
         None,
         "with --results: a .csv with the columns benchmark,split,value,ability, which says what kind of ability "
-        "questions test, before the built-in table",
+        "questions test; it takes precedence over the built-in table",
         metavar="FILE",
     )
     ours: str | None = option(None, "the method that tables.tex marks as ours", metavar="METHOD")
     out: str = option(
         "results",
-        "the results to create or to continue: a folder or s3://bucket/prefix",
+        "the results to create or continue: a folder or s3://bucket/prefix",
         metavar="DIR",
         group="results",
     )
@@ -171,10 +182,11 @@ class EvaluateConfig(EngineOptions):
     )
     drop_tokens: bool = option(False, "delete the cache in --out once every question is answered")
     draws: int = option(10_000, "bootstrap samples of videos for intervals", metavar="N")
-    num_frames: int | None = option(None, "frames a video (default: the protocol's)", metavar="T", group="videos")
+    num_frames: int | None = option(None, "frames per video (default: the protocol's)", metavar="T", group="videos")
     fps: float | None = option(
         None,
-        "instead of the protocol's frames: sample by time, F frames a second of video; sizes are the checkpoint's own",
+        "sample F frames per second of video instead of the protocol's frames; frame sizes follow the checkpoint's own "
+        "settings",
         metavar="F",
     )
     max_frames: int | None = option(
@@ -183,23 +195,28 @@ class EvaluateConfig(EngineOptions):
     max_video_tokens: int | None = option(
         None, "with --fps, Qwen models: cap long videos as jobs.prune --max-video-tokens does", metavar="N"
     )
-    decode_timeout: float = option(120.0, "give up a video after S seconds of decoding", metavar="S")
-    decode_workers: int | None = option(None, "start at most N decode workers (default: one a CPU)", metavar="N")
-    encode_workers: int | None = option(None, "start at most N encoders (default: one a GPU)", metavar="N")
+    decode_timeout: float = option(120.0, "give up on a video after S seconds of decoding", metavar="S")
+    decode_workers: int | None = option(None, "start at most N decode workers (default: one per CPU)", metavar="N")
+    encode_workers: int | None = option(None, "start at most N encoders (default: one per GPU)", metavar="N")
     workers: int | None = option(
-        None, "start at most N language models (default: one a GPU; one on CPUs)", metavar="N", group="answers"
+        None, "start at most N language models (default: one per GPU; one on CPUs)", metavar="N", group="answers"
     )
     questions_per_shard: int = option(
-        64, "put at most N answers into one file; a killed run loses at most N answers per worker", metavar="N"
+        64, "write at most N answers to one file; a killed run loses at most N answers per worker", metavar="N"
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, options that do not go together, or a malformed method."""
+        """Check all options.
+
+        Raises:
+            UsageError: a value is invalid, options cannot be combined, a method is malformed, or ``reference`` or
+                ``ours`` names no row of the table that ``benchmark`` will produce.
+        """
         super().__post_init__()
         if [self.benchmark is None, not self.score, not self.results].count(False) != 1:
             raise UsageError(
-                "name what to ask, --benchmark NAME, or answers to score, --score ANSWERS, or results for one table, "
-                "--results RESULTS: one of them"
+                "give exactly one of --benchmark NAME (questions to ask), --score ANSWERS (answers to score) and "
+                "--results RESULTS (results for one table)"
             )
         for name, other in _GOES_WITH.items():
             value = getattr(self, name)
@@ -219,16 +236,16 @@ class EvaluateConfig(EngineOptions):
         check(self.draws >= 100, "draws", "at least 100", self.draws)
         check(positive(self.decode_timeout), "decode_timeout", "a positive number of seconds", self.decode_timeout)
         if self.drop_tokens and self.cache is not None:
-            raise UsageError("--drop-tokens deletes the cache in --out; one that --cache names is yours to delete")
+            raise UsageError("--drop-tokens deletes the cache in --out; a cache that --cache names is yours to delete")
         check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
         if self.fps is not None and self.num_frames is not None:
             raise UsageError("--num-frames and --fps are two ways of sampling: give one of them")
         self._check_rows({spec.method_label.partition(",positions=")[0] for spec in self.grid().values() if spec})
 
     def _check_rows(self, labels: Collection[str]) -> None:
-        """Raise UsageError if ``reference`` or ``ours`` names no row of the table, before hours go into the answers.
+        """Raise UsageError if ``reference`` or ``ours`` names no row of the table, before hours are spent on answers.
 
-        The check is for ``--benchmark`` alone: results that exist are checked when their table is made.
+        Without ``benchmark`` nothing is checked here: existing results are checked when their table is made.
 
         Args:
             labels: the methods of the grid with their seeds, without ratios and positions.
@@ -241,20 +258,24 @@ class EvaluateConfig(EngineOptions):
                 raise UsageError(f"--{option_name} {value} is no row of the table; there are {', '.join(sorted(rows))}")
 
     def shared_with(self, kind: type[RunOptions]) -> dict[str, Any]:
-        """Return by name the options that the configuration class of another run has too, with the same meaning."""
+        """Return the options, by name, that another configuration class also has with the same meaning."""
         names = [item.name for item in fields(kind) if item.name not in _NOT_SHARED]
         return {name: value for name, value in vars(self).items() if name in names}
 
     def in_out(self, name: str) -> str:
-        """Return the folder or URI of this name in ``--out``."""
+        """Return the path or URI of ``name`` below ``out``."""
         return f"{self.out.rstrip('/')}/{name}"
 
     def grid(self) -> dict[str, PruningSpec | None]:
-        """Return the arms that every question is answered under, by label: first full retention, which is None.
+        """Return the prunings that every question is asked under, by label; the first is full retention, which is None.
 
-        Each other method follows, at each ratio from the largest. It has its own positions, else a separate arm for
-        each position that ``positions`` names. The method ``none`` adds no arm, since full retention is always there.
-        Raises UsageError for a method that is no METHOD[,NAME=VALUE...].
+        The other methods follow in the given order, each at every ratio from the largest. A method that names positions
+        gets one arm per ratio; otherwise it gets one for each kind of positions that ``positions`` stands for. The
+        method ``none`` adds no arm, since full retention is always included. Methods are parsed but not looked up.
+
+        Raises:
+            UsageError: a method is not of the form METHOD[,NAME=VALUE...], or its positions or range of seeds are
+                invalid.
         """
         specs = parse_pruning_grid(
             self.method or DEFAULT_METHODS, self.retention_ratio or DEFAULT_RATIOS, self.siglip, self.seed

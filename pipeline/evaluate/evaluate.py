@@ -1,4 +1,8 @@
-"""One evaluation from its options to its files: the page to read first."""
+"""One evaluation from its options to its files: the page to read first.
+
+``prepare`` (request.py) checks the request, ``answer_and_score`` (run.py) encodes, answers and scores, and
+``write_results`` (results.py) writes tables and page.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +37,20 @@ from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-# Error classes that another attempt may not meet.
+# Error classes of answers that may succeed at another attempt.
 _MAY_SUCCEED = ("corrupt", "io", "out-of-memory", "own-code", "internal")
 _VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The outcome of an evaluation: its scores, table and ``files`` below ``out``.
+    """The outcome of an evaluation.
 
-    For a benchmark without published answers there is no ``table``, but where to bring its ``submission``.
+    Attributes:
+        table: the main table; None if the right answers are not published.
+        out: the results folder or URI.
+        files: the names of the written files below ``out``.
+        submission: where to submit the choices if the right answers are not published; otherwise "".
     """
 
     done: ScoredQuestions
@@ -52,9 +60,10 @@ class Evaluation:
     submission: str = ""
 
     def exit_code(self, config: EvaluateConfig) -> int:
-        """Return 1 if too many answers failed, one is missing, none is ok, or something failed by a bug; else 0.
+        """Return 1 if too many answers failed, one is missing, none is good, or a bug made something fail; otherwise 0.
 
-        ``--score`` has only the limit of failed answers.
+        With ``--score``, only the number of failed answers counts. With ``--benchmark``, a video that failed by a bug
+        counts too.
         """
         answers, videos = self.done.answers, self.done.videos
         if answers is None:
@@ -64,10 +73,10 @@ class Evaluation:
         return 1 if bug else answers.exit_code(config.failure_limit(answers.n_questions))
 
     def as_record(self) -> JsonObject:
-        """Return the outcome JSON-able: files, the main table and its scores, counts of videos and answers.
+        """Return the outcome as a JSON-able record: files, main table, scores, and counts of videos and answers.
 
-        ``clusters`` has the number of videos behind each column. Without a table the entries of the table are absent or
-        empty.
+        ``clusters`` holds the number of videos behind each column. Without a table, ``scores``, ``clusters`` and
+        ``notes`` are empty, and the other entries of the table are absent.
         """
         answers, videos = self.done.answers, self.done.videos
         columns = [] if self.table is None else self.table.columns
@@ -85,10 +94,10 @@ class Evaluation:
 
 
 def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
-    """Yield a record per row of the table: unrounded scores by the key of their column, ``rel``, and counts of answers.
+    """Yield a record for each row of the table: its unrounded scores by column key, ``rel``, and counts of its answers.
 
-    Scores and ``rel`` are percentages. A column without a score is left out. ``method`` includes positions that are not
-    the model's own.
+    Scores and ``rel`` are percentages. Columns without a score are left out. ``method`` includes the positions unless
+    they are the model family's default.
     """
     for row in table.rows:
         record = table.record_of(row)
@@ -102,10 +111,14 @@ def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
 
 
 def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
-    """Load the questions, encode the videos, answer, score and write the results; ``--score`` only scores and writes.
+    """Run the evaluation: encode missing videos, answer unanswered questions, score all answers and write the results.
 
-    Prints notes, the last of them about frames that may be damaged. Raises UsageError (nothing was started) or
-    RunFailed (committed rows stay; a rerun resumes). RunFailed also means that the results cannot be written.
+    With ``config.score``, only score existing answers of jobs.generate and write the results. Progress and notes go to
+    the console; the last note concerns answers from frames that may be damaged.
+
+    Raises:
+        UsageError: the request cannot be carried out; nothing was started.
+        RunFailed: a run stopped, and a rerun resumes from its committed rows; or the results cannot be written.
     """
     try:
         evaluation = _evaluate_answers(config, console) if config.score else _evaluate_benchmark(config, console)
@@ -117,15 +130,23 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
 
 
 def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
-    """Encode a benchmark's videos unless cached, answer and score its questions, and write results or submissions.
+    """Encode, answer and score a benchmark, and write the results, or submissions if its answers are not published.
 
-    Prints notes on the questions. ``--drop-tokens`` deletes the tokens at the end, unless questions may be asked again.
+    Prints notes about the annotations first. With ``--drop-tokens``, the cached tokens are deleted at the end, unless
+    answers are missing or failed in a way that another attempt may fix; a note then says so.
+
+    Raises:
+        UsageError: the request cannot be carried out; nothing was started.
+        RunFailed: a run stopped; committed rows stay.
+        OSError: the results cannot be written.
     """
-    request, say = prepare(config, console), speaker(console)
+    request = prepare(config, console)
+    say = speaker(console)
     for line in describe_data(request.loaded, request.benchmark):
         say(line)
     scored = answer_and_score(request, console)
-    submission, table = request.benchmark.submission, None
+    submission = request.benchmark.submission
+    table = None
     if submission:
         files = write_submissions(request.store, scored.loaded.items, scored.scores, say)
     else:
@@ -134,17 +155,20 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
         assert scored.answers is not None
         may_succeed = [scored.answers.failures.get(name, 0) for name in _MAY_SUCCEED]
         if n_unanswered := scored.answers.n_missing + sum(may_succeed):
-            console.print(f"note: {n_unanswered} questions may be asked again (--retry-failed): their tokens stay")
+            console.print(f"note: {n_unanswered} questions may be asked again (--retry-failed), so the tokens are kept")
         else:
             drop_tokens(request, console)
     return Evaluation(done=scored, table=table, out=config.out, files=files, submission=submission)
 
 
 def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
-    """Score the answers that jobs.generate gave, and write tables and page.
+    """Score answers of jobs.generate, and write the scores, tables and report page.
 
-    Prints the number of questions without a right answer, which are left out. Raises UsageError if ``out`` has other
-    results.
+    Prints how many questions were left out because they have no right answer.
+
+    Raises:
+        UsageError: ``out`` holds other results, or the answers cannot be read, scored or compared.
+        OSError: the results cannot be written.
     """
     store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_requester_pays))
     identity = {"scored": config.score}
@@ -157,7 +181,10 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
 
 
 def describe_data(questions: LoadedQuestions, benchmark: Benchmark) -> Iterator[str]:
-    """Yield lines for the user: the number of questions, missing parts of splits, kinds of fault with an example."""
+    """Yield lines for the user: the number of questions, split values without a question, and the faults by kind.
+
+    A fault's line has its count, an example, and whether its questions are kept or left out.
+    """
     whole = f" of {benchmark.n_questions:,} in the whole benchmark" if benchmark.n_questions else ""
     yield f"{benchmark.title}: {len(questions.items):,} questions to ask; {questions.n_annotated:,} annotated{whole}"
     for split in benchmark.splits:
@@ -169,7 +196,7 @@ def describe_data(questions: LoadedQuestions, benchmark: Benchmark) -> Iterator[
 
 
 def _make_presentation(request: EvaluateRequest, scored: ScoredQuestions) -> Presentation:
-    """Describe a benchmark's results for tables and page: title, facts about model and run."""
+    """Return how to present a benchmark's results: title, identity, facts about model and run, and table options."""
     return Presentation(
         title=request.title,
         benchmark=request.benchmark.stored_in(request.store),
@@ -182,7 +209,7 @@ def _make_presentation(request: EvaluateRequest, scored: ScoredQuestions) -> Pre
 
 
 def present_answers(config: EvaluateConfig) -> Presentation:
-    """Describe the results of scored answers of jobs.generate for tables and page."""
+    """Return how to present scored answers of jobs.generate: with their folders as title and a stand-in benchmark."""
     benchmark = Benchmark(name="answers", title="Answers", protocols=(LETTER,), splits=(Split("split", "Split"),))
     return Presentation(
         title=", ".join(config.score),
@@ -194,19 +221,18 @@ def present_answers(config: EvaluateConfig) -> Presentation:
 
 
 def _list_facts(request: EvaluateRequest, scored: ScoredQuestions) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) facts about model, cache and run for the report page.
+    """Yield (name, value) facts for the report page: model, weights, number of videos, cache size, seconds of runs.
 
-    Reads the size and number of the cached videos, unless the cache was deleted.
+    The cache is read only if it still exists, and the seconds are those of runs that took place now. The last fact is
+    the mean number of visual tokens per question before pruning, if known.
     """
     yield "model", request.source.name
     yield "weights", request.source.identity
     yield "videos", f"{len({video for item in request.loaded.items for video in item.video_ids}):,}"
     cache = store_at(request.cache, request.objects)
     if cache.exists(HEADER):
-        size, n_videos = (
-            sum(file.size for file in cache.list_files(TOKENS)),
-            len(TokenCache(request.cache, store=cache)),
-        )
+        size = sum(file.size for file in cache.list_files(TOKENS))
+        n_videos = len(TokenCache(request.cache, store=cache))
         yield "all tokens", f"{size / max(1, n_videos) / 1e6:.1f} MB a video, evidence included"
     if scored.videos is not None:
         seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in scored.videos.seconds.items())
@@ -219,7 +245,7 @@ def _list_facts(request: EvaluateRequest, scored: ScoredQuestions) -> Iterator[t
 
 
 def _machine() -> list[tuple[str, str]]:
-    """Return facts about this machine and the versions of packages."""
+    """Return (name, value) facts: this machine's architecture and system, and package versions."""
     return [
         ("machine", f"{platform.machine()}, {platform.system()}"),
         ("versions", ", ".join(f"{name} {version(name)}" for name in _VERSIONS)),
@@ -227,7 +253,7 @@ def _machine() -> list[tuple[str, str]]:
 
 
 def render_evaluation(evaluation: Evaluation) -> RenderableType:
-    """Render the table for the terminal (or where to submit), the failures by class, and the files."""
+    """Render the table for the terminal (or where to submit), then the counts of answers and the names of the files."""
     parts: list[RenderableType] = []
     if evaluation.table is None:
         parts.append(Text(f"no score: the right answers are not published; {evaluation.submission}"))

@@ -1,4 +1,4 @@
-"""The forms of the table of results as text: Markdown, LaTeX, and for the terminal."""
+"""Text forms of the table of results and of *Where it breaks*: Markdown, LaTeX, and the terminal."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ COUNTS = (
 
 
 def add_counts(row: Row) -> str:
-    """Return a row's title, followed by the numbers of its failed, cut and weakly read answers if there are any."""
+    """Return a row's title, followed in parentheses by its nonzero counts of failed, cut and weakly read answers."""
     counts = {"failed": row.tally.n_failed, "cut": row.tally.n_cut, "weak": row.tally.n_weak}
     counts_text = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     return f"{row.title} ({counts_text})" if counts_text else row.title
 
 
 def percent(share: float | None) -> str:
-    """Format a share in percent, a dash for None."""
+    """Format a share as a percentage with one decimal; None becomes a dash."""
     return NONE if share is None else f"{100 * share:.1f}%"
 
 
 def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
-    """Return tables as one text of GitHub Markdown, each with a heading before it and its remarks below.
+    """Return the tables as one GitHub Markdown text, each with a heading, followed by the legend and *Where it breaks*.
 
-    A remark that stands below an earlier table is not repeated. The section *Where it breaks* comes last.
+    The remarks of a table stand below it, except those that an earlier table has already shown.
     """
-    sections, written_titles = list[str](), set[str]()
+    sections = list[str]()
+    written_titles = set[str]()
     for table in tables:
         width = len(table.titles) + len(_COUNTS)
         heads = [(f"*{name}*", texts) for name, texts in table.made_of]
@@ -57,15 +58,18 @@ def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
         for heading, rows in table.blocks:
             lines.append(table_row([f"*{escape_markdown(heading)}*", *[""] * width]))
             lines += [_markdown_row(table, row) for row in rows]
-        new = [text for text in table.remarks if text not in written_titles]
-        written_titles.update(new)
-        sections += [f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, new)]
+        new_remarks = [text for text in table.remarks if text not in written_titles]
+        written_titles.update(new_remarks)
+        sections += [f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, new_remarks)]
     sections.append(escape_markdown(f"{MARKS} {COUNTS}"))
     return "\n\n".join([*sections, *(_breaks_sections(breaks) if breaks else [])]) + "\n"
 
 
 def _breaks_sections(breaks: Breaks) -> list[str]:
-    """Return the heading of *Where it breaks*, its table with a line for each kind and method, and its remarks."""
+    """Return the Markdown sections of *Where it breaks*: the heading, a table of all verdicts, and the remarks.
+
+    Without verdicts there is no table.
+    """
     lines = [table_row(["Kind", "Method", "Lowest safe ratio", "Losses by retention ratio"]), table_row(["---"] * 4)]
     for verdict in breaks.verdicts:
         losses = "; ".join(f"{loss.share}: {loss.text}" for loss in verdict.losses)
@@ -78,7 +82,10 @@ def _breaks_sections(breaks: Breaks) -> list[str]:
 
 
 def _markdown_row(table: ResultsTable, row: Row) -> str:
-    """Return a row of the Markdown table: its numbers with their differences, then the counts of its answers."""
+    """Return a row of the Markdown table: its title, scores with differences, and the counts of its answers.
+
+    The best score is bold and the second underlined; missing numbers are dashes.
+    """
     cells = []
     for cell in table.numbers(row):
         if cell is None:
@@ -94,17 +101,17 @@ def _markdown_row(table: ResultsTable, row: Row) -> str:
 
 
 def table_row(cells: Iterable[str]) -> str:
-    """Return a line of a Markdown table."""
+    """Return the cells as one row of a Markdown table; they are not escaped."""
     return f"| {' | '.join(cells)} |"
 
 
 def escape_markdown(text: str) -> str:
-    """Convert text to one line of Markdown that shows it literally."""
+    """Return the text as one line with Markdown's special characters escaped."""
     return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", _one_line(text))
 
 
 def _one_line(text: str) -> str:
-    """Replace line breaks and repeated spaces by one space."""
+    """Replace each run of white space, line breaks included, with one space."""
     return re.sub(r"\s+", " ", text)
 
 
@@ -124,12 +131,15 @@ _LATEX = {
 
 
 def escape_latex(text: str) -> str:
-    """Convert text to one line of LaTeX that sets it literally."""
+    """Return the text as one line with LaTeX's special characters escaped."""
     return "".join(_LATEX.get(sign, sign) for sign in _one_line(text))
 
 
 def latex(table: ResultsTable) -> str:
-    """Return the scores as the paper's tabular, with the remarks below; it needs the packages booktabs and multirow."""
+    """Return the table as a LaTeX ``tabular`` in the paper's layout, with the remarks below it.
+
+    It needs the packages booktabs and multirow. The method ``table.ours`` is bold and marked "(Ours)".
+    """
     width = len(table.titles) + 1
     lines = [
         f"% {_one_line(table.title)}",
@@ -156,10 +166,10 @@ def latex(table: ResultsTable) -> str:
 
 
 def _latex_head(table: ResultsTable) -> list[str]:
-    """Return the LaTeX lines of column titles.
+    """Return the LaTeX lines of the column titles.
 
-    If a benchmark has several columns, the lines are three: titles with the benchmarks above columns, rules, and titles
-    of columns. Otherwise it is one line.
+    If a benchmark has several columns, there are three lines: benchmark titles that span their columns, rules, and
+    column titles. Otherwise there is one line.
     """
     other_titles = table.titles[len(table.columns) :]
     by_benchmark = groupby(table.columns, key=lambda column: column.benchmark)
@@ -169,7 +179,10 @@ def _latex_head(table: ResultsTable) -> list[str]:
     if all(len(titles) == 1 for _, titles in spans):
         flat = ["Method", *(title for _, titles in spans for title in titles), *other_titles]
         return [" & ".join(_bold(escape_latex(title)) for title in flat) + r" \\"]
-    upper, lower, rules, start = [_two_rows("Method")], [""], [], 2
+    upper = [_two_rows("Method")]
+    lower = [""]
+    rules = []
+    start = 2
     for name, titles in spans:
         if len(titles) == 1:
             upper.append(_two_rows(titles[0]))
@@ -184,12 +197,12 @@ def _latex_head(table: ResultsTable) -> list[str]:
 
 
 def _two_rows(title: str) -> str:
-    """Return LaTeX of a column title that takes both lines."""
+    """Return LaTeX for a bold column title that spans both lines of the head."""
     return rf"\multirow{{2}}{{*}}{{{_bold(escape_latex(title))}}}"
 
 
 def _latex_number(cell: Cell | None) -> str:
-    """Return a number in LaTeX, best bold, second underlined, over its difference to the reference; a dash for None."""
+    """Return LaTeX for a score, bold if best and underlined if second, above its difference, if any; "--" for None."""
     if cell is None:
         return "--"
     text = escape_latex(cell.printed)
@@ -200,12 +213,15 @@ def _latex_number(cell: Cell | None) -> str:
 
 
 def _bold(text: str) -> str:
-    """Return LaTeX of bold text."""
+    """Return LaTeX that sets ``text`` in bold; ``text`` is not escaped."""
     return rf"\textbf{{{text}}}"
 
 
 def _join_columns(columns: Sequence[Column], texts: Sequence[str]) -> list[str]:
-    """Return each column's title with its text; the text alone, once, where all columns share it."""
+    """Return "TITLE TEXT" for each column whose text is not empty.
+
+    If several columns have a text and all texts are equal, return that text alone.
+    """
     values = [(column.text, text) for column, text in zip(columns, texts, strict=True) if text]
     if len({text for _, text in values}) == 1 and len(values) > 1:
         return [values[0][1]]
@@ -213,34 +229,39 @@ def _join_columns(columns: Sequence[Column], texts: Sequence[str]) -> list[str]:
 
 
 def render_table(results: ResultsTable) -> Iterator[RenderableType]:
-    """Yield the results table for the terminal, and notes below it.
+    """Yield the table of results for the terminal, then its remarks.
 
-    If the table has more than ``_TERMINAL_COLUMNS`` columns of scores, only those of whole benchmarks are shown. A note
-    names the file with all columns.
+    With more than ``_TERMINAL_COLUMNS`` score columns, only the overall scores, the mean and Rel. are shown, and a last
+    line names the file with the other columns. The remark on too few videos is left out if no shown column has too few.
     """
     keys = [column.key.rpartition(": ")[2] for column in results.columns]
-    few = len(results.columns) <= _TERMINAL_COLUMNS
-    shown = [number for number in range(len(results.titles)) if few or number >= len(keys) or keys[number] == OVERALL]
+    all_fit = len(results.columns) <= _TERMINAL_COLUMNS
+    indices = [
+        number for number in range(len(results.titles)) if all_fit or number >= len(keys) or keys[number] == OVERALL
+    ]
     table = Table(title=Text(results.title), title_justify="left", show_edge=False)
     table.add_column("method")
-    titles = ["kept", *(results.titles[number] for number in shown)]
+    titles = ["kept", *(results.titles[number] for number in indices)]
     for title in titles:
         table.add_column(Text(title), justify="right")
     for rows in ([results.original], *(rows for _, rows in results.blocks)):
         for row in rows:
             numbers = results.numbers(row)
-            cells = [_render_cell(numbers[number]) for number in shown]
+            cells = [_render_cell(numbers[number]) for number in indices]
             table.add_row(Text(add_counts(row)), f"{100 * row.ratio:g} %", *cells, end_section=row is rows[-1])
     yield table
     for remark in (*results.remarks, MARKS):
         if not remark.startswith(FEW) or any(FEW in title for title in titles):
             yield Text(remark)
-    if n_left_out := len(results.titles) - len(shown):
+    if n_left_out := len(results.titles) - len(indices):
         yield Text(f"the {n_left_out} splits are in tables.md")
 
 
 def render_breaks(breaks: Breaks) -> Iterator[RenderableType]:
-    """Yield the section *Where it breaks* for the terminal: a line for each kind and method, and its remarks."""
+    """Yield *Where it breaks* for the terminal: a table with a row for each kind and method, then its remarks.
+
+    Without verdicts, the title stands in place of the table.
+    """
     table = Table(title=Text(BREAKS_TITLE), title_justify="left", show_edge=False)
     for name in ("kind", "method", "lowest safe ratio", "why", "losses by retention ratio"):
         table.add_column(name, overflow="fold")
@@ -260,7 +281,7 @@ def render_breaks(breaks: Breaks) -> Iterator[RenderableType]:
 
 
 def _render_cell(cell: Cell | None) -> RenderableType:
-    """Return a number for the terminal; below it stand its difference to the reference, and what is unclear."""
+    """Return a score for the terminal, above its difference and whether that is unclear; a dash for None."""
     if cell is None:
         return Text(NONE)
     number = Text.assemble((cell.printed, _STYLES[cell.mark]), cell.spread_text)

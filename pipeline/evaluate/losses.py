@@ -1,4 +1,4 @@
-"""The losses of pruning by kind of ability, from the scores of several benchmarks."""
+"""Compute *Where it breaks* from the scores of several benchmarks: the loss of each method on each kind of ability."""
 
 from __future__ import annotations
 
@@ -28,11 +28,16 @@ from pipeline.evaluate.statistics import (
 from pipeline.evaluate.table import FULL_ROW, ArmGroup
 from pipeline.evaluate.tabulate import ScoredBenchmark, group_arms, measure, row_title
 
-_DIGITS = 9  # of points: further ones are rounding errors
+_DIGITS = 9  # decimals of points; further ones are rounding errors
 
 
 class _Measured(NamedTuple):
-    """The numbers of a task: its estimate, and whether each row's scores differ anywhere from full retention's."""
+    """The measurements of one task.
+
+    Attributes:
+        estimate: the score of each row of the table, with its bootstrap draws.
+        changed: for each row, True if the score of any question differs from full retention under any of its seeds.
+    """
 
     ability: str
     task: Task
@@ -51,26 +56,30 @@ def find_breaks(
 ) -> Breaks:
     """Find the lowest safe retention ratio of each method on each kind of ability.
 
-    The seeds of a method are averaged, and rows are those of the table of results. Benchmarks whose scores are not per
-    question take no part.
+    Rows are those of the table of results, so the seeds of a method are averaged. Notes name benchmarks that are left
+    out because their questions have no scores of their own, and user's rules that match no question.
 
     Args:
-        benchmarks: by the name that the rules know them by.
-        rules: the abilities of questions; the first rule that matches counts.
-        within: the points that a safe ratio may lose.
-        methods: as of results_table.
-        draws: the number of bootstrap draws of whole videos; a benchmark's depend on the seed and its title alone.
-        seed: of the draws.
+        benchmarks: by the name that the rules match.
+        rules: the first rule that matches a question counts.
+        within: the number of points that a safe ratio may lose.
+        methods: the methods to include; a name without a seed or positions means all of them. None includes all
+            methods.
+        draws: the number of bootstrap draws of whole videos, which depend only on ``seed`` and a benchmark's title.
 
-    Raises ValueError if the scores of a benchmark are not paired (score_matrix).
+    Raises:
+        ValueError: the arms of a benchmark were not scored on the same questions, once each, or a question lacks the
+            split that the benchmark averages over.
     """
     scored = {name: benchmark for name, benchmark in benchmarks.items() if benchmark.per_question}
     notes = [
-        f"{benchmark.title} takes no part here: its numbers are not means over questions that have a score each."
+        f"{benchmark.title} is left out here: its numbers are not means over the scores of questions."
         for benchmark in benchmarks.values()
         if not benchmark.per_question
     ]
-    splits = {name: [dict(row) for row in of_one.scores["splits"].to_pylist()] for name, of_one in benchmarks.items()}
+    splits = {
+        name: [dict(row) for row in benchmark.scores["splits"].to_pylist()] for name, benchmark in benchmarks.items()
+    }
     notes += [f"{line}." for line in list_unused_rules(rules, splits)]
     arms, groups = group_arms(list(scored.values()), methods)
     measured = list[_Measured]()
@@ -78,15 +87,16 @@ def find_breaks(
         matrix = score_matrix(benchmark.scores, arms)
         abilities = classify_questions(rules, name, matrix.splits)
         measured += _measure_tasks(benchmark, matrix, groups, abilities, draws, seed)
-    kinds, verdicts = list[Kind](), list[Verdict]()
+    kinds = list[Kind]()
+    verdicts = list[Verdict]()
     titles = {path: title for benchmark in scored.values() for path, title in benchmark.names.items()}
-    for ability in order_abilities([of_one.ability for of_one in measured]):
-        tasks = [of_one for of_one in measured if of_one.ability == ability]
+    for ability in order_abilities([measured_task.ability for measured_task in measured]):
+        tasks = [measured_task for measured_task in measured if measured_task.ability == ability]
         kinds.append(
             Kind(
                 name=ability,
-                tasks=[of_one.task for of_one in tasks],
-                full_score=100 * float(np.mean([of_one.estimate.value[FULL_ROW] for of_one in tasks])),
+                tasks=[measured_task.task for measured_task in tasks],
+                full_score=100 * float(np.mean([measured_task.estimate.value[FULL_ROW] for measured_task in tasks])),
             )
         )
         verdicts += _judge_methods(kinds[-1], tasks, groups, titles, within)
@@ -110,13 +120,17 @@ def _measure_tasks(
     draws: int,
     seed: int,
 ) -> Iterator[_Measured]:
-    """Yield the tasks of one benchmark, which share its draws of videos; ``abilities`` are of its questions."""
-    whole, ability_Q = benchmark.average(matrix), np.array(abilities)
+    """Yield a task for each ability with a question that counts in the benchmark's overall score.
+
+    All tasks share the benchmark's draws of videos. ``abilities`` are those of the questions of ``matrix``.
+    """
+    whole = benchmark.average(matrix)
+    ability_Q = np.array(abilities)
     parts = {name: whole.within(ability_Q == name) for name in dict.fromkeys(abilities)}
-    parts = {name: of_one for name, of_one in parts.items() if (of_one.numbers != NO_PART).any()}
+    parts = {name: subset for name, subset in parts.items() if (subset.numbers != NO_PART).any()}
     measured = measure(benchmark, matrix, groups, list(parts.values()), draws, seed)
-    for (name, of_one), numbers in zip(parts.items(), measured, strict=True):
-        inside_Q = of_one.numbers != NO_PART
+    for (name, subset), numbers in zip(parts.items(), measured, strict=True):
+        inside_Q = subset.numbers != NO_PART
         scores_AQ = matrix.scores[:, inside_Q]
         differs_A = (scores_AQ != scores_AQ[FULL_ROW]).any(1)
         yield _Measured(
@@ -130,51 +144,58 @@ def _measure_tasks(
 def _judge_methods(
     kind: Kind, tasks: Sequence[_Measured], groups: Sequence[ArmGroup], titles: Mapping[str, str], within: float
 ) -> list[Verdict]:
-    """Return the verdict on each method, whose rows are neither of other methods nor of other positions.
-
-    ``titles`` are the names of methods from elsewhere, by import path.
-    """
-    estimate = average([of_one.estimate for of_one in tasks])
+    """Return a verdict for each method and positions except full retention; ``titles`` are names by import path."""
+    estimate = average([task.estimate for task in tasks])
     rows: dict[tuple[str, str], list[int]] = {}
     for row in range(FULL_ROW + 1, len(groups)):
         rows.setdefault((groups[row].method, groups[row].positions), []).append(row)
     return [
         Verdict(
             kind=kind,
-            title=row_title(groups[of_method[0]], titles),
+            title=row_title(groups[method_rows[0]], titles),
             method=method,
             positions=positions,
-            losses=[_measure_loss(estimate, kind, tasks, row, groups[row], within) for row in of_method],
+            losses=[_measure_loss(estimate, kind, tasks, row, groups[row], within) for row in method_rows],
             within=within,
         )
-        for (method, positions), of_method in rows.items()
+        for (method, positions), method_rows in rows.items()
     ]
 
 
 def _measure_loss(
     estimate: Estimate, kind: Kind, tasks: Sequence[_Measured], row: int, group: ArmGroup, within: float
 ) -> Loss:
-    """Return the loss of a row against full retention on a kind's tasks, with the outcome of its test."""
-    by = estimate.difference(row, FULL_ROW)
-    if math.isnan(by.value):
+    """Return the loss of a row against full retention on the tasks of a kind, with the outcome of its test.
+
+    The first of these outcomes that applies counts: "not run" if a score is missing, which has a reason and no
+    difference; "few videos"; "nothing to lose" if full retention scores at most ``within``; "no change" if no
+    question's score changed; "no interval" if no draw is defined; otherwise that of ``_judge``. Only the last has an
+    interval, which is a single number if all draws have the same difference.
+    """
+    difference = estimate.difference(row, FULL_ROW)
+    if math.isnan(difference.value):
         return Loss(ratio=group.ratio, outcome="not run", lacking=_describe_lacking(tasks, row, group))
-    number = 100 * by.value
+    number = 100 * difference.value
     if estimate.n_videos < FEWEST_VIDEOS:
         return Loss(ratio=group.ratio, outcome="few videos", difference=number)
     if round(kind.full_score, _DIGITS) <= within:
         return Loss(ratio=group.ratio, outcome="nothing to lose", difference=number)
-    if not any(of_one.changed[row] for of_one in tasks):
+    if not any(task.changed[row] for task in tasks):
         return Loss(ratio=group.ratio, outcome="no change", difference=0.0)
     if not np.isfinite(estimate.drawn[:, row] - estimate.drawn[:, FULL_ROW]).any():
         return Loss(ratio=group.ratio, outcome="no interval", difference=number)
-    # Without an interval although there are draws: each has the same difference.
-    ends = (number, number) if math.isnan(by.low) else (100 * by.low, 100 * by.high)
+    # There are draws but no interval: all draws have the same difference.
+    ends = (number, number) if math.isnan(difference.low) else (100 * difference.low, 100 * difference.high)
     low, high = (round(end, _DIGITS) for end in ends)
     return Loss(ratio=group.ratio, outcome=_judge(low, high, within), difference=number, low=low, high=high)
 
 
 def _judge(low: float, high: float, within: float) -> Outcome:
-    """Return the outcome of a ratio whose interval has these ends, in points."""
+    """Return the outcome of a ratio from the ends of its interval in points.
+
+    "loses" if the whole interval is below -``within``; otherwise "wide" if half its width is above ``within``;
+    otherwise "passes" if ``low`` is above -``within``, else "may lose".
+    """
     if high < -within:
         return "loses"
     if round((high - low) / 2, _DIGITS) > within:
@@ -183,10 +204,15 @@ def _judge(low: float, high: float, within: float) -> Outcome:
 
 
 def _describe_lacking(tasks: Sequence[_Measured], row: int, group: ArmGroup) -> str:
-    """Return on which benchmarks a row, or full retention, was not run."""
+    """Return why a row has no loss: "not run on" or "not run with all N seeds on", and the titles of benchmarks.
+
+    If full retention is missing on any benchmark, return "full retention not run on" and their titles instead.
+    """
 
     def list_missing(row: int) -> str:
-        return ", ".join(of_one.task.title for of_one in tasks if math.isnan(of_one.estimate.value[row]))
+        return ", ".join(
+            measured_task.task.title for measured_task in tasks if math.isnan(measured_task.estimate.value[row])
+        )
 
     if without_full := list_missing(FULL_ROW):
         return f"full retention not run on {without_full}"

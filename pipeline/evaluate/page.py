@@ -1,4 +1,4 @@
-"""The page of results, one HTML file that loads nothing: tables, accuracy against tokens and megabytes, faults."""
+"""The report page of results: one self-contained HTML file with tables, charts, and lists of faults and failures."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from pipeline.evaluate.table import NONE, ResultsTable, Row
 from pipeline.html_pages import environment
 from pipeline.rows import JsonObject
 
-_STEPS = 6  # of a vertical axis, about
-_COLORS, _DASHES = 6, 3  # GSTEP has the first color for itself; dashes tell methods apart once colors are used up
+_STEPS = 6  # approximate number of steps on a vertical axis
+_COLORS, _DASHES = 6, 3  # GSTEP has the first color to itself; dashes distinguish methods of one color
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 820, 330, 46, 12, 44  # pixels of the chart and its margins
-_APART = 64  # pixels between two labels of the horizontal axis
+_APART = 64  # minimum pixels between two labels of the horizontal axis
 _PANEL_WIDTH, _PANEL_HEIGHT = 380, 270  # pixels of a panel
-_PANEL_LEFT, _PANEL_RIGHT, _PANEL_TOP, _PANEL_BOTTOM = 40, 8, 22, 42  # pixels of its margins
-_PANEL_APART = 40  # pixels between two labels of its horizontal axis
-_DODGE, _SPREAD = 8.0, 0.7  # pixels between methods at one ratio, and at most this share of a ratio's place
+_PANEL_LEFT, _PANEL_RIGHT, _PANEL_TOP, _PANEL_BOTTOM = 40, 8, 22, 42  # pixels of a panel's margins
+_PANEL_APART = 40  # minimum pixels between two labels of a panel's horizontal axis
+_DODGE, _SPREAD = 8.0, 0.7  # pixels between methods at one ratio, and the maximum share of a ratio's width for all
 
 
 class Style(NamedTuple):
-    """The numbers of the color and dash by which a method is drawn in every chart of a page."""
+    """The color and dash by which a method is drawn in every chart of a page, as numbers of CSS classes."""
 
     color: int
     dash: int
 
 
 class Point(NamedTuple):
-    """A number in a chart; places are in pixels.
+    """A value in a chart; coordinates are in pixels.
 
     Attributes:
-        words: what is shown on hovering.
-        ends: of the interval, upper end first; None without an interval.
-        safe: of a loss: whether the ratio is safe.
+        words: the text shown on hovering.
+        ends: the y coordinates of the interval, upper end first; None without an interval.
+        safe: in a panel, whether the ratio is safe; True elsewhere.
     """
 
     x: float
@@ -56,7 +56,7 @@ class Point(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The line of a method: its title, style and points, and of a panel its lowest safe ratio in words."""
+    """The line of a method: its title, style and points, and in a panel its lowest safe ratio as text."""
 
     title: str
     style: Style
@@ -66,19 +66,19 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Accuracy against the tokens of a question; or a panel: the losses on one kind of ability; places are in pixels.
+    """The chart of accuracy against tokens, or a panel with the losses on one kind of ability; x and y are in pixels.
 
     Attributes:
-        title: of the vertical axis; of a panel the ability.
-        text: of a panel: the ability's tasks.
-        empty_text: of a panel: what stands in its middle where it has no points; "" where it has.
-        up: (place, label) of the vertical axis, which all panels share.
-        across: (place, label) of the horizontal axis: tokens, which is logarithmic, or retention ratios, which have
-            equal distances.
-        below: more labels of this axis: megabytes; () without.
-        level: the place of full retention, or of no loss; None where it is unknown.
-        limit: of a panel: the place of the largest loss that is safe.
-        lines: of the methods.
+        title: the title of the vertical axis; in a panel, the ability.
+        text: in a panel, the ability's tasks and the score of full retention.
+        empty_text: the text in the middle of a panel without points.
+        up: (y, label) of each tick of the vertical axis, which all panels share.
+        across: (x, label) of the ticks of the horizontal axis: tokens on a logarithmic scale, or equally spaced
+            retention ratios in a panel.
+        below: (x, label) of a second row of labels: megabytes.
+        level: the y coordinate of full retention, or of no loss in a panel; None if full retention has no score.
+        limit: in a panel, the y coordinate of the largest safe loss.
+        lines: one per method.
     """
 
     title: str
@@ -101,15 +101,16 @@ def report_page(
     identity: JsonObject | None = None,
     breaks: Breaks | None = None,
 ) -> str:
-    """Return the page of results as HTML, with a chart of the first table.
+    """Return the report page as HTML, with a chart of the first table.
 
     Args:
-        tables: the main one, then those of further splits.
+        tables: the main table first; at least one.
         facts: (name, value) about model, data and run.
-        token_bytes: that a cache stores for a token; None where it is not known.
-        scored: the questions, whose faults are listed, and the scores, whose failed answers are counted.
-        identity: the settings that all results share, JSON-able.
-        breaks: the section *Where it breaks*; None for none.
+        token_bytes: the bytes that a cache stores per token, for labels in megabytes; None if unknown.
+        scored: questions and scores, for the lists of annotation faults and failed answers and the note on decode
+            warnings.
+        identity: the JSON-able settings that all results share.
+        breaks: the section *Where it breaks*; None leaves it out.
     """
     pruned_titles = [row.title for row in tables[0].rows if row.method != ORIGINAL.method]
     styles = _assign_styles([*pruned_titles, *(verdict.title for verdict in (breaks.verdicts if breaks else ()))])
@@ -134,7 +135,10 @@ def report_page(
 
 
 def format_warned_line(scores: pa.Table) -> str:
-    """Return a line about the answers whose videos were decoded with warnings; "" if there are none."""
+    """Return a line about the answers whose videos were decoded with warnings; "" if there are none.
+
+    It names up to three videos, and counts only the first video of each question.
+    """
     rows_with_warnings = scores.filter(pc.greater(pc.fill_null(scores["decode_warnings"], 0), 0))
     if not len(rows_with_warnings):
         return ""
@@ -147,7 +151,11 @@ def format_warned_line(scores: pa.Table) -> str:
 
 
 def _assign_styles(titles: Iterable[str]) -> dict[str, Style]:
-    """Return a style for each method, by its title, in the order of first appearance."""
+    """Return a style for each distinct title, in the order of first appearance.
+
+    "GSTEP" always gets color 0. The others share the remaining colors, with another dash in each round; beyond
+    ``(_COLORS - 1) * _DASHES`` titles, styles repeat.
+    """
     titles = dict.fromkeys(titles)
     others = [title for title in titles if title != "GSTEP"]
     numbers = {title: Style(i % (_COLORS - 1) + 1, i // (_COLORS - 1) % _DASHES) for i, title in enumerate(others)}
@@ -155,7 +163,7 @@ def _assign_styles(titles: Iterable[str]) -> dict[str, Style]:
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Return at least two evenly spaced round numbers that enclose the values."""
+    """Return at least two ascending round numbers, spaced by 1, 2 or 5 times a power of ten, around the values."""
     low, high = min(values), max(values)
     rough = max(high - low, 0.5) / _STEPS
     power = 10.0 ** math.floor(math.log10(rough))
@@ -165,12 +173,18 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 
 def _down(number: float, axis: Sequence[float], top: int, height: int) -> float:
-    """Return the place of a number on a vertical axis with these ticks, ``height`` pixels long from ``top`` on."""
+    """Return the y coordinate of a number on a vertical axis.
+
+    Args:
+        axis: the ticks, ascending.
+        top: the y coordinate of the last tick.
+        height: pixels between the first and the last tick.
+    """
     return top + height * (axis[-1] - number) / (axis[-1] - axis[0])
 
 
 def _space(labels: Iterable[tuple[float, str]], apart: int) -> list[tuple[float, str]]:
-    """Leave out the labels, from left to right, that are nearer than ``apart`` pixels to the one before."""
+    """Return the (x, label) pairs, ascending in x, without those closer than ``apart`` pixels to the last kept one."""
     spaced = list[tuple[float, str]]()
     for x, label in labels:
         if not spaced or x - spaced[-1][0] >= apart:
@@ -179,10 +193,13 @@ def _space(labels: Iterable[tuple[float, str]], apart: int) -> list[tuple[float,
 
 
 def _chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, Style]) -> Chart | None:
-    """Return the chart of the table's last number against tokens; None if no pruned row has both.
+    """Return the chart of a table's overall score, or Rel. of several benchmarks, against tokens.
 
-    The last number is the overall score, or Rel. of several benchmarks. Full retention is a level, not a point.
-    ``styles`` has the title of each pruned row.
+    Full retention is drawn as a level, not as a point. Returns None if no pruned row has both a score and a number of
+    tokens.
+
+    Args:
+        styles: a style for each title of a pruned row; lines are in this order.
     """
 
     def value(row: Row) -> float | None:
@@ -224,9 +241,11 @@ def _chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, St
 
 
 def _panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
-    """Return a panel for each kind, with a line of every method; a kind of too few videos has no points.
+    """Return a panel for each kind, with one line per method; ``styles`` has the title of each verdict.
 
-    ``styles`` has each verdict's title.
+    All panels share their axes. A loss has no point if it has no number, too few videos, nothing to lose, or no
+    interval. A panel without any points shows the answer and reason that all its verdicts share; if there is none, it
+    shows UNKNOWN.
     """
     losses = [loss for verdict in breaks.verdicts for loss in verdict.tested if _is_drawn(loss)]
     numbers = [number for loss in losses for number in (loss.difference, loss.low, loss.high) if number is not None]
@@ -240,10 +259,12 @@ def _panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
     across = _space([(x, f"{100 * ratio:g}%") for ratio, x in center.items()], _PANEL_APART)
     panels = []
     for kind in breaks.kinds:
-        verdicts, lines = breaks.of_kind(kind), list[Line]()
+        verdicts = breaks.of_kind(kind)
+        lines = list[Line]()
         step = min(_DODGE, _SPREAD * place / len(verdicts)) if verdicts else 0.0
         for i, verdict in enumerate(verdicts):
-            aside, safe = step * (i - (len(verdicts) - 1) / 2), verdict.passed
+            aside = step * (i - (len(verdicts) - 1) / 2)
+            safe = verdict.passed
             points = [
                 Point(
                     x=center[loss.ratio] + aside,
@@ -274,18 +295,21 @@ def _panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
 
 
 def _is_drawn(loss: Loss) -> bool:
-    """Return True for a loss whose place says something: one of enough videos, where something could be lost."""
+    """Return False if the loss has too few videos, nothing to lose, or no interval; its position would say nothing."""
     return loss.outcome not in ("few videos", "nothing to lose", "no interval")
 
 
 def _fault_lines(loaded: LoadedQuestions) -> Iterator[tuple[str, str, int, str]]:
-    """Yield (kind, "left out" or "kept", count, an example) for the annotations' faults, the most frequent first."""
+    """Yield (kind, "left out" or "kept", count, example) for the faults of the annotations, the most frequent first."""
     for kind, left_out, count, example in sorted(loaded.summarise_faults(), key=lambda fault: -fault[2]):
         yield kind, "left out" if left_out else "kept", count, example
 
 
 def _failure_lines(scores: pa.Table) -> Iterator[tuple[str, str, int, str]]:
-    """Yield (class, "answers, wrong", count, an example) for the answers that failed, the most frequent class first."""
+    """Yield (error class, "answers, wrong", count, example) for the failed answers, the most frequent class first.
+
+    An answer without an error class counts as "unknown".
+    """
     failed_rows = scores.filter(pc.not_equal(scores["status"], "ok"))
     rows = failed_rows.select(["error_class", "question_id", "method"]).to_pylist()
     for name, count in Counter(row["error_class"] or "unknown" for row in rows).most_common():
@@ -294,7 +318,11 @@ def _failure_lines(scores: pa.Table) -> Iterator[tuple[str, str, int, str]]:
 
 
 def _flatten(identity: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, text) of every leaf of a nested mapping: a text as it is, words for None, else JSON."""
+    """Yield (dotted name, text) for every leaf of a nested mapping.
+
+    Text stays as it is, None becomes "not set: the checkpoint's own", and other values, empty mappings included, become
+    JSON.
+    """
     for name, value in identity.items():
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{name}.")

@@ -1,7 +1,7 @@
-"""Rules that turn a model's reply into the option that it names, each with the results of the published code.
+"""Rules that read from a model's reply which option it names, each with the results of the published code.
 
-A benchmark's number depends on the rule: "Answer: B" is B to one and A to another. The rules by version, every one held
-against the code that it follows (github.com/EvolvingLMMs-Lab/lmms-eval, wheels 0.7.3 and 0.5.0, ``tasks/*/utils.py``):
+A benchmark's number depends on the rule: one rule reads "Answer: B" as B, another as A. Each rule was tested against
+the code that it reproduces (github.com/EvolvingLMMs-Lab/lmms-eval, wheels 0.7.3 and 0.5.0, ``tasks/*/utils.py``):
 
 | benchmark | lmms-eval-0.7.3 | lmms-eval-0.5 | official |
 |---|---|---|---|
@@ -13,11 +13,12 @@ against the code that it follows (github.com/EvolvingLMMs-Lab/lmms-eval, wheels 
 
 VideoMME's own script (BradyFU/Video-MME, ``evaluation/eval_your_results.py``) has the function of 0.5, but leaves
 replies that name no letter out of its mean. MVBench's own check (OpenGVLab/Ask-Anything, ``video_chat2/mvbench.ipynb``)
-names no option: a reply counts where its first word is a part of the right option's "(b)", so an empty one is always
-right. LongVideoBench's repository has no rule (lmms-eval calls its own that of the paper); EgoSchema takes indices.
+names no option: a reply is right if its first word occurs in the right option's "(b)", so an empty reply is always
+right. LongVideoBench's repository has no rule (lmms-eval describes its own as the paper's). EgoSchema's server takes
+indices.
 
-Options may carry their letters ("A. a dog", all of them) or not: the two rules that read their texts,
-``egoschema`` and ``letter``, bring them into the form that they compare.
+The options of a question either all carry their letters ("A. a dog") or none does. The two rules that read option
+texts, ``egoschema`` and ``letter``, convert them to the form that they compare.
 """
 
 from __future__ import annotations
@@ -32,16 +33,22 @@ from pipeline.generate.questions import list_letters, parse_letter
 
 @dataclass(frozen=True)
 class Parsed:
-    """The option that a rule reads from a reply."""
+    """The option that a rule reads from a reply.
 
-    choice: int | None  # index of the option that the reply names; None where it names none of the question's
-    drawn: bool = False  # the published code draws one of the question's options at random
-    in_word: bool = False  # its letter was found inside a word: "Based on" is B
+    Attributes:
+        choice: the index of the named option; None if the reply names none of the question's options.
+        drawn: True if the published code draws one of the question's options at random; ``choice`` is then None.
+        in_word: True if the letter was found inside a word: "Based on" is B.
+    """
+
+    choice: int | None
+    drawn: bool = False
+    in_word: bool = False
 
     def score(self, answer: int | None, n_options: int) -> float:
-        """Return 1.0 if the named option is right, else 0.0; or 1/``n_options``, the expectation, if the rule draws.
+        """Return 1.0 if the named option is right, otherwise 0.0; if the rule draws, the expectation 1/``n_options``.
 
-        An ``answer`` of None (no option is right) is never met.
+        The score is 0.0 if ``answer`` is None, which means that no option is right.
         """
         if answer is None:
             return 0.0
@@ -53,10 +60,17 @@ _DRAWN = Parsed(None, drawn=True)
 
 
 def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
-    """Read the option that ``reply`` names by the rule of this name, given the options' texts.
+    """Read which option ``reply`` names, by the rule with this name.
 
-    White space around the reply is removed first, as lmms-eval does for every task. A letter that the rule reads but
-    the question does not have ("E" of four options) is no choice, and not drawn either. ValueError for an unknown rule.
+    White space around the reply is removed first, as lmms-eval does for every task. A letter that the rule accepts but
+    the question does not have ("E" for four options) gives no choice, and nothing is drawn.
+
+    Args:
+        rule: a key of RULES.
+        options: the texts of the options, in order.
+
+    Raises:
+        ValueError: the rule is unknown.
     """
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r} for replies; the rules are {', '.join(sorted(RULES))}")
@@ -67,16 +81,19 @@ def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
 _ANSWERS = ("answer", "correct answer", "best answer", "correct option", "best option", "choice", "correct choice")
 _ENGLISH = [f"{article}{answer} is" for article, answer in product(("", "the "), _ANSWERS)]
 _FIRST_PERSON = ["i choose", "i select", "i pick", "my answer is", "my choice is"]
-_KOREAN, _CHINESE, _JAPANESE = ["옵션", "정답은", "답은", "답:"], ["答案是", "答案为", "选"], ["答えは"]
+_KOREAN = ["옵션", "정답은", "답은", "답:"]
+_CHINESE = ["答案是", "答案为", "选"]
+_JAPANESE = ["答えは"]
 _INTRODUCTIONS = [*_ENGLISH, *_FIRST_PERSON, *_KOREAN, *_CHINESE, *_JAPANESE]
 
 
 def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
-    """Read as ``extract_mcq_answer`` of ``tasks/_task_utils/mcq_extract.py``, which VideoMME and MLVU call with A to D.
+    """Apply ``extract_mcq_answer`` of ``tasks/_task_utils/mcq_extract.py``, which VideoMME and MLVU call with A to D.
 
-    The first of these rules that finds a letter decides: a letter that begins the reply; a letter that ends it; a
-    letter behind words such as "the answer is"; "(B)"; "B."; "B:"; "B)"; "B "; any capital A to D. If a rule finds
-    several letters the last counts: "The answer is B because A shows a cat" is A. Small letters never count.
+    The first of these steps that finds a letter decides: a letter that begins the reply; a letter that ends it; a
+    letter somewhere after words such as "the answer is"; "(B)"; "B."; "B:"; "B)"; "B "; any capital A to D. If a step
+    finds several letters, the last one counts: "The answer is B because A shows a cat" is A. After such words, each
+    letter is found only where it first occurs. Punctuation at the ends is ignored, and lower-case letters never count.
     """
     letters = list_letters(4)
     text = _pad_marks(reply, ",.!?;:'\"")
@@ -100,31 +117,33 @@ def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
 def _videomme_05(reply: str, options: Sequence[str]) -> Parsed:
     """Take the first capital A to D, even inside a word: "Based on the video, C" is B, "Answer: B" is A.
 
-    The code first removes phrases such as "The answer is", which have none of these letters. A missing comma keeps it
-    from removing "Best answer:", so "Best answer: C" is B.
+    The published code first removes phrases such as "The answer is", none of which contains these letters. Because of a
+    missing comma, it does not remove "Best answer:", so "Best answer: C" is B.
     """
     text = reply.replace("Best answer:Best option:", "")
     return _find_letter_at(text, _find_first(text, "ABCD"), options)
 
 
 def _mlvu_05(reply: str, options: Sequence[str]) -> Parsed:
-    """Take the character before the first ")", else the whole reply: "B) a dog" is B, "B." is none."""
+    """Take the character before the first ")", or the whole reply without one: "B) a dog" is B, "B." is no option."""
     before, bracket, _ = reply.partition(")")
     return _find_letter_at(before, len(before) - 1, options) if bracket else _find_letter(reply, options)
 
 
 def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
-    """Take all before the first ")", else the whole reply: "B) a dog" is B, "(B)" is none.
+    """Take all text before the first ")", or the whole reply without one: "B) a dog" is B, "(B)" is no option.
 
-    ``check_ans`` of JUNJIE99/MLVU, ``videochat2/choice_bench.py``, whose prompt already ends with an open bracket.
+    This is ``check_ans`` of JUNJIE99/MLVU, ``videochat2/choice_bench.py``, whose prompt already ends with an open
+    bracket.
     """
     return _find_letter(reply.partition(")")[0], options)
 
 
 def _longvideobench(reply: str, options: Sequence[str]) -> Parsed:
-    """Take the first capital A to E, even inside a word, also beyond the options; draw if there is no letter.
+    """Take the first capital A to E, even inside a word; draw an option if there is no such letter.
 
-    The code first removes phrases; only these two phrases contain one of the letters.
+    A letter beyond the question's options gives no choice. The published code first removes phrases; only the two
+    removed here contain one of the letters.
     """
     text = reply.replace("Best answer:", "").replace("Best option:", "")
     position = _find_first(text, "ABCDE")
@@ -135,9 +154,10 @@ _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 
 
 def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
-    """Apply ``mcq_acc``: "B. a dog" in one line; else the first separate a to e of either case, even an article.
+    """Apply ``mcq_acc``: "B. a dog" in one line is B; otherwise the first separate a to e, even an article.
 
-    MVBench has at most five options. Its mean over a task leaves empty replies out.
+    Case does not matter. MVBench has at most five options. An empty reply names none; MVBench's mean over a task leaves
+    empty replies out.
     """
     if match := re.fullmatch(r"([a-e])\.\s*.+", reply, re.IGNORECASE):
         return _find_letter(match[1].upper(), options)
@@ -146,25 +166,28 @@ def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _strip_punctuation(text: str) -> str:
-    """Remove punctuation marks; replace a mark with a space if it touches no space anywhere in the text.
+    """Return the text without punctuation, by the steps of the published code.
 
-    If the text has a number such as 1,000, no mark becomes a space. The first 32 full stops without a digit behind them
-    are removed too.
+    A mark of ``_MARKS`` is removed if it stands beside a space anywhere in the text, or if the text has a number such
+    as 1,000; otherwise it becomes a space. Finally, the first 32 full stops that are not followed by a digit are
+    removed.
     """
     thousands = re.search(r"\d,\d", text)
     result = text
     for mark in _MARKS:
         beside_space = f"{mark} " in text or f" {mark}" in text
         result = result.replace(mark, "" if beside_space or thousands else " ")
-    return re.sub(r"\.(?!\d)", "", result, count=32)  # the code passes a flag, of value 32, for the count
+    return re.sub(
+        r"\.(?!\d)", "", result, count=32
+    )  # the published code passes a flag, whose value is 32, as the count
 
 
 def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
     """Apply MMMU's rule: "(B)", "B " or "B." anywhere in the reply, even at the end of "AND ".
 
-    If several letters occur, the letter whose last position comes first counts. Without a letter, a reply of more than
-    five words is searched for an option's text with its letter, in any case. Otherwise an option is drawn, as for "B) a
-    dog".
+    If several letters occur, the one whose last occurrence comes first counts. Without a letter, a reply of more than
+    five words is searched for the text of an option with its letter, in any case. If that fails too, as for "B) a dog",
+    an option is drawn.
     """
     text = _pad_marks(reply, ",.!?;:'")
     names = [[f"({letter})", f"{letter} ", f"{letter}."] for letter in list_letters(len(options))]
@@ -177,13 +200,17 @@ def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _last_positions(text: str, names: Iterable[Iterable[str]]) -> list[tuple[int, int]]:
-    """Return (last position in the text, option index) for every option name that occurs."""
+    """Return (last position in the text, option index) for every option name that occurs.
+
+    Args:
+        names: for each option, the names to search for.
+    """
     pairs = [(text.rfind(name), option) for option, its_names in enumerate(names) for name in its_names]
     return [(position, option) for position, option in pairs if position >= 0]
 
 
 def _letter(reply: str, options: Sequence[str]) -> Parsed:
-    """Apply the rule of ``jobs.generate`` (:func:`pipeline.generate.questions.parse_letter`), which never guesses."""
+    """Apply the rule of jobs.generate, which gives no choice rather than guess between several."""
     return Parsed(parse_letter(reply, options))
 
 
@@ -200,7 +227,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def _find_letter(letter: str, options: Sequence[str]) -> Parsed:
-    """Return the option of this letter, or no option where the question has fewer."""
+    """Return the option with this letter; no choice for other text, "" and letters beyond the options."""
     letters = list_letters(len(options))
     return Parsed(letters.index(letter) if letter in letters else None)
 
@@ -210,7 +237,10 @@ _WORD = re.compile(r"[0-9A-Za-z\u00c0-\u024f]")
 
 
 def _find_letter_at(text: str, position: int, options: Sequence[str]) -> Parsed:
-    """Return the option whose letter is at a position of the text (-1: nowhere), and whether it is part of a word."""
+    """Return the option whose letter is at ``position``, and whether a letter or digit stands next to it.
+
+    A position of -1 gives no choice, and so does a letter beyond the options; ``in_word`` is then False.
+    """
     parsed = _find_letter(text[position : position + 1], options)
     beside = text[max(position - 1, 0) : max(position, 0)] + text[position + 1 : position + 2]
     return replace(parsed, in_word=parsed.choice is not None and _WORD.search(beside) is not None)
@@ -222,14 +252,17 @@ def _find_first(text: str, letters: str) -> int:
 
 
 def _pad_marks(text: str, marks: str) -> str:
-    """Remove each mark from the ends in turn, and add a space on both sides: "'B.'" loses its quotes, not the stop."""
+    """Strip each of ``marks`` from both ends, one mark after another in their order, and add a space at both ends.
+
+    No mark is tried again: "'B.'" loses its quotes, but keeps the full stop, which came before them in ``marks``.
+    """
     for mark in marks:
         text = text.strip(mark)
     return f" {text} "
 
 
 def _with_letters(options: Sequence[str]) -> list[str]:
-    """Return the options with "A. " and so on before them, unless they have that already."""
+    """Return the stripped options with "A. ", "B. " and so on in front, unless all of them have their letters."""
     texts = [option.strip() for option in options]
     lettered = list(zip(list_letters(len(texts)), texts, strict=True))
     if all(text.startswith(f"{letter}.") for letter, text in lettered):

@@ -1,9 +1,10 @@
-"""How a benchmark is asked: prompt, system text, frames, sizes, decoding and the rule that reads the replies, as data.
+"""How a benchmark is asked, as data: prompt, system message, frames, sizes, decoding, and the rule that reads replies.
 
-A published number belongs to a protocol, not to a benchmark alone. What ``lmms-eval`` does to all its video tasks is
-written down here, once a version; the prompts are each benchmark's own. Sources: github.com/EvolvingLMMs-Lab/lmms-eval,
-wheels 0.7.3 and 0.5.0, of ``models/`` the files ``simple/llava_onevision.py``, ``chat/qwen2_5_vl.py`` and
-``chat/qwen3_vl.py``; ``vision_process.py`` of qwen-vl-utils 0.0.14 (github.com/QwenLM/Qwen3-VL) for sizes and rounding.
+A published number belongs to a protocol, not to a benchmark alone. The rules that ``lmms-eval`` applies to all its
+video tasks are written down here once per version; the prompts are in the files of the benchmarks. Sources:
+github.com/EvolvingLMMs-Lab/lmms-eval, wheels 0.7.3 and 0.5.0, in ``models/`` the files ``simple/llava_onevision.py``,
+``chat/qwen2_5_vl.py`` and ``chat/qwen3_vl.py``; for sizes and rounding, ``vision_process.py`` of qwen-vl-utils 0.0.14
+(github.com/QwenLM/Qwen3-VL).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 #: How a question with options is answered: a reply is generated and read, or options are scored.
 ChoicesMethod = Literal["generate", "letter", "loglikelihood"]
-#: The metric that is the plain mean over all questions.
+#: The metric that is the mean over all questions.
 QUESTIONS = "questions"
-#: The GSTEP paper's protocol. The paper does not state it; but its rows of full retention, VidCom2 and FastV are, digit
-#: for digit, those of github.com/xuyang-liu16/VidCom2, which carries lmms-eval 0.5.0: 32 frames, greedy replies.
+#: The GSTEP paper's protocol. The paper does not name it, but its rows of full retention, VidCom2 and FastV are, digit
+#: for digit, those of github.com/xuyang-liu16/VidCom2, which bundles lmms-eval 0.5.0: 32 frames, greedy replies.
 PAPER = "paper"
 #: Other names of protocols.
 ALIASES: Mapping[str, str] = {PAPER: "lmms-eval-0.5"}
@@ -34,12 +35,12 @@ _HELPFUL = "You are a helpful assistant."
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """The text of a user's message.
+    """The template of the user's message, as format strings.
 
     Attributes:
-        template: with ``{question}`` and ``{options}``, the options' lines.
-        option: the line of one option, with ``{letter}`` and ``{text}``.
-        free: of a question without options, with ``{question}``.
+        template: the message for a question with options; has ``{question}`` and ``{options}``, the options' lines.
+        option: the line of one option; has ``{letter}`` and ``{text}``.
+        free: the message for a question without options; has ``{question}``.
     """
 
     template: str
@@ -47,9 +48,9 @@ class PromptTemplate:
     free: str = "{question}"
 
     def text(self, question: str, options: Sequence[str]) -> str:
-        """Fill the template; braces in a question or an option stay as they are.
+        """Return the message for a question; without options it is ``free``. Braces in the texts stay as they are.
 
-        Options that carry their letters already get no second ones.
+        If ``option`` adds letters, letters that all options carry already are removed first.
         """
         if not options:
             return self.free.format(question=question)
@@ -61,12 +62,13 @@ class PromptTemplate:
 
 @dataclass(frozen=True)
 class FrameRule:
-    """The frames that are sampled from a video: ``num_frames`` spread evenly from the first to the last.
+    """The frames that are sampled from a video: ``num_frames``, spread evenly from the first frame to the last.
 
     Attributes:
-        num_frames: how many.
-        rounding: what becomes of places between two frames.
-        even: an even number, and no more than the video has; else a short video repeats frames.
+        num_frames: the number of frames.
+        rounding: how a fractional frame index becomes an integer.
+        even: True to sample an even number of frames, and no more than the video has. If False, frames of a short video
+            are repeated.
     """
 
     num_frames: int = 32
@@ -76,9 +78,9 @@ class FrameRule:
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """The values of ``--min-pixels`` and ``--max-pixels`` of jobs.prune.
+    """The values of jobs.prune's ``--min-pixels`` and ``--max-pixels``.
 
-    On Qwen2.5-VL they are of a frame, on Qwen3-VL of all frames together.
+    On Qwen2.5-VL they apply to each frame, on Qwen3-VL to all frames together.
     """
 
     min_pixels: int
@@ -87,13 +89,13 @@ class PixelLimits:
 
 @dataclass(frozen=True)
 class ModelRules:
-    """The rules of a protocol for one model type; the defaults hold for types that it does not name.
+    """The rules of a protocol for one model type.
 
     Attributes:
-        system: the system message; None is the chat template's own.
-        frames: which frames.
-        pixels: their sizes; None leaves them to the checkpoint's settings.
-        frame_times: the times of frames that a prompt tells, as ``--frame-times`` of jobs.generate.
+        system: the system message; None for that of the chat template.
+        frames: the frames to sample.
+        pixels: the limits of their sizes; None for the checkpoint's own limits.
+        frame_times: the frame times in the prompt, as jobs.generate's ``--frame-times``.
     """
 
     system: str | None = None
@@ -102,41 +104,44 @@ class ModelRules:
     frame_times: Literal["true", "stock"] = "true"
 
     def describe(self) -> JsonObject:
-        """Return the rules, JSON-able; the default of frame times is left out, so that older results compare equal."""
+        """Return the rules as a JSON-able record.
+
+        The default of ``frame_times`` is left out, so that results made before it existed compare equal.
+        """
         return {name: value for name, value in asdict(self).items() if (name, value) != ("frame_times", "true")}
 
     def for_family(self, model_type: str, family: str) -> ModelRules:
-        """Return the rules for a model of this type that is read by this family.
+        """Return the rules for a model of this type whose code is in ``family``.
 
-        Only the family of the model type knows the sizes and the stock times of the rules. Another one, such as
-        ``generic``, leaves sizes to the checkpoint's settings and tells the true times.
+        The sizes and the stock frame times are those of the model type's own family. Any other family, such as
+        ``generic``, gets the checkpoint's size limits and the true frame times.
         """
         return self if family == model_type else replace(self, pixels=None, frame_times="true")
 
 
-# lmms-eval passes its own bounds to the processor and to qwen-vl-utils. The latter allows a frame 768 tokens at most.
+# lmms-eval passes its own limits to the processor and to qwen-vl-utils, which allows at most 768 tokens per frame.
 _MIN = 256 * 28 * 28
 _ROUNDED_FRAMES = FrameRule(32, "round", even=True)
 _QWEN2_5_VL = ModelRules(None, _ROUNDED_FRAMES, PixelLimits(_MIN, 768 * 28 * 28))
-# On Qwen3-VL our bounds are of all frames together, and lmms-eval's bounds are of a single frame.
+# On Qwen3-VL, our limits apply to all frames together, and lmms-eval's to each frame.
 _QWEN3_PIXELS = PixelLimits(_ROUNDED_FRAMES.num_frames * _MIN, _ROUNDED_FRAMES.num_frames * 768 * 32 * 32)
 _QWEN3_0_7 = ModelRules(_HELPFUL, _ROUNDED_FRAMES, _QWEN3_PIXELS, "stock")
 _QWEN3_0_5 = ModelRules(None, _ROUNDED_FRAMES, _QWEN3_PIXELS, "stock")
 
-#: lmms-eval 0.7.3, the classes that ``--model llava_onevision``, ``qwen2_5_vl`` and ``qwen3_vl`` run (chat before
-#: simple; the last runs the mixtures of experts, too). Of Qwen2.5-VL's template the system text is the same one. A
-#: video with fewer than 32 frames ends in an error on Qwen3-VL there; here it is treated as on Qwen2.5-VL. The times
-#: that Qwen3-VL reads are the stock processor's, of the places and the average frames a second that qwen-vl-utils gives
-#: it.
+#: The rules of lmms-eval 0.7.3, in the classes that ``--model llava_onevision``, ``qwen2_5_vl`` and ``qwen3_vl`` run
+#: (chat classes before simple ones; the last also runs the mixtures of experts). Qwen2.5-VL's template has the same
+#: system message by default. On Qwen3-VL, lmms-eval fails for a video with fewer than 32 frames; here such a video is
+#: treated as on Qwen2.5-VL. The stock processor computes the times that Qwen3-VL reads from the frame indices and the
+#: average frame rate that qwen-vl-utils passes to it.
 LMMS_EVAL_0_7: Mapping[str, ModelRules] = {
     "llava_onevision": ModelRules(_HELPFUL),
     "qwen2_5_vl": _QWEN2_5_VL,
     "qwen3_vl": _QWEN3_0_7,
     "qwen3_vl_moe": _QWEN3_0_7,
 }
-#: lmms-eval 0.5.0: the same frames and sizes (a short video ends in an error on both Qwen models). 0.5.0 itself has no
-#: Qwen3-VL; the class that came after it under the same number gives no system text. It is the one of
-#: github.com/xuyang-liu16/VidCom2, branch qwen.
+#: The rules of lmms-eval 0.5.0: the same frames and sizes (it fails for short videos on both Qwen models). The release
+#: has no Qwen3-VL; the class that was added later under the same version number, which is also in
+#: github.com/xuyang-liu16/VidCom2, branch qwen, sets no system message.
 LMMS_EVAL_0_5: Mapping[str, ModelRules] = {
     **LMMS_EVAL_0_7,
     "qwen3_vl": _QWEN3_0_5,
@@ -146,20 +151,20 @@ LMMS_EVAL_0_5: Mapping[str, ModelRules] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """The way to ask and score a benchmark's questions: prompt, frames, decoding and the rule for replies.
+    """The way in which a benchmark's questions are asked and scored.
 
     Attributes:
-        name: e.g. "lmms-eval-0.7.3"; with the benchmark's name it says what a number means.
-        prompt: the user's message.
-        prompts: the same by model type, where it differs.
+        name: for example "lmms-eval-0.7.3". With the benchmark's name, it defines what a number means.
+        prompt: the template of the user's message.
+        prompts: templates by model type, for the types whose template is not ``prompt``.
         models: the rules by model type.
         others: the rules for model types that ``models`` does not list.
-        decoding: of replies.
-        parser: name of the rule in :mod:`pipeline.evaluate.parsers` that reads a reply.
-        reasoning: tags between which a reply thinks: removed with what they hold before the rule reads it. Answers
-            stay as they are, so it is no part of the results' identity.
+        decoding: how replies are generated.
+        parser: the name of the rule in :mod:`pipeline.evaluate.parsers` that reads a reply.
+        reasoning: pairs of tags. The text between them, and the tags, are removed before the rule reads a reply. Stored
+            answers keep that text, so the tags are not in the results' identity.
         choices: how questions with options are answered.
-        metric: "questions", the plain mean over them, or a split of the benchmark: the mean of its parts' means.
+        metric: "questions" for the mean over all questions, or the name of a split for the mean over its values' means.
     """
 
     name: str
@@ -174,17 +179,20 @@ class Protocol:
     metric: str = QUESTIONS
 
     def text(self, item: Item, model_type: str) -> str:
-        """Return the user message with its options; visual tokens and the chat template are added around it."""
+        """Return the user's message for a question with its options, without visual tokens and chat template."""
         return self._prompt(model_type).text(item.question, item.options)
 
     def rules(self, model_type: str, family: str | None = None) -> ModelRules:
-        """Return the system text, frames and sizes for a model type, by default with the family of that type."""
+        """Return the rules for a model type, read by ``family``; None is the family of the model type."""
         return self.models.get(model_type, self.others).for_family(model_type, family or model_type)
 
     def describe(self, model_type: str, family: str | None = None) -> JsonObject:
-        """Return the protocol for a model type, JSON-able, for the results' identity; ``reasoning`` is left out.
+        """Return the protocol for a model type as a JSON-able record for the results' identity.
 
-        ``family`` is as of :meth:`rules`.
+        ``reasoning`` and the seed of the decoding are left out.
+
+        Args:
+            family: the family whose code reads the model; None is the family of the model type.
         """
         return {
             "protocol": self.name,
@@ -197,7 +205,7 @@ class Protocol:
         }
 
     def _prompt(self, model_type: str) -> PromptTemplate:
-        """Return the prompt for a model type."""
+        """Return the template for a model type."""
         return self.prompts.get(model_type, self.prompt)
 
 
@@ -208,16 +216,16 @@ def lmms_eval(
     newer_prompts: Mapping[str, PromptTemplate] = MappingProxyType({}),
     **shared: Any,
 ) -> tuple[Protocol, Protocol]:
-    """Return the protocols of lmms-eval 0.7.3 and 0.5 for a benchmark, in this order.
+    """Return a benchmark's protocols of lmms-eval 0.7.3 and 0.5, in this order.
 
-    Both have the same prompts, except as ``newer_prompts`` says. Only the first has ``reasoning``: the tasks of 0.7.3
-    about videos name no tags of their own.
+    Both use ``prompt``, except for the model types in ``newer_prompts``. Only the first has ``reasoning``, with the
+    default tags of lmms-eval 0.7.3, because these tasks define none of their own.
 
     Args:
-        newer: the rule that reads replies in 0.7.3.
-        older: the rule that reads replies in 0.5.
-        newer_prompts: model type -> prompt, where 0.7.3 differs from ``prompt``.
-        shared: other fields of both protocols.
+        newer: the name of the rule that reads replies in 0.7.3.
+        older: the name of the rule that reads replies in 0.5.
+        newer_prompts: templates by model type that replace ``prompt`` in 0.7.3.
+        shared: further fields of both protocols.
     """
     return (
         Protocol(
@@ -233,7 +241,7 @@ def lmms_eval(
     )
 
 
-#: Questions of one's own: asked as ``jobs.generate --questions`` asks them, with its frames and its length of replies.
+#: The protocol of users' own questions: asked as ``jobs.generate --questions`` asks, with its frames and reply length.
 LETTER = Protocol(
     name="letter",
     prompt=PromptTemplate(f"{{question}}\n{{options}}\n{INSTRUCTION}", "{letter}. {text}"),

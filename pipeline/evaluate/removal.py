@@ -1,4 +1,4 @@
-"""The removal of videos from results for good: from answers, scores, tables, page and submissions."""
+"""Remove videos from results for good: from answers, scores, tables, report page and submissions."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from pipeline.runner.run_record import new_run_id
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
-_PAGES = "pages"  # folder of older results: pages with the frames of some videos
+_PAGES = "pages"  # folder of older results, with pages that show frames of some videos
 _WRITTEN = (OWN_NUMBERS, SCORES, TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT)
 
 
 @dataclass
 class ResultsRemoval(AnswersRemoval):
-    """The result of a removal from results.
+    """The result of a removal from the results of an evaluation.
 
     Attributes:
-        scores: rows of scores that were removed now.
-        left: questions that are still scored.
-        written: files that were made again.
+        scores: the number of score rows that this call removed.
+        left: the number of questions that still have scores.
+        written: the names of the files that were rewritten.
     """
 
     scores: int = 0
@@ -59,39 +59,51 @@ class ResultsRemoval(AnswersRemoval):
     written: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user about the result."""
+        """Yield lines for the user: those on the answers, then removed scores, remaining questions, rewritten files."""
         yield from super().lines()
         files = f": {', '.join(self.written)}" if self.written else ""
         yield f"{self.scores:,} scores removed, {self.left:,} questions are left{files}"
         if OWN_NUMBERS in self.written:
             yield (
-                f"note: {OWN_NUMBERS} has no numbers now, since they were about removed questions too: rerun the "
-                "jobs.evaluate command of these results, which makes them again without these questions"
+                f"note: {OWN_NUMBERS} has no numbers now, since they included removed questions: rerun the "
+                "jobs.evaluate command of these results to compute them without these questions"
             )
 
 
 def remove_results(
     store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object], objects: Objects
 ) -> ResultsRemoval:
-    """Remove videos from the results of an evaluation for ``reason``; repeat it to resume.
+    """Remove videos from the results of an evaluation; after an interruption, the same call resumes.
 
-    The scores of other questions stay as they are, and the tables are computed from them. A cache below the results is
-    left as it is.
+    Questions about a removed video lose their answers and scores, and the video is barred from later runs. Tables and
+    report page are made again from the other scores, or deleted if no question is left. The pages of older results are
+    deleted. A cache below the results is not touched.
 
-    Raises NotResults, NotAnswers, UsageError, CacheLocked, CorruptShard and OSError.
+    Args:
+        reason: stored with each barred video.
+        say: gets notes for the user.
+
+    Raises:
+        NotResults: ``store`` holds no results, or its scores are damaged; nothing was removed.
+        NotAnswers: the header of the answers is missing or damaged.
+        UsageError: the benchmark is unknown, or the tables cannot be computed.
+        CacheLocked: a run is writing to the answers.
+        CorruptShard: a file of answers, or of earlier removals, is damaged.
+        OSError: a file cannot be read or written.
     """
     identity = cast(JsonObject, read_results_header(store)["identity"])
     scores = SCORE_SCHEMA.empty_table()
     if store.exists(SCORES):  # damaged scores end the command here, before anything is deleted
         scores = read_scores(str(store), store, published=False, columns=SCORE_SCHEMA.names)
-    answers, is_scored = store_at(f"{store}/{ANSWERS_FOLDER}", objects), "scored" in identity
+    answers = store_at(f"{store}/{ANSWERS_FOLDER}", objects)
+    is_scored = "scored" in identity
     if not is_scored and (answers.exists(ANSWERS_HEADER) or AnswersTable(answers).names()):
         result = ResultsRemoval(**vars(remove_answers(answers, ids, reason, say)))
-    else:  # scored answers are a place of their own, and an evaluation that was stopped early has none
+    else:  # scored answers are in other folders, and an evaluation that was stopped early has no answers
         bar_videos(store if is_scored else answers, new_run_id(), dict.fromkeys(ids, reason))
         result = ResultsRemoval("", len(ids))
     removed_ids = _find_questions(store, identity, ids, objects, say)
-    # Of a question about several videos the scores know the first.
+    # For a question about several videos, the scores store only the first video.
     is_removed = pc.or_(
         pc.is_in(scores["question_id"], value_set=pa.array(removed_ids, pa.string())),
         pc.is_in(scores["video_id"], value_set=pa.array(ids, pa.string())),
@@ -105,7 +117,7 @@ def remove_results(
     if result.left:
         changed = _drop_own_numbers(store) if result.questions else []
         result.written = [*changed, *_write(store, identity, other_scores)]
-    else:  # nothing is left to make them of
+    else:  # no question is left to make tables of
         old_names |= {name for name in (*_WRITTEN, *store.names(SUBMISSIONS, ".json")) if store.exists(name)} - {FORM}
     for name in sorted(old_names):
         store.delete(name)
@@ -116,7 +128,11 @@ def remove_results(
 def _find_questions(
     store: Store, identity: JsonObject, ids: Sequence[str], objects: Objects, say: Callable[[str], object]
 ) -> list[str]:
-    """List the questions that are removed by their answers: those of jobs.evaluate, or those that were scored."""
+    """Return the sorted ids of the questions whose answers were removed or are about one of these videos.
+
+    Reads the answers below the results, or the folders whose answers were scored. A folder that cannot be read is
+    skipped with a note.
+    """
     scored_places = cast(Sequence[str], identity.get("scored", [f"{store}/{ANSWERS_FOLDER}"]))
     tables = list[pa.Table]()
     for place in scored_places:
@@ -131,7 +147,7 @@ def _find_questions(
 
 
 def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]) -> None:
-    """Take videos out of the manifest, and their questions out of the submissions."""
+    """Rewrite the manifest without these videos, and submissions without these questions; absent files are skipped."""
     if store.exists(MANIFEST):
         lines = store.read(MANIFEST).decode().split("\n")
         other_lines = [line for line in lines if not line or json.loads(line)["video_id"] not in ids]
@@ -144,19 +160,24 @@ def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]
 
 
 def _drop_own_numbers(store: Store) -> list[str]:
-    """Take out the numbers that a benchmark's own code made, since they are about removed questions too.
+    """Empty the numbers that a benchmark's own code computed, since they include removed questions.
 
-    Returns the names of the files that were written.
+    Returns:
+        The name of the rewritten file in a list; [] if there is no such file.
     """
     if not store.exists(OWN_NUMBERS):
         return []
-    own = json.loads(store.read(OWN_NUMBERS))
-    store.put(OWN_NUMBERS, (json.dumps({**own, "numbers": {}}, indent=1) + "\n").encode())
+    record = json.loads(store.read(OWN_NUMBERS))
+    store.put(OWN_NUMBERS, (json.dumps({**record, "numbers": {}}, indent=1) + "\n").encode())
     return [OWN_NUMBERS]
 
 
 def _write(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:
-    """Write scores, and tables and page made of them; return the names of the files."""
+    """Write the scores, and the tables and report page computed from them; return the names of the written files.
+
+    The draws, seed and reference are those of the existing tables; of the page's facts, only model and weights remain.
+    For a benchmark without published answers, only the scores are written.
+    """
     is_scored = "scored" in identity
     benchmark = None if is_scored else find_benchmark(str(identity["benchmark"])).stored_in(store)
     if benchmark is not None and benchmark.submission:
@@ -183,7 +204,10 @@ def _write(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:
 
 
 def _read_options(store: Store) -> dict[str, Any]:
-    """Read the reference, draws and seed of the tables that are there; {} where they do not say it."""
+    """Return the draws, seed and reference of the existing tables; {} if these cannot be read.
+
+    Full retention as the reference is left out, since it may have been a default.
+    """
     try:
         table = json.loads(store.read(TABLES_JSON))[0]
         return {name: table[name] for name in ("draws", "seed")} | (

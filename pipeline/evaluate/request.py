@@ -1,6 +1,7 @@
-"""A request to evaluate, checked before anything is started: questions, protocol, model, methods, what is there.
+"""The check of a request to evaluate before anything is started: questions, protocol, model, methods, existing files.
 
-Answers come from a cache of all tokens. An evaluation makes the cache with the protocol's frames, or reads one.
+Answers are computed from a cache of all tokens. An evaluation either makes this cache with the protocol's frames, or
+reads an existing one.
 """
 
 from __future__ import annotations
@@ -69,22 +70,24 @@ from pipeline.video.sampling import ROUND_EVEN, TRUNCATE
 
 #: The prunings under which every question is asked, by label; None is full retention.
 Grid = Mapping[str, PruningSpec | None]
-#: Minimum tokens for a reply of a model whose chat template opens a thought.
+#: Minimum ``max_new_tokens`` for a model whose chat template opens a thought.
 MIN_THOUGHT_TOKENS = 2048
 _RESULTS_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest:
-    """A checked request to evaluate.
+    """A checked request to evaluate, made by ``prepare``.
 
     Attributes:
-        questions: QUESTION_SCHEMA.
-        store: where the results go.
-        cache: the cache of all tokens.
-        thought: "closed" where --close-thought closes a tag that the chat template opens, else "open".
-        videos: how jobs.prune makes that cache, without its manifest; None where it is there and only read.
-        answers: the settings of the answers that decide which of them count.
+        grid: the arms that every question is asked under, by the labels of their answers.
+        thought: "closed" if --close-thought closes a tag that the chat template opens; otherwise "open".
+        questions: the questions of ``loaded`` as a table of QUESTION_SCHEMA.
+        store: where the results are written.
+        cache: the path or URI of the cache of all tokens.
+        videos: the options of the jobs.prune run that adds missing videos to the cache, without a manifest; None if the
+            cache is only read.
+        answers: the settings of the answers, which decide which stored answers count.
     """
 
     config: EvaluateConfig
@@ -103,7 +106,10 @@ class EvaluateRequest:
 
     @property
     def identity(self) -> JsonObject:
-        """The settings that all results in one folder share, JSON-able."""
+        """The JSON-able settings that all results in one folder must share: benchmark, model, frames and protocol.
+
+        With ``fps``, the frame rate and maximum replace the protocol's frames and pixel limits.
+        """
         frames = frame_options(self.config, self.protocol, self.source)
         by_time: JsonObject = {"frames": frames, "pixels": None} if "fps" in frames else {}
         thought_entry: JsonObject = {"thought": self.thought} if self.thought == "closed" else {}
@@ -118,7 +124,7 @@ class EvaluateRequest:
 
     @property
     def token_bytes(self) -> int | None:
-        """The bytes that a cache in bfloat16 stores for a token and its deepstack levels; None if no config says it."""
+        """The bytes per token in a bfloat16 cache, deepstack levels included; None if the config has no hidden size."""
         config = self.source.config  # the weights may be gone once every question is answered
         width = (config.get("text_config") or config).get("hidden_size")
         levels = len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
@@ -126,7 +132,7 @@ class EvaluateRequest:
 
     @property
     def names(self) -> dict[str, str]:
-        """The own names of methods from elsewhere by import path; a name that another method has too is left out.
+        """The name that each user method in the grid gives itself, by import path; ambiguous names are left out.
 
         Imports the modules of these methods.
         """
@@ -138,7 +144,11 @@ class EvaluateRequest:
 
     @property
     def about(self) -> JsonObject:
-        """The facts that results may differ in: names, a hash of the questions, the bytes of a cached token."""
+        """JSON-able facts in which the results in one folder may differ.
+
+        They are the model's name, a hash of questions and right answers, the bytes per cached token, and names of user
+        methods.
+        """
         questions = [
             [item.question_id, item.question, item.options, item.expected, *filter(None, [item.conversation])]
             for item in self.loaded.items
@@ -149,14 +159,19 @@ class EvaluateRequest:
 
     @property
     def title(self) -> str:
-        """The title of tables and page: benchmark and model."""
+        """The title of the tables and the report page: the benchmark and the model."""
         return f"{self.benchmark.title}, {self.source.name}"
 
 
 def _read_cache_identity(cache_store: Store, *, is_named: bool) -> CacheIdentity | None:
-    """Return the identity of the cache, or None where there is none yet.
+    """Return the identity in the cache's header, or None if there is no header yet.
 
-    Raises NotACache if the place holds something else, but only if the user named it (``is_named``).
+    Args:
+        is_named: True if the user named the cache, so that a location with other files is refused.
+
+    Raises:
+        NotACache: the header is damaged, or a named location has other files and no header.
+        UsageError: the store cannot be read.
     """
     with store_usage_errors():
         identity = read_header(cache_store)["identity"] if cache_store.exists(HEADER) else None
@@ -166,13 +181,19 @@ def _read_cache_identity(cache_store: Store, *, is_named: bool) -> CacheIdentity
 
 
 def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
-    """Check the whole request and return it. Starts nothing; reads no weights and no video.
+    """Check the options against the data, the model and all existing files, and return the request.
 
-    Prints notes, such as questions whose videos the cache lacks. Raises UsageError.
+    Starts no run, writes nothing, and reads neither weights nor videos; user methods are imported. Prints notes:
+    questions that are left out because their videos were removed, and questions whose videos an existing cache lacks.
+
+    Raises:
+        UsageError: the request cannot be carried out, or existing answers, results or cache do not match it.
     """
     assert config.benchmark is not None  # the config refuses a request without it
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-    store, cache, say = store_at(config.out, objects), config.cache or config.in_out(CACHE_FOLDER), speaker(console)
+    store = store_at(config.out, objects)
+    cache = config.cache or config.in_out(CACHE_FOLDER)
+    say = speaker(console)
     check_out(store)
     cache_store = store_at(cache, objects)
     cache_identity = _read_cache_identity(cache_store, is_named=config.cache is not None)
@@ -222,9 +243,10 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
 
 
 def _leave_removed(questions: LoadedQuestions, answers: Store, say: Say) -> LoadedQuestions:
-    """Return the questions that are about no video removed from the results, and say how many are left out.
+    """Return the questions without those about videos that were removed from the results; print how many are left out.
 
-    Raises UsageError if none is left.
+    Raises:
+        UsageError: no question is left, or the answers' folder cannot be read.
     """
     with store_usage_errors():
         barred = read_barred(answers)
@@ -238,9 +260,12 @@ def _leave_removed(questions: LoadedQuestions, answers: Store, say: Say) -> Load
 
 
 def _note_uncached(questions: LoadedQuestions, place: Store, say: Say) -> None:
-    """Say how many questions are about videos that the cache in ``place`` lacks, if any: they will count as wrong.
+    """Print how many questions are about videos that the cache lacks, if any: they will fail, and count as wrong.
 
-    Questions about removed videos are not scored.
+    Videos that were removed from the cache are not counted, since questions about them are not scored.
+
+    Args:
+        place: the store of the cache.
     """
     with store_usage_errors():
         cache = TokenCache(str(place), store=place)
@@ -258,31 +283,42 @@ def _note_uncached(questions: LoadedQuestions, place: Store, say: Say) -> None:
 
 
 def match_results(store: Store, identity: JsonObject) -> None:
-    """Raise UsageError if the place holds results of another identity, or something else; an empty place is fine."""
+    """Check that results with this identity can be written to ``store``; an empty store is accepted.
+
+    Raises:
+        IdentityMismatch: the store holds results with another identity.
+        NotResults: it holds other files and no header, or the header is damaged.
+    """
     if not store.exists(RESULTS_HEADER):
         if store.has_other_files():
             raise NotResults(f"{store} exists and holds no results (it has no {RESULTS_HEADER}): name an empty place")
         return
     header = read_results_header(store)
     requested = json.loads(json.dumps(identity))
-    if wrong := list_differences(cast(JsonObject, header["identity"]), requested, old_subject="the results have"):
+    if differences := list_differences(cast(JsonObject, header["identity"]), requested, old_subject="the results have"):
         raise IdentityMismatch(
-            f"{store} holds results of other settings, and one place holds one kind:\n  "
-            + "\n  ".join(wrong)
+            f"{store} holds results of other settings, and all results in a folder must share theirs:\n  "
+            + "\n  ".join(differences)
             + "\nUse the settings of the results, or another --out."
         )
 
 
 def read_results_header(store: Store) -> dict[str, Json]:
-    """Read the header of a results folder. Raises NotResults."""
+    """Read ``evaluation.json``, the header of a results folder.
+
+    Raises:
+        NotResults: the header is missing, damaged or of another version.
+    """
     absent = f"no results of python -m jobs.evaluate --benchmark (no {RESULTS_HEADER})"
     return read_header_file(store, RESULTS_HEADER, (_RESULTS_VERSION,), NotResults, absent, of="results of ")
 
 
 def write_results_header(store: Store, identity: JsonObject, about: JsonObject | None = None) -> None:
-    """Write the header of a results folder, in place of an earlier header: the identity of its results, and ``about``.
+    """Write the header of results, replacing an earlier one; create the folder if necessary.
 
-    Later runs may change ``about``, but not the identity.
+    Args:
+        identity: the settings that all results in the folder share.
+        about: facts that later runs may change.
     """
     store.make()
     header: JsonObject = {
@@ -294,37 +330,42 @@ def write_results_header(store: Store, identity: JsonObject, about: JsonObject |
 
 
 def _check_thought(protocol: Protocol, questions: LoadedQuestions, source: ModelSource, builder: PromptBuilder) -> None:
-    """Raise UsageError where the model would be cut, or scored, inside a thought that its chat template opens.
+    """Raise UsageError if a reply would be cut, or options scored, inside a thought that the chat template opens.
 
-    A generated reply of ``MIN_THOUGHT_TOKENS`` tokens or more is long enough. Options cannot be scored inside a
-    thought.
+    Generated replies pass with at least ``MIN_THOUGHT_TOKENS`` tokens. Everything passes if --close-thought closes the
+    tag.
     """
     tag = builder.open_tag
     if not tag or builder.policy.thought == "closed":
         return
     if protocol.choices != "generate" and any(item.options for item in questions.items):
-        why, remedy = "scores the options there, as if they began the reasoning", ""
+        why = "scores the options there, as if they began the reasoning"
+        remedy = ""
     elif (n_tokens := protocol.decoding.max_new_tokens) < MIN_THOUGHT_TOKENS:
-        why = f"gives a reply {n_tokens} tokens, and what is cut inside the reasoning would be read as an option"
-        remedy = f"give it --max-new-tokens {MIN_THOUGHT_TOKENS} or more, or "
+        why = f"gives a reply {n_tokens} tokens, and a reply cut inside the reasoning would be read as an option"
+        remedy = f"give --max-new-tokens {MIN_THOUGHT_TOKENS} or more, or "
     else:
         return
     raise UsageError(
         f"the chat template of {source.name} ends with {tag}: the model reasons first. The protocol {protocol.name} "
-        f"{why}: {remedy}put {tag.replace('<', '</')} behind it with --close-thought"
+        f"{why}: {remedy}append {tag.replace('<', '</')} with --close-thought"
     )
 
 
 def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, answers: Store) -> Grid:
-    """Return the arms that this model is asked under, by the labels of their answers; full retention is None.
+    """Return the arms by the labels under which their answers are stored; full retention is None.
 
-    An arm has no positions of its own where they are the model family's, or the method prunes inside the model. The
-    stored ``answers`` are read, since arms keep the labels that their answers have there.
+    An arm's ``positions`` is None if they are the model family's default, or if the method prunes inside the model.
+    Reads the header of the stored answers, because arms keep the labels of existing answers.
+
+    Raises:
+        UsageError: a method or parameter is unknown or malformed, or the answers' header cannot be read.
     """
     with store_usage_errors():
         prunings = read_answers_header(answers)["identity"].get(PRUNINGS, {}) if answers.exists(ANSWERS_HEADER) else {}
     with usage_errors():
-        usual, variant = builder.policy.positions, family_of(source).variant
+        usual = builder.policy.positions
+        variant = family_of(source).variant
         arms: dict[str, PruningSpec | None] = {}
         for label, requested in config.grid().items():
             if requested is None:
@@ -340,11 +381,11 @@ def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, a
 def _answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None]) -> str:
     """Return the label under which the answers of an arm are stored.
 
-    Older answers are stored under the label without a seed. Without such answers it is ``spec.label``. If their pruning
-    has the seed of ``spec``, it is the label without a seed; else a label that names the seed of ``spec``, even seed 0.
+    This is ``spec.label``, unless older answers exist under the label without a seed. If those have the seed of
+    ``spec``, return their label; otherwise return a label that names the seed of ``spec``, even if it is 0.
 
     Args:
-        prunings: the stored answers' labels -> the description of their pruning.
+        prunings: the stored answers' descriptions of their prunings, by label.
     """
     unseeded_label = replace(spec, seed=0).label
     if (unseeded := prunings.get(unseeded_label)) is None:
@@ -355,7 +396,14 @@ def _answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None
 
 
 def _model(config: EvaluateConfig, cache_identity: CacheIdentity | None) -> ModelSource:
-    """Return the model: the one asked for, which must fit the cache, else the cache's own, else tiny."""
+    """Return the model to ask: the one that the options name, otherwise the cache's model, or ``tiny`` without a cache.
+
+    Whether a named model fits the cache is not checked here.
+
+    Raises:
+        UsageError: the model cannot be resolved, or the cache names only a folder or a user family, which the options
+            must then name.
+    """
     with usage_errors():
         if cache_identity is None:
             return ModelSource.resolve(config.model or "tiny", config.revision, family=config.family)
@@ -365,14 +413,15 @@ def _model(config: EvaluateConfig, cache_identity: CacheIdentity | None) -> Mode
 
 
 def _require_whole(cache_identity: CacheIdentity | None, cache: str) -> CacheIdentity:
-    """Return the identity of a cache of all tokens.
+    """Return ``cache_identity`` if it describes a cache of all tokens.
 
-    Raises UsageError if there is no cache and none to be made, or if the cache does not have all tokens.
+    Raises:
+        UsageError: there is no cache and no data to make one from, or the cache holds only a part of the tokens.
     """
     if cache_identity is None:
         raise UsageError(
-            f"{cache} is no cache, and there is nothing to make one of: name the videos with --data, or with --cache "
-            "one that python -m jobs.prune --pruner none made"
+            f"{cache} is not a cache, and there are no videos to make one from: name the videos with --data, or with "
+            "--cache a cache that python -m jobs.prune --pruner none made"
         )
     if not is_whole(cache_identity):
         raise UsageError(
@@ -391,11 +440,14 @@ def _match_answers(
     source: ModelSource,
     builder: PromptBuilder,
 ) -> MatchedIdentity:
-    """Return the settings of the answers under the whole grid, matched with the stored answers.
+    """Return the settings of the answers under the whole grid, after comparing them with those of the stored answers.
 
-    Raises UsageError for a method that cannot prune these tokens, or not with this engine. Raises it also if the stored
-    answers have the same label for another seed, other weights or other code, or are of another engine. If every
-    question has an answer, no later step compares the engine.
+    The engine is compared here, because no later step does so if every question has an answer already.
+
+    Raises:
+        UsageError: a method cannot prune these tokens, or cannot be used with this engine.
+        IdentityMismatch: stored answers with the same label have another seed, other weights or, unless ``on_changed``
+            is "redo", other code; or they come from another engine.
     """
     with usage_errors():
         prunings = {
@@ -421,13 +473,14 @@ def plan_missing_videos(
     cache: str,
     cache_identity: CacheIdentity | None,
 ) -> PruneConfig | None:
-    """Return the options of the jobs.prune run that adds missing videos to the cache of all tokens, or None.
+    """Return the options of the jobs.prune run that adds missing videos to the cache of all tokens, or None for no run.
 
-    None without ``--data``. None too if the cache has SigLIP evidence and no ``--siglip`` names the checkpoint to make
-    more. The run samples frames by the protocol, and stores the evidence that the methods need. Its manifest is not set
-    yet.
+    There is no run without ``config.data``, and none if the existing cache has SigLIP evidence while no --siglip names
+    the checkpoint to make more. The run samples frames as the protocol says, and stores the evidence that the methods
+    need. Its manifest is not set yet.
 
-    Raises UsageError for a ``--siglip`` without use, and if the cache lacks evidence.
+    Raises:
+        UsageError: --siglip is given but no method uses it, the cache lacks evidence, or an option is invalid.
     """
     evidence = _evidence(grid, source, cache, cache_identity)
     heads = HEAD_SOURCES & {where for _, where in evidence}
@@ -438,7 +491,7 @@ def plan_missing_videos(
     return PruneConfig(
         out=cache,
         video_root=[str(config.data), *config.video_root],
-        on_forbidden="record",  # the benchmark has said already what is wrong with its videos
+        on_forbidden="record",  # the benchmark has already reported what is wrong with its videos
         model=source.name,
         family=identify_model(source).get("family"),
         pruner="none",
@@ -451,10 +504,14 @@ def plan_missing_videos(
 
 
 def frame_options(config: EvaluateConfig, protocol: Protocol, source: ModelSource) -> dict[str, Any]:
-    """Return the options of jobs.prune for frames and their sizes: the named options, else the protocol's.
+    """Return the jobs.prune options for frames and their sizes: those that ``config`` names, otherwise the protocol's.
 
-    A protocol's limits of pixels go with a number of frames and the family of the model type; ``--fps`` and other
-    families have the checkpoint's own limits.
+    With ``fps``, the checkpoint's size limits apply, and ``max_frames`` defaults to the model family's. Otherwise the
+    protocol's pixel limits apply, also to another ``num_frames``, unless the model is read by another family than that
+    of its type.
+
+    Raises:
+        UsageError: jobs.prune does not have the protocol's frame rule.
     """
     if config.fps is not None:
         most = config.max_frames or family_of(source).default_max_frames
@@ -467,26 +524,30 @@ def frame_options(config: EvaluateConfig, protocol: Protocol, source: ModelSourc
 
 
 def frame_rule(rule: FrameRule) -> str:
-    """Return a protocol's frame rule as jobs.prune names it. Raise UsageError if jobs.prune lacks the rule."""
+    """Return the name of a frame rule in jobs.prune.
+
+    Raises:
+        UsageError: jobs.prune does not have this rule.
+    """
     names = {("truncate", False): TRUNCATE, ("round", True): ROUND_EVEN}
     if (rule.rounding, rule.even) not in names:
-        raise UsageError(f"frames that are {rule} are not sampled here")
+        raise UsageError(f"jobs.prune cannot sample frames by {rule}")
     return names[rule.rounding, rule.even]
 
 
 def check_frames(
     config: EvaluateConfig, protocol: Protocol, source: ModelSource, cache: str, cache_identity: CacheIdentity
 ) -> None:
-    """Raise UsageError if an existing cache was made with other frames than the options or the protocol name.
+    """Raise IdentityMismatch if an existing cache was made with other frames than the options or the protocol require.
 
-    It accepts any cache if neither names frames for this model type, and a cache whose old header does not say its
-    frames.
+    Any cache passes if neither sets frames for this model type, or if the cache's header is too old to state them.
     """
     has_rules = source.model_type in protocol.models or protocol.others != ModelRules()
     is_requested = (config.num_frames or config.fps) is not None or has_rules
     if not is_requested or "sampling" not in cache_identity:
         return
-    options, family = PruneConfig(**frame_options(config, protocol, source)), family_of(source)
+    options = PruneConfig(**frame_options(config, protocol, source))
+    family = family_of(source)
     with usage_errors():
         sampling = make_sampling(options, family.default_max_frames, family.min_frames(), family.min_rule)
     requested = sampling_settings(sampling)
@@ -500,9 +561,12 @@ def check_frames(
 def _evidence(
     grid: Grid, source: ModelSource, cache: str, cache_identity: CacheIdentity | None
 ) -> frozenset[tuple[str, str]]:
-    """Return (name, source) of the evidence that methods need besides tokens; of an existing cache, all its evidence.
+    """Return the (name, source) pairs of evidence to store beside the tokens: what the methods need.
 
-    Raises UsageError if an existing cache lacks evidence that a method needs.
+    For an existing cache, return all evidence that it has.
+
+    Raises:
+        UsageError: a method is unknown, or an existing cache lacks evidence that a method needs.
     """
     needed_by: dict[tuple[str, str], str] = {}
     with usage_errors():
@@ -522,9 +586,13 @@ def _evidence(
 
 
 def identify_cache(videos: PruneConfig, cache_store: Store, objects: Objects, console: Console) -> CacheIdentity:
-    """Return the identity that the cache has or will have. Raise IdentityMismatch if an existing cache differs.
+    """Return the identity that the cache has, or will have once it is made; an undecided dtype counts as float32.
 
-    Prints a note if the cache stores another ratio than the options name.
+    Prints a note if the cache stores a larger ratio than ``videos`` names.
+
+    Raises:
+        IdentityMismatch: the existing cache has another identity.
+        UsageError: the options cannot be resolved, or the store cannot be read.
     """
     with usage_errors():
         recipe = resolve(videos, objects)

@@ -1,4 +1,4 @@
-"""Results on disk: the files of an evaluation, and one table laid out from the results of several benchmarks."""
+"""Results on disk: the files of one evaluation, and one table laid out from the results of several benchmarks."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from pipeline.storage.stores import Store, store_at
 
 TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT = "tables.md", "tables.tex", "tables.json", "report.html"
 WHERE_IT_BREAKS = "where_it_breaks"  # key of the first record of a table that --results lays out
-_MAX_PARTS = 30  # parts of a split that a table shows
-_SPLIT_IN_PAPER = ("videomme",)  # benchmarks whose first split has columns beside other benchmarks
-#: The fields of the identity that all columns of a table share, besides the model.
+_MAX_PARTS = 30  # maximum number of split values that a table shows
+_SPLIT_IN_PAPER = ("videomme",)  # benchmarks whose first split has columns in a table of several benchmarks too
+#: Fields of the identity, besides the model, that must be equal for all columns of a table.
 _EQUAL = ("protocol", "num_frames", "system", "frames", "pixels", "frame_times", "temperature", "thought")
 _NEEDED_COLUMNS = (
     *("question_id", "cluster", "splits", "method", "retention_ratio", "status", "parsed"),
@@ -53,15 +53,15 @@ _OPTIONAL = {"finish", "weak"}  # columns that older scores do not have
 
 @dataclass(frozen=True, kw_only=True)
 class Presentation:
-    """The settings by which the results of one evaluation are presented.
+    """How the results of one evaluation are presented in tables and on the report page.
 
     Attributes:
-        title: of tables and page.
-        described: the identity of the results, JSON-able.
+        title: the title of tables and page.
+        described: the JSON-able identity of the results.
         facts: (name, value) about model, cache and run.
-        token_bytes: that a cache stores for a token; None where it is not known.
-        names: of methods from elsewhere, by import path.
-        reference, ours, draws, seed: as of results_table.
+        token_bytes: the bytes that a cache stores per token; None if unknown.
+        names: the names of user methods, by import path.
+        reference, ours, draws, seed: arguments of ``results_table``.
     """
 
     title: str
@@ -79,10 +79,14 @@ class Presentation:
 def write_results(
     store: Store, scored: ScoredQuestions, presentation: Presentation, identity: JsonObject | None = None
 ) -> tuple[ResultsTable, list[str]]:
-    """Write scores, tables and page into ``store``; return the main table and the names of the files. Raises OSError.
+    """Write scores, tables and report page into ``store``; return the main table and the names of the files.
 
-    ``identity`` is written as the header of the place; None leaves the header as it is. Raises UsageError, before
-    anything is written, for a reference or ``ours`` that is no row.
+    Args:
+        identity: written as the header of the folder; None leaves the header as it is.
+
+    Raises:
+        UsageError: the reference or ``ours`` is no row of the table; nothing was written.
+        OSError: a file cannot be written.
     """
     tables = make_tables(scored, presentation)
     page = report_page(
@@ -99,7 +103,7 @@ def write_results(
 
 
 def make_tables(answered: ScoredQuestions, presentation: Presentation) -> list[ResultsTable]:
-    """Compute the results tables, one for each split of the benchmark."""
+    """Compute the tables of one evaluation: the main table, then one for each further split of the benchmark."""
     benchmark = replace(
         _make_scored(presentation.benchmark, presentation.described, answered.scores), names=presentation.names
     )
@@ -107,22 +111,25 @@ def make_tables(answered: ScoredQuestions, presentation: Presentation) -> list[R
 
 
 def table_options(source: Presentation | EvaluateConfig) -> dict[str, Any]:
-    """Return the options of results_table that evaluations have too."""
+    """Return the arguments of ``results_table`` that ``source`` has: reference, ours, draws and seed."""
     return {name: getattr(source, name) for name in ("reference", "ours", "draws", "seed")}
 
 
 def _split_tables(title: str, scored: ScoredBenchmark, splits: Sequence[Split], **options: Any) -> list[ResultsTable]:
-    """Compute a benchmark's tables: one with the parts of its first split and the whole, then its other splits."""
+    """Compute a benchmark's tables: the main one with the values of its first split, then one for each other split.
+
+    A further split whose values cannot be columns gets no table. ``options`` go to ``results_table``.
+    """
     tables = [results_table(title, [_split_scores(scored, splits[0]) if splits else scored], **options)]
     by_part = [(split.title, _split_scores(scored, split)) for split in splits[1:]]
     return [*tables, *(results_table(f"{title}: {name}", [part], **options) for name, part in by_part if part.columns)]
 
 
 def _split_scores(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
-    """Return the benchmark with a column for each part of a split that has questions, before the overall score.
+    """Return the benchmark with a column for each value of ``split`` that has questions; known values come first.
 
-    It gets no column if there are more than ``_MAX_PARTS`` parts, if all questions are in a single part, or if there is
-    only a number of a whole method, which says nothing about a part.
+    It gets no such columns if there are more than ``_MAX_PARTS`` values, if all questions have the same value, or if
+    the benchmark has only one number per method.
     """
     values = pc.map_lookup(scored.scores["splits"], split.name, "first")
     present = values.unique().drop_null().to_pylist()
@@ -135,7 +142,7 @@ def _split_scores(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
 
 
 def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str, breaks: Breaks | None = None) -> list[str]:
-    """Write all tables and the page, and the first table as LaTeX; return the file names."""
+    """Write all tables as Markdown and JSON, the first one as LaTeX, and the report page; return the file names."""
     records = [_record(tables[0], breaks), *(table.as_record() for table in tables[1:])]
     texts = {
         TABLES_MD: markdown(*tables, breaks=breaks),
@@ -149,14 +156,18 @@ def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str, break
 
 
 def _record(table: ResultsTable, breaks: Breaks | None) -> JsonObject:
-    """Return the first table with the section *Where it breaks*, JSON-able."""
+    """Return the first table as a JSON-able record, with *Where it breaks* unless ``breaks`` is None."""
     return {**table.as_record(), **({} if breaks is None else {WHERE_IT_BREAKS: breaks.as_record()})}
 
 
 def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -> ScoredBenchmark:
-    """Return a benchmark's scores for a table, with its metric, and notes on its frames, protocol and missing parts."""
+    """Return a benchmark's scores for a table, with its metric, its notes, and notes on split values without questions.
+
+    If a task of lmms-eval has only one number per arm, every score of the arm is replaced by it.
+    """
     facts = {"Frames": _frames(identity), "Protocol": str(identity.get("protocol", ""))}
-    metric, notes = benchmark.metric(str(identity.get("metric", QUESTIONS))), list[str]()
+    metric = benchmark.metric(str(identity.get("metric", QUESTIONS)))
+    notes = list[str]()
     for split in benchmark.splits:
         present = pc.map_lookup(scores["splits"], split.name, "first").unique().drop_null().to_pylist()
         notes.append(split.describe_parts(present, metric))
@@ -175,7 +186,10 @@ def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -
 
 
 def _frames(identity: JsonObject) -> str:
-    """Return a text about the frames of a video in the results, for tables; "" if the results lack it."""
+    """Return the number of frames of a video in the results as text; with a frame rate, the rate and the maximum.
+
+    "" if the identity has no number of frames.
+    """
     if (frames := cast(JsonObject, identity.get("frames") or {})) and "fps" in frames:
         return f"{frames['fps']:g} a second, at most {frames['max_frames']}"
     return str(identity.get("num_frames", ""))
@@ -183,7 +197,14 @@ def _frames(identity: JsonObject) -> str:
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A table of several benchmarks, or the tables of one: ``files`` below ``out``, lines about ``missing`` results."""
+    """A table of several benchmarks, or the tables of one, as ``lay_out`` wrote them.
+
+    Attributes:
+        tables: the main table first.
+        missing: lines about methods, ratios, columns and server scores that the results lack.
+        out: the folder or URI with the tables.
+        files: the names of the written files below ``out``.
+    """
 
     tables: Sequence[ResultsTable]
     breaks: Breaks
@@ -192,14 +213,14 @@ class LaidOut:
     files: Sequence[str]
 
     def render(self) -> RenderableType:
-        """Render the first table and the section *Where it breaks* for the terminal, and the names of the files."""
+        """Render the first table and *Where it breaks* for the terminal, and name the other tables and the files."""
         others = ", ".join(table.title for table in self.tables[1:])
         more = [Text(f"also in {TABLES_MD}: {others}")] if others else []
         parts = [*render_table(self.tables[0]), *more, "", *render_breaks(self.breaks)]
         return Group(*parts, "", Text(f"{self.out}: {', '.join(self.files)}"))
 
     def as_record(self) -> JsonObject:
-        """Return what was written, JSON-able, with the numbers of the first table."""
+        """Return the files, the missing results, the first table and *Where it breaks* as one JSON-able record."""
         written = {"out": self.out, "files": list(self.files), "missing": list(self.missing)}
         return {**written, **_record(self.tables[0], self.breaks)}
 
@@ -209,11 +230,11 @@ class _Results:
     """The results of one benchmark, read from a results folder.
 
     Attributes:
-        place: where they are.
-        identity: of ``evaluation.json``.
-        about: of it what the results do not have to share: the model's name, a hash of the annotations.
-        scores: SCORE_SCHEMA.
-        notes: lines about the scores of its server.
+        place: the folder or URI.
+        identity: the settings that all results in the folder share.
+        about: facts that results may differ in: the model's name, a hash of the annotations.
+        scores: the needed columns of SCORE_SCHEMA.
+        notes: lines about scores of the benchmark's server that are missing or unknown.
     """
 
     place: str
@@ -230,12 +251,12 @@ class _Results:
 
     @property
     def model(self) -> str:
-        """The model's name as its user wrote it; in results without one, its weights."""
+        """The model's name as the user gave it, or its weights without a name; of a local path, the last component."""
         name = str(self.about.get("model") or self.model_identity["weights"])
         return PurePath(name).name if name.startswith(("/", ".")) else name
 
     def scored(self, ratios: Sequence[float]) -> ScoredBenchmark:
-        """Return the scores at these ratios (none: all) and at full retention, as a benchmark of a table."""
+        """Return the scores at these ratios and at full retention as a benchmark of a table; [] selects all ratios."""
         rounded_ratios = {round(ratio, 9) for ratio in (*ratios, 1.0)}
         rows = [not ratios or round(ratio, 9) in rounded_ratios for ratio in self.scores["retention_ratio"].to_pylist()]
         benchmark = _make_scored(self.benchmark, self.identity, self.scores.filter(pa.array(rows)))
@@ -246,21 +267,24 @@ class _Results:
 
 
 def lay_out(config: EvaluateConfig) -> LaidOut:
-    """Write one table of the results in several places, in their order: Markdown, LaTeX, JSON and a page.
+    """Write one table of the results in several folders, in their order, as Markdown, LaTeX, JSON and a report page.
 
-    The section *Where it breaks* follows it, except in LaTeX. The results of a single place get a table for each split,
-    as its evaluation wrote them. ``method`` and ``retention_ratio`` choose rows and their order. A method or ratio that
-    a place lacks becomes a line of ``missing``.
+    ``config.method`` and ``config.retention_ratio`` choose the rows and their order. A method or ratio that some
+    results lack becomes a line of ``missing``. *Where it breaks* is added to all files but LaTeX. If ``config.results``
+    names a single folder, its table has the values of its first split as columns, and each further split gets its own
+    table.
 
-    Raises UsageError (nothing was written) for missing or damaged results, or an ``out`` that holds something else.
-    Raises it also for two places of one benchmark, unlike models, frames or protocols, a reference that is no row, and
-    a malformed table of abilities.
+    Raises:
+        UsageError: results are missing or damaged, two folders hold the same benchmark, models, frames or protocols
+            differ, ``out`` holds something other than such a table, a reference or ``ours`` is no row, or the table of
+            abilities is malformed. Nothing was written.
+        OSError: a file cannot be read or written.
     """
     rules = [*([] if config.abilities is None else read_ability_rules(config.abilities)), *BUILT_IN]
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     store = store_at(config.out, objects)
     if store.has_other_files() and (store.exists(RESULTS_HEADER) or not store.exists(TABLES_JSON)):
-        raise NotResults(f"{store} exists and holds something else than {TABLES_JSON}: name another place with --out")
+        raise NotResults(f"{store} exists and holds files other than {TABLES_JSON}: name another folder with --out")
     results = [_read(place, objects) for place in config.results]
     _check_alike(results)
     methods = [spec.method_label for spec in parse_pruning_grid(config.method, [1.0])]
@@ -296,7 +320,12 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
 
 
 def _check_alike(results: Sequence[_Results]) -> None:
-    """Raise UsageError unless the results are of different benchmarks, and of one model, protocol and frames."""
+    """Check that the results can stand in one table.
+
+    Raises:
+        UsageError: two of them are of the same benchmark.
+        IdentityMismatch: they differ in the model, or in a setting of ``_EQUAL``, such as protocol or frames.
+    """
     first = results[0]
     for number, result in enumerate(results):
         for earlier in results[:number]:
@@ -304,18 +333,25 @@ def _check_alike(results: Sequence[_Results]) -> None:
                 raise UsageError(
                     f"{earlier.place} and {result.place} are both of {result.benchmark.title}: name one of them"
                 )
-        if wrong := list_differences(first.model_identity, result.model_identity, old_subject=f"{first.place} has"):
-            raise IdentityMismatch(f"{result.place} is of another model than {first.place}: {'; '.join(wrong)}")
-        first_values, values = ({name: of.identity.get(name) for name in _EQUAL} for of in (first, result))
-        if wrong := list_differences(first_values, values, old_subject=f"{first.benchmark.title} has"):
+        if differences := list_differences(
+            first.model_identity, result.model_identity, old_subject=f"{first.place} has"
+        ):
             raise IdentityMismatch(
-                f"one table must not mix what differs here: {result.benchmark.title}: {'; '.join(wrong)}\n"
-                "Evaluate both alike, or lay them out apart."
+                f"{result.place} and {first.place} were made with different models: {'; '.join(differences)}"
+            )
+        first_values, values = ({name: source.identity.get(name) for name in _EQUAL} for source in (first, result))
+        if differences := list_differences(first_values, values, old_subject=f"{first.benchmark.title} has"):
+            raise IdentityMismatch(
+                f"one table cannot mix different settings: {result.benchmark.title}: {'; '.join(differences)}\n"
+                "Evaluate both with the same settings, or lay them out in separate tables."
             )
 
 
 def _list_missing(result: _Results, requested: Sequence[MethodAtRatio]) -> list[str]:
-    """Return lines about the requested arms and the columns that these results lack, and the results' own notes."""
+    """Return lines about requested arms and later columns that these results lack, then the results' own notes.
+
+    At most three arms are named; the others are counted.
+    """
     present = set(arms_of(result.scores))
     lacking = [f"{arm.method}@{arm.ratio:g}" for arm in requested if arm not in present]
     more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
@@ -328,11 +364,12 @@ def _list_missing(result: _Results, requested: Sequence[MethodAtRatio]) -> list[
 
 
 def _list_facts(results: Sequence[_Results]) -> list[tuple[str, str]]:
-    """Return (name, value) facts about the model and settings behind each benchmark's numbers."""
+    """Return (name, value) facts for the page: the model, then each benchmark's questions, frames and protocol."""
     model = results[0].model_identity
     facts = [("model", f"{results[0].model}, {model['type']}, {model['weights']}")]
     for result in results:
-        frames, protocol = _frames(result.identity), result.identity["protocol"]
+        frames = _frames(result.identity)
+        protocol = result.identity["protocol"]
         n_questions = pc.count_distinct(result.scores["question_id"]).as_py()
         note = ", scores from its server, without intervals" if result.benchmark.submission else ""
         facts.append((result.benchmark.title, f"{n_questions:,} questions, {frames} frames, {protocol}{note}"))
@@ -340,27 +377,33 @@ def _list_facts(results: Sequence[_Results]) -> list[tuple[str, str]]:
 
 
 def _read(place: str, objects: Objects) -> _Results:
-    """Read the results in one place; a benchmark without published answers has the scores typed into its form.
+    """Read the results in one folder.
 
-    Notes say which submissions have no score yet. Raises NotResults for missing, incomplete or damaged results, and
-    UsageError for a malformed form or an unknown benchmark.
+    For a benchmark without published answers, the scores are the percentages that the user typed into the form; notes
+    say which submissions have none, and which names in the form are unknown.
+
+    Raises:
+        NotResults: the results are missing, incomplete or damaged, or are scored answers of jobs.generate.
+        UsageError: the form is malformed, or the benchmark is unknown.
+        OSError: the store cannot be read.
     """
     store = store_at(place, objects)
     header = read_results_header(store)
     identity, about = cast(JsonObject, header["identity"]), cast(JsonObject, header.get("about", {}))
     if "benchmark" not in identity:
         raise NotResults(f"{place} holds scored answers, not the results of a benchmark")
-    if lacking := {"model", "num_frames", "protocol"} - identity.keys():
-        raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(lacking))}: evaluate again")
+    if missing_keys := {"model", "num_frames", "protocol"} - identity.keys():
+        raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(missing_keys))}: evaluate again")
     benchmark = find_benchmark(str(identity["benchmark"])).stored_in(store)
-    scores, notes = read_scores(place, store, published=benchmark.scores_questions), list[str]()
+    scores = read_scores(place, store, published=benchmark.scores_questions)
+    notes = list[str]()
     if benchmark.submission:
         unknown = unknown_names(store, arms_of(scores))
-        notes += [f"{place}/{FORM} has a score of {name}, which is none of its submissions" for name in unknown]
+        notes += [f"{place}/{FORM} has a score for {name}, which is not one of its submissions" for name in unknown]
         scores = with_server_scores(store, scores)
-        if without := arms_of(scores.filter(pc.is_null(scores["score"]))):
+        if unscored_arms := arms_of(scores.filter(pc.is_null(scores["score"]))):
             where = f"type what its server returns into {place}/{FORM}"
-            notes.append(f"{place} ({benchmark.title}) has {len(without)} submissions without a score: {where}")
+            notes.append(f"{place} ({benchmark.title}) has {len(unscored_arms)} submissions without a score: {where}")
     return _Results(place, benchmark, identity, about, scores, notes)
 
 
@@ -371,13 +414,19 @@ def read_scores(
     published: bool,
     columns: Sequence[str] = (*_NEEDED_COLUMNS, *LATER_COLUMNS),
 ) -> pa.Table:
-    """Read ``columns`` of a place's scores.
+    """Read ``columns`` of the scores in a results folder and check them.
 
-    Raises NotResults for a missing or damaged file, and for a wrong column or score. Raises it, too, unless every
-    arm has exactly one score of each question. Raises OSError if the store cannot be read.
+    A column of LATER_COLUMNS that an older file lacks is null, except ``finish`` and ``weak``, which are left out:
+    their counts are unknown, not 0.
 
     Args:
-        published: whether the right answers are, so that every answer must have a score.
+        place: the folder's name for error messages.
+        published: True if the right answers are published, so that every good answer must have a score from 0 to 1.
+
+    Raises:
+        NotResults: the file is missing or damaged, a column is missing or has the wrong type, a score is missing or out
+            of range, or an arm does not have exactly one score for each question.
+        OSError: the store cannot be read.
     """
     remedy = "run its python -m jobs.evaluate to the end"
     try:
@@ -391,10 +440,13 @@ def read_scores(
         raise NotResults(f"{place}: {SCORES} is damaged ({error}): {remedy}") from error
     # Without these columns the counts of cut and weak replies are unknown, not 0.
     scores = scores.drop_columns(sorted(_OPTIONAL.difference(stored_table.column_names)))
-    if wrong := [field.name for field in scores.schema if field.type != SCORE_SCHEMA.field(field.name).type]:
-        raise NotResults(f"{place}: {SCORES} has no {wrong[0]} as it should be: {remedy}")
-    ok = scores.filter(pc.equal(scores["status"], "ok"))["score"]
-    if published and (ok.null_count or not pc.all(pc.and_(pc.greater_equal(ok, 0), pc.less_equal(ok, 1))).as_py()):
+    if wrong_columns := [field.name for field in scores.schema if field.type != SCORE_SCHEMA.field(field.name).type]:
+        raise NotResults(f"{place}: the column {wrong_columns[0]} of {SCORES} has the wrong type: {remedy}")
+    good_scores = scores.filter(pc.equal(scores["status"], "ok"))["score"]
+    if published and (
+        good_scores.null_count
+        or not pc.all(pc.and_(pc.greater_equal(good_scores, 0), pc.less_equal(good_scores, 1))).as_py()
+    ):
         raise NotResults(f"{place}: {SCORES} has answers without a score from 0 to 1: {remedy}")
     try:
         score_matrix(scores, arms_of(scores))

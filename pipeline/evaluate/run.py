@@ -1,7 +1,7 @@
-"""An evaluation, on the driver: encode each video once, answer the whole grid in one run, score.
+"""The steps of an evaluation on the driver: encode each video once, answer all questions under all prunings, score.
 
-Both runs are those of jobs.prune and jobs.generate, and resume as they do: a video that is cached is not encoded again,
-and nothing is answered twice.
+Encoding is a run of jobs.prune and answering a run of jobs.generate. Both resume: cached videos are not encoded again,
+and no question is answered twice.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from pipeline.storage.stores import CARD, Store, store_at
 MANIFEST = "videos.jsonl"
 _SNAP = "snap_to_keyframes_s"  # key of a cache's sampling
 DROPPING = "dropping"  # file that marks a cache as being deleted
-# The files of a cache as runs name them.
+# The names of the files that runs write into a cache.
 _OWN_FILES = re.compile(
     r"tokens/.+-[0-9a-f]{32}\.parquet|videos/.+-\d{6,}-[0-9a-f]{32}\.parquet|videos/sorted-[-0-9a-f]+\.parquet"
     r"|runs/[^/]+\.(json|log)"
@@ -84,11 +84,11 @@ class ScoredQuestions:
     """The questions of an evaluation, their scores, and the counts of answers and videos.
 
     Attributes:
-        loaded: the questions, and what was wrong with the annotations.
-        scores: SCORE_SCHEMA.
-        answers: counts of the answers; None where only scored.
-        videos: counts of the videos; None where none had to be encoded.
-        n_left_out: of questions whose answers were given, those without a right answer.
+        loaded: the scored questions, and the faults of the annotations.
+        scores: rows of SCORE_SCHEMA.
+        answers: counts of the answers; None if existing answers of jobs.generate were scored.
+        videos: counts of the videos; None if no jobs.prune run was necessary.
+        n_left_out: the number of answered questions that were left out because they have no right answer.
     """
 
     loaded: LoadedQuestions
@@ -99,13 +99,15 @@ class ScoredQuestions:
 
 
 def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuestions:
-    """Encode missing videos, answer unanswered questions, and return the scores of all answers.
+    """Encode missing videos, answer unanswered questions, and return the scores of all answers, which are not written.
 
-    The scores are not written here. Writes the results' header: before the runs if there is none, and again at the end
-    with the facts of these scores. If a killed run began to delete the cache, and questions are left, the deletion is
-    finished first.
+    Writes the header of the results before the first run, and again when the scores are ready, with the facts behind
+    them; also the numbers that a benchmark's own code computes. If questions are unanswered and an earlier run was
+    killed while it deleted the cache, this deletion is finished first.
 
-    Raises UsageError (nothing was started) or RunFailed (committed rows stay; a rerun resumes).
+    Raises:
+        UsageError: the request cannot be carried out, or every question is about a removed video.
+        RunFailed: a run stopped. Committed rows stay, and a rerun resumes.
     """
     match_results(request.store, request.identity)
     if not request.store.exists(RESULTS_HEADER):
@@ -125,13 +127,13 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     answered = AnsweredItems.select(request.loaded.items, arms, live)
     if not answered.items:
         raise UsageError(f"{request.store}: every question is about a removed video, and none is left to score")
-    own = request.benchmark.score_replies(answered.items, answered.replies(request.protocol), request.protocol)
-    if own is not None:
-        request.store.put(OWN_NUMBERS, (json.dumps(own.numbers, indent=1) + "\n").encode())
-        for line in own.notes:
+    own_scores = request.benchmark.score_replies(answered.items, answered.replies(request.protocol), request.protocol)
+    if own_scores is not None:
+        request.store.put(OWN_NUMBERS, (json.dumps(own_scores.numbers, indent=1) + "\n").encode())
+        for line in own_scores.notes:
             speaker(console)(f"note: {line}")
-    scores = score_table(answered, request.protocol, own)
-    # The facts in the header have been about the earlier scores until now.
+    scores = score_table(answered, request.protocol, own_scores)
+    # Until now, the facts in the header described the earlier scores.
     write_results_header(request.store, request.identity, request.about)
     scored_ids = set(pc.unique(scores["question_id"]).to_pylist())
     items = tuple(item for item in request.loaded.items if item.question_id in scored_ids)
@@ -157,15 +159,18 @@ def _live(request: EvaluateRequest) -> pa.Table:
 
 
 def _find_unanswered(request: EvaluateRequest) -> list[Item]:
-    """Return the questions with a missing answer in some arm.
+    """Return the questions that lack an answer under some arm, in order; without stored answers, all of them.
 
-    ``--retry-failed`` makes a failed answer count as missing. Raises QuestionsChanged if a question with a good answer
-    has changed since.
+    With ``--retry-failed``, a failed answer counts as missing.
+
+    Raises:
+        QuestionsChanged: a question with a good answer now has another text, other videos, choices or decoding.
     """
     if not _answers_store(request).exists(ANSWERS_HEADER):
         return list(request.loaded.items)
     questions = {row["question_id"]: without_nulls(row, QuestionRecord) for row in request.questions.to_pylist()}
-    counts, changes = Counter[str](), list[str]()
+    counts = Counter[str]()
+    changes = list[str]()
     for row in iter_answers(_live(request).select(["question_id", "status", *COMPARED_COLUMNS])):
         good = row["status"] == "ok"
         if good and (text := describe_change(questions[row["question_id"]], row)):
@@ -176,10 +181,13 @@ def _find_unanswered(request: EvaluateRequest) -> list[Item]:
 
 
 def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Summary:
-    """Run jobs.prune on the videos of unanswered questions, storing all tokens; it skips cached videos.
+    """Run jobs.prune on the videos of unanswered questions, storing all tokens, and return its counts.
 
-    Prints the number of videos, and writes their manifest beside the results. Raises RunFailed if no video is ok, and
-    none was cached before.
+    Writes the manifest of these videos into the results, and prints their number and notes.
+
+    Raises:
+        UsageError: jobs.prune refuses the request.
+        RunFailed: the run stopped, or no video could be encoded and the cache has none.
     """
     assert request.videos is not None
     folder = Path(str(request.config.data)).absolute()  # video ids are relative to it
@@ -187,7 +195,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     lines = [json.dumps(rows[video_id]) for video_id in sorted(rows)]
     request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
     config = PruneConfig(**{**vars(request.videos), "videos": [request.config.in_out(MANIFEST)]})
-    console.print(f"{len(rows)} videos, all tokens of each once", highlight=False)
+    console.print(f"{len(rows)} videos; all tokens of each are stored once", highlight=False)
     summary = prune(config, console)
     for line in () if summary.frame_limits is None else describe_limits(summary.frame_limits):
         console.print(f"note: {line}", highlight=False)
@@ -199,7 +207,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
 
 
 def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
-    """Answer every question under the whole grid, in one run."""
+    """Answer every question under the whole grid in one run of jobs.generate, and return its counts."""
     config = answers_config(request)
     evaluation: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
     n_questions = len(request.questions) * len(request.grid)
@@ -208,12 +216,16 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
 
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
-    """Return the options of jobs.generate: the protocol's mode of answering, and the evaluation's options."""
-    source, options = request.source, request.config
+    """Return the options of the jobs.generate run: the protocol's way of answering, and the options in common.
+
+    With vLLM, ``attn`` is "auto", since the user's choice applies to the vision encoder only.
+    """
+    source = request.source
+    options = request.config
     mode = mode_of(request.protocol, source.model_type)
     shared = options.shared_with(GenerateConfig)
     if options.engine == "vllm":
-        shared["attn"] = "auto"  # --attn is then for the vision encoder alone
+        shared["attn"] = "auto"  # with vLLM, --attn applies to the vision encoder only
     return GenerateConfig(
         cache=request.cache,
         questions=options.benchmark,
@@ -231,16 +243,18 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
 
 
 def drop_tokens(request: EvaluateRequest, console: Console) -> None:
-    """Delete the cache of all tokens, and no file that a run did not write. Do nothing if there is no cache.
+    """Delete the cache of all tokens, except files that no run wrote, and print how many; do nothing without a cache.
 
-    The videos that were removed from the cache are barred from the answers first, since nothing else knows of them
-    afterwards. The header is deleted before other files, so that a half-deleted cache is no cache. The mark DROPPING is
-    written before that and deleted last: with it a later run finishes a deletion that was killed.
+    Videos that were removed from the cache are first barred from the answers, because no other file will name them. The
+    mark DROPPING is written next and deleted last, so that a later run can finish an interrupted deletion. The header
+    is deleted before other files, so that a half-deleted cache is not mistaken for a cache.
 
-    Raises CacheLocked if a run writes to the cache, and UsageError if the cache is a link: its target may be another
-    user's.
+    Raises:
+        CacheLocked: a run is writing to the cache.
+        UsageError: the cache is a symbolic link, whose target may be another user's.
     """
-    cache, folders = store_at(request.cache, request.objects), (VIDEOS, TOKENS, RUNS)
+    cache = store_at(request.cache, request.objects)
+    folders = (VIDEOS, TOKENS, RUNS)
     if cache.folder is not None and cache.folder.is_symlink():
         raise UsageError(f"--drop-tokens: {cache} is a link to another place, which is yours to delete")
     if not (cache.exists(HEADER) or cache.exists(DROPPING)):
@@ -267,35 +281,45 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
 
 
 def score_answers(config: EvaluateConfig) -> ScoredQuestions:
-    """Score the answers that jobs.generate gave to questions with a right answer, by the rule of the protocol "letter".
+    """Score answers of jobs.generate to questions with a right answer, by the rule of the protocol ``letter``.
 
-    Several places are compared. Raises UsageError for a place without answers to score, and a method that is there
-    twice. Raises it also if a place holds other questions than the first place, or answers with other settings.
+    Each folder of ``config.score`` is one arm, so that several are compared. Questions that were removed in one folder
+    are left out of all.
+
+    Raises:
+        UsageError: a folder has no answers or none to score, its method and ratio occur twice, its questions or
+            settings differ from those of the first folder, or jobs.evaluate made its answers.
+        CorruptShard: a file of answers is damaged.
+        OSError: a folder cannot be read.
     """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-    first, tables, arms = QuestionCollector(), list[pa.Table](), dict[str, MethodAtRatio]()
+    first_collector = QuestionCollector()
+    tables = list[pa.Table]()
+    arms = dict[str, MethodAtRatio]()
     settings: JsonObject = {}
     answers = [read_answers(place, store=store_at(place, objects)) for place in config.score]
     removed_ids = list_removed(answers, read_barred(store_at(config.out, objects)))
     for place, rows in zip(config.score, answers, strict=True):
         live = rows.filter(pc.invert(pc.is_in(rows["question_id"], value_set=pa.array(removed_ids, pa.string()))))
         identity = read_answers_header(store_at(place, objects))["identity"]
-        arm, collector = _arm(identity), _collect_answered(live)
+        arm = _arm(identity)
+        collector = _collect_answered(live)
         if arm in arms.values():
-            raise UsageError(f"--score {place}: {arm.method} at {arm.ratio:g} is there twice; name each once")
+            raise UsageError(f"--score {place}: {arm.method} at {arm.ratio:g} occurs twice; name each once")
         if not collector.items:
             raise UsageError(f"--score {place}: no question has an answer to compare with; give them a column answer")
         if not arms:
-            first, settings = collector, _comparable(identity)
-        if wrong := list_differences(settings, _comparable(identity), old_subject=f"{config.score[0]} has"):
-            lines = "\n  ".join(wrong)
+            first_collector = collector
+            settings = _comparable(identity)
+        if differences := list_differences(settings, _comparable(identity), old_subject=f"{config.score[0]} has"):
+            lines = "\n  ".join(differences)
             raise UsageError(f"--score {place} cannot be compared with {config.score[0]}:\n  {lines}")
-        if first.items != collector.items:
-            raise UsageError(f"--score {place}: other questions than in {config.score[0]}; score them by themselves")
+        if first_collector.items != collector.items:
+            raise UsageError(f"--score {place} has other questions than {config.score[0]}; score it separately")
         arms[place] = arm
         live = live.select(ANSWER_SCHEMA.names)  # the columns that questions carry may differ in type
         tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(place, len(live))))
-    questions = first.finish(config.score[0], "give the questions a column answer")
+    questions = first_collector.finish(config.score[0], "give the questions a column answer")
     items = clusters_of(questions.items)
     scores = score_table(AnsweredItems.select(items, arms, pa.concat_tables(tables)), LETTER)
     n_left_out = sum(fault.left_out for fault in questions.faults)
@@ -303,7 +327,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
 
 
 def list_removed(answers: Iterable[pa.Table], barred: Collection[str]) -> list[str]:
-    """List the ids of the questions that are removed in one of these tables, or about a ``barred`` video."""
+    """Return the sorted ids of the questions that are removed in one of these tables, or about a ``barred`` video."""
     return sorted(
         {
             row["question_id"]
@@ -315,22 +339,22 @@ def list_removed(answers: Iterable[pa.Table], barred: Collection[str]) -> list[s
 
 
 def _collect_answered(live: pa.Table) -> QuestionCollector:
-    """Collect the questions of the answers; a question that has no right answer is left out as a fault."""
+    """Collect the questions of these answers; a question without a published right answer is left out as a fault."""
     collector = QuestionCollector()
     for row in live.to_pylist():
         item = answered_item(without_nulls(row, AnswerRecord))
         where = f"question {row['question_id']}"
         if item is None:
-            collector.leave_out(where, row["question_id"], NotAskable("bad-row", "nobody said what is right"))
+            collector.leave_out(where, row["question_id"], NotAskable("bad-row", "it has no right answer"))
         else:
             collector.keep(where, item)
     return collector
 
 
 def _comparable(identity: AnswersIdentity) -> JsonObject:
-    """Return the part of an answers' identity that must be equal for scores to be compared.
+    """Return the settings that two sets of answers must share for their scores to be compared.
 
-    The order of tokens and the snapping to keyframes may differ.
+    The order of tokens in the prompt and the snapping to keyframes are left out, so these may differ.
     """
     prompt = {name: value for name, value in identity.get("prompt", {}).items() if name != "order"}
     sampling = {name: value for name, value in _sampling(identity).items() if name != _SNAP}
@@ -340,14 +364,17 @@ def _comparable(identity: AnswersIdentity) -> JsonObject:
 
 
 def _sampling(identity: AnswersIdentity) -> SamplingIdentity:
-    """Return the sampling of a cache's frames; {} if an old header lacks it."""
+    """Return how the frames of the cache were sampled; {} if an old header does not state it."""
     return identity["cache"].get("sampling") or {}
 
 
 def _arm(identity: AnswersIdentity) -> MethodAtRatio:
-    """Return the arm of these answers; its label names parameters, seed, keyframe snap and codec if unusual.
+    """Return the arm of a set of answers: its ratio, and its method with settings that differ from the defaults.
 
-    Raises NotAnswers for answers of jobs.evaluate.
+    These are parameters, a seed other than 0, a snap to keyframes, and a codec other than bfloat16.
+
+    Raises:
+        NotAnswers: jobs.evaluate made the answers.
     """
     if "prunings" in identity:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
@@ -363,9 +390,9 @@ def _arm(identity: AnswersIdentity) -> MethodAtRatio:
 
 
 def _label(method: str, params: JsonObject) -> str:
-    """Name a method with the parameters that differ from its defaults.
+    """Return the method with the parameters that differ from its defaults, such as ``fastv,K=3``.
 
-    All parameters of a user's own method are named: its code must not be loaded for answers.
+    A user method is labeled with all its parameters, because its code must not be loaded just to read answers.
     """
     usual: JsonObject = {}
     if method in PRUNERS:

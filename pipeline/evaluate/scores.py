@@ -1,6 +1,7 @@
-"""A benchmark's questions as ``jobs.generate`` asks them, and the scores of its answers: ``scores.parquet``.
+"""A benchmark's questions in the form that jobs.generate asks, and the scores of its answers, ``scores.parquet``.
 
-Of a benchmark whose right answers are not published: files for its server, and the scores that the server returned.
+For a benchmark whose right answers are not published, this module writes files for its server, and reads the scores
+that the server returned.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pipeline.storage.stores import Store
 SCORES = "scores.parquet"
 SUBMISSIONS = "submissions"  # folder of results
 FORM = f"{SUBMISSIONS}/server.json"
-DRAWN, IN_WORD = "drawn", "in-word"  # weak ways of reading a reply
+DRAWN, IN_WORD = "drawn", "in-word"  # ways of reading a reply that rest on chance
 
 SCORE_SCHEMA = pa.schema(
     [
@@ -69,17 +70,20 @@ SCORE_SCHEMA = pa.schema(
     ]
 )
 
-#: Nullable columns that came after the version of results, and the date since when files have them.
+#: Nullable columns that older files of the same schema version lack, with the date since when files have them.
 LATER_COLUMNS: Mapping[str, str] = dict.fromkeys(("finish", "weak", "decode_warnings"), "2026-11-26")
-# Columns of an answer that its score has too.
+# Columns that are copied from an answer to its score.
 _SAME = ("finish", "choice_scores", "n_kept", "n_total", "kept_per_frame", "decode_warnings")
 _NEEDED_COLUMNS = ["question_id", "status", "error_class", "answer", "choice", *_SAME]
 
 
 class Reply(NamedTuple):
-    """A reply as the rule read it: the option named, whether that is right, its score, and the weak rule that read it.
+    """A reply as read by the protocol's rule; ``right`` and ``score`` are None if the right answer is not published.
 
-    Right and score are None where the right answer is not published.
+    Attributes:
+        parsed: the index of the named option; None if it names none, or there are no options.
+        score: 0 to 1.
+        weak: DRAWN or IN_WORD if a weak rule read the reply; otherwise None.
     """
 
     parsed: int | None
@@ -92,8 +96,8 @@ class AnsweredItems(NamedTuple):
     """The questions that can be scored, and their answers.
 
     Attributes:
-        items: without the questions that were removed under some arm.
-        rows: arm -> id of a question -> its answer, which may have failed; a missing answer is not there.
+        items: the questions, without those that were removed under any arm.
+        rows: for each arm, the good and failed answers by question id; missing answers have no entry.
     """
 
     items: Sequence[Item]
@@ -105,52 +109,49 @@ class AnsweredItems(NamedTuple):
 
         Args:
             items: the questions that were asked.
-            arms: by the label that the answers have as their ``pruning``; answers of other labels are ignored.
+            arms: the arms by label, the value of ``pruning`` in their answers; answers with other labels are ignored.
             answers: live rows of ANSWER_SCHEMA.
         """
         removed_ids = set(answers.filter(pc.equal(answers["status"], "removed"))["question_id"].to_pylist())
         rows = {}
         for label, arm in arms.items():
-            own_answers = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED_COLUMNS)
-            rows[arm] = {row["question_id"]: without_nulls(row, AnswerRecord) for row in own_answers.to_pylist()}
+            arm_answers = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED_COLUMNS)
+            rows[arm] = {row["question_id"]: without_nulls(row, AnswerRecord) for row in arm_answers.to_pylist()}
         return cls([item for item in items if item.question_id not in removed_ids], rows)
 
     def replies(self, protocol: Protocol) -> dict[str, dict[str, str]]:
-        """Return the replies of each arm by its label and the question's id, without their thoughts.
-
-        A question that failed has none.
-        """
+        """Return the replies by arm label and question id, without reasoning; questions that failed are left out."""
         return {
             arm.label: {
                 question_id: without_reasoning(row["answer"], protocol.reasoning)
-                for question_id, row in of_arm.items()
+                for question_id, row in arm_rows.items()
                 if row["status"] == "ok"
             }
-            for arm, of_arm in self.rows.items()
+            for arm, arm_rows in self.rows.items()
         }
 
 
 def score_table(answered: AnsweredItems, protocol: Protocol, own: OwnScores | None = None) -> pa.Table:
-    """Return rows of SCORE_SCHEMA, arm by arm: each question under each arm.
+    """Return the scores as rows of SCORE_SCHEMA: arm by arm, one row for each question.
 
-    A question without an answer counts as failed.
+    A missing answer counts as failed. A failed answer scores 0, or null if the right answer is not published.
 
     Args:
         answered: the questions and their answers.
-        protocol: whose rule reads each reply.
-        own: the scores by the benchmark's own code, which take the place of that rule; questions that they leave out
-            have no row.
+        protocol: the protocol whose rule reads each reply.
+        own: scores that the benchmark's own code computed, which replace those of the rule. Questions that they leave
+            out get no row. If it has only numbers of whole arms, every score is null.
     """
     tables = [SCORE_SCHEMA.empty_table()]
     for arm, rows in answered.rows.items():
-        of_arm = None if own is None or own.scores is None else own.scores[arm.label]
+        arm_scores = None if own is None or own.scores is None else own.scores[arm.label]
         score_rows = []
         for item in answered.items:
-            if of_arm is not None and item.question_id not in of_arm:
+            if arm_scores is not None and item.question_id not in arm_scores:
                 continue
             row = _row(item, arm, rows.get(item.question_id), protocol)
             if own is not None:
-                score = None if of_arm is None else of_arm[item.question_id] if row["status"] == "ok" else 0.0
+                score = None if arm_scores is None else arm_scores[item.question_id] if row["status"] == "ok" else 0.0
                 row = {**row, "score": score, "right": None if score is None else score == 1.0}
             score_rows.append(row)
         tables.append(pa.Table.from_pylist(score_rows, schema=SCORE_SCHEMA))
@@ -158,7 +159,11 @@ def score_table(answered: AnsweredItems, protocol: Protocol, own: OwnScores | No
 
 
 def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
-    """Score an answer that did not fail: a scored choice as it is, a reply by the rule, a free answer by its text."""
+    """Score an answer that did not fail.
+
+    A choice that the model scored is taken as it is, a generated reply is read by the protocol's rule without its
+    reasoning, and a reply to a question without options is compared with the expected text.
+    """
     reply = without_reasoning(row["answer"], protocol.reasoning)
     if not item.options:
         right = same_text(reply, item.expected or "")
@@ -172,9 +177,9 @@ def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
 
 
 def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Protocol) -> JsonObject:
-    """Return one row of the scores: an item, an arm, and the answer with its score.
+    """Return the row of one question under one arm.
 
-    A failed or missing answer (None) scores 0, or None if the right answer is not published.
+    If ``row`` is None or failed, the score is 0, or None if the right answer is not published.
     """
     common = {
         "question_id": item.question_id,
@@ -187,23 +192,23 @@ def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Pro
         "n_options": len(item.options),
     }
     if row is None or row["status"] != "ok":
-        why = "unanswered" if row is None else row["error_class"]
-        nothing = (None, None) if item.expected is None else (False, 0.0)
-        return {**common, "status": "failed", "error_class": why, **Reply(None, *nothing)._asdict()}
+        error_class = "unanswered" if row is None else row["error_class"]
+        unscored = (None, None) if item.expected is None else (False, 0.0)
+        return {**common, "status": "failed", "error_class": error_class, **Reply(None, *unscored)._asdict()}
     reply = read_reply(item, row, protocol)
-    same = {name: row.get(name) for name in _SAME}
-    return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **same}
+    copied = {name: row.get(name) for name in _SAME}
+    return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **copied}
 
 
 def mode_of(protocol: Protocol, model_type: str) -> AnswerMode:
-    """Return the protocol's mode of answering: choices method, system message and decoding, for all questions."""
+    """Return how the protocol asks this model type: method for choices, system message and decoding."""
     return AnswerMode(protocol.decoding, protocol.choices, protocol.rules(model_type).system)
 
 
 def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:
-    """Return the items as a table of QUESTION_SCHEMA, a row a question.
+    """Return the items as a table of QUESTION_SCHEMA, one row per item in order.
 
-    If a reply is generated the prompt is the protocol's whole text, which goes through untouched.
+    If a reply is generated, the prompt is the protocol's whole message. If options are scored, it is the bare question.
     """
     mode = mode_of(protocol, model_type)
     rows = [_question(item, protocol, model_type, mode) for item in items]
@@ -211,13 +216,13 @@ def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -
 
 
 def _question(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode) -> QuestionRecord:
-    """Return an item as a row of QUESTION_SCHEMA.
+    """Return an item as a row of QUESTION_SCHEMA; its seed of decoding is derived from its id.
 
-    Options that are scored stand in ``choices``, and the prompt is the bare question. Otherwise the prompt is the
-    protocol's whole text with the options in it, and there are no ``choices``.
+    If the options are scored, they are in ``choices``, and the prompt is the bare question. Otherwise there are no
+    ``choices``, and the prompt is the protocol's whole message with the options in it.
     """
     is_scored = bool(item.options) and protocol.choices != "generate"
-    # Seeds only count where replies are sampled, and a question's own seed does not depend on the other questions.
+    # Seeds matter only for sampled replies. A question's seed does not depend on the other questions.
     decoding = replace(mode.decoding, seed=derive_seed(mode.decoding.seed, item.question_id))
     mode = replace(mode, decoding=decoding)
     question: QuestionRecord = {
@@ -236,7 +241,11 @@ def _question(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode)
 
 
 def answered_item(row: AnswerRecord) -> Item | None:
-    """Return the item of a question that jobs.generate answered, or None if it has no published right answer."""
+    """Return the question of an answer of jobs.generate, or None if no right answer is stored or published.
+
+    Raises:
+        QuestionsError: its split or cluster is neither text nor a whole number.
+    """
     if "target" not in row:
         return None
     item = item_of(row, f"question {row['question_id']}")
@@ -244,11 +253,12 @@ def answered_item(row: AnswerRecord) -> Item | None:
 
 
 class Submission(NamedTuple):
-    """The options that one method at one ratio chose.
+    """The options that one method chose at one ratio.
 
     Attributes:
-        choices: question_id -> index of an option, from 0; failed questions are left out, and wrong there.
-        n_drawn: replies that name no option, for which one was drawn.
+        choices: the index of the chosen option, from 0, by question id. Failed questions are left out; the server
+            counts them as wrong.
+        n_drawn: the number of replies that name no option, for which one was drawn.
     """
 
     choices: dict[str, int]
@@ -256,17 +266,18 @@ class Submission(NamedTuple):
 
 
 def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, Submission]:
-    """Return the submission of every method and ratio.
+    """Return the submission of every arm in ``scores``; failed questions are left out.
 
-    If a reply names no option, an option is drawn as lmms-eval does. The draw depends on the question's id alone, so it
-    is the same for all methods and in every run.
+    If a reply names no option, one is drawn, as in lmms-eval. The draw depends only on the question's id, so it is the
+    same for all methods and in every run.
     """
     items_by_id = {item.question_id: item for item in items}
     submission_of = {arm: Submission({}, 0) for arm in arms_of(scores)}
     rows = scores.select(["question_id", "status", "parsed"]).to_pylist()
     for arm, row in zip(arm_by_row(scores), rows, strict=True):
         if row["status"] == "ok":
-            name, choice = row["question_id"], row["parsed"]
+            name = row["question_id"]
+            choice = row["parsed"]
             if choice is None:
                 hashed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
                 choice = hashed % len(items_by_id[name].options)
@@ -276,10 +287,14 @@ def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, 
 
 
 def write_submissions(store: Store, items: Sequence[Item], scores: pa.Table, say: Say) -> list[str]:
-    """Write the scores, all null, a file for each method and ratio, and the form for the server's scores.
+    """Write the unscored answers, one submission per method and ratio, and the form; return the names of these files.
 
-    Numbers that were typed into the form stay. Says how many options are drawn and how many questions failed. Returns
-    the names of the files. Raises OSError; UsageError for a form that cannot be read.
+    The user types the server's scores into the form; numbers that it has already are kept. Prints how many options were
+    drawn and how many questions failed.
+
+    Raises:
+        UsageError: the existing form is malformed.
+        OSError: a file cannot be written.
     """
     store.put(SCORES, write_parquet(scores))
     names = [SCORES]
@@ -296,15 +311,18 @@ def write_submissions(store: Store, items: Sequence[Item], scores: pa.Table, say
 
 
 def submission_name(arm: MethodAtRatio) -> str:
-    """Return an arm's name as a file name, even if the method is named by an import path."""
+    """Return the name of an arm's submission without .json; unusual characters of the method become "-"."""
     return f"{re.sub(r'[^A-Za-z0-9=.,+-]+', '-', arm.method)}@{arm.ratio:g}"
 
 
 def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
-    """Return the scores of arms as the percentages typed into the form; arms without a percentage have no score.
+    """Return the scores with the percentages from the form; arms without a percentage have null scores.
 
-    Every row of an arm gets the arm's mean, since the server returns only that. Every row counts as answered, and as
-    about one video, so that no interval is drawn. Raises UsageError for a form with anything but percentages.
+    Every row of an arm gets the same score, since the server returns only the mean. All rows count as questions about
+    one video, so that no interval is computed.
+
+    Raises:
+        UsageError: the form is malformed.
     """
     typed = server_scores(store)
     percentages = {arm: typed.get(submission_name(arm)) for arm in arms_of(scores)}
@@ -312,22 +330,28 @@ def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
 
 
 def unknown_names(store: Store, arms: Iterable[MethodAtRatio]) -> list[str]:
-    """Return the names with a score in the form for which these results have no submission."""
+    """Return the names with a number in the form that belong to none of these arms.
+
+    Raises:
+        UsageError: the form is malformed.
+    """
     known_names = set(map(submission_name, arms))
     return [name for name, value in server_scores(store).items() if value is not None and name not in known_names]
 
 
 def server_scores(store: Store) -> dict[str, float | None]:
-    """Read the form: the percentage typed for each submission, None where none is typed; {} without a form.
+    """Read the form: the server's percentage for each submission, None where none is typed; {} if there is no form.
 
-    Raises UsageError for anything but percentages. Numbers that are all 1 or less are taken for shares, and refused.
+    Raises:
+        UsageError: the form is not a JSON object, a value is not a number from 0 to 100, or all numbers are at most 1,
+            which suggests shares.
     """
     if not store.exists(FORM):
         return {}
     try:
         form = json.loads(store.read(FORM))
     except ValueError as error:
-        raise UsageError(f"{store}: {FORM} is no JSON: {error}") from error
+        raise UsageError(f"{store}: {FORM} is not valid JSON: {error}") from error
     if not isinstance(form, dict):
         raise UsageError(f'{store}: {FORM} must be an object such as {{"gstep@0.25": 59.2}}')
     typed = {name: value for name, value in form.items() if value is not None}
@@ -335,5 +359,5 @@ def server_scores(store: Store) -> dict[str, float | None]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 100:
             raise UsageError(f"{store}: {FORM}: {name} must be a percentage of right answers, got {value!r}")
     if typed and max(typed.values()) <= 1:
-        raise UsageError(f"{store}: {FORM}: percentages are wanted, 59.2 and not 0.592")
+        raise UsageError(f"{store}: {FORM}: numbers must be percentages, 59.2 and not 0.592")
     return form

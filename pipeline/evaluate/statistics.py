@@ -1,10 +1,10 @@
 """Scores of methods on the same questions: means, and paired differences between methods with their intervals.
 
-Questions about one video are not independent, so a bootstrap draws whole videos (clusters) with replacement. One draw
-serves all methods, ratios and columns: differences are paired, and another method beside a pair changes nothing of it.
-Below ``FEWEST_VIDEOS`` percentiles of draws miss the true difference too often, and there is no interval. Shapes: A
-arms (a method at a ratio), Q questions, G videos, P parts (questions that are averaged before the mean over parts:
-MLVU's tasks), R draws.
+Questions about one video are not independent, so the bootstrap draws whole videos (clusters) with replacement. The same
+draws serve all methods, ratios and columns: differences are paired, and adding a method does not change the interval of
+another pair. With fewer than ``FEWEST_VIDEOS`` videos, bootstrap percentiles miss the true difference too often, so
+there is no interval. Shape letters: A arms (a method at a ratio), Q questions, G videos, R draws, N rows of scores, and
+P parts, groups of questions whose means are averaged (such as MLVU's tasks).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FEWEST_VIDEOS = 20
-NO_PART = -1  # the part of a question that a column leaves out
+NO_PART = -1  # the part number of a question that a column leaves out
 _TINY = 1e-9  # smaller differences are rounding errors, since scores differ by 1/n or not at all
-_CHUNK = 512  # draws at a time, because their counts of videos take the memory
-_SEED = re.compile(r",seed=(\d+)(?=,|$)")  # in a method's label; a seed of 0 is left out
-POSITIONS = ",positions="  # the last part of a method's label, where it has positions of its own
+_CHUNK = 512  # draws per step, which bounds the memory for their counts of videos
+_SEED = re.compile(r",seed=(\d+)(?=,|$)")  # in a method's label, where seed 0 is left out
+POSITIONS = ",positions="  # begins the last setting in the label of a method with its own positions
 
 
 class MethodAtRatio(NamedTuple):
-    """A method at a retention ratio, a row of a table."""
+    """A method at a retention ratio, called an arm; the method is a label with its parameters."""
 
     method: str
     ratio: float
 
     @property
     def label(self) -> str:
-        """The method and the ratio in one text: ``gstep@0.25``."""
+        """The method and the ratio as one text: ``gstep@0.25``."""
         return f"{self.method}@{self.ratio:g}"
 
 
@@ -48,15 +48,16 @@ ORIGINAL = MethodAtRatio("none", 1.0)
 
 
 def split_seed(label: str) -> tuple[str, int | None]:
-    """Split the label of a method into the label without its seed, and the seed; None where the label names none."""
+    """Split a method's label into the label without its seed, and the seed, which is None if the label has none."""
     seed = _SEED.search(label)
     return _SEED.sub("", label), int(seed[1]) if seed else None
 
 
 def is_named(name: str, label: str) -> bool:
-    """Return True if a user's ``name`` of a method means this label.
+    """Return True if a user's ``name`` of a method selects this label.
 
-    A name without a seed means every seed, and one without positions means all positions.
+    A name without a seed selects every seed, and a name without positions selects all positions. Seed 0 in a name also
+    selects a label without a seed.
     """
     (name, _, positions), (label, _, label_positions) = name.partition(POSITIONS), label.partition(POSITIONS)
     (method, seed), (label_method, label_seed) = split_seed(name), split_seed(label)
@@ -65,17 +66,17 @@ def is_named(name: str, label: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerCounts:
-    """The counts of an arm's answers; tallies of several benchmarks are added.
+    """Counts of the answers of one arm or more; adding two objects adds their counts, and None plus a number is None.
 
     Attributes:
-        n_answers: rows, failed ones too.
-        n_failed: questions that ended as an error; each scores 0.
-        n_unparsed: replies that named no option.
-        n_cut: replies that max_new_tokens cut; None where older scores do not say it.
-        n_weak: replies that a weak rule read, as the column ``weak`` of the scores has it; None likewise.
-        n_kept_known: rows that say how many visual tokens were kept.
-        kept_tokens: sum of the kept tokens of these rows.
-        kept_shares: sum of their shares n_kept / n_total.
+        n_answers: all answers, including failed ones.
+        n_failed: answers that failed; each scores 0.
+        n_unparsed: replies that name none of the options; questions without options do not count.
+        n_cut: replies that max_new_tokens cut; None if older scores do not record it.
+        n_weak: replies that a weak rule read (column ``weak`` of the scores); None if older scores do not record it.
+        n_kept_known: answers that record how many visual tokens were kept.
+        kept_tokens: the sum of kept tokens over these answers.
+        kept_shares: the sum of n_kept / n_total over these answers.
     """
 
     n_answers: int = 0
@@ -94,38 +95,38 @@ class AnswerCounts:
 
     @property
     def tokens(self) -> float | None:
-        """Mean number of visual tokens that a question was answered from; None where no row says it."""
+        """The mean number of kept visual tokens per answer; None if no answer records it."""
         return self.kept_tokens / self.n_kept_known if self.n_kept_known else None
 
     @property
     def kept_share(self) -> float | None:
-        """Mean share of the visual tokens that was kept; None where no row says it."""
+        """The mean share of the visual tokens that was kept; None if no answer records it."""
         return self.kept_shares / self.n_kept_known if self.n_kept_known else None
 
     @property
     def n_replies(self) -> int:
-        """Answers that did not fail."""
+        """The number of answers that did not fail."""
         return self.n_answers - self.n_failed
 
     @property
     def unparsed_share(self) -> float | None:
-        """Share of the replies that named no option; None where there is no reply."""
+        """The share of the replies that named no option; None if there is no reply."""
         return self.n_unparsed / self.n_replies if self.n_replies else None
 
 
 class Parts(NamedTuple):
-    """The parts of a benchmark that a number is a mean over.
+    """A partition of a benchmark's questions; a score is the mean over the means of its parts.
 
     Attributes:
-        numbers: the part of each question, 0 to P-1, or NO_PART where it does not count, [Q].
-        weights: of the parts, [P], which need not add up to 1; None: they weigh the same.
+        numbers: ``[Q]``, the part of each question, 0 to P-1, or NO_PART if the question does not count.
+        weights: ``[P]``, relative weights of the parts; None for equal weights.
     """
 
     numbers: Ints
     weights: Floats | None = None
 
     def within(self, inside_Q: NDArray[np.bool_]) -> Parts:
-        """Return the parts for the same mean over some of the questions: over the parts that have any of them."""
+        """Return the parts restricted to the questions in the mask; parts without any question are dropped."""
         numbers = np.where(inside_Q, self.numbers, NO_PART)
         present = np.unique(numbers[numbers != NO_PART])
         renumbered = np.where(numbers == NO_PART, NO_PART, np.searchsorted(present, numbers))
@@ -134,13 +135,13 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreMatrix:
-    """Scores of one benchmark, questions sorted by their id.
+    """The scores of one benchmark, with questions sorted by id.
 
     Attributes:
-        scores: 0 to 1, [A, Q]; an arm that was not run on this benchmark is nan throughout.
-        clusters: the video of each question, 0 to G-1, [Q].
-        splits: name -> value of each question's splits.
-        tallies: of each arm.
+        scores: ``[A, Q]``, 0 to 1. An arm that was not run on this benchmark is nan throughout.
+        clusters: ``[Q]``, the video of each question, 0 to G-1.
+        splits: for each question, its split values by split name.
+        tallies: counts of the answers of each arm.
     """
 
     scores: Floats
@@ -149,22 +150,22 @@ class ScoreMatrix:
     tallies: Sequence[AnswerCounts]
 
     def whole(self) -> Parts:
-        """Return the parts for the mean over all questions: a single one."""
+        """Return a single part with all questions."""
         return Parts(np.zeros(len(self.clusters), np.int64))
 
     def split(self, name: str, value: str) -> Parts:
-        """Return the parts for the mean over one value of a split; questions with other values are left out."""
-        return Parts(np.array([0 if of_one.get(name) == value else NO_PART for of_one in self.splits], np.int64))
+        """Return a single part with the questions that have this value of the split ``name``."""
+        return Parts(np.array([0 if question.get(name) == value else NO_PART for question in self.splits], np.int64))
 
     def by(self, name: str, weights: Mapping[str, float] = MappingProxyType({})) -> Parts:
-        """Return the parts for the mean over the parts of a split, such as MLVU's tasks.
+        """Return one part for each value of the split ``name``, such as MLVU's tasks.
 
         Args:
-            name: the split.
-            weights: the weight of each part by its name; {} weighs all parts the same. Questions of a part that has no
-                weight here are left out.
+            weights: the weight of each value; {} gives all values the same weight. Otherwise, questions whose value has
+                no weight, or weight 0, do not count.
 
-        Raises ValueError if a question is in no part of the split.
+        Raises:
+            ValueError: a question has no value of this split.
         """
         if n_missing := sum(name not in splits for splits in self.splits):
             raise ValueError(
@@ -175,29 +176,32 @@ class ScoreMatrix:
             return Parts(np.unique(values, return_inverse=True)[1])
         counted = sorted({value for value in values if weights.get(value)})
         number = {value: i for i, value in enumerate(counted)}
-        of_questions = [number.get(value, NO_PART) for value in values]
-        return Parts(np.array(of_questions, np.int64), np.array([weights[value] for value in counted]))
+        part_numbers = [number.get(value, NO_PART) for value in values]
+        return Parts(np.array(part_numbers, np.int64), np.array([weights[value] for value in counted]))
 
 
 def arms_of(scores: pa.Table) -> list[MethodAtRatio]:
-    """Return the arms of a table of scores, in order of first appearance."""
+    """Return the distinct arms of a table of scores, in order of first appearance."""
     return list(dict.fromkeys(arm_by_row(scores)))
 
 
 def arm_by_row(scores: pa.Table) -> list[MethodAtRatio]:
-    """Return the arm of each row of scores."""
+    """Return the arm of each row of scores; every row of the method "none" is ORIGINAL, whatever its ratio."""
     rows = zip(scores["method"].to_pylist(), scores["retention_ratio"].to_pylist(), strict=True)
     return [ORIGINAL if method == ORIGINAL.method else MethodAtRatio(method, ratio) for method, ratio in rows]
 
 
 def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix:
-    """Return the score matrix of some arms; a failed answer without a score scores 0, and other arms are ignored.
+    """Return the scores of some arms as a matrix; rows of other arms are ignored.
+
+    A failed answer without a score scores 0. Clusters and splits are those of a question's first row.
 
     Args:
-        scores: rows of ``scores.parquet``, a (question, method, ratio) each.
-        arms: what to take, in this order.
+        scores: rows of ``scores.parquet``, one for each question and arm.
+        arms: the arms to select, in this order. An arm without rows is nan.
 
-    Raises ValueError where an arm has other questions than the others, or one twice: their scores are not paired.
+    Raises:
+        ValueError: an arm lacks a question that another arm has, or has a question twice, so the scores are not paired.
     """
     number = {arm: i for i, arm in enumerate(arms)}
     arm_N = np.array([number.get(arm, -1) for arm in arm_by_row(scores)], np.int64)
@@ -210,7 +214,7 @@ def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix
         a, q = np.argwhere(wrong_AQ)[0]
         problem = "no score" if count_AQ[a, q] == 0 else f"{count_AQ[a, q]} scores"
         where = f"{arms[a].method} at ratio {arms[a].ratio:g} has {problem} of question {questions[q]!s}"
-        raise ValueError(f"{where}: every method is to be scored on the same questions, once each")
+        raise ValueError(f"{where}: every method must be scored on the same questions, once each")
     failed_N = scores["status"].to_numpy() != "ok"
     scores_AQ = np.full(count_AQ.shape, np.nan)
     score_N = scores["score"].to_numpy().astype(float)
@@ -225,7 +229,12 @@ def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix
 
 
 def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[AnswerCounts]:
-    """Count each arm's answers, failures, replies without an option, cut and weakly read replies, and kept tokens."""
+    """Return the counts of each arm's answers; ``n_cut`` and ``n_weak`` are None if the scores lack their columns.
+
+    Args:
+        arm_N: the index of each row's arm.
+        failed_N: whether each row failed.
+    """
     free_N = scores["n_options"].to_numpy() == 0  # a free question has no option to name
     unparsed_N = ~failed_N & ~free_N & scores["parsed"].is_null().to_numpy()
     kept_N = scores["n_kept"].to_numpy().astype(float)
@@ -246,9 +255,9 @@ def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms:
 
 
 def set_arm_scores(scores: pa.Table, shares: Mapping[MethodAtRatio, float | None]) -> pa.Table:
-    """Return rows of scores in which every row of an arm has the number of the whole arm; None: it has no score.
+    """Return the scores with every row of an arm set to that arm's number, or null if it has none.
 
-    Every row counts as about one video, so that no interval is drawn.
+    All rows are put into one cluster, so that no interval is computed.
     """
     share_by_row = [shares.get(arm) for arm in arm_by_row(scores)]
     columns = {"score": pa.array(share_by_row, pa.float64()), "cluster": pa.repeat("all", len(share_by_row))}
@@ -259,14 +268,12 @@ def set_arm_scores(scores: pa.Table, shares: Mapping[MethodAtRatio, float | None
 
 
 class Difference(NamedTuple):
-    """The difference between two arms on the same questions, as a share.
+    """The difference between the scores of two arms on the same questions, as a share.
 
     Attributes:
-        value: of the scores as they are.
-        low: lower end of the 95 % interval, which is not corrected for other comparisons; nan, like its upper end,
-            below FEWEST_VIDEOS videos, and where the difference is the same in every video, which shows nothing of its
-            error.
-        high: its upper end.
+        value: the difference.
+        low: the lower end of its 95 % interval, not corrected for multiple comparisons; nan without an interval.
+        high: the upper end; nan without an interval.
     """
 
     value: float
@@ -276,12 +283,13 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A column's number for each arm, with its bootstrap draws; nan throughout where an arm was not scored.
+    """The number of each arm (or row) in one column, with its bootstrap draws.
 
     Attributes:
-        value: the number itself, [A].
-        drawn: the number on each draw, [R, A]; nan where it is undefined there (no question of a part was drawn).
-        n_videos: of the column; of several benchmarks the fewest.
+        value: ``[A]``; nan for an arm that was not scored.
+        drawn: ``[R, A]``, the number in each draw; nan where it is undefined because a part has no question in the
+            draw.
+        n_videos: the number of videos behind the column; for a mean of benchmarks, the smallest of theirs.
     """
 
     value: Floats
@@ -289,7 +297,11 @@ class Estimate:
     n_videos: int
 
     def difference(self, arm: int, reference: int) -> Difference:
-        """Return the number of ``arm`` minus the number of ``reference``, with its interval (nan: no interval)."""
+        """Return the number of ``arm`` minus that of ``reference``, with its interval of the central 95 % of draws.
+
+        There is no interval (nan) with fewer than FEWEST_VIDEOS videos, without defined draws, or if all draws have the
+        same difference, which says nothing about its error.
+        """
         value = float(self.value[arm] - self.value[reference])
         drawn_R = self.drawn[:, arm] - self.drawn[:, reference]
         drawn_R = drawn_R[np.isfinite(drawn_R)]
@@ -301,38 +313,39 @@ class Estimate:
 def estimates(
     scores_AQ: Floats, cluster_Q: Ints, parts: Sequence[Parts], draws: int, generator: np.random.Generator
 ) -> list[Estimate]:
-    """Return an estimate for each column: every arm's mean over the parts, and the same mean of each bootstrap draw.
+    """Return an estimate for each column: each arm's mean over the parts, and the same mean for every bootstrap draw.
 
     All columns use the same draws of videos.
 
     Args:
-        scores_AQ: scores; an arm that was not scored is nan throughout.
+        scores_AQ: the scores; an arm that was not scored is nan throughout.
         cluster_Q: the video of each question, 0 to G-1.
         parts: the parts of each column.
-        draws: R, the number of draws; with 0 the estimates have values and no draws.
-        generator: advanced by the call; generators in equal states give equal draws for as many videos.
+        draws: R. With 0, the estimates have no draws.
+        generator: advanced by the call. Generators in equal states give equal draws for equal numbers of videos.
     """
-    G, columns = int(cluster_Q.max(initial=-1)) + 1, [_sums(scores_AQ, cluster_Q, of_one.numbers) for of_one in parts]
+    G = int(cluster_Q.max(initial=-1)) + 1
+    columns = [_sums(scores_AQ, cluster_Q, subset.numbers) for subset in parts]
     drawn = [np.empty((draws, len(scores_AQ))) for _ in parts]
     for start in range(0, draws, _CHUNK):
         n = min(_CHUNK, draws - start)
         flat = generator.integers(max(G, 1), size=(n, G)) + np.arange(n)[:, None] * G
         times_RG = np.bincount(flat.ravel(), minlength=n * G).reshape(n, G).astype(float)
-        for drawn_RA, (sum_GPA, count_GP), of_one in zip(drawn, columns, parts, strict=True):
+        for drawn_RA, (sum_GPA, count_GP), subset in zip(drawn, columns, parts, strict=True):
             sum_RPA = np.tensordot(times_RG, sum_GPA, axes=1)
-            drawn_RA[start : start + n] = _mean_over_parts(sum_RPA, times_RG @ count_GP, of_one.weights)
+            drawn_RA[start : start + n] = _mean_over_parts(sum_RPA, times_RG @ count_GP, subset.weights)
     return [
         Estimate(
-            value=_mean_over_parts(sum_GPA.sum(0, keepdims=True), count_GP.sum(0, keepdims=True), of_one.weights)[0],
+            value=_mean_over_parts(sum_GPA.sum(0, keepdims=True), count_GP.sum(0, keepdims=True), subset.weights)[0],
             drawn=drawn_RA,
             n_videos=int(np.sum(count_GP.any(1))),
         )
-        for drawn_RA, (sum_GPA, count_GP), of_one in zip(drawn, columns, parts, strict=True)
+        for drawn_RA, (sum_GPA, count_GP), subset in zip(drawn, columns, parts, strict=True)
     ]
 
 
 def _sums(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints) -> tuple[Floats, Floats]:
-    """Return the sum of scores, [G, P, A], and the number of questions, [G, P], of each video in each part."""
+    """Return each arm's sum of scores ``[G, P, A]`` and the number of questions ``[G, P]``, per video and part."""
     inside_Q = part_Q != NO_PART
     G, P = int(cluster_Q.max(initial=-1)) + 1, int(part_Q.max(initial=NO_PART)) + 1
     cell_Q = cluster_Q[inside_Q] * P + part_Q[inside_Q]
@@ -342,9 +355,9 @@ def _sums(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints) -> tuple[Floats, Flo
 
 
 def _mean_over_parts(sum_RPA: Floats, count_RP: Floats, weight_P: Floats | None) -> Floats:
-    """Return the weighted mean of the parts' means, [R, A]; nan without a part, or with one that is empty.
+    """Return the mean of the parts' means, ``[R, A]``, weighted unless ``weight_P`` is None.
 
-    With ``weight_P`` None all parts weigh the same.
+    It is nan if there is no part, or if a part has no question.
     """
     with np.errstate(invalid="ignore"):  # 0 / 0
         means_RPA = sum_RPA / count_RP[:, :, None]
@@ -355,35 +368,40 @@ def _mean_over_parts(sum_RPA: Floats, count_RP: Floats, weight_P: Floats | None)
 
 
 def relative(overall: Sequence[Estimate], full: int) -> Estimate:
-    """Combine the overall estimates of benchmarks to Rel.: the mean of unrounded scores relative to arm ``full``.
+    """Combine the overall estimates of benchmarks into Rel.: the mean of their scores divided by those of arm ``full``.
 
-    Each benchmark has draws of its own. Undefined (nan) where a benchmark's ``full`` is 0.
+    Scores are not rounded. The result is nan where ``full`` scores 0 on any benchmark. Each benchmark has its own
+    draws.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        relative_ones = [
+        ratios = [
             Estimate(
-                value=tally.value / (tally.value[full] or math.nan),
-                drawn=tally.drawn / np.where(tally.drawn[:, [full]] == 0, math.nan, tally.drawn[:, [full]]),
-                n_videos=tally.n_videos,
+                value=estimate.value / (estimate.value[full] or math.nan),
+                drawn=estimate.drawn / np.where(estimate.drawn[:, [full]] == 0, math.nan, estimate.drawn[:, [full]]),
+                n_videos=estimate.n_videos,
             )
-            for tally in overall
+            for estimate in overall
         ]
-    return average(relative_ones)
+    return average(ratios)
 
 
 def average(overall: Sequence[Estimate]) -> Estimate:
-    """Combine the overall estimates of benchmarks to their mean; each benchmark has draws of its own."""
-    values, drawn = [tally.value for tally in overall], [tally.drawn for tally in overall]
-    return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(tally.n_videos for tally in overall))
+    """Combine the overall estimates of benchmarks into their unweighted mean; nan where any of them is nan.
+
+    Draw r of the mean combines draw r of each benchmark, so all must have the same number of draws.
+    """
+    values, drawn = [estimate.value for estimate in overall], [estimate.drawn for estimate in overall]
+    return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(estimate.n_videos for estimate in overall))
 
 
 def count_videos_needed(difference: Difference, n_videos: int) -> int | None:
-    """Estimate how many videos would resolve a difference that its interval does not tell from 0.
+    """Estimate how many videos would resolve a difference whose interval contains 0.
 
-    The half width of an interval falls with the square root of the number of videos. So about
-    n x (half width / difference)^2 videos have an interval that ends at 0, if the difference stays as it is.
+    The half width of an interval shrinks with the square root of the number of videos. If the difference stays as it
+    is, the interval ends at 0 with about n * (half width / difference)**2 videos.
 
-    Returns a number above ``n_videos``, rounded up to two digits; None without an interval and for no difference.
+    Returns:
+        A number above ``n_videos``, rounded up to two significant digits; None without an interval or a difference.
     """
     if not math.isfinite(difference.low) or abs(difference.value) < _TINY:
         return None

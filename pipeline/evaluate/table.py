@@ -1,7 +1,7 @@
-"""The table of results, rows methods by ratios and positions, columns benchmarks and Rel.
+"""The table of results: rows are methods at a ratio and positions, columns are benchmarks (or split values) and Rel.
 
-A number stands beside its difference to that of a reference method, with the 95 % interval of that difference. Several
-seeds of a method are one row. Tables 1, 2 and 4 of the GSTEP paper are such tables of several benchmarks.
+Beside a score is its difference to a reference method, with a 95 % interval. The seeds of a method share one row.
+Tables 1, 2 and 4 of the GSTEP paper are such tables of several benchmarks.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class Column:
     """A column of scores.
 
     Attributes:
-        key: "SPLIT=VALUE" (``duration=short``), or "overall"; in a table of several benchmarks after "BENCHMARK: ".
+        key: "SPLIT=VALUE" (``duration=short``) or "overall", prefixed with "BENCHMARK: " in a table of several
+            benchmarks.
         title: as printed.
-        benchmark: title of its benchmark.
-        n_questions: how many it is about.
-        n_whole: how many it would be about with the whole benchmark; None where that is not known.
-        n_videos: how many videos these questions are about.
-        made_of: of its benchmark.
+        benchmark: the title of its benchmark.
+        n_questions: the number of questions behind the scores.
+        n_whole: the number of questions in the whole benchmark; None if unknown, and for a split value.
+        n_videos: the number of videos that these questions are about.
+        made_of: what the benchmark's scores were made with, such as frames and protocol, by name.
     """
 
     key: str
@@ -48,31 +49,31 @@ class Column:
 
     @property
     def few(self) -> bool:
-        """True if its videos are too few for an interval."""
+        """True if the column has too few videos for intervals."""
         return self.n_videos < FEWEST_VIDEOS
 
     @property
     def text(self) -> str:
-        """The whole title in one line."""
+        """The full title: the benchmark and the column's own title, or one of them if they are equal."""
         return self.title if self.title == self.benchmark else f"{self.benchmark} {self.title}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A number of the table, in percent, and its difference to the reference in points before rounding.
+    """A score in percent, and its difference to the reference in points, both before rounding.
 
     Attributes:
-        score: before rounding; of Rel. the mean of ratios of printed scores, as in the paper.
-        printed: to one decimal; Rel. with its %.
-        mark: "best" of its block and column if the interval of its difference to the next best excludes 0; "second" for
-            the next best then, and for its ties.
-        spread: standard deviation over the seeds whose mean the number is; None for a single seed.
-        difference: None where the row is compared with no other.
-        low: lower end of the difference's 95 % interval; None, like its upper end, where there is none.
-        high: its upper end.
-        unclear: whether that interval, as it is printed, holds 0; None without an interval.
-        videos_needed: about how many videos would resolve an unclear difference, all benchmarks together; None where it
-            is clear or printed as 0.0, and without an interval.
+        score: before rounding. For Rel., a mean of ratios of printed scores, as in the paper.
+        printed: the score to one decimal; Rel. ends with "%".
+        mark: "best" of its block and column if the interval of its difference to the next best excludes 0; the next
+            best and its ties are then "second"; otherwise "".
+        spread: the standard deviation over the seeds, in points; None for a single seed.
+        difference: None if the row is not compared with another row.
+        low: the lower end of the difference's 95 % interval; None without an interval.
+        high: the upper end; None without an interval.
+        unclear: whether the interval, as printed, contains 0; None without an interval.
+        videos_needed: about how many videos would resolve an unclear difference, over all benchmarks together; None if
+            the difference is clear, is printed as 0.0, or has no interval.
     """
 
     score: float
@@ -87,35 +88,35 @@ class Cell:
 
     @property
     def spread_text(self) -> str:
-        """The spread over seeds as it stands behind the number; "" for a single seed."""
+        """The spread over seeds as printed behind the score; "" for a single seed."""
         return "" if self.spread is None else f" ± {printed(self.spread)}"
 
     @property
     def interval_text(self) -> str:
-        """The difference to the reference with the interval; "" without a difference."""
+        """The difference to the reference with its interval, if any; "" without a difference."""
         return "" if self.difference is None else f"{signed(self.difference)} {ends(self.low, self.high)}".rstrip()
 
     @property
     def unclear_text(self) -> str:
-        """The word for an unclear difference, with the number of videos that would resolve it; "" where it is clear."""
+        """The word "unclear", with how many videos would resolve the difference if known; "" for other differences."""
         needed = "" if self.videos_needed is None else f" (about {self.videos_needed:,} videos)"
         return f"{UNCLEAR}{needed}" if self.unclear else ""
 
     @property
     def difference_text(self) -> str:
-        """The text beside the number: its difference to the reference, and what is unclear of it."""
+        """The text beside the score: the difference, its interval, and whether it is unclear."""
         return f"{self.interval_text} {self.unclear_text}".rstrip()
 
 
 @dataclass(frozen=True)
 class ArmGroup:
-    """A row before its numbers.
+    """The arms of one row of the table: one method at one ratio and positions, with all its seeds.
 
     Attributes:
-        method: with its parameters, without positions, and without the seed where it has several.
-        positions: "" where they are the model family's own.
-        seeds: whose mean the numbers are.
-        arms: the place of its arms, one for each seed.
+        method: the method with its parameters, without positions. It includes the seed only if there is a single seed.
+        positions: the positions of the kept tokens; "" for the model family's default.
+        seeds: the seeds whose scores are averaged.
+        arms: the indices of the row's arms, one per seed in order.
     """
 
     method: str
@@ -127,13 +128,14 @@ class ArmGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(ArmGroup):
-    """The results of one method at one ratio; counts are over all benchmarks and seeds.
+    """The results of one method at one ratio; counts are summed over all benchmarks and seeds.
 
     Attributes:
-        title: the method's name as printed, with its positions where they are not the model family's.
-        cells: of each column; None where the method was not run.
-        mean: of the printed overall scores; None where a benchmark is missing.
-        rel: Rel.; None where a benchmark is missing, or its full retention is (or scores 0).
+        title: the printed name, with the number of seeds if several, and positions other than the default.
+        cells: one per column; None if the method was not run there.
+        mean: the mean of the printed overall scores; None if a benchmark is missing.
+        rel: Rel.; None if a benchmark is missing, or full retention is missing or scores 0 on one.
+        tally: counts of the answers.
     """
 
     title: str
@@ -149,9 +151,10 @@ class ResultsTable:
 
     Attributes:
         rows: full retention first.
-        reference: the method of the rows that other rows are compared with.
-        ours: the method that LaTeX shows as its author's own; None for none.
-        draws, seed: of the intervals.
+        reference: the method that other rows are compared with.
+        ours: the method that LaTeX marks as ours; None for none.
+        draws, seed: of the bootstrap behind the intervals.
+        notes: sentences to print below the table, after its own remarks.
     """
 
     title: str
@@ -170,7 +173,10 @@ class ResultsTable:
 
     @property
     def blocks(self) -> list[tuple[str, list[Row]]]:
-        """The other rows with a heading each, the pruning ratio 1 - retention ratio: by its rise, then by positions."""
+        """The other rows in blocks of equal ratio and positions, in row order, each with a heading.
+
+        The heading has the pruning ratio, 1 - retention ratio, in percent.
+        """
         groups = groupby(self.rows[FULL_ROW + 1 :], key=lambda row: (row.ratio, row.positions))
         return [
             (f"Pruning Ratio (↓ {100 * (1 - ratio):g}%){f', {positions} positions' if positions else ''}", list(rows))
@@ -179,16 +185,16 @@ class ResultsTable:
 
     @property
     def several(self) -> bool:
-        """True if the table is about several benchmarks, and has a column of means."""
+        """True if the table has several benchmarks, and therefore a column of means."""
         return len({column.benchmark for column in self.columns}) > 1
 
     def numbers(self, row: Row) -> list[Cell | None]:
-        """Return all numbers of a row: each column's, the mean of several benchmarks, Rel."""
+        """Return all cells of a row: its columns, the mean if there are several benchmarks, and Rel."""
         return [*row.cells, *([row.mean] if self.several else []), row.rel]
 
     @property
     def titles(self) -> list[str]:
-        """The titles of all numbers of a row; FEW marks the columns that have too few videos for an interval."""
+        """The titles of the cells that ``numbers`` returns; FEW is appended to columns with too few videos."""
         titles = [
             f"{column.text if self.several else column.title}{FEW if column.few else ''}" for column in self.columns
         ]
@@ -196,7 +202,7 @@ class ResultsTable:
 
     @property
     def made_of(self) -> list[tuple[str, list[str]]]:
-        """The data behind each column's numbers: (name, a text a column); questions as n of N."""
+        """What the scores were made with, as (name, one text per column); counts of questions and videos come first."""
         rows = {
             "Questions": list(map(_format_count, self.columns)),
             "Videos": [f"{column.n_videos:,}" for column in self.columns],
@@ -207,34 +213,40 @@ class ResultsTable:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences that belong below the table: differences, few videos, cut and weakly read replies, its notes."""
+        """Sentences to print below the table.
+
+        They explain the differences, columns with too few videos, and cut and weakly read replies, as far as the table
+        has any; then come the notes.
+        """
         lines = list(self._about_differences())
         if any(column.few for column in self.columns):
             lines.append(f"{FEW} Fewer than {FEWEST_VIDEOS} videos: no interval.")
         tally = sum((row.tally for row in self.rows), AnswerCounts())
-        of = f"of {tally.n_replies:,} replies were"
+        replies = f"of {tally.n_replies:,} replies were"
         if tally.n_cut:
-            lines.append(f"Cut: {tally.n_cut:,} {of} cut by max_new_tokens; the rule read an unfinished reply.")
+            lines.append(f"Cut: {tally.n_cut:,} {replies} cut by max_new_tokens; the rule read an unfinished reply.")
         if tally.n_weak:
-            lines.append(f"Weak: {tally.n_weak:,} {of} read by chance: drawn, or by a letter inside a word.")
+            lines.append(f"Weak: {tally.n_weak:,} {replies} read by chance: drawn, or by a letter inside a word.")
         return [*lines, *self.notes]
 
     def _about_differences(self) -> Iterator[str]:
-        """Yield sentences about seeds and differences, as far as the table has any."""
+        """Yield sentences that explain the spread over seeds, the differences and the intervals that the table has."""
         cells = [cell for row in self.rows for cell in self.numbers(row) if cell]
         if any(cell.spread is not None for cell in cells):
-            yield "±: standard deviation over the seeds whose mean stands there; an interval is of videos alone."
+            yield "±: standard deviation over the seeds whose mean is shown; intervals are over videos only."
         count = sum(cell.low is not None for cell in cells)
         if any(cell.difference is not None for cell in cells):
             title = next(row.title for row in self.rows if row.method == self.reference)
             drawn = f", with the 95 % interval of {self.draws:,} draws of whole videos (seed {self.seed})"
             yield f"Beside a number: its paired difference to {title} in points{drawn if count else ''}."
         if count:
-            unclear = f"{UNCLEAR.capitalize()}: the interval holds 0. " if any(cell.unclear for cell in cells) else ""
+            unclear = (
+                f"{UNCLEAR.capitalize()}: the interval contains 0. " if any(cell.unclear for cell in cells) else ""
+            )
             if any(cell.videos_needed is not None for cell in cells):
-                of_rel = " Of Rel. it is of all benchmarks together." if self.several else ""
+                of_rel = " For Rel., N counts the videos of all benchmarks." if self.several else ""
                 unclear += (
-                    "About N videos: so many videos like these would resolve the difference if it stays as it is, an "
+                    "About N videos: N videos like these would resolve the difference if it stays as it is, an "
                     f"estimate: the number of videos x (half width of the interval / difference)², rounded up.{of_rel} "
                 )
             yield (
@@ -243,7 +255,10 @@ class ResultsTable:
             )
 
     def as_record(self) -> JsonObject:
-        """Return the table, JSON-able: "notes" are all ``remarks``, and a column has its ``made_of`` entries too."""
+        """Return the table as a JSON-able record.
+
+        "notes" are all ``remarks``, and the entries of a column's ``made_of`` are entries of the column.
+        """
         return {
             "title": self.title,
             "columns": [
@@ -258,7 +273,10 @@ class ResultsTable:
         }
 
     def record_of(self, row: Row) -> dict[str, Any]:
-        """Return a row, JSON-able: each number with its difference and interval."""
+        """Return a row as a JSON-able record: its scores with differences and intervals, and counts of its answers.
+
+        Columns without a score are left out of "scores".
+        """
         cells = zip(self.columns, row.cells, strict=True)
         return {
             "method": row.method,
@@ -278,21 +296,21 @@ class ResultsTable:
 
 
 def printed(percent: float) -> str:
-    """Format a percentage to one decimal, halves upwards: 58.65 is 58.7 despite floating point."""
+    """Format a percentage to one decimal; halves are rounded up, so 58.65 becomes 58.7 despite floating point."""
     return str(Decimal(repr(round(percent, 9))).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 
 def ends(low: float | None, high: float | None) -> str:
-    """Format the ends of an interval in points; "" without an interval."""
+    """Format an interval in points as "[-1.2, +0.3]"; "" if an end is None."""
     return "" if low is None or high is None else f"[{signed(low)}, {signed(high)}]"
 
 
 def _format_count(column: Column) -> str:
-    """Return the number of a column's questions, "n of N" if the benchmark has more."""
+    """Return a column's number of questions as text, "n of N" if the whole benchmark has another number."""
     partly = column.n_whole is not None and column.n_whole != column.n_questions
     return f"{column.n_questions:,}" + (f" of {column.n_whole:,}" if partly else "")
 
 
 def signed(points: float) -> str:
-    """Format points to one decimal with their sign; points that round to 0 have no sign."""
+    """Format points to one decimal with their sign; points that round to 0 become "0.0"."""
     return f"{points:+.1f}" if abs(points) >= PRINTED_0 else "0.0"

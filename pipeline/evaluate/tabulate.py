@@ -1,4 +1,4 @@
-"""The table of results from scores: rows of methods at ratios, their numbers, and differences to a reference."""
+"""Compute the table of results from scores: its rows, their numbers, and their differences to a reference method."""
 
 from __future__ import annotations
 
@@ -69,22 +69,22 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class ScoredBenchmark:
-    """The scores of a benchmark and how they are shown.
+    """The scores of one benchmark, and how they are shown.
 
     Attributes:
-        title: as printed.
+        title: the printed title; unique in a table.
         scores: rows of ``scores.parquet``.
-        columns: (SPLIT=VALUE, title) of the parts to show before the overall score: ("duration=short", "Short").
-        mean_over: a split whose values weigh the same in the overall score, however many questions each has (MLVU's and
-            MVBench's tasks); None: all questions weigh the same.
-        n_questions: of the whole benchmark; None where it has no fixed number.
-        made_of: what else the scores were made of, by name, such as frames and protocol.
-        notes: sentences about it that belong below the table.
-        names: of methods from elsewhere, by import path.
-        weights: the weights of the values of ``mean_over``, where they differ; questions of a value without a weight do
-            not count. {}: the values weigh the same.
-        per_question: whether its number is a mean over the scores of questions, and not one that a server or a task
-            computed of all answers and that stands in every row.
+        columns: ("SPLIT=VALUE", title) of the columns before the overall score, such as ("duration=short", "Short").
+        mean_over: the split over whose values the overall score is a mean (the tasks of MLVU and MVBench), however many
+            questions each value has; None for the mean over questions.
+        n_questions: the number of questions in the whole benchmark; None if it has no fixed number.
+        made_of: what else the scores were made with, such as frames and protocol, by name.
+        notes: sentences to print below the table.
+        names: the names of user methods, by import path.
+        weights: the weights of the values of ``mean_over``; questions whose value has no weight do not count. {} gives
+            all values the same weight.
+        per_question: whether each question has its own score. False if a server or task computed one number for each
+            arm, which then stands in every row.
     """
 
     title: str
@@ -99,7 +99,11 @@ class ScoredBenchmark:
     per_question: bool = True
 
     def average(self, matrix: ScoreMatrix) -> Parts:
-        """Return the parts of its questions that its overall score is a mean over."""
+        """Return the parts over which the overall score is a mean.
+
+        Raises:
+            ValueError: a question has no value of the split ``mean_over``.
+        """
         return matrix.whole() if self.mean_over is None else matrix.by(self.mean_over, self.weights)
 
 
@@ -116,47 +120,54 @@ def results_table(
 ) -> ResultsTable:
     """Compare methods on one or several benchmarks: scores, differences with intervals, and averages.
 
-    A row is a method at one retention ratio with one kind of positions, averaged over its seeds. Full retention is the
-    first row. ``rel`` of a row is its score in percent of full retention.
+    A row is a method at one retention ratio and kind of positions, averaged over its seeds. The first row is full
+    retention; the others are ordered by descending ratio, positions and method. Rel. is the mean over the benchmarks of
+    a row's score in percent of that of full retention. The mean and Rel. are computed from printed scores, as in the
+    paper, but intervals from unrounded ones; the mean is compared with no other row.
 
     Args:
-        title: what was pruned: the model.
+        title: the title of the table, such as the model.
         benchmarks: in the order of their columns.
-        methods: the methods to show, in the order of rows; None: all, in order of first appearance.
-        reference: the method that each row is compared with, at the row's own ratio. None: gstep if it has rows, else
-            the first method. If a single method has rows, None is full retention.
+        methods: the methods to show, in order; a name without a seed or positions selects all of them. None shows all
+            methods in order of first appearance.
+        reference: the method that each row is compared with, at the row's own ratio. None is gstep if it has rows, or
+            else the first method; with a single method, it is full retention.
         ours: the method that LaTeX marks as ours.
-        draws: the number of bootstrap draws of whole videos. A benchmark's draws depend on the seed and its title
-            alone.
-        seed: of the draws.
-        notes: sentences that belong below the table.
+        draws: the number of bootstrap draws of whole videos, which depend only on ``seed`` and a benchmark's title.
+        notes: sentences to print below the table, before those of the benchmarks.
 
-    Raises ValueError for no benchmark, for two of one title, and if the scores of a benchmark are not paired
-    (score_matrix). Raises UsageError for a reference or ``ours`` that is no row.
+    Raises:
+        ValueError: there is no benchmark, two have the same title, the arms of one were not scored on the same
+            questions, once each, a question lacks the split that its benchmark averages over, or a column is not
+            SPLIT=VALUE.
+        UsageError: the reference or ``ours`` is no row.
     """
     titles = [benchmark.title for benchmark in benchmarks]
     if not titles or len(set(titles)) < len(titles):
-        raise ValueError(f"benchmarks need different titles, for each is drawn on its own: {titles}")
+        raise ValueError(f"benchmarks need different titles, since each has bootstrap draws of its own: {titles}")
     arms, groups = group_arms(benchmarks, methods)
     reference = _choose_reference(groups, reference)
     ours = None if ours is None else _find_method(groups, ours, "ours")
     pairs = {row: _find_reference_row(groups, row, reference) for row in range(len(groups))}
     against = {row: other for row, other in pairs.items() if other is not None}
     matrices = [score_matrix(benchmark.scores, arms) for benchmark in benchmarks]
-    columns, cells, overall, of_arms = list[Column](), list[list[Cell | None]](), list[Estimate](), list[Estimate]()
+    columns = list[Column]()
+    cells = list[list[Cell | None]]()
+    overall = list[Estimate]()
+    arm_estimates = list[Estimate]()
     last = list[int]()  # the index of each benchmark's overall score among the columns
     for benchmark, matrix in zip(benchmarks, matrices, strict=True):
         parts = _list_columns(benchmark, matrix)
-        of_columns = [of_one for *_, of_one in parts]
-        measured = measure(benchmark, matrix, groups, of_columns, draws, seed)
-        measured_arms = estimates(matrix.scores, matrix.clusters, of_columns, 0, np.random.default_rng(seed))
-        for (key, name, of_one), numbers, arm_numbers in zip(parts, measured, measured_arms, strict=True):
+        parts_by_column = [subset for *_, subset in parts]
+        measured = measure(benchmark, matrix, groups, parts_by_column, draws, seed)
+        measured_arms = estimates(matrix.scores, matrix.clusters, parts_by_column, 0, np.random.default_rng(seed))
+        for (key, name, subset), numbers, arm_numbers in zip(parts, measured, measured_arms, strict=True):
             columns.append(
                 Column(
                     key=key if len(benchmarks) == 1 else f"{benchmark.title}: {key}",
                     title=name,
                     benchmark=benchmark.title,
-                    n_questions=int(np.sum(of_one.numbers != NO_PART)),
+                    n_questions=int(np.sum(subset.numbers != NO_PART)),
                     n_whole=benchmark.n_questions if key == OVERALL else None,
                     n_videos=numbers.n_videos,
                     made_of=benchmark.made_of,
@@ -166,20 +177,21 @@ def results_table(
             cells.append(_make_cells(groups, against, percentages, numbers, arm_numbers.value, numbers.n_videos))
         last.append(len(columns) - 1)
         overall.append(measured[-1])
-        of_arms.append(measured_arms[-1])
+        arm_estimates.append(measured_arms[-1])
     by_row = list(zip(*cells, strict=True))
     # The paper's tables are means of printed scores.
     scores = [[math.nan if (cell := row[c]) is None else float(cell.printed) for c in last] for row in by_row]
     means = [math.fsum(row) / len(row) for row in scores]
-    mean = _make_cells(groups, {}, means, average(overall), average(of_arms).value, 0)
+    mean = _make_cells(groups, {}, means, average(overall), average(arm_estimates).value, 0)
     rels = [
         100
         * math.fsum(score / (full or math.nan) for score, full in zip(row, scores[FULL_ROW], strict=True))
         / len(row)
         for row in scores
     ]
-    of_rel, n_videos = relative(overall, FULL_ROW), sum(of_one.n_videos for of_one in overall)
-    rel = _make_cells(groups, against, rels, of_rel, relative(of_arms, FULL_ROW).value, n_videos, "%")
+    rel_estimate = relative(overall, FULL_ROW)
+    n_videos = sum(estimate.n_videos for estimate in overall)
+    rel = _make_cells(groups, against, rels, rel_estimate, relative(arm_estimates, FULL_ROW).value, n_videos, "%")
     names = {path: name for benchmark in benchmarks for path, name in benchmark.names.items()}
     rows = [
         Row(
@@ -212,9 +224,13 @@ def measure(
     draws: int,
     seed: int,
 ) -> list[Estimate]:
-    """Return an estimate of the rows for each column of one benchmark; a row has the mean over its seeds.
+    """Return an estimate for each column of one benchmark; its values are those of the rows, each a mean over seeds.
 
-    A benchmark's draws of whole videos depend on ``seed`` and its title alone.
+    The bootstrap draws depend only on ``seed`` and the benchmark's title.
+
+    Args:
+        matrix: the benchmark's scores of all arms.
+        parts: the parts of each column.
     """
     generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
     mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
@@ -222,14 +238,14 @@ def measure(
 
 
 def mark_rows(numbers: Estimate, shown: Mapping[int, Cell | None]) -> dict[int, Mark]:
-    """Mark the best row of a block and the next best, if their difference is clear; rows without a mark are left out.
+    """Return the marks of the best row of a block and of the next best, or {} if their difference is unclear.
 
-    The best row has the largest printed number. It is marked if no other row has the same printed number, and if the
-    interval of its difference to the next best row is above 0 as it is printed; to each of them, if several tie.
+    The best row has the largest printed number and must not share it. The interval of its difference to the next best
+    row, or to each of several that tie, must be above 0 as printed. If all rows have the same number, none is marked.
 
     Args:
         numbers: the unrounded numbers of all rows, with their draws.
-        shown: the cells of the block's rows.
+        shown: the cells of the block, by row.
     """
     value = {row: float(cell.printed.rstrip("%")) for row, cell in shown.items() if cell}
     ranked = sorted(set(value.values()), reverse=True)
@@ -244,10 +260,14 @@ def mark_rows(numbers: Estimate, shown: Mapping[int, Cell | None]) -> dict[int, 
 def group_arms(
     benchmarks: Sequence[ScoredBenchmark], methods: Sequence[str] | None
 ) -> tuple[list[MethodAtRatio], list[ArmGroup]]:
-    """Return all arms and their rows: full retention, then by falling ratio, positions and order of methods.
+    """Return all arms and the rows that they form.
 
-    The seeds of a method share a row, and their arms are neighbours. ``methods`` are as of ``is_named``; a name that no
-    arm has is ignored. ``methods`` None takes all arms.
+    Full retention is first. The other rows follow by descending ratio, then by positions, then in the order of
+    ``methods`` or, if that is None, of first appearance. The arms of a row, one for each seed, are neighbors.
+
+    Args:
+        methods: names as a user writes them; without a seed or positions, they select all of them. A name that matches
+            no arm is ignored. None selects all arms.
     """
     seeds: dict[tuple[float, str, str], dict[int, MethodAtRatio]] = {}
     for arm in (arm for benchmark in benchmarks for arm in arms_of(benchmark.scores) if arm != ORIGINAL):
@@ -260,7 +280,8 @@ def group_arms(
         if methods is None
         else [split_seed(name.partition(POSITIONS)[0])[0] for name in methods]
     )
-    arms, groups = [ORIGINAL], [ArmGroup(ORIGINAL.method, "", ORIGINAL.ratio, [0], slice(1))]
+    arms = [ORIGINAL]
+    groups = [ArmGroup(ORIGINAL.method, "", ORIGINAL.ratio, [0], slice(1))]
     for minus, positions, method in sorted(seeds, key=lambda row: (*row[:2], order.index(row[2]))):
         members = dict(sorted(seeds[minus, positions, method].items()))
         label = method if len(members) > 1 else next(iter(members.values())).method.partition(POSITIONS)[0]
@@ -270,9 +291,12 @@ def group_arms(
 
 
 def _choose_reference(groups: Sequence[ArmGroup], name: str | None) -> str:
-    """Return the method that rows are compared with: ``name``, else GSTEP if it has rows, else the first method.
+    """Return the method to compare rows with: ``name`` if given, otherwise gstep if it has rows, or the first method.
 
-    A single method is compared with full retention. Raises UsageError if ``name`` is no row.
+    With fewer than two methods, the default is full retention.
+
+    Raises:
+        UsageError: ``name`` is no row.
     """
     if name is not None:
         return _find_method(groups, name, "reference")
@@ -281,9 +305,13 @@ def _choose_reference(groups: Sequence[ArmGroup], name: str | None) -> str:
 
 
 def _find_method(groups: Sequence[ArmGroup], name: str, option: str) -> str:
-    """Return the method of the rows that a user's ``name`` means. Raises UsageError if there is none.
+    """Return the first method of the rows that a user's ``name`` selects.
 
-    ``option`` is the flag that ``name`` came from, for the error.
+    Args:
+        option: the flag that ``name`` came from, for the error message.
+
+    Raises:
+        UsageError: no row has this method.
     """
     methods = list(dict.fromkeys(group.method for group in groups))
     for method in methods:
@@ -293,25 +321,26 @@ def _find_method(groups: Sequence[ArmGroup], name: str, option: str) -> str:
 
 
 def _find_reference_row(groups: Sequence[ArmGroup], row: int, reference: str) -> int | None:
-    """Return the row of the reference that a row is compared with: at its ratio, and at its positions. None for no row.
+    """Return the row that ``row`` is compared with, or None.
 
-    If the reference has only one row at the ratio, that row serves for all positions. Rows of the reference itself, and
-    full retention, are compared with no row. If full retention is the reference, all other rows are compared with it.
+    This is the reference's row with the same ratio and positions. If the reference has only one row at this ratio, that
+    row serves for all positions. Full retention and the rows of the reference itself are compared with none. If full
+    retention is the reference, every other row is compared with it.
     """
     if reference == ORIGINAL.method or row == FULL_ROW:
         return None if row == FULL_ROW else FULL_ROW
-    same = [i for i, group in enumerate(groups) if group.method == reference and group.ratio == groups[row].ratio]
-    if row in same:
+    candidates = [i for i, group in enumerate(groups) if group.method == reference and group.ratio == groups[row].ratio]
+    if row in candidates:
         return None
-    exact = [i for i in same if groups[i].positions == groups[row].positions]
-    return next(iter(exact), same[0] if len(same) == 1 else None)
+    exact = [i for i in candidates if groups[i].positions == groups[row].positions]
+    return next(iter(exact), candidates[0] if len(candidates) == 1 else None)
 
 
 def row_title(group: ArmGroup, names: Mapping[str, str]) -> str:
-    """Return a row's method as printed, with the number of its seeds, and its positions where they are not usual.
+    """Return the printed title of a row: the method, the number of seeds if several, and positions unless default.
 
     Args:
-        names: import path of a method from elsewhere -> the method's own name.
+        names: the names of user methods, by import path.
     """
     if group.method == ORIGINAL.method:
         return "Full retention"
@@ -322,9 +351,10 @@ def row_title(group: ArmGroup, names: Mapping[str, str]) -> str:
 
 
 def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, str, Parts]]:
-    """Return (key, title, parts of the questions) of each column of a benchmark, the overall score last.
+    """Return (key, title, parts) of each column of a benchmark, the overall score last.
 
-    Raises ValueError for a column that is no SPLIT=VALUE.
+    Raises:
+        ValueError: a column is not SPLIT=VALUE, or a question lacks the split that the benchmark averages over.
     """
     parts = []
     for key, title in benchmark.columns:
@@ -344,17 +374,17 @@ def _make_cells(
     n_videos: int,
     unit: str = "",
 ) -> list[Cell | None]:
-    """Return a column's cells: numbers with marks, spread over seeds and differences; None where the number is nan.
+    """Return the cells of a column, one per row; None where ``percentages`` is nan.
 
-    Numbers are marked within a block, rows of the same ratio and positions; full retention gets no mark.
+    Marks are set within each block of equal ratio and positions; full retention gets none.
 
     Args:
-        against: row -> the row that it is compared with.
-        percentages: the number of each row.
-        numbers: the same of the unrounded scores, with their draws, for marks and differences.
-        value_A: the number of each arm, as a share; of several seeds the cell has the standard deviation, in points.
-        n_videos: the number of videos behind the numbers.
-        unit: stands behind each printed number.
+        against: the row that each row is compared with; rows that are not in it are compared with none.
+        percentages: the numbers to print, one per row.
+        numbers: the unrounded scores of the rows as shares, with their draws, for marks and differences.
+        value_A: the score of each arm as a share, for the standard deviation over the seeds of a row.
+        n_videos: the number of videos behind the scores.
+        unit: appended to each printed number.
     """
     cells = [
         None if math.isnan(percentage) else Cell(score=percentage, printed=f"{printed(percentage)}{unit}")
@@ -372,19 +402,23 @@ def _make_cells(
 
 
 def _describe_difference(numbers: Estimate, row: int, reference: int, n_videos: int) -> dict[str, Any]:
-    """Return the fields of a cell about its difference to the number of a reference row, in points; {} without one."""
-    by = numbers.difference(row, reference)
-    if math.isnan(by.value):
+    """Return the fields of a Cell for a row's difference to a reference row, in points; {} if either has no score.
+
+    Without an interval, the only field is ``difference``. ``videos_needed`` is a number only if the difference is
+    unclear and not printed as 0.0.
+    """
+    difference = numbers.difference(row, reference)
+    if math.isnan(difference.value):
         return {}
-    points, low, high = (100 * share for share in by)
-    if math.isnan(by.low):
+    points, low, high = (100 * share for share in difference)
+    if math.isnan(difference.low):
         return {"difference": points}
     unclear = low < PRINTED_0 and high > -PRINTED_0
-    needed = count_videos_needed(by, n_videos) if unclear and abs(points) >= PRINTED_0 else None
+    needed = count_videos_needed(difference, n_videos) if unclear and abs(points) >= PRINTED_0 else None
     return {"difference": points, "low": low, "high": high, "unclear": unclear, "videos_needed": needed}
 
 
 def method_title(method: str) -> str:
-    """Return a method as the paper writes it: "fastv,K=3" is "FastV, K=3"; unknown names stay."""
+    """Return a method as the paper writes it, such as "FastV, K=3" for "fastv,K=3"; unknown names stay unchanged."""
     name, *parameters = method.split(",")
     return ", ".join([_TITLES.get(name, name), *parameters])

@@ -223,7 +223,7 @@ def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
         assert row["right"] == (row["parsed"] == 1)
     assert "s1" in (tmp_path / "r" / "tables.md").read_text()
     done = run_here(evaluate, [*argv[:2], "--out", str(tmp_path / "other")])
-    assert done.returncode == 2 and "is no cache, and there is nothing to make one of" in done.stdout
+    assert done.returncode == 2 and "is not a cache, and there are no videos to make one from" in done.stdout
 
 
 @pytest.fixture

@@ -121,6 +121,6 @@ def test_rows_about_no_question_of_the_results_are_told_of(written):
     path = written("shaps,,,order", "videomme,task_type,Counting,counting", "shapes,,,order", "videomme,,,OCR")
     splits = {"shapes": [{"task_type": "sign"}], "videomme": [{"task_type": "Counting Problem"}]}
     assert list_unused_rules([*read_ability_rules(path), *BUILT_IN], splits) == [
-        f"{path}, line 2: no results are of a benchmark 'shaps'; there are shapes, videomme",
+        f"{path}, line 2: there are no results of a benchmark 'shaps'; the benchmarks are shapes, videomme",
         f"{path}, line 3: no question of videomme has task_type=Counting",
     ]

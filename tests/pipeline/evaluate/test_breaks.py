@@ -140,8 +140,8 @@ def test_a_kind_is_the_equal_mean_of_tasks_of_unlike_sizes():
     )
     assert breaks.not_measured == ["grounding", "order", "hallucination", "OCR", "needle", "general"]
     assert breaks.remarks == [
-        "Not measured here: grounding, order, hallucination, OCR, needle, general. Grounding and hallucination: by "
-        "tasks of lmms-eval, or questions that --abilities names."
+        "Not measured here: grounding, order, hallucination, OCR, needle, general. Grounding and hallucination: use "
+        "tasks of lmms-eval, or name questions with --abilities."
     ]
 
 
@@ -192,7 +192,7 @@ def test_benchmarks_whose_scores_are_not_per_question_take_no_part():
         "shapes (1,000 questions, 20 videos); full retention 100.0"
     ]
     (note,) = breaks.notes
-    assert note == "EgoSchema takes no part here: its numbers are not means over questions that have a score each."
+    assert note == "EgoSchema is left out here: its numbers are not means over the scores of questions."
     assert breaks_of(egoschema=own_number).verdicts == []
     table = results_table("m", [own_number], draws=100)
     assert "nothing can be said" in markdown(table, breaks=breaks_of(egoschema=own_number))
@@ -205,7 +205,7 @@ def test_rules_of_a_user_come_before_the_built_in_ones():
     assert [kind.name for kind in breaks_of(shapes=scores).kinds] == ["needle"]
     breaks = breaks_of(shapes=scores, rules=[*rules, *BUILT_IN])
     assert [kind.name for kind in breaks.kinds] == ["sums"]
-    assert breaks.notes == ["f, line 3: no results are of a benchmark 'x'; there are shapes."]
+    assert breaks.notes == ["f, line 3: there are no results of a benchmark 'x'; the benchmarks are shapes."]
 
 
 def random_case(generator, n_questions, per_video, split, values, arms):
@@ -348,7 +348,7 @@ def test_the_section_stands_in_every_form_of_what_results_lays_out(tmp_path, pla
         ("my|kind", "gstep"): (None, "19 videos"),
         ("my|kind", "fps"): (None, "19 videos"),
     }
-    unused = f"{table}, line 3: no results are of a benchmark 'other'; there are videomme, mlvu-dev."
+    unused = f"{table}, line 3: there are no results of a benchmark 'other'; the benchmarks are videomme, mlvu-dev."
     assert unused in section["notes"]
     md = (out / "tables.md").read_text().replace("\\", "")
     assert "| counting | GSTEP | **25%** (at 10% it loses 4.0 points [-4.0, -4.0]) | 50%: no change; " in md

@@ -73,9 +73,9 @@ def test_the_runs_get_the_options_that_mean_the_same_there_and_no_other():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"benchmark": None}, "--benchmark NAME, or answers to score, --score ANSWERS, or results .*: one of them"),
+        ({"benchmark": None}, r"give exactly one of --benchmark NAME .*, --score ANSWERS .* and --results RESULTS"),
         ({"benchmark": None, "score": ["a"], "method": ["gstep"]}, "go with --benchmark or --results"),
-        ({"score": ["answers"]}, "--results RESULTS: one of them"),
+        ({"score": ["answers"]}, "give exactly one of --benchmark NAME"),
         ({"out": " "}, "--out must be a folder"),
         ({"retention_ratio": [0.25, 0.0]}, r"--retention-ratio must be in \(0, 1\], got 0.0"),
         ({"retention_ratio": [float("nan")]}, "--retention-ratio must be in"),

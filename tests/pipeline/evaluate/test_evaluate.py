@@ -197,7 +197,7 @@ def test_the_same_answers_may_be_scored_again_and_others_need_another_place(plac
 
 
 def test_what_is_refused_writes_nothing(places, tmp_path):
-    with pytest.raises(UsageError, match="is there twice"):
+    with pytest.raises(UsageError, match="occurs twice"):
         scored([places[0], places[0]], tmp_path / "r")
     with pytest.raises(UsageError, match="--reference fps: no row of the table; there are none, gstep"):
         scored(places, tmp_path / "r", reference="fps")

@@ -278,10 +278,10 @@ def test_what_the_server_of_egoschema_returned_goes_into_the_table(tmp_path, cap
     assert numbers["none", 1.0, None] == ["60.0", "60.4", "60.2", "100.0%"]
     assert numbers["gstep", 0.25, None] == ["57.0", "60.0", "58.5", "97.2%"]  # the mean of 57.0/60.0 and 60.0/60.4
     assert numbers["vidcom2", 0.25, None] == ["54.0", None, None]
-    assert "server.json has a score of gstepp@0.25, which is none of its submissions" in said
+    assert "server.json has a score for gstepp@0.25, which is not one of its submissions" in said
     assert "has 1 submissions without a score: type what its server returns into" in said
     page = (tmp_path / "paper" / "report.html").read_text()
-    assert "scores from its server, without intervals" in page and "EgoSchema full set takes no part here" in page
+    assert "scores from its server, without intervals" in page and "EgoSchema full set is left out here" in page
 
 
 def refused(capsys, out, *places):
@@ -294,7 +294,7 @@ def refused(capsys, out, *places):
     [
         ({"gstep@0.25": "59"}, "gstep@0.25 must be a percentage of right answers, got '59'"),
         ({"gstep@0.25": 590}, "must be a percentage of right answers, got 590"),
-        ({"gstep@0.25": 0.59}, "percentages are wanted, 59.2 and not 0.592"),
+        ({"gstep@0.25": 0.59}, "numbers must be percentages, 59.2 and not 0.592"),
         ([1], "must be an object such as"),
     ],
 )
@@ -306,17 +306,17 @@ def test_results_that_do_not_belong_together_are_refused(tmp_path, capsys):
     one, out = results(tmp_path, "videomme", ARMS), tmp_path / "paper"
     other = results(tmp_path / "other", "mvbench", ARMS, model=MODEL | {"weights": "another"})
     again = results(tmp_path / "again", "videomme", ARMS)
-    assert "is of another model than" in refused(capsys, out, one, other)
+    assert "were made with different models" in refused(capsys, out, one, other)
     assert "are both of VideoMME: name one of them" in refused(capsys, out, one, again)
     for unlike in ({"num_frames": 8}, {"protocol": "lmms-eval-0.5"}, {"system": "Be brief."}):
         place = results(tmp_path / "unlike", "mvbench", ARMS, **unlike)
-        assert f"must not mix what differs here: MVBench: {next(iter(unlike))}" in refused(capsys, out, one, place)
+        assert f"cannot mix different settings: MVBench: {next(iter(unlike))}" in refused(capsys, out, one, place)
     assert "no results of python -m jobs.evaluate" in refused(capsys, out, str(tmp_path))
     assert not out.exists()
     out.mkdir()
     (out / "mine.txt").write_text("mine")
     for place in (one, out):
-        assert "holds something else than tables.json" in refused(capsys, place, one)
+        assert "holds files other than tables.json" in refused(capsys, place, one)
 
 
 def test_every_format_says_what_its_numbers_were_made_of(tmp_path, capsys):

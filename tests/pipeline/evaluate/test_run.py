@@ -250,9 +250,9 @@ def test_places_that_cannot_be_compared_are_refused(answered, tmp_path):
     free = answered("free", cache="pruned", choices="generate")
     for places, why in (
         ((full, free), f"cannot be compared with {full}:\n  decoding.choices: "),
-        ((full, other), f"--score {other}: other questions than in {full}; score them by themselves"),
-        ((full, fewer), f"--score {fewer}: other questions than in"),
-        ((full, full), f"--score {full}: none at 1 is there twice"),
+        ((full, other), f"--score {other} has other questions than {full}; score it separately"),
+        ((full, fewer), f"--score {fewer} has other questions than"),
+        ((full, full), f"--score {full}: none at 1 occurs twice"),
         ((unsaid,), f"--score {unsaid}: no question has an answer to compare with"),
         ((str(tmp_path / "c"),), "no answers (no answers.json)"),
     ):
@@ -268,7 +268,7 @@ def test_parameters_tell_methods_apart_where_they_are_not_the_methods_own(answer
     plain, set_so = place("plain", "gstep"), place("set", "gstep", "alpha=0.3", "beta=2")
     done = scored(plain, set_so, place("deep", "fastv", "K=1"))
     assert list(dict.fromkeys(done.scores["method"].to_pylist())) == ["gstep", "gstep,alpha=0.3,beta=2.0", "fastv,K=1"]
-    with pytest.raises(UsageError, match=r"gstep at 0\.1 is there twice"):
+    with pytest.raises(UsageError, match=r"gstep at 0\.1 occurs twice"):
         scored(plain, place("same", "gstep", "alpha=0.5"))  # as it is anyway
 
 

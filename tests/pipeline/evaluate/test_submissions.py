@@ -86,7 +86,7 @@ def test_what_was_typed_in_stays_when_more_is_asked(data, tmp_path):
     form.write_text(json.dumps({"gstep@0.25": 59.2, "other@0.1": 7}))
     evaluated(data, tmp_path / "r")
     assert json.loads(form.read_text()) == {"none@1": None, "gstep@0.25": 59.2, "other@0.1": 7}
-    for typed, why in (("59.2", "must be an object such as"), ("{", "server.json is no JSON")):
+    for typed, why in (("59.2", "must be an object such as"), ("{", "server.json is not valid JSON")):
         form.write_text(typed)
         with pytest.raises(UsageError, match=why):
             evaluated(data, tmp_path / "r")

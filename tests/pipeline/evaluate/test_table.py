@@ -157,7 +157,9 @@ def test_the_same_differences_stand_in_every_form_with_a_word_where_they_are_unc
     shown = table.blocks[0][1][2].cells[0].difference_text
     assert re.fullmatch(r"0\.0 \[-\d+\.\d, \+\d+\.\d\] unclear", shown) and shown in fps
     assert shown.replace("-", "$-$") in tex
-    unclear = "Unclear: the interval holds 0. The table has 6 intervals, uncorrected: where no method differs, 1 in 20"
+    unclear = (
+        "Unclear: the interval contains 0. The table has 6 intervals, uncorrected: where no method differs, 1 in 20"
+    )
     for form in (text, tex, " ".join(table.remarks)):
         assert unclear in form and "paired difference to GSTEP in points, with the 95" in form
         assert not {"p-value", "Holm", "≈"} & set(form.split())
@@ -179,7 +181,7 @@ def test_an_unclear_difference_says_how_many_videos_would_resolve_it_in_every_fo
     assert table.as_record()["rows"][2]["scores"]["overall"]["videos_needed"] == cell.videos_needed
     assert "an estimate: the number of videos x (half width of the interval / difference)²" in table.remarks[1]
     both = results_table("m", [one, other], draws=999)
-    assert "Of Rel. it is of all benchmarks together." in both.remarks[1] and "Of Rel." not in table.remarks[1]
+    assert "For Rel., N counts the videos of all benchmarks." in both.remarks[1] and "For Rel." not in table.remarks[1]
     rel = both.rows[2].rel
     assert rel.videos_needed == pytest.approx(120 * ((rel.high - rel.low) / 2 / rel.difference) ** 2, rel=0.1)
     _, without = compared()  # clear differences, and one of 0.0
