@@ -83,8 +83,11 @@ class Claim:
             notify: gets a line while entering waits for another run.
             join: whether to write beside other runs without a look at them.
         """
-        self._store, self._beating = store, store.impatient()
-        self._notify, self._join, self._heartbeat_s = notify, join, heartbeat_s
+        self._store = store
+        self._beating = store.impatient()
+        self._notify = notify
+        self._join = join
+        self._heartbeat_s = heartbeat_s
         self._name = f"{RUNS}/{run_id}{NOTE}"
         self._me: Holder = {
             "run_id": run_id,
@@ -188,9 +191,11 @@ class Claim:
         This run's own note is renewed meanwhile, and the user is told once. A live process of this container with a
         fresh note is alive without a wait.
         """
-        limit, is_told = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s), False
+        limit = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s)
+        is_told = False
         # A running process with an old note may have been stopped, or a clock has jumped: its next beat decides.
-        runs_here, until = _runs_here(holder), time.monotonic() + limit.total_seconds()
+        runs_here = _runs_here(holder)
+        until = time.monotonic() + limit.total_seconds()
         while (silent := _find_age(self._store, name, self._name)) is not None and (runs_here or silent < limit):
             if runs_here and silent < limit:
                 return True

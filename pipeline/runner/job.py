@@ -62,7 +62,9 @@ class Job(ABC, Generic[T]):
     wording: ClassVar[Wording]
 
     def __init__(self, options: RunOptions, console: Console) -> None:
-        self.options, self.console, self.say = options, console, speaker(console)
+        self.options = options
+        self.console = console
+        self.say = speaker(console)
         self.excluded_nodes: dict[str, str] = {}
         self.nodes = NodeLog(self.say)
         self.n_shards = 0

@@ -92,7 +92,8 @@ def _restore_process() -> Iterator[None]:
     settings = dict(context)
     loggers = [logging.getLogger(name) for name in ("ray", "ray.data")]
     levels = [logger.level for logger in loggers]
-    variables, is_joined = _list_ray_variables(), ray.is_initialized()
+    variables = _list_ray_variables()
+    is_joined = ray.is_initialized()
     try:
         with warnings.catch_warnings():
             yield

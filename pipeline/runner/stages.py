@@ -80,7 +80,6 @@ class Stage:
     """The resources that each actor of a stage reserves, and the number of actors.
 
     Attributes:
-        num_cpus, num_gpus: what one actor reserves.
         workers: the number of actors.
         why: the reason for these numbers, for the record of the run.
         calls: the number of calls that a worker runs concurrently.
@@ -170,7 +169,7 @@ def add_stage(
 
 
 def _worker_options(stage: Stage, labels: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the Ray options of a stage's actors: reserved resources, restarts, task retries, and a label selector if any."""
+    """Return the Ray options of a stage's actors: resources, restarts, task retries, and a label selector if any."""
     reserved = {"num_cpus": stage.num_cpus, "num_gpus": stage.num_gpus}
     nodes = {"label_selector": dict(labels)} if labels else {}
     return {**reserved, "max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES, **nodes}

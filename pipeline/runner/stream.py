@@ -48,7 +48,8 @@ def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> 
                 commit(shard.number, shard.rows)
             stream.check_complete()
         except (OSError, RunFailed, KeyboardInterrupt) as error:
-            ending, failure = stream.explain(error), ""
+            ending = stream.explain(error)
+            failure = ""
             # A store that failed would fail again. Ray raises a worker's OSError as a RayTaskError that is one, too.
             if not isinstance(ending.__cause__, OSError):
                 for shard in stream.drain(ending):
@@ -71,7 +72,9 @@ class Stream(Generic[T]):
 
     def __init__(self, job: Job[T], items: T, watch: Watch) -> None:
         """Set up a stream; nothing starts before the first shard is asked for."""
-        self._job, self._items, self._watch = job, items, watch
+        self._job = job
+        self._items = items
+        self._watch = watch
         self._execution: GraphExecution[T] | None = None
         self._resources = ExitStack()  # of the execution; not its own, as an interrupt may lose it while it starts
         self._change: ClusterChanged | None = None  # why the graph ends before its last item
@@ -145,7 +148,8 @@ class Stream(Generic[T]):
         The first is added for an interrupt, a lost head and an error of Ray or the store. ``failure`` is the error of
         the last write, "" if there was none.
         """
-        execution, item = self._execution, self._job.wording.item
+        execution = self._execution
+        item = self._job.wording.item
         n_done = self._n_done + (0 if execution is None else execution.shards.n_committed)
         if execution is None and not n_done:  # nothing has started
             return
@@ -174,7 +178,8 @@ class Stream(Generic[T]):
 
     def _acknowledge(self) -> None:
         """Count the shard that was yielded last as committed."""
-        shard, execution = self._shard, self._execution
+        shard = self._shard
+        execution = self._execution
         if shard is not None and execution is not None:
             # A copy: a slice would keep the whole shard in Ray's object store.
             self._committed.append(shard.rows.select(self._items.KEY).take(pa.array(range(len(shard.rows)))))

@@ -183,7 +183,9 @@ class Heartbeat:
 
     def _report_regularly(self) -> None:
         """Report changes once a second, or at the actor's interval, and idleness seldom; runs in a thread for ever."""
-        every_s, asked_at, ask_s = REPORT_S, time.monotonic(), _SOON_S
+        every_s = REPORT_S
+        asked_at = time.monotonic()
+        ask_s = _SOON_S
         while True:
             time.sleep(every_s)
             self._full_disk = RayDisk.describe_full()
@@ -239,10 +241,12 @@ class Heartbeat:
         """
         if self._heartbeats is None:
             return
-        items, outages = self._list_held_items(), OUTAGES.report()
+        items = self._list_held_items()
+        outages = OUTAGES.report()
         with suppress(Exception):  # a dead actor or a full backlog must not fail an item
             self._heartbeats.state.remote(self._stage, self._me, items, self._delta, outages, self._full_disk)
-            self._delta, self._last_report = ProgressDelta(), items
+            self._delta = ProgressDelta()
+            self._last_report = items
             self._last_outages, self._last_full_disk = outages, self._full_disk
 
     @cached_property

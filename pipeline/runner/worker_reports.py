@@ -167,7 +167,8 @@ class _RecentItems:
         self.failures.extend([False] * delta.n_ok + [True] * delta.n_failed)
         self.moved_at = now
         if delta.n_ok:
-            self.rest_s, self.resting_since = REST_S, None
+            self.rest_s = REST_S
+            self.resting_since = None
 
     @property
     def is_failing(self) -> bool:
@@ -256,7 +257,8 @@ class Heartbeats:
 
         Called repeatedly: an excluded worker may try one item after REST_S, then after twice that time, and so on.
         """
-        recent, now = self._recent_items[stage][worker.name], self._clock()
+        recent = self._recent_items[stage][worker.name]
+        now = self._clock()
         if not recent.is_failing or not self._others_do_better(stage, worker.name):
             recent.resting_since = None
             return False
@@ -271,7 +273,8 @@ class Heartbeats:
 
     def _at_work(self, stage: str) -> set[str]:
         """Return the workers of a stage with items in hand on a living node, or with an outcome in the last seconds."""
-        recently, now = self._recent_items[stage], self._clock()
+        recently = self._recent_items[stage]
+        now = self._clock()
         holding = {name for name in self._in_hand[stage] if self._node_lives(self._processes[stage][name].node)}
         return holding | {name for name, items in recently.items() if now - items.moved_at <= _AT_WORK_S}
 
@@ -296,7 +299,8 @@ class Heartbeats:
         False without others; workers without an outcome yet count as better. Every worker of a failing node asks each
         second, so among thousands of workers the outcomes of all are counted less often.
         """
-        recently, now = self._recent_items[stage], self._clock()
+        recently = self._recent_items[stage]
+        now = self._clock()
         counted = self._outcomes.get(stage)
         if counted is None or now - counted.at >= len(self._processes[stage]) // 100 / 100:
             names = self._at_work(stage)
@@ -317,9 +321,11 @@ class Heartbeats:
         if worker.name not in self._crash_times:
             self._crash_times[worker.name] = deque(maxlen=MAX_CRASHES + 1)
             return 0
-        now, crash_times = self._clock(), self._crash_times[worker.name]
+        now = self._clock()
+        crash_times = self._crash_times[worker.name]
         crash_times.append(now)
-        items, reason = tuple(self._in_hand[stage].pop(worker.name, ())), self._reasons.pop(last, "")
+        items = tuple(self._in_hand[stage].pop(worker.name, ()))
+        reason = self._reasons.pop(last, "")
         if last not in self._lost_processes:
             self._crashed_processes.append(CrashedProcess(stage, last, items))
         if last.node == worker.node or self._node_lives(last.node, max_age_s=0.0):  # no item is to blame

@@ -69,7 +69,8 @@ def _check_listens(address: str, file: Path | None) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_REACH_S).close()
     except OSError as error:
-        whence, remedy = "RAY_ADDRESS", "start its head"
+        whence = "RAY_ADDRESS"
+        remedy = "start its head"
         if file is not None:
             whence = f"which ray start wrote to {file}"
             if _is_this_machine(host):  # its head is dead: the file alone makes every later run fail
@@ -96,7 +97,8 @@ def check_answers(address: str) -> None:
     Ray itself would ask twenty times and say only that it failed. An address of Ray Client and a word without a port
     are not checked. A cluster found on this machine is not checked if this user has a token.
     """
-    mode, is_discovered = os.environ.get("RAY_AUTH_MODE"), not os.environ.get("RAY_ADDRESS")
+    mode = os.environ.get("RAY_AUTH_MODE")
+    is_discovered = not os.environ.get("RAY_ADDRESS")
     if "://" in address or ":" not in address or (mode is None and is_discovered and _has_token()):
         return  # the port of Ray Client speaks another protocol; a cluster found here gets the token from Ray itself
     if mode == "token" and not _has_token():

@@ -240,7 +240,8 @@ def wait_for_gpus(n_gpus: int, wait_s: float, say: Callable[[str], object]) -> d
     Requests the GPUs from an autoscaler while it waits. Raises UsageError if they have not joined after ``wait_s``
     seconds.
     """
-    cluster, deadline = dict(ray.cluster_resources()), time.monotonic() + wait_s
+    cluster = dict(ray.cluster_resources())
+    deadline = time.monotonic() + wait_s
     if cluster.get("GPU", 0.0) >= n_gpus:
         return cluster
     from ray.autoscaler.sdk import request_resources  # noqa: PLC0415 - seldom needed, and slow to import
@@ -296,7 +297,8 @@ def explained_end(address: str | None) -> Iterator[None]:
 
 def _describe_cluster() -> str:
     """Describe the joined cluster and its resources in one line."""
-    has, nodes = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
+    has = ray.cluster_resources()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
     address = f"Ray at {ray.get_runtime_context().gcs_address}"
     where = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
     return f"{address}: {has.get('CPU', 0.0):g} CPUs and {has.get('GPU', 0.0):g} GPUs on {where}"
@@ -312,7 +314,8 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     Raises UsageError if the cluster or the machine lacks the resources of the flags, RunFailed without a cluster.
     """
     connect(say)
-    cluster, device = wait_for_gpus(options.min_gpus, options.stall_timeout, say), options.device
+    cluster = wait_for_gpus(options.min_gpus, options.stall_timeout, say)
+    device = options.device
     if cluster.get("CPU", 0.0) <= 0:
         raise UsageError(
             "the Ray cluster has no CPUs at this moment: start its worker nodes first. Ray counts none on a node whose "

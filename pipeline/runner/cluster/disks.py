@@ -98,7 +98,8 @@ def find_known_full_disks(without: Collection[str], reported: Mapping[str, str])
     The driver measures the disks of its own node. ``reported`` has the full disks of nodes by the workers' heartbeats,
     node id -> folder.
     """
-    own_disk, known = RayDisk.describe_full(), dict(reported)
+    own_disk = RayDisk.describe_full()
+    known = dict(reported)
     if own_disk:
         known[ray.get_runtime_context().get_node_id()] = own_disk
     return {
@@ -117,7 +118,8 @@ def find_full_disks(
     Ray frees spilled objects as soon as a run fails. So a lower limit holds if ``spilling_failed`` and no disk is full
     now: a disk counts as full if it has less free space than its node's object store needs.
     """
-    full, small = find_known_full_disks(without, reported), dict[str, str]()
+    full = find_known_full_disks(without, reported)
+    small = dict[str, str]()
     nodes = {node: (name, has) for name, node, has in iter_alive_nodes() if node not in {*without, *full}}
     answers = {node: task_on(node).remote(RayDisk.measure) for node in nodes}
     if answers:

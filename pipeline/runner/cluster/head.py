@@ -32,7 +32,8 @@ class Head:
         limit_s = float(os.environ.get(_RAY_LIMIT_VARIABLE) or _RAY_LIMIT_S)
         self._is_own = node is not None and node.is_head()
         self._patience_s = _OWN_PATIENCE_S if self._is_own else _PATIENCE_SHARE * limit_s
-        self._say, self._clock = say, clock
+        self._say = say
+        self._clock = clock
         self._looked_at = clock()
         self._lost_at: float | None = None
 

@@ -126,7 +126,8 @@ def forking_workers() -> Iterator[None]:
     """
     from ray._private import ray_constants  # noqa: PLC0415 - the server itself runs without Ray
 
-    server_socket, setup_file = os.environ.get(SOCKET), vars(ray_constants).get("SETUP_WORKER_FILENAME")
+    server_socket = os.environ.get(SOCKET)
+    setup_file = vars(ray_constants).get("SETUP_WORKER_FILENAME")
     try:
         os.environ[SOCKET] = server_socket or start_server()
     except OSError:
@@ -182,7 +183,8 @@ def serve(listening: socket.socket, path: list[str]) -> None:
     Args:
         path: the driver's ``sys.path``, so that the same packages are imported.
     """
-    server_path, server_variables = sys.path[1:], _read_by_imports(os.environ)
+    server_path = sys.path[1:]
+    server_variables = _read_by_imports(os.environ)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that imports that look for a GPU do not start CUDA
     sys.path[:] = path
     _import(_WITHOUT_RAY, optional=_BEFORE_RAY)

@@ -47,7 +47,8 @@ def main(arguments: list[str]) -> None:
         arguments: the arguments of Ray's setup program: Python's flags, then Ray's worker program and its options.
     """
     worker = next(at for at, argument in enumerate(arguments) if argument.endswith(".py"))  # behind Python's flags
-    context, program = "{}", list[str]()
+    context = "{}"
+    program = list[str]()
     for argument in arguments[worker:]:
         name, _, value = argument.partition("=")
         if name == "--serialized-runtime-env-context":
