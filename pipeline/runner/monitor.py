@@ -205,9 +205,7 @@ class WorkerLogs:
                 if self._subscriber is not None:
                     self._subscriber.close()
             self._listener.join(_WAIT_S)
-        if (
-            self._unwritten and not self._listener.is_alive()
-        ):  # this process was suspended: the thread ended before it wrote them
+        if self._unwritten and not self._listener.is_alive():  # this process was suspended meanwhile
             self._write(len(self._unwritten))
 
     def _listen(self) -> None:
