@@ -186,7 +186,7 @@ class Claim:
         """Check the note of another run: raise CacheLocked if the run is alive, and delete the note if it has ended.
 
         This may wait for a beat of the other run. Of two runs that start at once and see each other's notes, the one
-        with the smaller id passes. This run's own note passes, too.
+        with the smaller id passes. This run's own note passes, too. A note that cannot be deleted is ignored.
 
         Raises:
             CacheLocked: the run ``holder`` is alive.
@@ -301,7 +301,7 @@ def _read_note(store: Store, name: str) -> Holder | None:
 
 
 def _find_age(store: Store, name: str, own_name: str) -> timedelta | None:
-    """Return how much older a note is than this run's own, by the store's clock; None if one of them is gone."""
+    """Return how much older a note is than this run's own, by the store's clock; None if one is gone."""
     try:
         return store.age(name) - store.age(own_name)
     except FileNotFoundError:
@@ -309,7 +309,7 @@ def _find_age(store: Store, name: str, own_name: str) -> timedelta | None:
 
 
 def _runs_here(holder: Holder) -> bool | None:
-    """Return whether the driver of a run is a running process of this container; None if that cannot be known.
+    """Return whether a run's driver is a running process of this container; None if that cannot be known.
 
     That is the case for another host or container. A run of this process counts as running until its claim has ended. A
     process with the same id and another start time is not the driver.
@@ -332,7 +332,7 @@ def _read_namespace() -> str:
 
 
 def _read_start_ticks(pid: int) -> str | None:
-    """Return the start time of a process in kernel ticks; None if it does not run, is a zombie, or there is no /proc."""
+    """Return a process's start time in kernel ticks; None if it has ended, is a zombie, or there is no /proc."""
     try:
         facts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

@@ -79,10 +79,9 @@ class GraphExecution(Generic[T]):
         it, only finished work is written, and shards whose writer fails are left out.
 
         Raises:
-            RunFailed: the graph or a writer failed, the head was lost (HeadLost), nothing moved for too long, or the
-                watch ended the run.
-            ClusterChanged: the items without a row should be rescheduled, because nodes were lost or joined, or because
-                of full disks (DiskFull).
+            RunFailed: the graph, a writer or the head (HeadLost) failed, nothing moved for too long, or the watch ended
+                the run.
+            ClusterChanged: the other items should be rescheduled, because nodes changed or have full disks (DiskFull).
         """
         if self._last_writes_until is not None:
             return self._next_last()
@@ -103,7 +102,10 @@ class GraphExecution(Generic[T]):
             raise self._explain(error) from error
 
     def acknowledge(self, shard: Shard) -> None:
-        """Count the shard that ``next_shard`` returned last as committed, show it, and reset the stall timer."""
+        """Count the shard that ``next_shard`` returned last as committed.
+
+        This updates ``n_shards``, shows the new counts, and resets the stall timer.
+        """
         self.shards.acknowledge()  # first: behind it an interrupt does not bring the shard again
         self.n_shards = max(self.n_shards, shard.number + 1)
         self._watchdog.record_movement()
@@ -152,9 +154,8 @@ class GraphExecution(Generic[T]):
     def _explain(self, error: ray.exceptions.RayError | OSError) -> RunFailed | DiskFull:
         """Return the error that ends the graph because of ``error``, with the reason that a worker gave, if any.
 
-        Returns:
-            HeadLost if the head does not answer; DiskFull if nodes have full disks and the others can run all stages;
-            otherwise RunFailed, whose message also names nodes that may have full disks.
+        It is HeadLost if the head does not answer, and DiskFull if nodes have full disks and the others can run all
+        stages. Otherwise it is RunFailed, whose message also names nodes that may have full disks.
         """
         is_of_ray = isinstance(error, ray.exceptions.RayError)
         if is_of_ray and not self._head.answers():
@@ -188,12 +189,12 @@ class GraphExecution(Generic[T]):
     def _look_when_due(self) -> None:
         """Read and show the workers' report at intervals while the head answers, and end the graph if necessary.
 
-        This also logs nodes that came or went and full disks, passes the report to the watch, and may ask an autoscaler
-        for nodes.
+        This also logs changed nodes and full disks, passes the report to the watch, and may ask an autoscaler for
+        nodes.
 
         Raises:
             RunFailed: nothing moved for too long, or the watch ended the run.
-            ClusterChanged: the items without a row should be rescheduled on the current nodes.
+            ClusterChanged: the other items should be rescheduled on the current nodes.
         """
         if time.monotonic() - self._looked_at < self._watchdog.every_s or not self._head.answers():
             return

@@ -54,10 +54,9 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Record how the run ended in the metric "runs_ended", and close the crash log, which may take a few seconds.
+        """Record how the run ended in the metric "runs_ended", and close the crash log, which may take seconds.
 
-        The metric is not recorded before ``start``, nor if the head was lost (HeadLost): its metrics then vanish
-        altogether.
+        The metric is not recorded if the head was lost: its metrics then vanish altogether.
         """
         if self._is_started and not isinstance(error, HeadLost):
             self.metrics.count("runs_ended", 1, status=name_ending(kind))

@@ -54,7 +54,7 @@ class Removal:
     deleted: list[str] = field(default_factory=list)
 
     def find_unknown(self, ids: Collection[str], known_ids: Iterable[str], nameable: pa.ChunkedArray) -> None:
-        """Set ``unknown`` to the ``ids`` that are not in ``known_ids``, and ``likely`` to similar ids for the first few.
+        """Set ``unknown`` to the ``ids`` that are not in ``known_ids``, and ``likely`` to ids similar to the first few.
 
         Args:
             nameable: the ids that may be suggested; those among ``ids`` are not.
@@ -65,7 +65,7 @@ class Removal:
                 self.likely[video_id] = likely
 
     def lines(self) -> Iterator[str]:
-        """Yield notes for the user about unknown ids and similar known ids; nothing if all ids are known."""
+        """Yield a note with the number and the first few of the unknown ids, then a note for each id of ``likely``."""
         if n_unknown := len(self.unknown):
             names = name_first(self.unknown, n_unknown, _MAX_EXAMPLES)
             yield f"note: {n_unknown:,} of the ids are unknown here, and barred all the same: {names}"

@@ -48,13 +48,13 @@ class StageWords(NamedTuple):
 
 @dataclass(frozen=True)
 class Wording:
-    """The words with which messages describe a kind of run, such as a prune run.
+    """The words with which messages describe a kind of run.
 
     Attributes:
         doing: what the run does, such as "pruning".
         item: the singular noun for an item, such as "video".
-        stages: the words of each stage by stage name, in processing order. Items of the last stage count as done.
-        to_lower: the flags that the user can lower if the cluster has too few resources.
+        stages: the words of each stage by name, in processing order. Items of the last stage count as done.
+        to_lower: the flags to lower if the cluster has too few resources.
     """
 
     doing: str
@@ -77,7 +77,7 @@ class Wording:
 
 @dataclass(frozen=True)
 class Stage:
-    """The resources that each actor of a stage reserves, and the number of actors.
+    """The resources that each actor of a stage reserves.
 
     Attributes:
         workers: the number of actors.
@@ -95,11 +95,7 @@ class Stage:
 
 
 class Plan(ABC):
-    """The resources that the stages of a run reserve. A subclass has a ``Stage`` for each stage name of ``wording``.
-
-    Attributes:
-        wording: the stage names in order, and the words for messages.
-    """
+    """The resources that the stages of a run reserve. A subclass has a ``Stage`` for each stage name of ``wording``."""
 
     wording: ClassVar[Wording]
 
@@ -203,10 +199,10 @@ def _name_actor(run: int) -> dict[str, str]:
 
 
 def end_workers() -> None:
-    """Kill the actors that runs of the calling thread have started and that still exist, and forget their names.
+    """Kill the actors that runs of the calling thread have left, and forget their names; Ray's errors are ignored.
 
-    An actor outlives its graph if it hangs, or if its node was lost and it waits for resources elsewhere; it would then
-    block the resources of the next graph. Errors of Ray are ignored: a cluster that is gone has no actors either.
+    An actor outlives its graph if it hangs, or if its node was lost and it waits for resources elsewhere. It would
+    block the resources of the next graph.
     """
     with suppress(Exception):  # a cluster that is gone has no workers either
         for name in _names[threading.get_ident()]:

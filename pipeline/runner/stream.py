@@ -35,15 +35,15 @@ _END_S = 60.0  # the limit for the end of an interrupted graph's thread, as this
 def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> None:
     """Commit every shard of a stream. On an error or an interrupt, write and commit finished work before raising it.
 
+    If the store failed, nothing more is written. Exceptions that are not listed here (bugs) pass through at once.
+
     Args:
-        stream: the shards of a run; it is entered and left here.
         commit: called with the number and the rows of a shard; makes the rows visible. After an interrupt it may get
             the same rows again, together with others; that must change nothing.
 
     Raises:
-        RunFailed: the graph or the store fails, nothing moves for too long, or rows are missing. The message tells how
-            many items have rows, and a note how many finished items were not written.
-        KeyboardInterrupt: the run was interrupted; it has the same as notes.
+        RunFailed: the graph or the store failed, nothing moved for too long, or rows are missing.
+        KeyboardInterrupt: the run was interrupted. Notes tell how many items have rows or were not written.
     """
     with stream:
         try:
@@ -67,10 +67,8 @@ def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> 
 class Stream(Generic[T]):
     """The shards that a job's workers have written, over as many graphs as it takes. Iterate it in a ``with`` block.
 
-    A shard counts as committed when the next one is asked for. Leaving the block stops the graph, takes the last report
-    of the workers, and ends the workers if the run failed.
-
-    Unlike a generator, the iterator survives an interrupt: ``drain`` then yields the shards that are not committed.
+    A shard counts as committed when the next one is asked for. Unlike a generator, the iterator survives an interrupt:
+    ``drain`` then yields the shards that are not committed.
     """
 
     def __init__(self, job: Job[T], items: T, watch: Watch) -> None:
@@ -135,7 +133,7 @@ class Stream(Generic[T]):
             self._execution.check_complete()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the error that ends the run because of ``error``: a RunFailed for an OSError of the store, or itself."""
+        """Return the error that ends the run because of ``error``: a RunFailed for an OSError, otherwise itself."""
         if not isinstance(error, OSError):
             return error
         ending = RunFailed(describe_cause(error))
@@ -207,9 +205,10 @@ class Stream(Generic[T]):
         self._shard = None
 
     def _reschedule(self, change: ClusterChanged) -> None:
-        """Close the graph because of ``change``, and keep only the items without a committed row, for a new graph.
+        """Close the graph because of ``change``, end its workers, and keep only the items without a committed row.
 
-        This waits until all items are known. Nodes with full disks (DiskFull) are excluded from later graphs.
+        This waits until all items are known, and tells the user. Nodes with full disks (DiskFull) are excluded from
+        later graphs.
 
         Raises:
             RunFailed: the thread of the graph does not end within _END_S seconds.

@@ -143,10 +143,9 @@ class Watchdog:
         return self._read(within_s)
 
     def _read(self, within_s: float) -> WorkerReport:
-        """Return an answer of the heartbeats actor, or ``report`` without an answer.
+        """Return an answer of the heartbeats actor; ``report`` if it has crashed or does not answer in time.
 
-        That is if the actor has crashed, or does not answer within ``within_s`` seconds. The request then stays
-        pending, and a later call returns its answer.
+        After ``within_s`` seconds without an answer, the request stays pending, and a later call returns its answer.
         """
         try:
             self._pending_answer = self._pending_answer or self.heartbeats.read.remote()

@@ -65,7 +65,7 @@ class ItemsInHand:
 
 
 class Heartbeat:
-    """The reporter of one worker to the heartbeats actor; it is pickled to the worker. Without an actor it does nothing.
+    """The reporter of one worker to the heartbeats actor, pickled to the worker. Without an actor it does nothing.
 
     A worker may have several items in hand, also in several threads. It reports when it takes items, when it has none
     left, and once a second in between (less often among thousands of workers), because a report for each of many short
@@ -122,11 +122,11 @@ class Heartbeat:
 
     @property
     def ends_at_once(self) -> bool:
-        """True in an actor of a run, whose process ends without the exit handlers registered before ``start``."""
+        """True in an actor of a run: its process ends without exit handlers registered before ``start``."""
         return self._reports_by_itself
 
     def wait_while_excluded(self) -> None:
-        """Block while this worker is excluded. The heartbeats actor is asked, once a second, only after a failed item."""
+        """Block while this worker is excluded. The actor is asked, once a second, only after a failed item."""
         while self._last_failed and self._ask_about_worker("is_excluded"):
             time.sleep(_LOOK_S)
 
@@ -283,11 +283,11 @@ class Heartbeat:
 
 
 def exit_after_gpu_fault(item: str, error: Exception) -> None:
-    """End this process if ``error`` has broken its CUDA context, so that all later work would fail; otherwise return.
+    """End this process as ``give_up_process`` does if ``error`` has broken its CUDA context; otherwise return.
 
-    A small operation on the GPU decides, because Triton, cuDNN and drivers have their own words for a broken context,
-    and cuBLAS says "CUDA error" if it only lacks memory. Without a CUDA context in this process, the text of the error
-    decides. An out-of-memory error always returns.
+    All later work in such a process would fail. A small operation on the GPU decides, because Triton, cuDNN and drivers
+    have their own words for a broken context, and cuBLAS says "CUDA error" if it only lacks memory. Without a CUDA
+    context in this process, the text of the error decides. An out-of-memory error always returns.
     """
     if is_out_of_memory(error):
         return

@@ -1,7 +1,7 @@
-"""The program that a raylet runs to start a worker, in place of Ray's own: it requests one of the fork server.
+"""The program that a raylet runs to start a worker, in place of Ray's: it requests a worker from the fork server.
 
-Every worker costs this extra process. So it imports next to nothing: ``socket``, ``json`` and ``pathlib`` would triple
-its time.
+Every worker costs this extra process, so the program imports next to nothing: ``socket``, ``json`` and ``pathlib``
+would triple its time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ _SOCKET = "GSTEP_FORK_SERVER"  # as in server.py, which imports more
 
 
 def request_worker(socket_path: str, program: list[str]) -> bool:
-    """Request a fork that runs ``program`` in this environment and folder; return True if the server forked it.
+    """Request a fork that runs ``program`` with this process's environment, folder and output.
 
-    The program is a Python file and its arguments. Its output goes to this process's output. False without a server.
+    Args:
+        socket_path: the Unix socket of the server.
+        program: a Python file and its arguments.
+
+    Returns:
+        True if the server has forked it; False if there is no server, or it has ended or refuses.
     """
     output = b"".join(descriptor.to_bytes(4, sys.byteorder) for descriptor in (1, 2))
     try:
@@ -38,10 +43,10 @@ def request_worker(socket_path: str, program: list[str]) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """Start a Ray worker: by a fork of the prefork server, else by Ray's own program.
+    """Start a Ray worker: by a fork of the fork server, otherwise by Ray's own setup program.
 
-    Returns once the server has forked a worker, without waiting for its end. Without a fork, Ray's program replaces
-    this process. A worker with a runtime environment of its own is never forked.
+    Returns once the server has forked a worker, without waiting for its end. Otherwise Ray's program replaces this
+    process; a worker with a runtime environment of its own always starts this way.
 
     Args:
         arguments: the arguments of Ray's setup program: Python's flags, then Ray's worker program and its options.
@@ -62,7 +67,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _is_plain(context: str) -> bool:
-    """Return True if a worker's context asks for no environment of a job or an actor."""
+    """Return True if a worker's context (JSON) sets nothing but, at most, this Python executable."""
     if context in {"", "{}"}:
         return True
     import json  # noqa: PLC0415 - see above
