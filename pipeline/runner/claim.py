@@ -28,7 +28,7 @@ from pipeline.runner.run_record import RUNS, now, write_last
 from pipeline.storage.stores import INDEXES, NOTE, Store
 
 HEARTBEAT_S = 10.0
-MAX_MISSED_BEATS = 6  # missed beats after which a run counts as ended
+MAX_MISSED_BEATS = 6  # after this many missed beats, a run counts as ended
 _FOLDERS = (TOKENS, VIDEOS, RUNS, INDEXES, "answers", "repaired")  # folders of caches and of answers
 
 
@@ -215,14 +215,14 @@ class Claim:
             OSError: the store fails.
         """
         limit = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s)
-        is_told = False
+        has_notified = False
         # A running process with an old note may have been suspended, or a clock has jumped: its next beat decides.
         runs_here = _runs_here(holder)
         until = time.monotonic() + limit.total_seconds()
         while (silent := _find_age(self._store, name, self._name)) is not None and (runs_here or silent < limit):
             if runs_here and silent < limit:
                 return True
-            if not is_told and (is_told := True):
+            if not has_notified and (has_notified := True):
                 wait = (limit if runs_here else min(limit, limit - silent)).total_seconds()
                 self._notify(
                     f"{self._store} has a note of {describe_holder(holder)}; waiting {wait:.0f} s for a sign of life"
@@ -337,4 +337,4 @@ def _read_start_ticks(pid: int) -> str | None:
         facts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return None
-    return None if facts[0] in "ZX" else facts[19]  # nobody has asked for a zombie's exit status yet
+    return None if facts[0] in "ZX" else facts[19]  # a zombie has ended, but its exit status was not read

@@ -106,7 +106,7 @@ class GraphExecution(Generic[T]):
 
         This updates ``n_shards``, shows the new counts, and resets the stall timer.
         """
-        self.shards.acknowledge()  # first: behind it an interrupt does not bring the shard again
+        self.shards.acknowledge()  # first: after this, an interrupt does not return the shard again
         self.n_shards = max(self.n_shards, shard.number + 1)
         self._watchdog.record_movement()
         self._grow_reporter()

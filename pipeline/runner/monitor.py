@@ -261,9 +261,9 @@ class WorkerLogs:
         ``node`` is the entry of the process's node in ``ray.nodes()``; without one ({}) the last output is not found.
         """
         stage, worker, items = process
-        having = f" with {', '.join(items)} in hand" if items else ""
+        items_text = f" with {', '.join(items)} in hand" if items else ""
         where = f"on {worker.host} (process {worker.pid}, node {worker.node})"
-        lines = [f"{now()} a worker of {stage} {where} crashed{having}"]
+        lines = [f"{now()} a worker of {stage} {where} crashed{items_text}"]
         if node and not node["Alive"]:
             lines.append(f"its node was lost: {printable(node.get('DeathReasonMessage') or 'Ray gives no reason')}")
         last = self._lines.get((node.get("NodeManagerAddress", ""), worker.pid))

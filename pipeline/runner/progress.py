@@ -152,7 +152,7 @@ class OneLine:
         A note, and the progress of a complete run, end with a newline. The note about the configuration is not written.
         """
         if progress.note.startswith("configuration: "):
-            return  # the options stand in the cell above
+            return  # the cell above shows the options
         ends = progress.note or (progress.total and progress.done == progress.total)
         text = f"\r{progress.note or progress}".ljust(self._width)
         sys.stderr.write(text + ("\n" if ends else ""))
@@ -369,7 +369,7 @@ class LineReporter(Reporter):
         """Create the thread that prints the lines; it starts with the ``with`` block."""
         super().__init__(total, words)
         self._console = console
-        self._interval = min(interval, threading.TIMEOUT_MAX)  # an event waits no longer
+        self._interval = min(interval, threading.TIMEOUT_MAX)  # the maximum that an event can wait
         self._end_event = threading.Event()
         self._ticker = threading.Thread(target=self._print_lines, name="progress", daemon=True)
 

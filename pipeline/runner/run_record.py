@@ -33,7 +33,7 @@ from pipeline.storage.stores import Store
 
 RUNS = "runs"
 COMMITTED_KEY = "token_shards"  # key of a record: the ids of the run's committed token shards
-#: Seconds that all last writes of an ending have together: schedulers send SIGKILL after half a minute.
+#: Seconds that all last writes of a run share when it ends early: schedulers send SIGKILL after half a minute.
 LAST_WRITES_S = 15.0
 NO_ANSWER = f"no answer within {LAST_WRITES_S:g} s"
 
@@ -220,7 +220,7 @@ def check_out(store: Store) -> None:
     """
     if store.folder is not None and not Path(str(store)).is_absolute():
         job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-        if job.get("runtime_env", {}).get("working_dir"):  # this process runs in a folder that was uploaded
+        if job.get("runtime_env", {}).get("working_dir"):  # this process runs in an uploaded folder
             raise UsageError(
                 f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
                 "with it: name an absolute path that every node sees"

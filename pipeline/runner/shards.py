@@ -21,7 +21,7 @@ from ray.actor import ActorHandle
 
 # A shard that is due is written at most this much later.
 TICK_S = 0.5
-# While batches come, the driver looks for written shards this often, and commits them together.
+# While batches arrive, the driver looks for written shards at this interval, and commits them together.
 LOOK_S = 0.1
 # The driver holds the rows of one commit in memory.
 MAX_SHARDS_PER_COMMIT = 64
@@ -73,7 +73,7 @@ class RunGraph:
         Closing the generator stops the graph. With writers, a batch has references, and its number of items is an upper
         bound; without, it has tables that ``unpack_block`` returned.
         """
-        # Not iter_batches: its threads wait in a way that nothing can interrupt, and it fetches ahead.
+        # Not iter_batches: its threads wait in a way that cannot be interrupted, and it fetches ahead.
         bundles = self.dataset.iter_internal_ref_bundles()
         try:
             for bundle in bundles:
@@ -203,7 +203,7 @@ class Shards:
             return None
         free = self.has_room() and not self._input_ended
         if free and self._clock() - self._looked_at < LOOK_S:
-            return None  # a look costs Ray a check of every pending answer
+            return None  # each look makes Ray check every pending answer
         self._looked_at = self._clock()
         numbers = {writing.answer: number for number, writing in self._writing.items()}
         if not free:

@@ -93,7 +93,7 @@ class Stream(Generic[T]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Stop the graph and take the last report of its workers. After a RunFailed, also end the workers."""
         self._close(error if isinstance(error, KeyboardInterrupt) else None)
-        # The workers of a lost head end with their nodes, and nobody could be asked for them.
+        # The workers of a lost head end with their nodes, and there is no head that could end them.
         if isinstance(error, RunFailed) and not isinstance(error, HeadLost):
             end_workers()  # they would keep resources from the next run of this process
 
@@ -185,7 +185,7 @@ class Stream(Generic[T]):
         The user is told if there is such work. Otherwise the clock of the last writes does not start.
         """
         execution.end_input()
-        if execution.shards.has_unwritten:  # else the time begins with the record of the run
+        if execution.shards.has_unwritten:  # otherwise the run's record starts the clock
             self._job.say(f"stopping: flushing finished work (up to {LAST_WRITES_S:g} s)")
             execution.end_input(seconds_left(ending) - _RECORD_S)
 

@@ -20,8 +20,8 @@ from pipeline.cache.live import LiveShards
 from pipeline.cache.reader import TokenCache, TokenOrder, count_tokens
 from pipeline.cache.writer import Bits, KeptTokens
 
-_MAX_VIDEOS_PER_READ = 4  # videos in the memory of a read task
-_MAX_SAMPLED_SHARDS = 4  # shards whose rows estimate the size of all videos
+_MAX_VIDEOS_PER_READ = 4  # videos that a read task has in memory at a time
+_MAX_SAMPLED_SHARDS = 4  # shards from which the size of all videos is estimated
 
 
 class ReadOptions(NamedTuple):

@@ -233,7 +233,7 @@ class Growth:
         items = n_redone
         left_s = 0.0
         for number, (stage, waiting) in enumerate(at.waiting.items()):
-            items += waiting - (n_redone if number == 1 else 0)  # they are in the queues of the later stages already
+            items += waiting - (n_redone if number == 1 else 0)  # already counted in the queues of the later stages
             if share := at.busy.get(stage):
                 slower = share / most * self._plan.pools[stage] / pools[stage]
                 left_s = max(left_s, items / speed.rate * slower)

@@ -60,7 +60,7 @@ class ProgressDelta(NamedTuple):
 
     def plus(self, more: ProgressDelta) -> ProgressDelta:
         """Return the sum of two deltas: numbers are added, and faults are concatenated."""
-        return ProgressDelta(*map(operator.add, self, more))  # numbers add up, faults are joined
+        return ProgressDelta(*map(operator.add, self, more))  # numbers are added, faults concatenated
 
 
 class NodeTally(NamedTuple):
@@ -103,7 +103,7 @@ def describe_crashes(process: str, item: str, crashes: Sequence[Crash]) -> str:
     """
     where = ", ".join(dict.fromkeys(crash.host for crash in crashes))
     reasons = list(dict.fromkeys(crash.reason for crash in crashes if crash.reason))
-    if n_silent := sum(not crash.reason for crash in crashes):  # killed by a signal, say
+    if n_silent := sum(not crash.reason for crash in crashes):  # such as processes killed by a signal
         reasons.append(f"Ray's logs say how{f' {n_silent} of them ended' if reasons else ''}")
     return f"the {process} crashed {len(crashes)} times with this {item} in hand, on {where}; {'; '.join(reasons)}"
 
@@ -159,9 +159,9 @@ _AT_WORK_S = 10.0  # a worker that moved an item in the last 10 s counts as at w
 # A report costs the actor a quarter of a millisecond of a core. So all workers together send REPORTS_PER_S reports a
 # second; each worker waits REPORT_S seconds or longer between two, and SELDOM_S or longer if the actor does not answer.
 REPORTS_PER_S, REPORT_S, SELDOM_S = 2000, 1.0, 8.0
-_MAX_CRASHED_PROCESSES = 100  # crashed processes, for the driver's log
-_DISK_REPORT_S = 600.0  # age of a report on a full disk beyond which it may have room, and no worker there to say so
-_BACKLOG = 1000  # pending calls a worker: if the actor hangs, they must not fill the worker's memory
+_MAX_CRASHED_PROCESSES = 100  # crashed processes kept for the driver's log
+_DISK_REPORT_S = 600.0  # older reports of a full disk are ignored: it may have room, but no worker there to say so
+_BACKLOG = 1000  # pending calls per worker: if the actor hangs, they must not fill the worker's memory
 
 
 class _RecentItems:
@@ -319,7 +319,7 @@ class Heartbeats:
             return True
         now = self._clock()
         if self._nodes is None or now - self._nodes[0] >= max_age_s:
-            with suppress(Exception):  # without an answer the last one stands
+            with suppress(Exception):  # without an answer, the last one counts
                 self._nodes = now, self._list_living_nodes()
                 self._nodes_seen.update(self._nodes[1])
         return self._nodes is None or node in self._nodes[1]
@@ -336,7 +336,9 @@ class Heartbeats:
         counted = self._outcomes.get(stage)
         if counted is None or now - counted.at >= len(self._processes[stage]) // 100 / 100:
             names = self._at_work(stage)
-            failures = [is_failure for one in names if one in recently for is_failure in recently[one].failures]
+            failures = [
+                is_failure for worker in names if worker in recently for is_failure in recently[worker].failures
+            ]
             counted = self._outcomes[stage] = _Outcomes(now, names, len(failures), sum(failures))
         own = recently[name].failures if name in counted.workers else ()
         n_failed, n_all = counted.n_failed - sum(own), counted.n_all - len(own)
@@ -367,9 +369,11 @@ class Heartbeats:
                 self._crashes[stage, item].append(Crash(last.host, reason))
         if len(crash_times) <= MAX_CRASHES or now - crash_times[0] > CRASHES_S:
             return len(crash_times)
-        having = f", the last process on {last.host} with {', '.join(items)} in hand" if items else ""
-        having += f": {reason}" if reason else ""
-        self.fail(f"{len(crash_times)} processes of one {stage} worker crashed in {now - crash_times[0]:.0f} s{having}")
+        details = f", the last process on {last.host} with {', '.join(items)} in hand" if items else ""
+        details += f": {reason}" if reason else ""
+        self.fail(
+            f"{len(crash_times)} processes of one {stage} worker crashed in {now - crash_times[0]:.0f} s{details}"
+        )
         return None
 
     def end(self, worker: Worker, reason: str) -> None:
@@ -465,4 +469,4 @@ def heartbeats_of(stages: Sequence[str]) -> Iterator[ActorHandle]:
         yield heartbeats
     finally:
         with suppress(Exception):  # a cluster that is gone has no actor either
-            ray.kill(heartbeats)  # Ray Data holds on to it after a run
+            ray.kill(heartbeats)  # Ray Data keeps a reference to it after a run

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import ray
 from ray._private.utils import get_ray_address_file, read_ray_address
-from ray._raylet import GcsClient  # type: ignore[attr-defined]  # what ray.init() asks; its stubs leave it out
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # what ray.init() uses; Ray's stubs lack it
 from ray.job_config import JobConfig
 
 from pipeline.errors import RunFailed, printable
 from pipeline.runner.cluster.session_folder import find_ray_folder
 
 _REACH_S = 10.0
-_TRIES = 3  # attempts to reach a cluster; Ray waits 40 s for each answer, which a busy one may need
+_TRIES = 3  # attempts to reach a cluster; Ray waits 40 s for each answer, since it may be busy
 _ALONE = "RAY_ADDRESS=local uses this machine alone"
 _TOKEN = (
     "set RAY_AUTH_MODE=token, and give the cluster's token in RAY_AUTH_TOKEN, in ~/.ray/auth_token, or in a file named "
@@ -67,7 +67,7 @@ def _check_listens(address: str, file: Path | None) -> None:
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not (colon and port.isdigit()):
-        return  # a word like "auto" is no address
+        return  # a word like "auto" is not an address
     host = host.strip("[]")
     try:
         socket.create_connection((host, int(port)), timeout=_REACH_S).close()

@@ -44,7 +44,7 @@ from pipeline.runner.stages import OOM_RETRIES, configure_ray_data
 from pipeline.runner.worker_reports import NodeTally
 
 _LOOK_S = 1.0
-# A start that fails later than this has waited for a process of Ray in vain, as on a busy machine: it is tried again.
+# A start that fails after this long has waited for a process of Ray in vain, as on a busy machine, and is tried again.
 # Faults of the machine itself show earlier.
 SLOW_START_S = 20.0
 # A forked process can use a GPU if its parent never did. The fork server ensures that.
@@ -88,9 +88,9 @@ def _join_or_start(say: Callable[[str], object]) -> None:
         RunFailed: Ray cannot be joined or started.
         KeyboardInterrupt: the wait was interrupted; Ray is shut down.
     """
-    # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
+    # Ray's C++ core reports harmless events as errors on this terminal. Its log files contain everything.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    # Ray's default retries a task for ever that it killed because the node was short of memory.
+    # By default, Ray forever retries a task that it killed because the node was low on memory.
     os.environ.setdefault("RAY_task_oom_retries", str(OOM_RETRIES))
     address = find_address()
     if address is None:
@@ -114,7 +114,7 @@ def _join_or_start(say: Callable[[str], object]) -> None:
             say(f"note: Ray did not start in {took_s:.0f} s; trying once more")
     if address is None:
         lock_session(ray._private.worker._global_node.get_session_dir_path())
-    # Python alone handles SIGTERM: the handler of Ray's core prints a stack, and aborts the process after 3 s.
+    # Only Python handles SIGTERM: the handler of Ray's core prints a stack, and aborts the process after 3 s.
     if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)):
         signal.signal(signal.SIGTERM, handler)
     say(_describe_cluster())
@@ -151,7 +151,7 @@ def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) 
     """
     start_result, import_result = Future[None](), Future[None]()
     forks = bool(start_options) and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())
-    # Workers that are started ahead belong to no job, and the server would import Ray for them alone.
+    # Prestarted workers belong to no job, so the server would import Ray for them alone.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
     def initialise() -> None:
@@ -166,7 +166,7 @@ def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) 
             start_result.set_result(None)
         threading.Event().wait()
 
-    def import_ray_data() -> None:  # an interrupt in the middle of an import may leave its lock taken for ever
+    def import_ray_data() -> None:  # in a thread, as an interrupted import may keep its lock forever
         """Import Ray Data while Ray starts, and pass an error on."""
         try:
             with pause_garbage_collector():
@@ -201,7 +201,7 @@ def is_worth_showing(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     if not any(line in message for line in _KNOWN_LINES):
         return True
-    with suppress(AttributeError, OSError):  # before Ray has a folder for logs, or where its disk is full
+    with suppress(AttributeError, OSError):  # Ray has no log folder yet, or its disk is full
         folder = Path(ray._private.worker._global_node.get_logs_dir_path())
         with (folder / f"driver-{os.getpid()}.log").open("a", encoding="utf-8") as log:
             log.write(f"{record.levelname} {message}\n")
@@ -277,7 +277,7 @@ def wait_for_gpus(n_gpus: int, wait_s: float, say: Callable[[str], object]) -> d
             time.sleep(_LOOK_S)
             cluster = dict(ray.cluster_resources())
     finally:
-        request_resources(bundles=[])  # from now on the demand of the workers keeps the nodes
+        request_resources(bundles=[])  # from now on, the workers' demand keeps the nodes
     return cluster
 
 
@@ -320,11 +320,11 @@ def explained_end(address: str | None) -> Iterator[None]:
 
 def _describe_cluster() -> str:
     """Return one line with the joined cluster's address, CPUs, GPUs and number of nodes."""
-    has = ray.cluster_resources()
+    resources = ray.cluster_resources()
     nodes = [node for node in ray.nodes() if node["Alive"]]
     address = f"Ray at {ray.get_runtime_context().gcs_address}"
     where = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-    return f"{address}: {has.get('CPU', 0.0):g} CPUs and {has.get('GPU', 0.0):g} GPUs on {where}"
+    return f"{address}: {resources.get('CPU', 0.0):g} CPUs and {resources.get('GPU', 0.0):g} GPUs on {where}"
 
 
 def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object]) -> tuple[str, str]:
@@ -355,7 +355,7 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     dtype = dtype if dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
     if on_cpu:
         say(f"note: {_NO_GPU.format(dtype)}")
-    if device == "cpu":  # only a GPU node itself knows what its GPU can run
+    if device == "cpu":  # only a GPU node knows what its GPU can run
         with usage_errors():
             choose_runtime(device, dtype, options.attn)
     return device, dtype
@@ -422,7 +422,7 @@ def describe_cause(error: BaseException) -> str:
     Tracebacks are left out. Other errors of Ray are described by the last line of their text, and a full object store
     (OutOfDiskError) by a text of this project.
     """
-    if is_out_of_disk(error):  # Ray's own text has the bytes of an address
+    if is_out_of_disk(error):  # Ray's own text contains raw bytes
         return "OutOfDiskError: the object store of a node is full, and the disk that it spills to"
     if isinstance(error, ray.exceptions.RayTaskError):
         return printable(f"{type(error.cause).__name__}: {error.cause}")

@@ -16,7 +16,7 @@ from pipeline.runner.cluster.nodes import iter_alive_nodes, task_on
 
 _SPILL_VARIABLE, _SPILL_LIMIT = "RAY_local_fs_capacity_threshold", 0.95  # Ray's name and default
 MIN_FREE_BYTES = 2**20  # with less, a worker may not even write its log
-_ANSWER_S = 30.0  # seconds that nodes may take to say how full their disks are
+_ANSWER_S = 30.0  # seconds in which nodes must report how full their disks are
 _SPILL_FOLDER = "--fallback_directory="  # an argument of a node's own process of Ray
 
 
@@ -57,9 +57,9 @@ class RayDisk(NamedTuple):
         limit = float(os.environ.get(_SPILL_VARIABLE, _SPILL_LIMIT))
         disks: dict[int, RayDisk] = {}
         for folder in _find_ray_folders():
-            with suppress(OSError):  # it is gone, or no folder of this machine
+            with suppress(OSError):  # the folder is gone, or on another machine
                 disk = shutil.disk_usage(folder)
-                if disk.total:  # some file systems do not say
+                if disk.total:  # some file systems report no size
                     disks.setdefault(os.stat(folder).st_dev, cls(folder, disk.free, disk.total, limit))  # noqa: PTH116
         return list(disks.values())
 
@@ -130,7 +130,7 @@ def find_full_disks(
     """
     full = find_known_full_disks(without, reported)
     small = dict[str, str]()
-    nodes = {node: (name, has) for name, node, has in iter_alive_nodes() if node not in {*without, *full}}
+    nodes = {node: (name, resources) for name, node, resources in iter_alive_nodes() if node not in {*without, *full}}
     answers = {node: task_on(node).remote(RayDisk.measure) for node in nodes}
     if answers:
         ray.wait(list(answers.values()), num_returns=len(answers), timeout=_ANSWER_S)
@@ -138,10 +138,10 @@ def find_full_disks(
     for node, answer in answers.items():
         with suppress(ray.exceptions.RayError):
             disk = min(ray.get(answer, timeout=0), key=lambda disk: disk.writable_bytes)
-            name, has = nodes[node]
+            name, resources = nodes[node]
             del silent[node]
             if not disk.writable_bytes:
                 full[node] = f"{name} ({disk})"
-            elif disk.writable_bytes < has.get("object_store_memory", 0.0):
+            elif disk.writable_bytes < resources.get("object_store_memory", 0.0):
                 small[node] = f"{name} ({disk}, which takes less than the node's object store holds)"
     return DiskSearch(full or (small if spilling_failed else {}), silent)

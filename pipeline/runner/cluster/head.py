@@ -11,10 +11,10 @@ import ray
 
 from pipeline.errors import RunFailed
 
-# Ray's native code ends this process without a word once the head has been away for this long, by Ray's own setting.
+# Ray's native code ends this process without a message once the head has been away for this long (a setting of Ray).
 _RAY_LIMIT_VARIABLE, _RAY_LIMIT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
 _PATIENCE_SHARE = 1 / 3  # of that limit: the rest is for the last writes
-_OWN_PATIENCE_S = 4.0  # nobody restarts the head of a Ray that this process has started
+_OWN_PATIENCE_S = 4.0  # the head of a Ray that this process has started is not restarted
 _LOOK_S, _ANSWER_S = 2.0, 3.0
 
 

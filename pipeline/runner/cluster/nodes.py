@@ -16,7 +16,7 @@ from pipeline.runner.stages import Plan
 from pipeline.runner.worker_reports import WorkerReport
 
 T = TypeVar("T")
-MAX_NAMES = 8  # nodes that a line names
+MAX_NAMES = 8  # the maximum number of nodes in a line
 
 
 def iter_alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
@@ -55,7 +55,7 @@ def read_fraction_of_cpu() -> float | None:
 
 def _count_cpus() -> float:
     """Return the number of this machine's CPUs by its container's limit, which may be a fraction."""
-    # Ray warns that it truncates the number, which is not worth a line.
+    # Ray warns that it truncates the number, which users need not know.
     logging.getLogger(get_num_cpus.__module__).addFilter(_is_not_about_fractions)
     return float(get_num_cpus(override_docker_cpu_warning=True, truncate=False))
 
@@ -85,20 +85,20 @@ class NodeLog:
             report: the current numbers of workers by node.
             plan: the plan of the graph that runs now.
         """
-        nodes = {node: (name, has) for name, node, has in iter_alive_nodes()}
+        nodes = {node: (name, resources) for name, node, resources in iter_alive_nodes()}
         names = {node: name for node, (name, _) in nodes.items()}
         before, self._alive = self._alive or names, names
         for node in [node for node in before if node not in names]:
             workers = _format_counts(report.workers.get(node) or self._workers.get(node, {}))  # Ray may have moved them
-            had = f" ({workers})" if workers else ""
+            lost_workers = f" ({workers})" if workers else ""
             self._say(
-                f"note: node {before[node]} was lost{had}. The {plan.wording.item}s that it had in hand run "
+                f"note: node {before[node]} was lost{lost_workers}. The {plan.wording.item}s that it had in hand run "
                 "again on the other nodes"
             )
             self._lost_names.append(before[node])
         for node in [node for node in names if node not in before]:
-            name, has = nodes[node]
-            size = f"{has.get('CPU', 0.0):g} CPUs, {has.get('GPU', 0.0):g} GPUs"
+            name, resources = nodes[node]
+            size = f"{resources.get('CPU', 0.0):g} CPUs, {resources.get('GPU', 0.0):g} GPUs"
             if self._lost_names:
                 consequence = f"in place of {self._lost_names.pop(0)}. Workers that wait for a node start there"
             else:

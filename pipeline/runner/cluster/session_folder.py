@@ -19,11 +19,11 @@ from ray._private.utils import get_ray_address_file
 
 from pipeline.runner.cluster.disks import MIN_FREE_BYTES
 
-_KEPT_SESSIONS = 3  # ended sessions whose logs stay
+_KEPT_SESSIONS = 3  # the number of ended sessions whose logs are kept
 _LOCK = "gstep.lock"  # a file in a session; only sessions that have it are deleted, not those of ``ray start``
-_MAX_SOCKET_BYTES = 107  # of the path of a Unix socket
+_MAX_SOCKET_BYTES = 107  # the limit for the path of a Unix socket
 _SOCKET = "/session_2026-01-01_00-00-00_000000_{}/sockets/plasma_store"  # with the process id: Ray's longest path
-_LOCKED_S = 60.0  # a younger file may not be locked yet
+_LOCKED_S = 60.0  # a younger lock file may not be locked yet
 _locks: list[int] = []  # descriptors that hold the locks of this process's sessions
 
 

@@ -48,7 +48,7 @@ _WITHOUT_RAY = (
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.siglip.modeling_siglip",
 )
-# What Ray and Ray Data import besides: each job's process would import these modules again.
+# Modules that Ray and Ray Data also import: each job's process would otherwise import them again.
 _BEFORE_RAY = (
     "click",
     "google.protobuf.descriptor_pb2",
@@ -70,8 +70,8 @@ _WITH_RAY = (
     "pipeline.generate.engines.transformers",
     "pipeline.prune.write_stage",
 )
-# Each worker would import these by itself, which takes as long as the rest of its start. Other versions of Ray may lack
-# some of them.
+# Each worker would otherwise import these itself, which takes as long as the rest of its start. Other versions of Ray
+# may lack some of them.
 _OF_RAY = (
     "ray._common.pydantic_compat",
     "ray._private.arrow_serialization",
@@ -82,7 +82,7 @@ _OF_RAY = (
     "ray.data._internal.planner.plan_udf_map_op",
     "ray.util.state",
 )
-# Libraries choose their number of threads when they load. Ray sets one thread for its workers, but later.
+# Libraries choose their number of threads when they load, before Ray sets one thread for its workers.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Prefixes of the variables that libraries read when they load. A worker with other values starts without the server.
 _READ_BY_IMPORTS = (
@@ -172,7 +172,7 @@ def start_server() -> str:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=[listening.fileno()],
-        start_new_session=True,  # Ctrl-C is the driver's
+        start_new_session=True,  # Ctrl-C must reach the driver only
     )
     listening.close()
 
@@ -198,7 +198,7 @@ def serve(listening: socket.socket, path: list[str]) -> None:
     """
     server_path = sys.path[1:]
     server_variables = _read_by_imports(os.environ)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that imports that look for a GPU do not start CUDA
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # lets imports look for a GPU without starting CUDA
     sys.path[:] = path
     _import(_WITHOUT_RAY, optional=_BEFORE_RAY)
     sys.path[:] = server_path
@@ -215,7 +215,7 @@ def serve(listening: socket.socket, path: list[str]) -> None:
             numbers = tuple(environment.get(name, "") for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"))
             fits = request.python == sys.executable and _read_by_imports(environment) == server_variables
             for ended_numbers in [of for of in forkers if not Path("/proc", of[1]).exists()]:
-                forkers.pop(ended_numbers).close()  # which ends it
+                forkers.pop(ended_numbers).close()  # ends the forker
             if fits and numbers not in forkers:
                 forkers[numbers], forker_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 if os.fork() == 0:
@@ -263,7 +263,7 @@ def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> No
     # Runs after the program's own exit handlers. Python would then tear down all modules, which copies shared memory.
     # Nobody reads the exit code: the parent ignores SIGCHLD. Python has flushed stdout before exit handlers run.
     atexit.register(os._exit, 0)
-    os.setpgid(0, 0)  # as Ray's own workers: a raylet kills the group of a worker that has ended
+    os.setpgid(0, 0)  # as in Ray's own workers: a raylet kills the process group of a worker that has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, descriptor in zip((0, 1, 2), (os.open(os.devnull, os.O_RDONLY), *output), strict=True):
         os.dup2(descriptor, target)
@@ -273,7 +273,7 @@ def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> No
     Path("/proc/self/oom_score_adj").write_text(request.oom_score, encoding="ascii")
     os.write(answer, b"1")
     os.close(answer)
-    import_module("pipeline.video.fork_server").stand_by()  # if this becomes a decoder
+    import_module("pipeline.video.fork_server").stand_by()  # in case this worker becomes a decoder
     program, *arguments = request.program
     sys.argv = [program, *arguments]
     sys.path.insert(0, str(Path(program).parent))
@@ -328,7 +328,7 @@ def _import(modules: Iterable[str], optional: Iterable[str] = ()) -> None:
     if not names <= _HARMLESS_THREADS:
         raise SystemExit(f"a fork would lose threads: {', '.join(sorted(names))}")
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the descriptor of this listing is closed by now
+        with suppress(OSError):  # the descriptor of this listing is closed already
             if descriptor.readlink().name == _OPENED_BY_CUDA:
                 raise SystemExit("a fork could not use the GPU: an import has started CUDA")
 

@@ -10,7 +10,7 @@ import _socket
 import os
 import sys
 
-_SOCKET = "GSTEP_FORK_SERVER"  # as in server.py, which imports more
+_SOCKET = "GSTEP_FORK_SERVER"  # repeats server.py, whose import would take time
 
 
 def request_worker(socket_path: str, program: list[str]) -> bool:
@@ -25,7 +25,7 @@ def request_worker(socket_path: str, program: list[str]) -> bool:
     """
     output = b"".join(descriptor.to_bytes(4, sys.byteorder) for descriptor in (1, 2))
     try:
-        with open("/proc/self/oom_score_adj", encoding="ascii") as file:  # noqa: PTH123 - as the module says
+        with open("/proc/self/oom_score_adj", encoding="ascii") as file:  # noqa: PTH123 - no pathlib here
             oom_score = file.read()
         variables = [f"{name}={value}" for name, value in os.environ.items()]
         fields = [sys.executable, os.getcwd(), oom_score, str(len(program)), *program, *variables]  # noqa: PTH109
@@ -33,9 +33,9 @@ def request_worker(socket_path: str, program: list[str]) -> bool:
         try:
             server.connect(socket_path)
             server.sendmsg([b"."], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, output)])
-            server.sendall(os.fsencode("\0".join(fields)))  # none has a NUL
+            server.sendall(os.fsencode("\0".join(fields)))  # no field contains a NUL
             server.shutdown(_socket.SHUT_WR)
-            return server.recv(1) == b"1"  # nothing where the server has ended, or cannot fork
+            return server.recv(1) == b"1"  # nothing if the server has ended or cannot fork
         finally:
             server.close()
     except OSError:
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
     Args:
         arguments: the arguments of Ray's setup program: Python's flags, then Ray's worker program and its options.
     """
-    worker = next(at for at, argument in enumerate(arguments) if argument.endswith(".py"))  # behind Python's flags
+    worker = next(at for at, argument in enumerate(arguments) if argument.endswith(".py"))  # after Python's flags
     context = "{}"
     program = list[str]()
     for argument in arguments[worker:]:
