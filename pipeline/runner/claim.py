@@ -167,11 +167,7 @@ class Claim:
         self._store.delete(self._name)
 
     def _beat(self, store: Store) -> None:
-        """Write this run's note again, with the next beat number and the seconds so far.
-
-        Raises:
-            OSError: the store fails.
-        """
+        """Write this run's note again, with the next beat number and the seconds so far."""
         self._me["beat"] += 1
         self._me["seconds"] = time.monotonic() - self._began
         store.put(self._name, json.dumps(self._me).encode())
@@ -210,9 +206,6 @@ class Claim:
         The wait for a beat ends when the note has missed MAX_MISSED_BEATS beats or is gone (False). If the process runs
         here but its note is old, it may have been suspended, so the wait is MAX_MISSED_BEATS intervals from now.
         Meanwhile this run's own note is renewed; the user is told once.
-
-        Raises:
-            OSError: the store fails.
         """
         limit = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s)
         has_notified = False

@@ -127,9 +127,7 @@ class GraphExecution(Generic[T]):
     def close(self, within_s: float | None = None) -> None:
         """Stop the graph, pass the last report of its workers to the watch, and log excluded workers.
 
-        Args:
-            within_s: the seconds that an interrupt leaves for this; None without an interrupt. Nodes that came or went
-                are then logged too.
+        ``within_s`` is the time that an interrupt leaves for this; without one (None), changed nodes are logged too.
         """
         self._batches.close()
         look_s = self._watchdog.every_s if within_s is None and self._head.answers() else _STOP_LOOK_S
@@ -219,8 +217,8 @@ class GraphExecution(Generic[T]):
         """Log full disks once nothing has moved for SHRUNK_S seconds.
 
         Raises:
-            DiskFull: nothing has moved for _FULL_S seconds, no worker has an item in hand, and the nodes without full
-                disks can run all stages. If they cannot, RunFailed.
+            DiskFull: nothing has moved for _FULL_S seconds, no worker has an item in hand, and the other nodes can run
+                all stages. If they cannot, RunFailed.
         """
         still_s = self._watchdog.still_s
         full = dict[str, str]()

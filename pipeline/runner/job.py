@@ -65,6 +65,7 @@ class Job(ABC, Generic[T]):
     wording: ClassVar[Wording]
 
     def __init__(self, options: RunOptions, console: Console) -> None:
+        """Start with no excluded nodes, and with shard number 0."""
         self.options = options
         self.console = console
         self.say = speaker(console)

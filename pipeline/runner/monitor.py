@@ -1,11 +1,10 @@
 """What a run publishes while it works: its metrics, the progress in its claim's note, and a log of crashed workers.
 
-Metrics appear at Ray's metrics port as ``ray_gstep_...``. The driver records them from committed rows and from the
-workers' reports. The Ray agent of the driver's node serves them; without an agent (``ray[default]`` is not installed)
-recording does nothing.
+Metrics appear at Ray's metrics port as ``ray_gstep_...``. The driver records them from committed rows and the workers'
+reports, and the Ray agent of its node serves them; without an agent (no ``ray[default]``) recording does nothing.
 
-The log files of a lost node are lost, but Ray's log monitor publishes the lines of running workers. The driver listens,
-keeps the last lines of each process in memory, and writes the lines of crashed processes to the log.
+The log files of a lost node are lost, so the driver listens to the lines that Ray's log monitor publishes, keeps the
+last lines of each process in memory, and logs those of crashed processes.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Monitor:
         """Pass on the progress, log newly crashed workers, and update the metrics.
 
         The failure counts of ``report`` are cumulative, so only their growth since the last call is counted. If its
-        ``n_moves`` has decreased, a new graph has started, and all of its failures are counted.
+        ``n_moves`` has decreased, a new graph has started, and all are counted.
         """
         self._logs.add(report.crashed_processes)
         self._tell(at)
@@ -181,10 +180,7 @@ class WorkerLogs:
         self._listener.start()
 
     def add(self, processes: Collection[CrashedProcess]) -> None:
-        """Schedule crashed processes for the log; a process that was added before is ignored.
-
-        The thread writes them about a second later, since their last lines may arrive late.
-        """
+        """Schedule crashed processes for the log, about a second later; processes added before are ignored."""
         for process in processes:
             if process not in self._known:
                 self._known[process] = None
@@ -208,7 +204,7 @@ class WorkerLogs:
             self._write(len(self._unwritten))
 
     def _listen(self) -> None:
-        """Keep the workers' last lines and write crashes to the log until ``close``. This is the body of the thread."""
+        """Keep the workers' last lines and write crashes to the log until ``close``. Runs in the thread."""
         job = ray.get_runtime_context().get_job_id()
         while not self._end_event.is_set():
             n_crashed = len(self._unwritten)  # crashes noticed during the wait come next time

@@ -30,12 +30,12 @@ class Progress:
 
     Attributes:
         item: the kind of the items, "video" or "question".
-        total: the number of known items of the current graph.
-        ok: the number of items with a result.
-        failed: the number of items with an error row.
-        ahead: the results of each stage before the last, keyed by what it did: {"decoded": 9}.
+        total: the known items of the current graph.
+        ok: items with a result.
+        failed: items with an error row.
+        ahead: results of each stage before the last, keyed by what it did: {"decoded": 9}.
         busy: stage -> share of the last half minute in which its workers had items in hand, 0 to 1.
-        waiting: stage -> number of items in its queue or in hand.
+        waiting: stage -> items in its queue or in hand.
         bottleneck: the slowest stage, or a store that does not answer; "" if unknown.
         note: a line for the user; "" in a report of new counts.
     """
@@ -110,7 +110,7 @@ class Load:
 
 
 def find_bottleneck(busy: Mapping[str, float]) -> str:
-    """Return the stage that limits the rate of the run; "" if there is none, with fewer than two stages in particular.
+    """Return the stage that limits the rate of the run; "" if there is none or there are fewer than two stages.
 
     It is the last stage that is always busy (SATURATED_SHARE), since the stages before it produce more than it can
     take. Otherwise it is the busiest stage, if its share is at least SLACK_SHARE.
@@ -378,12 +378,13 @@ class LineReporter(Reporter):
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Stop the thread, and print the last line."""
         self._end_event.set()
         self._ticker.join()
         self._print_line()
 
     def _print_lines(self) -> None:
-        """Print a line at each interval until the run ends. This is the body of the thread."""
+        """Print a line at each interval until the run ends. Runs in a thread."""
         for _ in range(_EARLY_LINES):
             if self._end_event.wait(min(self._interval, EARLY_S)):
                 return

@@ -1,7 +1,7 @@
 """The shared code of the commands that remove videos from caches and from answers.
 
-It has their result, the run with its record, and the cleaning of what earlier runs left: their records and logs no
-longer name the videos, and files that a stopped writer left unfinished are deleted.
+It has their result, the run with its record, and cleaning: the records and logs of earlier runs lose the videos, and
+files that a stopped writer left unfinished are deleted.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Removal:
     """The result of a removal of videos from one cache or set of answers.
 
     Attributes:
-        run_id: the run whose record in runs/ tells of the removal; "" if there is no run.
+        run_id: the run whose record in runs/ has the reason; "" if there is no run.
         videos: the number of ids that are removed now.
-        unknown: the ids that were not found, sorted.
+        unknown: ids that were not found, sorted.
         likely: unknown id -> similar known ids; for the first unknown ids only.
-        deleted: the names of files that contained something of the videos.
+        deleted: names of files that contained something of the videos.
     """
 
     run_id: str
@@ -77,10 +77,6 @@ class Removal:
 @contextmanager
 def removal_run(store: Store, result: Removal, reason: str, say: Callable[[str], object]) -> Iterator[None]:
     """Claim ``store`` for a removal inside the context, and write the record of its run, with the reason.
-
-    Args:
-        result: gives the record its run id and number of videos.
-        say: gets a line if the claim has to wait for another run.
 
     Raises:
         CacheLocked: another run writes to ``store``.
@@ -148,8 +144,8 @@ def iter_texts(value: Json) -> Iterator[str]:
 def _without(value: Json, patterns: Collection[re.Pattern[str]], *, are_options: bool = False) -> Json:
     """Return a copy of a JSON value in which each match of the patterns in its strings is "(removed)".
 
-    Keys and the fields _KEPT_KEYS stay as they are. If ``are_options``, the value is an object with the options of a
-    run, of which only _OPTIONS are changed.
+    Keys and the fields _KEPT_KEYS of any object stay as they are. If ``are_options``, as for a field "config", the
+    value has the options of a run, of which only _OPTIONS are changed.
     """
     if isinstance(value, str):
         for pattern in patterns:

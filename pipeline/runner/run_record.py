@@ -284,12 +284,7 @@ class Outcome:
         return 1 if bad else 0
 
     def iter_troubles(self, item: str, n_items: int) -> Iterator[str]:
-        """Yield a text for each trouble: failed items with an example, items without a row, no result at all.
-
-        Args:
-            item: the singular noun for an item.
-            n_items: the number of items that were requested.
-        """
+        """Yield a text for each trouble of a run of ``n_items`` items: failed items, missing rows, no result at all."""
         if self.failures:
             example, message = next(iter(self.examples.values()))
             classes = ", ".join(f"{count} {name}" for name, count in self.failures.items())
@@ -326,12 +321,7 @@ class Outcome:
         return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s{log}"
 
     def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
-        """Return a Rich table of the failures by class, with one example and the remedy of each.
-
-        Args:
-            item: the singular noun for an item.
-            faults: error class -> its description; a class that is missing here gets no remedy.
-        """
+        """Return a Rich table of the failures by class, with an example and the remedy (by ``faults``) of each."""
         table = Table(title=f"failed {item}s (--retry-failed tries them again)", title_justify="left", show_edge=False)
         for name in ("class", f"{item}s", "example", "remedy"):
             table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")
@@ -351,14 +341,10 @@ def as_text(renderable: RenderableType) -> str:
 
 
 def count_failures(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
-    """Return the ``failures`` and ``examples`` of an Outcome, given its failed rows.
+    """Return the ``failures`` (most common class first) and ``examples`` (first row of each class) of an Outcome.
 
     Args:
-        rows: failed rows with the columns ``key``, error_class and error_message.
-        key: the column with the id.
-
-    Returns:
-        Error class -> number of rows, the most common class first; and error class -> (id, message) of its first row.
+        rows: failed rows with the columns ``key`` (the id), error_class and error_message.
     """
     failures = dict(Counter(row["error_class"] for row in rows).most_common())
     return failures, {row["error_class"]: (row[key], row["error_message"]) for row in reversed(rows)}

@@ -102,9 +102,8 @@ class Shards:
     """The bundler of batches into shards of up to ``graph.items_per_shard`` items, or fewer after ``age_s`` seconds.
 
     Each writer has one shard in hand and one queued. Once one more shard is complete, no more batches are taken
-    (``has_room``). Ray recomputes a lost block, as for the arguments of any call. ``next_written`` returns a shard
-    again and again until ``acknowledge``, since an interrupted driver cannot know whether it is committed. The ``with``
-    block ends the writers.
+    (``has_room``). Ray recomputes a lost block. ``next_written`` returns a shard again and again until ``acknowledge``,
+    since an interrupted driver cannot know whether it is committed. The ``with`` block ends the writers.
 
     An interrupt (KeyboardInterrupt) may hit between any two statements. It loses no shard, and counts none twice.
 
@@ -137,6 +136,7 @@ class Shards:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Kill the writers; shards that they still have in hand are lost."""
         for writer in self._writers:
             with suppress(Exception):  # a cluster that is gone has no writers either
                 ray.kill(writer)

@@ -39,7 +39,7 @@ class StageWords(NamedTuple):
 
     Attributes:
         past_tense: what the stage did to an item, such as "decoded".
-        remedy: the advice to the user if the stage stalls.
+        remedy: the advice if the stage stalls.
     """
 
     past_tense: str
@@ -107,10 +107,8 @@ class Plan(ABC):
     def min_items_to_start(self, stage: str, more_expected: bool) -> int:
         """Return the number of waiting items at which an idle ``stage`` counts as stalled.
 
-        It is 1 unless a subclass has a stage that collects items before it starts.
-
-        Args:
-            more_expected: True if the stage before will pass on more items.
+        It is 1 unless a subclass has a stage that collects items. ``more_expected``: the stage before will pass on
+        more.
         """
         return 1
 

@@ -72,6 +72,12 @@ class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
     """A Ray Data source that reads the videos of a cache, one row per video."""
 
     def __init__(self, cache: TokenCache, ids: Sequence[str] | None, options: ReadOptions) -> None:
+        """Look up the token shards of the videos (None: all with tokens), and estimate the size of a row.
+
+        Raises:
+            UnknownVideo: an id has no row.
+            RatioNotCached: a sampled video is not stored at this ratio.
+        """
         super().__init__()
         self._cache = cache
         self._options = options
@@ -143,12 +149,12 @@ def _to_binary(values: Bits) -> pa.Array:
 
 
 def _estimate_video_bytes(cache: TokenCache, shards: LiveShards, options: ReadOptions) -> int:
-    """Estimate the mean size of a video's row in memory, in bytes and without evidence, from a few shards.
+    """Return the mean size of a video's row in memory, in bytes and without evidence, in a few shards.
 
-    The result is 0 if the sampled shards have no videos with tokens.
+    It is 0 if these have no videos with tokens.
 
     Raises:
-        RatioNotCached: a sampled video is not stored at the ratio of ``options``.
+        RatioNotCached: a video there is not stored at this ratio.
     """
     numbers = range(0, len(shards), max(1, len(shards) // _MAX_SAMPLED_SHARDS))
     sample = [row for number in numbers[:_MAX_SAMPLED_SHARDS] for row in cache.rows_of(shards, number)]

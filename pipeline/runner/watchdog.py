@@ -180,7 +180,7 @@ class Growth:
     """The decision whether to restart a graph because nodes have joined.
 
     Ray Data starts no more workers than a graph was built with, so using new nodes takes a new graph. It costs the
-    start of all workers, and items that wait between two stages are computed again.
+    start of all workers, and items between two stages are computed again.
     """
 
     def __init__(self, plan: Plan, max_gpus: int | None = None) -> None:
@@ -291,9 +291,9 @@ class Fetcher(Generic[T]):
         Further calls do not interrupt again and share these seconds. A thread that still runs afterwards is left
         behind.
 
-        Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, and a thread
-        cannot be canceled. Shutting Ray down could end a head that others use. Ray waits in Python code, in short
-        sleeps, and shuts the execution down at any exception, as for Ctrl-C.
+        Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, and shutting
+        Ray down could end a head that others use. Ray waits in Python code, and shuts the execution down at any
+        exception.
         """
         with self._interrupt_lock:
             if self._may_interrupt and self._thread.ident is not None:
@@ -323,7 +323,7 @@ class Fetcher(Generic[T]):
         return None if item is None else item[0]
 
     def _fetch(self) -> None:
-        """Hand over items until the end, an error or an interruption. This is the body of the thread."""
+        """Hand over items until the end, an error or an interruption. Runs in the thread."""
         try:
             try:
                 self._hand_items_over()
@@ -337,6 +337,7 @@ class Fetcher(Generic[T]):
             pass
 
     def _hand_items_over(self) -> None:
+        """Hand over each item and then the end; close a generator, however this ends."""
         try:
             for item in self._items:
                 self._hand_over((item,))

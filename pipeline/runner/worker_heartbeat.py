@@ -68,8 +68,7 @@ class Heartbeat:
     """The reporter of one worker to the heartbeats actor, pickled to the worker. Without an actor it does nothing.
 
     A worker may have several items in hand, also in several threads. It reports when it takes items, when it has none
-    left, and once a second in between (less often among thousands of workers), because a report for each of many short
-    items would be much of its work.
+    left, and once a second in between (less often among thousands of workers), since it may have many short items.
 
     Args:
         suspects: whether an item may kill the process. Items are then reported before the work on them starts, not only
@@ -201,9 +200,9 @@ class Heartbeat:
                 self._report()
 
     def _report_regularly(self) -> None:
-        """Report changes at the interval that the actor sets, a second or more, and report idleness seldom, forever.
+        """Report changes at the interval that the actor sets, and idleness seldom. Runs in a thread forever.
 
-        This is the body of the thread. If the actor does not answer, the interval doubles up to SELDOM_S.
+        If the actor does not answer, the interval doubles up to SELDOM_S.
         """
         every_s = REPORT_S
         asked_at = time.monotonic()
@@ -242,10 +241,7 @@ class Heartbeat:
         self._ask("end", self._me, printable(reason))
 
     def _ask_about_worker(self, method: str, otherwise: object = None) -> Any:
-        """Call ``method`` of the actor with the stage and this worker; return its answer.
-
-        Without an actor, or without an answer in 10 s, ``otherwise`` is returned.
-        """
+        """Call ``method`` of the actor about this worker; return its answer, or ``otherwise`` without one in 10 s."""
         if self._heartbeats is None:  # asking Ray for the name of this worker would start Ray
             return otherwise
         return self._ask(method, self._stage, self._me, otherwise=otherwise)
@@ -285,9 +281,9 @@ class Heartbeat:
 def exit_after_gpu_fault(item: str, error: Exception) -> None:
     """End this process as ``give_up_process`` does if ``error`` has broken its CUDA context; otherwise return.
 
-    All later work in such a process would fail. A small operation on the GPU decides, because Triton, cuDNN and drivers
-    have their own words for a broken context, and cuBLAS says "CUDA error" if it only lacks memory. Without a CUDA
-    context in this process, the text of the error decides. An out-of-memory error always returns.
+    A small operation on the GPU decides, because Triton, cuDNN and drivers have their own words for a broken context,
+    and cuBLAS says "CUDA error" if it only lacks memory. Without a CUDA context in this process, the text of the error
+    decides. An out-of-memory error always returns.
     """
     if is_out_of_memory(error):
         return

@@ -261,7 +261,6 @@ class Heartbeats:
         Args:
             items: the items that it has in hand now.
             delta: its counts since its last report.
-            outages: the stores that do not answer it now.
             full_disk: the disk of its node that is too full to start a worker; "" without one.
         """
         self._processes[stage][worker.name] = worker

@@ -140,10 +140,9 @@ def _make_start_options(say: Callable[[str], object]) -> dict[str, Any]:
 def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) -> None:
     """Call ``ray.init()``, which starts Ray with ``start_options``, or joins a cluster if they are empty.
 
-    Ray runs in a thread of its own. On the main thread, it would replace the handler of SIGTERM by one that ends the
-    process at once, and an exception in the middle of it could leave a core that aborts at exit. The thread never ends,
-    since the kernel kills Ray's processes with the thread that started them. Ray Data is imported meanwhile, stderr is
-    muted, and ``say`` gets lines during a long wait.
+    It runs in its own thread, which never ends, since the kernel kills Ray's processes with the thread that started
+    them. On the main thread, Ray would replace the handler of SIGTERM, and an interrupt could leave a core that aborts
+    at exit. Ray Data is imported meanwhile, stderr is muted, and ``say`` gets lines during a long wait.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM interrupted the wait. Ray is shut down first.
@@ -217,13 +216,12 @@ def _shut_down() -> None:
 def private_ray() -> Iterator[None]:
     """Make a Ray that starts in this context private to this process: few processes, in their own sessions.
 
-    A single machine needs neither the monitor, which adds nodes, nor the dashboard's server, which Ray starts even if
-    no dashboard is included; starting and stopping Ray would wait for them. The node's agent then serves no dashboard
-    either.
+    The monitor, which adds nodes, and the dashboard's server are left out, since starting and stopping Ray would wait
+    for them. The node's agent then serves no dashboard either.
 
-    SIGTERM to the group of this process, as ``timeout`` and ``kill 0`` send it, does not reach Ray. Otherwise finished
-    work could no longer be written. Ray's processes still end with the thread that starts them. Leaving the context
-    undoes the changes to Ray's modules.
+    SIGTERM to the group of this process, as ``timeout`` and ``kill 0`` send it, does not reach Ray, so that finished
+    work can still be written. Ray's processes still end with the thread that starts them. Leaving the context undoes
+    the changes to Ray's modules.
     """
     from ray._private import node, parameter, utils  # noqa: PLC0415 - loaded by now
 

@@ -94,12 +94,11 @@ class DiskSearch(NamedTuple):
 
 
 def find_known_full_disks(without: Collection[str], reported: Mapping[str, str]) -> dict[str, str]:
-    """Return the living nodes that are known to have a disk too full to start a worker; no node is asked.
+    """Return the living nodes, except ``without``, that are known to have a disk too full to start a worker.
 
-    The driver measures only the disks of its own node.
+    No node is asked: the driver measures the disks of its own node only.
 
     Args:
-        without: ids of nodes to leave out.
         reported: the full disks that the workers' heartbeats report, node id -> description of the disk.
 
     Returns:
@@ -117,13 +116,12 @@ def find_known_full_disks(without: Collection[str], reported: Mapping[str, str])
 def find_full_disks(
     without: Collection[str] = (), reported: Mapping[str, str] = MappingProxyType({}), *, spilling_failed: bool = False
 ) -> DiskSearch:
-    """Search the living nodes for disks that are too full for Ray, with a task on each; wait up to half a minute.
+    """Search the living nodes, except ``without``, for disks that are too full for Ray; wait up to half a minute.
 
-    A node whose disk is full may be unable to start the process that would measure it. Some of these nodes are known
-    already (``find_known_full_disks``) and are not asked.
+    A task on each node measures its disks. A node whose disk is full may be unable to start this task. Some of these
+    nodes are known already (``find_known_full_disks``) and are not asked.
 
     Args:
-        without: ids of nodes to leave out.
         reported: the full disks that the workers' heartbeats report, node id -> description of the disk.
         spilling_failed: True if Ray has just failed to spill objects. Ray frees spilled objects as soon as a run fails,
             so if no disk is full now, a disk counts as full that has less room than its node's object store has bytes.

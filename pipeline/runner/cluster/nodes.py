@@ -80,10 +80,6 @@ class NodeLog:
 
         A node that joins is reported as the replacement of a lost node while there is one. The first call logs no
         nodes: it sets the state to compare with.
-
-        Args:
-            report: the current numbers of workers by node.
-            plan: the plan of the graph that runs now.
         """
         nodes = {node: (name, resources) for name, node, resources in iter_alive_nodes()}
         names = {node: name for node, (name, _) in nodes.items()}
@@ -110,11 +106,8 @@ class NodeLog:
     def _log_counts(self, names: Mapping[str, str], plan: Plan) -> None:
         """Log the workers of each node, once all planned workers have started, and again on each change.
 
-        Workers of the last stage do not count, unless it is the only stage: they start when there is something to do.
-        With fewer than two nodes nothing is logged.
-
-        Args:
-            names: the living nodes, node id -> name.
+        Workers of the last of several stages do not count, since they start later. With fewer than two nodes
+        (``names``, id -> name) nothing is logged.
         """
         early = list(plan.pools.items())[: max(1, len(plan.pools) - 1)]  # writers start when there is something to do
         by_node = {

@@ -31,8 +31,8 @@ def find_ray_folder() -> Path:
     """Return the path of the folder for Ray sessions; nothing is created.
 
     The base folder is RAY_TMPDIR, otherwise TMPDIR, otherwise /tmp. If only this user can enter it, the result is its
-    subfolder ``ray``, as Ray names it. Otherwise it is ``ray-UID/ray``, since Ray opens its folder to every user and
-    needs a private folder around it. If that path in TMPDIR is too long for sockets, it is in /tmp instead.
+    subfolder ``ray``, Ray's own name. Otherwise it is ``ray-UID/ray``, a private folder around one that Ray opens to
+    every user. If that path in TMPDIR is too long for sockets, it is in /tmp instead.
     """
     default = Path(get_ray_address_file(None)).parent
     with suppress(OSError):  # it does not exist yet
@@ -49,7 +49,7 @@ def _is_too_long(folder: Path) -> bool:
 
 
 def make_ray_folder() -> Path:
-    """Return the folder for Ray sessions after creating it if needed and deleting what ended sessions left in it.
+    """Create the folder for Ray sessions if needed, delete what ended sessions left in it, and return it.
 
     No other user can enter it.
 

@@ -1,6 +1,6 @@
 """The fork server: a process that has imported the modules of Ray's workers, and forks a worker on request of a raylet.
 
-A worker still runs Ray's own program in its own process. Only its imports, up to five seconds of a core, are done once,
+A worker still runs Ray's own program in its own process, but its imports, up to five seconds of a core, are done once,
 while Ray's own processes start. Raylets run ``worker.py``, which requests a forked worker, and becomes Ray's own worker
 if the server does not answer.
 
@@ -96,14 +96,9 @@ _REQUEST_BYTES = 2**20
 
 
 class WorkerRequest(NamedTuple):
-    """A request for a forked worker. The descriptors of the worker's output come with the message.
+    """A request for a forked worker: its Python executable, folder, OOM score, program with arguments, and environment.
 
-    Attributes:
-        python: the path of the Python executable.
-        folder: the working directory.
-        oom_score: the content of /proc/self/oom_score_adj.
-        program: a Python file and its arguments.
-        environment: all environment variables.
+    The descriptors of the worker's output come with the message.
     """
 
     python: str
