@@ -124,8 +124,8 @@ class Watchdog:
         """Compare the plan with the resources that are available now.
 
         Returns:
-            Two booleans: all workers fit; at least one worker of each stage fits. Both are True if the cluster does not
-            answer.
+            Two booleans: all workers fit; some workers of each stage fit, as there are a CPU and, if the plan reserves
+            GPUs, one GPU (or the share that all workers reserve). Both are True if the cluster does not answer.
         """
         try:
             resources = self.available_resources()
@@ -323,7 +323,7 @@ class Fetcher(Generic[T]):
         return None if item is None else item[0]
 
     def _fetch(self) -> None:
-        """Hand over items until the end, an error or an interruption. Runs in the thread."""
+        """Hand over the items, then the end or the iterator's exception, unless ``close`` interrupts."""
         try:
             try:
                 self._hand_items_over()

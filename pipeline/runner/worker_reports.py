@@ -344,9 +344,9 @@ class Heartbeats:
         return len(counted.workers) > (name in counted.workers) and n_failed < BETTER * max(1, n_all)
 
     def start(self, stage: str, worker: Worker) -> int | None:
-        """Record the start of a worker's process, and blame the items in hand for the end of the previous one.
+        """Record the start of a worker's process, and the crash of the previous one with its items in hand.
 
-        Items are not blamed if the previous process ended with its node, but that process counts as lost, too.
+        The items are blamed for the crash, unless that process ended with its node. It counts as lost in either case.
 
         Returns:
             The number of processes that this worker has lost, at most MAX_CRASHES + 1; 0 at its first start. None if
@@ -380,7 +380,10 @@ class Heartbeats:
         self._reasons[worker] = reason
 
     def _note_lost_nodes(self) -> None:
-        """Record the processes on lost nodes as crashed, before Ray starts new processes elsewhere."""
+        """Record each process on a lost node once as crashed, before Ray starts new processes elsewhere.
+
+        A node that was never seen alive is not lost: it may have joined just now.
+        """
         for stage, workers in self._processes.items():
             for name, worker in workers.items():
                 # A node that has joined just now may not be known yet.
