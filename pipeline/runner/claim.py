@@ -1,7 +1,8 @@
-"""The note of a run that writes to a store: host, process, start, and the last beat by the store's own clock.
+"""A run's claim on a store: a note with its host, process and start, which is renewed at intervals.
 
-The stored data is right without it: the tables are sets (``pipeline.cache.table``). The note refuses a second run of
-the same work by default, and makes deleting commands wait for running writers.
+Its age is measured by the store's own clock. The stored data is right without it, since the tables are sets
+(``pipeline.cache.table``). The note refuses a second run of the same work by default, and makes deleting commands wait
+for running writers.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from pipeline.runner.run_record import RUNS, now, write_last
 from pipeline.storage.stores import INDEXES, NOTE, Store
 
 HEARTBEAT_S = 10.0
-MAX_MISSED_BEATS = 6  # missed beats after which a run counts as ended
-_FOLDERS = (TOKENS, VIDEOS, RUNS, INDEXES, "answers", "repaired")  # of caches and answers
+MAX_MISSED_BEATS = 6  # after this many missed beats, a run counts as ended
+_FOLDERS = (TOKENS, VIDEOS, RUNS, INDEXES, "answers", "repaired")  # folders of caches and of answers
 
 
 class Holder(TypedDict, total=False):
     """The content of a claim's note: the run that writes to a store.
 
     Attributes:
-        run_id, host, pid: the run and its driver's process.
-        namespace: an id of the driver's container; process ids are unique only in it.
-        started: the start time of the process in ticks of the kernel.
+        run_id, host, pid: the run, and the host and process of its driver.
+        namespace: an id of the driver's container, since process ids are unique only within it.
+        started: the start time of the process in kernel ticks.
         since: the start of the run, by the clock of its host.
-        seconds: from the start to the last beat: clocks of hosts differ.
-        checked: whether the run has looked for other writers, and found none.
-        beat: the number of the last beat.
-        progress: the numbers of the run (``Progress``), once its workers are at work.
+        seconds: the time from the start to the last beat, since the clocks of hosts differ.
+        checked: whether the run has looked for other writers and found none.
+        beat: the number of times that the note was written.
+        progress: the counts of the run (``Progress``), once its workers run.
     """
 
     run_id: str
@@ -57,16 +58,11 @@ class Holder(TypedDict, total=False):
     progress: JsonObject
 
 
-_OPEN: set[str] = set()  # the run ids of the claims that this process has now
+_OPEN: set[str] = set()  # the run ids of this process's open claims
 
 
 class Claim:
-    """A note in ``store`` that this run writes to it, renewed by a thread while the ``with`` block lasts.
-
-    Entering raises CacheLocked if another run writes there, unless ``join``; UsageError if the store takes no files, or
-    one of its folders is a symbolic link.
-    It may wait a minute for a beat of another run.
-    """
+    """A note in a store that this run writes to it; a thread renews it while the ``with`` block lasts."""
 
     def __init__(
         self,
@@ -77,14 +73,18 @@ class Claim:
         join: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """Prepare the note; nothing is written before the ``with`` block.
+        """Prepare the note. Nothing is written before the ``with`` block.
 
         Args:
-            notify: gets a line while entering waits for another run.
-            join: whether to write beside other runs without a look at them.
+            notify: gets a line if entering has to wait for another run.
+            join: whether to write beside other runs without checking for them.
+            heartbeat_s: the interval at which the note is renewed.
         """
-        self._store, self._beating = store, store.impatient()
-        self._notify, self._join, self._heartbeat_s = notify, join, heartbeat_s
+        self._store = store
+        self._beating = store.impatient()
+        self._notify = notify
+        self._join = join
+        self._heartbeat_s = heartbeat_s
         self._name = f"{RUNS}/{run_id}{NOTE}"
         self._me: Holder = {
             "run_id": run_id,
@@ -101,7 +101,16 @@ class Claim:
         self._heart = threading.Thread(target=self._live, name="claim", daemon=True)
 
     def __enter__(self) -> Claim:
-        """Write the note, look for other runs, and start the thread that renews the note."""
+        """Write the note, check for other runs, and start the thread that renews the note.
+
+        Checking may take a minute per other note, to wait for a sign of life. Notes of runs that have ended are
+        deleted.
+
+        Raises:
+            CacheLocked: another run writes to the store, and ``join`` is False.
+            UsageError: nothing can be written to the store, or one of its folders is a symbolic link.
+            OSError: the store fails later on.
+        """
         refuse_links(self._store)
         _OPEN.add(self._me["run_id"])
         try:
@@ -122,7 +131,7 @@ class Claim:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Delete the note. A store that does not answer leaves it to go stale; ``error`` gets a line that says so."""
+        """Delete the note. If that fails, it goes stale by itself, and ``error``, if any, gets a note that says so."""
         self._end_event.set()
         if error is not None:
             self._leave_at(error)
@@ -131,13 +140,13 @@ class Claim:
             self._leave()
 
     def set_progress(self, progress: Progress) -> None:
-        """Set the run's numbers for the next beat of its note."""
+        """Set the counts that the next beat writes into the note."""
         self._me["progress"] = asdict(progress)
 
     def _leave_at(self, error: BaseException) -> None:
         """Delete this run's note as one of the last writes before ``error`` leaves the run.
 
-        If that fails, ``error`` gets a line that says so; nothing is raised.
+        Nothing is raised: if the deletion fails, ``error`` gets a note that says so.
         """
         if why := write_last(error, self._leave):
             stale_s = MAX_MISSED_BEATS * self._heartbeat_s
@@ -147,32 +156,41 @@ class Claim:
             )
 
     def _leave(self) -> None:
-        """End the claim: wait up to one interval for the last beat, then delete this run's note. Raises OSError."""
+        """Wait up to one interval for the last beat, then delete this run's note.
+
+        Raises:
+            OSError: the store fails.
+        """
         _OPEN.discard(self._me["run_id"])
         if self._heart.ident is not None:
             self._heart.join(self._heartbeat_s)
         self._store.delete(self._name)
 
     def _beat(self, store: Store) -> None:
-        """Write this run's note again, with a higher count."""
+        """Write this run's note again, with the next beat number and the seconds so far."""
         self._me["beat"] += 1
         self._me["seconds"] = time.monotonic() - self._began
         store.put(self._name, json.dumps(self._me).encode())
 
     def _live(self) -> None:
-        """Renew the note at intervals until the claim ends; runs in a thread."""
+        """Renew the note at intervals until the claim ends, ignoring failures of the store. Runs in a thread."""
         while not self._end_event.wait(self._heartbeat_s):
             with suppress(OSError):
                 self._beat(self._beating)
 
     def _refuse(self, name: str, holder: Holder) -> None:
-        """Raise CacheLocked if the run ``holder`` is alive; delete its note if it has ended. It may wait for a beat.
+        """Check the note of another run: raise CacheLocked if the run is alive, and delete the note if it has ended.
 
-        Two runs that start at once see each other's notes: the run with the smaller id passes here.
+        This may wait for a beat of the other run. Of two runs that start at once and see each other's notes, the one
+        with the smaller id passes. This run's own note passes, too. A note that cannot be deleted is ignored.
+
+        Raises:
+            CacheLocked: the run ``holder`` is alive.
+            OSError: the note cannot be read.
         """
         if holder.get("run_id") == self._me["run_id"]:
             return
-        # Both runs have just started and see each other: the run with the smaller id continues.
+        # Both runs have just started and see each other's notes: the run with the smaller id continues.
         if not holder.get("checked") and holder.get("run_id", "") > self._me["run_id"]:
             return
         if _runs_here(holder) is not False and self._is_alive(name, holder):
@@ -183,18 +201,21 @@ class Claim:
             self._store.delete(name)
 
     def _is_alive(self, name: str, holder: Holder) -> bool:
-        """Wait for a beat of another run's note; return True if one comes before the note counts as abandoned.
+        """Return True if another run is alive: its process runs here and its note is fresh, or a new beat arrives.
 
-        This run's own note is renewed meanwhile, and the user is told once. A live process of this container with a
-        fresh note is alive without a wait.
+        The wait for a beat ends when the note has missed MAX_MISSED_BEATS beats or is gone (False). If the process runs
+        here but its note is old, it may have been suspended, so the wait is MAX_MISSED_BEATS intervals from now.
+        Meanwhile this run's own note is renewed; the user is told once.
         """
-        limit, is_told = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s), False
-        # A running process with an old note may have been stopped, or a clock has jumped: its next beat decides.
-        runs_here, until = _runs_here(holder), time.monotonic() + limit.total_seconds()
+        limit = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s)
+        has_notified = False
+        # A running process with an old note may have been suspended, or a clock has jumped: its next beat decides.
+        runs_here = _runs_here(holder)
+        until = time.monotonic() + limit.total_seconds()
         while (silent := _find_age(self._store, name, self._name)) is not None and (runs_here or silent < limit):
             if runs_here and silent < limit:
                 return True
-            if not is_told and (is_told := True):
+            if not has_notified and (has_notified := True):
                 wait = (limit if runs_here else min(limit, limit - silent)).total_seconds()
                 self._notify(
                     f"{self._store} has a note of {describe_holder(holder)}; waiting {wait:.0f} s for a sign of life"
@@ -213,7 +234,10 @@ class Claim:
 
 
 def refuse_links(store: Store) -> None:
-    """Raise UsageError if a folder that commands write to and delete from is a symbolic link; the root may be one."""
+    """Raise UsageError if a folder of the store that commands write to and delete from is a symbolic link.
+
+    The root may be one. Object stores pass.
+    """
     root = store.folder
     folder = next((folder for folder in _FOLDERS if root is not None and (root / folder).is_symlink()), None)
     if folder is not None:
@@ -224,10 +248,13 @@ def refuse_links(store: Store) -> None:
 
 
 def find_holder(store: Store) -> Holder | None:
-    """Return the note of the first run that seems to write to ``store``, also a run of this process; None without one.
+    """Return the note of the first run that seems to write to ``store``, also one of this process; None without one.
 
-    The run's process is alive on this machine, or its note is younger than MAX_MISSED_BEATS. Reads notes only: nothing
-    is waited for or deleted. Raises OSError.
+    A run counts if its process is alive on this machine, or if its note is fresh and its process cannot be checked from
+    here. This reads notes only; nothing is waited for or deleted.
+
+    Raises:
+        OSError: the store fails.
     """
     for name, holder in _iter_notes(store):
         runs_here = _runs_here(holder)
@@ -239,12 +266,12 @@ def find_holder(store: Store) -> Holder | None:
 
 
 def describe_holder(holder: Holder) -> str:
-    """Describe a run by host and process, for messages."""
+    """Return the host, process id, run id and start of a run as JSON text, for messages."""
     return json.dumps({name: holder.get(name) for name in ("host", "pid", "run_id", "since")})
 
 
 def _iter_notes(store: Store) -> Iterator[tuple[str, Holder]]:
-    """Yield the name and content of every claim's note."""
+    """Yield the name and content of every claim's note in a store, that of the caller's own run included."""
     for name in store.names(RUNS, NOTE):
         note = _read_note(store, name)
         if note is not None:
@@ -252,7 +279,11 @@ def _iter_notes(store: Store) -> Iterator[tuple[str, Holder]]:
 
 
 def _read_note(store: Store, name: str) -> Holder | None:
-    """Read a note; None if it was deleted. A damaged note gives only the ``run_id`` in its name."""
+    """Return the content of a note; None if it was deleted. A damaged note gives only the ``run_id`` from its name.
+
+    Raises:
+        OSError: the store fails.
+    """
     try:
         content = json.loads(store.read(name))
     except FileNotFoundError:
@@ -263,10 +294,7 @@ def _read_note(store: Store, name: str) -> Holder | None:
 
 
 def _find_age(store: Store, name: str, own_name: str) -> timedelta | None:
-    """Return the age of a note relative to this run's own newest note, by the store's clock.
-
-    None if the note is gone.
-    """
+    """Return how much older a note is than this run's own, by the store's clock; None if one is gone."""
     try:
         return store.age(name) - store.age(own_name)
     except FileNotFoundError:
@@ -274,9 +302,10 @@ def _find_age(store: Store, name: str, own_name: str) -> timedelta | None:
 
 
 def _runs_here(holder: Holder) -> bool | None:
-    """Return True if a run's driver is a running process of this container, False if it was one and has ended.
+    """Return whether a run's driver is a running process of this container; None if that cannot be known.
 
-    None if it is on another host or in another container. A run of this process has ended once its claim has.
+    That is the case for another host or container. A run of this process counts as running until its claim has ended. A
+    process with the same id and another start time is not the driver.
     """
     namespace = _read_namespace()
     if not namespace or (holder.get("host"), holder.get("namespace")) != (socket.gethostname(), namespace):
@@ -287,7 +316,7 @@ def _runs_here(holder: Holder) -> bool | None:
 
 
 def _read_namespace() -> str:
-    """Return an id of this process's container (its PID namespace), "" where the system has none."""
+    """Return an id of this process's container: the boot and the PID namespace; "" without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -296,9 +325,9 @@ def _read_namespace() -> str:
 
 
 def _read_start_ticks(pid: int) -> str | None:
-    """Return a process's start time in kernel ticks; None if it does not run (or there is no /proc)."""
+    """Return a process's start time in kernel ticks; None if it has ended, is a zombie, or there is no /proc."""
     try:
         facts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return None
-    return None if facts[0] in "ZX" else facts[19]  # nobody has asked for a zombie's exit status yet
+    return None if facts[0] in "ZX" else facts[19]  # a zombie has ended, but its exit status was not read

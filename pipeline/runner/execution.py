@@ -1,4 +1,4 @@
-"""One graph while it runs: its output becomes written shards, and its workers are watched meanwhile."""
+"""The execution of one graph: it turns the graph's output into written shards, and watches the workers meanwhile."""
 
 from __future__ import annotations
 
@@ -26,27 +26,34 @@ FREE_SPACE = (
     "Free space on them, or start these nodes with --temp-dir or --object-spilling-directory on another disk "
     "(RAY_TMPDIR where the command itself starts Ray)"
 )
-# With a full disk Ray cannot start workers. A run in which nothing moves waits so long for free space.
+# Ray cannot start workers on a full disk. A run in which nothing moves waits this long for free space.
 _FULL_S = 60.0
-# Workers that start, or a cluster that ends with the run, do not answer. A stop does not wait for them.
+# A stopping run waits no longer than this for its last report: workers that start, or a cluster that ends with the
+# run, do not answer.
 _STOP_LOOK_S = 5.0
 
 
 class GraphExecution(Generic[T]):
-    """The execution of one graph of a job, which ``close`` ends.
+    """One graph of a job while it runs. The caller ends it with ``close`` and then leaves its contexts.
 
     Attributes:
         shards: the shards of the graph's output.
-        n_shards: one more than the largest number of a committed shard; shards are numbered from 0.
+        n_shards: 1 plus the largest number of an acknowledged shard; 0 before the first. Numbers start at 0.
     """
 
     def __init__(self, job: Job[T], items: T, watch: Watch, resources: ExitStack) -> None:
-        """Plan the workers for ``items``, build the graph and start it.
+        """Plan the workers for ``items``, build the graph, and start it in a thread.
 
-        ``resources`` gets the contexts to leave after ``close``, even if an interrupt comes half-way. Raises RunFailed
-        if the cluster is too small.
+        Args:
+            resources: gets the contexts to leave after ``close``, so that an interrupt half-way does not lose them.
+
+        Raises:
+            RunFailed: the cluster is too small for the plan.
         """
-        self._job, self._items, self._watch, self._plan = job, items, watch, job.plan(items)
+        self._job = job
+        self._items = items
+        self._watch = watch
+        self._plan = job.plan(items)
         self._head = Head(job.say)
         self._growth = Growth(self._plan, job.options.max_gpus)
         self._named_disks: dict[str, str] = {}
@@ -66,12 +73,15 @@ class GraphExecution(Generic[T]):
         self._batches = resources.enter_context(Fetcher(graph.batches()))
 
     def next_shard(self) -> Shard | None:
-        """Run the graph until a shard is written, and return it; None after the last one.
+        """Run the graph until a shard is written, and return it; return None after the last one.
 
-        After ``end_input`` only finished work is written, within the time for that; shards whose writer fails are left
-        out. Otherwise the workers are watched.
+        A shard is returned again until ``acknowledge``. Before ``end_input``, the workers are watched meanwhile. After
+        it, only finished work is written, and shards whose writer fails are left out.
 
-        Raises RunFailed or ClusterChanged if the graph must end.
+        Raises:
+            RunFailed: the graph, a writer or the head (HeadLost) failed, nothing moved for too long, or the watch ended
+                the run.
+            ClusterChanged: the other items should be rescheduled, because nodes changed or have full disks (DiskFull).
         """
         if self._last_writes_until is not None:
             return self._next_last()
@@ -92,8 +102,11 @@ class GraphExecution(Generic[T]):
             raise self._explain(error) from error
 
     def acknowledge(self, shard: Shard) -> None:
-        """Count the shard that ``next_shard`` returned last as committed, and restart the stall timer."""
-        self.shards.acknowledge()  # first: behind it an interrupt does not bring the shard again
+        """Count the shard that ``next_shard`` returned last as committed.
+
+        This updates ``n_shards``, shows the new counts, and resets the stall timer.
+        """
+        self.shards.acknowledge()  # first: after this, an interrupt does not return the shard again
         self.n_shards = max(self.n_shards, shard.number + 1)
         self._watchdog.record_movement()
         self._grow_reporter()
@@ -101,20 +114,20 @@ class GraphExecution(Generic[T]):
         self._reporter.advance(ok, len(shard.rows) - ok)
 
     def end_input(self, within_s: float = math.inf) -> None:
-        """End the graph. What came out of it is still written, within ``within_s`` seconds."""
+        """Stop the graph. ``next_shard`` still writes the output that was taken before, within ``within_s`` seconds."""
         self._batches.close()
         self._last_writes_until = time.monotonic() + within_s
 
     def check_complete(self) -> None:
-        """Raise RunFailed if items have no row after the last shard."""
+        """Raise RunFailed if fewer rows are committed than there are items."""
         if (n_missing := len(self._items) - self.shards.n_committed) > 0:
             item = self._plan.wording.item
             raise RunFailed(f"{n_missing} of {len(self._items)} {item}s have no row. Rerun the command")
 
     def close(self, within_s: float | None = None) -> None:
-        """End the graph, and take the last report of its workers.
+        """Stop the graph, pass the last report of its workers to the watch, and log excluded workers.
 
-        ``within_s``: the seconds that an interrupt which ends the run leaves for that; None without an interrupt.
+        ``within_s`` is the time that an interrupt leaves for this; without one (None), changed nodes are logged too.
         """
         self._batches.close()
         look_s = self._watchdog.every_s if within_s is None and self._head.answers() else _STOP_LOOK_S
@@ -127,7 +140,7 @@ class GraphExecution(Generic[T]):
             self._job.say(f"note: excluded worker: {worker}")
 
     def _next_last(self) -> Shard | None:
-        """Return the next shard that is written within the time for last writes, or None."""
+        """Return the next shard that is written within the time limit of ``end_input``; None if there is none."""
         assert self._last_writes_until is not None
         with suppress(ray.exceptions.RayError):  # no writer takes the rest
             while self.shards.finish() and (left_s := self._last_writes_until - time.monotonic()) > 0:
@@ -137,19 +150,21 @@ class GraphExecution(Generic[T]):
         return None
 
     def _explain(self, error: ray.exceptions.RayError | OSError) -> RunFailed | DiskFull:
-        """Return the error that ends the graph, in the words of the worker that failed.
+        """Return the error that ends the graph because of ``error``, with the reason that a worker gave, if any.
 
-        It is DiskFull if nodes have full disks and others can run all stages.
+        It is HeadLost if the head does not answer, and DiskFull if nodes have full disks and the others can run all
+        stages. Otherwise it is RunFailed, whose message also names nodes that may have full disks.
         """
         is_of_ray = isinstance(error, ray.exceptions.RayError)
         if is_of_ray and not self._head.answers():
             return HeadLost(self._head.describe_loss())
-        told = self._watchdog.read_latest(self._watchdog.every_s).failure if is_of_ray else None
-        why = told or describe_cause(error)
+        worker_failure = self._watchdog.read_latest(self._watchdog.every_s).failure if is_of_ray else None
+        why = worker_failure or describe_cause(error)
         disks = DiskSearch({}, {})
         with suppress(Exception):  # a cluster that does not answer: the error itself says more
             if is_of_ray:
-                reported, spilling_failed = self._watchdog.report.full_disks, is_out_of_disk(error)
+                reported = self._watchdog.report.full_disks
+                spilling_failed = is_out_of_disk(error)
                 disks = find_full_disks(self._job.excluded_nodes, reported, spilling_failed=spilling_failed)
         if disks.full:
             return self._make_disk_error(disks.full, why)
@@ -159,7 +174,10 @@ class GraphExecution(Generic[T]):
         return RunFailed(why)
 
     def _make_disk_error(self, full: dict[str, str], why: str) -> DiskFull | RunFailed:
-        """Return DiskFull if other nodes can run all stages, else the error that ends the run because of ``why``."""
+        """Return DiskFull for the nodes ``full`` (id -> host and folder) if the other nodes can run all stages.
+
+        Otherwise return RunFailed with a message that begins with ``why``.
+        """
         if self._job.can_run_on(sum_resources({**self._job.excluded_nodes, **full})):
             return DiskFull(full)
         return RunFailed(
@@ -167,9 +185,14 @@ class GraphExecution(Generic[T]):
         )
 
     def _look_when_due(self) -> None:
-        """Read and show the workers' report at intervals. Raise RunFailed or ClusterChanged if the graph should end.
+        """Read and show the workers' report at intervals while the head answers, and end the graph if necessary.
 
-        It may ask an autoscaler for more nodes.
+        This also logs changed nodes and full disks, passes the report to the watch, and may ask an autoscaler for
+        nodes.
+
+        Raises:
+            RunFailed: nothing moved for too long, or the watch ended the run.
+            ClusterChanged: the other items should be rescheduled on the current nodes.
         """
         if time.monotonic() - self._looked_at < self._watchdog.every_s or not self._head.answers():
             return
@@ -191,8 +214,14 @@ class GraphExecution(Generic[T]):
             self._growth.look(display.progress, speed, today)
 
     def _look_at_disks(self, report: WorkerReport) -> None:
-        """Name full disks while nothing moves, and end the graph after _FULL_S if no worker has an item in hand."""
-        still_s, full = self._watchdog.still_s, dict[str, str]()
+        """Log full disks once nothing has moved for SHRUNK_S seconds.
+
+        Raises:
+            DiskFull: nothing has moved for _FULL_S seconds, no worker has an item in hand, and the other nodes can run
+                all stages. If they cannot, RunFailed.
+        """
+        still_s = self._watchdog.still_s
+        full = dict[str, str]()
         if still_s > SHRUNK_S:
             with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
                 full = find_known_full_disks(self._job.excluded_nodes, report.full_disks)
@@ -203,11 +232,11 @@ class GraphExecution(Generic[T]):
             raise self._make_disk_error(full, f"no {self._plan.wording.item} moved for {still_s:.0f} s")
 
     def _look_at_nodes(self, report: WorkerReport) -> None:
-        """Log nodes that joined or were lost. Nothing is raised if the cluster does not answer."""
+        """Log nodes that joined or were lost, and each node's workers. A cluster that does not answer is ignored."""
         with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
             if self._head.answers():  # else Ray would wait for it
                 self._job.nodes.look(report, self._plan)
 
     def _grow_reporter(self) -> None:
-        """Show the number of items known by now, and whether more will come."""
+        """Pass the number of items known by now, and whether more will come, to the display."""
         self._reporter.grow(len(self._items), is_final=self._items.is_complete)

@@ -1,4 +1,4 @@
-"""What a kind of run tells a ``Stream``: how to plan and build its graphs, and when to end."""
+"""The interface between a kind of run and ``Stream``: how to plan and build its graphs, and when to end it."""
 
 from __future__ import annotations
 
@@ -25,70 +25,84 @@ from pipeline.storage.outages import announce_outages
 
 
 class Items(Protocol):
-    """The items of a run, such as videos. More of them may be found while the run works.
+    """The items of a run, such as videos. More of them may become known while the run works.
 
     Attributes:
-        KEY: the columns of a committed row that tell its item.
+        KEY: the columns of a committed row that identify its item.
     """
 
     KEY: ClassVar[Sequence[str]]
 
     def __len__(self) -> int:
-        """Return the number of items that are known."""
+        """Return the number of items that are known so far."""
 
     @property
     def is_complete(self) -> bool:
-        """True if all items are known."""
+        """True once all items are known."""
 
     def without(self, rows: pa.Table) -> Self:
-        """Return the items that have no row among ``rows``, committed by this run; waits until all items are known."""
+        """Return the items that have no row in ``rows``, after waiting until all items are known.
+
+        Args:
+            rows: the KEY columns of rows that this run has committed.
+        """
 
 
 T = TypeVar("T", bound=Items)
 
 
 class Job(ABC, Generic[T]):
-    """The work of one run on items T: it plans the workers and builds a graph of Ray Data for them.
+    """The work of one run on items of type T: it plans the workers and builds the Ray Data graphs for them.
 
     Attributes:
-        wording: the words about the run in messages.
-        options: the options of the run.
-        console: where lines for the user go.
-        excluded_nodes: the nodes on which no worker may run, id -> host.
+        wording: the words for messages about the run.
+        say: prints a line for the user to ``console``.
+        excluded_nodes: the nodes on which no worker may run, node id -> host.
         nodes: the log of nodes that come and go.
-        n_shards: the number of the first shard of the next graph.
+        n_shards: the number of the next graph's first shard.
     """
 
     wording: ClassVar[Wording]
 
     def __init__(self, options: RunOptions, console: Console) -> None:
-        self.options, self.console, self.say = options, console, speaker(console)
+        """Start with no excluded nodes, and with shard number 0."""
+        self.options = options
+        self.console = console
+        self.say = speaker(console)
         self.excluded_nodes: dict[str, str] = {}
         self.nodes = NodeLog(self.say)
         self.n_shards = 0
 
     @abstractmethod
     def plan(self, items: T) -> Plan:
-        """Divide the cluster's resources among the workers for items. Raise RunFailed if they do not suffice."""
+        """Return a plan that divides the cluster's resources among the workers for ``items``.
+
+        Raises:
+            RunFailed: the resources do not suffice.
+        """
 
     @abstractmethod
     def graph(self, items: T, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
-        """Build the graph of Ray Data for items; its workers report to ``heartbeats``."""
+        """Return the Ray Data graph for ``items``, not yet running; its workers report to ``heartbeats``."""
 
     @abstractmethod
     def replan(self, n_items: int) -> Plan | None:
-        """Plan ``n_items`` on the current nodes; None if no plan is possible now."""
+        """Return a plan of ``n_items`` items on the current nodes; None if no plan is possible now."""
 
     def available_resources(self) -> Mapping[str, float]:
-        """Return the resources of the nodes that the run may use now."""
+        """Return the total resources of the living nodes that the run may use, with at most ``max_gpus`` GPUs."""
         return sum_resources(self.excluded_nodes, self.options.max_gpus)
 
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
-        """Return True if a cluster with these resources can run all stages."""
+        """Return True if a cluster with these resources can run every stage. By default that takes a CPU."""
         return cluster.get("CPU", 0.0) > 0
 
     def require_resources(self) -> Mapping[str, float]:
-        """Return ``available_resources``. Raise RunFailed if they cannot run all stages."""
+        """Return ``available_resources``.
+
+        Raises:
+            RunFailed: they cannot run every stage.
+        """
         cluster = self.available_resources()
         if not self.can_run_on(cluster):
             raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
@@ -96,10 +110,10 @@ class Job(ABC, Generic[T]):
 
 
 class Watch:
-    """The observer of a run: it passes the workers' reports to the monitor, and may end the run.
+    """The observer of a run: it passes the workers' reports to the monitor. A subclass may end the run.
 
     Attributes:
-        reports: the last report of each graph.
+        reports: the last report of each graph that has ended.
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -107,20 +121,23 @@ class Watch:
         self.reports: list[WorkerReport] = []
 
     def look(self, report: WorkerReport, progress: Progress) -> None:
-        """Look at a report. Raise RunFailed to end the run."""
+        """Pass a report and the progress to the monitor. A subclass may raise RunFailed to end the run."""
         self.monitor.look(report, progress)
 
     def take_last(self, report: WorkerReport, progress: Progress) -> None:
-        """Keep the last report of a graph, however the graph ended."""
+        """Pass the last report of a graph to the monitor and keep it, however the graph ended."""
         self.monitor.look(report, progress)
         self.reports.append(report)
 
 
 @contextmanager
 def convert_store_errors(say: Say) -> Iterator[None]:
-    """Announce stores that do not answer inside the context, and raise an OSError as RunFailed.
+    """Announce stores that do not answer inside the context, and convert an OSError to RunFailed.
 
-    A fault of a single item becomes its error row, so any other OSError is taken for the store's.
+    A fault of a single item becomes its error row, so any other OSError is taken for one of the store.
+
+    Raises:
+        RunFailed: the context raised an OSError.
     """
     with announce_outages(say):
         try:
@@ -130,7 +147,7 @@ def convert_store_errors(say: Say) -> Iterator[None]:
 
 
 def print_options(options: RunOptions, console: Console) -> None:
-    """Print the options that are not at their defaults in one line."""
+    """Print one line with the options that differ from their defaults, or that all have their defaults."""
     changed_options = " ".join(f"{name}={value}" for name, value in options.changed_values().items())
     line = f"configuration: {changed_options or 'all defaults'}"
     console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)

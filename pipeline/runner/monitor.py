@@ -1,11 +1,10 @@
-"""The outlets of a running run: its metrics, its progress in its note, and the log of crashed workers.
+"""What a run publishes while it works: its metrics, the progress in its claim's note, and a log of crashed workers.
 
-Metrics are at Ray's metrics port, as ``ray_gstep_...``. The driver records them from committed rows and from the
-workers' reports. Ray's agent of the driver's node serves them; without an agent (``ray[default]`` is not installed)
-recording does nothing.
+Metrics appear at Ray's metrics port as ``ray_gstep_...``. The driver records them from committed rows and the workers'
+reports, and the Ray agent of its node serves them; without an agent (no ``ray[default]``) recording does nothing.
 
-The log files of a lost node are lost. But Ray's log monitor publishes the lines of running workers. So the driver
-listens, keeps the last lines of each process in memory, and writes the lines of crashed processes to the log.
+The log files of a lost node are lost, so the driver listens to the lines that Ray's log monitor publishes, keeps the
+last lines of each process in memory, and logs those of crashed processes.
 """
 
 from __future__ import annotations
@@ -32,10 +31,15 @@ from pipeline.storage.stores import Store
 
 
 class Monitor:
-    """The outlets of one run, for use in a ``with`` block. ``tell`` gets its progress at every ``look``."""
+    """The publisher of one run's metrics, progress and crash log, used as a ``with`` block around the run."""
 
     def __init__(self, store: Store, run_id: str, tell: Callable[[Progress], object]) -> None:
-        """Set up the outlets; nothing is sent or listened to before ``start``."""
+        """Set up the monitor without publishing or listening to anything before ``start``.
+
+        Args:
+            store: receives the crash log, ``runs/<run_id>.log``.
+            tell: called with the progress at each ``look``.
+        """
         self._tell = tell
         self._name = f"{RUNS}/{run_id}.log"
         self._store = store
@@ -49,27 +53,31 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Export the end of the run, and stop listening. Without its head a run vanishes, as an alert says then."""
+        """Record how the run ended in the metric "runs_ended", and close the crash log, which may take seconds.
+
+        The metric is not recorded if the head was lost: its metrics then vanish altogether.
+        """
         if self._is_started and not isinstance(error, HeadLost):
             self.metrics.count("runs_ended", 1, status=name_ending(kind))
         self._logs.close()
 
     @property
     def log(self) -> str:
-        """The file with the last lines of crashed workers; "" if no worker crashed."""
+        """The URI or path of the crash log; "" if no worker has crashed."""
         return f"{self._store}/{self._name}" if self._logs.n_crashed else ""
 
     def start(self) -> None:
-        """Begin to listen to the workers. Call it once Ray is joined."""
+        """Start to listen to the workers and to record store outages as metrics. Call it after joining Ray."""
         self._is_started = True
         self._logs.start()
         self.metrics.set("last_row_time", time.time())
         OUTAGES.record = lambda place, since: self.metrics.set("outage_start_time", since, store=place)
 
     def look(self, report: WorkerReport, at: Progress) -> None:
-        """Update the log of crashed workers, the claim's note and the metrics from a report of the workers.
+        """Pass on the progress, log newly crashed workers, and update the metrics.
 
-        Reports have sums; failures are counted by their growth since the last call.
+        The failure counts of ``report`` are cumulative, so only their growth since the last call is counted. If its
+        ``n_moves`` has decreased, a new graph has started, and all are counted.
         """
         self._logs.add(report.crashed_processes)
         self._tell(at)
@@ -78,7 +86,8 @@ class Monitor:
         for fault, count in report.faults.items():
             labels = {"stage": fault.stage, "node": fault.host, "class": fault.error_class}
             self.metrics.count("failures", count - self._faults[fault], **labels)
-        self._faults, self._moves = Counter(report.faults), report.n_moves
+        self._faults = Counter(report.faults)
+        self._moves = report.n_moves
         for stage, waiting in at.waiting.items():
             self.metrics.set("queue", waiting, stage=stage)
         for stage, share in at.busy.items():
@@ -86,7 +95,7 @@ class Monitor:
         self.metrics.set("items_left", at.total - at.done)
 
     def count_rows(self, item: str, ok: int, failed: int) -> None:
-        """Add committed rows to the metrics."""
+        """Add the numbers of committed rows of a kind, "video" or "question", to the metrics."""
         self.metrics.count("rows", ok, item=item, status="ok")
         self.metrics.count("rows", failed, item=item, status="failed")
         self.metrics.set("last_row_time", time.time())
@@ -102,48 +111,48 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
         "failures": ("failed items; a retried item counts again", ("stage", "node", "class")),
         "items_left": ("items without a row", ()),
         "queue": ("items in a stage's queue or in hand", ("stage",)),
-        "busy_share": ("share of half a minute in which workers had items in hand", ("stage",)),
+        "busy_share": ("share of the last half minute in which workers had items in hand", ("stage",)),
         "last_row_time": ("when the last row was committed, or the run began, in seconds since 1970", ()),
-        "outage_start_time": ("since when a store does not answer, in seconds since 1970; 0 while it does", ("store",)),
+        "outage_start_time": ("when a store stopped answering, in seconds since 1970; 0 while it answers", ("store",)),
         "runs_ended": ("1 once the run has ended: finished, failed, cancelled", ("status",)),
     }
 )
 
 
 class Metrics:
-    """The recorder of the metrics of one run; every metric has the label ``run``."""
+    """The recorder of one run's metrics. It adds the label ``run`` to every value."""
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._recorders: dict[str, Any] = {}
 
     def count(self, name: str, amount: float, **labels: str) -> None:
-        """Add an amount to the counter ``name`` of METRICS; 0 does nothing."""
+        """Add ``amount`` to the counter ``name``, a key of METRICS. An amount of 0 or less is ignored."""
         if amount > 0:
             self._recorder(ray_metrics.Counter, name).inc(amount, {**labels, "run": self._run})
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Set the gauge ``name`` of METRICS."""
+        """Set the gauge ``name``, a key of METRICS, to ``value``."""
         self._recorder(ray_metrics.Gauge, name).set(value, {**labels, "run": self._run})
 
     def _recorder(self, kind: type, name: str) -> Any:
-        """Return the recorder of a metric, a counter or a gauge. It is made at first use, when Ray is joined."""
+        """Return Ray's recorder, of class ``kind``, for a metric. It is created at first use, when Ray is joined."""
         if name not in self._recorders:
             meaning, labels = METRICS[name]
             self._recorders[name] = kind(f"gstep_{name}", meaning, ("run", *labels))
         return self._recorders[name]
 
 
-_MAX_LINES, _MAX_PROCESSES = 50, 5000  # in memory: last lines of a process, and processes
+_MAX_LINES, _MAX_PROCESSES = 50, 5000  # kept in memory: last lines per process, and processes
 _MAX_LOG_CHARS = 2**20  # a longer log file gets no more lines
 _POLL_S = _WAIT_S = 1.0  # the last lines of a crashed process may arrive this much later
 
 
 class WorkerLogs:
-    """The listener to this driver's workers. ``save`` gets the whole text of the log file at each addition."""
+    """The writer of the crash log: it listens to the output of this driver's workers in a thread."""
 
     def __init__(self, save: Callable[[bytes], object]) -> None:
-        """Set up the listener; its thread starts with ``start``."""
+        """Set up the writer; its thread starts with ``start``. ``save`` gets the complete log text at each addition."""
         self._save = save
         self._text = ""
         self._lines: OrderedDict[tuple[str, int], deque[str]] = OrderedDict()  # (ip, pid) -> its last lines
@@ -156,29 +165,32 @@ class WorkerLogs:
 
     @property
     def n_crashed(self) -> int:
-        """The number of crashed processes."""
+        """The number of different crashed processes that were added."""
         return len(self._known)
 
     def start(self) -> None:
-        """Begin to listen. Call it once Ray is joined. If Ray gives no lines, only the crashes are logged."""
-        with suppress(Exception):  # Ray has no public way to listen: without it only the crashes are logged
+        """Start to listen. Call it after joining Ray.
+
+        If Ray does not offer a subscription, crashes are logged without the last lines of their processes.
+        """
+        with suppress(Exception):  # Ray has no public way to listen. Without it, only the crashes are logged
             subscriber = ray._raylet.GcsLogSubscriber(address=ray.get_runtime_context().gcs_address)
             subscriber.subscribe()
             self._subscriber = subscriber
         self._listener.start()
 
     def add(self, processes: Collection[CrashedProcess]) -> None:
-        """Add the crashes of a report; new crashes are written to the log a moment later, with their last lines.
-
-        Crashes that were added before are ignored.
-        """
+        """Schedule crashed processes for the log, about a second later; processes added before are ignored."""
         for process in processes:
             if process not in self._known:
                 self._known[process] = None
                 self._unwritten.append(process)
 
     def close(self) -> None:
-        """Wait a few seconds until the crashes are written, then stop listening."""
+        """Wait up to about three seconds until all crashes are written, then stop listening.
+
+        Crashes that remain are written by this call if the thread has ended or never started.
+        """
         if self._listener.is_alive():
             deadline = time.monotonic() + _POLL_S + 2 * _WAIT_S
             while self._unwritten and time.monotonic() < deadline:
@@ -188,11 +200,11 @@ class WorkerLogs:
                 if self._subscriber is not None:
                     self._subscriber.close()
             self._listener.join(_WAIT_S)
-        if self._unwritten and not self._listener.is_alive():  # it ended before its turn: this process stood still
+        if self._unwritten and not self._listener.is_alive():  # this process was suspended meanwhile
             self._write(len(self._unwritten))
 
     def _listen(self) -> None:
-        """Keep workers' last lines, and write crashes to the log, until ``close``; runs in a thread."""
+        """Keep the workers' last lines and write crashes to the log until ``close``. Runs in the thread."""
         job = ray.get_runtime_context().get_job_id()
         while not self._end_event.is_set():
             n_crashed = len(self._unwritten)  # crashes noticed during the wait come next time
@@ -201,9 +213,10 @@ class WorkerLogs:
                 self._write(n_crashed)
 
     def _keep(self, job: str, for_s: float) -> None:
-        """Wait ``for_s`` seconds, and keep the last lines of this job's workers that come meanwhile.
+        """Keep the last lines of this job's worker processes that arrive within ``for_s`` seconds or until ``close``.
 
-        Returns early at ``close``. Beyond _MAX_PROCESSES the process that was silent longest is forgotten.
+        Beyond _MAX_PROCESSES processes, the one that has been silent for the longest time is forgotten. If Ray does not
+        answer, the call only waits.
         """
         until = time.monotonic() + for_s
         while (left_s := until - time.monotonic()) > 0 and not self._end_event.is_set():
@@ -221,9 +234,10 @@ class WorkerLogs:
                     self._lines.popitem(last=False)
 
     def _write(self, n_crashed: int) -> None:
-        """Add the first unwritten crashes to the log's text, and save the whole text.
+        """Append the first ``n_crashed`` waiting crashes to the log text, save the whole text, and dequeue them.
 
-        A log of _MAX_LOG_CHARS takes no more. An OSError of the store is ignored.
+        Once the text has _MAX_LOG_CHARS characters, further crashes are dropped without an entry. An OSError of the
+        store is ignored.
         """
         nodes: dict[str, Mapping[str, Any]] = {}
         with suppress(Exception):  # a cluster that does not answer
@@ -238,14 +252,14 @@ class WorkerLogs:
             self._unwritten.popleft()
 
     def _describe_crash(self, process: CrashedProcess, node: Mapping[str, Any]) -> list[str]:
-        """Return log lines: the crashed process, its items in hand, why its node was lost, and its last output.
+        """Return the log lines about a crash: the process, its items, why its node was lost, and its last output.
 
-        ``node`` is what Ray knows of the node; {} if it does not answer.
+        ``node`` is the entry of the process's node in ``ray.nodes()``; without one ({}) the last output is not found.
         """
         stage, worker, items = process
-        having = f" with {', '.join(items)} in hand" if items else ""
+        items_text = f" with {', '.join(items)} in hand" if items else ""
         where = f"on {worker.host} (process {worker.pid}, node {worker.node})"
-        lines = [f"{now()} a worker of {stage} {where} crashed{having}"]
+        lines = [f"{now()} a worker of {stage} {where} crashed{items_text}"]
         if node and not node["Alive"]:
             lines.append(f"its node was lost: {printable(node.get('DeathReasonMessage') or 'Ray gives no reason')}")
         last = self._lines.get((node.get("NodeManagerAddress", ""), worker.pid))

@@ -1,4 +1,4 @@
-"""Progress of a run and the load of its stages: counted once, shown as a bar, as lines in a log, or to a function."""
+"""The progress of a run and the load of its stages, displayed as a bar, as log lines, or passed to a function."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from pipeline.runner.stages import Wording
 from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.outages import OUTAGES
 
-_LOOKS = 4  # stored reports: busy shares are measured over the three intervals between them, half a minute
-# Busy shares: from the first on a stage counts as always busy; below the second it slows nothing down.
+_LOOKS = 4  # reports in memory: busy shares are measured over the three intervals between them, half a minute
+# Busy shares: at the first or above, a stage counts as always busy; below the second, it slows nothing down.
 SATURATED_SHARE, SLACK_SHARE = 0.9, 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The numbers of a run at one moment.
+    """The counts and the load of a run at one moment, or a note for the user.
 
     Attributes:
-        item: the kind of its items, "video" or "question".
-        total: items of the current graph.
+        item: the kind of the items, "video" or "question".
+        total: the known items of the current graph.
         ok: items with a result.
         failed: items with an error row.
-        ahead: results of each stage before the last, by its word: {"decoded": 9}.
+        ahead: results of each stage before the last, keyed by what it did: {"decoded": 9}.
         busy: stage -> share of the last half minute in which its workers had items in hand, 0 to 1.
         waiting: stage -> items in its queue or in hand.
-        bottleneck: the slowest stage, or a store that does not answer; "" before it is measured.
-        note: a line for the user; "" if only the numbers are new.
+        bottleneck: the slowest stage, or a store that does not answer; "" if unknown.
+        note: a line for the user; "" in a report of new counts.
     """
 
     item: str = ""
@@ -61,32 +61,32 @@ class Progress:
 
     @property
     def load(self) -> str:
-        """A text about the busy shares and the bottleneck, "" before they are measured."""
+        """The busy shares and the bottleneck as text; "" before they are measured."""
         shares = " ".join(f"{stage} {share:.0%}" for stage, share in self.busy.items())
         limit = f"bottleneck: {self.bottleneck}" if self.bottleneck else ""
         return f"busy: {shares}{limit and f' ({limit})'}" if shares else limit
 
 
 def stage_counts(ahead: Mapping[str, int]) -> str:
-    """Format the items that each stage has done, to follow other numbers: ", 9 decoded"."""
+    """Format the counts of ``Progress.ahead`` so that they can follow other numbers: ", 9 decoded"."""
     return "".join(f", {count} {word}" for word, count in ahead.items())
 
 
 class Load:
-    """The load of a run's stages, measured between the latest reports of its workers."""
+    """The load of a run's stages, measured over the last _LOOKS reports of its workers."""
 
     def __init__(self) -> None:
         self._reports: deque[WorkerReport] = deque([WorkerReport()], maxlen=_LOOKS)
 
     def add(self, report: WorkerReport) -> None:
-        """Add the latest report."""
+        """Add a report; the oldest report in memory is dropped."""
         self._reports.append(report)
 
     def busy(self) -> dict[str, float]:
         """Return the share of time in which each stage's workers had items in hand, 0 to 1, over the reports in memory.
 
-        A stage without a ready worker is left out. A stage without news since the last report is not busy: busy workers
-        report each second, crashed workers do not.
+        A stage whose workers were not ready in this time is left out. A stage without news since the last report counts
+        as not busy (0), because busy workers report each second and crashed workers do not.
         """
         first, last = self._reports[0], self._reports[-1]
         before = self._reports[-2] if len(self._reports) > 1 else first
@@ -100,19 +100,20 @@ class Load:
         }
 
     def waiting(self, total: int) -> dict[str, int]:
-        """Return the items in each stage's queue or in hand: the stage before passed them on, this stage did not.
+        """Return the number of items in each stage's queue or in hand, by the latest report.
 
-        The first stage has all of ``total`` that it has not passed on.
+        It is the number of items that the stage before has passed on minus those that this stage has passed on, at
+        least 0. The first stage gets ``total`` items. Before the first report the result is {}.
         """
         n_left = {"": total, **self._reports[-1].n_passed_on}
         return {stage: max(0, n_left[before] - n_left[stage]) for before, stage in pairwise(n_left)}
 
 
 def find_bottleneck(busy: Mapping[str, float]) -> str:
-    """Return the slowest stage; "" if no stage slows the others down, before it is measured, or if there is only one.
+    """Return the stage that limits the rate of the run; "" if there is none or there are fewer than two stages.
 
-    It is the last stage whose workers are always busy, since the stages before give more than it can take. Otherwise it
-    is the busiest stage, if it is busy for half of its time.
+    It is the last stage that is always busy (SATURATED_SHARE), since the stages before it produce more than it can
+    take. Otherwise it is the busiest stage, if its share is at least SLACK_SHARE.
     """
     saturated_stages = [stage for stage, share in busy.items() if share >= SATURATED_SHARE]
     busiest = max(busy, key=lambda stage: busy[stage], default="")
@@ -122,9 +123,9 @@ def find_bottleneck(busy: Mapping[str, float]) -> str:
 
 
 class Listening(CleanConsole):
-    """A console that passes its lines, and progress, to the function ``tell``.
+    """A console that passes its lines as notes, and progress reports, to the function ``tell``.
 
-    An exception of ``tell`` ends the run.
+    An exception that ``tell`` raises ends the run.
     """
 
     def __init__(self, tell: Callable[[Progress], object]) -> None:
@@ -132,7 +133,7 @@ class Listening(CleanConsole):
         self.tell = tell
 
     def print(self, *objects: Any, **keywords: Any) -> None:
-        """Pass the printed text to the function as a note, without its style; nothing is written."""
+        """Pass the printed text without styles to ``tell`` as the note of a ``Progress``; blank text is dropped."""
         with self.capture() as capture:
             super().print(*objects, **{**keywords, "soft_wrap": True})
         if text := capture.get().strip():
@@ -140,18 +141,18 @@ class Listening(CleanConsole):
 
 
 class OneLine:
-    """The progress display of a notebook: one line, overwritten until the run ends, below the notes."""
+    """The progress display of a notebook: one line on stderr, overwritten until the run ends, below any notes."""
 
     def __init__(self) -> None:
         self._width = 0
 
     def __call__(self, progress: Progress) -> None:
-        """Write the progress to stderr over the line before; a note and the last progress end with a new line.
+        """Write a note or the progress to stderr, over the previous progress line.
 
-        The line about the configuration is left out.
+        A note, and the progress of a complete run, end with a newline. The note about the configuration is not written.
         """
         if progress.note.startswith("configuration: "):
-            return  # the options stand in the cell above
+            return  # the cell above shows the options
         ends = progress.note or (progress.total and progress.done == progress.total)
         text = f"\r{progress.note or progress}".ljust(self._width)
         sys.stderr.write(text + ("\n" if ends else ""))
@@ -163,7 +164,13 @@ EARLY_S, _EARLY_LINES = 4.5, 7  # seconds between the first lines of a log, and 
 
 
 class Speed(NamedTuple):
-    """The speed of a run: ``rate`` items a second, ``n_left`` to come, the first ``start_s`` after the start."""
+    """The speed of a run.
+
+    Attributes:
+        rate: items per second.
+        n_left: the number of items still to come.
+        start_s: the seconds from the creation of the Pace to the first item.
+    """
 
     rate: float
     n_left: int
@@ -171,15 +178,15 @@ class Speed(NamedTuple):
 
     @property
     def left_s(self) -> float:
-        """Seconds until the last item, if nothing changes."""
+        """The seconds until the last item at this rate."""
         return self.n_left / self.rate
 
 
 class Pace:
-    """The rate of items since the first item came, so that loading models does not count."""
+    """The rate of a run's items, measured from the first item so that the time for loading models does not count."""
 
     def __init__(self, total: int, item: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Set the counts to zero. The clock starts with the first item."""
+        """Set the counts to zero. The measurement starts with the first counted item."""
         self._total = total
         self._item = item
         self._clock = clock
@@ -189,34 +196,36 @@ class Pace:
         self._start: float | None = None
 
     def grow(self, total: int, *, is_final: bool = True) -> None:
-        """Set the number of known items, which grows while archives are indexed; ``is_final``: no more will come."""
-        self._total, self._is_final = total, is_final
+        """Set the number of known items; ``is_final`` is False while it may grow, since archives are being indexed."""
+        self._total = total
+        self._is_final = is_final
 
     def count_computed(self, items: int) -> None:
-        """Count computed items, never more than the total."""
+        """Add computed items. The sum is capped at the total, since ``items`` may be an upper bound."""
         self._n_computed = min(self._n_computed + items, self._total)
         self._begin()
 
     def count_written(self, items: int) -> None:
-        """Count written items; they give the rate of a run that counts no computed items."""
+        """Add written items. They set the rate if they are more than the computed items."""
         self._n_written += items
         self._begin()
 
     def _begin(self) -> None:
-        """Start the clock at the first item."""
+        """Start the measurement if it has not started; the items counted by now are not part of the rate."""
         if self._start is None:
             self._start, self._n_at_start = self._clock(), self._n_counted
 
     @property
     def _n_counted(self) -> int:
-        """The items so far: computed or written, whichever is more."""
+        """The number of items so far: computed or written, whichever is more."""
         return max(self._n_computed, self._n_written)
 
     def speed(self) -> Speed | None:
-        """Return the speed since the first items came; None until more follow."""
+        """Return the speed since the first item; None until more items and some time have followed it."""
         if self._start is None:
             return None
-        new, seconds = self._n_counted - self._n_at_start, self._clock() - self._start
+        new = self._n_counted - self._n_at_start
+        seconds = self._clock() - self._start
         return (
             Speed(new / seconds, self._total - self._n_counted, self._start - self._created_at)
             if new and seconds
@@ -224,7 +233,11 @@ class Pace:
         )
 
     def __str__(self) -> str:
-        """Return a text with the rate and the time left, unless more items will come; "" after the last item."""
+        """Return the rate with the time left, "0.52 videos/s, 30 s left"; "" after the last item.
+
+        Instead of the time left, the text says that more items are being listed if the total is not final. Before there
+        is a speed it is "no estimate yet".
+        """
         if self._total == self._n_counted and self._is_final:
             return ""
         if (speed := self.speed()) is None:
@@ -234,10 +247,15 @@ class Pace:
 
 
 class Reporter:
-    """A counter of a run's items that passes the counts to a function; subclasses display them."""
+    """A counter of a run's items that passes a ``Progress`` to ``tell`` on each change; subclasses display it.
+
+    Attributes:
+        progress: the counts so far.
+        pace: the rate of the items.
+    """
 
     def __init__(self, total: int, words: Wording, tell: Callable[[Progress], object] = lambda progress: None) -> None:
-        """Set the counts to zero; the display starts with the ``with`` block."""
+        """Set the counts to zero. The display starts with the ``with`` block."""
         self._tell = tell
         self.progress = Progress(item=words.item, total=total)
         self.pace = Pace(total, words.item)
@@ -254,7 +272,7 @@ class Reporter:
 
     @property
     def current(self) -> Progress:
-        """The current counts; the bottleneck is a store while it does not answer, since all stages wait for it."""
+        """The counts so far. A store that does not answer is the bottleneck meanwhile, since all stages wait for it."""
         places = OUTAGES.list_places()
         return replace(self.progress, bottleneck=f"no answer from {', '.join(places)}") if places else self.progress
 
@@ -263,21 +281,21 @@ class Reporter:
         self._tell(self.current)
 
     def grow(self, total: int, *, is_final: bool = True) -> None:
-        """Set the number of known items, which grows while archives are indexed; ``is_final``: no more will come."""
+        """Set the number of known items; ``is_final`` is False while it may grow, since archives are being indexed."""
         self.pace.grow(total, is_final=is_final)
         self._set_progress(replace(self.progress, total=total))
 
     def count_computed(self, items: int) -> None:
-        """Count items that are computed or failed, written or not."""
+        """Add items that are computed or failed, written or not, to the pace; nothing is displayed."""
         self.pace.count_computed(items)
 
     def advance(self, ok: int, failed: int) -> None:
-        """Count items that are committed."""
+        """Add committed items, and show the counts."""
         self.pace.count_written(ok + failed)
         self._set_progress(replace(self.progress, ok=self.progress.ok + ok, failed=self.progress.failed + failed))
 
     def stages(self, report: WorkerReport) -> None:
-        """Take over the results of each stage so far, and its busy share; show them if they changed."""
+        """Take the stages' results, busy shares and queues and the bottleneck from a report; show changes."""
         self._stage_counts = report.n_results
         self._load.add(report)
         busy = self._load.busy()
@@ -291,7 +309,7 @@ class Reporter:
         )
 
     def _set_progress(self, progress: Progress) -> None:
-        """Set the current counts, with the results of the early stages, and show them if they changed."""
+        """Replace the counts, add the results of the early stages to them, and show them if they differ from before."""
         now = replace(progress, ahead=self._words.ahead(self._stage_counts, progress.ok))
         if now != self.progress:
             self.progress = now
@@ -299,9 +317,11 @@ class Reporter:
 
 
 def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
-    """Return the progress display for a console: a bar on a terminal, else a line at each interval.
+    """Return the progress display for a console.
 
-    A ``Listening`` console gets the counts through its function.
+    Returns:
+        For a ``Listening`` console a plain Reporter, which calls its function; on a terminal a bar; otherwise a
+        reporter that prints a line every ``log_interval`` seconds.
     """
     if isinstance(console, Listening):
         return Reporter(total, words, console.tell)
@@ -311,10 +331,10 @@ def reporter(console: Console, total: int, log_interval: float, words: Wording) 
 
 
 class BarReporter(Reporter):
-    """A reporter that draws a bar with the count, the failures, the rate and the time left."""
+    """A reporter that draws a bar with the counts, failures, load, rate and time left."""
 
     def __init__(self, console: Console, total: int, words: Wording) -> None:
-        """Make the bar; it is drawn inside the ``with`` block."""
+        """Create the bar, which is drawn inside the ``with`` block only."""
         super().__init__(total, words)
         texts = (words.doing, "{task.fields[more]}", "{task.fields[pace]}")  # both are formatted at each refresh
         doing, more, pace = map(rich_progress.TextColumn, texts)
@@ -330,26 +350,26 @@ class BarReporter(Reporter):
         self._bar.stop()
 
     def show(self) -> None:
-        """Give the current counts to the bar, which draws itself."""
+        """Update the bar, which redraws itself."""
         self._bar.update(self._task, completed=self.progress.done, total=self.progress.total)
 
     def __str__(self) -> str:
-        """Return the text behind the bar: failed items, the results of each stage, and its load."""
+        """Return the text behind the bar: the failed items, the results of the early stages, and the load."""
         progress = self.current
         return ", ".join(filter(None, (f"{progress.failed} failed{stage_counts(progress.ahead)}", progress.load)))
 
 
 class LineReporter(Reporter):
-    """A reporter that prints a line every ``interval`` seconds, also while nothing moves, and one at the end.
+    """A reporter that prints a line every ``interval`` seconds, also without progress, and a last line at the end.
 
-    In the first half minute, in which workers start and load models, a line comes at least every EARLY_S seconds.
+    During the first half minute, while workers start and load models, lines come at least every EARLY_S seconds.
     """
 
     def __init__(self, console: Console, total: int, interval: float, words: Wording) -> None:
-        """Make the thread that prints the lines; it runs inside the ``with`` block."""
+        """Create the thread that prints the lines; it starts with the ``with`` block."""
         super().__init__(total, words)
         self._console = console
-        self._interval = min(interval, threading.TIMEOUT_MAX)  # an event waits no longer
+        self._interval = min(interval, threading.TIMEOUT_MAX)  # the maximum that an event can wait
         self._end_event = threading.Event()
         self._ticker = threading.Thread(target=self._print_lines, name="progress", daemon=True)
 
@@ -358,12 +378,13 @@ class LineReporter(Reporter):
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Stop the thread, and print the last line."""
         self._end_event.set()
         self._ticker.join()
         self._print_line()
 
     def _print_lines(self) -> None:
-        """Print a line at each interval until the run ends; runs in a thread."""
+        """Print a line at each interval until the run ends. Runs in a thread."""
         for _ in range(_EARLY_LINES):
             if self._end_event.wait(min(self._interval, EARLY_S)):
                 return
@@ -372,6 +393,6 @@ class LineReporter(Reporter):
             self._print_line()
 
     def _print_line(self) -> None:
-        """Print the counts, the rate and the time left."""
+        """Print the current counts and load, the rate and the time left."""
         pace = str(self.pace)
         self._console.print(", ".join(filter(None, (str(self.current), pace))), highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Runs that are called from Python: their options, their progress, and the process that they restore."""
+"""Support for runs that are called from Python: their progress, their errors, and the restoring of the process."""
 
 from __future__ import annotations
 
@@ -31,9 +31,14 @@ _TOKEN = "RAY_AUTH_TOKEN"
 
 
 def make_console(progress: ProgressOption) -> Console:
-    """Return the console of a run: a bar on a terminal, a line in a notebook, lines in a log, or a function's.
+    """Return the console that displays a run as ``progress`` says.
 
-    ``progress=False`` shows nothing. Raises UsageError for any other value that is no function.
+    Args:
+        progress: False for no display; True for a bar on a terminal, one line in a notebook, or lines in a log on
+            stderr; a function gets each ``Progress``.
+
+    Raises:
+        UsageError: ``progress`` is none of these.
     """
     if progress is False:
         return Console(quiet=True)
@@ -44,13 +49,14 @@ def make_console(progress: ProgressOption) -> Console:
 
 
 def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_limit: int | None = None) -> S:
-    """Return the summary of a run called from Python if the command's exit code would be 0.
-
-    Otherwise raises TooManyFailed, which carries the summary.
+    """Return ``summary`` if a command with this outcome would exit with code 0.
 
     Args:
-        n_items: the items of the run, of which ``max_failed`` may be a share.
-        infrastructure_limit: the largest number of infrastructure errors; None for no limit of their own.
+        n_items: the number of items of the run, for a ``max_failed`` that is a share.
+        infrastructure_limit: the maximum number of infrastructure errors; None for no such limit.
+
+    Raises:
+        TooManyFailed: the exit code would not be 0; the error carries the summary.
     """
     if not summary.exit_code(config.failure_limit(n_items), infrastructure_limit):
         return summary
@@ -62,9 +68,10 @@ def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_l
 
 @contextmanager
 def run_here() -> Iterator[None]:
-    """Run a job inside this process, whose state is restored once the last of its runs has ended.
+    """Run a job in this process inside the context, and restore the process once the last concurrent run has ended.
 
-    A Ray that the runs started is shut down then. A Ray that ran before is kept, without the workers of this run.
+    A Ray that the runs have started is then shut down. A Ray that ran before is kept. In any case, the workers of this
+    run are ended.
     """
     global _n_runs  # noqa: PLW0603 - the process has one state
     with _counting:
@@ -83,16 +90,17 @@ def run_here() -> Iterator[None]:
 
 @contextmanager
 def _restore_process() -> Iterator[None]:
-    """Restore the process after the block: shut down a Ray that runs started, and undo their settings.
+    """Restore the process after the context: shut down a Ray that runs have started, and undo their settings.
 
-    Settings are Ray Data's context, the levels of Ray's loggers, Ray's environment variables and warning filters. The
-    token of a cluster stays.
+    The settings are Ray Data's context, the levels of Ray's loggers, Ray's environment variables except the cluster's
+    token, and the warning filters.
     """
     context = vars(ray.data.DataContext.get_current())
     settings = dict(context)
     loggers = [logging.getLogger(name) for name in ("ray", "ray.data")]
     levels = [logger.level for logger in loggers]
-    variables, is_joined = _list_ray_variables(), ray.is_initialized()
+    variables = _list_ray_variables()
+    is_joined = ray.is_initialized()
     try:
         with warnings.catch_warnings():
             yield
@@ -109,5 +117,5 @@ def _restore_process() -> Iterator[None]:
 
 
 def _list_ray_variables() -> dict[str, str]:
-    """Return Ray's environment variables."""
+    """Return the environment variables whose names start with "RAY_"."""
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}

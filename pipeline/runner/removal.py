@@ -1,6 +1,6 @@
-"""What the removals of videos from caches and from answers share.
+"""The shared code of the commands that remove videos from caches and from answers.
 
-That is their result, their run with its record, and cleaning: the records and logs of earlier runs lose the videos, and
+It has their result, the run with its record, and cleaning: the records and logs of earlier runs lose the videos, and
 files that a stopped writer left unfinished are deleted.
 """
 
@@ -26,24 +26,25 @@ from pipeline.runner.run_record import RUNS, RunFile
 from pipeline.storage.stores import TEMPORARY, Store
 
 _INSTEAD = "(removed)"
-# Fields of a record that name no video: a short id must not change a version or a shard.
+# Fields of a record that never name a video, so that a short id does not change a version or the name of a shard.
 _KEPT_KEYS = frozenset(
     {"run_id", "host", "versions", "status", "device", "dtype", "resources", "token_shards", "emptied"}
 )
-_OPTIONS = frozenset({"videos", "ask", "system"})  # options of a run that may hold the texts
+_OPTIONS = frozenset({"videos", "ask", "system"})  # options of a run that may contain the texts
 _IN_ARCHIVE = re.compile(rf"({'|'.join(map(re.escape, FORMS))})/")
-_MAX_EXAMPLES = 5  # unknown ids that a result names
+_MAX_EXAMPLES = 5  # at most this many unknown ids are named
 
 
 @dataclass
 class Removal:
-    """The result of a removal of videos from one place.
+    """The result of a removal of videos from one cache or set of answers.
 
     Attributes:
-        run_id: it names the record in runs/; "" where there is no such run.
-        videos: ids that are removed now; ``unknown`` are those that the place knew nothing of.
-        likely: ids that may have been meant by the first unknown ids.
-        deleted: files that held something of the videos.
+        run_id: the run whose record in runs/ has the reason; "" if there is no run.
+        videos: the number of ids that are removed now.
+        unknown: ids that were not found, sorted.
+        likely: unknown id -> similar known ids; for the first unknown ids only.
+        deleted: names of files that contained something of the videos.
     """
 
     run_id: str
@@ -53,9 +54,10 @@ class Removal:
     deleted: list[str] = field(default_factory=list)
 
     def find_unknown(self, ids: Collection[str], known_ids: Iterable[str], nameable: pa.ChunkedArray) -> None:
-        """Set ``unknown`` to the ``ids`` that are not among ``known_ids``, and ``likely`` to similar ids.
+        """Set ``unknown`` to the ``ids`` that are not in ``known_ids``, and ``likely`` to ids similar to the first few.
 
-        ``nameable`` are the ids that may be suggested.
+        Args:
+            nameable: the ids that may be suggested; those among ``ids`` are not.
         """
         self.unknown = sorted(set(ids).difference(known_ids))
         for video_id in self.unknown[:_MAX_EXAMPLES]:
@@ -63,7 +65,7 @@ class Removal:
                 self.likely[video_id] = likely
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user about unknown ids."""
+        """Yield a note with the number and the first few of the unknown ids, then a note for each id of ``likely``."""
         if n_unknown := len(self.unknown):
             names = name_first(self.unknown, n_unknown, _MAX_EXAMPLES)
             yield f"note: {n_unknown:,} of the ids are unknown here, and barred all the same: {names}"
@@ -74,9 +76,12 @@ class Removal:
 
 @contextmanager
 def removal_run(store: Store, result: Removal, reason: str, say: Callable[[str], object]) -> Iterator[None]:
-    """Claim ``store`` for the run of a removal, and write the record of the run, which has the reason.
+    """Claim ``store`` for a removal inside the context, and write the record of its run, with the reason.
 
-    Raises CacheLocked where another run writes to ``store``, UsageError where nothing can be written, and OSError.
+    Raises:
+        CacheLocked: another run writes to ``store``.
+        UsageError: nothing can be written to ``store``.
+        OSError: the store fails.
     """
     record = {**provenance(result.run_id), "removed": result.videos, "reason": reason}
     with Claim(store, result.run_id, say), RunFile(store, record):
@@ -86,11 +91,15 @@ def removal_run(store: Store, result: Removal, reason: str, say: Callable[[str],
 def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -> None:
     """Replace ids of videos and other texts by "(removed)" in the records and logs of all runs.
 
-    An id is replaced in every form that an address gives it. A text is replaced where it stands as a whole word, with
-    the file suffixes behind it (.mp4). A file without them stays as it is. Raises OSError.
+    An id is also replaced in the form ARCHIVE#MEMBER. Each text is replaced without its video suffix, where it stands
+    as a whole word, together with any suffixes behind it (.mp4). In records, fields that cannot name a video stay. A
+    file without the texts is not rewritten.
+
+    Raises:
+        OSError: a file cannot be read or written.
     """
     texts = [*ids, *texts, *(_IN_ARCHIVE.sub(r"\1#", video_id) for video_id in ids)]
-    # Without a video's suffix, as what is beside a video has its stem; the longest first.
+    # Without a video's suffix, since files that belong to a video share its stem; the longest first.
     unique = {text[: -len(find_suffix(text))] if find_suffix(text) in VIDEO_SUFFIXES else text for text in texts}
     stems = sorted(unique - {""}, key=lambda stem: (-len(stem), stem))
     names = [file.name for file in store.list_files(RUNS) if file.name.endswith((".json", ".log"))]
@@ -99,7 +108,7 @@ def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -
         try:
             record: Json = json.loads(content)
         except (ValueError, RecursionError):
-            record = content  # a log, or a record that was cut off
+            record = content  # a log or a truncated record
         whole = "\n".join(iter_texts(record))
         present = [stem for stem in stems if stem in whole]
         patterns = [re.compile(rf"(?<![\w-]){re.escape(stem)}(\.\w+)*(?![\w-])") for stem in present]
@@ -109,9 +118,12 @@ def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -
 
 
 def delete_unfinished(store: Store, folders: Iterable[str]) -> list[str]:
-    """Delete the files of these folders whose writer was stopped, and return their names. Raises OSError.
+    """Delete the temporary files that stopped writers left in these folders, and return their names.
 
-    No run may be writing.
+    No run may be writing meanwhile.
+
+    Raises:
+        OSError: the store fails.
     """
     names = [file.name for folder in folders for file in store.list_files(folder)]
     unfinished_names = [name for name in names if PurePosixPath(name).name.startswith(TEMPORARY)]
@@ -121,7 +133,7 @@ def delete_unfinished(store: Store, folders: Iterable[str]) -> list[str]:
 
 
 def iter_texts(value: Json) -> Iterator[str]:
-    """Yield the texts in a value of JSON, at any depth."""
+    """Yield the strings in a JSON value, at any depth; keys of objects are not included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -130,9 +142,10 @@ def iter_texts(value: Json) -> Iterator[str]:
 
 
 def _without(value: Json, patterns: Collection[re.Pattern[str]], *, are_options: bool = False) -> Json:
-    """Return a value of JSON with "(removed)" for each match of the patterns in its texts.
+    """Return a copy of a JSON value in which each match of the patterns in its strings is "(removed)".
 
-    Fields of _KEPT_KEYS stay. With ``are_options`` the value has the options of a run, of which all but _OPTIONS stay.
+    Keys and the fields _KEPT_KEYS of any object stay as they are. If ``are_options``, as for a field "config", the
+    value has the options of a run, of which only _OPTIONS are changed.
     """
     if isinstance(value, str):
         for pattern in patterns:

@@ -1,6 +1,6 @@
-"""The record of a run, ``runs/<run_id>.json``, and its outcome: provenance, progress and counts.
+"""The record of a run, ``runs/<run_id>.json``, and the outcome of a run: its counts, failures and exit code.
 
-When an error or an interrupt ends a run, its last writes share one time limit, and raise nothing (``write_last``).
+When an error or an interrupt ends a run, its last writes share one time limit and raise nothing (``write_last``).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from pipeline.storage.stores import Store
 
 RUNS = "runs"
 COMMITTED_KEY = "token_shards"  # key of a record: the ids of the run's committed token shards
-#: Seconds that all last writes of an ending have together: schedulers send SIGKILL after half a minute.
+#: Seconds that all last writes of a run share when it ends early: schedulers send SIGKILL after half a minute.
 LAST_WRITES_S = 15.0
 NO_ANSWER = f"no answer within {LAST_WRITES_S:g} s"
 
 
 class RunRecord(TypedDict, total=False):
-    """The fields of a run's record that are read. Older and newer records may lack some; nothing depends on it.
+    """The fields of a run's record that are read. Records of other versions may lack some; nothing depends on them.
 
     Attributes:
         versions: package -> version.
-        decoding_rules: the version of the rules that made frames of files; records of before version 2 have none.
-        config: all options of the run, defaults too.
-        videos: the number of videos to do.
-        estimated: whether ``videos`` is an estimate, while archives are not all indexed.
+        decoding_rules: the version of the rules that make frames of files; missing in records from before version 2.
+        config: all options of the run, including defaults.
+        videos: the number of videos to process.
+        estimated: whether ``videos`` is an estimate, because not all archives are indexed yet.
         error: the error that ended the run, if any.
-        ended_by: the limit of hours that ended the run, if any.
-        token_shards: the ids of its committed token shards (COMMITTED_KEY).
-        parity: how the model was shown to answer from cached tokens as from its own; absent for families that need no
-            such check.
+        ended_by: the time limit that ended the run, if any.
+        token_shards: the ids of the run's committed token shards (COMMITTED_KEY).
+        parity: how the model was shown to give the same answers from cached tokens as from its own; absent for families
+            that need no such check.
     """
 
     run_id: str
@@ -72,7 +72,7 @@ class RunRecord(TypedDict, total=False):
 
 
 class RunFile:
-    """The file of a run's record. The ``with`` block writes it at the start and at the end of the run."""
+    """The file of a run's record, written on entering the ``with`` block ("running") and on leaving it."""
 
     def __init__(self, store: Store, record: JsonObject) -> None:
         self._store = store
@@ -83,9 +83,13 @@ class RunFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        """Record how the run ended. If the store does not take it, ``value`` gets a line that says so.
+        """Write how the run ended: "finished", "cancelled" or "failed", with the time and any error.
 
-        Without ``value`` the store's OSError is raised.
+        If the run ended with an error and the store does not take the record in time, that error gets a note that says
+        so.
+
+        Raises:
+            OSError: the store failed at the end of a finished run.
         """
         status = name_ending(kind)
         if value is None:
@@ -96,26 +100,36 @@ class RunFile:
                 value.add_note(f"the record of this run still says 'running': {why}")
 
     def note(self, **news: Json) -> None:
-        """Add fields to the record; the next ``save`` writes them."""
+        """Add or replace fields of the record in memory; the next ``save`` writes them."""
         self._record |= news
 
     def save(self, **news: Json) -> None:
-        """Add fields to the record, and write it."""
+        """Add or replace fields of the record, and write it to the store.
+
+        Raises:
+            OSError: the store fails.
+        """
         self.note(**news)
         self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
 
 
 def seconds_left(ending: BaseException) -> float:
-    """Return the seconds left for the last writes of ``ending``. The first call starts the clock."""
+    """Return the seconds left for the last writes of ``ending``, at least 0.
+
+    The first call for an error starts its clock of LAST_WRITES_S, which is stored in the error.
+    """
     until: float = vars(ending).setdefault("last_writes_until", time.monotonic() + LAST_WRITES_S)
     return max(0.0, until - time.monotonic())
 
 
 def write_last(ending: BaseException, write: Callable[[], object], spare_s: float = 0.0) -> str:
-    """Do one of the last writes before ``ending`` leaves a run; return the reason if it failed, else "".
+    """Call ``write`` in a thread as one of the last writes before ``ending`` leaves a run, and wait for it.
 
-    Raises nothing. The write has the seconds left for ``ending``, without the last ``spare_s``, which are kept for
-    later writes. A write that hangs is left behind in a thread, and may still be done late.
+    The wait lasts at most the seconds left for ``ending`` minus ``spare_s``, which are kept for later writes. A write
+    that takes longer is left behind in its thread, and may still be done late. Nothing is raised.
+
+    Returns:
+        "" if the write succeeded, otherwise why it failed: its error or NO_ANSWER.
     """
     failures: list[str] = []
 
@@ -133,12 +147,16 @@ def write_last(ending: BaseException, write: Callable[[], object], spare_s: floa
 
 
 def name_ending(kind: type[BaseException] | None) -> str:
-    """Return the status of a run that ended with an exception of this kind; None for a run without an exception."""
+    """Return the status of a run: "finished", "cancelled" (KeyboardInterrupt) or "failed" (any other exception).
+
+    Args:
+        kind: the class of the exception that ended the run; None without one.
+    """
     return "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
 
 
 def read_record(store: Store, name: str) -> RunRecord:
-    """Read the record in the file ``name``; {} where it is missing or unreadable, since it is provenance only."""
+    """Return the record in the file ``name``; {} if it is missing, unreadable or malformed."""
     try:
         record = json.loads(store.read(name))
     except (OSError, ValueError, RecursionError):
@@ -153,7 +171,11 @@ def read_record(store: Store, name: str) -> RunRecord:
 
 
 def newest_record(store: Store) -> RunRecord | None:
-    """Read the newest record that has its run's options; None if no record has."""
+    """Return the newest record that contains its run's options (``config``); None if there is none.
+
+    Raises:
+        OSError: the records cannot be listed.
+    """
     for name in reversed(store.names(RUNS, ".json")):  # a run_id begins with its time
         record = read_record(store, name)
         if isinstance(record.get("config"), dict):
@@ -162,15 +184,18 @@ def newest_record(store: Store) -> RunRecord | None:
 
 
 def read_committed(store: Store, run_id: str) -> frozenset[str] | None:
-    """Return the ids of the token shards that a run recorded as committed; None where its record cannot be read."""
+    """Return the ids of the token shards that a run recorded as committed; None if it has no readable record."""
     record = read_record(store, f"{RUNS}/{run_id}.json")
     return frozenset(map(str, record.get("token_shards", []))) if record else None
 
 
 def list_committed_shards(store: Store) -> list[str]:
-    """List the token shards that the records of runs name as committed. Raises OSError.
+    """Return the names of the token shard files that the records of their runs list as committed.
 
-    Call it before reading rows, so that shards committed meanwhile do not pass for lost.
+    Call it before reading rows, so that shards committed meanwhile are not mistaken for lost.
+
+    Raises:
+        OSError: the token shards cannot be listed.
     """
     names = store.names(TOKENS, ".parquet")
     ids = {run_id: read_committed(store, run_id) or frozenset() for run_id in {parse_run_id(name) for name in names}}
@@ -178,24 +203,24 @@ def list_committed_shards(store: Store) -> list[str]:
 
 
 def now() -> str:
-    """Return the current time in the form of records: ISO 8601 in UTC, to the second."""
+    """Return the current time as records contain it: ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def new_run_id() -> str:
-    """Make a run id that begins with the time in milliseconds, so that names of runs and shards sort by time."""
+    """Return a new run id. It starts with the time in milliseconds, so names of runs and shards sort by time."""
     now = datetime.now(UTC)
     return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z-{secrets.token_hex(3)}"
 
 
 def check_out(store: Store) -> None:
-    """Raise UsageError if ``--out`` is a folder that Ray deletes after the job.
+    """Raise UsageError if the store of ``--out`` is in a folder that Ray deletes after the job.
 
-    Absolute paths and object stores pass.
+    That is a relative path in a Ray job with a working directory. Absolute paths and object stores pass.
     """
     if store.folder is not None and not Path(str(store)).is_absolute():
         job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-        if job.get("runtime_env", {}).get("working_dir"):  # this process runs in a folder that was uploaded
+        if job.get("runtime_env", {}).get("working_dir"):  # this process runs in an uploaded folder
             raise UsageError(
                 f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
                 "with it: name an absolute path that every node sees"
@@ -207,20 +232,20 @@ _RUN_FIELDS = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wal
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of a request: counts of items, and failures by class.
+    """The outcome of a run, or the summary of a cache or of answers: counts of items, and failures by class.
 
     Attributes:
-        n_ok: items (videos, questions) with a result.
-        failures: error class -> items.
-        examples: error class -> (id, message) of one of them.
+        n_ok: items (videos or questions) with a result.
+        failures: error class -> number of items.
+        examples: error class -> (id, message) of one such item.
         n_missing: items without a row.
-        n_outside: failures for infrastructure reasons: a mount, a store, a bug, a GPU full of other work.
-        n_waiting: items that ``--limit`` or ``--max-hours`` left for another run; they count nowhere else.
+        n_outside: failures by infrastructure errors: a mount, a store, a bug, a GPU full of other work.
+        n_waiting: items that ``--limit`` or ``--max-hours`` left for another run; they are in no other count.
         n_new: items that this run processed.
-        n_new_failed: failed items among ``n_new``; a failed redo leaves an earlier result in place.
-        wall_s: seconds this run took; None for a summary of a cache.
-        out: where the results are; "" for a summary of a cache.
-        log: the file with the last lines of crashed worker processes; "" if no process crashed.
+        n_new_failed: failed items among ``n_new``; a failed redo keeps the earlier result.
+        wall_s: seconds that this run took; None for a summary.
+        out: the location of the results; "" for a summary.
+        log: the file with the last lines of crashed workers; "" if no worker crashed.
         failed: id -> error class of the failed items; for videos only if a caller from Python requests it.
     """
 
@@ -243,10 +268,11 @@ class Outcome:
         return sum(self.failures.values())
 
     def exit_code(self, failure_limit: int, infrastructure_limit: int | None = None) -> int:
-        """Return 0 if every item has a row, at least one is ok, and failures are within the limits; else 1.
+        """Return 0 if every item has a row, one is ok, none failed by a bug, and failures are within limits; else 1.
 
-        An item that failed by a bug makes it 1 too. All failures together, and the failures of this run, must be at
-        most ``failure_limit``, and infrastructure errors at most ``infrastructure_limit``, if that is not None.
+        Args:
+            failure_limit: the maximum number of failed items, in total and in this run.
+            infrastructure_limit: the maximum number of infrastructure errors; None for no such limit.
         """
         bad = (
             self.n_missing
@@ -258,7 +284,7 @@ class Outcome:
         return 1 if bad else 0
 
     def iter_troubles(self, item: str, n_items: int) -> Iterator[str]:
-        """Yield what makes the exit code of a run of ``n_items`` 1, a text each."""
+        """Yield a text for each trouble of a run of ``n_items`` items: failed items, missing rows, no result at all."""
         if self.failures:
             example, message = next(iter(self.examples.values()))
             classes = ", ".join(f"{count} {name}" for name, count in self.failures.items())
@@ -271,18 +297,19 @@ class Outcome:
             yield f"no {item} has a result"
 
     def as_record(self) -> JsonObject:
-        """Return the counts and examples as a JSON-able mapping, without ``out`` and ``failed``."""
+        """Return the counts, failures and examples as a JSON-serializable dict, without ``out`` and ``failed``."""
         fields = {name: value for name, value in vars(self).items() if name not in ("out", "failed")}
         return {**fields, "n_failed": self.n_failed}
 
     def standing(self) -> JsonObject:
-        """Return the fields of ``as_record`` that describe the results, without those about the run."""
+        """Return the fields of ``as_record`` that describe the stored results, without those about this run."""
         return {name: value for name, value in self.as_record().items() if name not in _RUN_FIELDS}
 
     def pace(self, item: str) -> str:
-        """Return a sentence with the number of items of this run, its time and its rate.
+        """Return a sentence with the number of this run's items, the failures, time, rate, and crash log if any.
 
-        A run without items says that every item has a row already, or that the rest was left for another run.
+        If the run processed no items, the sentence says that every item has a row already, or that the run ended
+        before.
         """
         if not self.n_new and self.n_waiting:
             return f"no {item} was done before the run ended"
@@ -294,7 +321,7 @@ class Outcome:
         return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s{log}"
 
     def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
-        """Make a table of the failures by class, with one example and the remedy of each."""
+        """Return a Rich table of the failures by class, with an example and the remedy (by ``faults``) of each."""
         table = Table(title=f"failed {item}s (--retry-failed tries them again)", title_justify="left", show_edge=False)
         for name in ("class", f"{item}s", "example", "remedy"):
             table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")
@@ -306,7 +333,7 @@ class Outcome:
 
 
 def as_text(renderable: RenderableType) -> str:
-    """Render a Rich object as plain text."""
+    """Render a Rich object as plain text of at most 120 columns, without trailing spaces."""
     console = CleanConsole(file=io.StringIO(), width=120, force_jupyter=False)
     with console.capture() as capture:
         console.print(renderable)
@@ -314,9 +341,10 @@ def as_text(renderable: RenderableType) -> str:
 
 
 def count_failures(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
-    """Return ``failures`` (the commonest class first) and ``examples`` (the first row of each class) of an Outcome.
+    """Return the ``failures`` (most common class first) and ``examples`` (first row of each class) of an Outcome.
 
-    The failed rows have the columns ``key`` (the id), error_class and error_message.
+    Args:
+        rows: failed rows with the columns ``key`` (the id), error_class and error_message.
     """
     failures = dict(Counter(row["error_class"] for row in rows).most_common())
     return failures, {row["error_class"]: (row[key], row["error_message"]) for row in reversed(rows)}

@@ -1,8 +1,8 @@
-"""Bundling of a graph's output into shards, by number and by age, and the shards' writers.
+"""Bundling of a graph's output into shards, by number of items and by age, and the writers of the shards.
 
 Ray Data bundles by number alone: the last items would wait for more, and a stopped job would lose them. Only references
-wait here. Their bytes stay in the object stores. Ray Data counts them against the limit of the graph, which slows the
-earlier stages.
+wait here; their bytes stay in the object stores. Ray Data counts these bytes against the limit of the graph, which
+slows down the earlier stages.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from ray.actor import ActorHandle
 
 # A shard that is due is written at most this much later.
 TICK_S = 0.5
-# While batches come, the driver looks for written shards this often, and commits them together.
+# While batches arrive, the driver looks for written shards at this interval, and commits them together.
 LOOK_S = 0.1
 # The driver holds the rows of one commit in memory.
 MAX_SHARDS_PER_COMMIT = 64
 
 
 class GraphOutput(NamedTuple):
-    """The output of a graph: tables or references to tables, and how many items they hold."""
+    """A batch of a graph's output: tables or references to tables, and how many items they hold."""
 
     tables: Sequence[ray.ObjectRef] | Sequence[pa.Table]
     n_items: int
 
 
 class Shard(NamedTuple):
-    """One written shard, or several in one commit.
+    """One written shard, or several that are committed together.
 
     Attributes:
-        number: the number of the last of these shards.
+        number: the largest number of these shards.
         rows: the rows to commit.
-        n_taken: the number of items that its batches were taken for, an upper bound of the rows.
+        n_taken: the number of items that their batches were counted as, an upper bound of the number of rows.
     """
 
     number: int
@@ -50,15 +50,15 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class RunGraph:
-    """A Ray Data graph that is ready to run, with the way its output is written.
+    """A Ray Data graph that is ready to run, and the way in which its output is written.
 
     Attributes:
-        dataset: the graph of Ray Data, which runs once it is iterated.
-        items_per_shard: how many items make a shard.
-        start_writers: starts the actors whose ``write`` turns blocks into a shard and returns the rows to commit.
-            None: the blocks hold the rows to commit, which are small enough to wait here.
-        unpack_block: converts a block into rows to commit, without writers.
-        items_per_row: items that share a row of the output for writers; the last rows may have fewer.
+        dataset: the graph, which runs once it is iterated.
+        items_per_shard: the maximum number of items in a shard.
+        start_writers: starts the actors whose ``write`` turns blocks into a shard and returns the rows to commit. If
+            None, the blocks themselves hold the rows to commit, which are small enough to wait here.
+        unpack_block: converts a block to rows to commit if there are no writers.
+        items_per_row: with writers, the number of items that share a row of the output; the last rows may have fewer.
     """
 
     dataset: ray.data.Dataset
@@ -68,12 +68,12 @@ class RunGraph:
     items_per_row: int = 1
 
     def batches(self) -> Iterator[GraphOutput]:
-        """Run the graph, and yield each batch of its last stage as soon as it is computed; empty batches are left out.
+        """Run the graph, and yield each batch of its last stage as soon as it is computed; empty batches are skipped.
 
-        Closing the generator ends the graph. If there are writers, a batch has references, and its number of items is
-        an upper bound.
+        Closing the generator stops the graph. With writers, a batch has references, and its number of items is an upper
+        bound; without, it has tables that ``unpack_block`` returned.
         """
-        # Not iter_batches: its threads wait in a way that nothing can interrupt, and it fetches ahead.
+        # Not iter_batches: its threads wait in a way that cannot be interrupted, and it fetches ahead.
         bundles = self.dataset.iter_internal_ref_bundles()
         try:
             for bundle in bundles:
@@ -91,7 +91,7 @@ class RunGraph:
 
 
 class _Writing(NamedTuple):
-    """A shard that a writer has: the answer to come, the writer, and the number of items taken for it."""
+    """A shard that a writer is writing: the pending answer, the writer, and the number of items taken for it."""
 
     answer: ray.ObjectRef
     writer: ActorHandle
@@ -99,24 +99,24 @@ class _Writing(NamedTuple):
 
 
 class Shards:
-    """The bundler of batches into shards of ``graph.items_per_shard`` items, or fewer after ``age_s`` seconds.
+    """The bundler of batches into shards of up to ``graph.items_per_shard`` items, or fewer after ``age_s`` seconds.
 
-    Each writer has one shard in hand and one queued. Once one more shard is complete, no more batches are taken. Ray
-    recomputes a lost block, as for the arguments of any call. ``next_written`` returns a shard again and again until
-    ``acknowledge``: an interrupted driver cannot know whether it is committed. The ``with`` block ends the writers.
+    Each writer has one shard in hand and one queued. Once one more shard is complete, no more batches are taken
+    (``has_room``). Ray recomputes a lost block. ``next_written`` returns a shard again and again until ``acknowledge``,
+    since an interrupted driver cannot know whether it is committed. The ``with`` block ends the writers.
 
     An interrupt (KeyboardInterrupt) may hit between any two statements. It loses no shard, and counts none twice.
 
-    A job slower than a shard in ``age_s`` seconds writes small shards of two files: 2,880 files a day at a minute.
+    A job slower than a shard in ``age_s`` seconds writes small shards of two files each: 2,880 files a day at a minute.
     Nothing joins token shards later.
 
     Attributes:
-        n_taken: the number of items of the batches that were taken, an upper bound for shards that are not committed.
-        n_committed: the number of rows of the shards that are acknowledged.
+        n_taken: the number of items that were taken; for shards that are not acknowledged it is an upper bound.
+        n_committed: the number of rows of acknowledged shards.
     """
 
     def __init__(self, graph: RunGraph, age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Prepare the shards of a run's graph. A shard that is not full is written after ``age_s`` seconds."""
+        """Prepare the bundling of a graph's output. A shard that is not full is written after ``age_s`` seconds."""
         self._graph = graph
         self._age_s = age_s
         self._clock = clock
@@ -136,6 +136,7 @@ class Shards:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Kill the writers; shards that they still have in hand are lost."""
         for writer in self._writers:
             with suppress(Exception):  # a cluster that is gone has no writers either
                 ray.kill(writer)
@@ -148,17 +149,18 @@ class Shards:
 
     @property
     def n_unwritten(self) -> int:
-        """The number of items that were taken and are not committed; at most, before the end."""
+        """The number of items that were taken and are not committed; an upper bound before the end."""
         return self.n_taken - self.n_committed
 
     def has_room(self) -> bool:
-        """Return True if another batch may be taken."""
+        """Return True if another batch may be taken: the waiting batches are less than a shard."""
         return self._n_waiting < self._graph.items_per_shard
 
     def take(self, batch: GraphOutput) -> None:
-        """Add a batch to the current shard, and give shards that are due to a writer. Call only if ``has_room``.
+        """Add a batch to the current shard, and pass shards that are due to a writer. Call it only if ``has_room``.
 
-        The first batch starts the writers.
+        The waiting batches become a shard first if the batch would make it too large. The first batch starts the
+        writers.
         """
         self.n_taken += batch.n_items  # first, as an interrupt may lose the batch
         if self._n_waiting + batch.n_items > self._graph.items_per_shard:
@@ -173,19 +175,24 @@ class Shards:
         self._write_due()
 
     def finish(self) -> bool:
-        """End the input: waiting batches become a shard. Return True while shards are left to write or acknowledge."""
+        """End the input, so that waiting batches become a shard. Return True until all shards are acknowledged.
+
+        Call it again until it returns False, since the writers may be too busy for the last shard.
+        """
         self._input_ended = True
         self._write_due()
         return self.has_unwritten
 
     def next_written(self, wait_s: float = TICK_S) -> Shard | None:
-        """Return the written shards to commit as one ``Shard``, or None if there is none now.
+        """Return the shards that are written by now, to commit as one ``Shard``; None if there is none.
 
-        Shards that were written meanwhile come together: a commit takes about as long whatever its size, so a slow
-        driver catches up. While batches can be taken, this looks for them only each LOOK_S seconds. Otherwise it waits
-        up to ``wait_s`` seconds.
+        Shards that were written meanwhile come together, up to MAX_SHARDS_PER_COMMIT: a commit takes about as long
+        whatever its size, so a slow driver catches up. While batches can be taken, this looks for written shards only
+        every LOOK_S seconds and does not wait. Otherwise it waits up to ``wait_s`` seconds. It also passes waiting
+        batches that are due to a writer.
 
-        Raises RayError if a writer failed; its shard is given up.
+        Raises:
+            RayError: a writer failed. Its shard is given up.
         """
         self._write_due()
         if self._ready:
@@ -196,7 +203,7 @@ class Shards:
             return None
         free = self.has_room() and not self._input_ended
         if free and self._clock() - self._looked_at < LOOK_S:
-            return None  # a look costs Ray a check of every pending answer
+            return None  # each look makes Ray check every pending answer
         self._looked_at = self._clock()
         numbers = {writing.answer: number for number, writing in self._writing.items()}
         if not free:
@@ -217,7 +224,7 @@ class Shards:
         return shard
 
     def acknowledge(self) -> None:
-        """Forget the shard that ``next_written`` returned last, which is committed, and count its rows."""
+        """Count the shard that ``next_written`` returned last as committed, and forget it."""
         assert self._offered is not None
         shard, numbers = self._offered
         # In one statement, which an interrupt cannot divide.
@@ -230,15 +237,15 @@ class Shards:
         )
 
     def _write_due(self) -> None:
-        """Write the waiting batches as a shard if they are a whole shard, older than ``age_s``, or the last ones."""
+        """Write the waiting batches if they are a whole shard, older than ``age_s``, or the last ones."""
         old = self._clock() - self._since >= self._age_s
         if old or self._input_ended or not self.has_room():
             self._write()
 
     def _write(self) -> None:
-        """Give the waiting batches to the writer with the fewest shards; do nothing while every writer has two.
+        """Pass the waiting batches to the writer with the fewest shards; do nothing while every writer has two.
 
-        Without writers the batches are a written shard at once.
+        Without writers, the waiting batches become a written shard at once.
         """
         if not self._waiting:
             return

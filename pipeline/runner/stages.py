@@ -1,4 +1,4 @@
-"""The stages of a graph: actors and the resources that they reserve."""
+"""The resources and actors of a graph's stages: what a plan reserves, how workers start, and how they are ended."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from uuid import uuid4
 import ray
 from ray.actor import ActorHandle
 
-# Above the limit of ``Heartbeat.start`` per hour, which ends a run with its reason. Not infinite: only Ray counts the
-# processes that crash before their heartbeat starts, for lack of memory for imports say.
+# More than ``Heartbeat.start`` allows per hour, since that limit ends the run with a reason. Not infinite: only Ray
+# counts the processes that crash before their heartbeat starts, for example for lack of memory during imports.
 RESTARTS = 40
 # Ray retries a task whenever its worker crashed: twice for each item that kills it, and for half a minute while it
-# takes the worker of a lost node for alive (7 retries were counted).
+# still believes that the worker of a lost node is alive (7 retries were counted).
 TASK_RETRIES = 30
-# Retries of a task that Ray killed because its node was short of memory.
+# Retries of a task that Ray killed because its node ran low on memory.
 OOM_RETRIES = 3
 MAX_BLOCKS = 20_000
-# Each row of a task is a block of its own: no row waits for the next one, and a retried task makes the same blocks.
+# The target block size. Each row becomes its own block: no row waits for the next one, and a retried task makes the
+# same blocks.
 BLOCK_BYTES = 1
-# A task pauses after so many blocks that the driver has not taken, which it does ten times a second. With Ray's
-# default of two a decoder would stand still. No public setting exists.
+# A task pauses once the driver has not taken this many of its blocks; the driver takes blocks ten times a second. With
+# Ray's default of two, a decoder would often wait. No public setting exists.
 BLOCKS_AHEAD = 4
 
 
 class StageWords(NamedTuple):
-    """The words about a stage in messages.
+    """The words with which messages describe a stage.
 
     Attributes:
-        past_tense: what the stage did to an item, "decoded".
+        past_tense: what the stage did to an item, such as "decoded".
         remedy: the advice if the stage stalls.
     """
 
@@ -47,12 +48,12 @@ class StageWords(NamedTuple):
 
 @dataclass(frozen=True)
 class Wording:
-    """The words about a kind of run in messages.
+    """The words with which messages describe a kind of run.
 
     Attributes:
-        doing: what the run does, "pruning".
-        item: the unit of work, "video".
-        stages: the stages by name, in their order; items of the last stage count as done.
+        doing: what the run does, such as "pruning".
+        item: the singular noun for an item, such as "video".
+        stages: the words of each stage by name, in processing order. Items of the last stage count as done.
         to_lower: the flags to lower if the cluster has too few resources.
     """
 
@@ -62,9 +63,13 @@ class Wording:
     to_lower: str
 
     def ahead(self, n_results: Mapping[str, int], ok: int) -> dict[str, int]:
-        """Return the results of each stage before the last, by its word: {"decoded": 9}; {} before the first report.
+        """Return the number of results of each stage before the last, keyed by ``past_tense``: {"decoded": 9}.
 
-        Reports lag by seconds, so each count is at least ``ok``, the committed items.
+        A run with a single stage counts that stage. Reports lag by seconds, so each count is at least ``ok``.
+
+        Args:
+            n_results: stage -> results, with all stages; if empty (before the first report), {} is returned.
+            ok: the number of committed items with a result.
         """
         early = list(self.stages.items())[: max(1, len(self.stages) - 1)]
         return {words.past_tense: max(n_results[stage], ok) for stage, words in early} if n_results else {}
@@ -72,12 +77,13 @@ class Wording:
 
 @dataclass(frozen=True)
 class Stage:
-    """The resources that an actor of a stage reserves, and how many actors may run.
+    """The resources that each actor of a stage reserves.
 
     Attributes:
-        why: the reason for these numbers, for the run's record.
-        calls: how many calls a worker runs at a time.
-        in_flight: how many calls wait for a worker or run on it; None leaves it to Ray Data.
+        workers: the number of actors.
+        why: the reason for these numbers, for the record of the run.
+        calls: the number of calls that a worker runs concurrently.
+        in_flight: the maximum number of calls that are queued or running on a worker; None for the default of Ray Data.
     """
 
     num_cpus: float
@@ -89,40 +95,41 @@ class Stage:
 
 
 class Plan(ABC):
-    """The resources that a run's stages reserve, each a field of its stage's name, and the run's words for messages."""
+    """The resources that the stages of a run reserve. A subclass has a ``Stage`` for each stage name of ``wording``."""
 
     wording: ClassVar[Wording]
 
     @property
     @abstractmethod
     def workers(self) -> str:
-        """A description of the workers that start."""
+        """A description of the workers that the plan starts, for the user."""
 
     def min_items_to_start(self, stage: str, more_expected: bool) -> int:
-        """Return the number of waiting items at which ``stage`` starts to take them: 1, unless a plan collects items.
+        """Return the number of waiting items at which an idle ``stage`` counts as stalled.
 
-        ``more_expected``: the stage before will still pass items on.
+        It is 1 unless a subclass has a stage that collects items. ``more_expected``: the stage before will pass on
+        more.
         """
         return 1
 
     @property
     def stages(self) -> dict[str, Stage]:
-        """The stages by name, in their order."""
+        """The stages by name, in processing order."""
         return {name: getattr(self, name) for name in self.wording.stages}
 
     @property
     def cpus(self) -> float:
-        """CPUs that all workers reserve at once."""
+        """The number of CPUs that all workers together reserve."""
         return sum(stage.num_cpus * stage.workers for stage in self.stages.values())
 
     @property
     def gpus(self) -> float:
-        """GPUs that all workers reserve at once."""
+        """The number of GPUs that all workers together reserve, rounded to four decimals."""
         return round(sum(stage.num_gpus * stage.workers for stage in self.stages.values()), 4)
 
     @property
     def pools(self) -> dict[str, int]:
-        """Stage -> the number of its workers."""
+        """The number of workers of each stage, by stage name."""
         return {name: stage.workers for name, stage in self.stages.items()}
 
 
@@ -133,10 +140,14 @@ def add_stage(
     arguments: Sequence[object],
     labels: Mapping[str, str] | None = None,
 ) -> ray.data.Dataset:
-    """Add a stage to the graph: its workers map ``rows``, one row a call, on nodes that match ``labels``.
+    """Return a dataset that maps ``rows`` with the actors of a stage, one row per call.
 
-    A worker is an actor of class ``kind``, constructed with ``arguments``. ``end_workers`` of the same thread ends the
-    workers.
+    The actors start when the dataset is executed. Their names are recorded for the calling thread, in which
+    ``end_workers`` can end them.
+
+    Args:
+        kind: the class of the actors, constructed with ``arguments``; a call gets a read-only pyarrow table of one row.
+        labels: a label selector of Ray that restricts the actors to matching nodes; None or {} allows all nodes.
     """
     return rows.map_batches(
         kind,
@@ -152,7 +163,7 @@ def add_stage(
 
 
 def _worker_options(stage: Stage, labels: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the options of Ray for every worker of a stage: what it reserves, its nodes, and its restarts."""
+    """Return the Ray options of a stage's actors: resources, restarts, task retries, and a label selector if any."""
     reserved = {"num_cpus": stage.num_cpus, "num_gpus": stage.num_gpus}
     nodes = {"label_selector": dict(labels)} if labels else {}
     return {**reserved, "max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES, **nodes}
@@ -161,9 +172,10 @@ def _worker_options(stage: Stage, labels: Mapping[str, str] | None) -> dict[str,
 def start_actors(
     kind: type, stage: Stage, arguments: Sequence[object], labels: Mapping[str, str] | None = None
 ) -> list[ActorHandle]:
-    """Start the workers of a stage that the driver runs by itself, with the options that Ray Data's actors have.
+    """Start the actors of a stage that the driver calls itself, and return their handles without waiting for them.
 
-    ``labels`` selects the nodes that they may start on, by Ray's labels of nodes. Returns before they run.
+    They get the same resources, restarts, retries and ``labels`` as the actors of ``add_stage``, and are spread over
+    the nodes. ``end_workers`` of the calling thread ends them.
     """
     options = {**_worker_options(stage, labels), "scheduling_strategy": "SPREAD"}
     return [
@@ -176,7 +188,7 @@ _names: dict[int, list[str]] = defaultdict(list)  # thread of a run -> names of 
 
 
 def _name_actor(run: int) -> dict[str, str]:
-    """Return options that name an actor of the run of thread ``run``, and note the name for ``end_workers``.
+    """Return the Ray option with a new actor name, recorded for ``end_workers`` in the run of thread ``run``.
 
     Ray calls this for every actor, in another thread.
     """
@@ -185,22 +197,23 @@ def _name_actor(run: int) -> dict[str, str]:
 
 
 def end_workers() -> None:
-    """End the Ray workers that graphs of this thread's run have left behind. A cluster that does not answer is ignored.
+    """Kill the actors that runs of the calling thread have left, and forget their names; Ray's errors are ignored.
 
-    A worker outlives its graph if it hangs, or if its node was lost and it waits for resources elsewhere. It would
-    block the resources of the next graph for ever.
+    An actor outlives its graph if it hangs, or if its node was lost and it waits for resources elsewhere. It would
+    block the resources of the next graph.
     """
     with suppress(Exception):  # a cluster that is gone has no workers either
         for name in _names[threading.get_ident()]:
-            with suppress(ValueError):  # the actor has ended
+            with suppress(ValueError):  # the actor has ended already
                 ray.kill(ray.get_actor(name))
     _names.pop(threading.get_ident(), None)
 
 
 def configure_ray_data() -> None:
-    """Set Ray Data up for a run: no progress bars of its own, no tolerated errors, a block a row.
+    """Configure Ray Data for a run: no progress bars, no tolerated errors, one block per row.
 
-    Also silences its logger and a warning, for the whole process.
+    This modifies the current ``DataContext``, and for the whole process silences the logger "ray.data" below CRITICAL
+    and a deprecation warning of Ray.
     """
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the run itself says which error ended it
     # Ray 2.60 announces that max_restarts and names will move to a named parameter, which it does not have yet.

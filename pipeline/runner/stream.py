@@ -1,7 +1,7 @@
-"""The written shards of a run, one after the other, and their commits: the loop that every run on Ray has.
+"""The loop of every run on Ray: it takes the written shards of a run one after the other, and commits them.
 
-``commit_all`` is the loop. ``Stream`` yields the shards. It runs the items through a graph
-(``pipeline.runner.execution``). When the nodes change, it runs the items without a committed row through another one.
+``commit_all`` is the loop, and ``Stream`` yields the shards. It runs the items through a graph
+(``pipeline.runner.execution``). When the nodes change, it runs the items without a committed row through another graph.
 
 However a run ends, finished work is written first, unless the store itself fails or the driver has a bug.
 """
@@ -27,20 +27,23 @@ from pipeline.runner.stages import end_workers
 from pipeline.runner.watchdog import ClusterChanged, DiskFull, is_still_running
 
 T = TypeVar("T", bound=Items)
-# The part of the time for last writes that is kept for the record and the note of the run.
+# The share of the time for last writes that is kept for the run's record and note, in seconds.
 _RECORD_S = 3.0
-_END_S = 60.0  # for the thread of an interrupted graph, where this process or Ray stood still
+_END_S = 60.0  # the limit for the end of an interrupted graph's thread, as this process or Ray may be suspended
 
 
 def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> None:
-    """Commit every shard of a stream; on an error or an interrupt, first write and commit what is finished.
+    """Commit every shard of a stream. On an error or an interrupt, write and commit finished work before raising it.
+
+    If the store failed, nothing more is written. Exceptions that are not listed here (bugs) pass through at once.
 
     Args:
-        stream: the shards of a run.
-        commit: makes the rows of a shard visible, under the shard's number. After an interrupt it may get the same
-            rows again, together with others; that must change nothing.
+        commit: called with the number and the rows of a shard; makes the rows visible. After an interrupt it may get
+            the same rows again, together with others; that must change nothing.
 
-    Raises RunFailed if the graph or the store fails, if nothing moves, or if rows are missing.
+    Raises:
+        RunFailed: the graph or the store failed, nothing moved for too long, or rows are missing.
+        KeyboardInterrupt: the run was interrupted. Notes tell how many items have rows or were not written.
     """
     with stream:
         try:
@@ -48,7 +51,8 @@ def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> 
                 commit(shard.number, shard.rows)
             stream.check_complete()
         except (OSError, RunFailed, KeyboardInterrupt) as error:
-            ending, failure = stream.explain(error), ""
+            ending = stream.explain(error)
+            failure = ""
             # A store that failed would fail again. Ray raises a worker's OSError as a RayTaskError that is one, too.
             if not isinstance(ending.__cause__, OSError):
                 for shard in stream.drain(ending):
@@ -63,31 +67,33 @@ def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> 
 class Stream(Generic[T]):
     """The shards that a job's workers have written, over as many graphs as it takes. Iterate it in a ``with`` block.
 
-    A shard counts as committed when the next one is asked for. The block ends with the last report of the workers.
-
-    Iterating raises RunFailed if the graph fails, or if nothing moves for ``options.stall_timeout`` seconds. An
-    interrupt does not end the iterator, as it would a generator: ``drain`` yields the shards that are not committed.
+    A shard counts as committed when the next one is asked for. Unlike a generator, the iterator survives an interrupt:
+    ``drain`` then yields the shards that are not committed.
     """
 
     def __init__(self, job: Job[T], items: T, watch: Watch) -> None:
-        """Set up a stream; nothing starts before the first shard is asked for."""
-        self._job, self._items, self._watch = job, items, watch
+        """Set up a stream. Nothing starts before the first shard is asked for."""
+        self._job = job
+        self._items = items
+        self._watch = watch
         self._execution: GraphExecution[T] | None = None
-        self._resources = ExitStack()  # of the execution; not its own, as an interrupt may lose it while it starts
+        self._resources = (
+            ExitStack()
+        )  # of the execution; kept here, since an interrupt may lose an execution that is starting
         self._change: ClusterChanged | None = None  # why the graph ends before its last item
-        self._shard: Shard | None = None  # yielded, and not known to be committed
-        self._committed: list[pa.Table] = []  # columns of the rows that items are found by
-        self._n_done = 0  # items with rows by earlier graphs
-        self._n_left_out = 0  # those of them that ``_items`` does not hold any more
+        self._shard: Shard | None = None  # returned, and not known to be committed
+        self._committed: list[pa.Table] = []  # the key columns of committed rows
+        self._n_done = 0  # items with rows from earlier graphs
+        self._n_left_out = 0  # those of them that are no longer in ``_items``
         self._had_unwritten = False
 
     def __enter__(self) -> Stream[T]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End the graph and its workers, and take their last report."""
+        """Stop the graph and take the last report of its workers. After a RunFailed, also end the workers."""
         self._close(error if isinstance(error, KeyboardInterrupt) else None)
-        # The workers of a lost head end with their nodes, and nobody could be asked for them.
+        # The workers of a lost head end with their nodes, and there is no head that could end them.
         if isinstance(error, RunFailed) and not isinstance(error, HeadLost):
             end_workers()  # they would keep resources from the next run of this process
 
@@ -95,7 +101,15 @@ class Stream(Generic[T]):
         return self
 
     def __next__(self) -> Shard:
-        """Return the next written shard, under the run's number for it."""
+        """Count the previous shard as committed, and return the next written shard, numbered across the run's graphs.
+
+        If nodes change, finished work of the graph is returned first; then the remaining items get a new graph.
+
+        Raises:
+            StopIteration: all shards were returned, or there are no items.
+            RunFailed: the cluster is too small, the graph failed, nothing moved for ``options.stall_timeout`` seconds,
+                or an interrupted graph does not end.
+        """
         self._acknowledge()
         while len(self._items):
             if self._execution is None:
@@ -119,7 +133,7 @@ class Stream(Generic[T]):
             self._execution.check_complete()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return what ends the run because of ``error``: an OSError, which is the store's, becomes a RunFailed."""
+        """Return the error that ends the run because of ``error``: a RunFailed for an OSError, otherwise itself."""
         if not isinstance(error, OSError):
             return error
         ending = RunFailed(describe_cause(error))
@@ -127,9 +141,10 @@ class Stream(Generic[T]):
         return ending
 
     def drain(self, ending: BaseException) -> Iterator[Shard]:
-        """End the graph's input, and yield the shards written in the time for the last writes of ``ending``.
+        """Stop the graph, and yield the shards that are written within the time for the last writes of ``ending``.
 
-        The shard that was yielded last comes again, unless it is known to be committed.
+        A shard that was yielded before and is not known to be committed is yielded again. Without a graph nothing is
+        yielded.
         """
         if self._execution is None:
             return
@@ -140,12 +155,16 @@ class Stream(Generic[T]):
             self._acknowledge()
 
     def describe_end(self, ending: BaseException, failure: str) -> None:
-        """Add to ``ending`` how many items have a row, and how many finished items were not written.
+        """Add to ``ending`` how many items have a row and how many finished items were not written.
 
-        The first is added for an interrupt, a lost head and an error of Ray or the store. ``failure`` is the error of
-        the last write, "" if there was none.
+        The first becomes a note of a KeyboardInterrupt, or the start of the message of HeadLost or an error with a
+        cause; other errors do not get it. The second is a note. If nothing has started, nothing is added.
+
+        Args:
+            failure: the error of the last write; "" if none failed.
         """
-        execution, item = self._execution, self._job.wording.item
+        execution = self._execution
+        item = self._job.wording.item
         n_done = self._n_done + (0 if execution is None else execution.shards.n_committed)
         if execution is None and not n_done:  # nothing has started
             return
@@ -161,20 +180,24 @@ class Stream(Generic[T]):
             ending.args = (f"the run stopped after {count}: {ending}",)
 
     def _flush(self, execution: GraphExecution[T], ending: BaseException) -> None:
-        """End the graph's input; what came out of it is written in the time for the last writes of ``ending``."""
+        """Stop the graph; finished work may then be written in the time for the last writes of ``ending``.
+
+        The user is told if there is such work. Otherwise the clock of the last writes does not start.
+        """
         execution.end_input()
-        if execution.shards.has_unwritten:  # else the time begins with the record of the run
+        if execution.shards.has_unwritten:  # otherwise the run's record starts the clock
             self._job.say(f"stopping: flushing finished work (up to {LAST_WRITES_S:g} s)")
             execution.end_input(seconds_left(ending) - _RECORD_S)
 
     def _number(self, shard: Shard) -> Shard:
-        """Remember a shard until it is committed, and return it under its number in the run."""
+        """Remember ``shard`` as returned, and return it with its number in the run instead of in the graph."""
         self._shard = shard
         return shard._replace(number=self._job.n_shards + shard.number)
 
     def _acknowledge(self) -> None:
-        """Count the shard that was yielded last as committed."""
-        shard, execution = self._shard, self._execution
+        """Count the shard that was returned last, if any, as committed."""
+        shard = self._shard
+        execution = self._execution
         if shard is not None and execution is not None:
             # A copy: a slice would keep the whole shard in Ray's object store.
             self._committed.append(shard.rows.select(self._items.KEY).take(pa.array(range(len(shard.rows)))))
@@ -182,9 +205,13 @@ class Stream(Generic[T]):
         self._shard = None
 
     def _reschedule(self, change: ClusterChanged) -> None:
-        """Leave the graph, and go on with the items that have no row; nodes with full disks are excluded from then on.
+        """Close the graph because of ``change``, end its workers, and keep only the items without a committed row.
 
-        Raises RunFailed if the graph does not end.
+        This waits until all items are known, and tells the user. Nodes with full disks (DiskFull) are excluded from
+        later graphs.
+
+        Raises:
+            RunFailed: the thread of the graph does not end within _END_S seconds.
         """
         wording = self._job.wording
         self._close()
@@ -203,7 +230,10 @@ class Stream(Generic[T]):
             self._job.say(f"note: {change}. {reschedule} current nodes")
 
     def _close(self, interrupt: KeyboardInterrupt | None = None) -> None:
-        """Leave the graph, if one runs; ``interrupt`` ends the run, and a part of its time for last writes is kept."""
+        """Close the graph, if one runs, and add its shards and rows to the run's counts.
+
+        After an interrupt, which ends the run, this leaves _RECORD_S of the time for last writes.
+        """
         execution = self._execution
         try:
             with self._resources:

@@ -1,4 +1,4 @@
-"""A cache as a source of Ray Data: a row per video."""
+"""A pruned-token cache as a data source of Ray Data, with one row per video."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pipeline.cache.live import LiveShards
 from pipeline.cache.reader import TokenCache, TokenOrder, count_tokens
 from pipeline.cache.writer import Bits, KeptTokens
 
-_MAX_VIDEOS_PER_READ = 4  # videos in the memory of a read task
-_MAX_SAMPLED_SHARDS = 4  # shards whose rows estimate the size of all videos
+_MAX_VIDEOS_PER_READ = 4  # videos that a read task has in memory at a time
+_MAX_SAMPLED_SHARDS = 4  # shards from which the size of all videos is estimated
 
 
 class ReadOptions(NamedTuple):
-    """The options of reading a video, as of ``TokenCache.get``."""
+    """The options with which a video is read, with the meaning that they have in ``TokenCache.get``."""
 
     retention_ratio: float | None = None
     order: TokenOrder = "index"
@@ -41,20 +41,27 @@ def ray_dataset(
     evidence: Sequence[str] = (),
     blocks: int | None = None,
 ) -> ray.data.Dataset:
-    """Read the videos of a cache as a Ray Dataset: a row a video, in the order of the shards.
+    """Return a Ray Dataset with one row for each video of a cache, in the order of the token shards.
 
-    Columns: ``video_id``; ``tokens``, the bytes of [K, ``hidden_size``] little-endian bfloat16, which Arrow and numpy
-    do not have; ``index``, ``rank``, ``frame`` [K] int32, ``merged`` and ``density`` [K], null where a method has none;
-    ``deepstack_0`` and so on like ``tokens``; ``evidence_<name>`` likewise; ``metadata``, the videos row as JSON::
+    The columns are ``video_id``; ``hidden_size``; ``tokens``, the bytes of [K, ``hidden_size``] little-endian bfloat16,
+    which Arrow and numpy lack; ``index``, ``rank`` and ``frame`` [K] int32, ``merged`` and ``density`` [K] (null if the
+    method has none); ``deepstack_0`` and so on, and ``evidence_<name>``, encoded like ``tokens``; ``metadata``, the
+    videos row as JSON::
 
         tokens = torch.frombuffer(bytearray(row["tokens"]), dtype=torch.bfloat16).view(-1, row["hidden_size"])
 
     Args:
-        cache: opened here; it travels to the nodes, with its store's credentials.
-        ids: each id is read once; None for all videos that have tokens.
-        blocks: read tasks; by default Ray's own choice. A task has a shard or more.
+        cache: a path is opened here. The cache travels to the nodes, with the credentials of its store.
+        ids: the videos to read, each once; None for all videos that have tokens.
+        retention_ratio: the share of all T*N tokens to read; None for all stored tokens.
+        order: "index" for ascending index, "selection" for the stored order.
+        blocks: the number of read tasks, at most one per token shard; None leaves it to Ray.
 
-    Raises as ``TokenCache.get`` where the rows are read.
+    Raises:
+        UnknownVideo: an id has no row.
+        RatioNotCached: a sampled video is not stored at this ratio. For the others, and for FailedVideo,
+            EvidenceNotCached and damaged shards, the error appears when the dataset is executed.
+        NotACache, CorruptShard, OSError: the cache cannot be opened.
     """
     token_cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
     source = TokenSource(token_cache, ids, ReadOptions(retention_ratio, order, tuple(evidence)))
@@ -62,11 +69,18 @@ def ray_dataset(
 
 
 class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
-    """A Ray Data source that reads the videos of a cache, a row each."""
+    """A Ray Data source that reads the videos of a cache, one row per video."""
 
     def __init__(self, cache: TokenCache, ids: Sequence[str] | None, options: ReadOptions) -> None:
+        """Look up the token shards of the videos (None: all with tokens), and estimate the size of a row.
+
+        Raises:
+            UnknownVideo: an id has no row.
+            RatioNotCached: a sampled video is not stored at this ratio.
+        """
         super().__init__()
-        self._cache, self._options = cache, options
+        self._cache = cache
+        self._options = options
         self._shards = cache.shards(ids)
         self._video_bytes = _estimate_video_bytes(cache, self._shards, options)
 
@@ -79,9 +93,9 @@ class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        """Make a task for each of ``parallelism`` groups of shards, or for each shard where there are fewer.
+        """Return a read task for each group of consecutive token shards, at most ``parallelism`` and at least one.
 
-        Puts the cache into Ray's object store. ``data_context`` is not used.
+        The cache is put into Ray's object store once for all tasks. ``data_context`` is ignored.
         """
         cache = ray.put((self._cache, self._shards))
         n_tasks = max(1, min(parallelism, len(self._shards)))
@@ -97,7 +111,7 @@ class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
 
 
 def _read_shards(cache_ref: ray.ObjectRef, numbers: Sequence[int], options: ReadOptions) -> Iterator[pa.Table]:
-    """Read the videos of some shards, and yield a one-row table for each; runs in a read task."""
+    """Yield a one-row table for each video of the token shards with these numbers. Runs in a read task."""
     cached: tuple[TokenCache, LiveShards] = ray.get(cache_ref)
     cache, shards = cached
     for number in numbers:
@@ -108,7 +122,7 @@ def _read_shards(cache_ref: ray.ObjectRef, numbers: Sequence[int], options: Read
 
 
 def as_row(video: CachedVideo) -> pa.Table:
-    """Return a video as one row with the columns that ``ray_dataset`` describes."""
+    """Return a video as a one-row table with the columns that ``ray_dataset`` lists."""
     kept = KeptTokens.of(video, video.deepstack, video.evidence)
     levels = {f"deepstack_{i}": level for i, level in enumerate(kept.deepstack)}
     vectors = {"tokens": kept.tokens, **levels, **{f"evidence_{name}": v for name, v in kept.evidence.items()}}
@@ -128,14 +142,20 @@ def as_row(video: CachedVideo) -> pa.Table:
 
 
 def _to_binary(values: Bits) -> pa.Array:
-    """Return the bits of bfloat16 numbers as a column of one binary value, without a copy."""
+    """Return an array of one binary value, which shares the memory of ``values``."""
     data = pa.py_buffer(values)
     ends = pa.py_buffer(np.array([0, data.size], np.int64))
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, ends, data])
 
 
 def _estimate_video_bytes(cache: TokenCache, shards: LiveShards, options: ReadOptions) -> int:
-    """Estimate the mean bytes of a video's row in memory, without evidence, from a few shards; 0 without a row."""
+    """Return the mean size of a video's row in memory, in bytes and without evidence, in a few shards.
+
+    It is 0 if these have no videos with tokens.
+
+    Raises:
+        RatioNotCached: a video there is not stored at this ratio.
+    """
     numbers = range(0, len(shards), max(1, len(shards) // _MAX_SAMPLED_SHARDS))
     sample = [row for number in numbers[:_MAX_SAMPLED_SHARDS] for row in cache.rows_of(shards, number)]
     sizes = [

@@ -1,4 +1,4 @@
-"""Ending a graph that stalls, with the name of the stalled stage, or that new nodes would make faster."""
+"""Detection of graphs that stall or that should move to other nodes, and the thread that iterates over a graph."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ T = TypeVar("T")
 
 _MAX_LOOK_S = 10.0
 _END_S = 10.0  # for an interrupted graph
-# After so long without movement on a smaller cluster, waiting does not help. Ray restarts the workers of a lost node
-# only on free resources, the remaining workers hold all of them, and the lost workers' items wait.
+# After this long without movement on a smaller cluster, waiting does not help: Ray restarts the workers of a lost node
+# only on free resources, but the remaining workers hold all of them, and the lost workers' items wait.
 SHRUNK_S = 30.0
 
 
 class ClusterChanged(Exception):  # noqa: N818
-    """An error: unfinished items must be rescheduled on the current nodes. Its text says why."""
+    """The unfinished items must be rescheduled on the current nodes. The message is the reason."""
 
 
 class DiskFull(ClusterChanged):
-    """The disks of some nodes take no more objects of Ray: node id -> host and folder."""
+    """The disks of some nodes are too full for Ray to write more objects.
+
+    Attributes:
+        nodes: node id -> a text with host and folder.
+    """
 
     def __init__(self, nodes: Mapping[str, str]) -> None:
         super().__init__(f"the disk is full on {', '.join(sorted(nodes.values()))}")
@@ -44,16 +48,15 @@ class DiskFull(ClusterChanged):
 
 @dataclass
 class Watchdog:
-    """The detector of a running graph that stalls.
+    """The stall detector of one running graph. The caller reads reports with ``read`` and then calls ``check``.
 
-    Args:
+    Attributes:
         heartbeats: the actor to which the workers report.
         timeout_s: seconds without movement after which the run fails.
         total: the number of items known so far.
         available_resources: returns the resources of the nodes that the graph may use now.
-
-    Attributes:
-        report: the last report that was read.
+        report: the last report that ``read`` returned; empty before the first.
+        every_s: seconds between two reads.
     """
 
     heartbeats: ActorHandle
@@ -64,7 +67,7 @@ class Watchdog:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        """Start the stall timer, and note whether the cluster has room for all workers now."""
+        """Start the stall timer, and record whether all workers fit the cluster now."""
         self._did_fit, _ = self._check_fit()
         self.report = WorkerReport()
         self._pending_answer: ray.ObjectRef | None = None
@@ -73,7 +76,7 @@ class Watchdog:
 
     @property
     def still_s(self) -> float:
-        """Seconds since the last movement."""
+        """The seconds since the last movement."""
         return self.clock() - self._movement_at
 
     def record_movement(self) -> None:
@@ -81,27 +84,30 @@ class Watchdog:
         self._movement_at = self.clock()
 
     def grow(self, total: int) -> None:
-        """Set the number of known items; a new number counts as movement."""
+        """Set the number of known items. A different number resets the stall timer."""
         if total != self.total:
             self.total = total
             self.record_movement()
 
     def read(self) -> WorkerReport:
-        """Read the workers' report, and reset the stall timer if items moved; ``check`` goes by it.
+        """Return the workers' current report, keep it in ``report``, and reset the stall timer if items have moved.
 
-        If the workers' actor does not answer in ``every_s`` seconds, the last report is returned.
+        If the actor has crashed or does not answer within ``every_s`` seconds, the previous report is returned.
         """
-        before, report = self.report.n_moves, self._read(self.every_s)
+        before = self.report.n_moves
+        report = self._read(self.every_s)
         if report.n_moves != before:
             self.record_movement()
         self.report = report
         return report
 
     def check(self) -> None:
-        """Raise RunFailed if nothing has moved for ``timeout_s``, by the last report that was read.
+        """Raise an error if nothing has moved for too long, by the reports that ``read`` has returned.
 
-        Raise ClusterChanged after SHRUNK_S already, if nodes were lost and the remaining nodes can run all stages.
-        Nodes are lost if all workers fitted when the graph started and do not fit now.
+        Raises:
+            ClusterChanged: nothing has moved for SHRUNK_S, all workers fitted the cluster when the graph started, they
+                do not fit now since nodes were lost, and the remaining nodes can still run every stage.
+            RunFailed: nothing has moved for ``timeout_s``; the message names the stalled stage and a remedy.
         """
         still_s = self.still_s
         if SHRUNK_S < still_s <= self.timeout_s and self._did_fit:
@@ -115,9 +121,11 @@ class Watchdog:
             )
 
     def _check_fit(self) -> tuple[bool, bool]:
-        """Return two booleans: all workers fit the cluster; some workers of each stage fit.
+        """Compare the plan with the resources that are available now.
 
-        Both are True if the cluster does not answer.
+        Returns:
+            Two booleans: all workers fit; some workers of each stage fit, as there are a CPU and, if the plan reserves
+            GPUs, one GPU (or the share that all workers reserve). Both are True if the cluster does not answer.
         """
         try:
             resources = self.available_resources()
@@ -127,17 +135,17 @@ class Watchdog:
         return cpus >= self.plan.cpus and gpus >= self.plan.gpus, cpus > 0 and gpus >= min(1, self.plan.gpus)
 
     def read_latest(self, within_s: float) -> WorkerReport:
-        """Ask the heartbeats once more, and return their latest answer; ``check`` does not go by it.
+        """Request a new report and return it, without changing ``report`` or the stall timer.
 
-        If they do not answer within ``within_s`` seconds, the last report is returned.
+        If the actor has crashed or does not answer within ``within_s`` seconds, ``report`` is returned.
         """
         self._pending_answer = None  # so that the answer is not an older one that is under way
         return self._read(within_s)
 
     def _read(self, within_s: float) -> WorkerReport:
-        """Return the latest answer of the heartbeats, or the last report without an answer within ``within_s`` seconds.
+        """Return an answer of the heartbeats actor; ``report`` if it has crashed or does not answer in time.
 
-        At most one request is pending: a late answer is returned by a later call.
+        After ``within_s`` seconds without an answer, the request stays pending, and a later call returns its answer.
         """
         try:
             self._pending_answer = self._pending_answer or self.heartbeats.read.remote()
@@ -150,10 +158,10 @@ class Watchdog:
         return report
 
     def _describe_stall(self) -> str:
-        """Name the stalled stage and a remedy.
+        """Return a text that names the stalled stage and a remedy, for an error message.
 
-        It is the last stage that holds items, else the last stage that takes no waiting item. Without either it only
-        describes the resources.
+        The stalled stage is the last one with items in hand, otherwise the last one that takes none of its waiting
+        items. If there is neither, the text only compares the cluster's resources with the plan.
         """
         item = self.plan.wording.item
         for stage, words in reversed(list(self.plan.wording.stages.items())):
@@ -169,27 +177,35 @@ class Watchdog:
 
 
 class Growth:
-    """The decision whether to restart a graph on nodes that joined.
+    """The decision whether to restart a graph because nodes have joined.
 
-    Ray Data starts no more workers than a graph was built with, so new nodes need a new graph. It costs the start of
-    all workers, and decoded videos that wait for an encoder are decoded again.
-
-    Args:
-        plan: the plan of the running workers.
-        max_gpus: how many GPUs an autoscaling cluster is asked for, once all workers run; None for no more.
+    Ray Data starts no more workers than a graph was built with, so using new nodes takes a new graph. It costs the
+    start of all workers, and items between two stages are computed again.
     """
 
     def __init__(self, plan: Plan, max_gpus: int | None = None) -> None:
+        """Prepare the decision for a graph with the running workers of ``plan``.
+
+        Args:
+            max_gpus: the number of GPUs up to which an autoscaler is asked for more; None or a plan without GPUs asks
+                for none.
+        """
         self._plan = plan
         self._more = max(0, int((max_gpus or 0) - plan.gpus)) if plan.gpus else 0
         self._last_pools: Mapping[str, int] | None = None
         self._demand: list[ray.ObjectRef] = []
 
     def look(self, at: Progress, speed: Speed, today: Plan | None) -> None:
-        """Raise ClusterChanged if restarting with the plan ``today`` saves more than twice its cost.
+        """Raise ClusterChanged if restarting the graph on the current nodes saves over twice the time that it costs.
 
-        ``today``: a plan of the unfinished items on the current nodes, None if impossible. It must be the same as at
-        the last call: nodes may still be joining. The first call asks an autoscaler for GPUs, up to ``max_gpus``.
+        The first call also submits a pending Ray task for each GPU up to ``max_gpus``, as a demand to an autoscaler.
+
+        Args:
+            today: a plan of the unfinished items on the current nodes; None if they cannot be planned now.
+
+        Raises:
+            ClusterChanged: ``today`` has more workers for some stage, the same numbers of workers as at the last call
+                (nodes may still be joining otherwise), and saves enough time.
         """
         if self._more and not self._demand:
             # Tasks that wait for a GPU are a demand that ends with this process, however it ends.
@@ -207,14 +223,17 @@ class Growth:
             raise ClusterChanged(f"nodes joined, which saves about {saved_s - cost_s:.0f} s")
 
     def _estimate_s(self, at: Progress, speed: Speed, pools: Mapping[str, int], n_redone: int = 0) -> float:
-        """Estimate the seconds until the slowest stage is through, with these pools (stage -> workers).
+        """Estimate the seconds until the slowest stage has finished, with ``pools`` (stage -> number of workers).
 
-        The busiest stage sets today's rate. A stage that is half as busy could do twice that rate with its workers of
-        today. ``n_redone``: items that the first stage must do again.
+        The busiest stage sets the current rate of the run. A stage that is half as busy could do twice that rate with
+        its current workers. Stages whose busy share is unknown or 0 are ignored. ``n_redone`` items, which now wait for
+        later stages, are processed again by the first stage.
         """
-        most, items, left_s = max(at.busy.values(), default=0.0), n_redone, 0.0
+        most = max(at.busy.values(), default=0.0)
+        items = n_redone
+        left_s = 0.0
         for number, (stage, waiting) in enumerate(at.waiting.items()):
-            items += waiting - (n_redone if number == 1 else 0)  # they are in the queues of the later stages already
+            items += waiting - (n_redone if number == 1 else 0)  # already counted in the queues of the later stages
             if share := at.busy.get(stage):
                 slower = share / most * self._plan.pools[stage] / pools[stage]
                 left_s = max(left_s, items / speed.rate * slower)
@@ -222,11 +241,11 @@ class Growth:
 
 
 def _occupy_gpu() -> None:
-    """Do nothing on a GPU. While no GPU is free, the pending task is a demand to the autoscaler."""
+    """Do nothing on a GPU. While no GPU is free, the pending task asks the autoscaler for one."""
 
 
 def _describe_resources(plan: Plan) -> str:
-    """Describe the cluster's resources and the resources that the plan needs."""
+    """Return a text that compares the cluster's resources with the plan's, or says that the cluster does not answer."""
     try:
         offer = ray.cluster_resources()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is not why the run failed
@@ -238,18 +257,18 @@ def _describe_resources(plan: Plan) -> str:
 
 
 class _Abandoned(BaseException):
-    """The exception that ends the thread of a ``Fetcher`` from outside."""
+    """Raised in the thread of a ``Fetcher``, from outside, to end it."""
 
 
 class Fetcher(Generic[T]):
-    """The thread that takes items from an iterator that may block for ever, at most one ahead.
+    """A thread that iterates over an iterator that may block forever, at most one item ahead of ``next``.
 
-    The iterator's exceptions are raised by ``next``. Leaving the ``with`` block interrupts the iterator where it is, as
-    Ctrl-C would.
+    Leaving the ``with`` block interrupts the iterator wherever it is, as Ctrl-C would. ``is_at_end`` is True once
+    ``next`` has reached the end.
     """
 
     def __init__(self, items: Iterator[T]) -> None:
-        """Start a thread that fetches the items, one ahead of their use."""
+        """Start the thread, which fetches the first item at once."""
         self.is_at_end = False
         self._items = items
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
@@ -267,13 +286,14 @@ class Fetcher(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Raise _Abandoned in the thread unless it ends by itself, and wait up to _END_S seconds for its end.
+        """Interrupt the iterator by raising _Abandoned in its thread, and wait up to _END_S seconds for the thread.
 
-        Several calls share these seconds.
+        Further calls do not interrupt again and share these seconds. A thread that still runs afterwards is left
+        behind.
 
-        Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, and a thread
-        cannot be cancelled. Shutting Ray down could end a head of another owner. Ray waits in Python code, in short
-        sleeps. It shuts the execution down at an exception of any kind, as for Ctrl-C.
+        Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, and shutting
+        Ray down could end a head that others use. Ray waits in Python code, and shuts the execution down at any
+        exception.
         """
         with self._interrupt_lock:
             if self._may_interrupt and self._thread.ident is not None:
@@ -289,9 +309,9 @@ class Fetcher(Generic[T]):
         self._thread.join(max(0.0, self._end_by - time.monotonic()))
 
     def next(self, timeout_s: float) -> T | None:
-        """Return the next item; None after ``timeout_s`` seconds without one, or at the end (``is_at_end``).
+        """Return the next item, or None after ``timeout_s`` seconds without one or at the end (``is_at_end``).
 
-        Raises what the iterator raises.
+        An exception of the iterator is raised here.
         """
         try:
             item = self._ready.get(timeout=timeout_s)
@@ -303,7 +323,7 @@ class Fetcher(Generic[T]):
         return None if item is None else item[0]
 
     def _fetch(self) -> None:
-        """Hand items over until the end, an error or an interruption; runs in the thread."""
+        """Hand over the items, then the end or the iterator's exception, unless ``close`` interrupts."""
         try:
             try:
                 self._hand_items_over()
@@ -317,6 +337,7 @@ class Fetcher(Generic[T]):
             pass
 
     def _hand_items_over(self) -> None:
+        """Hand over each item and then the end; close a generator, however this ends."""
         try:
             for item in self._items:
                 self._hand_over((item,))
@@ -326,9 +347,10 @@ class Fetcher(Generic[T]):
         self._hand_over(None)
 
     def _hand_over(self, item: tuple[T] | BaseException | None) -> None:
-        """Put an item, an error or the end where ``next`` finds it; wait until there is room.
+        """Wait until there is room for an item, an error, or the end (None), and put it where ``next`` finds it.
 
-        Raises _Abandoned if the fetcher is closed.
+        Raises:
+            _Abandoned: ``close`` was called.
         """
         while not self._close_event.is_set():
             try:
@@ -339,12 +361,16 @@ class Fetcher(Generic[T]):
 
 
 def _thread_of_graph() -> str:
-    """Return the name of the thread that runs the iterators of the current thread's run."""
+    """Return the name of the threads that iterate over graphs for the current thread's run."""
     return f"graph of {threading.get_ident()}"
 
 
 def is_still_running(within_s: float) -> bool:
-    """Return True if an iterator of this thread does not end in ``within_s`` seconds: it blocks outside Python code."""
+    """Return True if a ``Fetcher`` thread of the current thread's run is alive after ``within_s`` seconds.
+
+    Such a thread blocks outside of Python code, where it cannot be interrupted. If all have ended, the call returns
+    early.
+    """
     threads = [thread for thread in threading.enumerate() if thread.name == _thread_of_graph()]
     for thread in threads:
         thread.join(within_s)

@@ -1,4 +1,4 @@
-"""The worker's side of the heartbeats: its items in hand, and its exit after a GPU fault."""
+"""The worker's side of the heartbeats: it reports the items in hand, and ends its process after a GPU fault."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ from pipeline.runner.worker_reports import REPORT_S, SELDOM_S, Crash, ProgressDe
 from pipeline.storage.outages import OUTAGES, Outage
 
 _ANSWER_S = 10.0
-POISON = 2  # crashes with one item in hand after which no other process tries the item
+POISON = 2  # after this many crashes with an item in hand, no other process tries the item
 _LOOK_S = 1.0
-_SOON_S, _LATER_S = 4.0, 60.0  # a worker asks for its report interval soon, while workers start, then seldom
+_SOON_S, _LATER_S = 4.0, 60.0  # a worker asks for its report interval often while workers start, later seldom
 _IDLE_S = 10.0  # seconds between the reports of an idle worker
 
 
 class WorkerGivenUp(RuntimeError):  # noqa: N818
-    """The processes of this worker crashed too often; the run ends."""
+    """The processes of this worker have crashed too often, so the run ends."""
 
 
 class ItemsInHand:
-    """The items that a worker has in hand; ``release`` passes them on in order."""
+    """The items that a worker has in hand. ``Heartbeat.holding`` creates it, and ``release`` passes items on in order.
+
+    Attributes:
+        items: the ids of the items that are still in hand.
+    """
 
     def __init__(self, items: Sequence[str], count: Callable[[ProgressDelta], None]) -> None:
         self.items = list(items)
@@ -43,13 +47,13 @@ class ItemsInHand:
     def release(
         self, is_failure: bool | None = None, *, is_result: bool = True, n: int = 1, fault: str | None = None
     ) -> None:
-        """Report the next ``n`` items as passed on to the next stage; they leave ``items``.
+        """Remove the next ``n`` items from ``items``, and count them as passed on to the next stage.
 
         Args:
             is_failure: whether they failed in a way that another node might avoid; None if this worker did not try
                 them. A failure is reported at once, since it may exclude the worker.
             is_result: whether they go on as results of the stage, not as failures.
-            fault: the error class of an item that failed here.
+            fault: the error class if an item failed here.
         """
         del self.items[:n]
         n_tried = n * (is_failure is not None)
@@ -61,21 +65,24 @@ class ItemsInHand:
 
 
 class Heartbeat:
-    """The reporter of one worker to the actor. It travels to the worker; without an actor it does nothing.
+    """The reporter of one worker to the heartbeats actor, pickled to the worker. Without an actor it does nothing.
 
     A worker may have several items in hand, also in several threads. It reports when it takes items, when it has none
-    left, and once a second in between (less often among thousands of workers): a report for each of many short items
-    would be much of its work.
+    left, and once a second in between (less often among thousands of workers), since it may have many short items.
 
     Args:
-        suspects: whether an item may kill the process: items are then reported before the work on them starts, not
-            only once a second.
+        suspects: whether an item may kill the process. Items are then reported before the work on them starts, not only
+            once a second.
+
+    Attributes:
+        of_process: the heartbeat of the worker in this process; None until an actor's heartbeat has started.
+        has_crashed_before: whether earlier processes of this worker have crashed; set by ``start``.
     """
 
     of_process: ClassVar[Heartbeat | None] = None  # in the process of a run's worker, once it has started
 
     def __init__(self, stage: str, heartbeats: ActorHandle | None = None, *, suspects: bool = True) -> None:
-        """Set the counts to zero; nothing is reported before ``start``."""
+        """Set the counts to zero. Nothing is reported before ``start``."""
         self._stage = stage
         self._heartbeats = heartbeats
         self._suspects = suspects
@@ -87,14 +94,18 @@ class Heartbeat:
         self._in_hand: list[ItemsInHand] = []
         self._last_report: list[str] = []  # the items in hand of the last report
         self._last_outages: tuple[Outage, ...] = ()
-        self._full_disk = self._last_full_disk = ""  # of this node, measured now and then
+        self._full_disk = self._last_full_disk = ""  # of this node; measured before each report
         self._reporting = threading.RLock()  # reports must be sent in the order of events
 
     def start(self) -> None:
-        """Report that this process of the worker starts. Raises WorkerGivenUp if too many crashed before it.
+        """Report that a process of this worker starts, and set ``has_crashed_before``.
 
-        Sets ``has_crashed_before``. In a Ray actor it also starts the thread that reports, and has the process end at
-        exit without waiting for Ray.
+        In a Ray actor this also sets ``of_process``, starts the thread that reports, and registers an exit handler that
+        ends the process without waiting for Ray. If the heartbeats actor does not answer, the process counts as the
+        first one.
+
+        Raises:
+            WorkerGivenUp: too many processes of this worker have crashed.
         """
         if self._heartbeats is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
             # If the cluster is gone, Ray's C++ core may wait for itself for ever once Python has ended
@@ -110,28 +121,31 @@ class Heartbeat:
 
     @property
     def ends_at_once(self) -> bool:
-        """True in an actor of a run: its process ends without the exit handlers registered before ``start``."""
+        """True in an actor of a run: its process ends without exit handlers registered before ``start``."""
         return self._reports_by_itself
 
     def wait_while_excluded(self) -> None:
-        """Block while this worker is excluded. The actor is asked only after a failed item."""
+        """Block while this worker is excluded. The actor is asked, once a second, only after a failed item."""
         while self._last_failed and self._ask_about_worker("is_excluded"):
             time.sleep(_LOOK_S)
 
     def find_crashes(self, item: str) -> list[Crash]:
-        """Return each crash of this stage's processes with ``item`` in hand.
+        """Return the crashes of this stage's processes with ``item`` in hand; [] if the actor does not answer.
 
-        Call it with the item in hand: the actor has that report by then, so a crash of this process would count. A
-        worker without crashes does not ask, since Ray retries an item on the worker that it killed.
+        Call it with the item in hand, so that a crash of this process would count, too. A worker without earlier
+        crashes returns [] without asking, since Ray retries an item on the worker that it killed.
         """
         return (self._ask("find_crashes", self._stage, item) or []) if self.has_crashed_before else []
 
     def holding(self, *ids: str) -> AbstractContextManager[ItemsInHand]:
-        """Report these items as in hand inside the context; call ``release`` on the yielded object for each."""
+        """Return a context in which these items are reported as in hand.
+
+        It yields an ItemsInHand, whose ``release`` the caller calls for each item.
+        """
         return self._report_items(ids, ProgressDelta(n_moves=len(ids)))
 
     def busy(self, work: str) -> AbstractContextManager[object]:
-        """Report ``work`` as in hand inside the context: work that is no item and does not count as progress.
+        """Return a context in which ``work`` that is not an item is reported as in hand; it does not count as movement.
 
         Items in hand stay reported, since the last report before a crash may be lost.
         """
@@ -139,7 +153,7 @@ class Heartbeat:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Report the model as being loaded inside the context; such time counts neither as work nor as idle."""
+        """Report inside the context that the model is being loaded. This time counts neither as busy nor as idle."""
         self._counted_until = None
         with self.busy("the model, being loaded"):
             yield
@@ -149,7 +163,11 @@ class Heartbeat:
     def _report_items(self, items: Sequence[str], delta: ProgressDelta) -> Iterator[ItemsInHand]:
         """Report items as in hand inside the context, and as gone after it, however it ends.
 
-        ``delta`` is added to the counts. Without ``suspects`` the thread reports them at its next turn.
+        If ``suspects`` is False, the thread reports them at its next turn. After an earlier crash of a suspect worker,
+        the context starts once the actor has answered or 10 s have passed.
+
+        Args:
+            delta: added to the counts of the next report.
         """
         items_in_hand = ItemsInHand(items, self._count)
         with self._reporting:
@@ -159,8 +177,8 @@ class Heartbeat:
             if self._suspects or not self._reports_by_itself:
                 self._report()
         if self._suspects and self.has_crashed_before:
-            # A process that ends at once takes its last reports with it, and an item of an older report gets the blame.
-            # That happens once at most: after a crash the work waits until the actor has the report.
+            # The last reports of a process that dies are lost, and an item of an older report gets the blame. That
+            # happens once at most: after a crash, the work waits until the actor has the report.
             self._ask("every_s")
         try:
             yield items_in_hand
@@ -173,7 +191,7 @@ class Heartbeat:
                     self._report()
 
     def _count(self, delta: ProgressDelta) -> None:
-        """Add to the counts of the next report; a failure is reported at once."""
+        """Add ``delta`` to the counts of the next report. A failure is reported at once."""
         with self._reporting:
             self._delta = self._delta.plus(delta)
             if delta.n_ok or delta.n_failed:
@@ -182,12 +200,17 @@ class Heartbeat:
                 self._report()
 
     def _report_regularly(self) -> None:
-        """Report changes once a second, or at the actor's interval, and idleness seldom; runs in a thread for ever."""
-        every_s, asked_at, ask_s = REPORT_S, time.monotonic(), _SOON_S
+        """Report changes at the interval that the actor sets, and idleness seldom. Runs in a thread forever.
+
+        If the actor does not answer, the interval doubles up to SELDOM_S.
+        """
+        every_s = REPORT_S
+        asked_at = time.monotonic()
+        ask_s = _SOON_S
         while True:
             time.sleep(every_s)
             self._full_disk = RayDisk.describe_full()
-            if time.monotonic() - asked_at >= ask_s:  # an actor that does not answer has too much to do, or is gone
+            if time.monotonic() - asked_at >= ask_s:  # an actor that does not answer is overloaded or gone
                 every_s = self._ask("every_s", otherwise=max(every_s, min(SELDOM_S, 2 * every_s)))
                 asked_at, ask_s = time.monotonic(), min(_LATER_S, 2 * ask_s)
             with self._reporting:
@@ -200,7 +223,7 @@ class Heartbeat:
                     self._report()
 
     def _count_time(self) -> None:
-        """Add the time since the last call to the counts of the next report; none while the model loads."""
+        """Add the time since the last call to the counts of the next report, unless the model is being loaded."""
         if (since := self._counted_until) is not None:
             self._counted_until = time.monotonic()
             up_s = self._counted_until - since
@@ -210,21 +233,21 @@ class Heartbeat:
         return [item for holding in self._in_hand for item in holding.items]
 
     def fail(self, why: str) -> None:
-        """Report the reason why this worker ends the run. Call it before raising: Ray buries errors in its own text."""
+        """Report why this worker ends the run. Call it before raising, since Ray buries an error in its own text."""
         self._ask("fail", why)  # if this is lost, the run ends with Ray's own error
 
     def end(self, reason: str) -> None:
-        """Report why this process ends itself: the reason of a crash. Waits until the actor has it, 10 s at most."""
+        """Report why this process is about to end itself, and wait up to 10 s until the actor has the reason."""
         self._ask("end", self._me, printable(reason))
 
     def _ask_about_worker(self, method: str, otherwise: object = None) -> Any:
-        """Call a method of the actor about this worker, as ``_ask``."""
+        """Call ``method`` of the actor about this worker; return its answer, or ``otherwise`` without one in 10 s."""
         if self._heartbeats is None:  # asking Ray for the name of this worker would start Ray
             return otherwise
         return self._ask(method, self._stage, self._me, otherwise=otherwise)
 
     def _ask(self, method: str, *arguments: object, otherwise: object = None) -> Any:
-        """Call a method of the actor and return its answer, or ``otherwise`` without an answer in 10 s."""
+        """Call ``method`` of the actor and return its answer, or ``otherwise`` on any error or after 10 s."""
         if self._heartbeats is None:
             return otherwise
         try:
@@ -233,31 +256,34 @@ class Heartbeat:
             return otherwise
 
     def _report(self) -> None:
-        """Send the items in hand and the counts to the actor, without waiting for it, and set the counts to zero.
+        """Send the items in hand and the counts to the actor without waiting for it, and set the counts to zero.
 
-        If the actor is dead or too busy, the counts are kept for the next report.
+        If they cannot be sent, because the actor is dead or too busy, the counts are kept for the next report.
         """
         if self._heartbeats is None:
             return
-        items, outages = self._list_held_items(), OUTAGES.report()
+        items = self._list_held_items()
+        outages = OUTAGES.report()
         with suppress(Exception):  # a dead actor or a full backlog must not fail an item
             self._heartbeats.state.remote(self._stage, self._me, items, self._delta, outages, self._full_disk)
-            self._delta, self._last_report = ProgressDelta(), items
+            self._delta = ProgressDelta()
+            self._last_report = items
             self._last_outages, self._last_full_disk = outages, self._full_disk
 
     @cached_property
     def _me(self) -> Worker:
-        """The worker to which this process belongs."""
+        """The worker to which this process belongs, named after its actor or task."""
         context = ray.get_runtime_context()
         name = str(context.get_actor_id() or context.get_task_id())
         return Worker(name, socket.gethostname(), context.get_node_id(), os.getpid())
 
 
 def exit_after_gpu_fault(item: str, error: Exception) -> None:
-    """End this process if ``error`` broke its CUDA context, which would fail all later work too; else return.
+    """End this process as ``give_up_process`` does if ``error`` has broken its CUDA context; otherwise return.
 
-    A small operation tests the GPU: Triton, cuDNN and drivers have words of their own for a broken context. cuBLAS says
-    "CUDA error" if it only has too little memory. Without a CUDA context in this process the error's text decides.
+    A small operation on the GPU decides, because Triton, cuDNN and drivers have their own words for a broken context,
+    and cuBLAS says "CUDA error" if it only lacks memory. Without a CUDA context in this process, the text of the error
+    decides. An out-of-memory error always returns.
     """
     if is_out_of_memory(error):
         return
@@ -269,9 +295,9 @@ def exit_after_gpu_fault(item: str, error: Exception) -> None:
 
 
 def give_up_process(item: str, error: Exception) -> NoReturn:
-    """End this process at once with exit code 70; ``item`` (a video, a question) is in hand.
+    """Print the error, report it to the heartbeats, and end this process at once with exit code 70.
 
-    The heartbeats keep the error. Ray starts another process, which asks them for the crashes with ``item`` in hand.
+    Ray starts another process, which asks the heartbeats for the crashes with ``item`` (a video or question) in hand.
     """
     print(f"{item}: {error}", file=sys.stderr, flush=True)
     if Heartbeat.of_process is not None:

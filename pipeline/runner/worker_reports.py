@@ -1,7 +1,7 @@
 """The reports of workers, and the actor that collects them for the driver.
 
-The actor keeps one report a busy worker, whatever the size of the corpus. It also records the items that a worker had
-in hand when its process crashed. So the worker's next process can ask which item has killed processes before.
+The actor keeps one report per busy worker, whatever the size of the corpus. It also records the items that a worker had
+in hand when its process crashed, so that the worker's next process can ask which items have killed processes before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from pipeline.storage.outages import Outage
 
 
 class Worker(NamedTuple):
-    """The sender of a report: one name for all processes of an actor or attempts of a task, and where this one runs."""
+    """The sender of a report: a worker, and the process that it runs in now.
+
+    Attributes:
+        name: the same for all processes of an actor, or all attempts of a task.
+        host, node, pid: the host, node id and process id of this process.
+    """
 
     name: str
     host: str
@@ -31,16 +36,16 @@ class Worker(NamedTuple):
 
 
 class ProgressDelta(NamedTuple):
-    """Numbers of items since a worker's last report.
+    """The counts of items since a worker's last report.
 
     Attributes:
-        n_passed_on: items that went on to the next stage.
-        n_moves: items that came plus items that went on.
+        n_passed_on: items that were passed on to the next stage.
+        n_moves: items taken plus items passed on.
         n_ok: items tried without a failure that another node might avoid.
         n_failed: items tried with a failure that another node might avoid.
-        n_results: items that went on as results of the stage, not as failures.
+        n_results: items passed on as results of the stage, not as failures.
         up_s: seconds in which the worker had its model and could work.
-        busy_s: seconds of ``up_s`` in which it had an item in hand.
+        busy_s: seconds of ``up_s`` in which it had items in hand.
         faults: the error classes of the items that failed in this stage.
     """
 
@@ -54,11 +59,12 @@ class ProgressDelta(NamedTuple):
     faults: tuple[str, ...] = ()
 
     def plus(self, more: ProgressDelta) -> ProgressDelta:
-        return ProgressDelta(*map(operator.add, self, more))  # numbers add up, faults are joined
+        """Return the sum of two deltas: numbers are added, and faults are concatenated."""
+        return ProgressDelta(*map(operator.add, self, more))  # numbers are added, faults concatenated
 
 
 class NodeTally(NamedTuple):
-    """The items of a stage on a node, counted as in ProgressDelta."""
+    """The numbers of items that a stage tried on a node, as ProgressDelta counts them."""
 
     host: str
     n_ok: int = 0
@@ -74,7 +80,7 @@ class FailureKind(NamedTuple):
 
 
 class CrashedProcess(NamedTuple):
-    """A crashed process of a worker, noticed when the next process started, and its items in hand."""
+    """A crashed process of a worker and its items in hand, recorded at the next process's start or a node's loss."""
 
     stage: str
     worker: Worker
@@ -82,17 +88,22 @@ class CrashedProcess(NamedTuple):
 
 
 class Crash(NamedTuple):
-    """A crash with an item in hand: the host, and the error that the process said was its end, "" if it said none."""
+    """A crash with an item in hand: the host, and the reason that the process gave before it ended, "" without one."""
 
     host: str
     reason: str = ""
 
 
 def describe_crashes(process: str, item: str, crashes: Sequence[Crash]) -> str:
-    """Return the message of an item that was in hand at these crashes of a ``process``."""
+    """Return the error message of an item that was in hand at these crashes.
+
+    Args:
+        process: what crashed, such as "encode process".
+        item: the noun for the item, such as "video".
+    """
     where = ", ".join(dict.fromkeys(crash.host for crash in crashes))
     reasons = list(dict.fromkeys(crash.reason for crash in crashes if crash.reason))
-    if n_silent := sum(not crash.reason for crash in crashes):  # killed by a signal, say
+    if n_silent := sum(not crash.reason for crash in crashes):  # such as processes killed by a signal
         reasons.append(f"Ray's logs say how{f' {n_silent} of them ended' if reasons else ''}")
     return f"the {process} crashed {len(crashes)} times with this {item} in hand, on {where}; {'; '.join(reasons)}"
 
@@ -102,18 +113,18 @@ class WorkerReport:
     """The state of all stages, as the actor knows it.
 
     Attributes:
-        inside: stage -> items in hand and their host: "ID on HOST", or a description of other work.
-        n_passed_on: stage -> items that went through it. A retried item counts again.
-        n_results: stage -> items that went through it and had not failed, in this stage or before.
+        inside: stage -> "ID on HOST" for each item in hand, or a description of other work.
+        n_passed_on: stage -> items that it passed on. A retried item counts again.
+        n_results: stage -> items that it passed on as results, not as failures of this stage or an earlier one.
         n_moves: a number that grows with every item that enters or leaves a stage.
-        failure: the reason of a worker that gave the run up, None without one.
+        failure: the reason of the first worker that ended the run; None without one.
         tallies: stage -> node id -> its tally.
-        excluded_workers: descriptions of the excluded workers.
-        failing: the stages whose working workers all fail nearly every item.
+        excluded_workers: descriptions of the workers that were excluded at some time.
+        failing: the stages in which all workers at work fail nearly every item.
         up_s: stage -> seconds in which its workers could work, summed over them.
         busy_s: stage -> seconds of ``up_s`` in which they had items in hand.
-        faults: failed items by stage, host and error class; a retried item counts again.
-        crashed_processes: the last crashed processes of workers.
+        faults: failed items by stage, host and error class. A retried item counts again.
+        crashed_processes: the last crashed processes of workers, oldest first.
         outages: stores that do not answer a worker, each since the first worker noticed.
         workers: node id -> stage -> number of its workers there.
         full_disks: node id -> the disk there that is too full to start a worker, by the last report of a worker.
@@ -148,13 +159,20 @@ _AT_WORK_S = 10.0  # a worker that moved an item in the last 10 s counts as at w
 # A report costs the actor a quarter of a millisecond of a core. So all workers together send REPORTS_PER_S reports a
 # second; each worker waits REPORT_S seconds or longer between two, and SELDOM_S or longer if the actor does not answer.
 REPORTS_PER_S, REPORT_S, SELDOM_S = 2000, 1.0, 8.0
-_MAX_CRASHED_PROCESSES = 100  # crashed processes, for the driver's log
-_DISK_REPORT_S = 600.0  # age of a report on a full disk beyond which it may have room, and no worker there to say so
-_BACKLOG = 1000  # pending calls a worker: if the actor hangs, they must not fill the worker's memory
+_MAX_CRASHED_PROCESSES = 100  # crashed processes kept for the driver's log
+_DISK_REPORT_S = 600.0  # older reports of a full disk are ignored: it may have room, but no worker there to say so
+_BACKLOG = 1000  # pending calls per worker: if the actor hangs, they must not fill the worker's memory
 
 
 class _RecentItems:
-    """The outcomes of a worker's last items, by which the actor excludes it."""
+    """The outcomes of a worker's last items, by which the actor decides to exclude it.
+
+    Attributes:
+        failures: whether each of the last RECENT items failed, oldest first.
+        moved_at: the time of the last outcome.
+        rest_s: how long the worker rests before it may try the next item.
+        resting_since: when the current rest began; None if the worker does not rest.
+    """
 
     def __init__(self) -> None:
         self.failures: deque[bool] = deque(maxlen=RECENT)
@@ -163,11 +181,12 @@ class _RecentItems:
         self.resting_since: float | None = None
 
     def add(self, delta: ProgressDelta, now: float) -> None:
-        """Add the outcomes of a report; a success ends the worker's rest."""
+        """Add the outcomes of a report. A success ends the worker's rest and resets ``rest_s``."""
         self.failures.extend([False] * delta.n_ok + [True] * delta.n_failed)
         self.moved_at = now
         if delta.n_ok:
-            self.rest_s, self.resting_since = REST_S, None
+            self.rest_s = REST_S
+            self.resting_since = None
 
     @property
     def is_failing(self) -> bool:
@@ -176,7 +195,7 @@ class _RecentItems:
 
 
 class _Outcomes(NamedTuple):
-    """The outcomes of the last items of a stage's workers that were at work at a time."""
+    """The last outcomes of the workers of a stage that were at work at one time."""
 
     at: float
     workers: set[str]
@@ -185,12 +204,12 @@ class _Outcomes(NamedTuple):
 
 
 def _list_living_nodes() -> set[str]:
-    """Return the ids of the nodes that Ray takes for alive."""
+    """Return the ids of the nodes that Ray considers alive."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 class Heartbeats:
-    """The class of the actor. ``living`` returns the ids of the living nodes; None takes all nodes for alive."""
+    """The actor that collects the reports of a graph's workers."""
 
     def __init__(
         self,
@@ -198,7 +217,12 @@ class Heartbeats:
         clock: Callable[[], float] = time.monotonic,
         living: Callable[[], Collection[str]] | None = None,
     ) -> None:
-        """Start without reports; ``stages`` are all names that reports may have, in their order."""
+        """Start without reports.
+
+        Args:
+            stages: all stage names that reports may have, in processing order.
+            living: returns the ids of the living nodes; None considers all nodes alive.
+        """
         self._clock = clock
         self._list_living_nodes = living
         self._nodes: tuple[float, Collection[str]] | None = None  # when Ray was asked for them, and its answer
@@ -230,9 +254,14 @@ class Heartbeats:
         outages: Collection[Outage] = (),
         full_disk: str = "",
     ) -> None:
-        """Record a worker of ``stage``: its items now, its counts since its last report, stores that do not answer.
+        """Record a report of a worker: replace its items, its outages and its node's full disk, and add its counts.
 
-        Replaces the worker's items and outages, and the full disk of its node; adds its counts.
+        The counts go to the totals of the stage, the tally of the node, the faults, and the worker's recent outcomes.
+
+        Args:
+            items: the items that it has in hand now.
+            delta: its counts since its last report.
+            full_disk: the disk of its node that is too full to start a worker; "" without one.
         """
         self._processes[stage][worker.name] = worker
         self._outages.pop(worker, None)
@@ -252,11 +281,14 @@ class Heartbeats:
             self._recent_items[stage][worker.name].add(delta, self._clock())
 
     def is_excluded(self, stage: str, worker: Worker) -> bool:
-        """Return True if this worker must not take another item now; an excluded worker is listed in the report.
+        """Return True if this worker must not take another item now.
 
-        Called repeatedly: an excluded worker may try one item after REST_S, then after twice that time, and so on.
+        A worker is excluded while all but one of its last RECENT items have failed and the other workers do better. It
+        calls this repeatedly: after REST_S it may try one item (False), after twice that time another, and so on. Its
+        first exclusion is recorded for the report.
         """
-        recent, now = self._recent_items[stage][worker.name], self._clock()
+        recent = self._recent_items[stage][worker.name]
+        now = self._clock()
         if not recent.is_failing or not self._others_do_better(stage, worker.name):
             recent.resting_since = None
             return False
@@ -270,56 +302,65 @@ class Heartbeats:
         return False
 
     def _at_work(self, stage: str) -> set[str]:
-        """Return the workers of a stage with items in hand on a living node, or with an outcome in the last seconds."""
-        recently, now = self._recent_items[stage], self._clock()
+        """Return a stage's workers at work: with items in hand on a living node, or with a recent outcome."""
+        recently = self._recent_items[stage]
+        now = self._clock()
         holding = {name for name in self._in_hand[stage] if self._node_lives(self._processes[stage][name].node)}
         return holding | {name for name, items in recently.items() if now - items.moved_at <= _AT_WORK_S}
 
     def _node_lives(self, node: str, max_age_s: float = _AT_WORK_S) -> bool:
-        """Return True if a node is alive, by a list of nodes that is at most ``max_age_s`` old.
+        """Return True if a node is alive, by a list of nodes that is less than ``max_age_s`` seconds old.
 
-        Ray is asked for a newer list if needed. If Ray does not answer, the last list counts; without any list every
-        node counts as alive.
+        Ray is asked for a new list if needed. If it does not answer, the last list counts; without any list every node
+        counts as alive.
         """
         if self._list_living_nodes is None:
             return True
         now = self._clock()
         if self._nodes is None or now - self._nodes[0] >= max_age_s:
-            with suppress(Exception):  # without an answer the last one stands
+            with suppress(Exception):  # without an answer, the last one counts
                 self._nodes = now, self._list_living_nodes()
                 self._nodes_seen.update(self._nodes[1])
         return self._nodes is None or node in self._nodes[1]
 
     def _others_do_better(self, stage: str, name: str) -> bool:
-        """Return True if the other workers at work certainly do better: less than BETTER of their last items failed.
+        """Return True if a share of less than BETTER of the last items failed for the other workers at work.
 
-        False without others; workers without an outcome yet count as better. Every worker of a failing node asks each
-        second, so among thousands of workers the outcomes of all are counted less often.
+        Without others the result is False. Workers without an outcome yet count as better. Every worker of a failing
+        node asks each second, so with thousands of workers the outcomes are counted less often, and may be that much
+        older.
         """
-        recently, now = self._recent_items[stage], self._clock()
+        recently = self._recent_items[stage]
+        now = self._clock()
         counted = self._outcomes.get(stage)
         if counted is None or now - counted.at >= len(self._processes[stage]) // 100 / 100:
             names = self._at_work(stage)
-            failures = [is_failure for one in names if one in recently for is_failure in recently[one].failures]
+            failures = [
+                is_failure for worker in names if worker in recently for is_failure in recently[worker].failures
+            ]
             counted = self._outcomes[stage] = _Outcomes(now, names, len(failures), sum(failures))
         own = recently[name].failures if name in counted.workers else ()
         n_failed, n_all = counted.n_failed - sum(own), counted.n_all - len(own)
         return len(counted.workers) > (name in counted.workers) and n_failed < BETTER * max(1, n_all)
 
     def start(self, stage: str, worker: Worker) -> int | None:
-        """Record the start of a worker's process, and blame the items that its last process had in hand.
+        """Record the start of a worker's process, and the crash of the previous one with its items in hand.
 
-        Items are not blamed if the last process ended with its node. Returns 0 at the first start, later the number of
-        processes that the worker has lost, at most MAX_CRASHES + 1. Returns None, and fails the run, if more than
-        MAX_CRASHES were lost within CRASHES_S. Processes that ended with their node count, too.
+        The items are blamed for the crash, unless that process ended with its node. It counts as lost in either case.
+
+        Returns:
+            The number of processes that this worker has lost, at most MAX_CRASHES + 1; 0 at its first start. None if
+            more than MAX_CRASHES were lost within CRASHES_S; the run then fails (``fail``).
         """
         last, self._processes[stage][worker.name] = self._processes[stage].get(worker.name, worker), worker
         if worker.name not in self._crash_times:
             self._crash_times[worker.name] = deque(maxlen=MAX_CRASHES + 1)
             return 0
-        now, crash_times = self._clock(), self._crash_times[worker.name]
+        now = self._clock()
+        crash_times = self._crash_times[worker.name]
         crash_times.append(now)
-        items, reason = tuple(self._in_hand[stage].pop(worker.name, ())), self._reasons.pop(last, "")
+        items = tuple(self._in_hand[stage].pop(worker.name, ()))
+        reason = self._reasons.pop(last, "")
         if last not in self._lost_processes:
             self._crashed_processes.append(CrashedProcess(stage, last, items))
         if last.node == worker.node or self._node_lives(last.node, max_age_s=0.0):  # no item is to blame
@@ -327,17 +368,22 @@ class Heartbeats:
                 self._crashes[stage, item].append(Crash(last.host, reason))
         if len(crash_times) <= MAX_CRASHES or now - crash_times[0] > CRASHES_S:
             return len(crash_times)
-        having = f", the last process on {last.host} with {', '.join(items)} in hand" if items else ""
-        having += f": {reason}" if reason else ""
-        self.fail(f"{len(crash_times)} processes of one {stage} worker crashed in {now - crash_times[0]:.0f} s{having}")
+        details = f", the last process on {last.host} with {', '.join(items)} in hand" if items else ""
+        details += f": {reason}" if reason else ""
+        self.fail(
+            f"{len(crash_times)} processes of one {stage} worker crashed in {now - crash_times[0]:.0f} s{details}"
+        )
         return None
 
     def end(self, worker: Worker, reason: str) -> None:
-        """Record why a worker's process ends itself; the next process's ``start`` makes it the reason of a crash."""
+        """Record why a worker's process is about to end itself, as the reason of the crash that ``start`` notices."""
         self._reasons[worker] = reason
 
     def _note_lost_nodes(self) -> None:
-        """Count the processes of lost nodes as crashed, before Ray starts new processes elsewhere."""
+        """Record each process on a lost node once as crashed, before Ray starts new processes elsewhere.
+
+        A node that was never seen alive is not lost: it may have joined just now.
+        """
         for stage, workers in self._processes.items():
             for name, worker in workers.items():
                 # A node that has joined just now may not be known yet.
@@ -349,19 +395,19 @@ class Heartbeats:
                     )
 
     def find_crashes(self, stage: str, item: str) -> list[Crash]:
-        """Return each crash of this stage's processes with this item in hand, without losses of nodes."""
+        """Return the crashes of this stage's processes with this item in hand, without losses of nodes."""
         return self._crashes.get((stage, item), [])
 
     def every_s(self) -> float:
-        """Return the seconds between the reports of a worker: 1, or more if there are thousands of workers."""
+        """Return the seconds between a worker's reports: REPORT_S, or more if there are thousands of workers."""
         return max(REPORT_S, sum(map(len, self._processes.values())) / REPORTS_PER_S)
 
     def fail(self, why: str) -> None:
-        """Record the reason why a worker ended the run; the first reason is kept."""
+        """Record why a worker ended the run. Only the first reason is kept."""
         self._failure = self._failure or why
 
     def read(self) -> WorkerReport:
-        """Return the state of all stages; look first which nodes were lost."""
+        """Return the state of all stages, after recording the processes of nodes that were lost meanwhile."""
         self._note_lost_nodes()
         inside = {
             stage: [f"{x} on {self._processes[stage][name].host}" for name, items in workers.items() for x in items]
@@ -395,7 +441,7 @@ class Heartbeats:
         )
 
     def _count_workers(self) -> dict[str, dict[str, int]]:
-        """Count the workers by the node of their last process: node id -> stage -> number."""
+        """Count the workers on each node by their last process: node id -> stage -> number."""
         counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for stage, workers in self._processes.items():
             for node, count in Counter(worker.node for worker in workers.values()).items():
@@ -403,7 +449,7 @@ class Heartbeats:
         return dict(counts)
 
     def _list_outages(self) -> list[Outage]:
-        """Return the outages that running processes report, the earliest one of each store."""
+        """Return the outages that running processes on living nodes report, the earliest one of each store."""
         last = {process for workers in self._processes.values() for process in workers.values()}
         running = [worker for worker in self._outages if worker in last and self._node_lives(worker.node)]
         outages = sorted(
@@ -414,9 +460,9 @@ class Heartbeats:
 
 @contextmanager
 def heartbeats_of(stages: Sequence[str]) -> Iterator[ActorHandle]:
-    """Run the actor for these stages inside the context, on this node if possible; yield its handle.
+    """Run the heartbeats actor for these stages inside the context, and yield its handle.
 
-    The actor restarts after a crash, without its counts. It is killed at the end.
+    It runs on this node if possible. After a crash it restarts without its counts. It is killed at the end.
     """
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "max_restarts": _RESTARTS, "max_pending_calls": _BACKLOG, "scheduling_strategy": strategy}
@@ -425,4 +471,4 @@ def heartbeats_of(stages: Sequence[str]) -> Iterator[ActorHandle]:
         yield heartbeats
     finally:
         with suppress(Exception):  # a cluster that is gone has no actor either
-            ray.kill(heartbeats)  # Ray Data holds on to it after a run
+            ray.kill(heartbeats)  # Ray Data keeps a reference to it after a run

@@ -1,4 +1,4 @@
-"""Access to a Ray cluster: its address, and the token that it asks for."""
+"""Access to a Ray cluster: its address, and the token that it requires."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import ray
 from ray._private.utils import get_ray_address_file, read_ray_address
-from ray._raylet import GcsClient  # type: ignore[attr-defined]  # what ray.init() asks; its stubs leave it out
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # what ray.init() uses; Ray's stubs lack it
 from ray.job_config import JobConfig
 
 from pipeline.errors import RunFailed, printable
 from pipeline.runner.cluster.session_folder import find_ray_folder
 
 _REACH_S = 10.0
-_TRIES = 3  # attempts to reach a cluster; Ray waits 40 s for each answer, which a busy one may need
+_TRIES = 3  # attempts to reach a cluster; Ray waits 40 s for each answer, since it may be busy
 _ALONE = "RAY_ADDRESS=local uses this machine alone"
 _TOKEN = (
     "set RAY_AUTH_MODE=token, and give the cluster's token in RAY_AUTH_TOKEN, in ~/.ray/auth_token, or in a file named "
@@ -28,11 +28,13 @@ _TOKEN = (
 
 
 def find_address() -> str | None:
-    """Return the address of the cluster that ``ray.init()`` would join: RAY_ADDRESS, or one started by ``ray start``.
+    """Return the address of the cluster that ``ray.init()`` would join; None if Ray starts its own cluster.
 
-    Returns None where Ray starts a cluster of its own. Raises RunFailed for the address of a job server, where nothing
-    listens, and if another user (not root) left the address, since joining a cluster runs its code here. An address of
-    another user at which nothing listens is ignored.
+    It is RAY_ADDRESS, or the address of a cluster that ``ray start`` left on this machine. An address that another user
+    (not root) left is not joined, since joining a cluster runs its code here; it is ignored if nothing listens there.
+
+    Raises:
+        RunFailed: RAY_ADDRESS is the address of a job server, nothing listens at the address, or another user left it.
     """
     environment_address = os.environ.get("RAY_ADDRESS", "")
     address = environment_address or read_ray_address()
@@ -58,18 +60,20 @@ def find_address() -> str | None:
 
 
 def _check_listens(address: str, file: Path | None) -> None:
-    """Raise RunFailed if nothing listens at an address; a word such as "auto" passes.
+    """Raise RunFailed if nothing listens at HOST:PORT; an address without a port, such as "auto", passes.
 
-    ``file`` is the file in which ``ray start`` left the address; None if RAY_ADDRESS names it.
+    Args:
+        file: the file in which ``ray start`` left the address; None if it is from RAY_ADDRESS.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not (colon and port.isdigit()):
-        return  # a word like "auto" is no address
+        return  # a word like "auto" is not an address
     host = host.strip("[]")
     try:
         socket.create_connection((host, int(port)), timeout=_REACH_S).close()
     except OSError as error:
-        whence, remedy = "RAY_ADDRESS", "start its head"
+        whence = "RAY_ADDRESS"
+        remedy = "start its head"
         if file is not None:
             whence = f"which ray start wrote to {file}"
             if _is_this_machine(host):  # its head is dead: the file alone makes every later run fail
@@ -80,7 +84,7 @@ def _check_listens(address: str, file: Path | None) -> None:
 
 
 def _is_this_machine(host: str) -> bool:
-    """Return True if ``host`` is an address of this machine: only then a socket can be bound to it."""
+    """Return True if ``host`` is an address of this machine, to which alone a socket can be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as local_socket:
@@ -91,12 +95,13 @@ def _is_this_machine(host: str) -> bool:
 
 
 def check_answers(address: str) -> None:
-    """Raise RunFailed if the cluster at ``address`` does not answer, or asks for a token that is missing.
+    """Raise RunFailed if the cluster at ``address`` does not answer, or requires a token that is missing.
 
-    Ray itself would ask twenty times and say only that it failed. An address of Ray Client and a word without a port
-    are not checked. A cluster found on this machine is not checked if this user has a token.
+    Ray itself would ask twenty times and say only that it failed. An address of Ray Client or without a port is not
+    checked, nor is a cluster found on this machine if this user has a token.
     """
-    mode, is_discovered = os.environ.get("RAY_AUTH_MODE"), not os.environ.get("RAY_ADDRESS")
+    mode = os.environ.get("RAY_AUTH_MODE")
+    is_discovered = not os.environ.get("RAY_ADDRESS")
     if "://" in address or ":" not in address or (mode is None and is_discovered and _has_token()):
         return  # the port of Ray Client speaks another protocol; a cluster found here gets the token from Ray itself
     if mode == "token" and not _has_token():
@@ -111,30 +116,34 @@ def check_answers(address: str) -> None:
 
 
 def set_cluster_token() -> None:
-    """Set a new token in this process's environment for the cluster that ``ray.init()`` starts next.
+    """Set RAY_AUTH_TOKEN in this process's environment to a new token for the cluster that it starts next.
 
-    Ray would write one to ~/.ray/auth_token, where every later ``ray start`` finds and requires it. A token of the user
-    is kept. Nothing is set if RAY_AUTH_MODE is "disabled".
+    Ray would write a token to ~/.ray/auth_token, where every later ``ray start`` finds and requires it. Nothing is set
+    if the user has a token or RAY_AUTH_MODE is "disabled".
     """
     if os.environ.get("RAY_AUTH_MODE") != "disabled" and not _has_token():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _has_token() -> bool:
-    """Return True if Ray finds a token of the cluster."""
+    """Return True if Ray would find a token in its environment variables or in ~/.ray/auth_token."""
     configured_token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     return bool(configured_token) or (Path.home() / ".ray" / "auth_token").exists()
 
 
 def _describe_missing_token(address: str) -> str:
-    """Format the error message for a cluster that asks for a token."""
+    """Return the error message for a cluster that requires a token which is missing."""
     return f"the Ray cluster at {address} asks for a token that was not given: {_TOKEN}; or {_ALONE}"
 
 
 def describe_startup_failure(error: Exception | None, address: str | None) -> str:
-    """Return a one-line reason why Ray did not start or could not be joined, with what may help.
+    """Return one line that says why Ray did not start or could not be joined, with advice.
 
-    ``error`` is None if Ray ended this process without an exception.
+    An AuthenticationError is described as a missing token.
+
+    Args:
+        error: the error; None if Ray ended this process without an exception.
+        address: the cluster that was to be joined; None if Ray was to be started here.
     """
     if error is None:
         description = "Ray's native code ended this process, as it does if the raylet of this node does not answer"
@@ -154,14 +163,15 @@ def describe_startup_failure(error: Exception | None, address: str | None) -> st
 
 @contextmanager
 def workers_import_this() -> Iterator[JobConfig | None]:
-    """Join Ray inside this context from a folder that does not hide this package from the workers.
-
-    Yields the job configuration for ``ray.init()``, or None for Ray's default. The current folder may be another inside
-    the context.
+    """Provide the job configuration with which Ray is joined so that its workers can import this package.
 
     Joining puts the current folder first on the path of the workers, where a user's ``pipeline.py`` would hide this
-    package. So a driver that does not import from there first (a console script) joins from the folder of this package.
-    If the current folder is last on the driver's path, it is last on the workers' path too.
+    package. So a driver that does not import from the current folder first (a console script) joins from the folder
+    that contains this package, which is the current folder inside the context. If the original folder is last on the
+    driver's path, it is last on the workers' path too.
+
+    Yields:
+        The ``job_config`` for ``ray.init()``; None for Ray's default.
     """
     current_folder = str(Path.cwd())
     if {"", current_folder} & set(sys.path[:-1]):

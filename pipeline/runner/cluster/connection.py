@@ -1,4 +1,4 @@
-"""The Ray cluster of a driver: joining or starting it, its resources, its errors."""
+"""The driver's Ray cluster: how it is joined or started, its resources, and how its errors are described."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from pipeline.runner.stages import OOM_RETRIES, configure_ray_data
 from pipeline.runner.worker_reports import NodeTally
 
 _LOOK_S = 1.0
-# A start that fails later than this has waited for a process of Ray in vain, as on a busy machine: it is tried again.
+# A start that fails after this long has waited for a process of Ray in vain, as on a busy machine, and is tried again.
 # Faults of the machine itself show earlier.
 SLOW_START_S = 20.0
 # A forked process can use a GPU if its parent never did. The fork server ensures that.
@@ -60,10 +60,16 @@ _NO_GPU = (
 
 
 def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float]:
-    """Join the cluster that RAY_ADDRESS or a running head names, or start Ray here; return the cluster's resources.
+    """Join the cluster that RAY_ADDRESS or a running head names, or start Ray here; return the total resources.
 
-    A process that has joined already stays joined. Ray Data is configured for runs in any case. Several threads may
-    call it. It may take half a minute, so ``say`` gets a line before and after. Raises RunFailed.
+    A process that has joined stays joined. Ray Data is configured for runs in any case. Threads may call this
+    concurrently.
+
+    Args:
+        say: gets a line before and after joining, which may take half a minute.
+
+    Raises:
+        RunFailed: Ray cannot be joined or started.
     """
     with _connecting:
         if not ray.is_initialized():
@@ -73,14 +79,18 @@ def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float
 
 
 def _join_or_start(say: Callable[[str], object]) -> None:
-    """Join the cluster found by ``find_address``, or start Ray here. Raises RunFailed.
+    """Join the cluster that ``find_address`` returns, or start Ray here if it returns None.
 
-    Sets variables of Ray in this process's environment, and has Ray shut down at exit. A start that fails late is tried
-    once more.
+    This sets Ray's variables in this process's environment, and registers an exit handler that shuts Ray down. Starting
+    Ray is tried once more if it fails after SLOW_START_S or later.
+
+    Raises:
+        RunFailed: Ray cannot be joined or started.
+        KeyboardInterrupt: the wait was interrupted; Ray is shut down.
     """
-    # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
+    # Ray's C++ core reports harmless events as errors on this terminal. Its log files contain everything.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    # Ray's default retries a task for ever that it killed because the node was short of memory.
+    # By default, Ray forever retries a task that it killed because the node was low on memory.
     os.environ.setdefault("RAY_task_oom_retries", str(OOM_RETRIES))
     address = find_address()
     if address is None:
@@ -104,7 +114,7 @@ def _join_or_start(say: Callable[[str], object]) -> None:
             say(f"note: Ray did not start in {took_s:.0f} s; trying once more")
     if address is None:
         lock_session(ray._private.worker._global_node.get_session_dir_path())
-    # Python alone handles SIGTERM: the handler of Ray's core prints a stack, and aborts the process after 3 s.
+    # Only Python handles SIGTERM: the handler of Ray's core prints a stack, and aborts the process after 3 s.
     if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)):
         signal.signal(signal.SIGTERM, handler)
     say(_describe_cluster())
@@ -113,9 +123,12 @@ def _join_or_start(say: Callable[[str], object]) -> None:
 
 
 def _make_start_options(say: Callable[[str], object]) -> dict[str, Any]:
-    """Return the options of ``ray.init()`` that start a Ray here: its folder, and a CPU where Ray would count none.
+    """Return the options of ``ray.init()`` that start Ray here: its folder, and one CPU if Ray would count none.
 
-    Creates the folder. Raises OSError.
+    This creates the folder.
+
+    Raises:
+        OSError: the folder cannot be used.
     """
     options: dict[str, Any] = {"_temp_dir": str(make_ray_folder())}
     if fraction := read_fraction_of_cpu():
@@ -125,17 +138,19 @@ def _make_start_options(say: Callable[[str], object]) -> dict[str, Any]:
 
 
 def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) -> None:
-    """Call ``ray.init()``, which starts a Ray with ``start_options``, or joins a cluster if there are none.
+    """Call ``ray.init()``, which starts Ray with ``start_options``, or joins a cluster if they are empty.
 
-    Ctrl-C and SIGTERM interrupt the wait. Then Ray is shut down, and KeyboardInterrupt raised.
+    It runs in its own thread, which never ends, since the kernel kills Ray's processes with the thread that started
+    them. On the main thread, Ray would replace the handler of SIGTERM, and an interrupt could leave a core that aborts
+    at exit. Ray Data is imported meanwhile, stderr is muted, and ``say`` gets lines during a long wait.
 
-    It runs in a thread of its own. On the main thread it would replace the handler of SIGTERM by a handler that ends
-    the process at once. An exception in the middle of it may leave a core that aborts at exit. The thread never ends,
-    since the kernel kills Ray's processes with the thread that started them.
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM interrupted the wait. Ray is shut down first.
+        Exception: what ``ray.init()`` or the import of Ray Data raises.
     """
     start_result, import_result = Future[None](), Future[None]()
     forks = bool(start_options) and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())
-    # Workers that are started ahead belong to no job, and the server would import Ray for them alone.
+    # Prestarted workers belong to no job, so the server would import Ray for them alone.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
     def initialise() -> None:
@@ -150,7 +165,7 @@ def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) 
             start_result.set_result(None)
         threading.Event().wait()
 
-    def import_ray_data() -> None:  # an interrupt in the middle of an import may leave its lock taken for ever
+    def import_ray_data() -> None:  # in a thread, as an interrupted import may keep its lock forever
         """Import Ray Data while Ray starts, and pass an error on."""
         try:
             with pause_garbage_collector():
@@ -181,11 +196,11 @@ def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) 
 
 
 def is_worth_showing(record: logging.LogRecord) -> bool:
-    """Return True if a log line of Ray should be shown; write known harmless lines to a file beside Ray's logs."""
+    """Return True if a log line of Ray should be shown; known harmless lines go to a file among Ray's logs."""
     message = record.getMessage()
     if not any(line in message for line in _KNOWN_LINES):
         return True
-    with suppress(AttributeError, OSError):  # before Ray has a folder for logs, or where its disk is full
+    with suppress(AttributeError, OSError):  # Ray has no log folder yet, or its disk is full
         folder = Path(ray._private.worker._global_node.get_logs_dir_path())
         with (folder / f"driver-{os.getpid()}.log").open("a", encoding="utf-8") as log:
             log.write(f"{record.levelname} {message}\n")
@@ -193,20 +208,20 @@ def is_worth_showing(record: logging.LogRecord) -> bool:
 
 
 def _shut_down() -> None:
-    """Shut Ray down before Ray's own exit handler, which waits half a second to flush output that nobody reads."""
+    """Shut Ray down; registered to run before Ray's own exit handler, which waits half a second to flush output."""
     ray.shutdown()
 
 
 @contextmanager
 def private_ray() -> Iterator[None]:
-    """Start Ray in this context for this process alone: with few processes, in sessions of their own.
+    """Make a Ray that starts in this context private to this process: few processes, in their own sessions.
 
-    A single machine does not need the monitor, which adds nodes, nor the server of the dashboard, which Ray starts even
-    where no dashboard is included. Ray's start or shutdown would wait for them. The agent of the node then serves no
-    dashboard either.
+    The monitor, which adds nodes, and the dashboard's server are left out, since starting and stopping Ray would wait
+    for them. The node's agent then serves no dashboard either.
 
-    SIGTERM to the group of this process, as ``timeout`` and ``kill 0`` send it, does not reach Ray. Else the finished
-    work could not be written any more. Ray's processes still end with the thread that starts them.
+    SIGTERM to the group of this process, as ``timeout`` and ``kill 0`` send it, does not reach Ray, so that finished
+    work can still be written. Ray's processes still end with the thread that starts them. Leaving the context undoes
+    the changes to Ray's modules.
     """
     from ray._private import node, parameter, utils  # noqa: PLC0415 - loaded by now
 
@@ -235,12 +250,15 @@ def private_ray() -> Iterator[None]:
 
 
 def wait_for_gpus(n_gpus: int, wait_s: float, say: Callable[[str], object]) -> dict[str, float]:
-    """Wait until the joined cluster has ``n_gpus`` GPUs, and return its resources.
+    """Return the joined cluster's resources once it has ``n_gpus`` GPUs.
 
-    Requests the GPUs from an autoscaler while it waits. Raises UsageError if they have not joined after ``wait_s``
-    seconds.
+    If it has fewer, ``say`` gets a line, and an autoscaler is asked for the GPUs until the wait ends.
+
+    Raises:
+        UsageError: the GPUs have not joined after ``wait_s`` seconds.
     """
-    cluster, deadline = dict(ray.cluster_resources()), time.monotonic() + wait_s
+    cluster = dict(ray.cluster_resources())
+    deadline = time.monotonic() + wait_s
     if cluster.get("GPU", 0.0) >= n_gpus:
         return cluster
     from ray.autoscaler.sdk import request_resources  # noqa: PLC0415 - seldom needed, and slow to import
@@ -257,13 +275,13 @@ def wait_for_gpus(n_gpus: int, wait_s: float, say: Callable[[str], object]) -> d
             time.sleep(_LOOK_S)
             cluster = dict(ray.cluster_resources())
     finally:
-        request_resources(bundles=[])  # from now on the demand of the workers keeps the nodes
+        request_resources(bundles=[])  # from now on, the workers' demand keeps the nodes
     return cluster
 
 
 @contextmanager
 def _muted_stderr() -> Iterator[None]:
-    """Drop what any thread writes to file descriptor 2 inside the context: Ray's log files keep its own lines."""
+    """Discard what any thread writes to file descriptor 2 inside the context. Ray's own lines are in its log files."""
     sys.stderr.flush()
     descriptor = os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - no file of ours
@@ -277,9 +295,13 @@ def _muted_stderr() -> Iterator[None]:
 
 @contextmanager
 def explained_end(address: str | None) -> Iterator[None]:
-    """Say what may help if Ray's native code ends this process inside the context, without any word of its own.
+    """Print an error with advice if Ray's native code ends this process inside the context, without a message.
 
-    The native code does so where a raylet does not answer for half a minute. A shell outlives this process and says it.
+    It does so if a raylet does not answer for half a minute. A shell, which outlives this process, prints the error.
+    Without a shell nothing is printed.
+
+    Args:
+        address: the cluster that is joined; None if Ray is started here.
     """
     message = f"error: {describe_startup_failure(None, address)}"
     command = ["sh", "-c", 'read -r _ || printf "%s\\n" "$0" >&2', message]
@@ -295,24 +317,29 @@ def explained_end(address: str | None) -> Iterator[None]:
 
 
 def _describe_cluster() -> str:
-    """Describe the joined cluster and its resources in one line."""
-    has, nodes = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
+    """Return one line with the joined cluster's address, CPUs, GPUs and number of nodes."""
+    resources = ray.cluster_resources()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
     address = f"Ray at {ray.get_runtime_context().gcs_address}"
     where = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-    return f"{address}: {has.get('CPU', 0.0):g} CPUs and {has.get('GPU', 0.0):g} GPUs on {where}"
+    return f"{address}: {resources.get('CPU', 0.0):g} CPUs and {resources.get('GPU', 0.0):g} GPUs on {where}"
 
 
 def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object]) -> tuple[str, str]:
     """Join or start the cluster, wait for ``--min-gpus``, and return the (device, dtype) to compute with.
 
-    Args:
-        dtype: the dtype of the flags or of earlier rows; "auto" leaves it to the device.
-        say: prints notes for the user.
+    The device is "cuda" or "cpu". If ``--device auto`` finds no GPU, the user is told.
 
-    Raises UsageError if the cluster or the machine lacks the resources of the flags, RunFailed without a cluster.
+    Args:
+        dtype: the dtype of the flags or of earlier rows; "auto" means bfloat16 on a GPU and float32 on CPUs.
+
+    Raises:
+        UsageError: the cluster lacks the GPUs of the flags or has no CPU, or a CPU cannot run this dtype or attention.
+        RunFailed: no cluster can be joined or started.
     """
     connect(say)
-    cluster, device = wait_for_gpus(options.min_gpus, options.stall_timeout, say), options.device
+    cluster = wait_for_gpus(options.min_gpus, options.stall_timeout, say)
+    device = options.device
     if cluster.get("CPU", 0.0) <= 0:
         raise UsageError(
             "the Ray cluster has no CPUs at this moment: start its worker nodes first. Ray counts none on a node whose "
@@ -326,29 +353,36 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     dtype = dtype if dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
     if on_cpu:
         say(f"note: {_NO_GPU.format(dtype)}")
-    if device == "cpu":  # only a GPU node itself knows what its GPU can run
+    if device == "cpu":  # only a GPU node knows what its GPU can run
         with usage_errors():
             choose_runtime(device, dtype, options.attn)
     return device, dtype
 
 
 def can_have_gpus() -> bool:
-    """Return True if a run may get a GPU: this machine has one, or the run joins a cluster (with or without GPUs).
+    """Return True if a run may get a GPU: this machine has one, or the run joins a cluster, with or without GPUs.
 
-    Ray is not started for this. Raises RunFailed if RAY_ADDRESS names no cluster.
+    Ray is not started for this.
+
+    Raises:
+        RunFailed: the address of the cluster cannot be used (``find_address``).
     """
     return _joins_a_cluster() or torch.cuda.device_count() > 0
 
 
 def _joins_a_cluster() -> bool:
-    """Return True if a run joins an existing cluster. Raises RunFailed as ``find_address``."""
+    """Return True if this process has joined a cluster or would join a running one.
+
+    Raises:
+        RunFailed: the address of the cluster cannot be used (``find_address``).
+    """
     return ray.is_initialized() or find_address() is not None
 
 
 def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
     """Raise UsageError if ``--device cuda`` finds no GPU, for a run that has nothing left to compute.
 
-    It joins an existing cluster, but starts no Ray.
+    A running cluster is joined for this, with the checks and errors of ``choose_device``. Ray is not started.
     """
     if options.device == "cuda" and _joins_a_cluster():
         choose_device(options, "auto", say)
@@ -357,9 +391,11 @@ def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
 
 
 def provenance(run_id: str, packages: Sequence[str] = ("gstep-cache", "pyarrow")) -> dict[str, Json]:
-    """Return the run record's facts about this process: host, process id and versions of packages.
+    """Return the facts about this process for a run's record: host, process id, Python, versions of packages.
 
-    The default packages are those of runs that only move, copy or delete what is stored.
+    Args:
+        packages: the packages to list, by default those of runs that only move, copy or delete stored data. A package
+            that is not installed has the version None.
     """
     return {
         "run_id": run_id,
@@ -379,8 +415,12 @@ def package_version(name: str) -> str | None:
 
 
 def describe_cause(error: BaseException) -> str:
-    """Describe the innermost error of a Ray task or actor in one line, without Ray's tracebacks; or any other error."""
-    if is_out_of_disk(error):  # Ray's own text has the bytes of an address
+    """Return one line that describes an error: its class and message, for a failed Ray task those of its cause.
+
+    Tracebacks are left out. Other errors of Ray are described by the last line of their text, and a full object store
+    (OutOfDiskError) by a text of this project.
+    """
+    if is_out_of_disk(error):  # Ray's own text contains raw bytes
         return "OutOfDiskError: the object store of a node is full, and the disk that it spills to"
     if isinstance(error, ray.exceptions.RayTaskError):
         return printable(f"{type(error.cause).__name__}: {error.cause}")
@@ -390,15 +430,18 @@ def describe_cause(error: BaseException) -> str:
 
 
 def is_out_of_disk(error: BaseException) -> bool:
-    """Return True if Ray found neither memory nor disk space for an object on some node."""
+    """Return True if the error, or its cause in a Ray task, is that a node lacked memory and disk for an object."""
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     return isinstance(cause, ray.exceptions.OutOfDiskError)
 
 
 def find_failing_nodes(tallies: Mapping[str, Mapping[str, NodeTally]]) -> dict[str, str]:
-    """Return the nodes on which a stage fails more often than elsewhere, as node id -> host; ``tallies`` are by stage.
+    """Return the nodes on which a stage fails more often than on average over all nodes, node id -> host.
 
-    A file that no node can read fails on all nodes alike. So a node counts as failing only if other nodes do better.
+    A file that no node can read fails on all nodes alike, so a node counts as failing only if other nodes do better.
+
+    Args:
+        tallies: stage -> node id -> the counts of its items.
     """
     hosts: dict[str, str] = {}
     for nodes in tallies.values():
@@ -411,7 +454,7 @@ def find_failing_nodes(tallies: Mapping[str, Mapping[str, NodeTally]]) -> dict[s
 
 
 def sum_resources(nodes: Collection[str], max_gpus: int | None = None) -> dict[str, float]:
-    """Add up the resources of the living nodes that are not among ``nodes``, with at most ``max_gpus`` GPUs."""
+    """Return the total resources of the living nodes that are not in ``nodes``, with at most ``max_gpus`` GPUs."""
     total: Counter[str] = Counter()
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] not in nodes:
@@ -420,11 +463,11 @@ def sum_resources(nodes: Collection[str], max_gpus: int | None = None) -> dict[s
 
 
 def cap_gpus(resources: dict[str, float], max_gpus: int | None) -> dict[str, float]:
-    """Return the resources with at most ``max_gpus`` GPUs."""
+    """Return the resources with at most ``max_gpus`` GPUs; None sets no limit."""
     gpus = resources.get("GPU", 0.0)
     return resources if max_gpus is None or gpus <= max_gpus else {**resources, "GPU": float(max_gpus)}
 
 
 def node_selector(nodes: Collection[str]) -> dict[str, str]:
-    """Return the label selector of Ray that keeps workers off these nodes."""
+    """Return the Ray label selector that keeps workers off these nodes; {} without nodes."""
     return {NODE_LABEL: f"!in({','.join(sorted(nodes))})"} if nodes else {}

@@ -1,4 +1,4 @@
-"""The disks to which Ray writes on its nodes: free space, and whether Ray can still write."""
+"""The disks to which Ray writes on the nodes: their free space, and the search for full ones."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pipeline.runner.cluster.nodes import iter_alive_nodes, task_on
 
 _SPILL_VARIABLE, _SPILL_LIMIT = "RAY_local_fs_capacity_threshold", 0.95  # Ray's name and default
 MIN_FREE_BYTES = 2**20  # with less, a worker may not even write its log
-_ANSWER_S = 30.0  # seconds that nodes may take to say how full their disks are
+_ANSWER_S = 30.0  # seconds in which nodes must report how full their disks are
 _SPILL_FOLDER = "--fallback_directory="  # an argument of a node's own process of Ray
 
 
 class RayDisk(NamedTuple):
-    """A disk to which Ray writes on one node.
+    """A disk to which Ray writes on one node. As text: its folder and how full it is.
 
     Attributes:
-        folder: of Ray on this disk.
+        folder: Ray's folder on this disk.
         free, size: bytes.
-        limit: the used share above which Ray spills nothing more, and fails.
+        limit: the used share above which Ray spills no more objects, and fails.
     """
 
     folder: str
@@ -41,7 +41,7 @@ class RayDisk(NamedTuple):
 
     @property
     def writable_bytes(self) -> int:
-        """Bytes that Ray may still write."""
+        """The number of bytes that Ray may still write before ``limit``, at least 0."""
         return max(0, self.free - round((1 - self.limit) * self.size))
 
     def __str__(self) -> str:
@@ -49,29 +49,30 @@ class RayDisk(NamedTuple):
 
     @classmethod
     def measure(cls) -> list[RayDisk]:
-        """Measure the disks of the node that this process, a worker or a driver of Ray, runs on.
+        """Measure the disks of this process's node: of Ray's session folder, and of its folder for spilled objects.
 
-        These are the disks of Ray's session folder and of the folder to which Ray spills objects, each disk once.
+        Call it in a worker or driver of Ray. Each disk is listed once. A folder that cannot be measured is left out, so
+        the list may be empty.
         """
         limit = float(os.environ.get(_SPILL_VARIABLE, _SPILL_LIMIT))
         disks: dict[int, RayDisk] = {}
         for folder in _find_ray_folders():
-            with suppress(OSError):  # it is gone, or no folder of this machine
+            with suppress(OSError):  # the folder is gone, or on another machine
                 disk = shutil.disk_usage(folder)
-                if disk.total:  # some file systems do not say
+                if disk.total:  # some file systems report no size
                     disks.setdefault(os.stat(folder).st_dev, cls(folder, disk.free, disk.total, limit))  # noqa: PTH116
         return list(disks.values())
 
     @classmethod
     def describe_full(cls) -> str:
-        """Describe the disk of this node that is so full that no worker can start; "" if there is none."""
+        """Return a text about the first disk of this node that is too full to start a worker; "" if there is none."""
         return next((str(disk) for disk in cls.measure() if disk.free < MIN_FREE_BYTES), "")
 
 
 def _find_ray_folders() -> Iterator[str]:
-    """Yield the folders that Ray writes to on this node: its session folder and its spill folder.
+    """Yield the folders that Ray writes to on this node: its session folder, and a separate spill folder if any.
 
-    Only a worker of Ray knows a spill folder elsewhere.
+    Only a worker of Ray can find the spill folder.
     """
     if (node := ray._private.worker._global_node) is not None:
         yield node.get_session_dir_path()
@@ -81,11 +82,11 @@ def _find_ray_folders() -> Iterator[str]:
 
 
 class DiskSearch(NamedTuple):
-    """The nodes that a search for full disks found, as node id -> host and folder, or host alone.
+    """The result of a search for full disks.
 
     Attributes:
-        full: nodes with a disk too full for Ray.
-        silent: nodes that started no process for the search.
+        full: node id -> text with host and disk, for nodes with a disk that is too full for Ray.
+        silent: node id -> host, for nodes that ran no process for the search.
     """
 
     full: dict[str, str]
@@ -93,12 +94,18 @@ class DiskSearch(NamedTuple):
 
 
 def find_known_full_disks(without: Collection[str], reported: Mapping[str, str]) -> dict[str, str]:
-    """Return the living nodes known to have a disk too full to start a worker, except ``without``; no node is asked.
+    """Return the living nodes, except ``without``, that are known to have a disk too full to start a worker.
 
-    The driver measures the disks of its own node. ``reported`` has the full disks of nodes by the workers' heartbeats,
-    node id -> folder.
+    No node is asked: the driver measures the disks of its own node only.
+
+    Args:
+        reported: the full disks that the workers' heartbeats report, node id -> description of the disk.
+
+    Returns:
+        Node id -> text with host and disk.
     """
-    own_disk, known = RayDisk.describe_full(), dict(reported)
+    own_disk = RayDisk.describe_full()
+    known = dict(reported)
     if own_disk:
         known[ray.get_runtime_context().get_node_id()] = own_disk
     return {
@@ -109,16 +116,19 @@ def find_known_full_disks(without: Collection[str], reported: Mapping[str, str])
 def find_full_disks(
     without: Collection[str] = (), reported: Mapping[str, str] = MappingProxyType({}), *, spilling_failed: bool = False
 ) -> DiskSearch:
-    """Search the living nodes for disks too full for Ray, except ``without``. Waits up to half a minute for the nodes.
+    """Search the living nodes, except ``without``, for disks that are too full for Ray; wait up to half a minute.
 
-    A node whose disk is full may be unable to start the process that would measure it: ``find_known_full_disks`` finds
-    some of these nodes.
+    A task on each node measures its disks. A node whose disk is full may be unable to start this task. Some of these
+    nodes are known already (``find_known_full_disks``) and are not asked.
 
-    Ray frees spilled objects as soon as a run fails. So a lower limit holds if ``spilling_failed`` and no disk is full
-    now: a disk counts as full if it has less free space than its node's object store needs.
+    Args:
+        reported: the full disks that the workers' heartbeats report, node id -> description of the disk.
+        spilling_failed: True if Ray has just failed to spill objects. Ray frees spilled objects as soon as a run fails,
+            so if no disk is full now, a disk counts as full that has less room than its node's object store has bytes.
     """
-    full, small = find_known_full_disks(without, reported), dict[str, str]()
-    nodes = {node: (name, has) for name, node, has in iter_alive_nodes() if node not in {*without, *full}}
+    full = find_known_full_disks(without, reported)
+    small = dict[str, str]()
+    nodes = {node: (name, resources) for name, node, resources in iter_alive_nodes() if node not in {*without, *full}}
     answers = {node: task_on(node).remote(RayDisk.measure) for node in nodes}
     if answers:
         ray.wait(list(answers.values()), num_returns=len(answers), timeout=_ANSWER_S)
@@ -126,10 +136,10 @@ def find_full_disks(
     for node, answer in answers.items():
         with suppress(ray.exceptions.RayError):
             disk = min(ray.get(answer, timeout=0), key=lambda disk: disk.writable_bytes)
-            name, has = nodes[node]
+            name, resources = nodes[node]
             del silent[node]
             if not disk.writable_bytes:
                 full[node] = f"{name} ({disk})"
-            elif disk.writable_bytes < has.get("object_store_memory", 0.0):
+            elif disk.writable_bytes < resources.get("object_store_memory", 0.0):
                 small[node] = f"{name} ({disk}, which takes less than the node's object store holds)"
     return DiskSearch(full or (small if spilling_failed else {}), silent)

@@ -1,4 +1,4 @@
-"""The head of the run's Ray cluster: whether it still answers, and the error that ends a run without it."""
+"""The head of the run's Ray cluster: whether it answers, and the error that ends a run without it."""
 
 from __future__ import annotations
 
@@ -11,35 +11,40 @@ import ray
 
 from pipeline.errors import RunFailed
 
-# Ray's native code ends this process without a word once the head has been away for this long, by Ray's own setting.
+# Ray's native code ends this process without a message once the head has been away for this long (a setting of Ray).
 _RAY_LIMIT_VARIABLE, _RAY_LIMIT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
 _PATIENCE_SHARE = 1 / 3  # of that limit: the rest is for the last writes
-_OWN_PATIENCE_S = 4.0  # nobody restarts the head of a Ray that this process has started
+_OWN_PATIENCE_S = 4.0  # the head of a Ray that this process has started is not restarted
 _LOOK_S, _ANSWER_S = 2.0, 3.0
 
 
 class HeadLost(RunFailed):
-    """The head of the Ray cluster does not answer any more. Calls that ask it block until Ray ends this process."""
+    """The head of the Ray cluster no longer answers. Calls to it block until Ray ends this process."""
 
 
 class Head:
-    """The head of the cluster that this process has joined; without a cluster it counts as answering."""
+    """The head of the cluster that this process has joined. Without a cluster it counts as answering."""
 
     def __init__(self, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
-        """Remember the head's address. ``say`` gets a line when it stops answering, and when it answers again."""
+        """Remember the head's address. ``say`` gets a line when a joined cluster's head stops or resumes answering."""
         node = ray._private.worker._global_node
         self._address = None if node is None else str(node.gcs_address)
         limit_s = float(os.environ.get(_RAY_LIMIT_VARIABLE) or _RAY_LIMIT_S)
         self._is_own = node is not None and node.is_head()
         self._patience_s = _OWN_PATIENCE_S if self._is_own else _PATIENCE_SHARE * limit_s
-        self._say, self._clock = say, clock
+        self._say = say
+        self._clock = clock
         self._looked_at = clock()
         self._lost_at: float | None = None
 
     def look(self) -> None:
-        """Connect to the head, at most every _LOOK_S seconds. Raise HeadLost once it has been away for too long.
+        """Check every _LOOK_S seconds that the head answers, and end the run if it has been away for too long.
 
-        A head with fault tolerance may restart meanwhile, and the run then continues.
+        A head with fault tolerance may restart in time, and the run then continues.
+
+        Raises:
+            HeadLost: the head has not answered for a third of Ray's own limit, or for _OWN_PATIENCE_S if this process
+                has started it.
         """
         if self._clock() - self._looked_at >= _LOOK_S:
             self.answers()
@@ -47,7 +52,10 @@ class Head:
             raise HeadLost(self.describe_loss())
 
     def answers(self) -> bool:
-        """Connect to the head, and return whether it accepts that. A call of Ray that asks a lost head would block."""
+        """Return True if the head accepts a connection now, or if there is no cluster; record and report changes.
+
+        Check it before calling Ray, since a call to a lost head would block.
+        """
         if self._address is None:
             return True
         self._looked_at = self._clock()
@@ -65,7 +73,7 @@ class Head:
         return self._lost_at is None
 
     def describe_loss(self) -> str:
-        """Describe the loss of the head with its remedy, in one line."""
+        """Return the error message for a lost head, with its remedy, in one line."""
         if self._is_own:
             return (
                 f"the head process of Ray on this machine ({self._address}) has ended, for lack of memory perhaps. "
@@ -78,7 +86,7 @@ class Head:
 
 
 def _accepts(address: str) -> bool:
-    """Return True if something accepts connections at HOST:PORT."""
+    """Return True if HOST:PORT accepts a connection within _ANSWER_S seconds."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()

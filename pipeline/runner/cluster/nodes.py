@@ -1,4 +1,4 @@
-"""The nodes of a cluster: tasks on a chosen node, the CPUs of this one, and a log of nodes that come and go."""
+"""The nodes of a cluster: tasks on a given node, the CPUs of this machine, and a log of nodes that come and go."""
 
 from __future__ import annotations
 
@@ -16,45 +16,46 @@ from pipeline.runner.stages import Plan
 from pipeline.runner.worker_reports import WorkerReport
 
 T = TypeVar("T")
-MAX_NAMES = 8  # nodes that a line names
+MAX_NAMES = 8  # the maximum number of nodes in a line
 
 
 def iter_alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
-    """Yield (unique name, node id, resources) of each living node."""
+    """Yield (name, node id, resources) of each living node. The name, host and start of the id, is unique."""
     for node in ray.nodes():
         if node["Alive"]:
             yield f"{node['NodeManagerHostname']} {node['NodeID'][:6]}", node["NodeID"], node["Resources"]
 
 
 def task_on(node_id: str, gpus: int = 0) -> Any:
-    """Make the Ray task that calls a function without arguments on one node; it reserves ``gpus`` GPUs and no CPU.
+    """Return a Ray task that calls a function without arguments on a given node.
 
-    Use it as ``task_on(node_id).remote(function)``. The call fails if the node is gone.
+    Use it as ``task_on(node_id).remote(function)``. It reserves ``gpus`` GPUs and no CPU, and is not retried. The task
+    fails if the node is gone.
     """
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(_call).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy, max_retries=0)
 
 
 def _call(work: Callable[[], T]) -> T:
-    """Call ``work`` on the node that Ray placed this on."""
+    """Call ``work`` and return its result; this is the body of a ``task_on`` task."""
     return work()
 
 
 def count_cores() -> int:
-    """Count the CPUs that this process may use, by its container's limit (as Ray counts) and its affinity."""
+    """Return the number of CPUs that this process may use, by its container's limit and its affinity; at least 1."""
     by_affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else sys.maxsize
     return max(1, min(int(_count_cpus()), by_affinity))
 
 
 def read_fraction_of_cpu() -> float | None:
-    """Return the CPU limit of this process's container if it is below one CPU, which Ray counts as none; else None."""
+    """Return the container's CPU limit if it is below one CPU, which Ray counts as none; otherwise None."""
     cpus = _count_cpus()
     return cpus if cpus < 1 else None
 
 
 def _count_cpus() -> float:
-    """Count this machine's CPUs by its container's limit, which may be a fraction."""
-    # Ray warns that it truncates the number, which is not worth a line.
+    """Return the number of this machine's CPUs by its container's limit, which may be a fraction."""
+    # Ray warns that it truncates the number, which users need not know.
     logging.getLogger(get_num_cpus.__module__).addFilter(_is_not_about_fractions)
     return float(get_num_cpus(override_docker_cpu_warning=True, truncate=False))
 
@@ -64,10 +65,10 @@ def _is_not_about_fractions(record: logging.LogRecord) -> bool:
 
 
 class NodeLog:
-    """The log of a run's nodes: nodes that were lost, joined or replaced, and the workers of each node."""
+    """The log of a run's nodes: lines about nodes that were lost or joined, and about each node's workers."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
-        """Start a log whose lines go to ``say``."""
+        """Start a log that passes its lines to ``say``."""
         self._say = say
         self._alive: dict[str, str] | None = None  # at the last look, id -> name
         self._workers: Mapping[str, Mapping[str, int]] = {}  # at the last look, node -> stage -> workers
@@ -75,24 +76,25 @@ class NodeLog:
         self._last_counts: Mapping[str, Mapping[str, int]] = {}  # the workers of each node in the last log line
 
     def look(self, report: WorkerReport, plan: Plan) -> None:
-        """Log the nodes lost or joined since the last call, with the workers that ``report`` counts on them.
+        """Log the nodes that were lost or have joined since the last call, and each node's workers if they changed.
 
-        The first call logs no node: it is the state to compare with.
+        A node that joins is reported as the replacement of a lost node while there is one. The first call logs no
+        nodes: it sets the state to compare with.
         """
-        nodes = {node: (name, has) for name, node, has in iter_alive_nodes()}
+        nodes = {node: (name, resources) for name, node, resources in iter_alive_nodes()}
         names = {node: name for node, (name, _) in nodes.items()}
         before, self._alive = self._alive or names, names
         for node in [node for node in before if node not in names]:
             workers = _format_counts(report.workers.get(node) or self._workers.get(node, {}))  # Ray may have moved them
-            had = f" ({workers})" if workers else ""
+            lost_workers = f" ({workers})" if workers else ""
             self._say(
-                f"note: node {before[node]} was lost{had}. The {plan.wording.item}s that it had in hand run "
+                f"note: node {before[node]} was lost{lost_workers}. The {plan.wording.item}s that it had in hand run "
                 "again on the other nodes"
             )
             self._lost_names.append(before[node])
         for node in [node for node in names if node not in before]:
-            name, has = nodes[node]
-            size = f"{has.get('CPU', 0.0):g} CPUs, {has.get('GPU', 0.0):g} GPUs"
+            name, resources = nodes[node]
+            size = f"{resources.get('CPU', 0.0):g} CPUs, {resources.get('GPU', 0.0):g} GPUs"
             if self._lost_names:
                 consequence = f"in place of {self._lost_names.pop(0)}. Workers that wait for a node start there"
             else:
@@ -102,9 +104,10 @@ class NodeLog:
         self._log_counts(names, plan)
 
     def _log_counts(self, names: Mapping[str, str], plan: Plan) -> None:
-        """Log the workers of each node, once the plan's first workers have started, and on each change.
+        """Log the workers of each node, once all planned workers have started, and again on each change.
 
-        ``names`` are the living nodes, id -> name. A cluster of a single node logs nothing.
+        Workers of the last of several stages do not count, since they start later. With fewer than two nodes
+        (``names``, id -> name) nothing is logged.
         """
         early = list(plan.pools.items())[: max(1, len(plan.pools) - 1)]  # writers start when there is something to do
         by_node = {
@@ -126,5 +129,5 @@ class NodeLog:
 
 
 def _format_counts(workers: Mapping[str, int]) -> str:
-    """Format the workers of each stage: "2 to decode, 1 to encode"."""
+    """Format the number of workers of each stage: "2 to decode, 1 to encode"."""
     return ", ".join(f"{count} to {stage}" for stage, count in workers.items())

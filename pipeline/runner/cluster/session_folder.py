@@ -1,6 +1,6 @@
-"""The folder for the Ray sessions that this user's commands start: private, and cleaned of ended sessions.
+"""The folder for the Ray sessions that this user's commands start: private, and cleared of ended sessions.
 
-Ray's default, ``/tmp/ray``, may be written by every user of the machine. Whoever writes there reaches the sockets of a
+Ray's default, ``/tmp/ray``, is writable for every user of the machine. Whoever can write there reaches the sockets of a
 session, and with them its workers.
 """
 
@@ -19,20 +19,20 @@ from ray._private.utils import get_ray_address_file
 
 from pipeline.runner.cluster.disks import MIN_FREE_BYTES
 
-_KEPT_SESSIONS = 3  # ended sessions whose logs stay
+_KEPT_SESSIONS = 3  # the number of ended sessions whose logs are kept
 _LOCK = "gstep.lock"  # a file in a session; only sessions that have it are deleted, not those of ``ray start``
-_MAX_SOCKET_BYTES = 107  # of the path of a Unix socket
+_MAX_SOCKET_BYTES = 107  # the limit for the path of a Unix socket
 _SOCKET = "/session_2026-01-01_00-00-00_000000_{}/sockets/plasma_store"  # with the process id: Ray's longest path
-_LOCKED_S = 60.0  # a younger file may not be locked yet
+_LOCKED_S = 60.0  # a younger lock file may not be locked yet
 _locks: list[int] = []  # descriptors that hold the locks of this process's sessions
 
 
 def find_ray_folder() -> Path:
-    """Return the path of the folder; nothing is created.
+    """Return the path of the folder for Ray sessions; nothing is created.
 
-    It lies in RAY_TMPDIR, else in TMPDIR, else in /tmp, under Ray's own name if only this user can enter that folder.
-    Elsewhere it is ``ray-UID/ray``: Ray opens its folder to every user, so a private folder is around it. If its path
-    in TMPDIR is too long for sockets, it lies in /tmp.
+    The base folder is RAY_TMPDIR, otherwise TMPDIR, otherwise /tmp. If only this user can enter it, the result is its
+    subfolder ``ray``, Ray's own name. Otherwise it is ``ray-UID/ray``, a private folder around one that Ray opens to
+    every user. If that path in TMPDIR is too long for sockets, it is in /tmp instead.
     """
     default = Path(get_ray_address_file(None)).parent
     with suppress(OSError):  # it does not exist yet
@@ -44,14 +44,18 @@ def find_ray_folder() -> Path:
 
 
 def _is_too_long(folder: Path) -> bool:
-    """Return True if the sockets of a session in a folder would have too long a path."""
+    """Return True if the socket paths of a session in ``folder`` would be longer than Unix allows."""
     return len(os.fsencode(folder)) + len(_SOCKET.format(os.getpid())) > _MAX_SOCKET_BYTES
 
 
 def make_ray_folder() -> Path:
-    """Create the folder if needed, delete what ended sessions left in it, and return it. No other user can enter it.
+    """Create the folder for Ray sessions if needed, delete what ended sessions left in it, and return it.
 
-    Raises OSError, also if the path is too long, the disk is full, or ``ray-UID`` is a link or another user's.
+    No other user can enter it.
+
+    Raises:
+        OSError: the path is too long for sockets, the disk is full, ``ray-UID`` is a link or belongs to another user
+            (PermissionError), or the folder cannot be created.
     """
     folder = find_ray_folder()
     if _is_too_long(folder):
@@ -70,7 +74,12 @@ def make_ray_folder() -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Create a folder with mode 0700, or set the mode of an own folder. Raises OSError."""
+    """Create a folder with mode 0700, or set this mode if the folder exists and belongs to this user.
+
+    Raises:
+        PermissionError: it is a link or a file, or belongs to another user.
+        OSError: it cannot be created or changed.
+    """
     with suppress(FileExistsError):
         folder.mkdir(0o700, parents=True)
     info = folder.lstat()
@@ -82,7 +91,10 @@ def _make_private(folder: Path) -> None:
 
 
 def lock_session(folder: str) -> None:
-    """Keep a session's folder from being deleted by other commands while this process runs."""
+    """Lock a session's folder while this process runs, so that other commands do not delete it.
+
+    If the lock file cannot be created, the session is not locked and is never deleted.
+    """
     with suppress(OSError):  # a full disk: the session is never deleted
         _locks.append(os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_CREAT, 0o600))
         fcntl.flock(_locks[-1], fcntl.LOCK_SH)
@@ -93,7 +105,10 @@ def _is_own(info: os.stat_result) -> bool:
 
 
 def _delete_ended_sessions(folder: Path) -> None:
-    """Delete spilled objects of ended sessions, and all but the last _KEPT_SESSIONS sessions. Raises nothing."""
+    """Delete the spilled objects of ended sessions, and all but the newest _KEPT_SESSIONS ended sessions.
+
+    Sessions that are locked, younger than _LOCKED_S, or without a lock file are kept. Nothing is raised.
+    """
     for number, lock in enumerate(sorted(folder.glob(f"session_2*/{_LOCK}"), reverse=True)):
         session = lock.parent
         with suppress(OSError):

@@ -1,1 +1,1 @@
-"""Workers of a local Ray, forked from one process that has imported their modules."""
+"""Workers of a local Ray that are forked from one process, which has imported their modules."""

@@ -1,11 +1,11 @@
-"""A process that has imported the modules of Ray's workers, and forks a worker for each request of a raylet.
+"""The fork server: a process that has imported the modules of Ray's workers, and forks a worker on request of a raylet.
 
-A worker still runs Ray's own program in its own process. Only its imports, up to five seconds of a core, are done once,
+A worker still runs Ray's own program in its own process, but its imports, up to five seconds of a core, are done once,
 while Ray's own processes start. Raylets run ``worker.py``, which requests a forked worker, and becomes Ray's own worker
 if the server does not answer.
 
 Ray's core reads the ids of the job and of the raylet from the environment when it is imported. So the server forks a
-process for each job and raylet. That process imports Ray, and forks the workers.
+process for each job and raylet, which imports Ray and forks the workers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WITHOUT_RAY = (
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.siglip.modeling_siglip",
 )
-# What Ray and Ray Data import besides: each job's process would import these modules again.
+# Modules that Ray and Ray Data also import: each job's process would otherwise import them again.
 _BEFORE_RAY = (
     "click",
     "google.protobuf.descriptor_pb2",
@@ -70,8 +70,8 @@ _WITH_RAY = (
     "pipeline.generate.engines.transformers",
     "pipeline.prune.write_stage",
 )
-# Each worker would import these by itself, which takes as long as the rest of its start. Other versions of Ray may lack
-# some of them.
+# Each worker would otherwise import these itself, which takes as long as the rest of its start. Other versions of Ray
+# may lack some of them.
 _OF_RAY = (
     "ray._common.pydantic_compat",
     "ray._private.arrow_serialization",
@@ -82,7 +82,7 @@ _OF_RAY = (
     "ray.data._internal.planner.plan_udf_map_op",
     "ray.util.state",
 )
-# Libraries choose their number of threads when they load. Ray sets one thread for its workers, but later.
+# Libraries choose their number of threads when they load, before Ray sets one thread for its workers.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Prefixes of the variables that libraries read when they load. A worker with other values starts without the server.
 _READ_BY_IMPORTS = (
@@ -96,9 +96,9 @@ _REQUEST_BYTES = 2**20
 
 
 class WorkerRequest(NamedTuple):
-    """The program, environment and folder of a worker to fork.
+    """A request for a forked worker: its Python executable, folder, OOM score, program with arguments, and environment.
 
-    The request's message carries the descriptors of its output.
+    The descriptors of the worker's output come with the message.
     """
 
     python: str
@@ -109,7 +109,11 @@ class WorkerRequest(NamedTuple):
 
     @classmethod
     def parse(cls, message: bytes) -> WorkerRequest:
-        """Parse the message of ``worker.request_worker``. Raises ValueError."""
+        """Parse the message that ``worker.request_worker`` sends.
+
+        Raises:
+            ValueError: the message is malformed.
+        """
         python, folder, oom_score, n_arguments, *rest = os.fsdecode(message).split("\0")
         variables = (variable.partition("=") for variable in rest[int(n_arguments) :])
         environment = {name: value for name, _, value in variables}
@@ -118,15 +122,17 @@ class WorkerRequest(NamedTuple):
 
 @contextmanager
 def forking_workers() -> Iterator[None]:
-    """Let a Ray that starts in this context fork its workers from a server; start a server unless SOCKET names one.
+    """Let a Ray that starts in this context fork its workers from a server.
 
+    The server is the one that SOCKET names, otherwise one that this process starts and keeps for later contexts.
     Raylets run ``worker.py`` in place of Ray's setup program, which would import Ray in vain. If no server can be
-    started, for lack of a folder for its socket say, Ray starts workers as usual. A started server serves later
-    contexts of this process too.
+    started, for example because its socket needs a folder, Ray starts its workers as usual. On exit, Ray's constant and
+    SOCKET are restored.
     """
     from ray._private import ray_constants  # noqa: PLC0415 - the server itself runs without Ray
 
-    server_socket, setup_file = os.environ.get(SOCKET), vars(ray_constants).get("SETUP_WORKER_FILENAME")
+    server_socket = os.environ.get(SOCKET)
+    setup_file = vars(ray_constants).get("SETUP_WORKER_FILENAME")
     try:
         os.environ[SOCKET] = server_socket or start_server()
     except OSError:
@@ -143,10 +149,12 @@ def forking_workers() -> Iterator[None]:
 
 @cache
 def start_server() -> str:
-    """Start a server as a child of this process, or return the socket of the server that it has; return its socket.
+    """Return the socket path of this process's fork server, which the first call starts as a child process.
 
-    The server ends with this process, also if this process is killed. Workers end with their raylet, as usual. Raises
-    OSError.
+    The server ends with this process, even if this process is killed. Workers end with their raylet, as usual.
+
+    Raises:
+        OSError: the folder of the socket or the process cannot be created.
     """
     folder = tempfile.mkdtemp(prefix="workers-", dir="/tmp")  # a socket's path has at most 107 bytes
     listening = socket.socket(socket.AF_UNIX)
@@ -159,7 +167,7 @@ def start_server() -> str:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=[listening.fileno()],
-        start_new_session=True,  # Ctrl-C is the driver's
+        start_new_session=True,  # Ctrl-C must reach the driver only
     )
     listening.close()
 
@@ -174,16 +182,18 @@ def start_server() -> str:
 
 
 def serve(listening: socket.socket, path: list[str]) -> None:
-    """Pass each request to the forker of its job and raylet, until stdin closes; also returns in each forked worker.
+    """Pass each request to the process of its job and raylet, until stdin closes; also return in each forked worker.
 
-    A request that does not fit this server gets no answer: ``worker.py`` then starts Ray's own worker. Ended workers
-    are not waited for: this process ignores SIGCHLD.
+    A request from another Python, or with other variables that imports read, gets no answer: ``worker.py`` then starts
+    Ray's own worker. Ended workers are not waited for, as this process ignores SIGCHLD.
 
     Args:
+        listening: the socket on which requests arrive.
         path: the driver's ``sys.path``, so that the same packages are imported.
     """
-    server_path, server_variables = sys.path[1:], _read_by_imports(os.environ)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that imports that look for a GPU do not start CUDA
+    server_path = sys.path[1:]
+    server_variables = _read_by_imports(os.environ)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # lets imports look for a GPU without starting CUDA
     sys.path[:] = path
     _import(_WITHOUT_RAY, optional=_BEFORE_RAY)
     sys.path[:] = server_path
@@ -200,7 +210,7 @@ def serve(listening: socket.socket, path: list[str]) -> None:
             numbers = tuple(environment.get(name, "") for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"))
             fits = request.python == sys.executable and _read_by_imports(environment) == server_variables
             for ended_numbers in [of for of in forkers if not Path("/proc", of[1]).exists()]:
-                forkers.pop(ended_numbers).close()  # which ends it
+                forkers.pop(ended_numbers).close()  # ends the forker
             if fits and numbers not in forkers:
                 forkers[numbers], forker_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 if os.fork() == 0:
@@ -217,7 +227,7 @@ def serve(listening: socket.socket, path: list[str]) -> None:
 def _fork_workers(requests: socket.socket, environment: dict[str, str], path: list[str]) -> None:
     """Import Ray in an environment that names a job and a raylet, then fork a worker for each request.
 
-    Ends the process once ``requests`` closes; returns only in a forked worker, after its program.
+    The process ends when ``requests`` closes. The function returns only in a forked worker, after its program.
     """
     _set_environment(environment)
     server_path, sys.path[:] = sys.path[:], path
@@ -236,19 +246,19 @@ def _fork_workers(requests: socket.socket, environment: dict[str, str], path: li
 
 
 def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> None:
-    """Turn this forked process into the requested worker; return if the worker's program ends without an exit.
+    """Turn this forked process into the requested worker, and return if the worker's program ends without an exit.
 
-    Takes over the request's environment, folder and output. Writes b"1" to ``answer`` before the program runs as
-    ``__main__``. The exit code is 0 even if the program fails. Exit handlers of imported modules do not run.
+    This takes over the request's environment, folder and output, and writes b"1" to ``answer`` before the program runs
+    as ``__main__``. The exit code is 0 even if the program fails. Exit handlers of imported modules do not run.
 
     Args:
-        answer: the descriptor on which the request waits; it is closed.
-        output: the descriptors for stdout and stderr; they are closed after their copy.
+        answer: the descriptor on which the requesting process waits; it is closed.
+        output: the descriptors for stdout and stderr, which are duplicated and closed.
     """
     # Runs after the program's own exit handlers. Python would then tear down all modules, which copies shared memory.
     # Nobody reads the exit code: the parent ignores SIGCHLD. Python has flushed stdout before exit handlers run.
     atexit.register(os._exit, 0)
-    os.setpgid(0, 0)  # as Ray's own workers: a raylet kills the group of a worker that has ended
+    os.setpgid(0, 0)  # as in Ray's own workers: a raylet kills the process group of a worker that has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, descriptor in zip((0, 1, 2), (os.open(os.devnull, os.O_RDONLY), *output), strict=True):
         os.dup2(descriptor, target)
@@ -258,7 +268,7 @@ def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> No
     Path("/proc/self/oom_score_adj").write_text(request.oom_score, encoding="ascii")
     os.write(answer, b"1")
     os.close(answer)
-    import_module("pipeline.video.fork_server").stand_by()  # if this becomes a decoder
+    import_module("pipeline.video.fork_server").stand_by()  # in case this worker becomes a decoder
     program, *arguments = request.program
     sys.argv = [program, *arguments]
     sys.path.insert(0, str(Path(program).parent))
@@ -267,10 +277,11 @@ def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> No
 
 @contextmanager
 def no_random_ids() -> Iterator[None]:
-    """Keep Ray's generator of random ids unseeded in this context, in which modules with classes of actors load.
+    """Keep Ray's generator of random ids unseeded inside the context, in which classes of actors may be defined.
 
-    Ray seeds its generator at the first draw, the id of a class of actors, and each fork inherits the generator's
-    state. Forks with the same state draw the same ids. Two workers or drivers that put objects of one id at once abort.
+    Ray seeds the generator at the first draw, which is the id of a class of actors, and each fork inherits its state.
+    Forks with the same state draw the same ids, and two workers or drivers that put objects of the same id at once
+    abort.
     """
     import ray.actor  # noqa: PLC0415 - the server itself runs without Ray
 
@@ -283,15 +294,21 @@ def no_random_ids() -> Iterator[None]:
 
 
 def import_ray() -> None:
-    """Import the workers' modules of Ray, so that forks start fast and still draw different random ids."""
+    """Import the workers' Ray modules so that forks start fast, and still draw different random ids.
+
+    Raises:
+        SystemExit: the process has threads or has started CUDA afterwards, so it cannot be forked.
+    """
     with no_random_ids():
         _import(_WITH_RAY, optional=_OF_RAY)
 
 
 def _import(modules: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Import the modules, and the optional modules that exist.
+    """Import the modules, and those optional modules that exist, with the garbage collector paused.
 
-    Exit if this process then has threads or CUDA: a fork can use neither.
+    Raises:
+        ImportError: one of ``modules`` is missing.
+        SystemExit: this process then has threads or has started CUDA, which a fork could not use.
     """
     from gstep.lazy import pause_garbage_collector  # noqa: PLC0415 - found by the driver's path only
 
@@ -306,7 +323,7 @@ def _import(modules: Iterable[str], optional: Iterable[str] = ()) -> None:
     if not names <= _HARMLESS_THREADS:
         raise SystemExit(f"a fork would lose threads: {', '.join(sorted(names))}")
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the descriptor of this listing is closed by now
+        with suppress(OSError):  # the descriptor of this listing is closed already
             if descriptor.readlink().name == _OPENED_BY_CUDA:
                 raise SystemExit("a fork could not use the GPU: an import has started CUDA")
 
@@ -318,7 +335,7 @@ def _set_environment(environment: dict[str, str]) -> None:
 
 
 def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that libraries read when they load."""
+    """Return the variables that libraries read when they load, including the defaults of _ONE_THREAD."""
     return {name: value for name, value in {**_ONE_THREAD, **environment}.items() if name.startswith(_READ_BY_IMPORTS)}
 
 

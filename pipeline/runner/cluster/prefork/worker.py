@@ -1,7 +1,7 @@
-"""The program that a raylet runs to start a worker, in place of Ray's own: it requests one of the fork server.
+"""The program that a raylet runs to start a worker, in place of Ray's: it requests a worker from the fork server.
 
-Every worker costs this extra process. So it imports next to nothing: ``socket``, ``json`` and ``pathlib`` would triple
-its time.
+Every worker costs this extra process, so the program imports next to nothing: ``socket``, ``json`` and ``pathlib``
+would triple its time.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ import _socket
 import os
 import sys
 
-_SOCKET = "GSTEP_FORK_SERVER"  # as in server.py, which imports more
+_SOCKET = "GSTEP_FORK_SERVER"  # repeats server.py, whose import would take time
 
 
 def request_worker(socket_path: str, program: list[str]) -> bool:
-    """Request a fork that runs ``program`` in this environment and folder; return True if the server forked it.
+    """Request a fork that runs ``program`` with this process's environment, folder and output.
 
-    The program is a Python file and its arguments. Its output goes to this process's output. False without a server.
+    Args:
+        socket_path: the Unix socket of the server.
+        program: a Python file and its arguments.
+
+    Returns:
+        True if the server has forked it; False if there is no server, or it has ended or refuses.
     """
     output = b"".join(descriptor.to_bytes(4, sys.byteorder) for descriptor in (1, 2))
     try:
-        with open("/proc/self/oom_score_adj", encoding="ascii") as file:  # noqa: PTH123 - as the module says
+        with open("/proc/self/oom_score_adj", encoding="ascii") as file:  # noqa: PTH123 - no pathlib here
             oom_score = file.read()
         variables = [f"{name}={value}" for name, value in os.environ.items()]
         fields = [sys.executable, os.getcwd(), oom_score, str(len(program)), *program, *variables]  # noqa: PTH109
@@ -28,9 +33,9 @@ def request_worker(socket_path: str, program: list[str]) -> bool:
         try:
             server.connect(socket_path)
             server.sendmsg([b"."], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, output)])
-            server.sendall(os.fsencode("\0".join(fields)))  # none has a NUL
+            server.sendall(os.fsencode("\0".join(fields)))  # no field contains a NUL
             server.shutdown(_socket.SHUT_WR)
-            return server.recv(1) == b"1"  # nothing where the server has ended, or cannot fork
+            return server.recv(1) == b"1"  # nothing if the server has ended or cannot fork
         finally:
             server.close()
     except OSError:
@@ -38,16 +43,17 @@ def request_worker(socket_path: str, program: list[str]) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """Start a Ray worker: by a fork of the prefork server, else by Ray's own program.
+    """Start a Ray worker: by a fork of the fork server, otherwise by Ray's own setup program.
 
-    Returns once the server has forked a worker, without waiting for its end. Without a fork, Ray's program replaces
-    this process. A worker with a runtime environment of its own is never forked.
+    Returns once the server has forked a worker, without waiting for its end. Otherwise Ray's program replaces this
+    process; a worker with a runtime environment of its own always starts this way.
 
     Args:
         arguments: the arguments of Ray's setup program: Python's flags, then Ray's worker program and its options.
     """
-    worker = next(at for at, argument in enumerate(arguments) if argument.endswith(".py"))  # behind Python's flags
-    context, program = "{}", list[str]()
+    worker = next(at for at, argument in enumerate(arguments) if argument.endswith(".py"))  # after Python's flags
+    context = "{}"
+    program = list[str]()
     for argument in arguments[worker:]:
         name, _, value = argument.partition("=")
         if name == "--serialized-runtime-env-context":
@@ -61,7 +67,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _is_plain(context: str) -> bool:
-    """Return True if a worker's context asks for no environment of a job or an actor."""
+    """Return True if a worker's context (JSON) sets nothing but, at most, this Python executable."""
     if context in {"", "{}"}:
         return True
     import json  # noqa: PLC0415 - see above
