@@ -1,7 +1,8 @@
-"""Limits on what files of a cache may unpack to, checked before Arrow unpacks them.
+"""Limit the memory that the files of a cache may take, before Arrow decompresses them.
 
 A Parquet file of some kilobytes can claim gigabytes: by zstd, by a dictionary, or by a run of one list value. Arrow
-allocates what the file claims. The files of this project are far below the limit, also with thousands of equal texts.
+allocates what the file claims. The files that this project writes are far below the limit, even with thousands of equal
+texts.
 """
 
 from __future__ import annotations
@@ -37,13 +38,20 @@ View = Callable[[int, int], memoryview]
 def check_unpacked(
     metadata: pq.FileMetaData, groups: Iterable[int], numbers: Sequence[int], view: View, n_bytes: int
 ) -> None:
-    """Raise ValueError if columns of row groups would unpack to far more than a file of ``n_bytes`` can hold.
+    """Raise ValueError if columns of row groups would unpack to far more than a file of `n_bytes` can hold.
+
+    The limit is 64 MiB plus 256 times `n_bytes`. The headers of all pages are read only if the footer alone does not
+    show that the limit holds.
 
     Args:
-        metadata: of the file.
-        groups: the row groups that are to be read.
-        numbers: the columns that are to be read, as of ``find_leaves``.
-        view: returns bytes [start, end) of the file.
+        metadata: the metadata of the file.
+        groups: the row groups that are to be read; empty ones are skipped.
+        numbers: the Parquet columns that are to be read, from `find_leaves`.
+        view: returns the bytes [start, end) of the file.
+        n_bytes: the size of the file.
+
+    Raises:
+        ValueError: also for a page header that cannot be parsed, and for negative sizes in the footer.
     """
     limit = _MIN_LIMIT + _BYTES_PER_STORED_BYTE * n_bytes
     chunks = [
@@ -63,15 +71,23 @@ def check_unpacked(
 
 
 def find_leaves(metadata: pq.FileMetaData, names: Collection[str]) -> list[int]:
-    """Return the numbers of the Parquet columns that make up the columns ``names`` of a file."""
+    """Return the numbers of the Parquet columns that belong to the top-level columns `names`, ascending.
+
+    A list or struct has several; names that the file lacks are ignored.
+    """
     paths = (metadata.schema.column(number).path for number in range(metadata.num_columns))
     return [number for number, path in enumerate(paths) if path.partition(".")[0] in names]
 
 
 def read_bounded(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a whole Parquet file from memory, with page checksums, if what it unpacks to is bounded.
+    """Read a whole Parquet file from memory, verifying page checksums, after `check_unpacked` has limited its size.
 
-    Only those of ``columns`` that it has are read; None reads all. Raises ValueError and ArrowException.
+    Args:
+        columns: the columns to read; those that the file lacks are left out. None reads all columns.
+
+    Raises:
+        ValueError: it would unpack to too many bytes, or its sizes cannot be read.
+        ArrowException, OSError: it is not a Parquet file or is damaged.
     """
     file = open_parquet(pa.BufferReader(data))
     metadata, own_names = file.metadata, file.schema_arrow.names  # built anew by each access
@@ -84,10 +100,11 @@ def read_bounded(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def iter_count_faults(row: VideoRow) -> Iterator[str]:
-    """Yield the contradictions between the counts and the lists of an ok row of the videos table.
+    """Yield a message for each contradiction between the counts and the lists of an ok row of the videos table.
 
-    A row without them has counts that are bounded by its lists, which were read. A fault that makes others meaningless
-    is the last.
+    If it yields none, the counts are bounded by the lengths of lists that are already in memory, so that readers can
+    allocate arrays by them. Nulls, and a wrong `n_total`, end the check early, since further checks would be
+    meaningless.
     """
     if lacking := [name for name, value in row.items() if name in _NEEDED_COLUMNS and value is None]:
         yield f"an ok video without {', '.join(lacking)}"
@@ -111,7 +128,7 @@ def iter_count_faults(row: VideoRow) -> Iterator[str]:
 
 
 def _iter_list_faults(row: VideoRow) -> Iterator[str]:
-    """Yield the contradictions between the numbers of frames and tokens of a row and the lengths of its lists."""
+    """Yield a message for each list of a row whose length or sum contradicts `n_tokens`, `n_frames` or another list."""
     n_tokens, n_frames = row["n_tokens"], row["n_frames"]
     if len(row["kept_per_frame"]) != n_frames or sum(row["kept_per_frame"]) != n_tokens:
         yield f"kept_per_frame does not sum to {n_tokens} tokens in {n_frames} frames"
@@ -125,7 +142,7 @@ def _iter_list_faults(row: VideoRow) -> Iterator[str]:
 
 
 def find_span(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """Return the bytes [start, end) of a column chunk in its file."""
+    """Return the bytes [start, end) of a column chunk in its file, including its dictionary page."""
     start = chunk.data_page_offset
     if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
         start = min(start, chunk.dictionary_page_offset)
@@ -133,10 +150,13 @@ def find_span(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
 
 
 def _estimate(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
-    """Return a limit on the unpacked bytes of a chunk, and on those of its pages, by the footer alone where it tells.
+    """Return upper limits on (the bytes of a chunk's values in Arrow, the bytes of its decompressed pages).
 
-    Arrow unpacks one column after the other, so that pages of two columns are never in memory at once. Raises
-    ValueError.
+    The footer alone gives them for columns of fixed width without lists; others are measured with `_measure`. Arrow
+    decompresses one column after the other, so that the pages of two columns are never in memory at once.
+
+    Raises:
+        ValueError: the footer has negative sizes, or a page header cannot be parsed.
     """
     width = _WIDTHS.get(schema.physical_type, schema.length)
     ratio = _RATIOS.get(chunk.compression)
@@ -147,7 +167,14 @@ def _estimate(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View
 
 
 def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
-    """Return what ``_estimate`` does by the headers of the chunk's pages. Raises ValueError."""
+    """Return the limits of `_estimate` by the headers of the chunk's pages, which `view` reads.
+
+    For texts the second limit is 0, since the first includes their pages. Uncompressed columns of fixed width need no
+    page headers.
+
+    Raises:
+        ValueError: the footer has negative sizes, or a page header cannot be parsed.
+    """
     width = _WIDTHS.get(schema.physical_type, schema.length)
     n_values, n_packed = _read_sizes(chunk)
     if width and not schema.max_repetition_level and chunk.compression == "UNCOMPRESSED":
@@ -162,7 +189,8 @@ def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View)
 
 
 def _read_sizes(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """Return the values and the stored bytes of a chunk. Raises ValueError for numbers below 0."""
+    """Return (the number of values, the stored bytes) of a chunk from the footer; raise ValueError if one is negative.
+    """
     n_values, n_packed = int(chunk.num_values), int(chunk.total_compressed_size)
     if min(n_values, n_packed) < 0:
         raise ValueError(f"its footer has a column of {n_values} values in {n_packed} bytes")

@@ -1,7 +1,7 @@
-"""Whole numbers with a scale a group: the arithmetic of the codecs, on any device, the same bits on all.
+"""Encode vectors as integers with one scale per group, and decode them: bit-identical results on every device.
 
-A number is its whole number times its group's float16 scale, a product that float32 holds exactly, rounded once to
-bfloat16. ``bits``, ``group`` and ``kept`` are those of ``pipeline.cache.codecs.TokenCodec``.
+A decoded number is its integer times the float16 scale of its group. float32 holds this product exactly, and it is
+rounded once to bfloat16. `bits`, `group` and `kept` are those of `pipeline.cache.codecs.TokenCodec`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ _MAGNITUDE = 0x7FFF  # masks the sign of a bfloat16 number: the other bits sort 
 
 
 def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> list[NDArray[np.int16]]:
-    """Encode [K,D] bits of bfloat16 as whole numbers, scales and kept channels, each [K,width / 2] of raw bits.
+    """Encode [K, D] bits of bfloat16 on the CPU as integers, scales and kept channels, each [K, width / 2] int16 bits.
 
-    Without kept channels there is no third column. Raises ValueError for numbers that no float16 scale reaches, and for
-    those that are not finite.
+    The `n_kept` channels of largest magnitude (infinity and NaN are larger than all numbers) are stored unchanged and
+    count as zero in their groups; of equal magnitudes the first channel is kept. If `n_kept` is 0, the list has no
+    third array.
+
+    Raises:
+        ValueError: a number outside the kept channels is not finite or is too large for a float16 scale.
     """
     parts = list[list[Tensor]]()
     for start in range(0, len(values), _ROWS):
@@ -50,7 +54,12 @@ def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> lis
 
 
 def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> Tensor:
-    """Decode the columns of ``encode``, each [K,width / 2] of two bytes, to [K,D] bfloat16 on their device."""
+    """Decode the arrays that `encode` returns to [K, D] bfloat16, on the device of `parts`.
+
+    Args:
+        parts: integers, scales and, if there are any, kept channels: each [K, width / 2] of a 2-byte dtype.
+        hidden_size: D; numbers beyond it are padding and are dropped.
+    """
     values = torch.empty(len(parts[0]), hidden_size, dtype=torch.bfloat16, device=parts[0].device)
     n_rows = _ROWS if values.device.type == "cpu" else max(1, len(values))
     for start in range(0, len(values), n_rows):
@@ -69,7 +78,10 @@ def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> 
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:
-    """Pack [K,D] int8 into an even number of bytes; of 4 bits the first number of a byte is its high half, plus 8."""
+    """Pack [K, D] int8 numbers into [K, width / 2] int16, padded to an even number of bytes.
+
+    Of 4-bit numbers, two share a byte: the first is the high half, and each is stored plus 8.
+    """
     if bits == 8:
         return pad(numbers, (0, numbers.shape[1] % 2)).view(torch.int16)
     halves = (pad(numbers, (0, -numbers.shape[1] % 4)) + 8).view(torch.uint8)
@@ -77,7 +89,7 @@ def _pack(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(packed_bytes: Tensor, bits: int) -> Tensor:
-    """Unpack to int8 what ``_pack`` gave, including the numbers that filled it up to whole bytes."""
+    """Unpack the integers of `_pack` to int8; the padding is included."""
     if bits == 8:
         return packed_bytes.view(torch.int8)
     packed = packed_bytes.view(torch.uint8)

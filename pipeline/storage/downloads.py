@@ -1,4 +1,4 @@
-"""Bytes of an object that come piece by piece, in one request as long as its connection holds."""
+"""Download an object piece by piece, in one request unless the connection breaks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _GRACE_S, _SLOWEST = 120, 2**18  # a download may take this long, and as long as
 
 
 class Incoming(Protocol):
-    """Bytes of an object on their way.
+    """An iterator over the bytes of an object that is being downloaded.
 
     Attributes:
-        size: bytes of the whole object.
+        size: the size of the whole object in bytes.
     """
 
     size: int
@@ -27,10 +27,14 @@ class Incoming(Protocol):
 
 
 def write_download(download: Incoming, write: Callable[[bytes], object], limit: int | None, uri: str) -> int:
-    """Hand a whole object to ``write`` piece by piece, and return its size.
+    """Pass a whole object to ``write`` piece by piece, and return its size; ``download`` is not closed.
 
-    Raises OSError with EFBIG, which names ``uri``, if the object has more than ``limit`` bytes; nothing is read then.
-    The download is not closed.
+    Args:
+        limit: the largest size allowed, in bytes; None for no limit.
+        uri: the name of the object, for the error.
+
+    Raises:
+        OSError: (EFBIG) the object is larger than ``limit``; nothing is read. Errors of ``download`` pass too.
     """
     if limit is not None and download.size > limit:
         message = f"the object has {download.size} bytes, more than the {limit} that are allowed"
@@ -41,19 +45,14 @@ def write_download(download: Incoming, write: Callable[[bytes], object], limit: 
 
 
 class Download(AbstractContextManager["Download"], Iterator[bytes]):
-    """Bytes [start, end) of an object on their way: an iterator of pieces, in order. Close it after use.
+    """An iterator over the bytes [start, end) of an object, in pieces of up to 16 KiB. Close it after use.
 
-    The store waits while nobody asks for the next piece. A connection that breaks is taken up where it broke, on the
-    same content. Raises OSError, with ETIMEDOUT where the bytes only trickle.
-
-    Args:
-        ask: sends a GET, given the words of its range and the mark that the content must have, or None for each.
-        errors: a context that converts the client's errors to OSError.
-        broken: the client's errors of a connection that breaks.
+    No data is transferred while nobody asks for the next piece. A connection that breaks is resumed where it broke,
+    provided that the content is the same.
 
     Attributes:
-        size: bytes of the whole object.
-        mark: its ETag, if the store has told one.
+        size: the size of the whole object in bytes.
+        mark: its ETag; None if the store does not give one.
     """
 
     def __init__(
@@ -64,9 +63,17 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         start: int = 0,
         end: int | None = None,
     ) -> None:
-        """Send the request, and wait until the store answers.
+        """Send the request, and wait for the store's answer.
 
-        Raises OSError, also if the store gives another range or does not say the size.
+        Args:
+            ask: sends a GET and returns botocore's answer. It gets the value of the Range header and the ETag that the
+                content must have, or None for either.
+            errors: a context that converts the client's errors to OSError.
+            broken: the client's exceptions for a connection that breaks.
+            end: None for the end of the object.
+
+        Raises:
+            OSError: the request failed, the store sends another range, or it does not state the size.
         """
         self._ask, self._errors, self._broken = ask, errors, broken
         self._at, self._last = start, "" if end is None else str(end - 1)
@@ -91,14 +98,16 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         self.close()
 
     def close(self) -> None:
-        """End the connection, if bytes are left. May be called twice."""
+        """Close the connection. It may be called twice."""
         self._body.close()
 
     def __next__(self) -> bytes:
-        """Return the next piece of the object, from a new connection where the last one broke.
+        """Return the next piece, from a new connection if the last one broke.
 
-        Raises OSError after _RESUMES breaks, for a break without a mark, and where the store cannot resume. A download
-        that is too slow for its length fails with ETIMEDOUT. The time between two calls does not count.
+        Raises:
+            OSError: the connection broke for the fifth time without 16 MiB in between, it broke and the store cannot
+                resume or gave no ETag, or (ETIMEDOUT) the reads took more than two minutes plus the time that the
+                length takes at 256 KiB/s. The time between two calls does not count.
         """
         if not self._n_left:
             raise StopIteration

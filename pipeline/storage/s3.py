@@ -1,17 +1,13 @@
-"""S3 and stores that speak its protocol: how a run reaches them, the few requests it makes, errors that keep secrets.
+"""Access S3 and compatible stores: settings that travel to the workers, the requests, and errors without secrets.
 
-botocore rather than a file-system layer, because every request counts over millions of videos: a video is one GET, a
-shard one PUT, a listing one LIST a thousand keys. Endpoint and credentials come from flags, the environment, and what
-botocore finds: profiles, files, roles. They travel to the workers in an ``Objects`` and show up nowhere: not in rows,
-records of runs, logs or errors.
+This uses botocore rather than a file-system layer, because every request counts over millions of videos: reading a
+video is one GET, writing a shard one PUT, and listing one LIST per thousand keys. Endpoint and credentials come from
+flags, the environment, and what botocore finds (profiles, files, roles). They travel to the workers in an ``Objects``
+and appear nowhere else: not in rows, records of runs, logs or errors.
 
-obstore (0.12.1, on object_store 0.14.2) was tried for every request of this class but those for pending uploads.
-It has the same counts of requests, conditional PUTs and retries, a tenth of the processor time for a small GET and of
-the time to import, and GCS and Azure. But it reads paths where S3 has names: a key like ``a//b.mp4`` or ``a/./b.mp4``
-cannot be read, and a single one fails the listing of all around it; the marker ``a/`` is listed as an object ``a``; a
-prefix ends at a "/", so that ``a/b*`` lists all of ``a/``. A forked child waits for ever once its parent has used it,
-with a store of its own too. Profiles, SSO and pending uploads need botocore beside it. Azure has no ranges from the end
-there, and plain HTTP no exclusive PUT.
+obstore 0.12.1 needs a tenth of the CPU time for a small GET, but it cannot replace botocore here: it reads keys as
+paths (``a//b.mp4`` cannot be read, and fails a listing), it cannot list a prefix within a name, a forked child hangs
+after its parent has used it, and it has neither profiles nor SSO nor pending uploads.
 """
 
 from __future__ import annotations
@@ -85,7 +81,13 @@ _UNSIGNED = (
 
 
 class ObjectInfo(NamedTuple):
-    """One object: its URI, its size in bytes, and a mark that differs once its content does, where one is known."""
+    """An object in a listing.
+
+    Attributes:
+        uri: the URI.
+        size: the size in bytes.
+        mark: differs if the content does, such as an ETag; "" if unknown.
+    """
 
     uri: str
     size: int
@@ -93,12 +95,12 @@ class ObjectInfo(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """A pending multipart upload, neither completed nor aborted; the store keeps and bills its parts.
+    """A pending multipart upload, neither completed nor aborted; the store keeps and bills its data.
 
     Attributes:
-        uri: the object it would become.
-        upload_id: tells it from others of the same object.
-        started: when, by the store's clock.
+        uri: the object that it would become.
+        upload_id: distinguishes uploads of the same object.
+        started: the beginning, by the store's clock.
     """
 
     uri: str
@@ -107,22 +109,27 @@ class Upload(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The bytes of a range of an object, and the size of the whole object."""
+    """A range of an object or file.
+
+    Attributes:
+        data: the bytes of the range.
+        size: the size of the whole object in bytes.
+    """
 
     data: bytes
     size: int
 
 
 class Objects:
-    """The client of S3 stores with this run's settings. It pickles, its repr hides secrets, threads may share it.
+    """The client of S3 stores with the settings of this run.
 
-    Every method takes ``s3://bucket/key``, and tries again for minutes what a store that is busy or away does not
-    answer (``pipeline.storage.outages``). Raises OSError (FileNotFoundError, PermissionError, FileExistsError) that
-    names the URI.
+    It can be pickled, threads may share it, and its repr hides secrets. It reads sources (videos, questions);
+    ``for_store`` returns the client that also writes. The first request, or ``decide``, settles what the configuration
+    leaves open: the endpoint, and whether sources are read unsigned. A pickled client keeps this decision.
 
-    It reads sources (videos, questions); ``for_store`` returns the client that also writes. The first request, or
-    ``decide``, settles what the configuration leaves open: the endpoint, and whether sources are read unsigned. A
-    pickled client takes the decision along.
+    Methods take URIs ``s3://bucket/key``. Requests that a busy or absent store does not answer are retried for minutes
+    (``pipeline.storage.outages``). All methods raise OSErrors that name the URI: FileNotFoundError, PermissionError, or
+    a general one.
     """
 
     def __init__(
@@ -135,17 +142,17 @@ class Objects:
         requester_pays: bool = False,
         **settings: str | None,
     ) -> None:
-        """Take ``settings``, keywords of a client (see ``_ENVIRONMENT``); botocore searches for other settings itself.
-
-        No request is sent.
+        """Create a client; no request is sent.
 
         Args:
-            patience: scales the time that a store may take; below 1 a request is sent twice at most.
-            answered: True if the store has ever answered these settings.
-            decided: True if the settings have the configured endpoint.
-            unsigned: True for requests without a signature where a process finds no credentials. None leaves it open,
-                which is for clients without keys that read at their owners' cost.
+            patience: scales the timeouts of a request; below 1, a request is sent at most twice.
+            answered: True if the store has ever answered with these settings.
+            decided: True if ``settings`` has the configured endpoint and region.
+            unsigned: True to send unsigned requests from processes that find no credentials. None decides later. False
+                if there are keys in ``settings``, or with ``requester_pays``.
             requester_pays: accept the cost of reads from buckets whose owners want that.
+            settings: arguments of botocore's client (the keys of ``_ENVIRONMENT``); botocore finds other settings
+                itself.
         """
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
@@ -156,10 +163,14 @@ class Objects:
 
     @classmethod
     def from_environment(cls, endpoint: str | None = None, requester_pays: bool = False) -> Objects:
-        """Make the client from the AWS_* variables of this process; ``endpoint`` (a flag) overrides the configured one.
+        """Create a client from the AWS_* variables of this process.
 
-        The workers get these settings from here, so the variables need to be set for the driver alone. Temporary
-        credentials among them may expire: from then on each process takes what it finds itself, as botocore does.
+        Workers get these settings with the pickled client, so only the driver needs the variables. Once temporary
+        credentials among them expire, each process uses the credentials that botocore finds.
+
+        Args:
+            endpoint: the value of the flag; it overrides the configured endpoint.
+            requester_pays: accept the cost of reads from buckets whose owners want that.
         """
         settings: dict[str, Any] = {
             name: next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
@@ -168,19 +179,23 @@ class Objects:
         return cls(requester_pays=requester_pays, **{**settings, "endpoint_url": endpoint})
 
     def impatient(self) -> Objects:
-        """Return a client that gives up after two tries of 14 seconds, for requests that are useless when late."""
+        """Return a client that gives up after two tries of 14 seconds each, for requests that are useless when late."""
         return self._copy(patience=0.2)
 
     def for_store(self) -> Objects:
-        """Return the client of a cache or of results: its requests are always signed, and say nothing of who pays."""
+        """Return the client for a cache or results: its requests are always signed and do not offer to pay."""
         if self._unsigned is False and not self._requester_pays:
             return self
         return self._copy(unsigned=False, requester_pays=False)
 
     def decide(self, uri: str) -> None:
-        """Settle what the configuration leaves open, before the client travels to workers. Sends no request to a store.
+        """Settle the endpoint and whether requests are signed, before the client is pickled; sends no request to a store.
 
-        Raises OSError that names ``uri``, if the configuration cannot be used.
+        It may ask the machine's metadata service for a role. If there are no credentials, a note says that sources are
+        read unsigned.
+
+        Raises:
+            OSError: the configuration cannot be used; the error names ``uri``.
         """
         with self._errors(uri):
             if self._decided and self._unsigned is not None:
@@ -188,7 +203,10 @@ class Objects:
             self._decide(start_session(self._settings.get("profile_name")))
 
     def _decide(self, session: Any) -> None:
-        """Look up the endpoint and the region, and whether there are credentials; a note says that there are none."""
+        """Look up the endpoint, the region and whether there are credentials, and store the results in this client.
+
+        If there are no credentials, a note says that sources are read unsigned. What is already decided stays.
+        """
         if not self._decided:
             found = {"endpoint_url": find_endpoint(session), "region_name": session.get_config_variable("region")}
             self._settings = {name: value for name, value in found.items() if value} | self._settings
@@ -199,7 +217,11 @@ class Objects:
         self._decided = True
 
     def _start_session(self) -> Any:
-        """Start a session of botocore; a node may lack the driver's profile if its credentials are not needed."""
+        """Start a botocore session with the profile of the settings.
+
+        A node may lack the driver's profile: if its credentials are not needed, the profile is dropped. Otherwise
+        ProfileNotFound is raised.
+        """
         from botocore.exceptions import ProfileNotFound  # noqa: PLC0415 - only where a store is used
 
         try:
@@ -214,7 +236,7 @@ class Objects:
         return Objects(**{**self._state(), **changes})
 
     def _state(self) -> dict[str, Any]:
-        """Return the keywords that make an equal client."""
+        """Return the keyword arguments that create an equal client."""
         state = {"patience": self._patience, "answered": self._answered, "decided": self._decided}
         return state | {"unsigned": self._unsigned, "requester_pays": self._requester_pays, **self._settings}
 
@@ -225,10 +247,12 @@ class Objects:
         return "Objects(...)"
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """Yield the objects whose URIs begin with ``prefix``, in order of their keys; one request a thousand of them.
+        """Yield the objects whose URIs begin with ``prefix``, in order of their keys, with one request per thousand.
 
-        Without ``deep``, none whose key has a further "/" behind the prefix. Keys that end in "/" (folders that
-        consoles make) are left out.
+        Keys that end in "/" (folders that consoles make) are left out.
+
+        Args:
+            deep: also list objects whose keys have another "/" after the prefix.
         """
         bucket, key = _split(prefix)
         only = {} if deep else {"Delimiter": "/"}
@@ -239,12 +263,15 @@ class Objects:
                         yield ObjectInfo(f"{SCHEME}{bucket}/{item['Key']}", int(item["Size"]), item.get("ETag", ""))
 
     def info(self, uri: str) -> ObjectInfo:
-        """Return the object's size and its ETag; one request."""
+        """Return the object's size and ETag, with one request."""
         answer = self._request("head_object", uri)
         return ObjectInfo(uri, int(answer["ContentLength"]), answer.get("ETag", ""))
 
     def age(self, uri: str) -> timedelta:
-        """Return the time since the object was written, by the store's own clock where its answer has the time."""
+        """Return the time since the object was written, with one request.
+
+        Both times are the store's; if its answer has no Date, this machine's clock is used.
+        """
         answer = self._request("head_object", uri)
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         now = datetime.now(UTC) if date is None else parsedate_to_datetime(date)
@@ -252,7 +279,7 @@ class Objects:
         return now - written_at
 
     def exists(self, uri: str) -> bool:
-        """Return True if there is such an object; one request."""
+        """Return True if there is such an object, with one request; errors other than its absence are raised."""
         try:
             self.info(uri)
         except FileNotFoundError:
@@ -260,16 +287,18 @@ class Objects:
         return True
 
     def read(self, uri: str) -> bytes:
-        """Read a whole object, in one request."""
+        """Read a whole object, in one request unless the connection breaks."""
         parts: list[bytes] = []
         self.fetch(uri, parts.append)
         return b"".join(parts)
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) in one request; a negative ``start`` counts from the object's end.
+        """Read bytes [start, end) in one request; a negative ``start`` counts from the end, and needs ``end=None``.
 
-        The end of an empty object is empty. A connection that breaks is tried again. Raises OSError where the store
-        answers with other bytes.
+        If the connection breaks, the request is repeated up to four times. The last bytes of an empty object are empty.
+
+        Raises:
+            OSError: (ERANGE) ``start`` is behind the end of the object; (EIO) the store sends another range.
         """
         byte_range = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if end is None else end - 1}"
         with self._errors(uri):
@@ -286,7 +315,8 @@ class Objects:
         raise AssertionError("not reached")
 
     def download(self, uri: str, start: int = 0, end: int | None = None) -> Download:
-        """Begin to download bytes [start, end) of an object, in one request."""
+        """Start to download bytes [start, end) of an object; the request is sent now, and repeated where a connection breaks.
+        """
 
         def ask(byte_range: str | None, mark: str | None) -> Any:
             more = {name: value for name, value in (("Range", byte_range), ("IfMatch", mark)) if value is not None}
@@ -295,20 +325,25 @@ class Objects:
         return Download(ask, partial(self._errors, uri), _broken_downloads(), start, end)
 
     def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
-        """Stream the object into ``write`` piece by piece, in one request; return its size.
+        """Download an object into ``write`` piece by piece, and return its size.
 
-        A connection that breaks is taken up where it broke, on the same content. Raises OSError with EFBIG before
-        anything is read where the object has more than ``limit`` bytes, and with ETIMEDOUT where it only trickles.
+        A connection that breaks is resumed where it broke, provided that the content is the same.
+
+        Args:
+            limit: the largest size allowed, in bytes; None for no limit.
+
+        Raises:
+            OSError: (EFBIG) the object is larger than ``limit``; nothing is read. (ETIMEDOUT) the download is too slow.
         """
         with self.download(uri) as download:
             return write_download(download, write, limit, uri)
 
     def put(self, uri: str, data: Any) -> None:
-        """Write a whole object in one request (at most 5 GiB): it is complete afterwards, or absent."""
+        """Write a whole object in one request (at most 5 GiB): afterwards it is complete, or absent."""
         self._request("put_object", uri, Body=bytes(data))
 
     def delete(self, uri: str) -> None:
-        """Remove an object; nothing happens where there is none."""
+        """Remove an object; do nothing if there is none."""
         self._request("delete_object", uri)
 
     def uploads(self, prefix: str) -> Iterator[Upload]:
@@ -321,12 +356,12 @@ class Objects:
                         yield Upload(f"{SCHEME}{bucket}/{item['Key']}", item["UploadId"], item["Initiated"])
 
     def abort(self, upload: Upload) -> None:
-        """Give up a multipart upload, so that the store drops its parts; nothing happens where there is none."""
+        """Abort a multipart upload, so that the store drops its data; do nothing if there is none."""
         with suppress(FileNotFoundError):
             self._request("abort_multipart_upload", upload.uri, UploadId=upload.upload_id)
 
     def redact(self, text: str) -> str:
-        """Remove the secrets of these settings, and addresses, from a text."""
+        """Replace secrets of these settings and credentials, access keys and web addresses in a text by ``***``."""
         secrets = [self._settings[name] for name in _SECRET if name in self._settings]
         secrets += [value.partition("://")[2] for value in secrets if "://" in value]
         signer = self._describe_signer()[0]
@@ -338,15 +373,19 @@ class Objects:
         return _ACCESS_KEY.sub("***", _ADDRESS.sub("***", text))
 
     def _request(self, operation: str, uri: str, **more: object) -> Any:
-        """Return the answer to one request about an object. Raises OSError that names the URI."""
+        """Send one request about an object, with the arguments ``more``, and return botocore's answer.
+
+        Raises:
+            OSError: the request failed; the error names the URI.
+        """
         bucket, key = _split(uri)
         with self._errors(uri):
             return getattr(self._client(), operation)(Bucket=bucket, Key=key, **more)
 
     def _client(self) -> Any:
-        """Return this process's client, made at the first call.
+        """Return the botocore client of this process, which the first call creates.
 
-        A forked process makes its own: an inherited client would share connections with the parent.
+        A forked process creates its own: an inherited client would share connections with the parent.
         """
         if self._client_of_process is None or self._client_of_process[0] != os.getpid():
             session = self._start_session()
@@ -371,10 +410,10 @@ class Objects:
         request_dict: Mapping[str, Any],
         **_: object,
     ) -> float | None:
-        """Return the seconds until botocore sends a request again; None to stop: the answer stands, or patience ends.
+        """Return the seconds until botocore sends a request again; None if the answer stands or the patience is over.
 
-        Notes the store's answer or its failure for ``OUTAGES``. botocore's own policy ends after seconds, and sooner
-        where many requests of a process fail.
+        botocore calls this after each try. It reports the answer or failure to ``OUTAGES``. botocore's own policy would
+        end after seconds, and sooner if many requests of a process fail.
         """
         place: str = request_dict["context"][_PLACE]
         sent: float = request_dict["context"][_SENT]
@@ -391,13 +430,16 @@ class Objects:
         return random.uniform(0.5, 1) * min(_MAX_DELAY_S, 0.2 * 1.6**attempts)
 
     def _describe_signer(self) -> tuple[Any, str | None]:
-        """Return the credentials that sign this process's requests, or None, and the profile."""
+        """Return (the credentials that sign this process's requests or None, the profile or None)."""
         client = self._client_of_process[1] if self._client_of_process is not None else None
         return client and client._request_signer._credentials, self._settings.get("profile_name")
 
     @contextmanager
     def _errors(self, uri: str) -> Iterator[None]:
-        """Convert errors inside the context to OSError that names the URI, without endpoint and credentials."""
+        """Convert errors in the context to OSErrors that name the URI, with a remedy and without endpoint and secrets.
+
+        404 becomes FileNotFoundError, and 401 and 403 become PermissionError.
+        """
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - only where a store is used
         from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
@@ -425,14 +467,14 @@ class Objects:
 
 
 def is_s3(uri: str) -> bool:
-    """Return True if a URI names an object in S3."""
+    """Return True if a URI begins with s3://."""
     return uri.startswith(SCHEME)
 
 
 def has_query(uri: str) -> bool:
     """Return True if a URI ends in a query such as ``?versionId=1``, which may hold a secret.
 
-    A key may have a question mark too: ``who?.mp4`` and ``watch?v=1.mp4`` are names of files.
+    Question marks in file names are not a query: ``who?.mp4`` and ``watch?v=1.mp4`` give False.
     """
     query = uri.partition("?")[2]
     if any(map(_QUERY.match, query.split("&"))):
@@ -441,7 +483,7 @@ def has_query(uri: str) -> bool:
 
 
 def check_uri(uri: str) -> None:
-    """Raise UsageError if the URI is incomplete or has a user, host or query, or if boto3 is not installed."""
+    """Raise UsageError if the URI has no valid bucket or has a user, host or query, or if boto3 is not installed."""
     bucket, _ = _split(uri)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-_]{1,254}", bucket) or has_query(uri):
         shown_uri = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # a user or a query may hold a secret
@@ -453,15 +495,18 @@ def check_uri(uri: str) -> None:
 
 
 def _split(uri: str) -> tuple[str, str]:
-    """Split a URI into (bucket, key)."""
+    """Split a URI into (bucket, key); the key is "" if there is none."""
     bucket, _, key = uri.removeprefix(SCHEME).partition("/")
     return bucket, key
 
 
 def _slice(answer: Any, start: int, end: int | None) -> Slice:
-    """Return the bytes [start, end) of a range answer. Raise OSError if the store answered with another range.
+    """Read the body of an answer to a range request, and return the bytes [start, end).
 
-    A store may know no ranges and send the whole object, which is cut here.
+    If the store ignored the range and sent the whole object, it is cut here.
+
+    Raises:
+        OSError: (EIO) the store sent a range with another start.
     """
     data, content_range = answer["Body"].read(), answer.get("ContentRange")
     if content_range is None:
@@ -473,7 +518,12 @@ def _slice(answer: Any, start: int, end: int | None) -> Slice:
 
 
 def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsigned: bool) -> Any:
-    """Make a client of botocore with these settings."""
+    """Create a botocore client for S3; retries are left to ``Objects._delay``.
+
+    Args:
+        settings: arguments of the client; the profile is ignored here.
+        patience: scales the timeouts.
+    """
     from botocore import UNSIGNED  # noqa: PLC0415 - only where a store is used
     from botocore.config import Config  # noqa: PLC0415
 
@@ -500,9 +550,11 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
 def _describe_failure(
     response: tuple[Any, Mapping[str, Any]] | None, error: Exception | None
 ) -> tuple[str, bool] | None:
-    """Return the failure of a request that another try may not meet; None for a request whose answer stands.
+    """Return why a request failed if another try may succeed; None if its answer stands.
 
-    It is (its reason without endpoint and secrets, whether failures of its kind end some time).
+    Returns:
+        (the reason without endpoint and secrets, whether failures of this kind pass with time). The latter is False for
+        status 500, which may be permanent.
     """
     from botocore.exceptions import ConnectionError, HTTPClientError  # noqa: A004, PLC0415 - only where a store is used
 
@@ -518,13 +570,13 @@ _PLACE, _SENT = "gstep_place", "gstep_sent"  # keys of a request's context
 
 
 def _note_start(params: Mapping[str, Any], context: dict[str, Any], **_: object) -> None:
-    """Note with a request where it goes and when it was first sent."""
+    """Record the store and the time of the first try in a request's context."""
     bucket = context["input_params"]["Bucket"]
     context |= {_PLACE: f"{SCHEME}{bucket}", _SENT: time.time()}
 
 
 def _offer_to_pay(params: dict[str, Any], **_: object) -> None:
-    """Say in a request that its sender pays for it."""
+    """Add the header by which the sender agrees to pay for a request."""
     params["headers"]["x-amz-request-payer"] = "requester"
 
 
@@ -535,9 +587,11 @@ def _renew(
     attempts: int,
     **_: object,
 ) -> float | None:
-    """Return 0 to make botocore retry at once after credentials expired and new credentials were found; else None.
+    """Replace expired temporary credentials in ``client``, and return 0.0 so that botocore repeats the request at once.
 
-    The new credentials are set in ``client``. Only temporary credentials are renewed, at the first two attempts.
+    Returns:
+        None if the failure has another cause, if the settings have no session token, if no credentials are found, and
+        after the second try.
     """
     if response is None or attempts > 2 or "aws_session_token" not in settings:
         return None
@@ -553,7 +607,7 @@ def _renew(
 
 
 def _broken_downloads() -> tuple[type[Exception], ...]:
-    """Return the exceptions of a download that breaks off."""
+    """Return the exception classes of a download whose connection breaks."""
     from botocore.exceptions import (  # noqa: PLC0415
         IncompleteReadError,
         ReadTimeoutError,
