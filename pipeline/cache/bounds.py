@@ -38,17 +38,15 @@ View = Callable[[int, int], memoryview]
 def check_unpacked(
     metadata: pq.FileMetaData, groups: Iterable[int], numbers: Sequence[int], view: View, n_bytes: int
 ) -> None:
-    """Raise ValueError if columns of row groups would unpack to far more than a file of `n_bytes` can hold.
+    """Raise ValueError if columns of row groups would unpack to far more than a file of ``n_bytes`` can hold.
 
-    The limit is 64 MiB plus 256 times `n_bytes`. The headers of all pages are read only if the footer alone does not
+    The limit is 64 MiB plus 256 times ``n_bytes``. The headers of all pages are read only if the footer alone does not
     show that the limit holds.
 
     Args:
-        metadata: the metadata of the file.
         groups: the row groups that are to be read; empty ones are skipped.
-        numbers: the Parquet columns that are to be read, from `find_leaves`.
+        numbers: the Parquet columns that are to be read, from ``find_leaves``.
         view: returns the bytes [start, end) of the file.
-        n_bytes: the size of the file.
 
     Raises:
         ValueError: also for a page header that cannot be parsed, and for negative sizes in the footer.
@@ -71,7 +69,7 @@ def check_unpacked(
 
 
 def find_leaves(metadata: pq.FileMetaData, names: Collection[str]) -> list[int]:
-    """Return the numbers of the Parquet columns that belong to the top-level columns `names`, ascending.
+    """Return the numbers of the Parquet columns that belong to the top-level columns ``names``, ascending.
 
     A list or struct has several; names that the file lacks are ignored.
     """
@@ -80,7 +78,7 @@ def find_leaves(metadata: pq.FileMetaData, names: Collection[str]) -> list[int]:
 
 
 def read_bounded(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a whole Parquet file from memory, verifying page checksums, after `check_unpacked` has limited its size.
+    """Read a whole Parquet file from memory, verifying page checksums, after ``check_unpacked`` has limited its size.
 
     Args:
         columns: the columns to read; those that the file lacks are left out. None reads all columns.
@@ -103,8 +101,7 @@ def iter_count_faults(row: VideoRow) -> Iterator[str]:
     """Yield a message for each contradiction between the counts and the lists of an ok row of the videos table.
 
     If it yields none, the counts are bounded by the lengths of lists that are already in memory, so that readers can
-    allocate arrays by them. Nulls, and a wrong `n_total`, end the check early, since further checks would be
-    meaningless.
+    allocate arrays by them. Nulls and a wrong ``n_total`` end the check early.
     """
     if lacking := [name for name, value in row.items() if name in _NEEDED_COLUMNS and value is None]:
         yield f"an ok video without {', '.join(lacking)}"
@@ -128,7 +125,7 @@ def iter_count_faults(row: VideoRow) -> Iterator[str]:
 
 
 def _iter_list_faults(row: VideoRow) -> Iterator[str]:
-    """Yield a message for each list of a row whose length or sum contradicts `n_tokens`, `n_frames` or another list."""
+    """Yield a message for each list whose length or sum contradicts ``n_tokens``, ``n_frames`` or another list."""
     n_tokens, n_frames = row["n_tokens"], row["n_frames"]
     if len(row["kept_per_frame"]) != n_frames or sum(row["kept_per_frame"]) != n_tokens:
         yield f"kept_per_frame does not sum to {n_tokens} tokens in {n_frames} frames"
@@ -152,7 +149,7 @@ def find_span(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
 def _estimate(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
     """Return upper limits on (the bytes of a chunk's values in Arrow, the bytes of its decompressed pages).
 
-    The footer alone gives them for columns of fixed width without lists; others are measured with `_measure`. Arrow
+    The footer alone gives them for columns of fixed width without lists; others are measured with ``_measure``. Arrow
     decompresses one column after the other, so that the pages of two columns are never in memory at once.
 
     Raises:
@@ -167,7 +164,7 @@ def _estimate(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View
 
 
 def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
-    """Return the limits of `_estimate` by the headers of the chunk's pages, which `view` reads.
+    """Return the limits of ``_estimate`` by the headers of the chunk's pages, which ``view`` reads.
 
     For texts the second limit is 0, since the first includes their pages. Uncompressed columns of fixed width need no
     page headers.
@@ -189,8 +186,7 @@ def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View)
 
 
 def _read_sizes(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """Return (the number of values, the stored bytes) of a chunk from the footer; raise ValueError if one is negative.
-    """
+    """Return (the number of values, the stored bytes) of a chunk from the footer; raise ValueError if one is below 0."""
     n_values, n_packed = int(chunk.num_values), int(chunk.total_compressed_size)
     if min(n_values, n_packed) < 0:
         raise ValueError(f"its footer has a column of {n_values} values in {n_packed} bytes")

@@ -39,8 +39,8 @@ class CachedVideo:
         frame: [K] int64, t.
         merged: [K] bool; None for methods that never merge.
         density: [K] float32 (Eq. 8); None for methods without one.
-        metadata: the video's row of the videos table, with JSON columns parsed. `fps` is the rate of the source, and on
-            Qwen `n_frames` counts temporal patches; `describe_frames` puts both in words.
+        metadata: the video's row of the videos table, with JSON columns parsed. ``fps`` is the rate of the source, and
+            on Qwen ``n_frames`` counts temporal patches; ``describe_frames`` puts both in words.
         deepstack: [K, D] bfloat16 per deepstack level, with the same rows; empty for models without levels.
         evidence: the requested evidence by the requested name, bfloat16: [K, width] per token, [K] if it is one number
             per token, or [T, width] per frame.
@@ -61,18 +61,16 @@ class CachedVideo:
 
     @property
     def newline(self) -> Tensor | None:
-        """The row that LLaVA-OneVision appends to the tokens of a video, [D] bfloat16; None for families without one.
-        """
+        """The row that LLaVA-OneVision appends to a video's tokens, [D] bfloat16; None for families without one."""
         return None if self.header is None else decode_newline(self.header)
 
     @property
     def sampled_fps(self) -> float | None:
-        """The sampled frames per second; None if unknown. `metadata["fps"]` is the rate of the source."""
+        """The sampled frames per second; None if unknown. ``metadata["fps"]`` is the rate of the source."""
         return sampled_fps(self.metadata)
 
     def describe_frames(self) -> str:
-        """Describe rates and frames, as in ``"source fps 25, sampled at 0.27 fps, 32 frames in 16 temporal patches"``.
-        """
+        """Describe rates and frames: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16 temporal patches"``."""
         return describe_frames(self.metadata)
 
     @cached_property
@@ -118,9 +116,9 @@ def build_video(
 
     Args:
         row: the video's row of the videos table.
-        table: the token rows, with the columns of tokens and of `evidence`, except those in `vectors_in_order`.
+        table: the token rows, with the columns of tokens and of ``evidence``, except those in ``vectors_in_order``.
         evidence: name in the result -> column.
-        order: [K] the row of `table` for each row of the result; None keeps the order. Evidence of frames keeps its
+        order: [K] the row of ``table`` for each row of the result; None keeps the order. Evidence of frames keeps its
             order.
         vectors_in_order: column -> [K, width / 2] int16 in the order of the result.
     """
@@ -136,7 +134,7 @@ def build_video(
     def vectors(name: str, *, frames: bool = False) -> Tensor:
         """Return a column as [K, width / 2] bfloat16 in the order of the result.
 
-        If `frames`, nulls are dropped and the stored order stays, [T, width / 2].
+        If ``frames``, nulls are dropped and the stored order stays, [T, width / 2].
         """
         if name in vectors_in_order:
             return torch.from_numpy(vectors_in_order[name]).view(torch.bfloat16)
@@ -168,7 +166,7 @@ def build_video(
 
 
 def bfloat16(data: Any) -> Tensor:
-    """View the bytes of `data` as a flat bfloat16 tensor that shares their memory, which may be read-only."""
+    """View the bytes of ``data`` as a flat bfloat16 tensor that shares their memory, which may be read-only."""
     import torch  # noqa: PLC0415 - as above
 
     with warnings.catch_warnings():  # Arrow gives its memory for reading only, which torch cannot express

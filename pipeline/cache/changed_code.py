@@ -1,8 +1,8 @@
 """Handle a cache, or answers, whose user method now has other code than the code that made them.
 
-Changed code is refused like a changed parameter. `--on-changed redo` restarts a cache instead: one write gives its
+Changed code is refused like a changed parameter. ``--on-changed redo`` restarts a cache instead: one write gives its
 header the identity of the current code. From then on no row of the old code counts, since every file of the table names
-the identity of its rows (`pipeline.cache.table`), and the run encodes all videos again. After a kill the cache
+the identity of its rows (``pipeline.cache.table``), and the run encodes all videos again. After a kill the cache
 therefore belongs to one of the two codes and never mixes them. The files of the old code are deleted at the end of the
 run.
 """
@@ -35,12 +35,10 @@ def match_identity(
 ) -> list[str]:
     """Return the import paths of the user methods whose code differs between two identities.
 
-    Code that is unknown in `old`, as in caches of older versions, counts as unchanged; with `redo` it counts as
-    changed. A difference in code alone raises nothing: call `refuse_changed_code` with the result.
+    Code that is unknown in ``old``, as in caches of older versions, counts as unchanged; with ``redo`` it counts as
+    changed. A difference in code alone raises nothing: call ``refuse_changed_code`` with the result.
 
     Args:
-        old: the identity of the cache or the answers.
-        new: the identity of this run.
         refusal: the first line of the error.
         has: the words before each old value in the error.
 
@@ -68,7 +66,7 @@ def _replace_methods(
     new: Mapping[str, Any],
     replace: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return a copy of `new` with `replace(old entry, new entry)` for each user method that both identities have.
+    """Return a copy of ``new`` with ``replace(old entry, new entry)`` for each user method that both identities have.
 
     An entry is a user method if it has a hash of its code. It is searched for in nested mappings too.
     """
@@ -82,10 +80,10 @@ def _replace_methods(
 
 
 def keep_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `new` that does not differ from `old` in code that `old` does not record in the present form.
+    """Return a copy of ``new`` in which code that ``old`` does not record is not a difference.
 
     Identities of older versions have no hash of a method's code, or a hash that covers other statements. For these
-    methods the result has the "code" of `old`, or none.
+    methods the result has the "code" of ``old``, or none.
     """
 
     def keep_code(old_method: Mapping[str, Any], method: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -98,10 +96,9 @@ def keep_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
 
 
 def refuse_changed_code(place: object, methods: Iterable[str], result_name: str) -> None:
-    """Raise IdentityMismatch that lists `methods`, user methods whose code has changed, unless there are none.
+    """Raise IdentityMismatch that lists ``methods``, user methods whose code has changed, unless there are none.
 
-    The message names the file of each method; for that the method's module is imported, and errors of the import are
-    ignored.
+    The message names the file of each method; for that its module is imported, ignoring errors.
 
     Args:
         place: the cache or the answers.
@@ -144,11 +141,9 @@ def check_code(kind: type, code: str | None) -> None:
 def match_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refusal: str, *, redo: bool) -> bool:
     """Return True if the code of a cache's user method has changed and the cache may continue with the new code.
 
-    It may if `redo` is set, or if the cache has no tokens. False means that the code is the same.
+    It may if ``redo`` is set, or if the cache has no tokens. False means that the code is the same.
 
     Args:
-        old: the identity of the cache.
-        new: the identity of this run.
         refusal: the first line of the error about other differences.
 
     Raises:
@@ -168,8 +163,8 @@ def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, ru
     """Give a cache the identity of the changed code, so that a run encodes all its videos again; return the new header.
 
     The rows of removed videos are committed again under the new identity, so that these videos stay removed. Then the
-    new header is written; it lists the old fingerprint as superseded. No file is deleted: `delete_superseded` does that
-    at the end of the run. The caller must hold the cache's claim.
+    new header is written; it lists the old fingerprint as superseded. No file is deleted: ``delete_superseded`` does
+    that at the end of the run. The caller must hold the cache's claim.
 
     Raises:
         UsageError: the table has rows of an old version, which do not name their identity.
@@ -188,7 +183,7 @@ def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, ru
 
 
 def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
-    """Delete the table files of the superseded identities in `header` and the token shards that they name.
+    """Delete the table files of the superseded identities in ``header`` and the token shards that they name.
 
     The header stays as it is. Table files are deleted first, so that no row names a missing shard.
 

@@ -1,7 +1,7 @@
 """Encode vectors as integers with one scale per group, and decode them: bit-identical results on every device.
 
 A decoded number is its integer times the float16 scale of its group. float32 holds this product exactly, and it is
-rounded once to bfloat16. `bits`, `group` and `kept` are those of `pipeline.cache.codecs.TokenCodec`.
+rounded once to bfloat16. ``bits``, ``group`` and ``kept`` are those of ``pipeline.cache.codecs.TokenCodec``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _MAGNITUDE = 0x7FFF  # masks the sign of a bfloat16 number: the other bits sort 
 def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> list[NDArray[np.int16]]:
     """Encode [K, D] bits of bfloat16 on the CPU as integers, scales and kept channels, each [K, width / 2] int16 bits.
 
-    The `n_kept` channels of largest magnitude (infinity and NaN are larger than all numbers) are stored unchanged and
-    count as zero in their groups; of equal magnitudes the first channel is kept. If `n_kept` is 0, the list has no
+    The ``n_kept`` channels of largest magnitude (infinity and NaN are larger than all numbers) are stored unchanged and
+    count as zero in their groups; of equal magnitudes the first channel is kept. If ``n_kept`` is 0, the list has no
     third array.
 
     Raises:
@@ -54,7 +54,7 @@ def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> lis
 
 
 def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> Tensor:
-    """Decode the arrays that `encode` returns to [K, D] bfloat16, on the device of `parts`.
+    """Decode the arrays that ``encode`` returns to [K, D] bfloat16, on the device of ``parts``.
 
     Args:
         parts: integers, scales and, if there are any, kept channels: each [K, width / 2] of a 2-byte dtype.
@@ -89,7 +89,7 @@ def _pack(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(packed_bytes: Tensor, bits: int) -> Tensor:
-    """Unpack the integers of `_pack` to int8; the padding is included."""
+    """Unpack the integers of ``_pack`` to int8; the padding is included."""
     if bits == 8:
         return packed_bytes.view(torch.int8)
     packed = packed_bytes.view(torch.uint8)

@@ -1,7 +1,7 @@
 """The codecs that store token vectors: as bfloat16 numbers, or as small integers with scales.
 
-A coded vector takes three columns: `token`, 8-bit or 4-bit integers; `token_scale`, a float16 for each group of
-neighboring channels; and `token_kept`, the channels of largest magnitude, unchanged. Without kept channels, a few
+A coded vector takes three columns: ``token``, 8-bit or 4-bit integers; ``token_scale``, a float16 for each group of
+neighboring channels; and ``token_kept``, the channels of largest magnitude, unchanged. Without kept channels, a few
 outliers would take the whole range of their groups and round the other channels to zero. Each row names its kept
 channels, so that it can be decoded alone.
 """
@@ -50,8 +50,7 @@ class TokenCodec:
         return {**numbers, **scales, **({f"{column}_kept": 4 * min(self.kept, hidden_size)} if self.kept else {})}
 
     def token_bytes(self, hidden_size: int, deepstack_levels: int = 0) -> int:
-        """Return the stored bytes per token, with its deepstack levels but without columns such as `rank` and `index`.
-        """
+        """Return the stored bytes per token with its deepstack levels, without columns such as ``rank`` and ``index``."""
         return (1 + deepstack_levels) * sum(self.widths("", hidden_size).values())
 
     @property
@@ -77,9 +76,9 @@ class TokenCodec:
             raise VideoFault("internal", message, stage="encode")
 
     def encode(self, column: str, values: NDArray[np.int16]) -> dict[str, NDArray[np.int16]]:
-        """Encode vectors, and return the columns that `widths` names, each [K, width / 2] int16.
+        """Encode vectors, and return the columns that ``widths`` names, each [K, width / 2] int16.
 
-        bfloat16 returns `values` without a copy.
+        bfloat16 returns ``values`` without a copy.
 
         Args:
             column: the name of the first column; the names of the others begin with it.
@@ -96,14 +95,13 @@ class TokenCodec:
         return dict(zip(self.widths(column, values.shape[1]), columns, strict=True))
 
     def decode(self, column: str, hidden_size: int, read_part: Callable[[str], Tensor]) -> Tensor:
-        """Decode the vectors of a column to [K, D] bfloat16, on the device of the tensors that `read_part` returns.
+        """Decode the vectors of a column to [K, D] bfloat16, on the device of the tensors that ``read_part`` returns.
 
-        bfloat16 returns the result of `read_part` itself.
+        bfloat16 returns the result of ``read_part`` itself.
 
         Args:
             column: the name of the first column.
-            hidden_size: D.
-            read_part: called with each name of `widths`; returns the column's bytes as [K, width / 2] bfloat16.
+            read_part: called with each name of ``widths``; returns the column's bytes as [K, width / 2] bfloat16.
         """
         if not self.group:
             return read_part(column)

@@ -1,6 +1,6 @@
 """Read and write the header of a cache or of answers: a schema version, and the settings that all rows share.
 
-A new cache also gets a README.md, whose `configs` let Hugging Face datasets load the two tables by name. Reading a
+A new cache also gets a README.md, whose ``configs`` let Hugging Face datasets load the two tables by name. Reading a
 cache imports no code that the cache names: the header itself has the declarations of a user method.
 """
 
@@ -61,7 +61,7 @@ class ModelIdentity(TypedDict):
     Attributes:
         type: the model type of transformers.
         weights: identifies the files of the checkpoint.
-        family: only for the family `generic` and for user families; other models have the family of their type.
+        family: only for the family ``generic`` and for user families; other models have the family of their type.
         pooling_head: identifies the file of the pooling head, if there is one.
     """
 
@@ -184,8 +184,7 @@ def write_new_header(store: Store, header: CacheHeader) -> None:
 
 
 def has_own_card(store: Store) -> bool:
-    """Return True if the README.md has exactly the content that `write_new_header` gives it; False without a README.md.
-    """
+    """Return True if the README.md is exactly the one that ``write_new_header`` writes; False if there is none."""
     return store.exists(CARD) and store.read(CARD) == _CARD_TEXT.encode()
 
 
@@ -199,8 +198,7 @@ def refuse_occupied_place(store: Store) -> None:
 
 
 def change_codec(header: CacheHeader, codec: str) -> CacheHeader:
-    """Return a copy of a header for the same tokens stored with another codec: its schema version and identity change.
-    """
+    """Return a copy of a header for the same tokens in another codec: the schema version and the identity change."""
     identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
     version = CODED_VERSIONS.get(codec, SCHEMA_VERSION)
     return cast(CacheHeader, {**header, "schema_version": version, "identity": identity})
@@ -216,7 +214,7 @@ def made_with(store: Store) -> str | None:
 
 
 def fingerprint(content: CacheIdentity | JsonObject) -> str:
-    """Hash JSON-serializable `content` to `blake2b:<hex>`, independently of the order of its keys."""
+    """Hash JSON-serializable ``content`` to ``blake2b:<hex>``, independently of the order of its keys."""
     return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -229,7 +227,7 @@ def serialise_header(header: CacheHeader | JsonObject) -> bytes:
 def read_header_file(
     store: Store, name: str, versions: Collection[int | str], error: type[UsageError], absent: str, of: str = ""
 ) -> dict[str, Json]:
-    """Read and check a header file: a JSON object with at least `schema_version` and `identity`.
+    """Read and check a header file: a JSON object with at least ``schema_version`` and ``identity``.
 
     An old header without a checksum is accepted.
 
@@ -240,8 +238,8 @@ def read_header_file(
         of: words before "schema version" in messages, with a space at the end.
 
     Raises:
-        UsageError: (as the class `error`) the file is missing, is not JSON, fails its checksum, has another version or
-            has no identity.
+        UsageError: (as the class ``error``) the file is missing, is not JSON, fails its checksum, has another version
+            or has no identity.
         OSError: the store failed.
     """
     try:

@@ -4,8 +4,8 @@ The videos table may have many rows per video. The live row is the first by (rem
 attempts, most rewritten, smallest tie_break). The rule depends on rows alone, so that files may come in any order,
 twice, or late. TokenCache, resume, inspect, verify and merge all use this module.
 
-The driver of a run keeps the live row of every video in a `Ledger`, 100 bytes each, and reads each file once.
-`LiveVideos` keeps only the rows of small files, and searches the sorted files for a requested video.
+The driver of a run keeps the live row of every video in a ``Ledger``, 100 bytes each, and reads each file once.
+``LiveVideos`` keeps only the rows of small files, and searches the sorted files for a requested video.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _RULE_NAMES = ("high", "low", "state", "attempts", "rewritten", "tie", "clip", "
 
 
 def select_live_rows(rows: pa.Table) -> pa.Table:
-    """Return each video's live row among `rows`, sorted by video_id.
+    """Return each video's live row among ``rows``, sorted by video_id.
 
     Tables of 2 GiB and more get large_string columns.
 
@@ -70,14 +70,14 @@ def find_live(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDA
     """Find the live row of each id, and the most attempts on another file under that id.
 
     Args:
-        columns: name -> [n], from `make_rule_columns`. "high" and "low" are the id; "state", "attempts", "rewritten"
+        columns: name -> [n], from ``make_rule_columns``. "high" and "low" are the id; "state", "attempts", "rewritten"
             and "tie" compare the rows of an id; "clip" and "size" tell its source files apart; "earlier" is
-            `earlier_attempts`.
+            ``earlier_attempts``.
 
     Returns:
         Two arrays with an item per id, sorted by id. The first has the indices of the live rows. The second has the
-        maximum, over the rows of the id, of `attempts` (rows of another file than the live row's) and `earlier` (rows
-        of the same file). Of equal rows, the first is live.
+        maximum, over the rows of the id, of ``attempts`` (rows of another file than the live row's) and ``earlier``
+        (rows of the same file). Of equal rows, the first is live.
     """
     order = np.lexsort((columns["low"], columns["high"]))
     repeats = np.ones(max(len(order) - 1, 0), bool)
@@ -110,17 +110,16 @@ def sort_by_rule(
 
     Args:
         ids: one or several arrays [n] that make up an id, the most significant first.
-        states: [n], from `read_states`.
-        attempts: [n].
+        states: [n], from ``read_states``.
         later_keys: further sort keys [n], ascending, the most significant first.
     """
     return np.lexsort((*reversed(later_keys), -attempts.astype(np.int64), states, *reversed(ids)))
 
 
 def make_rule_columns(rows: pa.Table) -> Columns:
-    """Convert rows with RULE_COLUMNS to the arrays that `find_live` takes.
+    """Convert rows with RULE_COLUMNS to the arrays that ``find_live`` takes.
 
-    Nulls become 0, and so do the columns clip_key, source_size and earlier_attempts if `rows` lack them.
+    Nulls become 0, and so do the columns clip_key, source_size and earlier_attempts if ``rows`` lack them.
     """
     zeros = np.zeros(len(rows), np.int64)
     optional = {"clip": "clip_key", "size": "source_size", "earlier": "earlier_attempts"}
@@ -144,7 +143,7 @@ def read_states(status: pa.ChunkedArray) -> NDArray[np.int8]:
 
 
 def fill_nulls(column: pa.ChunkedArray, value: float = 0) -> NDArray[Any]:
-    """Convert a column to an array [n], with `value` in place of nulls."""
+    """Convert a column to an array [n], with ``value`` in place of nulls."""
     return np.asarray(pc.fill_null(column, value).to_numpy())
 
 
@@ -164,7 +163,7 @@ def list_nameable_ids(rows: pa.Table) -> pa.ChunkedArray:
 
 
 def is_among(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:
-    """Return a mask [n]: True where a text of the column is one of `values`; nulls are False."""
+    """Return a mask [n]: True where a text of the column is one of ``values``; nulls are False."""
     return pc.is_in(column, value_set=pa.array(sorted(values), pa.string()))
 
 
@@ -174,7 +173,7 @@ def sort_by_shard(rows: pa.Table) -> pa.Table:
 
 
 def _retried(read: Callable[P, T]) -> Callable[P, T]:
-    """Decorate `read` so that it is called again, up to _TRIES times in all, as long as it raises FileNotFoundError.
+    """Decorate ``read`` so that it is called again, up to _TRIES times in all, as long as it raises FileNotFoundError.
 
     Another run may delete files by a merge after they were listed. The last error is raised.
     """
@@ -235,10 +234,10 @@ class Ledger:
     """The live row of every video as numbers, sorted by the hash of the id, for the driver of a run.
 
     An id is stored as a hash of 16 bytes and its clip as a hash of 8 bytes; the other columns are the numbers for
-    resume and the summary. Other values of a row are read from its file again with `read`.
+    resume and the summary. Other values of a row are read from its file again with ``read``.
 
     Attributes:
-        columns: name -> an array with an item per video; see `_LEDGER`.
+        columns: name -> an array with an item per video; see ``_LEDGER``.
         classes: the fault classes by number; 0 is "ok".
         runs: the run ids by number.
         decoders: user decoders with their versions, by number; 0 is "".
@@ -246,13 +245,13 @@ class Ledger:
             "".
         hidden_size: D of the tokens; 0 while no video is ok.
         names: the files that were read.
-        starts: the number of the first row of each of `names`.
-        strays: files in `videos/` that are not files of the table, and are ignored.
+        starts: the number of the first row of each of ``names``.
+        strays: files in ``videos/`` that are not files of the table, and are ignored.
         n_rows: the number of rows in all files, live or not.
     """
 
     def __init__(self, store: Store, made_with: str | None = None) -> None:
-        """Create an empty ledger; `refresh` reads the rows.
+        """Create an empty ledger; ``refresh`` reads the rows.
 
         Args:
             made_with: the fingerprint of the identity whose rows count; None for all rows.
@@ -307,14 +306,13 @@ class Ledger:
         return self
 
     def _read_new_files(self) -> list[Columns]:
-        """Read the files that were not read before: return `columns` itself, followed by columns of the new rows.
+        """Read the files that were not read before: return ``columns`` itself, followed by columns of the new rows.
 
-        Sets `strays`. Adds the files to `names` and `starts` and their rows to `n_rows`, also those read before an
-        error.
+        Sets ``strays``. Adds the files to ``names`` and ``starts`` and their rows to ``n_rows``, also those read before
+        an error.
 
         Raises:
             CorruptShard: a file is damaged.
-            OSError: the store failed, or a file is gone.
         """
         known_names = {*self.names, *self.foreign}
         files, self.strays = list_table(self._store)
@@ -339,14 +337,14 @@ class Ledger:
         return [*parts, {name: column[:end] for name, column in columns.items()}]
 
     def _note_file(self, name: str) -> None:
-        """Add a file to `names` and `starts`; call this before its rows are added to `n_rows`."""
+        """Add a file to ``names`` and ``starts``; call this before its rows are added to ``n_rows``."""
         self.names.append(name)
         self.starts.append(self.n_rows)
 
     def _to_columns(self, rows: pa.Table, first: int) -> Columns:
         """Convert rows with _LEDGER_READS to columns of the ledger.
 
-        Adds new texts to `runs`, `classes`, `notes` and `decoders`, and sets `hidden_size` if it is still 0.
+        Adds new texts to ``runs``, ``classes``, ``notes`` and ``decoders``, and sets ``hidden_size`` if it is still 0.
 
         Args:
             first: the number of the first row.
@@ -375,7 +373,7 @@ class Ledger:
         }
 
     def _number_notes(self, notes: pa.ChunkedArray) -> NDArray[np.uint8]:
-        """Return the number in `notes` of each row's reason for another decoder, [n], and add new reasons to `notes`.
+        """Return the number in ``notes`` of each row's reason for another decoder, [n]; new reasons are appended.
 
         The number is 0 without a reason, and if the requested decoder served after all.
         """
@@ -388,7 +386,7 @@ class Ledger:
         return _assign_numbers(notes, self.notes, _MAX_NOTES).astype(np.uint8)
 
     def _number_decoders(self, names: pa.ChunkedArray, versions: pa.ChunkedArray) -> NDArray[np.uint8]:
-        """Return the number in `decoders` of each row's user decoder, [n], and add new decoders to `decoders`.
+        """Return the number in ``decoders`` of each row's user decoder, [n]; new decoders are appended.
 
         The number is 0 for built-in decoders, whose names have no ":".
         """
@@ -401,8 +399,8 @@ class Ledger:
     def _keep_live(self) -> None:
         """Sort the rows by id, and drop superseded rows, which can never become live again.
 
-        If an id has several rows or the rows are not sorted, the column `earlier` is set to the attempts on other files
-        under the id, at most 255.
+        If an id has several rows or the rows are not sorted, the column ``earlier`` is set to the attempts on other
+        files under the id, at most 255.
         """
         high = self.columns["high"]
         if (high[1:] > high[:-1]).all():  # rows of one level of sorted files are in order already
@@ -413,28 +411,28 @@ class Ledger:
         self.columns["earlier"] = np.minimum(earlier, 255).astype(np.uint8)
 
     def find(self, ids: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
-        """Return the row number in `columns` of each video id, [n]; -1 for a video without a row."""
+        """Return the row number in ``columns`` of each video id, [n]; -1 for a video without a row."""
         return find(keys_of(ids), self.columns["high"], self.columns["low"])
 
     def failed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask over `rows`, [n]: True for videos that failed."""
+        """Return a mask over ``rows``, [n]: True for videos that failed."""
         return np.equal(self.columns["state"][rows], FAILED)
 
     def is_failed_by(self, rows: NDArray[np.int64], error_class: str) -> NDArray[np.bool_]:
-        """Return a mask over `rows`, [n]: True for videos that failed with this class."""
+        """Return a mask over ``rows``, [n]: True for videos that failed with this class."""
         number = self.classes.index(error_class) if error_class in self.classes else _MAX_CLASSES
         return np.equal(self.columns["fault"][rows], number)
 
     def removed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask over `rows`, [n]: True for videos that were removed for good."""
+        """Return a mask over ``rows``, [n]: True for videos that were removed for good."""
         return np.equal(self.columns["state"][rows], REMOVED)
 
     def has_remark(self, rows: NDArray[np.int64], remark: int) -> NDArray[np.bool_]:
-        """Return a mask over `rows`, [n]: True for rows with the remark, one of the bits HDR to INFRASTRUCTURE."""
+        """Return a mask over ``rows``, [n]: True for rows with the remark, one of the bits HDR to INFRASTRUCTURE."""
         return np.not_equal(np.bitwise_and(self.columns["remarks"][rows], np.uint8(remark)), 0)
 
     def read(self, row: int) -> VideoRow:
-        """Read the complete row of a video from its file; `row` is its row number in `columns`.
+        """Read the complete row of a video from its file; ``row`` is its row number in ``columns``.
 
         If the file was merged and deleted, a second ledger reads the whole table to find the video's row, which may
         then be a newer one.
@@ -487,14 +485,14 @@ class Ledger:
 
 
 def _empty_columns(n_rows: int) -> Columns:
-    """Allocate the columns of `_LEDGER` for `n_rows` rows, with undefined values."""
+    """Allocate the columns of ``_LEDGER`` for ``n_rows`` rows, with undefined values."""
     return {name: np.empty((n_rows, *shape), kind) for name, (kind, shape) in _LEDGER.items()}
 
 
 def _assign_numbers(texts: pa.ChunkedArray, numbered: list[str], limit: int) -> NDArray[Any]:
-    """Return the index in `numbered` of each text, [n]; new texts are appended to `numbered`.
+    """Return the index in ``numbered`` of each text, [n]; new texts are appended to ``numbered``.
 
-    Once `numbered` has `limit` texts, further texts share the last index.
+    Once ``numbered`` has ``limit`` texts, further texts share the last index.
     """
     new = [text for text in pc.unique(texts).to_pylist() if text not in numbered]
     numbered += new[: limit - len(numbered)]
@@ -550,10 +548,10 @@ class LiveVideos:
 
     Attributes:
         table: the cache's table, which reads single rows and names foreign files.
-        small: LIVE_COLUMNS of the live rows in small files, with `file` and `row`.
+        small: LIVE_COLUMNS of the live rows in small files, with ``file`` and ``row``.
         files: all files of the table.
-        strays: files in `videos/` that are not files of the table, and are ignored.
-        sorted: the sorted files among `files`.
+        strays: files in ``videos/`` that are not files of the table, and are ignored.
+        sorted: the sorted files among ``files``.
     """
 
     def __init__(
@@ -582,7 +580,7 @@ class LiveVideos:
     @classmethod
     @_retried
     def read(cls, store: Store, made_with: str | None, columns: Sequence[str]) -> tuple[LiveVideos, pa.Table]:
-        """Open the table, and read all of it; return (the opened table, the result of `live(columns)`).
+        """Open the table, and read all of it; return (the opened table, the result of ``live(columns)``).
 
         If another run merges and deletes files meanwhile, this is repeated, up to _TRIES times in all.
 
@@ -617,7 +615,7 @@ class LiveVideos:
 
         Raises:
             CorruptShard: a sorted file is damaged.
-            FileNotFoundError: a file was merged and deleted since this object was opened.
+            FileNotFoundError: a file was merged since this object was opened.
             OSError: the store failed.
         """
         try:
@@ -641,7 +639,7 @@ class LiveVideos:
         """Find a video's row in one sorted file; None if the file lacks the video or has another identity.
 
         Args:
-            high: the first half of the id's hash, `id_high`.
+            high: the first half of the id's hash, ``id_high``.
         """
         sorted_file = self.table.open_sorted(file)
         if sorted_file is None:
@@ -659,20 +657,20 @@ class LiveVideos:
 
         Raises:
             CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged and deleted since this object was opened.
+            FileNotFoundError: a file was merged since this object was opened.
             OSError: the store failed.
         """
         place = self.find(video_id)
         return None if place is None else self.table.read_row(place.file, place.row)
 
     def live(self, columns: Sequence[str]) -> pa.Table:
-        """Read `columns` of every live row, followed by `file` and `row`, sorted by video_id.
+        """Read ``columns`` of every live row, followed by ``file`` and ``row``, sorted by video_id.
 
         This reads all sorted files.
 
         Raises:
             CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged and deleted since this object was opened.
+            FileNotFoundError: a file was merged since this object was opened.
             OSError: the store failed.
         """
         read_columns = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
@@ -684,9 +682,9 @@ class LiveVideos:
         return select_live_rows(rows).select([*columns, "file", "row"])
 
     def _live_in_small(self, columns: Sequence[str]) -> pa.Table:
-        """Return `columns`, `file` and `row` of the live rows in small files.
+        """Return ``columns``, ``file`` and ``row`` of the live rows in small files.
 
-        If `small` lacks one of the columns, the small files are read again.
+        If ``small`` lacks one of the columns, the small files are read again.
         """
         if set(columns) <= set(self.small.column_names):
             return self.small.select([*columns, "file", "row"])
@@ -703,7 +701,7 @@ class LiveVideos:
 
         Raises:
             CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged and deleted since this object was opened.
+            FileNotFoundError: a file was merged since this object was opened.
             OSError: the store failed.
         """
         columns = ("video_id", "status")
@@ -715,13 +713,13 @@ class LiveVideos:
         return did_you_mean_id(video_id, list_nameable_ids(pa.concat_tables(parts)))
 
     def rows_of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
-        """Return `columns`, `file` and `row` of the live rows of some videos, in any order, once per video.
+        """Return ``columns``, ``file`` and ``row`` of the live rows of some videos, in any order, once per video.
 
         Ids without a row are left out. For more than _MAX_SEARCHED_IDS videos the whole table is read.
 
         Raises:
             CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged and deleted since this object was opened.
+            FileNotFoundError: a file was merged since this object was opened.
             OSError: the store failed.
         """
         ids = sorted(set(video_ids))
@@ -741,7 +739,7 @@ class LiveVideos:
 
         Raises:
             CorruptShard: the sorted file is damaged.
-            FileNotFoundError: the sorted file was merged and deleted since this object was opened.
+            FileNotFoundError: the sorted file was merged since this object was opened.
             OSError: the store failed.
         """
         first = next(self.table.iter_sorted(self.sorted), None)
@@ -762,7 +760,7 @@ class LiveShards:
     Attributes:
         names: [n] shard names, sorted, which is the order in which runs wrote them.
         counts: [n] the number of videos per shard.
-        places: ID_COLUMNS, `file` and `row` of each video, by token shard and in the order of its tokens.
+        places: ID_COLUMNS, ``file`` and ``row`` of each video, by token shard and in the order of its tokens.
     """
 
     names: pa.Array
@@ -771,16 +769,16 @@ class LiveShards:
 
     @classmethod
     def of(cls, rows: pa.Table) -> LiveShards:
-        """Group rows by token shard; `rows` have ID_COLUMNS, token_shard, first_row_group, `file` and `row`."""
+        """Group rows by token shard; ``rows`` have ID_COLUMNS, token_shard, first_row_group, ``file`` and ``row``."""
         shard_names = pc.fill_null(rows["token_shard"], "")
         rows = sort_by_shard(rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", shard_names))
         shards = rows.group_by("token_shard", use_threads=False).aggregate([([], "count_all")])
         return cls(shards["token_shard"].combine_chunks(), shards["count_all"].to_numpy(), _to_places(rows))
 
     def find_places(self, rows: pa.Table) -> bool:
-        """Replace `places` by the row locations in `rows` (ID_COLUMNS, `file`, `row`), and return True.
+        """Replace ``places`` by the row locations in ``rows`` (ID_COLUMNS, ``file``, ``row``), and return True.
 
-        If a video is not in `rows`, `places` stays as it is, and False is returned.
+        If a video is not in ``rows``, ``places`` stays as it is, and False is returned.
         """
         order = self.places.select(ID_COLUMNS).append_column("order", pa.array(range(len(self.places))))
         places = _to_places(order.join(rows, list(ID_COLUMNS), join_type="inner").sort_by("order"))
@@ -793,27 +791,27 @@ class LiveShards:
         return len(self.counts)
 
     def name(self, number: int) -> str:
-        """Return the name of token shard `number`."""
+        """Return the name of token shard ``number``."""
         return str(self.names[number].as_py())
 
     def places_of(self, number: int) -> pa.Table:
-        """Return the row locations of the videos in token shard `number`, in the order of their tokens."""
+        """Return the row locations of the videos in token shard ``number``, in the order of their tokens."""
         return self.places.slice(int(self.counts[:number].sum()), int(self.counts[number]))
 
 
 def _to_places(rows: pa.Table) -> pa.Table:
-    """Return ID_COLUMNS, `row` and `file` of `rows`, with `file` dictionary-encoded to save memory."""
+    """Return ID_COLUMNS, ``row`` and ``file`` of ``rows``, with ``file`` dictionary-encoded to save memory."""
     places = rows.select([*ID_COLUMNS, "row"])
     return places.append_column("file", rows["file"].dictionary_encode())
 
 
 def find_widths(live: pa.Table) -> set[int]:
-    """Return the distinct values of `hidden_size` in the rows that are ok."""
+    """Return the distinct values of ``hidden_size`` in the rows that are ok."""
     return set(pc.unique(select_ok(live)["hidden_size"]).to_pylist())
 
 
 def _build_place(rows: pa.Table, at: int, file: str, row: int) -> RowPlace:
-    """Build the RowPlace of a row, from its RULE_COLUMNS in row `at` of `rows`."""
+    """Build the RowPlace of a row, from its RULE_COLUMNS in row ``at`` of ``rows``."""
     values = rows.select(RULE_COLUMNS).slice(at, 1).to_pylist()[0]
     attempts, rewritten = values["attempts"] or 0, values["rewritten"] or 0
     state = _STATES.get(values["status"], FAILED)

@@ -2,8 +2,8 @@
 
 A merge reads the small files and every level of sorted files that is not larger than the result. There are therefore
 few levels, and each row is rewritten only a few times. The source files stay for concurrent readers until the merged
-files are `keep` old; a later merge deletes them. If a merge is killed, or two merges run at once, some rows are in two
-files, which does not change the live rows (`pipeline.cache.live`).
+files are ``keep`` old; a later merge deletes them. If a merge is killed, or two merges run at once, some rows are in
+two files, which does not change the live rows (``pipeline.cache.live``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MERGE = b"merge"  # in the metadata of a sorted file: JSON of the files that it
 
 @dataclass
 class Merged:
-    """The result of a call of `merge`; the file names are relative to the cache.
+    """The result of a call of ``merge``; the file names are relative to the cache.
 
     Attributes:
         read: the files that were merged, small and sorted.
@@ -89,16 +89,16 @@ def merge(
     """Merge the small files of the videos table with sorted files, and delete the sources of earlier merges.
 
     The small files are merged in steps that fit in memory. Each step also merges the complete levels of sorted files
-    that are not larger than its result. Nothing is written if there are no small files, unless `everything` is set and
-    sorted files overlap. The files that this call merges stay for concurrent readers, unless `keep` is zero and a later
-    step deletes them.
+    that are not larger than its result. Nothing is written if there are no small files, unless ``everything`` is set
+    and sorted files overlap. The files that this call merges stay for concurrent readers, unless ``keep`` is zero and a
+    later step deletes them.
 
     Args:
         made_with: the fingerprint of the cache's identity; files of another identity are left alone. None merges all
             files.
         everything: also merge all sorted files, so that each video is in one file.
         keep: delete the sources of an earlier merge if all its files are at least this old; zero ignores their age.
-        max_rows: levels with more rows are not merged; ignored if `everything`.
+        max_rows: levels with more rows are not merged; ignored if ``everything``.
 
     Raises:
         CorruptShard: a file is damaged. No row is lost; the steps before it stay.
@@ -143,9 +143,9 @@ def merge_fully(store: Store, made_with: str | None) -> None:
 
 
 def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge if there are more than `at_least` small files; never raise for damaged files or a failing store.
+    """Merge if there are more than ``at_least`` small files; never raise for damaged files or a failing store.
 
-    Levels of more than two million rows are left alone. After a CorruptShard or an OSError, `say` gets a warning; no
+    Levels of more than two million rows are left alone. After a CorruptShard or an OSError, ``say`` gets a warning; no
     row is lost.
     """
     try:
@@ -164,7 +164,6 @@ def _read_small(table: VideosTable, all_names: Sequence[str]) -> tuple[list[pa.T
 
     Raises:
         CorruptShard: a file is damaged.
-        OSError: the store failed, or a file is gone.
     """
     tables: list[pa.Table] = []
     names: list[str] = []
@@ -179,10 +178,10 @@ def _read_small(table: VideosTable, all_names: Sequence[str]) -> tuple[list[pa.T
 
 
 def _choose_levels(sorted_files: Sequence[SortedFile], n_rows: int, max_rows: float) -> list[SortedFile]:
-    """Choose the sorted files to merge with `n_rows` rows of small files; return [] if `n_rows` is 0.
+    """Choose the sorted files to merge with ``n_rows`` rows of small files; return [] if ``n_rows`` is 0.
 
     The choice consists of complete levels, from the lowest up. It ends at a level that is higher than the level of all
-    rows chosen so far, or that has more than `max_rows` rows.
+    rows chosen so far, or that has more than ``max_rows`` rows.
     """
     by_level: dict[int, list[SortedFile]] = defaultdict(list)
     for file in sorted_files if n_rows else ():
@@ -205,9 +204,9 @@ def _write(
     names: list[str],
     result: Merged,
 ) -> None:
-    """Write the live rows of all sources as new sorted files, one per range of `id_high`, and count them in `result`.
+    """Write the live rows of all sources as new sorted files, one per range of hashes, and count them in ``result``.
 
-    Each file's metadata records `names` and the number of files.
+    Each file's metadata records ``names`` and the number of files.
 
     Args:
         small: the rows of the small files, in VIDEO_SCHEMA.
@@ -215,7 +214,6 @@ def _write(
 
     Raises:
         CorruptShard: a sorted file is damaged.
-        OSError: the store failed.
     """
     level = find_level(len(small) + sum(file.file.rows for file in sorted_files))
     starts = [
@@ -243,17 +241,13 @@ def _write(
 def _delete_old_sources(
     store: Store, sorted_files: Sequence[SortedFile], present: set[str], keep: timedelta, result: Merged
 ) -> set[str]:
-    """Delete the sources of merges whose files are all at least `keep` old; return the sources of younger merges.
+    """Delete the sources of merges whose files are all at least ``keep`` old; return the sources of younger merges.
 
-    The caller must not merge the returned files again. A merge of which a written file is missing is ignored: it was
-    interrupted, or its files were merged again. Deleted names are added to `result.deleted`.
+    A merge of which a written file is missing is ignored: it was interrupted, or its files were merged again. Deleted
+    names are added to ``result.deleted``.
 
     Args:
-        present: the names of all files of the table.
         keep: zero deletes the sources whatever their age.
-
-    Raises:
-        OSError: the store failed.
     """
     merges: dict[bytes, list[SortedFile]] = defaultdict(list)
     for file in sorted_files:
@@ -276,14 +270,14 @@ def _delete_old_sources(
 
 
 def find_level(rows: int) -> int:
-    """Return the level of a merge of `rows` rows: 1 up to 4,096 rows, and one more for each factor of 8."""
+    """Return the level of a merge of ``rows`` rows: 1 up to 4,096 rows, and one more for each factor of 8."""
     return 1 + max(0, math.ceil(math.log(max(rows, 1) / GROUP_ROWS, _GROWTH)))
 
 
 def select_surviving(rows: pa.Table) -> pa.Table:
     """Return the live row of each video, sorted by the hash of its id; superseded rows are dropped.
 
-    If rows were dropped, `earlier_attempts` is set to the most attempts on another file under the id. Over several
+    If rows were dropped, ``earlier_attempts`` is set to the most attempts on another file under the id. Over several
     merges this is a lower bound.
     """
     order, earlier = find_live(make_rule_columns(rows))

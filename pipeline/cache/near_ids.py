@@ -15,17 +15,17 @@ _MAX_CANDIDATES = 1000  # ids that are compared letter by letter
 
 
 def did_you_mean_id(wrong: str, ids: pa.ChunkedArray) -> str:
-    """Return `"; did you mean A, B?"` with up to three ids similar to `wrong`, or "" if none is similar."""
+    """Return ``"; did you mean A, B?"`` with up to three ids similar to ``wrong``, or "" if none is similar."""
     likely = [describe_near(wrong, video_id) for video_id in near_ids(wrong, ids)]
     return f"; did you mean {printable(', '.join(likely))}?" if likely else ""
 
 
 def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
-    """Return up to MAX_SUGGESTIONS distinct ids that are similar to `wrong`, the likeliest first.
+    """Return up to MAX_SUGGESTIONS distinct ids that are similar to ``wrong``, the likeliest first.
 
     The order is: ids that look the same (in another Unicode form, for example); the only id with the same base name,
-    with or without its suffix; ids that contain `wrong`. Only if there are none of these, ids with similar letters are
-    returned. The result is [] for an empty text and for a text that is not valid Unicode.
+    with or without its suffix; ids that contain ``wrong``. Only if there are none of these, ids with similar letters
+    are returned. The result is [] for an empty text and for a text that is not valid Unicode.
     """
     try:
         wrong.encode()
@@ -45,16 +45,16 @@ def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
 
 
 def _first(ids: pa.ChunkedArray, limit: int = MAX_SUGGESTIONS) -> list[str]:
-    """Return up to `limit` distinct ids, in their order.
+    """Return up to ``limit`` distinct ids, in their order.
 
-    Only the first 2 * `limit` ids are looked at, so that heavily repeated ids may give fewer.
+    Only the first 2 * ``limit`` ids are looked at, so that heavily repeated ids may give fewer.
     """
     names: list[str] = pc.unique(ids.slice(0, 2 * limit)).to_pylist()  # an id may stand in two files of a table
     return names[:limit]
 
 
 def _only_of_base_name(wrong: str, ids: pa.ChunkedArray) -> list[str]:
-    """Return the id whose base name is that of `wrong`, in a list; [] if there is none or if several match.
+    """Return the id whose base name is that of ``wrong``, in a list; [] if there is none or if several match.
 
     If no base name is equal, an id whose base name differs only in the suffix is searched for.
     """

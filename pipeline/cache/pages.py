@@ -31,7 +31,7 @@ class PageSize(NamedTuple):
     Attributes:
         n_bytes: the uncompressed size.
         n_values: the number of values, including nulls and empty lists; 0 for a dictionary page.
-        is_plain: True if the values are stored one after the other, so that they take at most `n_bytes`.
+        is_plain: True if the values are stored one after the other, so that they take at most ``n_bytes``.
     """
 
     n_bytes: int
@@ -42,7 +42,7 @@ class PageSize(NamedTuple):
 def plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
     """Map the name of each fixed-size binary column without nulls to (its column number, the bytes of a vector).
 
-    Columns whose vectors have an odd number of bytes are left out, since `put_rows` writes int16.
+    Columns whose vectors have an odd number of bytes are left out, since ``put_rows`` writes int16.
     """
     columns = ((i, metadata.schema.column(i)) for i in range(metadata.num_columns))
     return {
@@ -58,8 +58,7 @@ def plain_pages(group: pq.RowGroupMetaData, number: int) -> tuple[int, int] | No
     """Return the byte range [start, end) of a column chunk's pages, or None if it is compressed or has a dictionary.
 
     Args:
-        group: the metadata of the row group.
-        number: the column number, from `plain_columns`.
+        number: the column number, from ``plain_columns``.
     """
     column = group.column(number)
     if column.compression != "UNCOMPRESSED" or column.has_dictionary_page:
@@ -69,15 +68,14 @@ def plain_pages(group: pq.RowGroupMetaData, number: int) -> tuple[int, int] | No
 
 
 def put_rows(data: memoryview, n_rows: int, targets: NDArray[np.int64], out: NDArray[np.int16]) -> bool:
-    """Copy the first `len(targets)` vectors of a column chunk into the given rows of `out`; return True on success.
+    """Copy the first ``len(targets)`` vectors of a column chunk into the given rows of ``out``; return True on success.
 
-    If it returns False, the content of `out` is undefined and the caller must read the column with Arrow: a page fails
-    its checksum, has no checksum, is cut short or is not a PLAIN page, or the pages have fewer rows than needed.
+    If it returns False, the content of ``out`` is undefined and the caller must read the column with Arrow: a page
+    fails its checksum, has no checksum, is cut short or is not a PLAIN page, or the pages have fewer rows than needed.
 
     Args:
         data: the pages of the column chunk, from their first header on.
-        n_rows: the number of rows in the column chunk.
-        targets: [n] the row of `out` for each of the first n vectors; pages after these vectors are not read.
+        targets: [n] the row of ``out`` for each of the first n vectors; pages after these vectors are not read.
         out: [K, width / 2] int16 with the width of a vector in bytes; modified in place.
     """
     at = n_done = 0
@@ -117,10 +115,10 @@ def iter_page_sizes(data: memoryview) -> Iterator[PageSize]:
 
 
 def read_page_header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]:
-    """Parse the Thrift header at the beginning of `data`.
+    """Parse the Thrift header at the beginning of ``data``.
 
     Returns:
-        (its integer fields by their path of field numbers, the length of the header in bytes), or ({}, 0) if `data`
+        (its integer fields by their path of field numbers, the length of the header in bytes), or ({}, 0) if ``data``
         does not begin with a complete header of the expected form.
     """
     numbers: dict[tuple[int, ...], int] = {}
@@ -131,9 +129,9 @@ def read_page_header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]
 
 
 def _struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
-    """Read the struct of Thrift's compact protocol at offset `at`, and return the offset after it.
+    """Read the struct of Thrift's compact protocol at offset ``at``, and return the offset after it.
 
-    The integer fields are added to `numbers`, with `path` as the prefix of their keys. Texts (as in statistics) and
+    The integer fields are added to ``numbers``, with ``path`` as the prefix of their keys. Texts (as in statistics) and
     booleans are skipped.
 
     Raises:
@@ -161,7 +159,7 @@ def _struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tupl
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Decode the unsigned varint at offset `at`; return (its value, the offset after it).
+    """Decode the unsigned varint at offset ``at``; return (its value, the offset after it).
 
     Raises:
         ValueError: it has more than ten bytes.

@@ -137,8 +137,7 @@ class TokenCache:
 
     @property
     def newline(self) -> Tensor | None:
-        """The row that LLaVA-OneVision appends to the tokens of a video, [D] bfloat16; None for families without one.
-        """
+        """The row that LLaVA-OneVision appends to a video's tokens, [D] bfloat16; None for families without one."""
         return decode_newline(self.header)
 
     @property
@@ -199,7 +198,6 @@ class TokenCache:
 
         Raises:
             CorruptShard: a file is damaged or missing.
-            OSError: the store failed.
         """
         return self._with_refresh(lambda live: live.live(columns))
 
@@ -451,7 +449,6 @@ class TokenCache:
 
         Raises:
             CorruptShard: the shard is damaged or missing; the message names the run's first video.
-            OSError: the store failed.
         """
         first = run[0].row
         with self._video_in_errors(first["video_id"]):

@@ -1,8 +1,8 @@
 """Define the Parquet format of the cache: its columns, their types and meanings, and how files are written and read.
 
-`tokens/<shard>.parquet` has a row per token. `videos/<file>.parquet` has a row per video (failed videos too), with the
-columns of `pipeline.rows.VideoRecord`. The videos table is both the index and the commit log: a token shard counts only
-once a row of the videos table names it.
+``tokens/<shard>.parquet`` has a row per token. ``videos/<file>.parquet`` has a row per video (failed videos too), with
+the columns of ``pipeline.rows.VideoRecord``. The videos table is both the index and the commit log: a token shard
+counts only once a row of the videos table names it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TIERS = (0.10, 0.15, 0.20, 0.25, 0.50)
 
 
 def column(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = True) -> pa.Field:
-    """Build an Arrow field with `meaning` in its metadata, under the key "meaning"."""
+    """Build an Arrow field with ``meaning`` in its metadata, under the key "meaning"."""
     return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning})
 
 
@@ -78,7 +78,7 @@ def token_schema(
 def _vector_columns(name: str, meaning: str, hidden_size: int, codec: TokenCodec) -> list[pa.Field]:
     """Build the columns that store vectors with a codec: one for bfloat16, otherwise also scales and kept channels.
 
-    `meaning` is used for bfloat16 only.
+    ``meaning`` is used for bfloat16 only.
     """
     coded_meanings = {
         name: f"{codec.bits}-bit whole numbers; of 4 bits each plus 8, and the first in a byte's high half",
@@ -91,8 +91,7 @@ def _vector_columns(name: str, meaning: str, hidden_size: int, codec: TokenCodec
 
 
 def _evidence_column(name: str, width: int) -> pa.Field:
-    """Build the bfloat16 column of an evidence label with `width` numbers; it is nullable if the evidence is per frame.
-    """
+    """Build the bfloat16 column of an evidence label with ``width`` numbers, nullable if the evidence is per frame."""
     of_frame = is_per_frame(name)
     subject = "frame, beside the first of its tokens" if of_frame else "token"
     meaning = f"evidence of the {subject}, little-endian bfloat16"
@@ -117,7 +116,7 @@ KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts",
 def complete_columns(
     table: pa.Table, columns: Sequence[str], schema: pa.Schema, later: Collection[str], place: str
 ) -> pa.Table:
-    """Return `columns` of the rows of a stored file, in this order and without the file's metadata.
+    """Return ``columns`` of the rows of a stored file, in this order and without the file's metadata.
 
     All tables of this project are read through this function: videos, answers and scores.
 
@@ -139,10 +138,10 @@ def complete_columns(
 
 
 def tier_row_counts(n_total: int, n_kept: int, retention_ratio: float, *, nested: bool) -> list[int]:
-    """Return the number of rows in each of a video's row groups, for a video with `n_kept` of `n_total` tokens.
+    """Return the number of rows in each of a video's row groups, for a video with ``n_kept`` of ``n_total`` tokens.
 
-    Row groups end at the budgets of TIERS below `retention_ratio`, so that a reader of a smaller ratio reads a prefix.
-    Equal budgets end one group. If not `nested`, there is one group.
+    Row groups end at the budgets of TIERS below ``retention_ratio``, so that a reader of a smaller ratio reads a
+    prefix. Equal budgets end one group. If not ``nested``, there is one group.
     """
     ends = {budget_for(tier, n_total) for tier in TIERS if nested and tier < retention_ratio}
     inner = sorted(end for end in ends if end < n_kept)
@@ -198,14 +197,14 @@ def open_parquet(source: Any, metadata: pq.FileMetaData | None = None) -> pq.Par
     Columns are read one by one, since with pre-buffering Arrow would also read the bytes between two columns.
 
     Args:
-        source: anything that `pyarrow.parquet.ParquetFile` takes.
+        source: anything that ``pyarrow.parquet.ParquetFile`` takes.
         metadata: the parsed footer, if it is known; the file's footer is then not read.
     """
     return pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
 
 
 def digest(*parts: Any) -> str:
-    """Hash the concatenation of bytes-like parts with BLAKE2b to `blake2b:<32 hex digits>`."""
+    """Hash the concatenation of bytes-like parts with BLAKE2b to ``blake2b:<32 hex digits>``."""
     return f"blake2b:{hex_digest(*parts)}"
 
 
@@ -235,11 +234,11 @@ def slice_footer(data: memoryview) -> memoryview:
     """Return the footer of a whole Parquet file, including the length and magic at its end.
 
     Raises:
-        ValueError: `data` does not end in PAR1.
+        ValueError: ``data`` does not end in PAR1.
     """
     return data[len(data) - parse_footer_length(bytes(data[-FOOTER_TAIL:])) :]
 
 
 def parse_footer(footer: bytes) -> pq.FileMetaData:
-    """Parse Parquet metadata from the bytes of a footer as `slice_footer` returns it."""
+    """Parse Parquet metadata from the bytes of a footer as ``slice_footer`` returns it."""
     return pq.read_metadata(pa.BufferReader(b"PAR1" + footer))

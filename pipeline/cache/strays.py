@@ -1,4 +1,4 @@
-"""Find files in `videos/` that are not files of the videos table: copies, renamed files and unrelated files.
+"""Find files in ``videos/`` that are not files of the videos table: copies, renamed files and unrelated files.
 
 A stray file is ignored if its rows would not change any live row. Otherwise reading the cache fails: the file may be a
 renamed file of the table, whose rows (a removal, for example) must not be lost.
@@ -35,16 +35,15 @@ class StrayFault(NamedTuple):
 def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> StrayFault | None:
     """Return why a stray file cannot be ignored, or None if it can be.
 
-    It can be ignored if it is a copy of one of `files`, if none of its rows would be live beside their rows, or if it
+    It can be ignored if it is a copy of one of ``files``, if none of its rows would be live beside their rows, or if it
     is gone by now. A file that cannot be parsed or lacks the columns of the rule cannot be ignored.
 
     Args:
-        name: the stray file.
         files: the files of the videos table; all are read unless the stray file is a copy of one.
 
     Raises:
-        CorruptShard: one of `files` is damaged.
-        FileNotFoundError: one of `files` was merged and deleted meanwhile.
+        CorruptShard: one of ``files`` is damaged.
+        FileNotFoundError: one of ``files`` was merged and deleted meanwhile.
         OSError: the store failed.
     """
     try:
@@ -70,7 +69,7 @@ def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> Str
 
 
 def _find_better(store: Store, rows: pa.Table, files: Sequence[TableFile]) -> list[str]:
-    """Return the sorted ids of `rows` that would be live beside the rows of `files` with the same identity.
+    """Return the sorted ids of ``rows`` that would be live beside the rows of ``files`` with the same identity.
 
     A row that is in the table too is not reported.
 

@@ -96,8 +96,7 @@ class TableFile(NamedTuple):
 
 
 class TableListing(NamedTuple):
-    """The files of the videos table, sorted by name, and the names of the stray files in its folder, which are ignored.
-    """
+    """The files of the videos table, sorted by name, and the stray files in its folder, which are ignored."""
 
     files: list[TableFile]
     strays: list[str]
@@ -137,7 +136,6 @@ def _check_strays(store: Store, listing: TableListing) -> None:
     Raises:
         CorruptShard: also if a file of the table is damaged.
         FileNotFoundError: a file of the table was merged and deleted meanwhile.
-        OSError: the store failed.
     """
     if listing.strays:
         from pipeline.cache.strays import find_stray_fault  # noqa: PLC0415 - which reads tables by this module
@@ -159,8 +157,7 @@ def list_unchecked(store: Store) -> TableListing:
 
 
 def is_table_name(name: str) -> bool:
-    """Return True if a file name has the form of a file of the table: it ends in a hash. The content is not looked at.
-    """
+    """Return True if a file name has the form of a file of the table, which ends in a hash; no file is read."""
     own_name = PurePosixPath(name).name
     pattern = _SORTED_NAME if _OF_SORTED.search(own_name) else _TABLE_NAME
     return pattern.fullmatch(own_name) is not None
@@ -209,7 +206,6 @@ def parse_small(
 
     Args:
         name: the file's name, for its hash and for messages.
-        data: the content.
         columns: the columns to read; a later column that the file lacks is null. None reads all columns of the file.
 
     Raises:
@@ -349,7 +345,6 @@ class SortedFile:
 
         Raises:
             CorruptShard: a column does not have its CRC.
-            OSError: the store failed.
         """
         meta = self._metadata.row_group(group)
         numbers = [i for i in range(meta.num_columns) if meta.column(i).path_in_schema.split(".")[0] in names]

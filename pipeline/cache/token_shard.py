@@ -37,7 +37,7 @@ _SHARD_NAME = re.compile(r".+-[0-9a-f]{16}-[0-9a-f]{32}\.parquet", re.DOTALL)
 
 
 class TokenRows(NamedTuple):
-    """A request for the first `keep` token rows of a video.
+    """A request for the first ``keep`` token rows of a video.
 
     Attributes:
         row: the video's row of the videos table.
@@ -70,7 +70,7 @@ class TokenShard:
             footer_hash: the hash of the footer, from a row of the videos table.
 
         Raises:
-            CorruptShard: `name` is not a file directly in `tokens/`, the file is missing or is not Parquet, or its
+            CorruptShard: ``name`` is not a file directly in ``tokens/``, the file is missing or is not Parquet, or its
                 footer has another hash.
             OSError: the store failed.
         """
@@ -99,7 +99,7 @@ class TokenShard:
     def spans(self, rows: TokenRows) -> Spans:
         """Return the byte ranges [start, end) that a request needs, ascending; adjacent ranges are joined.
 
-        For each row group the range reaches from the first to the last of `rows.columns` and `rows.near`.
+        For each row group the range reaches from the first to the last of ``rows.columns`` and ``rows.near``.
 
         Raises:
             CorruptShard: the shard lacks a column or row group of the request.
@@ -112,7 +112,7 @@ class TokenShard:
         return join_spans(spans)
 
     def fetch_all(self, videos: Sequence[TokenRows]) -> Fetched | None:
-        """Fetch the bytes of several videos into memory for `read`, with one request per contiguous range.
+        """Fetch the bytes of several videos into memory for ``read``, with one request per contiguous range.
 
         Args:
             videos: requests in the order of their row groups.
@@ -132,7 +132,7 @@ class TokenShard:
         """Read the requested rows as stored, in order of selection.
 
         Args:
-            fetched: the bytes from `fetch_all`; only one thread may use them at a time. None fetches them now.
+            fetched: the bytes from ``fetch_all``; only one thread may use them at a time. None fetches them now.
 
         Raises:
             CorruptShard: the shard is damaged or missing, or contradicts the video's row.
@@ -145,17 +145,18 @@ class TokenShard:
     def read_by_index(
         self, rows: TokenRows, fetched: Fetched | None = None
     ) -> tuple[pa.Table, NDArray[np.int64], dict[str, NDArray[np.int16]]]:
-        """Read the requested rows, with the vectors already sorted by `index`.
+        """Read the requested rows, with the vectors already sorted by ``index``.
 
-        This saves copies of the large columns. `rows.columns` must include `index`.
+        This saves copies of the large columns. ``rows.columns`` must include ``index``.
 
         Args:
-            fetched: the bytes from `fetch_all`; only one thread may use them at a time. None fetches them now.
+            fetched: the bytes from ``fetch_all``; only one thread may use them at a time. None fetches them now.
 
         Returns:
-            (table, order, vectors). `table` has the columns that may have nulls or are not vectors, as stored, in order
-            of selection. `order`, [K], has the row of `table` for each row by ascending index; equal indices stay in
-            order of selection. `vectors` maps each other column to [K, width / 2] int16, in the order of `order`.
+            (table, order, vectors). ``table`` has the columns that may have nulls or are not vectors, as stored, in
+            order of selection. ``order``, [K], has the row of ``table`` for each row by ascending index; equal indices
+            stay in order of selection. ``vectors`` maps each other column to [K, width / 2] int16, in the order of
+            ``order``.
 
         Raises:
             CorruptShard: the shard is damaged or missing, or contradicts the video's row.
@@ -171,7 +172,7 @@ class TokenShard:
         return table, order, {name: self._read_vectors(rows, name, order, positions, fetched) for name in large}
 
     def read_checked(self, row: VideoRow) -> pa.Table:
-        """Read all token rows of a video with all columns, and compare their video id and checksum with `row`.
+        """Read all token rows of a video with all columns, and compare their video id and checksum with ``row``.
 
         Raises:
             CorruptShard: the id or the checksum differs, or the shard is damaged or missing.
@@ -186,12 +187,12 @@ class TokenShard:
         return table
 
     def require(self, columns: Sequence[str]) -> None:
-        """Raise CorruptShard if the shard lacks one of `columns`."""
+        """Raise CorruptShard if the shard lacks one of ``columns``."""
         if lacking := sorted(set(columns) - self._names):
             raise CorruptShard(f"{self._label}: it has no column {', '.join(lacking)}", "schema")
 
     def check_width(self, hidden_size: int, levels: int, codec: TokenCodec) -> None:
-        """Raise CorruptShard if the shard lacks a column for tokens of `hidden_size` numbers, or one has another type.
+        """Raise CorruptShard if the shard lacks a column for tokens of this width, or one has another type.
 
         A width that passed once is not checked again.
         """
@@ -233,7 +234,6 @@ class TokenShard:
 
         Raises:
             CorruptShard: the pages are damaged, or the number of rows is wrong.
-            OSError: the store failed.
         """
         groups = self._groups(rows)
         with self._faults():
@@ -255,19 +255,17 @@ class TokenShard:
         positions: NDArray[np.int64],
         fetched: Fetched | None,
     ) -> NDArray[np.int16]:
-        """Read a column of vectors as [K, width / 2] int16 in the order of `order`.
+        """Read a column of vectors as [K, width / 2] int16 in the order of ``order``.
 
         Plain pages are copied directly into the result; if any page is not plain or is damaged, Arrow reads the whole
         column.
 
         Args:
-            name: one of the vector columns without nulls.
             order: [K] the stored row for each row of the result.
             positions: [K] the inverse: the row of the result for each stored row.
 
         Raises:
             CorruptShard: the pages are damaged.
-            OSError: the store failed.
         """
         number, n_bytes = self._plain_columns[name]
         out = np.empty((len(positions), n_bytes // 2), np.int16)
@@ -330,7 +328,6 @@ def _footer(source: LocalFile | RangedObject) -> bytes:
 
     Raises:
         ValueError: the file does not end in PAR1.
-        OSError: the store failed.
     """
     size = source.size()
     n_footer = parse_footer_length(bytes(source.view(max(0, size - FOOTER_TAIL), size)))
@@ -338,7 +335,7 @@ def _footer(source: LocalFile | RangedObject) -> bytes:
 
 
 def sort_by_index(table: pa.Table) -> NDArray[np.int64]:
-    """Return the order [K] that sorts token rows by ascending `index`; rows with equal index keep their order."""
+    """Return the order [K] that sorts token rows by ascending ``index``; rows with equal index keep their order."""
     index = table["index"].to_numpy()
     if len(index) and index.min() >= 0 and index.max() < 2**16:
         index = index.astype(np.uint16)  # numpy sorts 16-bit numbers by radix, in a third of the time
@@ -353,7 +350,7 @@ def join_vectors(column: pa.ChunkedArray) -> pa.Buffer:
 
 
 def hash_vectors(table: pa.Table) -> str:
-    """Compute the `checksum` of a video from its token rows: the hash of all vector columns in the order of the table.
+    """Compute a video's ``checksum`` from its token rows: the hash of all vector columns in the order of the table.
 
     Nulls, as in evidence of frames, are skipped.
     """
@@ -363,7 +360,7 @@ def hash_vectors(table: pa.Table) -> str:
 
 
 def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Join adjacent byte ranges; `spans` must be ascending."""
+    """Join adjacent byte ranges; ``spans`` must be ascending."""
     runs: Spans = []
     for start, end in spans:
         if runs and runs[-1][1] == start:
@@ -383,7 +380,7 @@ def list_videos(store: Store, token_shard: str) -> list[str]:
 
 
 def read_videos(store: Store, rows: Sequence[VideoRow]) -> list[pa.Table]:
-    """Read all token rows of each video, checked against its row; return a table per row, in the order of `rows`.
+    """Read all token rows of each video, checked against its row; return a table per row, in the order of ``rows``.
 
     A shard is opened once for consecutive rows that name it.
 
@@ -427,13 +424,12 @@ def read_footer_ids(store: Store, token_shard: str) -> list[str]:
 
 
 def is_shard_name(name: object) -> TypeGuard[str]:
-    """Return True if `name` is a text that names a file directly in `tokens/`; names come from untrusted files."""
+    """Return True if ``name`` is a text that names a file directly in ``tokens/``; names come from untrusted files."""
     return isinstance(name, str) and name.startswith(f"{TOKENS}/") and "/" not in name[len(TOKENS) + 1 :]
 
 
 def has_shard_form(name: str) -> bool:
-    """Return True if the base name of a path has the form of a token shard's: it ends in two hashes. No file is read.
-    """
+    """Return True if a path's base name has the form of a token shard's, which ends in two hashes; no file is read."""
     return _SHARD_NAME.fullmatch(PurePosixPath(name).name) is not None
 
 

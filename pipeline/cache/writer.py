@@ -201,7 +201,6 @@ def commit_rows(store: Store, run_id: str, number: int, rows: pa.Table, *, made_
 
     Args:
         run_id: the run; it replaces the ``run_id`` of every row.
-        number: the number of this commit in the run.
         rows: they have the columns of VIDEO_SCHEMA, which may all be nullable; KEY_COLUMNS are computed here.
         made_with: the fingerprint of the cache's identity, for the file's metadata.
 
@@ -295,9 +294,7 @@ def move_videos(table: VideosTable, run_id: str, number: int, places: pa.Table, 
     one.
 
     Args:
-        number: the number of this commit in the run.
         places: token_shard, first_row_group, ``file`` and ``row`` of each video.
-        made_with: the fingerprint of the cache's identity.
 
     Raises:
         CorruptShard: a video is damaged.

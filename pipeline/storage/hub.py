@@ -59,8 +59,7 @@ class HubFiles:
         return self.read_slice(uri, 0).data
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) of a file, cut at its end, in one request; a negative ``start`` counts from the end.
-        """
+        """Read bytes [start, end) of a file, cut at its end, in one request; a negative ``start`` counts from there."""
         with _connect_to(uri) as (hub, path), hub.open(path, "rb", cache_type="none") as file:
             size = int(file.size)
             first, last, _ = slice(start, end).indices(size)

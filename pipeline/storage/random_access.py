@@ -1,5 +1,4 @@
-"""Read files at random positions: local files in place, objects by range requests. LoadedOnce keeps the last ones open.
-"""
+"""Read files at random positions: local files in place, objects by range requests."""
 
 from __future__ import annotations
 

@@ -189,10 +189,10 @@ class Objects:
         return self._copy(unsigned=False, requester_pays=False)
 
     def decide(self, uri: str) -> None:
-        """Settle the endpoint and whether requests are signed, before the client is pickled; sends no request to a store.
+        """Settle the endpoint and whether requests are signed, before the client is pickled.
 
-        It may ask the machine's metadata service for a role. If there are no credentials, a note says that sources are
-        read unsigned.
+        No request is sent to a store, but the machine's metadata service may be asked for a role. If there are no
+        credentials, a note says that sources are read unsigned.
 
         Raises:
             OSError: the configuration cannot be used; the error names ``uri``.
@@ -315,8 +315,7 @@ class Objects:
         raise AssertionError("not reached")
 
     def download(self, uri: str, start: int = 0, end: int | None = None) -> Download:
-        """Start to download bytes [start, end) of an object; the request is sent now, and repeated where a connection breaks.
-        """
+        """Send the request for bytes [start, end) of an object, and return an iterator over its pieces; close it."""
 
         def ask(byte_range: str | None, mark: str | None) -> Any:
             more = {name: value for name, value in (("Range", byte_range), ("IfMatch", mark)) if value is not None}

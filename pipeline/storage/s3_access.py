@@ -1,5 +1,4 @@
-"""Find how to reach S3: the configured endpoint, the credentials and their source, and the remedy if a store refuses them.
-"""
+"""Find the endpoint and credentials of S3, and explain refusals: the source of the credentials and the remedy."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def _interfaces(folders: str | None) -> Any:
 
 
 def find_endpoint(session: Any) -> str | None:
-    """Return the S3 endpoint that the environment or the profile configures, in botocore's order; None for AWS itself.
-    """
+    """Return the S3 endpoint that the environment or the profile configures, in botocore's order; None for AWS."""
     from botocore.configprovider import ConfiguredEndpointProvider  # noqa: PLC0415 - only where a store is used
 
     if session.get_config_variable("ignore_configured_endpoint_urls"):
@@ -162,8 +160,7 @@ def explain_refusal(status: int, code: str, credentials: Any, profile: str | Non
 
 
 def explain_failure(error: Exception, profile: str | None) -> str | None:
-    """Return the cause and remedy if a botocore exception is about credentials or their files; None for other exceptions.
-    """
+    """Return the cause and remedy of a botocore exception about credentials or their files; None for others."""
     name, told = type(error).__name__, getattr(error, "kwargs", {})
     if name == "NoCredentialsError":
         return f"no credentials in the environment, in {_name_files(profile)}, or of a role: {_SET_KEYS}"

@@ -93,7 +93,7 @@ _HOLDING = threading.Lock()
 
 
 class LocalStore:
-    """Files below a local folder; names are POSIX paths relative to it. It can be pickled; ``str`` is the root as given.
+    """Files below a local folder, named by POSIX paths relative to it. It can be pickled; ``str`` is the root as given.
 
     A process that has written there keeps the folder open: if the folder is replaced by another, nothing is written to
     the new folder or deleted from it. All methods raise FileNotFoundError for a name that leads out of the root.
@@ -149,8 +149,7 @@ class LocalStore:
             raise UsageError(f"{self}: the folder cannot be made: {error.strerror}") from error
 
     def has_other_files(self) -> bool:
-        """Return True if the root is a file or has files other than notes of runs, indexes, CARD and unfinished files.
-        """
+        """Return True if the root is a file, or has files besides notes of runs, indexes, CARD and unfinished files."""
         root = self.root
         paths = (path for path in root.rglob("*") if not path.name.startswith(TEMPORARY))
         files = (path.relative_to(root) for path in paths if path.is_file())
@@ -216,7 +215,11 @@ class LocalStore:
         return True
 
     def read(self, name: str) -> bytes:
-        """Read a whole file. Raises FileNotFoundError if there is none, or it is a pipe, and IsADirectoryError for a folder.
+        """Read a whole file.
+
+        Raises:
+            FileNotFoundError: there is no such file, or it is a pipe or device.
+            IsADirectoryError: ``name`` is a folder.
         """
         with self._open_regular(name) as file:
             return file.read()
@@ -252,8 +255,7 @@ class LocalStore:
             return Slice(os.pread(file.fileno(), max(0, last - first), first), size)
 
     def open(self, name: str) -> LocalFile:
-        """Map a file into memory for random access. Raises FileNotFoundError if there is none, or it is not a regular file.
-        """
+        """Map a file into memory for random access. Raises FileNotFoundError unless it is a regular file."""
         if not self.exists(name):  # a folder, or a pipe that would wait for a writer: names come from untrusted files
             raise FileNotFoundError(errno.ENOENT, "no such file", str(self.root / name))
         return LocalFile(pa.memory_map(str(self._path(name)), "r"))
@@ -297,8 +299,7 @@ class LocalStore:
             return False
 
     def age(self, name: str) -> timedelta:
-        """Return the time since a file was written, by the clock of this machine. Raises FileNotFoundError if there is none.
-        """
+        """Return the time since a file was written, by this machine's clock; raise FileNotFoundError if there is none."""
         return datetime.now(UTC) - datetime.fromtimestamp(self._stat(name).st_mtime, UTC)
 
     def delete(self, name: str) -> None:
@@ -350,16 +351,14 @@ def _make_folders(path: PurePosixPath, root: int) -> int:
 
 
 def _refuse_link(folder: PurePosixPath, root: int) -> None:
-    """Raise OSError (ELOOP) if a folder below the open root is a symbolic link; FileNotFoundError if it does not exist.
-    """
+    """Raise OSError (ELOOP) if a folder below the open root is a symbolic link; FileNotFoundError if it is missing."""
     if stat.S_ISLNK(os.stat(folder, dir_fd=root, follow_symlinks=False).st_mode):
         message = "this folder is a symbolic link, so files elsewhere would change; put the folder itself here"
         raise OSError(errno.ELOOP, message, str(folder))
 
 
 def _share(name: PurePath | str, root: int, mode: int) -> None:
-    """Give a new file or folder the mode ``mode``, so that users with other umasks can share the store; ignore failures.
-    """
+    """Set the mode of a new file or folder, so that users with other umasks can share the store; ignore failures."""
     with suppress(OSError):  # a file system without modes
         os.chmod(name, mode, dir_fd=root)
 
