@@ -88,7 +88,8 @@ def read_bounded(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
         ArrowException, OSError: it is not a Parquet file or is damaged.
     """
     file = open_parquet(pa.BufferReader(data))
-    metadata, own_names = file.metadata, file.schema_arrow.names  # built anew by each access
+    metadata = file.metadata  # built anew by each access
+    own_names = file.schema_arrow.names
     names = own_names if columns is None else [name for name in columns if name in own_names]
     is_flat = metadata.num_columns == len(own_names)  # then each column is one of Parquet's
     numbers = [own_names.index(name) for name in names] if is_flat else find_leaves(metadata, names)
@@ -131,7 +132,8 @@ def _iter_list_faults(row: VideoRow) -> Iterator[str]:
         yield f"kept_per_frame does not sum to {n_tokens} tokens in {n_frames} frames"
     if row["temporal_density"] is not None and len(row["temporal_density"]) != n_frames:
         yield f"{len(row['temporal_density'])} temporal densities of {n_frames} frames"
-    n_sampled, n_seconds = len(row["frame_indices"]), len(row["timestamps"])
+    n_sampled = len(row["frame_indices"])
+    n_seconds = len(row["timestamps"])
     if n_sampled != n_seconds or not n_sampled:
         yield f"{n_sampled} frame_indices and {n_seconds} timestamps"
     elif math.ceil(n_sampled / math.ceil(n_sampled / n_frames)) != n_frames:  # two a frame on Qwen, the last alone
@@ -186,8 +188,9 @@ def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View)
 
 
 def _read_sizes(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """Return (the number of values, the stored bytes) of a chunk from the footer; raise ValueError if one is below 0."""
-    n_values, n_packed = int(chunk.num_values), int(chunk.total_compressed_size)
+    """Return (the number of values, the stored bytes) of a chunk from the footer; ValueError if one is below 0."""
+    n_values = int(chunk.num_values)
+    n_packed = int(chunk.total_compressed_size)
     if min(n_values, n_packed) < 0:
         raise ValueError(f"its footer has a column of {n_values} values in {n_packed} bytes")
     return n_values, n_packed

@@ -64,7 +64,8 @@ def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> 
     n_rows = _ROWS if values.device.type == "cpu" else max(1, len(values))
     for start in range(0, len(values), n_rows):
         packed, raw_scale, *kept = (column[start : start + n_rows] for column in parts)
-        numbers, scale = _unpack(packed, bits), raw_scale.view(torch.float16).float()
+        numbers = _unpack(packed, bits)
+        scale = raw_scale.view(torch.float16).float()
         n_padding = scale.shape[1] * group - numbers.shape[1]
         if n_padding > 0:
             numbers = pad(numbers, (0, n_padding))

@@ -50,7 +50,7 @@ class TokenCodec:
         return {**numbers, **scales, **({f"{column}_kept": 4 * min(self.kept, hidden_size)} if self.kept else {})}
 
     def token_bytes(self, hidden_size: int, deepstack_levels: int = 0) -> int:
-        """Return the stored bytes per token with its deepstack levels, without columns such as ``rank`` and ``index``."""
+        """Return the stored bytes per token with its deepstack levels, without other columns such as ``rank``."""
         return (1 + deepstack_levels) * sum(self.widths("", hidden_size).values())
 
     @property

@@ -253,7 +253,8 @@ def read_header_file(
         raise error(f"{store}/{name}: its content does not have the checksum in it; restore the file")
     version = header.get("schema_version")
     if version not in versions:
-        readable, remedy = " and ".join(map(str, versions)), ""
+        readable = " and ".join(map(str, versions))
+        remedy = ""
         numbers = [str(text).partition("+")[0] for text in (version, *versions)]  # "3+int8": version 3 with a codec
         if numbers[0].isdecimal():
             remedy = ". A newer version of gstep-cache wrote it: upgrade gstep-cache"
@@ -328,7 +329,8 @@ def describe_method(pruner: Pruner) -> PrunerIdentity:
     """
     from gstep.pruners import PRUNERS, method_name  # noqa: PLC0415 - torch loads only where methods are looked at
 
-    method, params = method_name(type(pruner)), pruner.params()
+    method = method_name(type(pruner))
+    params = pruner.params()
     try:
         same = json.loads(json.dumps(params, allow_nan=False)) == params
     except (TypeError, ValueError):

@@ -256,7 +256,8 @@ class Ledger:
         Args:
             made_with: the fingerprint of the identity whose rows count; None for all rows.
         """
-        self._store, self._made_with = store, made_with
+        self._store = store
+        self._made_with = made_with
         self._table = VideosTable(store, made_with, keep=2)  # all files are read once, and few rows again
         self._newer: Ledger | None = None  # the table after merges that deleted files of this ledger
         self.names: list[str] = []
@@ -290,7 +291,8 @@ class Ledger:
             OSError: the store failed, or files vanished at every try.
         """
         self._newer = None
-        n_files, n_rows = len(self.names), self.n_rows
+        n_files = len(self.names)
+        n_rows = self.n_rows
         try:
             parts = self._read_new_files()
         except FileNotFoundError:
@@ -326,7 +328,8 @@ class Ledger:
                 self.n_rows += len(rows)
             parts.append(self._to_columns(pa.concat_tables([rows for _, rows in some]), first))
         # Allocated once for all sorted files, whose names have their numbers of rows; other files have 0 there.
-        columns, end = _empty_columns(sum(file.rows for file in new)), 0
+        columns = _empty_columns(sum(file.rows for file in new))
+        end = 0
         for sorted_file in self._table.iter_sorted(new):
             self._note_file(sorted_file.file.name)
             for rows in sorted_file.parts(_LEDGER_READS):
@@ -557,7 +560,10 @@ class LiveVideos:
     def __init__(
         self, table: VideosTable, small: pa.Table, files: Sequence[TableFile] = (), strays: Sequence[str] = ()
     ) -> None:
-        self.table, self.small, self.files, self.strays = table, small, list(files), list(strays)
+        self.table = table
+        self.small = small
+        self.files = list(files)
+        self.strays = list(strays)
         self.sorted = [file for file in self.files if file.is_sorted]
         self._row_in_small = {video_id: row for row, video_id in enumerate(small["video_id"].to_pylist())}
 
@@ -572,7 +578,8 @@ class LiveVideos:
             CorruptShard: a small file is damaged, or a stray file must not be ignored.
             OSError: the store failed.
         """
-        table, (files, strays) = VideosTable(store, made_with, _MAX_OPEN_FILES), list_table(store)
+        table = VideosTable(store, made_with, _MAX_OPEN_FILES)
+        files, strays = list_table(store)
         small = table.read_small([file.name for file in files if not file.is_sorted], LIVE_COLUMNS)
         rows = pa.concat_tables([empty_rows(LIVE_COLUMNS), *(add_places(rows, name) for name, rows in small)])
         return cls(table, select_live_rows(rows.combine_chunks()), files, strays)
@@ -624,7 +631,8 @@ class LiveVideos:
             return None
         places = []
         if (row := self._row_in_small.get(video_id)) is not None:
-            file, row_in_file = self.small["file"][row].as_py(), self.small["row"][row].as_py()
+            file = self.small["file"][row].as_py()
+            row_in_file = self.small["row"][row].as_py()
             places.append(_build_place(self.small, row, file, row_in_file))
         files = [file for file in self.sorted if file.holds(high)]
         look = partial(self._search_file, video_id, high)
@@ -705,7 +713,8 @@ class LiveVideos:
             OSError: the store failed.
         """
         columns = ("video_id", "status")
-        parts, n_rows = [self.small.select(columns)], len(self.small)
+        parts = [self.small.select(columns)]
+        n_rows = len(self.small)
         for file in self.sorted:
             n_rows += file.rows
             if n_rows <= _MAX_IDS and (sorted_file := self.table.open_sorted(file)) is not None:
@@ -813,6 +822,7 @@ def find_widths(live: pa.Table) -> set[int]:
 def _build_place(rows: pa.Table, at: int, file: str, row: int) -> RowPlace:
     """Build the RowPlace of a row, from its RULE_COLUMNS in row ``at`` of ``rows``."""
     values = rows.select(RULE_COLUMNS).slice(at, 1).to_pylist()[0]
-    attempts, rewritten = values["attempts"] or 0, values["rewritten"] or 0
+    attempts = values["attempts"] or 0
+    rewritten = values["rewritten"] or 0
     state = _STATES.get(values["status"], FAILED)
     return RowPlace(file, row, (state, -attempts, -rewritten, values["tie_break"]))

@@ -105,15 +105,19 @@ def merge(
         FileNotFoundError: another merge deleted a file meanwhile.
         OSError: the store failed.
     """
-    start, result, has_more = time.monotonic(), Merged(), True
+    start = time.monotonic()
+    result = Merged()
+    has_more = True
     while has_more:  # a step merges as many rows of small files as memory holds
-        table, files = VideosTable(store, made_with), list_table_files(store)
+        table = VideosTable(store, made_with)
+        files = list_table_files(store)
         sorted_files = list(table.iter_sorted(files))
         merged_names = _delete_old_sources(store, sorted_files, {file.name for file in files}, keep, result)
         absent = merged_names.union(result.deleted)
         small = [file.name for file in files if not file.is_sorted and file.name not in absent]
         tables, names, has_more = _read_small(table, small)
-        result.foreign, result.waiting = list(table.foreign), len(merged_names)
+        result.foreign = list(table.foreign)
+        result.waiting = len(merged_names)
         n_small = sum(map(len, tables))
         chosen = [file for file in sorted_files if file.file.name not in absent]
         if not everything or has_more:

@@ -81,8 +81,10 @@ def put_rows(data: memoryview, n_rows: int, targets: NDArray[np.int64], out: NDA
     at = n_done = 0
     while n_done < n_rows:
         header, n_header = read_page_header(data[at : at + _HEADER])
-        rows, size = header.get((_DATA_PAGE, _ROWS), 0), header.get((_SIZE,), 0)
-        kind, encoding = header.get((_KIND,)), header.get((_DATA_PAGE, _ENCODING))
+        rows = header.get((_DATA_PAGE, _ROWS), 0)
+        size = header.get((_SIZE,), 0)
+        kind = header.get((_KIND,))
+        encoding = header.get((_DATA_PAGE, _ENCODING))
         page = data[at + n_header : at + n_header + size]
         plain = (kind, encoding) == (_IS_DATA_PAGE, _IS_PLAIN) and size == header.get((_STORED_SIZE,))
         fits = 0 < rows <= n_rows - n_done and size == rows * out.shape[1] * out.itemsize == len(page)
@@ -105,7 +107,8 @@ def iter_page_sizes(data: memoryview) -> Iterator[PageSize]:
     at = 0
     while at < len(data):
         header, n_header = read_page_header(data[at:])
-        n_bytes, n_stored = header.get((_SIZE,), -1), header.get((_STORED_SIZE,), -1)
+        n_bytes = header.get((_SIZE,), -1)
+        n_stored = header.get((_STORED_SIZE,), -1)
         if n_bytes < 0 or n_stored < 0:
             raise ValueError("a page without a header that says its size")
         n_values = header.get((_DATA_PAGE, _ROWS), header.get((_DATA_PAGE_2, _ROWS), 0))

@@ -458,7 +458,9 @@ class TokenCache:
 
     def _read_video(self, rows: TokenRows, reading: Reading, shard: TokenShard, fetched: Fetched | None) -> CachedVideo:
         """Read a video's first token rows, and only their row groups; a verified video is read completely."""
-        row, order, vectors = rows.row, None, dict[str, NDArray[np.int16]]()
+        row = rows.row
+        order = None
+        vectors = dict[str, NDArray[np.int16]]()
         shard.check_width(row["hidden_size"], self.deepstack_levels, self.codec)
         if reading.verify:
             shard.require(rows.columns)
@@ -560,10 +562,13 @@ def group_runs(videos: Sequence[TokenRows], limit: int = _MAX_RUN_BYTES) -> list
     not read completely ends its run.
     """
     runs: list[list[int]] = []
-    size, end = 0, None  # of the last run; the position behind its bytes, None where its last video is not read whole
+    size = 0  # bytes of the last run
+    end = None  # the position after the last run; None if its last video is not read completely
     positions = [(video.row["token_shard"], video.row["first_row_group"]) for video in videos]
     for index in sorted(range(len(videos)), key=positions.__getitem__):
-        row, keep, (shard, first) = videos[index].row, videos[index].keep, positions[index]
+        row = videos[index].row
+        keep = videos[index].keep
+        shard, first = positions[index]
         n_bytes = 2 * keep * int(row["hidden_size"])
         if positions[index] == end and size + n_bytes <= limit:
             runs[-1].append(index)

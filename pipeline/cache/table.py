@@ -390,7 +390,8 @@ class VideosTable:
             keep: the number of small files, and of footers of sorted files, that stay in memory for single rows.
         """
         self.foreign: dict[str, str | None] = {}
-        self.store, self._made_with = store, made_with
+        self.store = store
+        self._made_with = made_with
         self._rows_of_small = LoadedOnce(partial(_load_rows, store), keep)
         self._sorted = LoadedOnce(partial(SortedFile, store), keep)
         self.group = LoadedOnce(partial(_load_group, self._sorted), _KEPT_GROUPS)

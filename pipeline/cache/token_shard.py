@@ -104,7 +104,8 @@ class TokenShard:
         Raises:
             CorruptShard: the shard lacks a column or row group of the request.
         """
-        names, spans = {*rows.columns, *rows.near}, Spans()
+        names = {*rows.columns, *rows.near}
+        spans = Spans()
         for group in map(self.metadata.row_group, self._groups(rows)):
             columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
             end = max(column.data_page_offset + column.total_compressed_size for column in columns)
@@ -218,7 +219,8 @@ class TokenShard:
             return
         counts = rows.row["row_counts"]
         for group in groups:
-            n_rows, n_due = self.metadata.row_group(group).num_rows, counts[group - rows.row["first_row_group"]]
+            n_rows = self.metadata.row_group(group).num_rows
+            n_due = counts[group - rows.row["first_row_group"]]
             if n_rows != n_due:
                 raise CorruptShard(f"{self._label}: row group {group} has {n_rows} rows, its row says {n_due}", "rows")
         with self._faults():
@@ -269,7 +271,8 @@ class TokenShard:
         """
         number, n_bytes = self._plain_columns[name]
         out = np.empty((len(positions), n_bytes // 2), np.int16)
-        view, n_done = (fetched or self._source).view, 0
+        view = (fetched or self._source).view
+        n_done = 0
         for group in self._groups(rows):
             pages = plain_pages(self.metadata.row_group(group), number)
             if pages is None:
@@ -293,7 +296,9 @@ class TokenShard:
         Raises:
             CorruptShard: the shard lacks a column, or does not have the row groups that the video's row states.
         """
-        row, n_groups, n_rows = rows.row, 0, 0
+        row = rows.row
+        n_groups = 0
+        n_rows = 0
         self.require(rows.columns)
         while n_rows < rows.keep and n_groups < len(row["row_counts"]):
             n_rows += row["row_counts"][n_groups]

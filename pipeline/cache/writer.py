@@ -172,7 +172,8 @@ def write_token_shard(
             checksums.append(hashers.submit(digest, *map(np.ascontiguousarray, vectors.values())))
             tables.append(_build_rows(row, tokens, vectors, schema))
             if codec is not BFLOAT16:
-                row["token_codec"], row["token_block"] = codec.name, codec.group
+                row["token_codec"] = codec.name
+                row["token_block"] = codec.group
             row["row_counts"] = tier_row_counts(
                 row["n_total"], row["n_tokens"], row["retention_ratio"], nested=row["nested"]
             )
@@ -270,7 +271,8 @@ def put_token_shard(
     store.put(name, data)
     footer = digest(slice_footer(memoryview(data)))
     for record in records:
-        record["token_shard"], record["footer_hash"] = name, footer
+        record["token_shard"] = name
+        record["footer_hash"] = footer
 
 
 def copy_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[VideoRow]:
@@ -320,7 +322,8 @@ def make_bundles(
         size += n_bytes(item)
         if size >= limit or len(bundle) >= max_items:
             yield bundle
-            bundle, size = [], 0.0
+            bundle = []
+            size = 0.0
     if bundle:
         yield bundle
 

@@ -42,7 +42,8 @@ class ArrowObjects:
     """
 
     def __init__(self, scheme: str, connect: Callable[[], fs.FileSystem]) -> None:
-        self._scheme, self._connect = scheme, connect
+        self._scheme = scheme
+        self._connect = connect
         self._connection: tuple[int, fs.FileSystem] | None = None  # (process, file system)
 
     @classmethod

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-_CHUNK = 2**14  # small, so that a slow download is noticed
-# How often a download is resumed, without _PROGRESS bytes in between: stores end connections that wait long.
-_RESUMES, _PROGRESS = 4, 2**24
-_GRACE_S, _SLOWEST = 120, 2**18  # a download may take this long, and as long as its size takes at this rate (bytes/s)
+_CHUNK = 2**14  # bytes per piece: small, so that a slow download is noticed
+# Stores close connections that stay idle, so a download is resumed. Beyond this number of times without _PROGRESS bytes
+# in between, the error is raised.
+_RESUMES = 4
+_PROGRESS = 2**24
+_GRACE_S = 120  # seconds that every download may take, besides the time for its size at the slowest rate
+_SLOWEST = 2**18  # bytes per second
 
 
 class Incoming(Protocol):
@@ -75,14 +78,21 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         Raises:
             OSError: the request failed, the store sends another range, or it does not state the size.
         """
-        self._ask, self._errors, self._broken = ask, errors, broken
-        self._at, self._last = start, "" if end is None else str(end - 1)
-        self._resumes, self._since, self._spent_s = 0, 0, 0.0
+        self._ask = ask
+        self._errors = errors
+        self._broken = broken
+        self._at = start
+        self._last = "" if end is None else str(end - 1)
+        self._resumes = 0
+        self._since = 0
+        self._spent_s = 0.0
         whole = not start and end is None
         with errors():
             answer = ask(None if whole else f"bytes={start}-{self._last}", None)
-            self._body, self.mark = answer["Body"], answer.get("ETag")
-            length, content_range = answer.get("ContentLength"), answer.get("ContentRange")
+            self._body = answer["Body"]
+            self.mark = answer.get("ETag")
+            length = answer.get("ContentLength")
+            content_range = answer.get("ContentRange")
             wrong = None
             if length is None:  # a gateway with chunked transfer does not send the size
                 wrong = "the store does not say how large the object is"
@@ -113,7 +123,9 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
             raise StopIteration
         with self._errors():
             while True:
-                began = time.monotonic()  # a store that is away may take minutes to be asked again
+                began = (
+                    time.monotonic()
+                )  # the retries of a new request during an outage may take minutes and do not count
                 try:
                     piece = bytes(self._body.read(_CHUNK))
                     break

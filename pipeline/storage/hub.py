@@ -59,7 +59,7 @@ class HubFiles:
         return self.read_slice(uri, 0).data
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) of a file, cut at its end, in one request; a negative ``start`` counts from there."""
+        """Read bytes [start, end) of a file in one request; a negative ``start`` counts from the file's end."""
         with _connect_to(uri) as (hub, path), hub.open(path, "rb", cache_type="none") as file:
             size = int(file.size)
             first, last, _ = slice(start, end).indices(size)
@@ -80,7 +80,9 @@ class HubDownload(Iterator[bytes]):
     """
 
     def __init__(self, files: HubFiles, uri: str, start: int, end: int | None) -> None:
-        self._files, self._uri, self._at = files, uri, start
+        self._files = files
+        self._uri = uri
+        self._at = start
         _, self.size, self.mark = files.info(uri)
         self._end = self.size if end is None else min(end, self.size)
 

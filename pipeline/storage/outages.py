@@ -117,4 +117,5 @@ def announce_outages(say: Callable[[str], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        OUTAGES.say, OUTAGES.record = before, _ignore
+        OUTAGES.say = before
+        OUTAGES.record = _ignore

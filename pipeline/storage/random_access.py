@@ -56,7 +56,8 @@ class RangedObject:
     mapped = None  # Arrow reads the result of ``fetch``
 
     def __init__(self, objects: _Slices, uri: str) -> None:
-        self._objects, self._uri = objects, uri
+        self._objects = objects
+        self._uri = uri
         tail = objects.read_slice(uri, -_TAIL)
         self._size = tail.size
         self._tail = Stretch(tail.size - len(tail.data), tail.data)
@@ -120,7 +121,8 @@ class Positioned(io.RawIOBase):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size, self.place = size, 0
+        self.size = size
+        self.place = 0
 
     def seekable(self) -> bool:
         return True
@@ -148,7 +150,8 @@ class Fetched(Positioned):
             read_other: called with [start, end) for bytes that no single stretch contains; returns a stretch that does.
         """
         super().__init__(size)
-        self._stretches, self._rest = stretches, read_other
+        self._stretches = stretches
+        self._rest = read_other
 
     def view(self, start: int, end: int) -> memoryview:
         """Return the bytes [start, end), cut at the end of the object; what ``read_other`` raises passes."""

@@ -37,11 +37,14 @@ from pipeline.storage.s3_access import (
 )
 
 SCHEME = "s3://"
-_RETRIES = 4  # how often a range whose download broke is asked for again
-_CONNECT_S, _SILENT_S = 10, 60  # how long a store may take to accept a connection, and to send the next bytes
-# How long a request is tried again. A store that has answered before comes back; one that never did may be a wrong
-# address, and 500 may be the answer for good. The time between two tries doubles up to the last number.
-OUTAGE_S, _DOUBTFUL_S, _MAX_DELAY_S = 300.0, 20.0, 20.0
+_RETRIES = 4  # further requests for a range whose download broke
+_CONNECT_S = 10  # seconds that a store may take to accept a connection
+_SILENT_S = 60  # seconds that a store may take to send the next bytes
+# Seconds for which a request is retried. A store that has answered before will come back. One that never did may be a
+# wrong address, and status 500 may be permanent: these get the shorter limit.
+OUTAGE_S = 300.0
+_DOUBTFUL_S = 20.0
+_MAX_DELAY_S = 20.0  # the time between two tries grows up to this limit
 _AWAY = frozenset({429, 502, 503, 504})
 _AWAY_CODES = frozenset(
     {"SlowDown", "RequestTimeout", "RequestLimitExceeded", "BandwidthLimitExceeded", "RequestThrottled"}
@@ -59,7 +62,7 @@ _REMEDIES: Mapping[str, str] = {
     "ParamValidationError": "the bucket or the key is not one that S3 takes",
 }
 _ENVIRONMENT: Mapping[str, tuple[str, ...]] = {
-    "endpoint_url": (),  # ``find_endpoint`` asks botocore, which also looks into files
+    "endpoint_url": (),  # ``find_endpoint`` uses botocore, which also reads files
     "region_name": ("AWS_REGION", "AWS_DEFAULT_REGION"),
     "aws_access_key_id": ("AWS_ACCESS_KEY_ID",),
     "aws_secret_access_key": ("AWS_SECRET_ACCESS_KEY",),
@@ -70,7 +73,7 @@ _KEYS = frozenset({"aws_access_key_id", "aws_secret_access_key", "aws_session_to
 _SECRET = ("endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _ADDRESS = re.compile(r"\bhttps?://[^\s\"'<>]+")
 _ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}")
-# Names of parameters that select a version or may hold a secret, whatever their values end in.
+# Names of query parameters that select a version or may hold a secret, however their values end.
 _QUERY = re.compile(
     r"(?:x-(?:amz|goog)-|versionid|response-|sig|awsaccesskeyid|token|key-pair-id)[\w.%-]*=", re.IGNORECASE
 )
@@ -156,10 +159,12 @@ class Objects:
         """
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
-        self._patience, self._answered, self._decided = patience, answered, decided
+        self._patience = patience
+        self._answered = answered
+        self._decided = decided
         self._unsigned = False if requester_pays or self._settings.keys() & _KEYS else unsigned
         self._requester_pays = requester_pays
-        self._client_of_process: tuple[int, Any] | None = None  # (process, client)
+        self._client_of_process: tuple[int, Any] | None = None  # (process id, client)
 
     @classmethod
     def from_environment(cls, endpoint: str | None = None, requester_pays: bool = False) -> Objects:
@@ -310,7 +315,7 @@ class Objects:
                         raise
                 except OSError as error:
                     if error.errno == errno.ERANGE and start < 0:
-                        return Slice(b"", 0)  # an empty object has no last byte, which stores answer with 416
+                        return Slice(b"", 0)  # stores answer 416 to a range of an empty object
                     raise
         raise AssertionError("not reached")
 
@@ -351,7 +356,7 @@ class Objects:
         with self._errors(prefix):
             for page in self._client().get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=key):
                 for item in page.get("Uploads", ()):
-                    if item["Key"].startswith(key):  # not every store looks at the prefix
+                    if item["Key"].startswith(key):  # not every store applies the prefix
                         yield Upload(f"{SCHEME}{bucket}/{item['Key']}", item["UploadId"], item["Initiated"])
 
     def abort(self, upload: Upload) -> None:
@@ -364,7 +369,7 @@ class Objects:
         secrets = [self._settings[name] for name in _SECRET if name in self._settings]
         secrets += [value.partition("://")[2] for value in secrets if "://" in value]
         signer = self._describe_signer()[0]
-        # Credentials of a file or a role; their properties would fetch new ones.
+        # Credentials from a file or a role are read without their properties, which would refresh them.
         names = ("access_key", "secret_key", "token", "_access_key", "_secret_key", "_token")
         secrets += [value for name, value in vars(signer).items() if name in names] if signer is not None else []
         for value in sorted(filter(None, secrets), key=len, reverse=True):
@@ -390,7 +395,7 @@ class Objects:
             session = self._start_session()
             is_driver = self._unsigned is None
             self._decide(session)
-            # A node with credentials of its own, as of a role, signs though the driver has none.
+            # A node with other credentials, such as a role, signs its requests even if the driver has none.
             unsigned = bool(self._unsigned) and (is_driver or session.get_credentials() is None)
             client = _connect(session, self._settings, self._patience, unsigned=unsigned)
             client.meta.events.register("before-call.s3", _note_start)
@@ -423,7 +428,8 @@ class Objects:
             return None
         why, ends = failure
         OUTAGES.note_failure(Outage(place, sent, why))
-        tried_s, longest_s = time.time() - sent, OUTAGE_S if self._answered and ends else _DOUBTFUL_S
+        tried_s = time.time() - sent
+        longest_s = OUTAGE_S if self._answered and ends else _DOUBTFUL_S
         if attempts >= 2 and (self._patience < 1 or tried_s >= longest_s):
             return None
         return random.uniform(0.5, 1) * min(_MAX_DELAY_S, 0.2 * 1.6**attempts)
@@ -450,7 +456,7 @@ class Objects:
             code = error_fields.get("Code") or str(status)
             text = self.redact(f"{code}: {error_fields.get('Message') or 'the store gives no reason'}")
             text += explain_refusal(status, code, *self._describe_signer())
-            # OSError makes its subclasses (FileNotFoundError and so on) by the number.
+            # OSError() returns its subclass (FileNotFoundError and so on) for the error number.
             raise OSError(_ERRNO_BY_STATUS.get(status, errno.EIO), text, uri) from None
         except (BotoCoreError, HTTPError, ValueError) as error:  # the original text names the endpoint
             name = type(error).__name__
@@ -459,7 +465,7 @@ class Objects:
             )
             raise OSError(errno.EIO, f"the object store cannot be used: {name}; {remedy}", uri) from None
         except OSError as error:
-            if error.filename not in (None, uri):  # its absence is not that of the object
+            if error.filename not in (None, uri):  # a missing file of credentials is not a missing object
                 message = f"the credentials cannot be read from {error.filename}: {error.strerror}"
                 raise OSError(errno.EIO, message, uri) from None
             raise OSError(error.errno or errno.EIO, self.redact(error.strerror or str(error)), uri) from None
@@ -507,7 +513,8 @@ def _slice(answer: Any, start: int, end: int | None) -> Slice:
     Raises:
         OSError: (EIO) the store sent a range with another start.
     """
-    data, content_range = answer["Body"].read(), answer.get("ContentRange")
+    data = answer["Body"].read()
+    content_range = answer.get("ContentRange")
     if content_range is None:
         return Slice(data[start:end], len(data))
     first, size = int(content_range.split()[1].split("-")[0]), int(content_range.rpartition("/")[2])
@@ -526,7 +533,7 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
     from botocore import UNSIGNED  # noqa: PLC0415 - only where a store is used
     from botocore.config import Config  # noqa: PLC0415
 
-    # Stores that are not Amazon's: all take addresses by path, but not all take the checksums that boto3 adds.
+    # Other stores than AWS: all accept path-style addresses, but not all accept the checksums that boto3 adds.
     options: dict[str, Any] = {
         "s3": {"addressing_style": "path"},
         "request_checksum_calculation": "when_required",
@@ -536,9 +543,9 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
         retries={"mode": "standard", "total_max_attempts": 1},  # ``Objects._delay`` decides
         connect_timeout=_CONNECT_S * patience,
         read_timeout=_SILENT_S * patience,
-        max_pool_connections=64,  # more than any pool of threads here: beyond it urllib3 logs the endpoint
+        max_pool_connections=64,  # more than any thread pool here: urllib3 logs the endpoint when a pool is full
         signature_version=UNSIGNED if unsigned else None,
-        # The driver decided that there is no endpoint; a node must not send its requests to one of its own.
+        # The driver found no endpoint: a node must not use one from its own configuration.
         ignore_configured_endpoint_urls=True if "endpoint_url" not in settings else None,
         **(options if "endpoint_url" in settings else {}),
     )
@@ -559,7 +566,8 @@ def _describe_failure(
 
     if response is None:
         return (type(error).__name__, True) if isinstance(error, ConnectionError | HTTPClientError) else None
-    status, code = response[0].status_code, printable(response[1].get("Error", {}).get("Code") or "")
+    status = response[0].status_code
+    code = printable(response[1].get("Error", {}).get("Code") or "")
     if status in _AWAY or code in _AWAY_CODES:
         return f"{status} {code}" if code not in ("", str(status)) else str(status), True
     return (f"{status} {code}", False) if status == 500 else None
@@ -601,7 +609,7 @@ def _renew(
     credentials = start_session(settings.get("profile_name")).get_credentials()
     if credentials is None:
         return None
-    signer._credentials = credentials  # another thread may have set the same after this request was signed
+    signer._credentials = credentials  # another thread may have set them since this request was signed
     return 0.0
 
 

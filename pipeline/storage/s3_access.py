@@ -161,7 +161,8 @@ def explain_refusal(status: int, code: str, credentials: Any, profile: str | Non
 
 def explain_failure(error: Exception, profile: str | None) -> str | None:
     """Return the cause and remedy of a botocore exception about credentials or their files; None for others."""
-    name, told = type(error).__name__, getattr(error, "kwargs", {})
+    name = type(error).__name__
+    told = getattr(error, "kwargs", {})
     if name == "NoCredentialsError":
         return f"no credentials in the environment, in {_name_files(profile)}, or of a role: {_SET_KEYS}"
     if name == "PartialCredentialsError":

@@ -171,7 +171,8 @@ class LocalStore:
         """
         if self._makes_root and self._open_folder is None:
             self.root.mkdir(parents=True, exist_ok=True)
-        root, path = self._descriptor(), PurePosixPath(check_name(name))
+        root = self._descriptor()
+        path = PurePosixPath(check_name(name))
         temporary = str(path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"))
         mode = _make_folders(path, root)
         try:
@@ -204,7 +205,8 @@ class LocalStore:
         Raises:
             OSError: any other failure, such as FileExistsError if ``name`` exists.
         """
-        root, path = self._descriptor(), PurePosixPath(check_name(name))
+        root = self._descriptor()
+        path = PurePosixPath(check_name(name))
         _make_folders(path, root)
         try:
             os.link(file, name, dst_dir_fd=root)
@@ -299,7 +301,7 @@ class LocalStore:
             return False
 
     def age(self, name: str) -> timedelta:
-        """Return the time since a file was written, by this machine's clock; raise FileNotFoundError if there is none."""
+        """Return the time since a file was written, by this machine's clock. FileNotFoundError if there is none."""
         return datetime.now(UTC) - datetime.fromtimestamp(self._stat(name).st_mtime, UTC)
 
     def delete(self, name: str) -> None:
