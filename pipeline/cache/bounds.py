@@ -18,13 +18,13 @@ from pipeline.cache.pages import iter_page_sizes
 from pipeline.cache.schema import READ_THREADS, open_parquet
 from pipeline.rows import VideoRow
 
-_MIN_LIMIT: Final = 2**26  # bytes that any file may unpack to
-_BYTES_PER_STORED_BYTE: Final = 256  # beyond that; rows have hashes of their own, so they shrink thirtyfold at most
-_LEVEL_BYTES: Final = 4  # Arrow's levels of nesting and nulls, for each value
+_MIN_LIMIT: Final = 2**26  # bytes that every file may unpack to
+_BYTES_PER_STORED_BYTE: Final = 256  # in addition; real rows have hashes, so they compress thirtyfold at most
+_LEVEL_BYTES: Final = 4  # per value, for Arrow's definition and repetition levels
 _WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
 _RATIOS: Final = {"UNCOMPRESSED": 1, "ZSTD": 2**15}  # a zstd block of 4 bytes unpacks to 128 KiB at most
 _MAX_HIDDEN_SIZE: Final = 2**24
-# Columns without which the tokens of an ok video cannot be read, or not checked.
+# Columns that are needed to read and check the tokens of an ok video.
 _NEEDED_COLUMNS = (
     *("token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "retention_ratio", "nested"),
     *("n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
@@ -55,10 +55,10 @@ def check_unpacked(
     chunks = [
         (group.column(number), metadata.schema.column(number))
         for group in map(metadata.row_group, groups)
-        if group.num_rows  # of an empty one Arrow reads nothing
+        if group.num_rows  # Arrow reads nothing of an empty row group
         for number in numbers
     ]
-    for estimate in (_estimate, _measure):  # the headers of all pages are read only if the footer leaves doubt
+    for estimate in (_estimate, _measure):  # page headers are read only if the footer does not suffice
         total = largest = 0
         for chunk, schema in chunks:
             stays, passes = estimate(chunk, schema, view)
@@ -88,10 +88,10 @@ def read_bounded(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
         ArrowException, OSError: it is not a Parquet file or is damaged.
     """
     file = open_parquet(pa.BufferReader(data))
-    metadata = file.metadata  # built anew by each access
+    metadata = file.metadata  # each access builds it again
     own_names = file.schema_arrow.names
     names = own_names if columns is None else [name for name in columns if name in own_names]
-    is_flat = metadata.num_columns == len(own_names)  # then each column is one of Parquet's
+    is_flat = metadata.num_columns == len(own_names)  # then each column has one Parquet column
     numbers = [own_names.index(name) for name in names] if is_flat else find_leaves(metadata, names)
     whole = memoryview(data)
     check_unpacked(metadata, range(metadata.num_row_groups), numbers, lambda start, end: whole[start:end], len(data))
@@ -136,7 +136,9 @@ def _iter_list_faults(row: VideoRow) -> Iterator[str]:
     n_seconds = len(row["timestamps"])
     if n_sampled != n_seconds or not n_sampled:
         yield f"{n_sampled} frame_indices and {n_seconds} timestamps"
-    elif math.ceil(n_sampled / math.ceil(n_sampled / n_frames)) != n_frames:  # two a frame on Qwen, the last alone
+    elif (
+        math.ceil(n_sampled / math.ceil(n_sampled / n_frames)) != n_frames
+    ):  # on Qwen two per step, perhaps one in the last
         yield f"{n_sampled} sampled frames cannot make {n_frames} of the model's"
 
 
@@ -182,7 +184,7 @@ def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View)
     n_bytes, n_values = sum(page.n_bytes for page in pages), max(n_values, sum(page.n_values for page in pages))
     if width:
         return n_values * (width + _LEVEL_BYTES), n_bytes
-    # A text of a dictionary may stand in every row.
+    # Every row may refer to the longest text of a dictionary.
     text = 0 if all(page.is_plain for page in pages) else max(page.n_bytes for page in pages)
     return n_bytes + n_values * (4 + text + _LEVEL_BYTES), 0
 

@@ -18,12 +18,12 @@ from pipeline.cache.header import CacheHeader, deepstack_levels, find_codec
 from pipeline.cache.token_shard import join_vectors
 from pipeline.rows import VideoRow, describe_frames, sampled_fps
 
-if TYPE_CHECKING:  # a cache is opened, listed and asked for metadata without torch
+if TYPE_CHECKING:  # opening and listing a cache and reading metadata need no torch
     from torch import Tensor
 
     from gstep.types import Visual
 
-#: Evidence of one number a token, by the beginning of its labels.
+#: The beginnings of the labels of evidence with one number per token.
 ONE_NUMBER = tuple(name for name, axes in EVIDENCE_SHAPES.items() if axes == ("T", "N"))
 
 
@@ -80,7 +80,7 @@ class CachedVideo:
         The object is created once: a language model processes a video that several prompts share only once if they hold
         the same object.
         """
-        from gstep.types import Visual  # noqa: PLC0415 - who only reads tokens does without
+        from gstep.types import Visual  # noqa: PLC0415 - not needed to read tokens
 
         row = self.metadata
         return Visual(
@@ -122,7 +122,7 @@ def build_video(
             order.
         vectors_in_order: column -> [K, width / 2] int16 in the order of the result.
     """
-    import torch  # noqa: PLC0415 - two seconds, for whoever wants tokens
+    import torch  # noqa: PLC0415 - takes two seconds, and only tokens need it
 
     def numbers(name: str, dtype: Any) -> Tensor | None:
         """Return a column of numbers in the order of the result, or None if it has a null."""
@@ -145,7 +145,7 @@ def build_video(
 
     def evidence_of(column: str) -> Tensor:
         values = vectors(column, frames=is_per_frame(column))
-        return values.squeeze(1) if column.startswith(ONE_NUMBER) else values  # one number a token is [K]
+        return values.squeeze(1) if column.startswith(ONE_NUMBER) else values  # [K] if there is one number per token
 
     tokens = partial(find_codec(header["identity"]).decode, hidden_size=row["hidden_size"], read_part=vectors)
     index, frame = numbers("index", np.int64), numbers("frame", np.int64)
@@ -169,6 +169,6 @@ def bfloat16(data: Any) -> Tensor:
     """View the bytes of ``data`` as a flat bfloat16 tensor that shares their memory, which may be read-only."""
     import torch  # noqa: PLC0415 - as above
 
-    with warnings.catch_warnings():  # Arrow gives its memory for reading only, which torch cannot express
+    with warnings.catch_warnings():  # the memory of Arrow is read-only, of which torch warns
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return torch.from_numpy(np.frombuffer(data, dtype=np.int16)).view(torch.bfloat16)

@@ -55,8 +55,8 @@ def match_identity(
         return old_method
 
     comparable = new if redo else keep_unknown_code(old, new)
-    if wrong := list_differences(old, _replace_methods(old, comparable, take_old_code), old_subject=has):
-        lines = "\n  ".join(wrong)
+    if differences := list_differences(old, _replace_methods(old, comparable, take_old_code), old_subject=has):
+        lines = "\n  ".join(differences)
         raise IdentityMismatch(f"{refusal}:\n  {lines}\nUse those settings, or another --out.")
     return changed_methods
 
@@ -89,8 +89,8 @@ def keep_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
     def keep_code(old_method: Mapping[str, Any], method: Mapping[str, Any]) -> Mapping[str, Any]:
         if is_comparable(old_method.get("code")):
             return method
-        without = {name: part for name, part in method.items() if name != "code"}
-        return without | {name: old_method[name] for name in ("code",) if name in old_method}
+        other_entries = {name: part for name, part in method.items() if name != "code"}
+        return other_entries | {name: old_method[name] for name in ("code",) if name in old_method}
 
     return _replace_methods(old, new, keep_code)
 
@@ -108,7 +108,7 @@ def refuse_changed_code(place: object, methods: Iterable[str], result_name: str)
     lines = [printable(f"{name}{_where(name)}") for name in dict.fromkeys(methods)]
     if lines:
         raise IdentityMismatch(
-            f"{place} has {result_name} by other code, and one output has one kind. Changed since:\n  "
+            f"{place} has {result_name} of other code, which cannot be mixed with new ones. Changed since:\n  "
             + "\n  ".join(lines)
             + "\nMake them again with --on-changed redo, or name another --out."
         )
@@ -118,7 +118,7 @@ def _where(name: str) -> str:
     """Import a user class by its path, and return " in FILE"; return "" if the import fails with any Exception."""
     try:
         return f" in {file_of(load_object(name))}"
-    except Exception:  # noqa: BLE001 - importing runs code of the user's
+    except Exception:  # noqa: BLE001 - the import runs the user's code
         return ""
 
 
@@ -131,10 +131,10 @@ def check_code(kind: type, code: str | None) -> None:
     Raises:
         UsageError: the code differs or cannot be hashed.
     """
-    if code is not None and (now := hash_code(kind)) != code:
+    if code is not None and (current_code := hash_code(kind)) != code:
         raise UsageError(
-            f"{kind.__module__}:{kind.__qualname__} has other code in {file_of(kind)} than the run began with ({now}, "
-            f"not {code}): put the same file on all nodes, do not change it during a run, and start again"
+            f"{kind.__module__}:{kind.__qualname__} has other code in {file_of(kind)} than at the start of the run "
+            f"({current_code}, not {code}): put the same file on all nodes, do not change it during a run, and start again"
         )
 
 
@@ -172,14 +172,16 @@ def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, ru
         OSError: the store failed.
     """
     if len(Ledger(store, "").refresh()):
-        raise UsageError(f"{store}: rows of an older version do not say what code made them: name another --out")
+        raise UsageError(f"{store}: rows of an older version do not record the code that made them: use another --out")
     old, new = fingerprint(header["identity"]), fingerprint(identity)
-    if removed_rows := LiveVideos.read_removed(store, old):  # before the header: no row of this identity counts yet
+    if removed_rows := LiveVideos.read_removed(
+        store, old
+    ):  # committed before the header: rows of this identity do not count yet
         commit_records(store, run_id, 0, removed_rows, made_with=new)
-    begun: CacheHeader = {**header, "identity": identity}
-    begun["superseded"] = sorted({*header.get("superseded", ()), old} - {new})
-    store.put(HEADER, serialise_header(begun))
-    return begun
+    new_header: CacheHeader = {**header, "identity": identity}
+    new_header["superseded"] = sorted({*header.get("superseded", ()), old} - {new})
+    store.put(HEADER, serialise_header(new_header))
+    return new_header
 
 
 def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
@@ -201,7 +203,7 @@ def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
     for name in tables:
         rows = read_file(store, parse_file_name(name), ("token_shard",))
         shards |= set(filter(is_shard_name, rows["token_shard"].to_pylist()))
-    names = [*tables, *sorted(shards)]  # a token shard goes after the rows that name it
+    names = [*tables, *sorted(shards)]  # a token shard is deleted after the rows that name it
     for name in names:
         store.delete(name)
     return names

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-_ROWS = 128  # rows at a time on a CPU: results between two steps stay in its caches, which takes a third of the time
-_MAGNITUDE = 0x7FFF  # masks the sign of a bfloat16 number: the other bits sort as the magnitudes do
+_ROWS = 128  # rows at a time on a CPU: intermediate results stay in its caches, which takes a third of the time
+_MAGNITUDE = 0x7FFF  # masks the sign of a bfloat16 number; the other bits have the order of the magnitudes
 
 
 def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> list[NDArray[np.int16]]:
@@ -31,7 +31,7 @@ def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> lis
     parts = list[list[Tensor]]()
     for start in range(0, len(values), _ROWS):
         raw_KD = torch.from_numpy(np.ascontiguousarray(values[start : start + _ROWS]))
-        # The places of the channels of largest magnitude, ascending: the first of equal values wins, on every device.
+        # The channels of largest magnitude, ascending. Of equal values the first wins, on every device.
         magnitude = (raw_KD & _MAGNITUDE).int() << 16
         key = magnitude + torch.arange(2**16 - 1, 2**16 - 1 - raw_KD.shape[1], -1, dtype=torch.int32)
         largest = key.topk(min(n_kept, raw_KD.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
@@ -42,7 +42,7 @@ def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> lis
         scale = (groups.abs().amax(-1) / top).half()
         if not scale.isfinite().all():
             raise ValueError(f"tokens up to {values_KD.abs().max():g} are beyond the scales of int{bits}")
-        # A scale of 0 stands for a group of zeros, or of numbers below all that float16 has.
+        # A scale of 0 is that of a group of zeros, or of numbers that are too small for float16.
         numbers = (groups / scale.float().unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).round().clamp(-top, top)
         numbers = numbers.flatten(1)[:, : values_KD.shape[1]].to(torch.int8)
         columns = [_pack(numbers, bits), scale]

@@ -45,7 +45,9 @@ class TokenCodec:
         """
         if not self.group:
             return {column: 2 * hidden_size}
-        numbers = {column: 2 * -(-hidden_size * self.bits // 16)}  # even, as all vectors of the cache
+        numbers = {
+            column: 2 * -(-hidden_size * self.bits // 16)
+        }  # an even number, like the widths of all vectors in the cache
         scales = {f"{column}_scale": 2 * -(-hidden_size // self.group)}
         return {**numbers, **scales, **({f"{column}_kept": 4 * min(self.kept, hidden_size)} if self.kept else {})}
 
@@ -72,7 +74,7 @@ class TokenCodec:
             levels: the tokens, and the vectors of each deepstack level; none may be empty.
         """
         if self.group and not all(float(values.abs().max()) <= self.largest for values in levels):
-            message = f"the tokens are larger than {self.largest:g}, or no numbers: {self.name} has no scales for them"
+            message = f"the tokens are not finite or are larger than {self.largest:g}, the limit of {self.name}"
             raise VideoFault("internal", message, stage="encode")
 
     def encode(self, column: str, values: NDArray[np.int16]) -> dict[str, NDArray[np.int16]]:
@@ -89,7 +91,7 @@ class TokenCodec:
         """
         if not self.group:
             return {column: values}
-        from pipeline.cache.codec_arithmetic import encode  # noqa: PLC0415 - torch loads where something is coded
+        from pipeline.cache.codec_arithmetic import encode  # noqa: PLC0415 - torch is loaded only where tokens are coded
 
         columns = encode(values, self.bits, self.group, self.kept)
         return dict(zip(self.widths(column, values.shape[1]), columns, strict=True))

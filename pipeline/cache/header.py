@@ -18,14 +18,14 @@ from pipeline.own_code import hash_code
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import CARD, Store
 
-if TYPE_CHECKING:  # a header is read without torch
+if TYPE_CHECKING:  # headers are read without torch
     from gstep.backbones import ModelSource
     from gstep.pruners.base import Pruner
 
 HEADER = "cache.json"
 CHECKSUM = "checksum"
-_MAX_LINE_BYTES = 2**14  # of a difference in an error: a prompt, say
-# drop_tokens deletes the file only with exactly this content: whatever a user changed is the user's.
+_MAX_LINE_BYTES = 2**14  # of a line in an error about differences, which may quote a prompt
+# drop_tokens deletes the file only if it has exactly this content, so that changes of the user stay.
 _CARD_TEXT: Final = """\
 ---
 configs:
@@ -244,7 +244,7 @@ def read_header_file(
     """
     try:
         header = json.loads(store.read(name))
-    except (FileNotFoundError, NotADirectoryError):  # the place is a file, or nothing
+    except (FileNotFoundError, NotADirectoryError):  # the location is a file, or does not exist
         raise error(f"{store}: {absent}") from None
     except (ValueError, RecursionError) as damage:  # bytes that are not UTF-8 raise ValueError too
         raise error(f"{store}/{name}: not JSON: {damage}") from damage
@@ -293,7 +293,7 @@ def list_differences(
             inner_lines = list_differences(inner_a, inner_b, f"{prefix}{key}.", old_subject, new_subject)
             lines += inner_lines
         is_told = inner_lines or (isinstance(a, Mapping) and isinstance(b, Mapping))
-        if a != b and not is_told:  # such as a mapping whose values are all None beside no mapping
+        if a != b and not is_told:  # for example a mapping whose values are all None, and no mapping
             lines.append(printable(f"{prefix}{key}: {old_subject} {a!r}, {new_subject} {b!r}", _MAX_LINE_BYTES))
     return lines
 
@@ -327,15 +327,15 @@ def describe_method(pruner: Pruner) -> PrunerIdentity:
         ValueError: a parameter does not survive a round trip through JSON.
         UsageError: the code of a user method cannot be hashed.
     """
-    from gstep.pruners import PRUNERS, method_name  # noqa: PLC0415 - torch loads only where methods are looked at
+    from gstep.pruners import PRUNERS, method_name  # noqa: PLC0415 - torch is loaded only where methods are used
 
     method = method_name(type(pruner))
     params = pruner.params()
     try:
-        same = json.loads(json.dumps(params, allow_nan=False)) == params
+        is_recordable = json.loads(json.dumps(params, allow_nan=False)) == params
     except (TypeError, ValueError):
-        same = False
-    if not same:
+        is_recordable = False
+    if not is_recordable:
         raise ValueError(f"method {method!r}: parameters are recorded as JSON, which cannot hold {params}")
     identity: PrunerIdentity = {"method": method, "params": params}
     if method not in PRUNERS:

@@ -45,7 +45,7 @@ _STATES = {"removed": REMOVED, "ok": OK}
 INDEX_COLUMNS = ("video_id", *RULE_COLUMNS, "error_class", "uri", "source_size", "start_s", "end_s")
 _MAX_TEXT_BYTES = 2**31  # bytes of text that 32-bit offsets can address
 
-_TRIES = 5  # attempts to read a table whose files another run merges
+_TRIES = 5  # attempts to read a table while another run merges its files
 
 Columns = dict[str, np.ndarray]  # rows as numbers, by name
 _RULE_NAMES = ("high", "low", "state", "attempts", "rewritten", "tie", "clip", "size", "earlier")  # in ``find_live``
@@ -89,7 +89,7 @@ def find_live(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDA
         return order, earlier
     first = ~np.append(False, repeats)
     is_shared = np.append(repeats, False) | ~first
-    several = order[is_shared]  # only videos with several rows need the rest of the rule
+    several = order[is_shared]  # only ids with several rows need the rest of the rule
     rows = {name: columns[name][several] for name in _RULE_NAMES}
     later_keys = [-rows["rewritten"].astype(np.int64), rows["tie"]]
     best = sort_by_rule([rows["high"], rows["low"]], rows["state"], rows["attempts"], later_keys)
@@ -193,27 +193,27 @@ _LEDGER: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "high": (np.uint64, ()),  # the two halves of the id's key
     "low": (np.uint64, ()),
     "clip": (np.uint64, ()),  # the key of uri, start_s, end_s
-    "size": (np.int64, ()),  # bytes of the source; -1 where they are not known
-    "mark": (np.uint64, ()),  # the source's ``mark_key``; 0 where it is not known
-    "sample": (np.uint64, ()),  # the source's ``sample_key``, likewise
+    "size": (np.int64, ()),  # bytes of the source; -1 if unknown
+    "mark": (np.uint64, ()),  # the source's ``mark_key``; 0 if unknown
+    "sample": (np.uint64, ()),  # the source's ``sample_key``; 0 if unknown
     "n_tokens": (np.int32, ()),
     "n_total": (np.int32, ()),
-    "row_number": (np.uint32, ()),  # number of the row, over all files in the order in which they were read
+    "row_number": (np.uint32, ()),  # counted over all files in the order in which they were read
     "attempts": (np.uint16, ()),
     "earlier": (np.uint8, ()),  # attempts on another file or clip under this id
     "rewritten": (np.uint16, ()),
     "tie": (np.uint64, ()),
     "run": (np.uint16, ()),  # its number in ``runs``
     "state": (np.int8, ()),  # REMOVED, OK or FAILED
-    "fault": (np.uint8, ()),  # 0 ok or removed, else the number of its class in ``classes``
+    "fault": (np.uint8, ()),  # the number of its class in ``classes``; 0 for ok and removed
     "remarks": (np.uint8, ()),  # the bits HDR to INFRASTRUCTURE
-    "note": (np.uint8, ()),  # 0, or the reason for another decoder than requested: its number in ``notes``
-    "by_rate": (np.int32, ()),  # ``frames_by_rate``; -1 where it is not known
-    "decoder": (np.uint8, ()),  # 0, or the user's own decoder and its version: their number in ``decoders``
+    "note": (np.uint8, ()),  # the number in ``notes`` of the reason for another decoder than requested; 0 without one
+    "by_rate": (np.int32, ()),  # ``frames_by_rate``; -1 if unknown
+    "decoder": (np.uint8, ()),  # the number in ``decoders`` of a user decoder and its version; 0 for built-in ones
     "seconds": (np.float32, (4,)),  # seconds of each of TIMED_STAGES
 }
-# The remarks of rows on their videos: colours, pixels, positions in time (two bits), warnings of the decoder, and an
-# infrastructure error (io, internal, memory of a GPU).
+# The bits of the column "remarks": HDR colors, pixels that are not square, positions in time (two bits), decoder
+# warnings, and an infrastructure error (io, internal, GPU memory).
 HDR, STRETCHED, UNEVEN, SHARED, WARNED, INFRASTRUCTURE = 1, 2, 4, 8, 16, 32
 #: PQ and HLG, by FFmpeg's names.
 HDR_TRANSFERS = ("smpte2084", "arib-std-b67")
@@ -227,7 +227,7 @@ _LEDGER_READS = (
     *("source_mark", "source_sample"),
     *(f"{stage}_s" for stage in TIMED_STAGES),
 )
-_FILES_AT_ONCE = 256  # small files that are converted to arrays together: numpy costs by the call
+_FILES_AT_ONCE = 256  # small files that are converted to arrays together, since each call of numpy has a cost
 
 
 class Ledger:
@@ -258,7 +258,7 @@ class Ledger:
         """
         self._store = store
         self._made_with = made_with
-        self._table = VideosTable(store, made_with, keep=2)  # all files are read once, and few rows again
+        self._table = VideosTable(store, made_with, keep=2)  # every file is read once, and few rows are read again
         self._newer: Ledger | None = None  # the table after merges that deleted files of this ledger
         self.names: list[str] = []
         self.strays: list[str] = []
@@ -300,7 +300,7 @@ class Ledger:
             self.n_rows = n_rows
             raise
         if len(self.names) > n_files:
-            for name in _LEDGER:  # column by column, so that only one is in memory twice
+            for name in _LEDGER:  # column by column, so that only one column is in memory twice
                 pieces = [part.pop(name) for part in parts]
                 filled_pieces = [piece for piece in pieces if len(piece)]
                 self.columns[name] = filled_pieces[0] if len(filled_pieces) == 1 else np.concatenate(pieces)
@@ -318,19 +318,19 @@ class Ledger:
         """
         known_names = {*self.names, *self.foreign}
         files, self.strays = list_table(self._store)
-        new = [file for file in files if file.name not in known_names]
+        new_files = [file for file in files if file.name not in known_names]
         parts = [self.columns]
-        small = self._table.read_small([file.name for file in new if not file.is_sorted], _LEDGER_READS)
-        while some := list(islice(small, _FILES_AT_ONCE)):
+        small = self._table.read_small([file.name for file in new_files if not file.is_sorted], _LEDGER_READS)
+        while batch := list(islice(small, _FILES_AT_ONCE)):
             first = self.n_rows
-            for name, rows in some:
+            for name, rows in batch:
                 self._note_file(name)
                 self.n_rows += len(rows)
-            parts.append(self._to_columns(pa.concat_tables([rows for _, rows in some]), first))
-        # Allocated once for all sorted files, whose names have their numbers of rows; other files have 0 there.
-        columns = _empty_columns(sum(file.rows for file in new))
+            parts.append(self._to_columns(pa.concat_tables([rows for _, rows in batch]), first))
+        # Allocated once for all sorted files, whose names state their rows; ``rows`` of small files is 0.
+        columns = _empty_columns(sum(file.rows for file in new_files))
         end = 0
-        for sorted_file in self._table.iter_sorted(new):
+        for sorted_file in self._table.iter_sorted(new_files):
             self._note_file(sorted_file.file.name)
             for rows in sorted_file.parts(_LEDGER_READS):
                 for name, values in self._to_columns(rows, self.n_rows).items():
@@ -406,7 +406,7 @@ class Ledger:
         files under the id, at most 255.
         """
         high = self.columns["high"]
-        if (high[1:] > high[:-1]).all():  # rows of one level of sorted files are in order already
+        if (high[1:] > high[:-1]).all():  # the rows of one level of sorted files are already in order
             return
         order, earlier = find_live(self.columns)
         for name, column in self.columns.items():
@@ -481,7 +481,7 @@ class Ledger:
         rows = pa.table({**parts, "error_message": pa.nulls(len(token_shards), pa.string())})
         lost_ids: set[str] = set()
         for index in np.flatnonzero(~np.isin(tie_keys(rows), self.columns["tie"])).tolist():
-            with suppress(FileNotFoundError, CorruptShard):  # removed meanwhile; jobs.verify tells of damage
+            with suppress(FileNotFoundError, CorruptShard):  # removed meanwhile, or damaged, which jobs.verify reports
                 ids = pa.array(read_footer_ids(self._store, token_shards[index]), pa.string())
                 lost_ids |= set(ids.filter(pa.array(self.find(ids) < 0)).to_pylist())
         return sorted(lost_ids)
@@ -497,8 +497,8 @@ def _assign_numbers(texts: pa.ChunkedArray, numbered: list[str], limit: int) -> 
 
     Once ``numbered`` has ``limit`` texts, further texts share the last index.
     """
-    new = [text for text in pc.unique(texts).to_pylist() if text not in numbered]
-    numbered += new[: limit - len(numbered)]
+    new_texts = [text for text in pc.unique(texts).to_pylist() if text not in numbered]
+    numbered += new_texts[: limit - len(numbered)]
     return fill_nulls(pc.index_in(texts, value_set=pa.array(numbered, pa.string())), len(numbered) - 1)
 
 
@@ -523,9 +523,9 @@ def _make_remark_bits(rows: pa.Table, classes: pa.ChunkedArray) -> NDArray[np.ui
 
 # Columns in memory for each row of small files; other columns are read from the file on demand.
 LIVE_COLUMNS = (*RULE_COLUMNS, "video_id", "error_class", "n_tokens", "hidden_size")
-_MAX_OPEN_FILES = 16  # sorted files with their footers in memory, some 2 MB each
+_MAX_OPEN_FILES = 16  # sorted files whose footers stay in memory, about 2 MB each
 _MAX_SEARCHED_IDS = 256  # for more videos the whole table is read
-_MAX_IDS = 2**22  # ids that are compared for suggestions: a second on a disk
+_MAX_IDS = 2**22  # ids that are compared for suggestions, which takes a second with a local disk
 
 
 class RowPlace(NamedTuple):
@@ -627,7 +627,7 @@ class LiveVideos:
         """
         try:
             high = int(keys_of(pa.array([video_id]))[0, 0])
-        except UnicodeEncodeError:  # half of a surrogate pair is not valid text, so no id has one
+        except UnicodeEncodeError:  # a lone surrogate is not valid text, so no id has one
             return None
         places = []
         if (row := self._row_in_small.get(video_id)) is not None:
@@ -636,7 +636,7 @@ class LiveVideos:
             places.append(_build_place(self.small, row, file, row_in_file))
         files = [file for file in self.sorted if file.holds(high)]
         look = partial(self._search_file, video_id, high)
-        if len(files) > 1 and self.table.store.folder is None:  # in parallel, so that delays do not add up
+        if len(files) > 1 and self.table.store.folder is None:  # in parallel, so that latencies do not add up
             with request_threads(len(files)) as pool:
                 places += [place for place in pool.map(look, files) if place is not None]
         else:

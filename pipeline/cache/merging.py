@@ -29,14 +29,14 @@ from pipeline.errors import CorruptShard
 from pipeline.storage.stores import Store
 
 KEEP = timedelta(minutes=10)  # merged files stay this long for readers
-MAX_WAITING_FILES = 64  # a running run merges more small files than this
-MAX_WAITING_AT_END = 16  # a run that ends merges more small files than this
+MAX_WAITING_FILES = 64  # a run merges as soon as there are more small files
+MAX_WAITING_AT_END = 16  # a run merges at its end if there are more small files
 _GROWTH = 8  # the rows of a level relative to the level below
-_PART_GROUPS = FILE_ROWS * 3 // 4 // GROUP_ROWS  # row groups of a merged file, about
-_MAX_ROWS_WHILE_RUNNING = 2**21  # rows that are merged in half a minute; jobs.compact merges more
+_PART_GROUPS = FILE_ROWS * 3 // 4 // GROUP_ROWS  # approximate row groups of a merged file
+_MAX_ROWS_WHILE_RUNNING = 2**21  # rows that take half a minute; jobs.compact also merges larger levels
 _MAX_ROWS_PER_STEP = 2**20  # rows of small files in memory
 _MAX_FILES_PER_STEP = 4096  # small files in one merge: the merged file's footer holds their names
-_MERGE = b"merge"  # in the metadata of a sorted file: JSON of the files that it was merged from, and in how many parts
+_MERGE = b"merge"  # metadata of a sorted file: JSON with the names of its sources and the number of merged files
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Merged:
     def lines(self) -> Iterator[str]:
         """Yield the lines that a command prints about this result, one to four."""
         if self.read:
-            superseded_note = f", {self.superseded:,} superseded rows less" if self.superseded else ""
+            superseded_note = f", without {self.superseded:,} superseded rows" if self.superseded else ""
             yield f"{len(self.read):,} files merged into {len(self.written):,} of {self.rows:,} rows{superseded_note}"
         else:
             yield "nothing to merge"
@@ -123,7 +123,9 @@ def merge(
         if not everything or has_more:
             chosen = _choose_levels(chosen, n_small, max_rows)
         bounds = sorted((file.file.first, file.file.last) for file in chosen)
-        is_disjoint = all(before[1] < after[0] for before, after in pairwise(bounds))  # no two have rows of one video
+        is_disjoint = all(
+            before[1] < after[0] for before, after in pairwise(bounds)
+        )  # no two files have rows of the same video
         if not names and (is_disjoint or not everything):
             break
         names += [file.file.name for file in chosen]
@@ -264,7 +266,7 @@ def _delete_old_sources(
         if not sources or len(files) != merge_record["parts"]:
             continue
         with suppress(FileNotFoundError):
-            # A store whose clock is ahead gives new files an age below zero.
+            # If the clock of the store is ahead, new files have a negative age.
             if not keep or all(store.age(file.file.name) >= keep for file in files):
                 for name in sorted(sources):
                     store.delete(name)

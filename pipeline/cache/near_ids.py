@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import describe_near, normalise_look, printable
 
-MAX_SUGGESTIONS = 3  # likely ids that a message names
+MAX_SUGGESTIONS = 3  # ids that a message suggests
 _MAX_CANDIDATES = 1000  # ids that are compared letter by letter
 
 
@@ -29,7 +29,7 @@ def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
     """
     try:
         wrong.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which no id has
+    except UnicodeEncodeError:  # a lone surrogate, which no id has
         return []
     if not wrong:
         return []
@@ -38,7 +38,7 @@ def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
     containing = _first(ids.filter(pc.match_substring(ids, wrong)))
     if likely := [*of_same_look, *_only_of_base_name(wrong, ids), *containing]:
         return list(dict.fromkeys(likely))[:MAX_SUGGESTIONS]
-    if len(ids) > _MAX_CANDIDATES:  # one wrong letter leaves the first half of an id or the second as it is
+    if len(ids) > _MAX_CANDIDATES:  # one wrong letter leaves one half of an id unchanged
         half = (len(wrong) - len(PurePosixPath(wrong).suffix)) // 2
         ids = ids.filter(pc.or_(pc.starts_with(ids, wrong[:half]), pc.ends_with(ids, wrong[half:])))
     return get_close_matches(wrong, _first(ids, _MAX_CANDIDATES), MAX_SUGGESTIONS)
@@ -49,7 +49,7 @@ def _first(ids: pa.ChunkedArray, limit: int = MAX_SUGGESTIONS) -> list[str]:
 
     Only the first 2 * ``limit`` ids are looked at, so that heavily repeated ids may give fewer.
     """
-    names: list[str] = pc.unique(ids.slice(0, 2 * limit)).to_pylist()  # an id may stand in two files of a table
+    names: list[str] = pc.unique(ids.slice(0, 2 * limit)).to_pylist()  # an id may be in two files of the table
     return names[:limit]
 
 

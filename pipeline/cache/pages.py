@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-_HEADER = 256  # bytes in which the header of a page of vectors ends: those written here take some 32
-_VARINT = 10  # bytes of the longest number
-_MAX_DEPTH = 4  # structs inside structs; a page's header has three
+_HEADER = 256  # bytes that are enough for the header of a page of vectors; those written here take about 32
+_VARINT = 10  # maximum bytes of a varint
+_MAX_DEPTH = 4  # nested structs; a page header has three
 # Kinds of values in Thrift's compact protocol, and the fields of Parquet's PageHeader and DataPageHeader.
 _TRUE, _FALSE, _INTS, _BINARY, _STRUCT = 1, 2, (4, 5, 6), 8, 12
 _KIND, _SIZE, _STORED_SIZE, _CRC, _DATA_PAGE, _DATA_PAGE_2 = 1, 2, 3, 4, 5, 8
@@ -110,7 +110,7 @@ def iter_page_sizes(data: memoryview) -> Iterator[PageSize]:
         n_bytes = header.get((_SIZE,), -1)
         n_stored = header.get((_STORED_SIZE,), -1)
         if n_bytes < 0 or n_stored < 0:
-            raise ValueError("a page without a header that says its size")
+            raise ValueError("a page header cannot be parsed or does not state the size")
         n_values = header.get((_DATA_PAGE, _ROWS), header.get((_DATA_PAGE_2, _ROWS), 0))
         encoding = header.get((_DATA_PAGE, _ENCODING), header.get((_DATA_PAGE_2, _ENCODING_2)))
         yield PageSize(n_bytes, n_values, encoding == _IS_PLAIN)
@@ -126,7 +126,7 @@ def read_page_header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]
     """
     numbers: dict[tuple[int, ...], int] = {}
     try:
-        return numbers, _struct(data.cast("B"), 0, (), numbers)  # Arrow's views are of signed bytes
+        return numbers, _struct(data.cast("B"), 0, (), numbers)  # Arrow gives views of signed bytes
     except (IndexError, ValueError):
         return {}, 0
 

@@ -38,10 +38,10 @@ from pipeline.storage.stores import Store, request_threads, store_at
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MAX_OPEN_SHARDS = 16  # open token shards
+_MAX_OPEN_SHARDS = 16  # token shards that stay open
 _MAX_REQUESTS = 4  # parallel requests of get_many
-_MAX_RUN_BYTES = 2**26  # bytes of tokens that one request fetches, unless one video has more
-MAX_HINTS = 5  # unknown ids for which similar ids are searched
+_MAX_RUN_BYTES = 2**26  # bytes of tokens that one request fetches, unless a single video has more
+MAX_HINTS = 5  # unknown ids for which similar ids are suggested
 R = TypeVar("R")
 T = TypeVar("T")
 TokenOrder = Literal["index", "selection"]
@@ -223,12 +223,14 @@ class TokenCache:
 
         Only the first MAX_HINTS errors of this object suggest similar ids, since that reads the ids of the table.
         """
-        near = ""
+        suggestion = ""
         if self._n_hints < MAX_HINTS and isinstance(video_id, str):
             self._n_hints += 1
             with suppress(OSError, CorruptShard):
-                near = self._live.near(video_id)
-        return UnknownVideo(f"{video_id!r} is not in the cache {self.store} (it has {len(self._live)} rows){near}")
+                suggestion = self._live.near(video_id)
+        return UnknownVideo(
+            f"{video_id!r} is not in the cache {self.store} (it has {len(self._live)} rows){suggestion}"
+        )
 
     def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
         """Return the token shards of these videos, or of all videos that have tokens, for use with ``rows_of``.
@@ -262,7 +264,7 @@ class TokenCache:
         """
         try:
             return _read_rows(self._live, shards, number)
-        except FileNotFoundError:  # another run has merged the file since the cache was opened
+        except FileNotFoundError:  # another run merged the file since the cache was opened
             self.refresh()
 
         def find_rows(live: LiveVideos) -> list[VideoRow]:

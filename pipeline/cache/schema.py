@@ -24,12 +24,12 @@ from pipeline.rows import VIDEO_COLUMNS
 
 TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
 SCHEMA_VERSION = 3
-# A cache whose tokens are coded says so in its version, so that a program that does not know the codec names it.
+# The version of a cache with coded tokens names the codec, so that versions that lack the codec report its name.
 CODED_VERSIONS = {codec.name: f"{SCHEMA_VERSION}+{codec.name}" for codec in CODECS.values() if codec is not BFLOAT16}
 VERSIONS: tuple[int | str, ...] = (SCHEMA_VERSION, *CODED_VERSIONS.values())
-MADE_WITH = "made_with"  # in the metadata of a videos shard: the fingerprint of the identity that its rows share
-_LEVEL = "the token at this deepstack level"  # meaning of the columns of deepstack levels
-# A reader that wants 10 % of the tokens reads no more than the row groups that end at 10 %.
+MADE_WITH = "made_with"  # the metadata key of a videos file for the fingerprint of its rows' identity
+_LEVEL = "the token at this deepstack level"  # the meaning of deepstack columns
+# Row groups end at these shares: a reader of 10 % of the tokens reads only the row groups up to there.
 TIERS = (0.10, 0.15, 0.20, 0.25, 0.50)
 
 
@@ -107,9 +107,9 @@ def _parse_type(name: str) -> pa.DataType:
 VIDEO_SCHEMA = pa.schema(
     column(name, _parse_type(spec.kind), spec.meaning, nullable=spec.nullable) for name, spec in VIDEO_COLUMNS.items()
 )
-#: Nullable columns that came after the schema version, and the date since when files have them.
+#: Nullable columns that were added later without a new schema version -> the date since when files have them.
 LATER: Mapping[str, str] = {name: spec.since for name, spec in VIDEO_COLUMNS.items() if spec.since}
-# Columns by which rows of one id are found and compared, computed from the others.
+# Columns that are computed from the others, to find and compare the rows of an id.
 KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts", "tie_break")
 
 
@@ -164,14 +164,14 @@ def write_parquet(
     other_columns = [f.name for f in table.schema if f.name not in vectors]
     options = {}
     if bloom_column is not None and "bloom_filter_options" in inspect.signature(pq.ParquetWriter.__init__).parameters:
-        bloom = {"ndv": max(row_groups or [1]), "fpp": 0.01}  # one wrong "may be" in a hundred
-        options["bloom_filter_options"] = {bloom_column: bloom}  # of pyarrow 26 and later
+        bloom = {"ndv": max(row_groups or [1]), "fpp": 0.01}  # one false positive in a hundred
+        options["bloom_filter_options"] = {bloom_column: bloom}  # pyarrow 26 and later
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
         table.schema,
         use_dictionary=False,
-        # Token vectors are incompressible enough that speed wins; the columns beside them shrink well.
+        # Token vectors hardly compress, so they stay uncompressed for speed; the other columns compress well.
         compression={**dict.fromkeys(vectors, "none"), **dict.fromkeys(other_columns, "zstd")},
         write_statistics=other_columns,
         write_page_checksum=True,
@@ -187,7 +187,7 @@ def write_parquet(
 
 
 # Arrow's thread pool and torch in one process abort at exit when threads have only just started ("terminate called
-# without an active exception", one short process in seven). The columns here are few, so one thread reads them.
+# without an active exception", one short process in seven). There are few columns here, so one thread reads them.
 READ_THREADS = False
 
 
@@ -216,7 +216,7 @@ def hex_digest(*parts: Any) -> str:
     return state.hexdigest()
 
 
-FOOTER_TAIL = 8  # 4 bytes of footer length, then the magic
+FOOTER_TAIL = 8  # bytes: 4 of the footer length, 4 of the magic
 
 
 def parse_footer_length(tail: bytes) -> int:

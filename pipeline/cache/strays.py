@@ -48,7 +48,7 @@ def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> Str
     """
     try:
         data = store.read(name)
-    except FileNotFoundError:  # moved away since it was listed
+    except FileNotFoundError:  # moved or deleted since it was listed
         return None
     if any(file.name.endswith(f"-{hex_digest(data)}.parquet") for file in files):
         return None
@@ -88,5 +88,5 @@ def _find_better(store: Store, rows: pa.Table, files: Sequence[TableFile]) -> li
     tables = [table.filter(pc.is_in(table["id_high"], value_set=rows["id_high"].combine_chunks())) for table in tables]
     table_rows = pa.concat_tables([rows.schema.empty_table(), *tables])
     live, _ = find_live(make_rule_columns(pa.concat_tables([table_rows, rows]).combine_chunks()))
-    strays = live[live >= len(table_rows)] - len(table_rows)  # of rows alike, the first counts
+    strays = live[live >= len(table_rows)] - len(table_rows)  # of equal rows, the first is live
     return sorted(set(rows["video_id"].take(pa.array(strays)).to_pylist()))

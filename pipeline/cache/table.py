@@ -62,7 +62,9 @@ _SORTED_NAME = re.compile(r"sorted-(\d+)-([0-9a-f]{16})-([0-9a-f]{16})-(\d+)-(\d
 
 _HASHED_STEM = re.compile(r".+-[0-9a-f]{32}", re.DOTALL)
 _TABLE_NAME = re.compile(r".+-[0-9a-f]{32}\.parquet", re.DOTALL)
-_OF_SORTED = re.compile(r"sorted-\d+-[0-9a-f]{16}-[0-9a-f]{16}-")  # a sorted file's own name, or a copy's
+_OF_SORTED = re.compile(
+    r"sorted-\d+-[0-9a-f]{16}-[0-9a-f]{16}-"
+)  # the beginning of a sorted file's name, also in the name of a copy
 
 
 class TableFile(NamedTuple):
@@ -138,7 +140,7 @@ def _check_strays(store: Store, listing: TableListing) -> None:
         FileNotFoundError: a file of the table was merged and deleted meanwhile.
     """
     if listing.strays:
-        from pipeline.cache.strays import find_stray_fault  # noqa: PLC0415 - which reads tables by this module
+        from pipeline.cache.strays import find_stray_fault  # noqa: PLC0415 - strays imports this module
 
         for name in listing.strays:
             if fault := find_stray_fault(store, name, listing.files):
@@ -242,7 +244,7 @@ def serialise_sorted(
     """
     rows = rows.replace_schema_metadata({**metadata, **({} if made_with is None else {MADE_WITH.encode(): made_with})})
     groups = [min(group_rows, len(rows) - start) for start in range(0, len(rows), group_rows)]
-    data = memoryview(write_parquet(rows, groups, bloom_column="video_id"))  # for the queries of other tools
+    data = memoryview(write_parquet(rows, groups, bloom_column="video_id"))  # the filter is for other tools
     n_footer = parse_footer_length(bytes(data[-FOOTER_TAIL:]))
     body, footer = data[: len(data) - n_footer], data[len(data) - n_footer :]
     metadata_ = parse_footer(bytes(footer))
@@ -279,13 +281,13 @@ class SortedFile:
         self._store = store
         tail = store.read_slice(file.name, -file.n_tail)
         if hex_digest(tail.data) != file.tail_hash:
-            raise self.corrupt("its end is not the one that its name tells")
+            raise self.corrupt("its tail does not have the hash in its name")
         self.n_bytes = tail.size
         try:
             n_footer = parse_footer_length(tail.data[-FOOTER_TAIL:])
             self._metadata: pq.FileMetaData = parse_footer(tail.data[-n_footer:])
             if self._metadata.num_rows != self.file.rows:
-                raise self.corrupt(f"it has {self._metadata.num_rows} rows, where its name has {self.file.rows}")
+                raise self.corrupt(f"it has {self._metadata.num_rows} rows, but its name says {self.file.rows}")
             n_groups = self._metadata.num_row_groups
             self.group_rows: int = self._metadata.row_group(0).num_rows if n_groups else 0
             self.firsts: list[int] = np.frombuffer(tail.data, "<u8", n_groups).tolist()
@@ -293,7 +295,7 @@ class SortedFile:
             self._crcs = numbers.reshape(n_groups, self._metadata.num_columns)
             self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise self.corrupt(f"its end cannot be read: {error}") from error
+            raise self.corrupt(f"its tail cannot be parsed: {error}") from error
         self.metadata: dict[bytes, bytes] = self._metadata.metadata or {}
         self.made_with = _read_made_with(self.metadata)
 
@@ -364,7 +366,7 @@ class SortedFile:
 
 def _refuse_unread(start: int, end: int) -> Stretch:
     """Raise ValueError: Arrow wants bytes outside the fetched columns, so the footer is wrong."""
-    raise ValueError(f"bytes {start} to {end} are no part of the columns that the footer names")
+    raise ValueError(f"bytes {start} to {end} are not in the columns that the footer names")
 
 
 def _spans(metadata: pq.FileMetaData, group: int) -> list[tuple[int, int]]:
@@ -406,11 +408,11 @@ class VideosTable:
             OSError: the store failed, or a file is gone.
         """
         contents = zip(names, self.store.read_all(names), strict=True)
-        # Checking and parsing a small file is work for one core, and leaves Python's lock free for most of it.
+        # A small file is checked and parsed on one core, for most of the time without the GIL.
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-            while some := list(islice(contents, _FILES_AT_ONCE)):
-                tables = pool.map(lambda file: parse_small(self.store, file[0], file[1], columns), some)
-                for (name, _), (rows, made_with) in zip(some, tables, strict=True):
+            while batch := list(islice(contents, _FILES_AT_ONCE)):
+                tables = pool.map(lambda file: parse_small(self.store, file[0], file[1], columns), batch)
+                for (name, _), (rows, made_with) in zip(batch, tables, strict=True):
                     if self._is_own(name, made_with):
                         yield name, rows
 

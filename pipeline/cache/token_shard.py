@@ -76,7 +76,7 @@ class TokenShard:
         """
         self.name = name
         self._label = f"{store}/{name}"
-        if not is_shard_name(name):  # a row of someone's cache
+        if not is_shard_name(name):  # the row may come from an untrusted cache
             raise CorruptShard(f"{store}: the videos row names {name!r}, which is no file in {TOKENS}/", "missing")
         try:
             self._source = store.open(name)
@@ -92,9 +92,9 @@ class TokenShard:
         self.schema: pa.Schema = self.metadata.schema.to_arrow_schema()
         self._names = frozenset(self.schema.names)
         self._plain_columns = plain_columns(self.metadata)
-        self._thread_local = local()  # a Parquet reader of each thread: Arrow does not promise that they may share one
-        self._bounded: set[tuple[int, tuple[str, ...]]] = set()  # row groups and columns that fit in memory
-        self._widths: set[int] = set()  # the hidden sizes that the columns have
+        self._thread_local = local()  # a Parquet reader per thread: Arrow does not promise that threads may share one
+        self._bounded: set[tuple[int, tuple[str, ...]]] = set()  # row groups and columns that passed _check_bounds
+        self._widths: set[int] = set()  # the hidden sizes that passed check_width
 
     def spans(self, rows: TokenRows) -> Spans:
         """Return the byte ranges [start, end) that a request needs, ascending; adjacent ranges are joined.
@@ -204,7 +204,7 @@ class TokenShard:
         for column in schema:
             kind = self.schema.field(column.name).type
             if kind != column.type:
-                raise CorruptShard(f"{self._label}: {column.name} is {kind}, where the row has {column.type}", "schema")
+                raise CorruptShard(f"{self._label}: {column.name} is {kind}, but its row needs {column.type}", "schema")
         self._widths.add(hidden_size)
 
     def _check_bounds(self, rows: TokenRows, fetched: Fetched | None) -> None:
@@ -222,7 +222,9 @@ class TokenShard:
             n_rows = self.metadata.row_group(group).num_rows
             n_due = counts[group - rows.row["first_row_group"]]
             if n_rows != n_due:
-                raise CorruptShard(f"{self._label}: row group {group} has {n_rows} rows, its row says {n_due}", "rows")
+                raise CorruptShard(
+                    f"{self._label}: row group {group} has {n_rows} rows, not {n_due} as in its row", "rows"
+                )
         with self._faults():
             view = (fetched or self._source).view
             try:
@@ -306,8 +308,8 @@ class TokenShard:
         groups = range(row["first_row_group"], row["first_row_group"] + n_groups)
         if n_rows < rows.keep or groups.start < 0 or groups.stop > self.metadata.num_row_groups:
             raise CorruptShard(
-                f"{self._label}: {self.metadata.num_row_groups} row groups, not {groups.start} to {groups.stop - 1} "
-                f"of {rows.keep} rows, which the videos row asks for",
+                f"{self._label}: it has {self.metadata.num_row_groups} row groups; the videos row needs "
+                f"{groups.start} to {groups.stop - 1} with {rows.keep} rows",
                 "rows",
             )
         return groups
@@ -320,7 +322,7 @@ class TokenShard:
         """
         try:
             yield
-        except FileNotFoundError as error:  # an object whose footer is in memory was deleted
+        except FileNotFoundError as error:  # the object was deleted after its footer was read
             raise CorruptShard(f"{self._label}: the shard is missing", "missing") from error
         except (OSError, pa.ArrowException) as error:
             if isinstance(error, OSError) and error.filename:
@@ -360,7 +362,7 @@ def hash_vectors(table: pa.Table) -> str:
     Nulls, as in evidence of frames, are skipped.
     """
     vectors = [field.name for field in table.schema if pa.types.is_fixed_size_binary(field.type)]
-    # Evidence of frames is null beside most tokens; the bytes of nulls are undefined.
+    # Evidence per frame is null in most rows, and the bytes of nulls are undefined.
     return digest(*(join_vectors(table[name].drop_null()) for name in vectors))
 
 
@@ -424,7 +426,7 @@ def read_footer_ids(store: Store, token_shard: str) -> list[str]:
         return sorted(list_videos(store, token_shard))
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, OSError) and error.filename:
-            raise  # of the store; an OSError of Arrow names no file
+            raise  # an OSError with a file name comes from the store, not from Arrow
         raise CorruptShard(f"{store}/{token_shard}: {error}", "footer") from error
 
 

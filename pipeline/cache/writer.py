@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # a driver commits records without torch
 
 SHARD_BYTES = 256 * 10**6  # approximate bytes of tokens in a rewritten shard
 _MAX_REQUESTS = 16  # requests to the store
-_HASHERS = 2  # threads: hashing a video takes longer than serialising it
+_HASHERS = 2  # threads that hash: hashing a video takes longer than serializing it
 T = TypeVar("T")
 Bits = NDArray[np.int16]  # bits of bfloat16, which numpy lacks
 
@@ -161,14 +161,14 @@ def write_token_shard(
     schema = token_schema(first["hidden_size"], len(tokens.deepstack), widths, codec)
     tables: list[pa.Table] = []
     checksums: list[Future[str]] = []
-    with ThreadPoolExecutor(_HASHERS) as hashers:  # hashlib lets other threads run
+    with ThreadPoolExecutor(_HASHERS) as hashers:  # hashlib releases the GIL
         for row, tokens in ok_videos:
             levels = {f"deepstack_{level}": values for level, values in enumerate(tokens.deepstack)}
             vectors = dict[str, Bits]()  # in the order of the checksum
             for name, values in {"token": tokens.tokens, **levels}.items():
                 vectors |= codec.encode(name, values)
             vectors |= tokens.evidence
-            # The schema's meaning of the checksum does not name evidence: caches without evidence keep their bytes.
+            # The checksum covers evidence too. Its stored description does not say so, to keep the bytes of old caches.
             checksums.append(hashers.submit(digest, *map(np.ascontiguousarray, vectors.values())))
             tables.append(_build_rows(row, tokens, vectors, schema))
             if codec is not BFLOAT16:
@@ -215,14 +215,14 @@ def commit_rows(store: Store, run_id: str, number: int, rows: pa.Table, *, made_
     if missing_shards := _find_missing(store, needs):
         raise FileNotFoundError(
             errno.ENOENT,
-            f"not in this --out {store}, which must be shared by all nodes: one wrote it elsewhere, or it was "
-            "removed meanwhile",
+            f"the token shard is not in --out {store}: use a folder that all nodes share; if they do, the shard was "
+            "removed meanwhile, so rerun the command",
             missing_shards[0],
         )
     rows = rows.set_column(rows.schema.get_field_index("run_id"), "run_id", pa.repeat(run_id, len(rows)))
     name, data = serialise_small(run_id, number, add_keys(rows), made_with)
     store.put(name, data)
-    # If this process was stopped in between, a cleanup may have deleted the shards.
+    # If this process was stopped since the first check, a cleanup may have deleted the shards.
     if missing_shards := _find_missing(store, needs):
         store.delete(name)
         message = f"{store}: {missing_shards[0]} was removed before its videos were committed"
@@ -363,7 +363,7 @@ def _place_beside_first(frames: pa.Array, frame_of_row: NDArray[np.int32]) -> pa
     """
     frame_numbers, first = np.unique(frame_of_row, return_index=True)
     if not np.array_equal(frame_numbers, np.arange(len(frames))):
-        raise ValueError("evidence of frames is stored with all tokens alone: a frame without a token has no place")
+        raise ValueError("evidence per frame can only be stored with all tokens: a frame has no kept token")
     is_null = np.ones(len(frame_of_row), dtype=bool)
     is_null[first] = False
     return frames.take(pa.array(frame_of_row, mask=is_null))

@@ -25,7 +25,7 @@ from pipeline.errors import UsageError
 from pipeline.storage.s3 import ObjectInfo, Slice, Upload
 
 SCHEMES = ("gs://", "az://")
-# Arrow's own limit is 15 minutes, for which a machine without credentials would say nothing.
+# Arrow's default is 15 minutes, in which a machine without credentials would print nothing.
 _GOOGLE_RETRIES = timedelta(minutes=1)
 _IS_REFUSED = re.compile(
     r"\b40[13] (?:Forbidden|Unauthorized)|AuthenticationFailed|\bDefaultAzureCredential\b"

@@ -40,7 +40,7 @@ def write_download(download: Incoming, write: Callable[[bytes], object], limit: 
         OSError: (EFBIG) the object is larger than ``limit``; nothing is read. Errors of ``download`` pass too.
     """
     if limit is not None and download.size > limit:
-        message = f"the object has {download.size} bytes, more than the {limit} that are allowed"
+        message = f"the object has {download.size} bytes, more than the {limit} allowed"
         raise OSError(errno.EFBIG, message, uri)
     for piece in download:
         write(piece)
@@ -93,14 +93,14 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
             self.mark = answer.get("ETag")
             length = answer.get("ContentLength")
             content_range = answer.get("ContentRange")
-            wrong = None
+            problem = None
             if length is None:  # a gateway with chunked transfer does not send the size
-                wrong = "the store does not say how large the object is"
+                problem = "the store does not state the size of the object"
             elif not whole and not (content_range or "").startswith(f"bytes {start}-"):
-                wrong = f"the store answered with another range than was asked for: {content_range}"
-            if wrong:
+                problem = f"the store sent another range than requested: {content_range}"
+            if problem:
                 self.close()
-                raise OSError(errno.EIO, wrong)
+                raise OSError(errno.EIO, problem)
         self.size = int(length if whole else content_range.rpartition("/")[2])
         self._length = self._n_left = int(length)
 
@@ -123,9 +123,7 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
             raise StopIteration
         with self._errors():
             while True:
-                began = (
-                    time.monotonic()
-                )  # the retries of a new request during an outage may take minutes and do not count
+                started_at = time.monotonic()  # only reads count: new requests may take minutes during an outage
                 try:
                     piece = bytes(self._body.read(_CHUNK))
                     break
@@ -135,7 +133,7 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
                     if self._resumes > _RESUMES or self.mark is None:
                         raise
                 finally:
-                    self._spent_s += time.monotonic() - began
+                    self._spent_s += time.monotonic() - started_at
                 answer = self._ask(f"bytes={self._at}-{self._last}", self.mark)
                 self._body = answer["Body"]
                 if not answer.get("ContentRange", "").startswith(f"bytes {self._at}-"):

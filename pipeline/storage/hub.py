@@ -146,10 +146,10 @@ def _connect_to(uri: str) -> Iterator[tuple[Any, str]]:
         yield HfFileSystem(), uri.removeprefix(SCHEME)
     except FileNotFoundError as error:
         message = f"the hub has no such file ({type(error).__name__})"
-        if "repository not found" in str(error):  # said of a private one, too
+        if "repository not found" in str(error):  # the message for private repositories too
             message = f"the hub has no such repository, or does not show it: {_describe_token()}"
         raise FileNotFoundError(errno.ENOENT, message, uri) from None
-    except Exception as error:  # noqa: BLE001 - its clients raise errors of several libraries
+    except Exception as error:  # noqa: BLE001 - the hub's clients raise errors of several libraries
         reason = str(error).strip().split("\n", 1)[0]
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
             message = f"the hub refuses the request: {reason}; {_describe_token()}"

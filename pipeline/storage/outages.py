@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-MIN_OUTAGE_S = 5.0  # a store that fails for a shorter time is only busy
+MIN_OUTAGE_S = 5.0  # a store that fails for a shorter time is merely busy
 
 
 class Outage(NamedTuple):
@@ -40,7 +40,7 @@ class Outages:
     def __init__(self) -> None:
         self.say: Callable[[str], object] = logging.getLogger(__name__).warning
         self.record: Callable[[str, float], object] = _ignore
-        self._own_outages: dict[str, Outage] = {}  # by place, of this process's requests
+        self._own_outages: dict[str, Outage] = {}  # of this process, by the name of the store
         self._workers: dict[str, Outage] = {}
         self._announced: dict[str, Outage] = {}
 
@@ -90,7 +90,7 @@ class Outages:
                 self._announced[place] = outage
                 self.record(place, outage.since)
                 since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(outage.since))
-                self.say(f"note: the store {place} fails since {since} ({outage.why}). Requests are tried again")
+                self.say(f"note: the store {place} has failed since {since} ({outage.why}). Requests are retried")
         for place in self._announced.keys() - lasting.keys():
             with suppress(KeyError):  # another thread has printed the line
                 took_s = time.time() - self._announced.pop(place).since
@@ -113,9 +113,9 @@ def announce_outages(say: Callable[[str], object]) -> Iterator[None]:
     At the end, the previous ``say`` is restored and ``record`` is reset.
     """
     OUTAGES.clear()
-    before, OUTAGES.say = OUTAGES.say, say
+    previous_say, OUTAGES.say = OUTAGES.say, say
     try:
         yield
     finally:
-        OUTAGES.say = before
+        OUTAGES.say = previous_say
         OUTAGES.record = _ignore

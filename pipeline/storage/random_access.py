@@ -15,7 +15,7 @@ import pyarrow as pa
 from pipeline.storage.s3 import Slice
 
 V = TypeVar("V")
-_TAIL = 2**16  # bytes fetched on opening: the footer of most shards
+_TAIL = 2**16  # bytes fetched when an object is opened: enough for the footer of most shards
 
 
 class _Slices(Protocol):
@@ -181,7 +181,7 @@ class LoadedOnce(Generic[V]):
         """Create an empty cache of the results of ``load`` for the last ``keep`` keys."""
         self._load = load
         self._keep = keep
-        # Of each process: a lock, and the values that are loaded or being loaded by their keys, the last used last.
+        # Process id -> a lock, and the loaded values or the ones being loaded, by key, the last used last.
         self._by_process: dict[int, tuple[Lock, OrderedDict[tuple[Hashable, ...], Future[V]]]] = {}
 
     def __call__(self, *key: Hashable) -> V:
@@ -213,4 +213,4 @@ class LoadedOnce(Generic[V]):
         return value
 
     def __reduce__(self) -> tuple[type[LoadedOnce[V]], tuple[Callable[..., V], int]]:
-        return LoadedOnce, (self._load, self._keep)  # another process loads its own
+        return LoadedOnce, (self._load, self._keep)  # another process loads the values itself

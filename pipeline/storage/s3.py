@@ -58,8 +58,8 @@ _ERRNO_BY_STATUS: Mapping[int, int] = {
 }
 _REMEDIES: Mapping[str, str] = {
     "NoRegionError": "set AWS_REGION",
-    "InvalidRegionError": "AWS_REGION is no name of a region",
-    "ParamValidationError": "the bucket or the key is not one that S3 takes",
+    "InvalidRegionError": "AWS_REGION is not the name of a region",
+    "ParamValidationError": "S3 does not allow the name of this bucket or key",
 }
 _ENVIRONMENT: Mapping[str, tuple[str, ...]] = {
     "endpoint_url": (),  # ``find_endpoint`` uses botocore, which also reads files
@@ -213,8 +213,8 @@ class Objects:
         If there are no credentials, a note says that sources are read unsigned. What is already decided stays.
         """
         if not self._decided:
-            found = {"endpoint_url": find_endpoint(session), "region_name": session.get_config_variable("region")}
-            self._settings = {name: value for name, value in found.items() if value} | self._settings
+            configured = {"endpoint_url": find_endpoint(session), "region_name": session.get_config_variable("region")}
+            self._settings = {name: value for name, value in configured.items() if value} | self._settings
         if self._unsigned is None:
             self._unsigned = lacks_credentials(session)
             if self._unsigned:
@@ -260,9 +260,9 @@ class Objects:
             deep: also list objects whose keys have another "/" after the prefix.
         """
         bucket, key = _split(prefix)
-        only = {} if deep else {"Delimiter": "/"}
+        options = {} if deep else {"Delimiter": "/"}
         with self._errors(prefix):
-            for page in self._client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key, **only):
+            for page in self._client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key, **options):
                 for item in page.get("Contents", ()):
                     if not item["Key"].endswith("/"):
                         yield ObjectInfo(f"{SCHEME}{bucket}/{item['Key']}", int(item["Size"]), item.get("ETag", ""))
@@ -519,7 +519,7 @@ def _slice(answer: Any, start: int, end: int | None) -> Slice:
         return Slice(data[start:end], len(data))
     first, size = int(content_range.split()[1].split("-")[0]), int(content_range.rpartition("/")[2])
     if first != (start if start >= 0 else max(0, size + start)):
-        raise OSError(errno.EIO, f"the store answered with another range than was asked for: {content_range}")
+        raise OSError(errno.EIO, f"the store sent another range than requested: {content_range}")
     return Slice(data, size)
 
 

@@ -10,16 +10,16 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-#: Codes of a store's reply about expired credentials; a reply to HEAD has no code.
+#: Error codes for expired credentials; a reply to HEAD has no code.
 EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"})
 _SET_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-# Codes of a reply about credentials that the store does not know or cannot check.
+# Error codes for credentials that the store does not know or cannot check.
 _WRONG_CODES = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidSecurity", "AuthorizationHeaderMalformed"}
     | {"InvalidClientTokenId", "UnrecognizedClientException", "CredentialsNotSupported", "MissingSecurityHeader"}
 )
 _ARCHIVED = "InvalidObjectState"  # a 403 that is not about credentials
-# Variables and keys of a profile that belong to some way of finding credentials.
+# Variables, and prefixes of keys in a profile, that configure a source of credentials.
 _VARIABLES = (
     *("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CREDENTIAL_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
@@ -162,22 +162,22 @@ def explain_refusal(status: int, code: str, credentials: Any, profile: str | Non
 def explain_failure(error: Exception, profile: str | None) -> str | None:
     """Return the cause and remedy of a botocore exception about credentials or their files; None for others."""
     name = type(error).__name__
-    told = getattr(error, "kwargs", {})
+    details = getattr(error, "kwargs", {})
     if name == "NoCredentialsError":
         return f"no credentials in the environment, in {_name_files(profile)}, or of a role: {_SET_KEYS}"
     if name == "PartialCredentialsError":
-        provider = told.get("provider")
+        provider = details.get("provider")
         place = "the environment" if provider in ("explicit", "env") else _name_files(profile)
-        return f"the credentials in {place} are partial: {told.get('cred_var', 'a key')} is missing; set it too"
+        return f"the credentials in {place} are partial: {details.get('cred_var', 'a key')} is missing; set it too"
     if name == "ProfileNotFound":
         variable = "AWS_DEFAULT_PROFILE" if not profile and os.environ.get("AWS_DEFAULT_PROFILE") else "AWS_PROFILE"
-        return f"{variable} names a profile ({told.get('profile')}) that the files of credentials do not have"
+        return f"{variable} names a profile ({details.get('profile')}) that the files of credentials do not have"
     if name in ("ConfigParseError", "InvalidConfigError", "InfiniteLoopConfigError", "UnknownCredentialError"):
         return f"the files of credentials cannot be used: correct {_FILES}"
     if name in ("SSOTokenLoadError", "UnauthorizedSSOTokenError", "TokenRetrievalError") or name.startswith("Login"):
         return f"the credentials of {_name_files(profile)} have expired: run aws sso login"
     if name in ("CredentialRetrievalError", "MetadataRetrievalError", "SSOError", "InvalidIMDSEndpointError"):
-        provider = told.get("provider", "the metadata service")
+        provider = details.get("provider", "the metadata service")
         return f"the credentials cannot be had from {provider}: check that it answers, or {_SET_KEYS}"
     if name == "JSONDecodeError":
         return f"the credentials cannot be had from credential_process, which prints no valid JSON: {_SET_KEYS}"

@@ -30,7 +30,7 @@ from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_s3
 NOTE = ".running"  # suffix of the notes of runs; see pipeline.runner.claim
 TEMPORARY = ".tmp-"  # prefix of the name of a file that is not complete yet
 INDEXES = "sources"  # the folder of a cache with the indexes of archives, a file each
-CARD = "README.md"  # of a cache, for datasets; a user's own stays
+CARD = "README.md"  # of a cache, for Hugging Face datasets; a README.md of the user stays
 _READERS = 16
 
 
@@ -77,7 +77,9 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
         return ObjectStore(text, ArrowObjects.at(text))
     if "://" in text and not text.startswith("file:///"):
         forms = " or ".join(f"{scheme}BUCKET/PREFIX" for scheme in ("s3://", *SCHEMES))
-        raise UsageError(f"{text.partition('://')[0]}://...: a cache is a folder, {forms}")  # the rest may hold a key
+        raise UsageError(
+            f"{text.partition('://')[0]}://...: a cache is a folder, {forms}"
+        )  # the rest may contain a key
     return LocalStore(text.removeprefix("file://"))
 
 
@@ -101,12 +103,12 @@ class LocalStore:
 
     def __init__(self, root: Path | str) -> None:
         self._label = str(root)
-        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - workers have other working folders; links stay
+        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - workers have other working folders; links are kept
         self._open_folder: _OpenFolder | None = None
         self._makes_root = True
 
     def __getstate__(self) -> dict[str, Any]:
-        # Where a node lacks the mount, a worker must not write to a new folder on the node's own disk.
+        # If a node lacks the mount, a worker must not create the folder on the node's local disk.
         return {**self.__dict__, "_makes_root": False}
 
     @property
@@ -185,13 +187,13 @@ class LocalStore:
         except OSError as error:  # "No space left on device" alone would not say where
             raise OSError(error.errno, error.strerror, str(self.root / name)) from error
         finally:
-            with suppress(FileNotFoundError):  # the file has its final name already
+            with suppress(FileNotFoundError):  # the file already has its final name
                 os.unlink(temporary, dir_fd=root)
         folder_descriptor = os.open(path.parent, os.O_RDONLY, dir_fd=root)
         try:
             os.fsync(folder_descriptor)  # so that the rename survives a power cut
         except OSError as error:
-            # SMB, 9p and some FUSE mounts cannot sync a folder. The file itself is synced and has its name by now.
+            # SMB, 9p and some FUSE mounts cannot sync a folder. The file itself is already synced and renamed.
             if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}:
                 raise
         finally:
@@ -342,7 +344,7 @@ def _make_folders(path: PurePosixPath, root: int) -> int:
         OSError: (ELOOP) a folder is a symbolic link, or a folder cannot be created.
     """
     mode = stat.S_IMODE(os.fstat(root).st_mode)
-    for folder in reversed(path.parents[:-1]):  # a root that is gone took all its rows with it
+    for folder in reversed(path.parents[:-1]):  # not the root: if it is gone, all its rows are gone
         try:
             os.mkdir(folder, dir_fd=root)
         except FileExistsError:
@@ -425,7 +427,9 @@ class ObjectStore:
 
     def names(self, folder: str, suffix: str) -> list[str]:
         names = [file.name for file in self.list_files(folder) if file.name.endswith(suffix)]
-        return [name for name in names if not PurePosixPath(name).name.startswith(".")]  # as "._x", copied from a Mac
+        return [
+            name for name in names if not PurePosixPath(name).name.startswith(".")
+        ]  # for example "._x", copied from a Mac
 
     def list_files(self, folder: str) -> list[FileInfo]:
         infos = self.objects.list(f"{self.root}/{folder}/" if folder else f"{self.root}/")
@@ -450,5 +454,5 @@ class ObjectStore:
         return self.root
 
 
-#: Where a cache may live; both have the same methods.
+#: The stores of caches; both have the same methods.
 Store = LocalStore | ObjectStore

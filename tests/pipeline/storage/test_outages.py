@@ -29,7 +29,7 @@ def test_an_outage_is_said_once_whoever_notices_and_its_end_too(lines):
         noted.note_failure(OLD)
     assert noted.report() == (OLD,) and len(said) == 1
     assert noted.list_places() == ["s3://b"] and recorded == [("s3://b", OLD.since)]
-    assert said[0].startswith("note: the store s3://b fails since 2") and "(503 SlowDown)" in said[0]
+    assert said[0].startswith("note: the store s3://b has failed since 2") and "(503 SlowDown)" in said[0]
     noted.take_reports([OLD, OLD._replace(why="ReadTimeoutError")])  # of workers
     noted.take_reports([])
     assert len(said) == 1
