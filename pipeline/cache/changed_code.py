@@ -134,7 +134,7 @@ def check_code(kind: type, code: str | None) -> None:
     if code is not None and (current_code := hash_code(kind)) != code:
         raise UsageError(
             f"{kind.__module__}:{kind.__qualname__} has other code in {file_of(kind)} than at the start of the run "
-            f"({current_code}, not {code}): put the same file on all nodes, do not change it during a run, and start again"
+            f"({current_code}, not {code}): put the same file on all nodes, do not change it during a run, and rerun"
         )
 
 

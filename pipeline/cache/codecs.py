@@ -38,10 +38,10 @@ class TokenCodec:
     kept: int = 0
 
     def widths(self, column: str, hidden_size: int) -> dict[str, int]:
-        """Return the bytes per row of each Parquet column that stores vectors: numbers, scales and kept channels.
+        """Return the names of the Parquet columns that store a vector -> their bytes per row, which are even.
 
-        Args:
-            column: the name of the first column, and the prefix of the others.
+        They are ``column`` for the numbers, ``column``_scale and, if channels are kept, ``column``_kept. bfloat16 has
+        only ``column``.
         """
         if not self.group:
             return {column: 2 * hidden_size}

@@ -273,7 +273,7 @@ def list_differences(
     old_subject: str = "the cache has",
     new_subject: str = "this run",
 ) -> list[str]:
-    """Return a line for each leaf in which two nested mappings differ.
+    """Return a line for each leaf in which two nested mappings differ, sorted by key.
 
     An example is ``pruner.params.alpha: the cache has 0.5, this run 0.3``. A missing key counts as None. The key
     "preprocessing" is skipped if the model families differ, since it then differs too.

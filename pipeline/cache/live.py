@@ -560,6 +560,7 @@ class LiveVideos:
     def __init__(
         self, table: VideosTable, small: pa.Table, files: Sequence[TableFile] = (), strays: Sequence[str] = ()
     ) -> None:
+        """Index the rows in ``small`` by video id; no file is read. ``open`` reads a cache."""
         self.table = table
         self.small = small
         self.files = list(files)

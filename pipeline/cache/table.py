@@ -117,7 +117,8 @@ def list_table_files(store: Store) -> list[TableFile]:
 def list_table(store: Store) -> TableListing:
     """List the files of the videos table and the stray files in its folder, which are checked.
 
-    This is one LIST request if there are no stray files; otherwise the table is read.
+    This is one LIST request if there are no stray files; otherwise the table is read. If a file of the table is merged
+    and deleted during the check, listing and check are repeated once.
 
     Raises:
         CorruptShard: a stray file must not be ignored (``pipeline.cache.strays``), or a file of the table is damaged.

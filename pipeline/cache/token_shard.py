@@ -293,7 +293,7 @@ class TokenShard:
         return bits.take(order, axis=0)
 
     def _groups(self, rows: TokenRows) -> range:
-        """Return the numbers of the row groups that hold the requested rows.
+        """Return the numbers of the video's first row groups, as many as hold ``rows.keep`` rows.
 
         Raises:
             CorruptShard: the shard lacks a column, or does not have the row groups that the video's row states.

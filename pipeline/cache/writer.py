@@ -331,6 +331,8 @@ def make_bundles(
 def _build_rows(record: VideoRecord, tokens: KeptTokens, vectors: Mapping[str, Bits], schema: pa.Schema) -> pa.Table:
     """Build the token rows of one video; contiguous vectors are wrapped without a copy.
 
+    ``frame`` is computed from ``index``. rank, merged and density are null if ``tokens`` has none.
+
     Args:
         vectors: column -> values per token, in the order of ``tokens``. For evidence per frame, values per frame, which
             are copied into the row of the frame's first token.

@@ -69,8 +69,8 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         """Send the request, and wait for the store's answer.
 
         Args:
-            ask: sends a GET and returns botocore's answer. It gets the value of the Range header and the ETag that the
-                content must have, or None for either.
+            ask: sends a GET and returns botocore's answer. It gets the value of the Range header (None for the whole
+                object) and the ETag that the content must have (None at first).
             errors: a context that converts the client's errors to OSError.
             broken: the client's exceptions for a connection that breaks.
             end: None for the end of the object.

@@ -151,11 +151,11 @@ class Objects:
             patience: scales the timeouts of a request; below 1, a request is sent at most twice.
             answered: True if the store has ever answered with these settings.
             decided: True if ``settings`` has the configured endpoint and region.
-            unsigned: True to send unsigned requests from processes that find no credentials. None decides later. False
-                if there are keys in ``settings``, or with ``requester_pays``.
+            unsigned: True to send unsigned requests from processes that find no credentials. None decides later. It
+                becomes False if there are keys in ``settings``, or with ``requester_pays``.
             requester_pays: accept the cost of reads from buckets whose owners want that.
-            settings: arguments of botocore's client (the keys of ``_ENVIRONMENT``); botocore finds other settings
-                itself.
+            settings: arguments of botocore's client (the keys of ``_ENVIRONMENT``), of which empty ones are dropped;
+                botocore finds other settings itself.
         """
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
@@ -210,7 +210,8 @@ class Objects:
     def _decide(self, session: Any) -> None:
         """Look up the endpoint, the region and whether there are credentials, and store the results in this client.
 
-        If there are no credentials, a note says that sources are read unsigned. What is already decided stays.
+        Explicit settings have precedence, and what is already decided stays. If there are no credentials, a note says
+        that sources are read unsigned.
         """
         if not self._decided:
             configured = {"endpoint_url": find_endpoint(session), "region_name": session.get_config_variable("region")}
@@ -416,8 +417,9 @@ class Objects:
     ) -> float | None:
         """Return the seconds until botocore sends a request again; None if the answer stands or the patience is over.
 
-        botocore calls this after each try. It reports the answer or failure to ``OUTAGES``. botocore's own policy would
-        end after seconds, and sooner if many requests of a process fail.
+        botocore calls this after each try, since its own policy would end after seconds. The delay grows to 20 seconds,
+        with jitter. A request is tried for 300 seconds, or for 20 if the store has never answered or the failure may be
+        permanent; an impatient client tries twice. The answer or failure is reported to ``OUTAGES``.
         """
         place: str = request_dict["context"][_PLACE]
         sent: float = request_dict["context"][_SENT]
@@ -524,10 +526,13 @@ def _slice(answer: Any, start: int, end: int | None) -> Slice:
 
 
 def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsigned: bool) -> Any:
-    """Create a botocore client for S3; retries are left to ``Objects._delay``.
+    """Create a botocore client for S3, without retries: ``Objects._delay`` decides about these.
+
+    With an endpoint it uses path-style addresses and only the checksums that a request needs. Without one, it also
+    ignores endpoints that are configured on this node.
 
     Args:
-        settings: arguments of the client; the profile is ignored here.
+        settings: arguments of the client; the profile is ignored, since ``session`` has it.
         patience: scales the timeouts.
     """
     from botocore import UNSIGNED  # noqa: PLC0415 - only where a store is used

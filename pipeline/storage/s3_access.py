@@ -135,6 +135,8 @@ def describe_credentials(credentials: Any, profile: str | None) -> str:
 def explain_refusal(status: int, code: str, credentials: Any, profile: str | None) -> str:
     """Return "; " and why a refused request may have the wrong credentials, with the remedy; "" for other failures.
 
+    Refusals are status 401 and 403 (except for archived objects), 400 without a code, and codes about credentials.
+
     Args:
         status: the HTTP status.
         code: the error code in the reply; the status as text if the reply has none.

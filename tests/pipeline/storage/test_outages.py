@@ -62,7 +62,7 @@ def test_a_request_waits_for_a_store_that_comes_back_and_says_so(monkeypatch):
             assert objects.read(server.uri(str(kind))) == b"there" and len(fault.paths) == 15
         assert objects.read(uri) == b"there"
         place = f"s3://{server.bucket}"
-        assert [line.partition(place)[2][:8] for line in said] == [" fails s", " answers"] * 2
+        assert [line.partition(place)[2][:8] for line in said] == [" has fai", " answers"] * 2
         assert proxy.url not in "".join(said) and OUTAGES.report() == ()
 
 
