@@ -348,6 +348,7 @@ class Ledger:
         """Convert rows with _LEDGER_READS to columns of the ledger.
 
         Adds new texts to ``runs``, ``classes``, ``notes`` and ``decoders``, and sets ``hidden_size`` if it is still 0.
+        ``attempts``, ``earlier`` and ``rewritten`` are clipped to the range of their types.
 
         Args:
             first: the number of the first row.
@@ -378,7 +379,8 @@ class Ledger:
     def _number_notes(self, notes: pa.ChunkedArray) -> NDArray[np.uint8]:
         """Return the number in ``notes`` of each row's reason for another decoder, [n]; new reasons are appended.
 
-        The number is 0 without a reason, and if the requested decoder served after all.
+        The number is 0 without a reason, and if the requested decoder served after all. Remarks on partly read files
+        and on sizes are cut off, and numbers in a reason become N.
         """
         notes = pc.fill_null(notes, "")
         if not pc.any(pc.not_equal(notes, "")).as_py():
@@ -619,7 +621,8 @@ class LiveVideos:
     def find(self, video_id: str) -> RowPlace | None:
         """Find the live row of a video; return None if the video has no row.
 
-        At most two reads per level of sorted files; the small files are in memory.
+        This takes at most two reads per level of sorted files, which threads send in parallel to an object store; the
+        small files are in memory.
 
         Raises:
             CorruptShard: a sorted file is damaged.

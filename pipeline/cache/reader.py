@@ -430,7 +430,8 @@ class TokenCache:
     def _read_videos(self, videos: Sequence[TokenRows], reading: Reading) -> list[CachedVideo]:
         """Read videos run by run, and return them in the order of ``videos``.
 
-        From an object store, threads fetch up to four further runs meanwhile.
+        From an object store, threads fetch up to four further runs meanwhile. A CorruptShard names the video and the
+        remedy.
         """
         runs = group_runs(videos)
         neighbours = [[videos[index] for index in run] for run in runs]
@@ -459,7 +460,11 @@ class TokenCache:
             return shard, None if reading.verify or self.store.folder is not None else shard.fetch_all(run)
 
     def _read_video(self, rows: TokenRows, reading: Reading, shard: TokenShard, fetched: Fetched | None) -> CachedVideo:
-        """Read a video's first token rows, and only their row groups; a verified video is read completely."""
+        """Read a video's first token rows, and only their row groups; a verified video is read completely.
+
+        Raises:
+            CorruptShard: the shard is damaged or contradicts the video's row, or a position is out of range.
+        """
         row = rows.row
         order = None
         vectors = dict[str, NDArray[np.int16]]()

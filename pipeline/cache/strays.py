@@ -36,7 +36,7 @@ def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> Str
     """Return why a stray file cannot be ignored, or None if it can be.
 
     It can be ignored if it is a copy of one of ``files``, if none of its rows would be live beside their rows, or if it
-    is gone by now. A file that cannot be parsed or lacks the columns of the rule cannot be ignored.
+    is gone by now. A file that is not Parquet or lacks the columns of the rule cannot be ignored.
 
     Args:
         files: the files of the videos table; all are read unless the stray file is a copy of one.
@@ -44,7 +44,7 @@ def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> Str
     Raises:
         CorruptShard: one of ``files`` is damaged.
         FileNotFoundError: one of ``files`` was merged and deleted meanwhile.
-        OSError: the store failed.
+        OSError: the store failed, or a page of the stray file is damaged.
     """
     try:
         data = store.read(name)

@@ -5,9 +5,8 @@ video is one GET, writing a shard one PUT, and listing one LIST per thousand key
 flags, the environment, and what botocore finds (profiles, files, roles). They travel to the workers in an ``Objects``
 and appear nowhere else: not in rows, records of runs, logs or errors.
 
-obstore 0.12.1 needs a tenth of the CPU time for a small GET, but it cannot replace botocore here: it reads keys as
-paths (``a//b.mp4`` cannot be read, and fails a listing), it cannot list a prefix within a name, a forked child hangs
-after its parent has used it, and it has neither profiles nor SSO nor pending uploads.
+obstore (0.12.1) takes a tenth of the CPU time for a small GET, but cannot replace botocore: it cannot read keys such as
+``a//b.mp4``, hangs in forked children, and has neither profiles nor SSO nor pending uploads.
 """
 
 from __future__ import annotations
@@ -445,7 +444,8 @@ class Objects:
     def _errors(self, uri: str) -> Iterator[None]:
         """Convert errors in the context to OSErrors that name the URI, with a remedy and without endpoint and secrets.
 
-        404 becomes FileNotFoundError, and 401 and 403 become PermissionError.
+        404 becomes FileNotFoundError, 401 and 403 become PermissionError, 416 has errno ERANGE, and other errors of the
+        client have EIO.
         """
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - only where a store is used
         from urllib3.exceptions import HTTPError  # noqa: PLC0415

@@ -86,10 +86,10 @@ def lacks_credentials(session: Any) -> bool:
 
 
 def _may_have_role(session: Any) -> bool:
-    """Return False if this machine has no metadata service, or one that says that there is no role; otherwise True.
+    """Return False if the metadata service of this machine is disabled or absent, or says that there is no role.
 
-    It sends up to two requests to the metadata service, with a timeout of one second. A configured service that does
-    not answer counts as True.
+    It sends up to two requests to the service, with a timeout of one second. If a configured service does not answer,
+    or the service fails, the result is True.
     """
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False

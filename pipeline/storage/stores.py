@@ -65,7 +65,8 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
         objects: the client for ``s3://``; None creates one from the environment.
 
     Raises:
-        UsageError: any other address, a malformed URI, or an empty text, which often is an unset shell variable.
+        UsageError: any other or a malformed address, an empty text (often an unset shell variable), boto3 is not
+            installed, or the environment does not name the Azure account.
     """
     text = str(place)
     if not text.strip():
@@ -265,7 +266,7 @@ class LocalStore:
         return LocalFile(pa.memory_map(str(self._path(name)), "r"))
 
     def names(self, folder: str, suffix: str) -> list[str]:
-        """List the names of a folder's files that end in ``suffix``, sorted; [] if there is no such folder.
+        """List the files of a folder whose names end in ``suffix``, as sorted paths FOLDER/NAME; [] without the folder.
 
         Files whose base names begin with a dot, such as unfinished ones, are left out.
         """
