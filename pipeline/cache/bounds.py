@@ -1,7 +1,8 @@
-"""Limits on what files of a cache may unpack to, checked before Arrow unpacks them.
+"""Limit the memory that the files of a cache may take, before Arrow decompresses them.
 
 A Parquet file of some kilobytes can claim gigabytes: by zstd, by a dictionary, or by a run of one list value. Arrow
-allocates what the file claims. The files of this project are far below the limit, also with thousands of equal texts.
+allocates what the file claims. The files that this project writes are far below the limit, even with thousands of equal
+texts.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from pipeline.cache.pages import iter_page_sizes
 from pipeline.cache.schema import READ_THREADS, open_parquet
 from pipeline.rows import VideoRow
 
-_MIN_LIMIT: Final = 2**26  # bytes that any file may unpack to
-_BYTES_PER_STORED_BYTE: Final = 256  # beyond that; rows have hashes of their own, so they shrink thirtyfold at most
-_LEVEL_BYTES: Final = 4  # Arrow's levels of nesting and nulls, for each value
+_MIN_LIMIT: Final = 2**26  # bytes that every file may unpack to
+_BYTES_PER_STORED_BYTE: Final = 256  # in addition; real rows have hashes, so they compress thirtyfold at most
+_LEVEL_BYTES: Final = 4  # per value, for Arrow's definition and repetition levels
 _WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
 _RATIOS: Final = {"UNCOMPRESSED": 1, "ZSTD": 2**15}  # a zstd block of 4 bytes unpacks to 128 KiB at most
 _MAX_HIDDEN_SIZE: Final = 2**24
-# Columns without which the tokens of an ok video cannot be read, or not checked.
+# Columns that are needed to read and check the tokens of an ok video.
 _NEEDED_COLUMNS = (
     *("token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "retention_ratio", "nested"),
     *("n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
@@ -39,20 +40,25 @@ def check_unpacked(
 ) -> None:
     """Raise ValueError if columns of row groups would unpack to far more than a file of ``n_bytes`` can hold.
 
+    The limit is 64 MiB plus 256 times ``n_bytes``. The headers of all pages are read only if the footer alone does not
+    show that the limit holds.
+
     Args:
-        metadata: of the file.
-        groups: the row groups that are to be read.
-        numbers: the columns that are to be read, as of ``find_leaves``.
-        view: returns bytes [start, end) of the file.
+        groups: the row groups that are to be read; empty ones are skipped.
+        numbers: the Parquet columns that are to be read, from ``find_leaves``.
+        view: returns the bytes [start, end) of the file.
+
+    Raises:
+        ValueError: also for a page header that cannot be parsed, and for negative sizes in the footer.
     """
     limit = _MIN_LIMIT + _BYTES_PER_STORED_BYTE * n_bytes
     chunks = [
         (group.column(number), metadata.schema.column(number))
         for group in map(metadata.row_group, groups)
-        if group.num_rows  # of an empty one Arrow reads nothing
+        if group.num_rows  # Arrow reads nothing of an empty row group
         for number in numbers
     ]
-    for estimate in (_estimate, _measure):  # the headers of all pages are read only if the footer leaves doubt
+    for estimate in (_estimate, _measure):  # page headers are read only if the footer does not suffice
         total = largest = 0
         for chunk, schema in chunks:
             stays, passes = estimate(chunk, schema, view)
@@ -63,20 +69,29 @@ def check_unpacked(
 
 
 def find_leaves(metadata: pq.FileMetaData, names: Collection[str]) -> list[int]:
-    """Return the numbers of the Parquet columns that make up the columns ``names`` of a file."""
+    """Return the numbers of the Parquet columns that belong to the top-level columns ``names``, ascending.
+
+    A list or struct has several; names that the file lacks are ignored.
+    """
     paths = (metadata.schema.column(number).path for number in range(metadata.num_columns))
     return [number for number, path in enumerate(paths) if path.partition(".")[0] in names]
 
 
 def read_bounded(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a whole Parquet file from memory, with page checksums, if what it unpacks to is bounded.
+    """Read a whole Parquet file from memory, verifying page checksums, after ``check_unpacked`` has limited its size.
 
-    Only those of ``columns`` that it has are read; None reads all. Raises ValueError and ArrowException.
+    Args:
+        columns: the columns to read; those that the file lacks are left out. None reads all columns.
+
+    Raises:
+        ValueError: it would unpack to too many bytes, or its sizes cannot be read.
+        ArrowException, OSError: it is not a Parquet file or is damaged.
     """
     file = open_parquet(pa.BufferReader(data))
-    metadata, own_names = file.metadata, file.schema_arrow.names  # built anew by each access
+    metadata = file.metadata  # each access builds it again
+    own_names = file.schema_arrow.names
     names = own_names if columns is None else [name for name in columns if name in own_names]
-    is_flat = metadata.num_columns == len(own_names)  # then each column is one of Parquet's
+    is_flat = metadata.num_columns == len(own_names)  # then each column has one Parquet column
     numbers = [own_names.index(name) for name in names] if is_flat else find_leaves(metadata, names)
     whole = memoryview(data)
     check_unpacked(metadata, range(metadata.num_row_groups), numbers, lambda start, end: whole[start:end], len(data))
@@ -84,10 +99,10 @@ def read_bounded(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def iter_count_faults(row: VideoRow) -> Iterator[str]:
-    """Yield the contradictions between the counts and the lists of an ok row of the videos table.
+    """Yield a message for each contradiction between the counts and the lists of an ok row of the videos table.
 
-    A row without them has counts that are bounded by its lists, which were read. A fault that makes others meaningless
-    is the last.
+    If it yields none, the counts are bounded by the lengths of lists that are already in memory, so that readers can
+    allocate arrays by them. Nulls and a wrong ``n_total`` end the check early.
     """
     if lacking := [name for name, value in row.items() if name in _NEEDED_COLUMNS and value is None]:
         yield f"an ok video without {', '.join(lacking)}"
@@ -111,21 +126,24 @@ def iter_count_faults(row: VideoRow) -> Iterator[str]:
 
 
 def _iter_list_faults(row: VideoRow) -> Iterator[str]:
-    """Yield the contradictions between the numbers of frames and tokens of a row and the lengths of its lists."""
+    """Yield a message for each list whose length or sum contradicts ``n_tokens``, ``n_frames`` or another list."""
     n_tokens, n_frames = row["n_tokens"], row["n_frames"]
     if len(row["kept_per_frame"]) != n_frames or sum(row["kept_per_frame"]) != n_tokens:
         yield f"kept_per_frame does not sum to {n_tokens} tokens in {n_frames} frames"
     if row["temporal_density"] is not None and len(row["temporal_density"]) != n_frames:
         yield f"{len(row['temporal_density'])} temporal densities of {n_frames} frames"
-    n_sampled, n_seconds = len(row["frame_indices"]), len(row["timestamps"])
+    n_sampled = len(row["frame_indices"])
+    n_seconds = len(row["timestamps"])
     if n_sampled != n_seconds or not n_sampled:
         yield f"{n_sampled} frame_indices and {n_seconds} timestamps"
-    elif math.ceil(n_sampled / math.ceil(n_sampled / n_frames)) != n_frames:  # two a frame on Qwen, the last alone
+    elif (
+        math.ceil(n_sampled / math.ceil(n_sampled / n_frames)) != n_frames
+    ):  # on Qwen two per step, perhaps one in the last
         yield f"{n_sampled} sampled frames cannot make {n_frames} of the model's"
 
 
 def find_span(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """Return the bytes [start, end) of a column chunk in its file."""
+    """Return the bytes [start, end) of a column chunk in its file, including its dictionary page."""
     start = chunk.data_page_offset
     if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
         start = min(start, chunk.dictionary_page_offset)
@@ -133,10 +151,13 @@ def find_span(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
 
 
 def _estimate(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
-    """Return a limit on the unpacked bytes of a chunk, and on those of its pages, by the footer alone where it tells.
+    """Return upper limits on (the bytes of a chunk's values in Arrow, the bytes of its decompressed pages).
 
-    Arrow unpacks one column after the other, so that pages of two columns are never in memory at once. Raises
-    ValueError.
+    The footer alone gives them for columns of fixed width without lists; others are measured with ``_measure``. Arrow
+    decompresses one column after the other, so that the pages of two columns are never in memory at once.
+
+    Raises:
+        ValueError: the footer has negative sizes, or a page header cannot be parsed.
     """
     width = _WIDTHS.get(schema.physical_type, schema.length)
     ratio = _RATIOS.get(chunk.compression)
@@ -147,7 +168,14 @@ def _estimate(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View
 
 
 def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
-    """Return what ``_estimate`` does by the headers of the chunk's pages. Raises ValueError."""
+    """Return the limits of ``_estimate`` by the headers of the chunk's pages, which ``view`` reads.
+
+    For texts the second limit is 0, since the first includes their pages. Uncompressed columns of fixed width need no
+    page headers.
+
+    Raises:
+        ValueError: the footer has negative sizes, or a page header cannot be parsed.
+    """
     width = _WIDTHS.get(schema.physical_type, schema.length)
     n_values, n_packed = _read_sizes(chunk)
     if width and not schema.max_repetition_level and chunk.compression == "UNCOMPRESSED":
@@ -156,14 +184,15 @@ def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View)
     n_bytes, n_values = sum(page.n_bytes for page in pages), max(n_values, sum(page.n_values for page in pages))
     if width:
         return n_values * (width + _LEVEL_BYTES), n_bytes
-    # A text of a dictionary may stand in every row.
+    # Every row may refer to the longest text of a dictionary.
     text = 0 if all(page.is_plain for page in pages) else max(page.n_bytes for page in pages)
     return n_bytes + n_values * (4 + text + _LEVEL_BYTES), 0
 
 
 def _read_sizes(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """Return the values and the stored bytes of a chunk. Raises ValueError for numbers below 0."""
-    n_values, n_packed = int(chunk.num_values), int(chunk.total_compressed_size)
+    """Return (the number of values, the stored bytes) of a chunk from the footer; ValueError if one is below 0."""
+    n_values = int(chunk.num_values)
+    n_packed = int(chunk.total_compressed_size)
     if min(n_values, n_packed) < 0:
         raise ValueError(f"its footer has a column of {n_values} values in {n_packed} bytes")
     return n_values, n_packed

@@ -1,4 +1,4 @@
-"""One video as it comes out of a cache: Arrow's columns as tensors."""
+"""Represent a video that was read from a cache: Arrow columns converted to tensors."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from pipeline.cache.header import CacheHeader, deepstack_levels, find_codec
 from pipeline.cache.token_shard import join_vectors
 from pipeline.rows import VideoRow, describe_frames, sampled_fps
 
-if TYPE_CHECKING:  # a cache is opened, listed and asked for metadata without torch
+if TYPE_CHECKING:  # opening and listing a cache and reading metadata need no torch
     from torch import Tensor
 
     from gstep.types import Visual
 
-#: Evidence of one number a token, by the beginning of its labels.
+#: The beginnings of the labels of evidence with one number per token.
 ONE_NUMBER = tuple(name for name, axes in EVIDENCE_SHAPES.items() if axes == ("T", "N"))
 
 
 @dataclass(frozen=True)
 class CachedVideo:
-    """The stored tokens of one video; K rows.
+    """The K stored tokens of a video that a read returned, in the requested order.
 
     Attributes:
         video_id: the id in the manifest.
-        tokens: [K,D] bfloat16, bit for bit what the encoder gave where the cache stores that.
-        index: [K] int64, flat position t*N + i before pruning.
-        rank: [K] int64, order of selection; None for a method without one.
+        tokens: [K, D] bfloat16; bit-identical to the encoder's output unless the cache has a lossy codec.
+        index: [K] int64, the flat position t*N + i before pruning.
+        rank: [K] int64, the order of selection; None for methods without one.
         frame: [K] int64, t.
-        merged: [K] bool, or None where the method never merges.
-        density: [K] float32 (Eq. 8), or None for a method without one.
-        metadata: the video's row of the videos table (see pipeline.rows.VideoRecord), JSON columns decoded. Its ``fps``
-            is the rate of the source, and its ``n_frames`` counts temporal patches on Qwen: see ``describe_frames``.
-        deepstack: [K,D] bfloat16 each, the same rows at each deepstack level; none where the model has no levels.
-        evidence: what was asked for besides, as it was asked for, bfloat16: [K,width], [K] where it is one number a
-            token, [T,width] where it is of frames.
-        header: of the cache that it is from: the model, and the newline row where that has one.
+        merged: [K] bool; None for methods that never merge.
+        density: [K] float32 (Eq. 8); None for methods without one.
+        metadata: the video's row of the videos table, with JSON columns parsed. ``fps`` is the rate of the source, and
+            on Qwen ``n_frames`` counts temporal patches; ``describe_frames`` puts both in words.
+        deepstack: [K, D] bfloat16 per deepstack level, with the same rows; empty for models without levels.
+        evidence: the requested evidence by the requested name, bfloat16: [K, width] per token, [K] if it is one number
+            per token, or [T, width] per frame.
+        header: the header of the cache, for the model and the newline row.
     """
 
     video_id: str
@@ -61,12 +61,12 @@ class CachedVideo:
 
     @property
     def newline(self) -> Tensor | None:
-        """LLaVA-OneVision's row after all tokens of a video, [D] bfloat16; None for families without one."""
+        """The row that LLaVA-OneVision appends to a video's tokens, [D] bfloat16; None for families without one."""
         return None if self.header is None else decode_newline(self.header)
 
     @property
     def sampled_fps(self) -> float | None:
-        """How many frames a second were sampled; ``metadata["fps"]`` is the rate of the source."""
+        """The sampled frames per second; None if unknown. ``metadata["fps"]`` is the rate of the source."""
         return sampled_fps(self.metadata)
 
     def describe_frames(self) -> str:
@@ -75,12 +75,12 @@ class CachedVideo:
 
     @cached_property
     def visual(self) -> Visual:
-        """The tokens as prompts take them (``gstep.language``), in the order in which they were read.
+        """The tokens in the form that prompts take (``gstep.language``), in the order in which they were read.
 
-        The result is kept: a language model computes a video that several prompts share only once if all of them have
+        The object is created once: a language model processes a video that several prompts share only once if they hold
         the same object.
         """
-        from gstep.types import Visual  # noqa: PLC0415 - who only reads tokens does without
+        from gstep.types import Visual  # noqa: PLC0415 - not needed to read tokens
 
         row = self.metadata
         return Visual(
@@ -99,7 +99,7 @@ class CachedVideo:
 
 
 def decode_newline(header: CacheHeader) -> Tensor | None:
-    """Decode the newline row that a cache's header holds, [D] bfloat16; None without one."""
+    """Decode the newline row in a cache's header to [D] bfloat16; return None if the header has none."""
     base64_row = header.get("newline")
     return None if base64_row is None else bfloat16(bytearray(base64.b64decode(base64_row)))
 
@@ -112,27 +112,30 @@ def build_video(
     order: NDArray[np.int64] | None,
     vectors_in_order: Mapping[str, NDArray[np.int16]],
 ) -> CachedVideo:
-    """Build a CachedVideo from a video's token rows; ``row`` is its row of the videos table.
+    """Build a CachedVideo from the token rows of a video.
 
     Args:
-        table: the token rows, with the columns of tokens and of ``evidence``.
-        header: the cache's header.
+        row: the video's row of the videos table.
+        table: the token rows, with the columns of tokens and of ``evidence``, except those in ``vectors_in_order``.
         evidence: name in the result -> column.
-        order: [K] the row of ``table`` for each row of the result; None keeps the order. Evidence of frames stays as it
-            is stored.
-        vectors_in_order: [K,width] columns that have the order of the result already, and need not be in ``table``.
+        order: [K] the row of ``table`` for each row of the result; None keeps the order. Evidence of frames keeps its
+            order.
+        vectors_in_order: column -> [K, width / 2] int16 in the order of the result.
     """
-    import torch  # noqa: PLC0415 - two seconds, for whoever wants tokens
+    import torch  # noqa: PLC0415 - takes two seconds, and only tokens need it
 
     def numbers(name: str, dtype: Any) -> Tensor | None:
-        """Return a column of numbers in ``order``; None if it has nulls."""
+        """Return a column of numbers in the order of the result, or None if it has a null."""
         if table[name].null_count:
             return None
         values = table[name].to_numpy()
         return torch.from_numpy((values if order is None else values[order]).astype(dtype))
 
     def vectors(name: str, *, frames: bool = False) -> Tensor:
-        """Return a column as [K,width] bfloat16 in ``order``; with ``frames`` its values without nulls, as stored."""
+        """Return a column as [K, width / 2] bfloat16 in the order of the result.
+
+        If ``frames``, nulls are dropped and the stored order stays, [T, width / 2].
+        """
         if name in vectors_in_order:
             return torch.from_numpy(vectors_in_order[name]).view(torch.bfloat16)
         column = table[name].drop_null() if frames else table[name]
@@ -142,7 +145,7 @@ def build_video(
 
     def evidence_of(column: str) -> Tensor:
         values = vectors(column, frames=is_per_frame(column))
-        return values.squeeze(1) if column.startswith(ONE_NUMBER) else values  # one number a token is [K]
+        return values.squeeze(1) if column.startswith(ONE_NUMBER) else values  # [K] if there is one number per token
 
     tokens = partial(find_codec(header["identity"]).decode, hidden_size=row["hidden_size"], read_part=vectors)
     index, frame = numbers("index", np.int64), numbers("frame", np.int64)
@@ -163,9 +166,9 @@ def build_video(
 
 
 def bfloat16(data: Any) -> Tensor:
-    """View the bytes of ``data`` as bfloat16 numbers, without a copy."""
+    """View the bytes of ``data`` as a flat bfloat16 tensor that shares their memory, which may be read-only."""
     import torch  # noqa: PLC0415 - as above
 
-    with warnings.catch_warnings():  # Arrow gives its memory for reading only, which torch cannot express
+    with warnings.catch_warnings():  # the memory of Arrow is read-only, of which torch warns
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return torch.from_numpy(np.frombuffer(data, dtype=np.int16)).view(torch.bfloat16)

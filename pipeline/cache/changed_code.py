@@ -1,9 +1,10 @@
-"""What becomes of a cache, or of answers, where a user's own method has other code now than the code that made them.
+"""Handle a cache, or answers, whose user method now has other code than the code that made them.
 
-Other code is refused, as another parameter is. ``--on-changed redo`` restarts a cache instead: its header gets the
-identity of the code that is there now, in one put. No row of the old code counts after that, since every file of the
-table says the identity of its rows (``pipeline.cache.table``), and a run encodes all videos again. So a kill leaves the
-cache of either code, never a mixture. The files of the old code are deleted when such a run ends.
+Changed code is refused like a changed parameter. ``--on-changed redo`` restarts a cache instead: one write gives its
+header the identity of the current code. From then on no row of the old code counts, since every file of the table names
+the identity of its rows (``pipeline.cache.table``), and the run encodes all videos again. After a kill the cache
+therefore belongs to one of the two codes and never mixes them. The files of the old code are deleted at the end of the
+run.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ def match_identity(
     *,
     redo: bool = False,
 ) -> list[str]:
-    """Return the own methods whose code is another in the ``new`` identity than in the ``old`` one.
+    """Return the import paths of the user methods whose code differs between two identities.
 
-    Code that the old identity does not tell (``keep_unknown_code``) counts as the same code, with ``redo`` as other
-    code. Nothing is refused for code: the caller does that with ``refuse_changed_code``.
+    Code that is unknown in ``old``, as in caches of older versions, counts as unchanged; with ``redo`` it counts as
+    changed. A difference in code alone raises nothing: call ``refuse_changed_code`` with the result.
 
     Args:
-        refusal: the beginning of the error, which says what was made with other settings.
-        has: stands before the old value in the error.
+        refusal: the first line of the error.
+        has: the words before each old value in the error.
 
-    Raises IdentityMismatch for any other difference. Other parameters of a method with changed code are not compared.
+    Raises:
+        IdentityMismatch: the identities differ in anything but code. The parameters of a method with changed code are
+            not compared.
     """
     changed_methods = list[str]()
 
@@ -52,8 +55,8 @@ def match_identity(
         return old_method
 
     comparable = new if redo else keep_unknown_code(old, new)
-    if wrong := list_differences(old, _replace_methods(old, comparable, take_old_code), old_subject=has):
-        lines = "\n  ".join(wrong)
+    if differences := list_differences(old, _replace_methods(old, comparable, take_old_code), old_subject=has):
+        lines = "\n  ".join(differences)
         raise IdentityMismatch(f"{refusal}:\n  {lines}\nUse those settings, or another --out.")
     return changed_methods
 
@@ -63,7 +66,10 @@ def _replace_methods(
     new: Mapping[str, Any],
     replace: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return ``new`` with each own method that both identities have as ``replace(old entry, new entry)`` returns it."""
+    """Return a copy of ``new`` with ``replace(old entry, new entry)`` for each user method that both identities have.
+
+    An entry is a user method if it has a hash of its code. It is searched for in nested mappings too.
+    """
     replaced = dict(new)
     for key, value in new.items():
         old_value = old.get(key)
@@ -74,60 +80,76 @@ def _replace_methods(
 
 
 def keep_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``new`` with the entry "code" of ``old`` for methods of which ``old`` does not tell the code.
+    """Return a copy of ``new`` in which code that ``old`` does not record is not a difference.
 
-    That is an identity of an older version: it has no hash of the code, or one that covers other statements.
+    Identities of older versions have no hash of a method's code, or a hash that covers other statements. For these
+    methods the result has the "code" of ``old``, or none.
     """
 
     def keep_code(old_method: Mapping[str, Any], method: Mapping[str, Any]) -> Mapping[str, Any]:
         if is_comparable(old_method.get("code")):
             return method
-        without = {name: part for name, part in method.items() if name != "code"}
-        return without | {name: old_method[name] for name in ("code",) if name in old_method}
+        other_entries = {name: part for name, part in method.items() if name != "code"}
+        return other_entries | {name: old_method[name] for name in ("code",) if name in old_method}
 
     return _replace_methods(old, new, keep_code)
 
 
 def refuse_changed_code(place: object, methods: Iterable[str], result_name: str) -> None:
-    """Raise IdentityMismatch that names these methods, whose code has changed; return if there are none.
+    """Raise IdentityMismatch that lists ``methods``, user methods whose code has changed, unless there are none.
+
+    The message names the file of each method; for that its module is imported, ignoring errors.
 
     Args:
         place: the cache or the answers.
-        result_name: the results of the old code: "tokens" or "answers".
+        methods: import paths; repeats are listed once.
+        result_name: what the old code made: "tokens" or "answers".
     """
     lines = [printable(f"{name}{_where(name)}") for name in dict.fromkeys(methods)]
     if lines:
         raise IdentityMismatch(
-            f"{place} has {result_name} by other code, and one output has one kind. Changed since:\n  "
+            f"{place} has {result_name} of other code, which cannot be mixed with new ones. Changed since:\n  "
             + "\n  ".join(lines)
             + "\nMake them again with --on-changed redo, or name another --out."
         )
 
 
 def _where(name: str) -> str:
-    """Return " in FILE" of a class by its import path, "" where it cannot be imported here."""
+    """Import a user class by its path, and return " in FILE"; return "" if the import fails with any Exception."""
     try:
         return f" in {file_of(load_object(name))}"
-    except Exception:  # noqa: BLE001 - importing runs code of the user's
+    except Exception:  # noqa: BLE001 - the import runs the user's code
         return ""
 
 
 def check_code(kind: type, code: str | None) -> None:
-    """Raise UsageError where a class on this node has other code than ``code``, which the run began with."""
-    if code is not None and (now := hash_code(kind)) != code:
+    """Check that a user class on this node still has the code with which the run began.
+
+    Args:
+        code: the hash of the code at the beginning; None skips the check.
+
+    Raises:
+        UsageError: the code differs or cannot be hashed.
+    """
+    if code is not None and (current_code := hash_code(kind)) != code:
         raise UsageError(
-            f"{kind.__module__}:{kind.__qualname__} has other code in {file_of(kind)} than the run began with ({now}, "
-            f"not {code}): put the same file on all nodes, do not change it during a run, and start again"
+            f"{kind.__module__}:{kind.__qualname__} has other code in {file_of(kind)} than at the start of the run "
+            f"({current_code}, not {code}): put the same file on all nodes, do not change it during a run, and rerun"
         )
 
 
 def match_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refusal: str, *, redo: bool) -> bool:
-    """Return True if other code of the method made a cache, whose identity is ``old``, than the code of ``new``.
+    """Return True if the code of a cache's user method has changed and the cache may continue with the new code.
 
-    Other code is accepted with ``redo``, and for a cache without tokens. ``refusal`` is the beginning of the error that
-    another difference raises.
+    It may if ``redo`` is set, or if the cache has no tokens. False means that the code is the same.
 
-    Raises IdentityMismatch for other code that is not accepted, and for any other difference; CorruptShard, OSError.
+    Args:
+        refusal: the first line of the error about other differences.
+
+    Raises:
+        IdentityMismatch: the code has changed and may not be accepted, or another setting differs.
+        CorruptShard: a file of the videos table is damaged.
+        OSError: the store failed.
     """
     changed_methods = match_identity(old, new, refusal, redo=redo)
     if changed_methods and not redo:
@@ -138,27 +160,41 @@ def match_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refus
 
 
 def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, run_id: str) -> CacheHeader:
-    """Give a cache with this ``header`` another identity, whose code makes its videos again; return the new header.
+    """Give a cache the identity of the changed code, so that a run encodes all its videos again; return the new header.
 
-    Videos that were removed for good stay removed. No file is deleted: ``delete_superseded`` does that later. The
-    caller holds the cache's claim. Raises UsageError where files of the table do not say the identity of their rows,
-    CorruptShard and OSError.
+    The rows of removed videos are committed again under the new identity, so that these videos stay removed. Then the
+    new header is written; it lists the old fingerprint as superseded. No file is deleted: ``delete_superseded`` does
+    that at the end of the run. The caller must hold the cache's claim.
+
+    Raises:
+        UsageError: the table has rows of an old version, which do not name their identity.
+        CorruptShard: a file of the videos table is damaged.
+        OSError: the store failed.
     """
     if len(Ledger(store, "").refresh()):
-        raise UsageError(f"{store}: rows of an older version do not say what code made them: name another --out")
+        raise UsageError(f"{store}: rows of an older version do not record the code that made them: use another --out")
     old, new = fingerprint(header["identity"]), fingerprint(identity)
-    if removed_rows := LiveVideos.read_removed(store, old):  # before the header: no row of this identity counts yet
+    if removed_rows := LiveVideos.read_removed(
+        store, old
+    ):  # committed before the header: rows of this identity do not count yet
         commit_records(store, run_id, 0, removed_rows, made_with=new)
-    begun: CacheHeader = {**header, "identity": identity}
-    begun["superseded"] = sorted({*header.get("superseded", ()), old} - {new})
-    store.put(HEADER, serialise_header(begun))
-    return begun
+    new_header: CacheHeader = {**header, "identity": identity}
+    new_header["superseded"] = sorted({*header.get("superseded", ()), old} - {new})
+    store.put(HEADER, serialise_header(new_header))
+    return new_header
 
 
 def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
-    """Delete the table files and token shards of the superseded identities in ``header``; return their names.
+    """Delete the table files of the superseded identities in ``header`` and the token shards that they name.
 
-    The header itself stays as it is. Raises CorruptShard, OSError.
+    The header stays as it is. Table files are deleted first, so that no row names a missing shard.
+
+    Returns:
+        The deleted names; [] if nothing is superseded.
+
+    Raises:
+        CorruptShard: a file of the videos table is damaged.
+        OSError: the store failed.
     """
     fingerprints = header.get("superseded", [])
     ledger = Ledger(store, fingerprint(header["identity"])).refresh() if fingerprints else None
@@ -167,7 +203,7 @@ def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
     for name in tables:
         rows = read_file(store, parse_file_name(name), ("token_shard",))
         shards |= set(filter(is_shard_name, rows["token_shard"].to_pylist()))
-    names = [*tables, *sorted(shards)]  # a token shard goes after the rows that name it
+    names = [*tables, *sorted(shards)]  # a token shard is deleted after the rows that name it
     for name in names:
         store.delete(name)
     return names

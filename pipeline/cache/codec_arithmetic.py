@@ -1,7 +1,7 @@
-"""Whole numbers with a scale a group: the arithmetic of the codecs, on any device, the same bits on all.
+"""Encode vectors as integers with one scale per group, and decode them: bit-identical results on every device.
 
-A number is its whole number times its group's float16 scale, a product that float32 holds exactly, rounded once to
-bfloat16. ``bits``, ``group`` and ``kept`` are those of ``pipeline.cache.codecs.TokenCodec``.
+A decoded number is its integer times the float16 scale of its group. float32 holds this product exactly, and it is
+rounded once to bfloat16. ``bits``, ``group`` and ``kept`` are those of ``pipeline.cache.codecs.TokenCodec``.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-_ROWS = 128  # rows at a time on a CPU: results between two steps stay in its caches, which takes a third of the time
-_MAGNITUDE = 0x7FFF  # masks the sign of a bfloat16 number: the other bits sort as the magnitudes do
+_ROWS = 128  # rows at a time on a CPU: intermediate results stay in its caches, which takes a third of the time
+_MAGNITUDE = 0x7FFF  # masks the sign of a bfloat16 number; the other bits have the order of the magnitudes
 
 
 def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> list[NDArray[np.int16]]:
-    """Encode [K,D] bits of bfloat16 as whole numbers, scales and kept channels, each [K,width / 2] of raw bits.
+    """Encode [K, D] bits of bfloat16 on the CPU as integers, scales and kept channels, each [K, width / 2] int16 bits.
 
-    Without kept channels there is no third column. Raises ValueError for numbers that no float16 scale reaches, and for
-    those that are not finite.
+    The ``n_kept`` channels of largest magnitude (infinity and NaN are larger than all numbers) are stored unchanged and
+    count as zero in their groups; of equal magnitudes the first channel is kept. If ``n_kept`` is 0, the list has no
+    third array.
+
+    Raises:
+        ValueError: a number outside the kept channels is not finite or is too large for a float16 scale.
     """
     parts = list[list[Tensor]]()
     for start in range(0, len(values), _ROWS):
         raw_KD = torch.from_numpy(np.ascontiguousarray(values[start : start + _ROWS]))
-        # The places of the channels of largest magnitude, ascending: the first of equal values wins, on every device.
+        # The channels of largest magnitude, ascending. Of equal values the first wins, on every device.
         magnitude = (raw_KD & _MAGNITUDE).int() << 16
         key = magnitude + torch.arange(2**16 - 1, 2**16 - 1 - raw_KD.shape[1], -1, dtype=torch.int32)
         largest = key.topk(min(n_kept, raw_KD.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
@@ -38,7 +42,7 @@ def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> lis
         scale = (groups.abs().amax(-1) / top).half()
         if not scale.isfinite().all():
             raise ValueError(f"tokens up to {values_KD.abs().max():g} are beyond the scales of int{bits}")
-        # A scale of 0 stands for a group of zeros, or of numbers below all that float16 has.
+        # A scale of 0 is that of a group of zeros, or of numbers that are too small for float16.
         numbers = (groups / scale.float().unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).round().clamp(-top, top)
         numbers = numbers.flatten(1)[:, : values_KD.shape[1]].to(torch.int8)
         columns = [_pack(numbers, bits), scale]
@@ -50,12 +54,18 @@ def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> lis
 
 
 def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> Tensor:
-    """Decode the columns of ``encode``, each [K,width / 2] of two bytes, to [K,D] bfloat16 on their device."""
+    """Decode the arrays that ``encode`` returns to [K, D] bfloat16, on the device of ``parts``.
+
+    Args:
+        parts: integers, scales and, if there are any, kept channels: each [K, width / 2] of a 2-byte dtype.
+        hidden_size: D; numbers beyond it are padding and are dropped.
+    """
     values = torch.empty(len(parts[0]), hidden_size, dtype=torch.bfloat16, device=parts[0].device)
     n_rows = _ROWS if values.device.type == "cpu" else max(1, len(values))
     for start in range(0, len(values), n_rows):
         packed, raw_scale, *kept = (column[start : start + n_rows] for column in parts)
-        numbers, scale = _unpack(packed, bits), raw_scale.view(torch.float16).float()
+        numbers = _unpack(packed, bits)
+        scale = raw_scale.view(torch.float16).float()
         n_padding = scale.shape[1] * group - numbers.shape[1]
         if n_padding > 0:
             numbers = pad(numbers, (0, n_padding))
@@ -69,7 +79,10 @@ def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> 
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:
-    """Pack [K,D] int8 into an even number of bytes; of 4 bits the first number of a byte is its high half, plus 8."""
+    """Pack [K, D] int8 numbers into [K, width / 2] int16, padded to an even number of bytes.
+
+    Of 4-bit numbers, two share a byte: the first is the high half, and each is stored plus 8.
+    """
     if bits == 8:
         return pad(numbers, (0, numbers.shape[1] % 2)).view(torch.int16)
     halves = (pad(numbers, (0, -numbers.shape[1] % 4)) + 8).view(torch.uint8)
@@ -77,7 +90,7 @@ def _pack(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(packed_bytes: Tensor, bits: int) -> Tensor:
-    """Unpack to int8 what ``_pack`` gave, including the numbers that filled it up to whole bytes."""
+    """Unpack the integers of ``_pack`` to int8; the padding is included."""
     if bits == 8:
         return packed_bytes.view(torch.int8)
     packed = packed_bytes.view(torch.uint8)

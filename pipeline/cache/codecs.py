@@ -1,9 +1,9 @@
-"""How token vectors are stored, by name: as bfloat16 numbers, or as small whole numbers with scales beside them.
+"""The codecs that store token vectors: as bfloat16 numbers, or as small integers with scales.
 
-A coded vector takes three columns: ``token``, whole numbers of 8 or 4 bits; ``token_scale``, a float16 for each group
-of neighbouring channels; and ``token_kept``, the channels of largest magnitude as they were. Kept channels are what
-outliers ask for: a few channels that are far larger than the others would otherwise leave the rest of their groups with
-nothing. Each token names its own, so that a row is read without anything else.
+A coded vector takes three columns: ``token``, 8-bit or 4-bit integers; ``token_scale``, a float16 for each group of
+neighboring channels; and ``token_kept``, the channels of largest magnitude, unchanged. Without kept channels, a few
+outliers would take the whole range of their groups and round the other channels to zero. Each row names its kept
+channels, so that it can be decoded alone.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenCodec:
-    """One way of storing vectors of D bfloat16 numbers.
+    """A way of storing vectors of D bfloat16 numbers; CODECS has all of them by name.
 
     Attributes:
-        bits: of a stored number.
-        group: channels that share a scale; 0 where numbers are bfloat16.
-        kept: channels of a vector, those of largest magnitude, that stay bfloat16.
+        bits: the bits per stored number.
+        group: the number of neighboring channels that share a scale; 0 for bfloat16, which has no scales.
+        kept: the number of channels per vector, those of largest magnitude, that stay bfloat16.
     """
 
     name: str
@@ -38,53 +38,72 @@ class TokenCodec:
     kept: int = 0
 
     def widths(self, column: str, hidden_size: int) -> dict[str, int]:
-        """Return the bytes a row of each column that stores a vector of ``hidden_size`` numbers."""
+        """Return the names of the Parquet columns that store a vector -> their bytes per row, which are even.
+
+        They are ``column`` for the numbers, ``column``_scale and, if channels are kept, ``column``_kept. bfloat16 has
+        only ``column``.
+        """
         if not self.group:
             return {column: 2 * hidden_size}
-        numbers = {column: 2 * -(-hidden_size * self.bits // 16)}  # even, as all vectors of the cache
+        numbers = {
+            column: 2 * -(-hidden_size * self.bits // 16)
+        }  # an even number, like the widths of all vectors in the cache
         scales = {f"{column}_scale": 2 * -(-hidden_size // self.group)}
         return {**numbers, **scales, **({f"{column}_kept": 4 * min(self.kept, hidden_size)} if self.kept else {})}
 
     def token_bytes(self, hidden_size: int, deepstack_levels: int = 0) -> int:
-        """Return the stored bytes of a token and its deepstack levels, without the columns beside them."""
+        """Return the stored bytes per token with its deepstack levels, without other columns such as ``rank``."""
         return (1 + deepstack_levels) * sum(self.widths("", hidden_size).values())
 
     @property
     def share(self) -> float:
-        """The share of bfloat16's bytes that wide vectors take, for planning; kept channels add 16 / D."""
+        """The stored size of wide vectors relative to bfloat16, without kept channels, which add 2 * kept / D."""
         return (self.bits + (16 / self.group if self.group else 0)) / 16
 
     @property
     def largest(self) -> float:
-        """The largest magnitude that float16 scales reach."""
+        """The largest magnitude that the codec can store; infinity for bfloat16."""
         return 65504.0 * (2 ** (self.bits - 1) - 1) if self.group else math.inf
 
     def check_reach(self, *levels: Tensor) -> None:
-        """Raise VideoFault where this codec has no scales for a video's tokens, or tokens are not finite.
+        """Raise VideoFault if a video's tokens are too large for this codec's float16 scales or are not finite.
 
-        bfloat16 takes any numbers. ``levels``: the tokens, and the vectors of each deepstack level.
+        bfloat16 accepts all numbers.
+
+        Args:
+            levels: the tokens, and the vectors of each deepstack level; none may be empty.
         """
         if self.group and not all(float(values.abs().max()) <= self.largest for values in levels):
-            message = f"the tokens are larger than {self.largest:g}, or no numbers: {self.name} has no scales for them"
+            message = f"the tokens are not finite or are larger than {self.largest:g}, the limit of {self.name}"
             raise VideoFault("internal", message, stage="encode")
 
     def encode(self, column: str, values: NDArray[np.int16]) -> dict[str, NDArray[np.int16]]:
-        """Encode [K,D] bits of bfloat16 as the columns of ``widths``, each [K,width / 2].
+        """Encode vectors, and return the columns that ``widths`` names, each [K, width / 2] int16.
 
-        bfloat16 returns ``values`` themselves. Raises ValueError for numbers that no float16 scale reaches, or not
-        finite.
+        bfloat16 returns ``values`` without a copy.
+
+        Args:
+            column: the name of the first column; the names of the others begin with it.
+            values: [K, D] bits of bfloat16.
+
+        Raises:
+            ValueError: a number outside the kept channels is not finite or is too large for a float16 scale.
         """
         if not self.group:
             return {column: values}
-        from pipeline.cache.codec_arithmetic import encode  # noqa: PLC0415 - torch loads where something is coded
+        from pipeline.cache.codec_arithmetic import encode  # noqa: PLC0415 - torch is loaded only where tokens are coded
 
         columns = encode(values, self.bits, self.group, self.kept)
         return dict(zip(self.widths(column, values.shape[1]), columns, strict=True))
 
     def decode(self, column: str, hidden_size: int, read_part: Callable[[str], Tensor]) -> Tensor:
-        """Decode the vectors of a column to [K,D] bfloat16, on the device of the result of ``read_part``.
+        """Decode the vectors of a column to [K, D] bfloat16, on the device of the tensors that ``read_part`` returns.
 
-        ``read_part`` returns the bytes of the column with this name as [K,width / 2] bfloat16.
+        bfloat16 returns the result of ``read_part`` itself.
+
+        Args:
+            column: the name of the first column.
+            read_part: called with each name of ``widths``; returns the column's bytes as [K, width / 2] bfloat16.
         """
         if not self.group:
             return read_part(column)
@@ -94,7 +113,11 @@ class TokenCodec:
         return decode(columns, hidden_size, self.bits, self.group)
 
     def round_trip(self, values: NDArray[np.int16]) -> Tensor:
-        """Encode and decode [K,D] bits of bfloat16; return the stored values as a reader gets them, [K,D] bfloat16."""
+        """Encode and decode [K, D] bits of bfloat16; return [K, D] bfloat16 as readers of the cache get them.
+
+        Raises:
+            ValueError: a number outside the kept channels is not finite or is too large for a float16 scale.
+        """
         import torch  # noqa: PLC0415 - as above
 
         columns = self.encode("token", values)

@@ -1,8 +1,7 @@
-"""The header of a cache or of answers: the settings that all its rows share, and a schema version.
+"""Read and write the header of a cache or of answers: a schema version, and the settings that all rows share.
 
-A new cache also gets a README.md, by whose ``configs`` Hugging Face datasets loads its two tables by name.
-
-Reading a cache imports no code that it names: the header itself has the declarations of a user's own method.
+A new cache also gets a README.md, whose ``configs`` let Hugging Face datasets load the two tables by name. Reading a
+cache imports no code that the cache names: the header itself has the declarations of a user method.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from pipeline.own_code import hash_code
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import CARD, Store
 
-if TYPE_CHECKING:  # a header is read without torch
+if TYPE_CHECKING:  # headers are read without torch
     from gstep.backbones import ModelSource
     from gstep.pruners.base import Pruner
 
 HEADER = "cache.json"
 CHECKSUM = "checksum"
-_MAX_LINE_BYTES = 2**14  # of a difference in an error: a prompt, say
-# drop_tokens deletes the file only with exactly this content: whatever a user changed is the user's.
+_MAX_LINE_BYTES = 2**14  # of a line in an error about differences, which may quote a prompt
+# drop_tokens deletes the file only if it has exactly this content, so that changes of the user stay.
 _CARD_TEXT: Final = """\
 ---
 configs:
@@ -57,9 +56,13 @@ what is superseded.
 
 
 class ModelIdentity(TypedDict):
-    """The identity of a model: ``type`` is its model type; ``weights`` and ``pooling_head`` identify its files.
+    """The identity of a model in a cache's header.
 
-    ``family`` is there for the family ``generic`` and for a user's own family; other models have that of their type.
+    Attributes:
+        type: the model type of transformers.
+        weights: identifies the files of the checkpoint.
+        family: only for the family ``generic`` and for user families; other models have the family of their type.
+        pooling_head: identifies the file of the pooling head, if there is one.
     """
 
     type: str
@@ -69,10 +72,14 @@ class ModelIdentity(TypedDict):
 
 
 class PrunerIdentity(TypedDict):
-    """The identity of a pruning: the method, its own hyper-parameters, and the seed of one that draws.
+    """The identity of a pruning method in a cache's header.
 
-    A method from outside gstep also has its declarations (``DeclaredMethod``) and the hash of its code; old caches lack
-    the hash.
+    Attributes:
+        method: the name of a built-in method, or the import path of a user method.
+        params: the method's hyperparameters.
+        seed: only for methods that draw random numbers.
+        declares: the fields of DeclaredMethod; only for user methods.
+        code: the hash of a user method's code; old caches lack it.
     """
 
     method: str
@@ -90,10 +97,10 @@ class CacheIdentity(TypedDict):
     """The settings that all rows of a cache share; a run with other settings is refused.
 
     Attributes:
-        preprocessing: the family's own settings.
-        dtype: the dtype of the arithmetic ("compute"), the codec of the stored tokens ("stored",
-            pipeline.cache.codecs), and the dtype of evidence for methods ("evidence"), if there is any.
-        evidence: evidence in the cache, label -> source in the encoder (gstep.evidence).
+        preprocessing: the settings of the model's family.
+        dtype: "compute", the dtype of the arithmetic; "stored", the codec of the tokens; and, if methods use evidence,
+            "evidence", the dtype of this evidence.
+        evidence: the evidence in the cache, label -> source in the encoder (gstep.evidence).
     """
 
     model: ModelIdentity
@@ -109,10 +116,11 @@ class CacheHeader(TypedDict):
     """The content of cache.json.
 
     Attributes:
-        newline: base64 of [D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None elsewhere.
+        newline: base64 of [D] bfloat16, the row that LLaVA-OneVision appends to the tokens of a video; None for other
+            families.
         hidden_size: D.
-        deepstack_levels: absent from caches made before there were any.
-        superseded: fingerprints of the identities that the cache had before the code of its method changed.
+        deepstack_levels: absent from old caches, which have none.
+        superseded: the fingerprints of the identities that the cache had before the code of its method changed.
     """
 
     schema_version: int | str
@@ -124,7 +132,7 @@ class CacheHeader(TypedDict):
 
 
 def identify_model(source: ModelSource) -> ModelIdentity:
-    """Return the identity of a model, without its pooling head."""
+    """Build the identity of a model; the caller adds its pooling head."""
     identity: ModelIdentity = {"type": source.model_type, "weights": source.identity}
     if source.family != source.model_type:
         identity["family"] = source.family
@@ -132,14 +140,18 @@ def identify_model(source: ModelSource) -> ModelIdentity:
 
 
 def deepstack_levels(header: CacheHeader) -> int:
-    """Return the number of deepstack vectors stored with every token, for the first layers of Qwen3-VL."""
+    """Return the number of deepstack vectors stored with every token (Qwen3-VL); 0 for other models and old headers."""
     return int(header.get("deepstack_levels", 0))  # headers written before there were levels lack the key
 
 
 def find_codec(identity: CacheIdentity, place: object = "the cache") -> TokenCodec:
-    """Return the codec of the tokens of a cache with this identity; an old identity without a codec has bfloat16.
+    """Return the codec of the tokens in a cache with this identity; bfloat16 if an old identity names none.
 
-    ``place`` names the cache in the error. Raises NotACache for an unknown codec.
+    Args:
+        place: the cache, for the error message.
+
+    Raises:
+        NotACache: this version does not know the codec.
     """
     name = identity.get("dtype", {}).get("stored", BFLOAT16.name)
     if name not in CODECS:
@@ -152,7 +164,12 @@ def find_codec(identity: CacheIdentity, place: object = "the cache") -> TokenCod
 
 
 def read_header(store: Store) -> CacheHeader:
-    """Read the cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
+    """Read and check the header of a cache.
+
+    Raises:
+        NotACache: there is no header, it is damaged, or it has an unknown version or codec.
+        OSError: the store failed.
+    """
     absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
     header = cast(CacheHeader, read_header_file(store, HEADER, VERSIONS, NotACache, absent))
     find_codec(header["identity"], store)
@@ -160,42 +177,49 @@ def read_header(store: Store) -> CacheHeader:
 
 
 def write_new_header(store: Store, header: CacheHeader) -> None:
-    """Write the header of a new cache, and its README.md unless there is such a file. Raises OSError."""
+    """Write the header of a new cache, and a README.md unless the store has one. Raises OSError if the store failed."""
     store.put(HEADER, serialise_header(header))
     if not store.exists(CARD):
         store.put(CARD, _CARD_TEXT.encode())
 
 
 def has_own_card(store: Store) -> bool:
-    """Return True if the README.md is as ``write_new_header`` wrote it. Raises OSError."""
+    """Return True if the README.md is exactly the one that ``write_new_header`` writes; False if there is none."""
     return store.exists(CARD) and store.read(CARD) == _CARD_TEXT.encode()
 
 
 def refuse_occupied_place(store: Store) -> None:
-    """Raise NotACache if the place of a new cache holds other files, and no cache. Raises OSError."""
+    """Raise NotACache if a store has other files but no header, so that no new cache is made among them.
+
+    Notes of runs, indexes of archives and a README.md do not count.
+    """
     if not store.exists(HEADER) and store.has_other_files():
         raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
 
 
 def change_codec(header: CacheHeader, codec: str) -> CacheHeader:
-    """Return the header for the same tokens in another codec."""
+    """Return a copy of a header for the same tokens in another codec: the schema version and the identity change."""
     identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
     version = CODED_VERSIONS.get(codec, SCHEMA_VERSION)
     return cast(CacheHeader, {**header, "schema_version": version, "identity": identity})
 
 
 def made_with(store: Store) -> str | None:
-    """Return the fingerprint of the cache's identity; None without a cache. Raises NotACache."""
+    """Read the header, and return the fingerprint of the cache's identity; None if there is no header.
+
+    Raises:
+        NotACache: the header is damaged or has an unknown version.
+    """
     return fingerprint(read_header(store)["identity"]) if store.exists(HEADER) else None
 
 
 def fingerprint(content: CacheIdentity | JsonObject) -> str:
-    """Return ``blake2b:<hex>`` of JSON-able ``content``, independent of its layout as text."""
+    """Hash JSON-serializable ``content`` to ``blake2b:<hex>``, independently of the order of its keys."""
     return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def serialise_header(header: CacheHeader | JsonObject) -> bytes:
-    """Serialise the header with a checksum of its content, which detects any flipped bit."""
+    """Serialize a header to JSON with a checksum of its content, which detects any flipped bit."""
     content = _without_checksum(header)
     return json.dumps({**content, CHECKSUM: fingerprint(content)}, indent=2).encode()
 
@@ -203,19 +227,24 @@ def serialise_header(header: CacheHeader | JsonObject) -> bytes:
 def read_header_file(
     store: Store, name: str, versions: Collection[int | str], error: type[UsageError], absent: str, of: str = ""
 ) -> dict[str, Json]:
-    """Read and check the header file ``name`` in a store: an object with schema_version, identity and more.
+    """Read and check a header file: a JSON object with at least ``schema_version`` and ``identity``.
 
-    An old header without a checksum is accepted. Raises ``error`` if the file is missing, damaged or of another
-    version.
+    An old header without a checksum is accepted.
 
     Args:
         versions: the versions that this program reads, ascending.
-        absent: the error message for a missing file, with the remedy.
-        of: a prefix of "schema version" in messages.
+        error: the class of the error to raise.
+        absent: the error message if the file is missing, with the remedy.
+        of: words before "schema version" in messages, with a space at the end.
+
+    Raises:
+        UsageError: (as the class ``error``) the file is missing, is not JSON, fails its checksum, has another version
+            or has no identity.
+        OSError: the store failed.
     """
     try:
         header = json.loads(store.read(name))
-    except (FileNotFoundError, NotADirectoryError):  # the place is a file, or nothing
+    except (FileNotFoundError, NotADirectoryError):  # the location is a file, or does not exist
         raise error(f"{store}: {absent}") from None
     except (ValueError, RecursionError) as damage:  # bytes that are not UTF-8 raise ValueError too
         raise error(f"{store}/{name}: not JSON: {damage}") from damage
@@ -224,7 +253,8 @@ def read_header_file(
         raise error(f"{store}/{name}: its content does not have the checksum in it; restore the file")
     version = header.get("schema_version")
     if version not in versions:
-        readable, remedy = " and ".join(map(str, versions)), ""
+        readable = " and ".join(map(str, versions))
+        remedy = ""
         numbers = [str(text).partition("+")[0] for text in (version, *versions)]  # "3+int8": version 3 with a codec
         if numbers[0].isdecimal():
             remedy = ". A newer version of gstep-cache wrote it: upgrade gstep-cache"
@@ -243,12 +273,15 @@ def list_differences(
     old_subject: str = "the cache has",
     new_subject: str = "this run",
 ) -> list[str]:
-    """Return a line for each leaf in which two nested mappings differ; a missing key counts as None.
+    """Return a line for each leaf in which two nested mappings differ, sorted by key.
 
-    Where the families of the models differ, their preprocessing does too, and is left out.
+    An example is ``pruner.params.alpha: the cache has 0.5, this run 0.3``. A missing key counts as None. The key
+    "preprocessing" is skipped if the model families differ, since it then differs too.
 
-    ``old_subject`` and ``new_subject`` go before the old and the new value: ``pruner.params.alpha: the cache has 0.5,
-    this run 0.3``.
+    Args:
+        prefix: the path of keys before each line, with a dot at the end.
+        old_subject: the words before the old value.
+        new_subject: the words before the new value.
     """
     lines: list[str] = []
     families = [model.get("family") for side in (old, new) if isinstance(model := side.get("model"), Mapping)]
@@ -260,7 +293,7 @@ def list_differences(
             inner_lines = list_differences(inner_a, inner_b, f"{prefix}{key}.", old_subject, new_subject)
             lines += inner_lines
         is_told = inner_lines or (isinstance(a, Mapping) and isinstance(b, Mapping))
-        if a != b and not is_told:  # such as a mapping whose values are all None beside no mapping
+        if a != b and not is_told:  # for example a mapping whose values are all None, and no mapping
             lines.append(printable(f"{prefix}{key}: {old_subject} {a!r}, {new_subject} {b!r}", _MAX_LINE_BYTES))
     return lines
 
@@ -272,7 +305,7 @@ def _without_checksum(header: CacheHeader | JsonObject) -> JsonObject:
 
 @dataclass(frozen=True)
 class DeclaredMethod:
-    """The properties that a method's class declares for its tokens; see :class:`gstep.pruners.base.Pruner`."""
+    """The properties that a method's class declares for its tokens, explained in :class:`gstep.pruners.base.Pruner`."""
 
     nested: bool
     merges: bool
@@ -281,26 +314,28 @@ class DeclaredMethod:
 
     @classmethod
     def by(cls, kind: type[Pruner]) -> DeclaredMethod:
-        """Return the declarations of a method's class."""
+        """Build the declarations from a method's class."""
         return cls(kind.nested, kind.merges, kind.exact, kind.reorders)
 
 
 def describe_method(pruner: Pruner) -> PrunerIdentity:
-    """Describe a method and its parameters, JSON-able, for the identity of a cache or of answers.
+    """Describe a method and its parameters for the identity of a cache or of answers; the caller adds the seed.
 
-    For a method from outside gstep it also has the declarations and the hash of the code. The seed is left to the
-    caller.
+    For a user method the result also has its declarations and the hash of its code.
 
-    Raises ValueError if a parameter has no form in JSON.
+    Raises:
+        ValueError: a parameter does not survive a round trip through JSON.
+        UsageError: the code of a user method cannot be hashed.
     """
-    from gstep.pruners import PRUNERS, method_name  # noqa: PLC0415 - torch loads only where methods are looked at
+    from gstep.pruners import PRUNERS, method_name  # noqa: PLC0415 - torch is loaded only where methods are used
 
-    method, params = method_name(type(pruner)), pruner.params()
+    method = method_name(type(pruner))
+    params = pruner.params()
     try:
-        same = json.loads(json.dumps(params, allow_nan=False)) == params
+        is_recordable = json.loads(json.dumps(params, allow_nan=False)) == params
     except (TypeError, ValueError):
-        same = False
-    if not same:
+        is_recordable = False
+    if not is_recordable:
         raise ValueError(f"method {method!r}: parameters are recorded as JSON, which cannot hold {params}")
     identity: PrunerIdentity = {"method": method, "params": params}
     if method not in PRUNERS:
@@ -310,7 +345,11 @@ def describe_method(pruner: Pruner) -> PrunerIdentity:
 
 
 def read_declared_method(identity: CacheIdentity) -> DeclaredMethod | None:
-    """Return the declarations of the method in a cache's identity; None if they are unknown here."""
+    """Return the declarations of the method that made a cache, without importing a user method.
+
+    Returns:
+        None if the method is not built in and the identity lacks its declarations, or has other ones than this version.
+    """
     from gstep.pruners import PRUNERS  # noqa: PLC0415 - as above
 
     entry = identity.get("pruner", {})

@@ -1,11 +1,11 @@
-"""The live row of a video: one rule, and its two views, the driver's Ledger and the readers' LiveVideos.
+"""Select the live row of each video: the rule, and its two views, Ledger for the driver and LiveVideos for readers.
 
-The videos table may have many rows of a video. The live row is the first by (removed before ok before failed, most
-attempts, most rewritten, smallest tie_break). The rule uses nothing but rows, so files may come in any order, twice, or
-late. TokenCache, resume, inspect, verify and merge all use this module.
+The videos table may have many rows per video. The live row is the first by (removed before ok before failed, most
+attempts, most rewritten, smallest tie_break). The rule depends on rows alone, so that files may come in any order,
+twice, or late. TokenCache, resume, inspect, verify and merge all use this module.
 
 The driver of a run keeps the live row of every video in a ``Ledger``, 100 bytes each, and reads each file once.
-``LiveVideos`` keeps the rows of small files only, and searches sorted files for a requested video.
+``LiveVideos`` keeps only the rows of small files, and searches the sorted files for a requested video.
 """
 
 from __future__ import annotations
@@ -45,16 +45,19 @@ _STATES = {"removed": REMOVED, "ok": OK}
 INDEX_COLUMNS = ("video_id", *RULE_COLUMNS, "error_class", "uri", "source_size", "start_s", "end_s")
 _MAX_TEXT_BYTES = 2**31  # bytes of text that 32-bit offsets can address
 
-_TRIES = 5  # attempts to read a table whose files another run merges
+_TRIES = 5  # attempts to read a table while another run merges its files
 
 Columns = dict[str, np.ndarray]  # rows as numbers, by name
 _RULE_NAMES = ("high", "low", "state", "attempts", "rewritten", "tie", "clip", "size", "earlier")  # in ``find_live``
 
 
 def select_live_rows(rows: pa.Table) -> pa.Table:
-    """Select each video's live row among rows with RULE_COLUMNS and video_id, sorted by video_id.
+    """Return each video's live row among ``rows``, sorted by video_id.
 
-    Text columns of 2 GiB and more become large_string.
+    Tables of 2 GiB and more get large_string columns.
+
+    Args:
+        rows: they have RULE_COLUMNS and video_id.
     """
     order, _ = find_live(make_rule_columns(rows))
     if rows.nbytes >= _MAX_TEXT_BYTES:
@@ -64,14 +67,17 @@ def select_live_rows(rows: pa.Table) -> pa.Table:
 
 
 def find_live(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find each id's live row, and the most attempts on another file under the id: two arrays, sorted by id.
-
-    The first array holds the indices of the live rows. The second is a maximum over the rows of the id: ``attempts`` of
-    a row of another file than the live row's, ``earlier`` of a row of the same file.
+    """Find the live row of each id, and the most attempts on another file under that id.
 
     Args:
-        columns: [n] each, as ``make_rule_columns`` gives them. high and low are the id. state, attempts, rewritten and
-            tie compare its rows. clip and size distinguish its files. earlier is ``earlier_attempts``.
+        columns: name -> [n], from ``make_rule_columns``. "high" and "low" are the id; "state", "attempts", "rewritten"
+            and "tie" compare the rows of an id; "clip" and "size" tell its source files apart; "earlier" is
+            ``earlier_attempts``.
+
+    Returns:
+        Two arrays with an item per id, sorted by id. The first has the indices of the live rows. The second has the
+        maximum, over the rows of the id, of ``attempts`` (rows of another file than the live row's) and ``earlier``
+        (rows of the same file). Of equal rows, the first is live.
     """
     order = np.lexsort((columns["low"], columns["high"]))
     repeats = np.ones(max(len(order) - 1, 0), bool)
@@ -83,7 +89,7 @@ def find_live(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDA
         return order, earlier
     first = ~np.append(False, repeats)
     is_shared = np.append(repeats, False) | ~first
-    several = order[is_shared]  # only videos with several rows need the rest of the rule
+    several = order[is_shared]  # only ids with several rows need the rest of the rule
     rows = {name: columns[name][several] for name in _RULE_NAMES}
     later_keys = [-rows["rewritten"].astype(np.int64), rows["tie"]]
     best = sort_by_rule([rows["high"], rows["low"]], rows["state"], rows["attempts"], later_keys)
@@ -100,13 +106,12 @@ def find_live(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDA
 def sort_by_rule(
     ids: Sequence[NDArray[Any]], states: NDArray[np.int8], attempts: NDArray[Any], later_keys: Sequence[NDArray[Any]]
 ) -> NDArray[np.int64]:
-    """Sort rows by id, and the rows of an id by the rule, its live row first; return [n] row indices.
+    """Return the [n] row indices that sort rows by id, and the rows of an id by the rule, the live row first.
 
     Args:
-        ids: one array [n] or several that make up an id, the most significant first.
-        states: [n] of ``read_states``.
-        attempts: [n].
-        later_keys: the next sort keys, ascending: [n] each.
+        ids: one or several arrays [n] that make up an id, the most significant first.
+        states: [n], from ``read_states``.
+        later_keys: further sort keys [n], ascending, the most significant first.
     """
     return np.lexsort((*reversed(later_keys), -attempts.astype(np.int64), states, *reversed(ids)))
 
@@ -114,7 +119,7 @@ def sort_by_rule(
 def make_rule_columns(rows: pa.Table) -> Columns:
     """Convert rows with RULE_COLUMNS to the arrays that ``find_live`` takes.
 
-    A null is 0, and so is a column that rows may lack.
+    Nulls become 0, and so do the columns clip_key, source_size and earlier_attempts if ``rows`` lack them.
     """
     zeros = np.zeros(len(rows), np.int64)
     optional = {"clip": "clip_key", "size": "source_size", "earlier": "earlier_attempts"}
@@ -132,43 +137,46 @@ def make_rule_columns(rows: pa.Table) -> Columns:
 
 
 def read_states(status: pa.ChunkedArray) -> NDArray[np.int8]:
-    """Return each row's state, [n]: REMOVED, OK, or FAILED for any other status."""
+    """Return the state of each row, [n]: REMOVED, OK, or FAILED for any other status and for null."""
     states = pc.index_in(status, value_set=pa.array(_STATES.keys()))
     return fill_nulls(states, FAILED).astype(np.int8)
 
 
 def fill_nulls(column: pa.ChunkedArray, value: float = 0) -> NDArray[Any]:
-    """Return a column as an array, with ``value`` for nulls."""
+    """Convert a column to an array [n], with ``value`` in place of nulls."""
     return np.asarray(pc.fill_null(column, value).to_numpy())
 
 
 def select_ok(rows: pa.Table) -> pa.Table:
-    """Select the rows of videos that have tokens."""
+    """Return the rows whose status is "ok": the videos that have tokens."""
     return rows.filter(pc.equal(rows["status"], "ok"))
 
 
 def select_removed(rows: pa.Table) -> pa.Table:
-    """Select the rows of videos that were removed for good."""
+    """Return the rows whose status is "removed": the videos that were removed for good."""
     return rows.filter(pc.equal(rows["status"], "removed"))
 
 
 def list_nameable_ids(rows: pa.Table) -> pa.ChunkedArray:
-    """Return the ids of the rows that were not removed: messages may name these."""
+    """Return the ids of the rows that were not removed; messages must not name removed videos."""
     return rows.filter(pc.not_equal(rows["status"], "removed"))["video_id"]
 
 
 def is_among(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:
-    """Return a mask: the texts of a column that are among ``values``."""
+    """Return a mask [n]: True where a text of the column is one of ``values``; nulls are False."""
     return pc.is_in(column, value_set=pa.array(sorted(values), pa.string()))
 
 
 def sort_by_shard(rows: pa.Table) -> pa.Table:
-    """Sort rows in the order of their tokens: by token shard and row group."""
+    """Sort rows by token shard and row group, the order in which their tokens are stored."""
     return rows.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
 
 
 def _retried(read: Callable[P, T]) -> Callable[P, T]:
-    """Call ``read`` _TRIES times at most while another run merges files away that it has listed."""
+    """Decorate ``read`` so that it is called again, up to _TRIES times in all, as long as it raises FileNotFoundError.
+
+    Another run may delete files by a merge after they were listed. The last error is raised.
+    """
 
     @wraps(read)
     def read_again(*args: P.args, **keywords: P.kwargs) -> T:
@@ -185,27 +193,27 @@ _LEDGER: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "high": (np.uint64, ()),  # the two halves of the id's key
     "low": (np.uint64, ()),
     "clip": (np.uint64, ()),  # the key of uri, start_s, end_s
-    "size": (np.int64, ()),  # bytes of the source; -1 where they are not known
-    "mark": (np.uint64, ()),  # the source's ``mark_key``; 0 where it is not known
-    "sample": (np.uint64, ()),  # the source's ``sample_key``, likewise
+    "size": (np.int64, ()),  # bytes of the source; -1 if unknown
+    "mark": (np.uint64, ()),  # the source's ``mark_key``; 0 if unknown
+    "sample": (np.uint64, ()),  # the source's ``sample_key``; 0 if unknown
     "n_tokens": (np.int32, ()),
     "n_total": (np.int32, ()),
-    "row_number": (np.uint32, ()),  # number of the row, over all files in the order in which they were read
+    "row_number": (np.uint32, ()),  # counted over all files in the order in which they were read
     "attempts": (np.uint16, ()),
     "earlier": (np.uint8, ()),  # attempts on another file or clip under this id
     "rewritten": (np.uint16, ()),
     "tie": (np.uint64, ()),
     "run": (np.uint16, ()),  # its number in ``runs``
     "state": (np.int8, ()),  # REMOVED, OK or FAILED
-    "fault": (np.uint8, ()),  # 0 ok or removed, else the number of its class in ``classes``
+    "fault": (np.uint8, ()),  # the number of its class in ``classes``; 0 for ok and removed
     "remarks": (np.uint8, ()),  # the bits HDR to INFRASTRUCTURE
-    "note": (np.uint8, ()),  # 0, or the reason for another decoder than requested: its number in ``notes``
-    "by_rate": (np.int32, ()),  # ``frames_by_rate``; -1 where it is not known
-    "decoder": (np.uint8, ()),  # 0, or the user's own decoder and its version: their number in ``decoders``
+    "note": (np.uint8, ()),  # the number in ``notes`` of the reason for another decoder than requested; 0 without one
+    "by_rate": (np.int32, ()),  # ``frames_by_rate``; -1 if unknown
+    "decoder": (np.uint8, ()),  # the number in ``decoders`` of a user decoder and its version; 0 for built-in ones
     "seconds": (np.float32, (4,)),  # seconds of each of TIMED_STAGES
 }
-# The remarks of rows on their videos: colours, pixels, positions in time (two bits), warnings of the decoder, and an
-# infrastructure error (io, internal, memory of a GPU).
+# The bits of the column "remarks": HDR colors, pixels that are not square, positions in time (two bits), decoder
+# warnings, and an infrastructure error (io, internal, GPU memory).
 HDR, STRETCHED, UNEVEN, SHARED, WARNED, INFRASTRUCTURE = 1, 2, 4, 8, 16, 32
 #: PQ and HLG, by FFmpeg's names.
 HDR_TRANSFERS = ("smpte2084", "arib-std-b67")
@@ -219,35 +227,38 @@ _LEDGER_READS = (
     *("source_mark", "source_sample"),
     *(f"{stage}_s" for stage in TIMED_STAGES),
 )
-_FILES_AT_ONCE = 256  # small files that are converted to arrays together: numpy costs by the call
+_FILES_AT_ONCE = 256  # small files that are converted to arrays together, since each call of numpy has a cost
 
 
 class Ledger:
-    """The live row of every video as numbers, in the order of their keys, for the driver of a run.
+    """The live row of every video as numbers, sorted by the hash of the id, for the driver of a run.
 
-    An id is stored as a hash of 16 bytes, its clip as a hash of 8 bytes, and the other columns are the numbers for
-    resume and the summary. Any other value of a row is read again from its file.
+    An id is stored as a hash of 16 bytes and its clip as a hash of 8 bytes; the other columns are the numbers for
+    resume and the summary. Other values of a row are read from its file again with ``read``.
 
     Attributes:
-        columns: name -> an array of all rows; see ``_LEDGER``.
-        classes: the classes of faults by their numbers; 0 is "ok".
-        runs: the ids of runs by their numbers.
-        decoders: decoders of users' own, each with its version, by their numbers; 0 is "".
-        notes: reasons for another decoder than requested, by number, with numbers in the text replaced by N; 0 is "".
+        columns: name -> an array with an item per video; see ``_LEDGER``.
+        classes: the fault classes by number; 0 is "ok".
+        runs: the run ids by number.
+        decoders: user decoders with their versions, by number; 0 is "".
+        notes: the reasons for another decoder than requested, by number, with N in place of numbers in the text; 0 is
+            "".
         hidden_size: D of the tokens; 0 while no video is ok.
-        names: the files that were read; ``starts`` is the number of the first row of each.
-        strays: files beside the table that are none of its files, and are left out.
-        n_rows: rows of all files, live or not.
+        names: the files that were read.
+        starts: the number of the first row of each of ``names``.
+        strays: files in ``videos/`` that are not files of the table, and are ignored.
+        n_rows: the number of rows in all files, live or not.
     """
 
     def __init__(self, store: Store, made_with: str | None = None) -> None:
-        """Start without rows; ``refresh`` reads them.
+        """Create an empty ledger; ``refresh`` reads the rows.
 
         Args:
             made_with: the fingerprint of the identity whose rows count; None for all rows.
         """
-        self._store, self._made_with = store, made_with
-        self._table = VideosTable(store, made_with, keep=2)  # all files are read once, and few rows again
+        self._store = store
+        self._made_with = made_with
+        self._table = VideosTable(store, made_with, keep=2)  # every file is read once, and few rows are read again
         self._newer: Ledger | None = None  # the table after merges that deleted files of this ledger
         self.names: list[str] = []
         self.strays: list[str] = []
@@ -265,18 +276,23 @@ class Ledger:
 
     @property
     def foreign(self) -> dict[str, str | None]:
-        """Files of another identity, whose rows are left out -> the fingerprint of that identity."""
+        """The ignored files of another identity -> the fingerprint of that identity."""
         return self._table.foreign
 
     @_retried
     def refresh(self) -> Ledger:
-        """Read the files committed since the last call, and return this ledger. Raises CorruptShard, OSError.
+        """Read the files that were committed since the last call, and return this ledger.
 
-        Rows stay if their file was deleted meanwhile, as after a merge. If a file is merged away before it is read, the
-        table is listed again, _TRIES times in all.
+        Rows stay if their file was deleted meanwhile, as after a merge. If a file is merged and deleted before it is
+        read, the table is listed again, up to _TRIES times in all.
+
+        Raises:
+            CorruptShard: a file is damaged. The ledger must not be used any more.
+            OSError: the store failed, or files vanished at every try.
         """
         self._newer = None
-        n_files, n_rows = len(self.names), self.n_rows
+        n_files = len(self.names)
+        n_rows = self.n_rows
         try:
             parts = self._read_new_files()
         except FileNotFoundError:
@@ -284,7 +300,7 @@ class Ledger:
             self.n_rows = n_rows
             raise
         if len(self.names) > n_files:
-            for name in _LEDGER:  # column by column, so that only one is in memory twice
+            for name in _LEDGER:  # column by column, so that only one column is in memory twice
                 pieces = [part.pop(name) for part in parts]
                 filled_pieces = [piece for piece in pieces if len(piece)]
                 self.columns[name] = filled_pieces[0] if len(filled_pieces) == 1 else np.concatenate(pieces)
@@ -292,24 +308,29 @@ class Ledger:
         return self
 
     def _read_new_files(self) -> list[Columns]:
-        """Read the files that were never read: return ``columns`` as they are, and columns of the new rows.
+        """Read the files that were not read before: return ``columns`` itself, followed by columns of the new rows.
 
-        Raises CorruptShard, OSError.
+        Sets ``strays``. Adds the files to ``names`` and ``starts`` and their rows to ``n_rows``, also those read before
+        an error.
+
+        Raises:
+            CorruptShard: a file is damaged.
         """
         known_names = {*self.names, *self.foreign}
         files, self.strays = list_table(self._store)
-        new = [file for file in files if file.name not in known_names]
+        new_files = [file for file in files if file.name not in known_names]
         parts = [self.columns]
-        small = self._table.read_small([file.name for file in new if not file.is_sorted], _LEDGER_READS)
-        while some := list(islice(small, _FILES_AT_ONCE)):
+        small = self._table.read_small([file.name for file in new_files if not file.is_sorted], _LEDGER_READS)
+        while batch := list(islice(small, _FILES_AT_ONCE)):
             first = self.n_rows
-            for name, rows in some:
+            for name, rows in batch:
                 self._note_file(name)
                 self.n_rows += len(rows)
-            parts.append(self._to_columns(pa.concat_tables([rows for _, rows in some]), first))
-        # Allocated once for all sorted files, whose names have their numbers of rows; other files have 0 there.
-        columns, end = _empty_columns(sum(file.rows for file in new)), 0
-        for sorted_file in self._table.iter_sorted(new):
+            parts.append(self._to_columns(pa.concat_tables([rows for _, rows in batch]), first))
+        # Allocated once for all sorted files, whose names state their rows; ``rows`` of small files is 0.
+        columns = _empty_columns(sum(file.rows for file in new_files))
+        end = 0
+        for sorted_file in self._table.iter_sorted(new_files):
             self._note_file(sorted_file.file.name)
             for rows in sorted_file.parts(_LEDGER_READS):
                 for name, values in self._to_columns(rows, self.n_rows).items():
@@ -319,14 +340,18 @@ class Ledger:
         return [*parts, {name: column[:end] for name, column in columns.items()}]
 
     def _note_file(self, name: str) -> None:
-        """Add a file to ``names`` and ``starts``. Call before its rows are added."""
+        """Add a file to ``names`` and ``starts``; call this before its rows are added to ``n_rows``."""
         self.names.append(name)
         self.starts.append(self.n_rows)
 
     def _to_columns(self, rows: pa.Table, first: int) -> Columns:
-        """Convert rows to ledger columns; ``first`` is the number of the first row. Call right after ``_note_file``.
+        """Convert rows with _LEDGER_READS to columns of the ledger.
 
-        Adds new texts to ``runs``, ``classes``, ``notes`` and ``decoders``, and sets ``hidden_size`` while it is 0.
+        Adds new texts to ``runs``, ``classes``, ``notes`` and ``decoders``, and sets ``hidden_size`` if it is still 0.
+        ``attempts``, ``earlier`` and ``rewritten`` are clipped to the range of their types.
+
+        Args:
+            first: the number of the first row.
         """
         self.hidden_size = self.hidden_size or pc.max(rows["hidden_size"]).as_py() or 0
         numbers = make_rule_columns(rows)
@@ -352,9 +377,10 @@ class Ledger:
         }
 
     def _number_notes(self, notes: pa.ChunkedArray) -> NDArray[np.uint8]:
-        """Return the number in ``notes`` of each row's reason for another decoder, [n]; new reasons are added.
+        """Return the number in ``notes`` of each row's reason for another decoder, [n]; new reasons are appended.
 
-        0 without a reason, and where the requested decoder served after all.
+        The number is 0 without a reason, and if the requested decoder served after all. Remarks on partly read files
+        and on sizes are cut off, and numbers in a reason become N.
         """
         notes = pc.fill_null(notes, "")
         if not pc.any(pc.not_equal(notes, "")).as_py():
@@ -365,9 +391,9 @@ class Ledger:
         return _assign_numbers(notes, self.notes, _MAX_NOTES).astype(np.uint8)
 
     def _number_decoders(self, names: pa.ChunkedArray, versions: pa.ChunkedArray) -> NDArray[np.uint8]:
-        """Return the number in ``decoders`` of each row's own decoder of the user, [n]; 0 for built-in decoders.
+        """Return the number in ``decoders`` of each row's user decoder, [n]; new decoders are appended.
 
-        New decoders are added. An own decoder has a ":" in its name.
+        The number is 0 for built-in decoders, whose names have no ":".
         """
         is_own = pc.fill_null(pc.match_substring(names, ":"), False)
         if not pc.any(is_own).as_py():
@@ -376,12 +402,13 @@ class Ledger:
         return _assign_numbers(texts, self.decoders, _MAX_NOTES).astype(np.uint8)
 
     def _keep_live(self) -> None:
-        """Sort the rows by their keys and drop superseded rows: such a row never becomes live again.
+        """Sort the rows by id, and drop superseded rows, which can never become live again.
 
-        Sets the column ``earlier``: attempts on other files under the id, at most 255.
+        If an id has several rows or the rows are not sorted, the column ``earlier`` is set to the attempts on other
+        files under the id, at most 255.
         """
         high = self.columns["high"]
-        if (high[1:] > high[:-1]).all():  # rows of one level of sorted files are in order already
+        if (high[1:] > high[:-1]).all():  # the rows of one level of sorted files are already in order
             return
         order, earlier = find_live(self.columns)
         for name, column in self.columns.items():
@@ -389,30 +416,36 @@ class Ledger:
         self.columns["earlier"] = np.minimum(earlier, 255).astype(np.uint8)
 
     def find(self, ids: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
-        """Return the row [n] of each video in ``columns``; -1 for a video without a row."""
+        """Return the row number in ``columns`` of each video id, [n]; -1 for a video without a row."""
         return find(keys_of(ids), self.columns["high"], self.columns["low"])
 
     def failed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask [n]: the rows that are failures."""
+        """Return a mask over ``rows``, [n]: True for videos that failed."""
         return np.equal(self.columns["state"][rows], FAILED)
 
     def is_failed_by(self, rows: NDArray[np.int64], error_class: str) -> NDArray[np.bool_]:
-        """Return a mask [n]: the rows that are failures of this class."""
+        """Return a mask over ``rows``, [n]: True for videos that failed with this class."""
         number = self.classes.index(error_class) if error_class in self.classes else _MAX_CLASSES
         return np.equal(self.columns["fault"][rows], number)
 
     def removed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask [n]: the rows of videos that were removed for good."""
+        """Return a mask over ``rows``, [n]: True for videos that were removed for good."""
         return np.equal(self.columns["state"][rows], REMOVED)
 
     def has_remark(self, rows: NDArray[np.int64], remark: int) -> NDArray[np.bool_]:
-        """Return a mask [n]: the rows with a remark (HDR, STRETCHED, UNEVEN, SHARED, WARNED or INFRASTRUCTURE)."""
+        """Return a mask over ``rows``, [n]: True for rows with the remark, one of the bits HDR to INFRASTRUCTURE."""
         return np.not_equal(np.bitwise_and(self.columns["remarks"][rows], np.uint8(remark)), 0)
 
     def read(self, row: int) -> VideoRow:
-        """Read the whole row of a video again. Raises CorruptShard, OSError.
+        """Read the complete row of a video from its file; ``row`` is its row number in ``columns``.
 
-        If its file was merged away, the table is read anew to find the row.
+        If the file was merged and deleted, a second ledger reads the whole table to find the video's row, which may
+        then be a newer one.
+
+        Raises:
+            CorruptShard: a file is damaged.
+            FileNotFoundError: the file is gone, and no other file has a row of the video.
+            OSError: the store failed.
         """
         number = int(self.columns["row_number"][row])
         file = int(np.searchsorted(self.starts, number, side="right")) - 1
@@ -428,15 +461,21 @@ class Ledger:
             return self._newer.read(new_row)
 
     def count_run_rows(self, run_id: str) -> tuple[int, int]:
-        """Count the live rows that this run has committed: (all, failed ones)."""
+        """Count the live rows that a run has committed; return (all of them, the failed ones)."""
         rows = np.flatnonzero(self.columns["run"] == (self.runs.index(run_id) if run_id in self.runs else _MAX_RUNS))
         return len(rows), int(self.failed(rows).sum())
 
     def lost(self, token_shards: Sequence[str]) -> list[str]:
-        """List the videos of committed token shards that have no row in any file now.
+        """Return the sorted ids of videos in committed token shards that have no row in any file.
 
-        ``token_shards``: shards that were committed before the last refresh. Reads the footers of the shards that no
-        live row names. Returns [] if files of another identity were left out: these may hold the rows. Raises OSError.
+        Reads the footers of the shards that no live row names; missing and damaged shards are skipped. Returns [] if
+        there are files of another identity, since these may have the rows.
+
+        Args:
+            token_shards: shards that were committed before the last refresh.
+
+        Raises:
+            OSError: the store failed.
         """
         if self.foreign:
             return []
@@ -444,29 +483,33 @@ class Ledger:
         rows = pa.table({**parts, "error_message": pa.nulls(len(token_shards), pa.string())})
         lost_ids: set[str] = set()
         for index in np.flatnonzero(~np.isin(tie_keys(rows), self.columns["tie"])).tolist():
-            with suppress(FileNotFoundError, CorruptShard):  # removed meanwhile; jobs.verify tells of damage
+            with suppress(FileNotFoundError, CorruptShard):  # removed meanwhile, or damaged, which jobs.verify reports
                 ids = pa.array(read_footer_ids(self._store, token_shards[index]), pa.string())
                 lost_ids |= set(ids.filter(pa.array(self.find(ids) < 0)).to_pylist())
         return sorted(lost_ids)
 
 
 def _empty_columns(n_rows: int) -> Columns:
-    """Allocate the columns of ``_LEDGER`` for ``n_rows`` rows, without values."""
+    """Allocate the columns of ``_LEDGER`` for ``n_rows`` rows, with undefined values."""
     return {name: np.empty((n_rows, *shape), kind) for name, (kind, shape) in _LEDGER.items()}
 
 
 def _assign_numbers(texts: pa.ChunkedArray, numbered: list[str], limit: int) -> NDArray[Any]:
-    """Return the index in ``numbered`` of each text, [n].
+    """Return the index in ``numbered`` of each text, [n]; new texts are appended to ``numbered``.
 
-    Adds new texts up to ``limit``; later texts share the last.
+    Once ``numbered`` has ``limit`` texts, further texts share the last index.
     """
-    new = [text for text in pc.unique(texts).to_pylist() if text not in numbered]
-    numbered += new[: limit - len(numbered)]
+    new_texts = [text for text in pc.unique(texts).to_pylist() if text not in numbered]
+    numbered += new_texts[: limit - len(numbered)]
     return fill_nulls(pc.index_in(texts, value_set=pa.array(numbered, pa.string())), len(numbered) - 1)
 
 
 def _make_remark_bits(rows: pa.Table, classes: pa.ChunkedArray) -> NDArray[np.uint8]:
-    """Return the remarks on each row as bits, HDR to INFRASTRUCTURE, [n]; ``classes`` are the rows' fault classes."""
+    """Return the remarks on each row as a sum of the bits HDR to INFRASTRUCTURE, [n].
+
+    Args:
+        classes: the fault class of each row, "ok" if it did not fail.
+    """
     on_gpu = pc.and_(pc.equal(classes, "out-of-memory"), is_among(rows["error_stage"], ON_THE_GPU))
     remarks = {
         HDR: is_among(rows["color_transfer"], HDR_TRANSFERS).to_numpy(),
@@ -482,15 +525,17 @@ def _make_remark_bits(rows: pa.Table, classes: pa.ChunkedArray) -> NDArray[np.ui
 
 # Columns in memory for each row of small files; other columns are read from the file on demand.
 LIVE_COLUMNS = (*RULE_COLUMNS, "video_id", "error_class", "n_tokens", "hidden_size")
-_MAX_OPEN_FILES = 16  # sorted files with their footers in memory, some 2 MB each
+_MAX_OPEN_FILES = 16  # sorted files whose footers stay in memory, about 2 MB each
 _MAX_SEARCHED_IDS = 256  # for more videos the whole table is read
-_MAX_IDS = 2**22  # ids that are compared for suggestions: a second on a disk
+_MAX_IDS = 2**22  # ids that are compared for suggestions, which takes a second with a local disk
 
 
 class RowPlace(NamedTuple):
-    """The place of a video's live row: its file and the row in it.
+    """The row location of a video's live row: its file, and the number of the row in it.
 
-    ``rank`` is (state, -attempts, -rewritten, tie_break); the row with the lowest rank is live.
+    Attributes:
+        rank: (state, -attempts, -rewritten, tie_break); of several rows of a video, the one with the lowest rank is
+            live.
     """
 
     file: str
@@ -499,36 +544,45 @@ class RowPlace(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """True if the video has tokens."""
+        """True if the video has tokens; False if it failed or was removed."""
         return self.rank[0] == OK
 
 
 class LiveVideos:
-    """The live row of every video of a cache, for readers. Threads may share it.
+    """The live row of every video of a cache, for readers, as of the time it was opened. Threads may share it.
 
     Attributes:
-        table: the cache's table, for single rows and for the files that are left out.
-        small: LIVE_COLUMNS of the live rows among the small files, with ``file`` and ``row``.
-        files: all files of the table when this was opened.
-        strays: files beside the table that are none of its files, and are left out.
-        sorted: the sorted files among them.
+        table: the cache's table, which reads single rows and names foreign files.
+        small: LIVE_COLUMNS of the live rows in small files, with ``file`` and ``row``.
+        files: all files of the table.
+        strays: files in ``videos/`` that are not files of the table, and are ignored.
+        sorted: the sorted files among ``files``.
     """
 
     def __init__(
         self, table: VideosTable, small: pa.Table, files: Sequence[TableFile] = (), strays: Sequence[str] = ()
     ) -> None:
-        self.table, self.small, self.files, self.strays = table, small, list(files), list(strays)
+        """Index the rows in ``small`` by video id; no file is read. ``open`` reads a cache."""
+        self.table = table
+        self.small = small
+        self.files = list(files)
+        self.strays = list(strays)
         self.sorted = [file for file in self.files if file.is_sorted]
         self._row_in_small = {video_id: row for row, video_id in enumerate(small["video_id"].to_pylist())}
 
     @classmethod
     @_retried
     def open(cls, store: Store, made_with: str | None = None) -> LiveVideos:
-        """List the table, and read its small files: one LIST, and a GET each. Raises CorruptShard, OSError.
+        """List the table, and read its small files: one LIST request, and one GET per small file.
 
-        If another run merges files away meanwhile, the table is listed and read again, _TRIES times in all.
+        If another run merges and deletes files meanwhile, this is repeated, up to _TRIES times in all.
+
+        Raises:
+            CorruptShard: a small file is damaged, or a stray file must not be ignored.
+            OSError: the store failed.
         """
-        table, (files, strays) = VideosTable(store, made_with, _MAX_OPEN_FILES), list_table(store)
+        table = VideosTable(store, made_with, _MAX_OPEN_FILES)
+        files, strays = list_table(store)
         small = table.read_small([file.name for file in files if not file.is_sorted], LIVE_COLUMNS)
         rows = pa.concat_tables([empty_rows(LIVE_COLUMNS), *(add_places(rows, name) for name, rows in small)])
         return cls(table, select_live_rows(rows.combine_chunks()), files, strays)
@@ -536,9 +590,13 @@ class LiveVideos:
     @classmethod
     @_retried
     def read(cls, store: Store, made_with: str | None, columns: Sequence[str]) -> tuple[LiveVideos, pa.Table]:
-        """Open the table, and return it with ``columns`` of every live row, as of ``live``.
+        """Open the table, and read all of it; return (the opened table, the result of ``live(columns)``).
 
-        Raises as ``open``, and tries again as ``open`` does.
+        If another run merges and deletes files meanwhile, this is repeated, up to _TRIES times in all.
+
+        Raises:
+            CorruptShard: a file is damaged, or a stray file must not be ignored.
+            OSError: the store failed.
         """
         videos = cls.open(store, made_with)
         return videos, videos.live(columns)
@@ -546,7 +604,14 @@ class LiveVideos:
     @classmethod
     @_retried
     def read_removed(cls, store: Store, made_with: str | None) -> list[VideoRow]:
-        """Read the rows of the videos that were removed for good. Raises as ``open``, and tries again as it does."""
+        """Read the complete rows of the videos that were removed for good, which reads the whole table.
+
+        If another run merges and deletes files meanwhile, this is repeated, up to _TRIES times in all.
+
+        Raises:
+            CorruptShard: a file is damaged, or a stray file must not be ignored.
+            OSError: the store failed.
+        """
         videos = cls.open(store, made_with)
         return list(videos.table.read_rows(select_removed(videos.live(("status",)))))
 
@@ -554,21 +619,28 @@ class LiveVideos:
         return LiveVideos, (self.table, self.small, self.files, self.strays)
 
     def find(self, video_id: str) -> RowPlace | None:
-        """Find the live row of a video, or None; at most two reads of each level of sorted files.
+        """Find the live row of a video; return None if the video has no row.
 
-        Raises CorruptShard, OSError, and FileNotFoundError if a file was merged since this was opened.
+        This takes at most two reads per level of sorted files, which threads send in parallel to an object store; the
+        small files are in memory.
+
+        Raises:
+            CorruptShard: a sorted file is damaged.
+            FileNotFoundError: a file was merged since this object was opened.
+            OSError: the store failed.
         """
         try:
             high = int(keys_of(pa.array([video_id]))[0, 0])
-        except UnicodeEncodeError:  # half of a surrogate pair is not valid text, so no id has one
+        except UnicodeEncodeError:  # a lone surrogate is not valid text, so no id has one
             return None
         places = []
         if (row := self._row_in_small.get(video_id)) is not None:
-            file, row_in_file = self.small["file"][row].as_py(), self.small["row"][row].as_py()
+            file = self.small["file"][row].as_py()
+            row_in_file = self.small["row"][row].as_py()
             places.append(_build_place(self.small, row, file, row_in_file))
         files = [file for file in self.sorted if file.holds(high)]
         look = partial(self._search_file, video_id, high)
-        if len(files) > 1 and self.table.store.folder is None:  # in parallel, so that delays do not add up
+        if len(files) > 1 and self.table.store.folder is None:  # in parallel, so that latencies do not add up
             with request_threads(len(files)) as pool:
                 places += [place for place in pool.map(look, files) if place is not None]
         else:
@@ -576,9 +648,10 @@ class LiveVideos:
         return min(places, key=lambda place: place.rank, default=None)
 
     def _search_file(self, video_id: str, high: int, file: TableFile) -> RowPlace | None:
-        """Find a video's row in one sorted file; None if it is not there, or if the file has another identity.
+        """Find a video's row in one sorted file; None if the file lacks the video or has another identity.
 
-        ``high`` is the first half of the id's hash.
+        Args:
+            high: the first half of the id's hash, ``id_high``.
         """
         sorted_file = self.table.open_sorted(file)
         if sorted_file is None:
@@ -592,14 +665,25 @@ class LiveVideos:
         return None
 
     def row(self, video_id: str) -> VideoRow | None:
-        """Read the live row of a video; None without a row. Raises as ``find``."""
+        """Read the complete live row of a video; return None if the video has no row.
+
+        Raises:
+            CorruptShard: a file is damaged.
+            FileNotFoundError: a file was merged since this object was opened.
+            OSError: the store failed.
+        """
         place = self.find(video_id)
         return None if place is None else self.table.read_row(place.file, place.row)
 
     def live(self, columns: Sequence[str]) -> pa.Table:
-        """Read ``columns`` of every live row with ``file`` and ``row``, by video_id. All files are read.
+        """Read ``columns`` of every live row, followed by ``file`` and ``row``, sorted by video_id.
 
-        Raises as ``find``.
+        This reads all sorted files.
+
+        Raises:
+            CorruptShard: a file is damaged.
+            FileNotFoundError: a file was merged since this object was opened.
+            OSError: the store failed.
         """
         read_columns = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
         tables = (
@@ -610,7 +694,10 @@ class LiveVideos:
         return select_live_rows(rows).select([*columns, "file", "row"])
 
     def _live_in_small(self, columns: Sequence[str]) -> pa.Table:
-        """Return these columns of the live rows in small files; columns that are not in memory are read."""
+        """Return ``columns``, ``file`` and ``row`` of the live rows in small files.
+
+        If ``small`` lacks one of the columns, the small files are read again.
+        """
         if set(columns) <= set(self.small.column_names):
             return self.small.select([*columns, "file", "row"])
         tables = [empty_rows(columns)]
@@ -620,12 +707,18 @@ class LiveVideos:
         return pa.concat_tables(tables)
 
     def near(self, video_id: str) -> str:
-        """Return ``"; did you mean A?"`` with the ids nearest to an unknown id, or "".
+        """Return ``"; did you mean A?"`` with the ids most similar to an unknown id, or "" if none is similar.
 
-        Reads the ids of sorted files, up to _MAX_IDS of them. Raises as ``find``.
+        Reads the ids of sorted files, skipping files beyond _MAX_IDS ids in all; removed videos are not suggested.
+
+        Raises:
+            CorruptShard: a file is damaged.
+            FileNotFoundError: a file was merged since this object was opened.
+            OSError: the store failed.
         """
         columns = ("video_id", "status")
-        parts, n_rows = [self.small.select(columns)], len(self.small)
+        parts = [self.small.select(columns)]
+        n_rows = len(self.small)
         for file in self.sorted:
             n_rows += file.rows
             if n_rows <= _MAX_IDS and (sorted_file := self.table.open_sorted(file)) is not None:
@@ -633,10 +726,14 @@ class LiveVideos:
         return did_you_mean_id(video_id, list_nameable_ids(pa.concat_tables(parts)))
 
     def rows_of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
-        """Return ``columns`` of the live rows of these videos, with ``file`` and ``row``, in any order.
+        """Return ``columns``, ``file`` and ``row`` of the live rows of some videos, in any order, once per video.
 
-        Raises as ``find``. Ids without a row are left out. For more than _MAX_SEARCHED_IDS videos the whole table is
-        read.
+        Ids without a row are left out. For more than _MAX_SEARCHED_IDS videos the whole table is read.
+
+        Raises:
+            CorruptShard: a file is damaged.
+            FileNotFoundError: a file was merged since this object was opened.
+            OSError: the store failed.
         """
         ids = sorted(set(video_ids))
         if len(ids) > _MAX_SEARCHED_IDS or not self.sorted:
@@ -648,31 +745,35 @@ class LiveVideos:
         return pa.Table.from_pylist(with_places, schema=empty_rows(columns).schema)
 
     def widths(self) -> set[int]:
-        """Return the widths D of the tokens: one number, except in old caches, which could mix widths.
+        """Return the hidden sizes D of the tokens: one number, except in old caches, which could mix widths.
 
-        Looks at the small files and at the first row group of one sorted file only; an empty set if these have no
+        Only the small files and the first row group of one sorted file are looked at; the set is empty if these have no
         tokens.
+
+        Raises:
+            CorruptShard: the sorted file is damaged.
+            FileNotFoundError: the sorted file was merged since this object was opened.
+            OSError: the store failed.
         """
         first = next(self.table.iter_sorted(self.sorted), None)
         widths = set[int]() if first is None else find_widths(self.table.group(first.file, 0))
         return widths | find_widths(self.small)
 
     def __len__(self) -> int:
-        """Count the videos with a row. A video in several files counts several times: exact counting needs a search."""
+        """Return an upper limit on the videos with a row: a video in several files counts several times."""
         return len(self.small) + sum(file.rows for file in self.sorted)
 
 
 @dataclass
 class LiveShards:
-    """The token shards of some videos, and the places of their rows in the videos table.
+    """The token shards of some videos, and the row locations of these videos in the videos table.
 
     Videos without tokens have the shard name "".
 
     Attributes:
-        names: [n] shard names, sorted: in the order in which runs wrote them.
-        counts: [n] the videos of each shard.
-        places: ``file``, ``row`` and the hash of the id of each video, in the order of the token shards and of the
-            tokens in them.
+        names: [n] shard names, sorted, which is the order in which runs wrote them.
+        counts: [n] the number of videos per shard.
+        places: ID_COLUMNS, ``file`` and ``row`` of each video, by token shard and in the order of its tokens.
     """
 
     names: pa.Array
@@ -681,16 +782,16 @@ class LiveShards:
 
     @classmethod
     def of(cls, rows: pa.Table) -> LiveShards:
-        """Group rows by token shard; they have ID_COLUMNS, token_shard, first_row_group, file and row."""
+        """Group rows by token shard; ``rows`` have ID_COLUMNS, token_shard, first_row_group, ``file`` and ``row``."""
         shard_names = pc.fill_null(rows["token_shard"], "")
         rows = sort_by_shard(rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", shard_names))
         shards = rows.group_by("token_shard", use_threads=False).aggregate([([], "count_all")])
         return cls(shards["token_shard"].combine_chunks(), shards["count_all"].to_numpy(), _to_places(rows))
 
     def find_places(self, rows: pa.Table) -> bool:
-        """Replace ``places`` by the places in ``rows`` (ID_COLUMNS, file, row).
+        """Replace ``places`` by the row locations in ``rows`` (ID_COLUMNS, ``file``, ``row``), and return True.
 
-        If a video is missing there, return False and keep the old places.
+        If a video is not in ``rows``, ``places`` stays as it is, and False is returned.
         """
         order = self.places.select(ID_COLUMNS).append_column("order", pa.array(range(len(self.places))))
         places = _to_places(order.join(rows, list(ID_COLUMNS), join_type="inner").sort_by("order"))
@@ -703,28 +804,29 @@ class LiveShards:
         return len(self.counts)
 
     def name(self, number: int) -> str:
-        """Return the name of the token shard of this number."""
+        """Return the name of token shard ``number``."""
         return str(self.names[number].as_py())
 
     def places_of(self, number: int) -> pa.Table:
-        """Return the places (``file``, ``row``) of the videos of token shard ``number``, in its order."""
+        """Return the row locations of the videos in token shard ``number``, in the order of their tokens."""
         return self.places.slice(int(self.counts[:number].sum()), int(self.counts[number]))
 
 
 def _to_places(rows: pa.Table) -> pa.Table:
-    """Return the places of rows with the hashes of their ids, and each name of a file in memory once."""
+    """Return ID_COLUMNS, ``row`` and ``file`` of ``rows``, with ``file`` dictionary-encoded to save memory."""
     places = rows.select([*ID_COLUMNS, "row"])
     return places.append_column("file", rows["file"].dictionary_encode())
 
 
 def find_widths(live: pa.Table) -> set[int]:
-    """Return the different ``hidden_size`` of the live rows that are ok."""
+    """Return the distinct values of ``hidden_size`` in the rows that are ok."""
     return set(pc.unique(select_ok(live)["hidden_size"]).to_pylist())
 
 
 def _build_place(rows: pa.Table, at: int, file: str, row: int) -> RowPlace:
-    """Build the RowPlace of the row number ``at`` of ``rows``, which have RULE_COLUMNS."""
+    """Build the RowPlace of a row, from its RULE_COLUMNS in row ``at`` of ``rows``."""
     values = rows.select(RULE_COLUMNS).slice(at, 1).to_pylist()[0]
-    attempts, rewritten = values["attempts"] or 0, values["rewritten"] or 0
+    attempts = values["attempts"] or 0
+    rewritten = values["rewritten"] or 0
     state = _STATES.get(values["status"], FAILED)
     return RowPlace(file, row, (state, -attempts, -rewritten, values["tie_break"]))

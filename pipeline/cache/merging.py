@@ -1,9 +1,9 @@
-"""Merging the files of the videos table: fewer files, sorted, without superseded rows.
+"""Merge the files of the videos table into fewer, sorted files without superseded rows.
 
-A merge reads the small files, and every level of sorted files that is no larger than the result. So there are few
-levels, and a row is written again a few times in all. The source files stay for readers until the merged files are
-``keep`` old; a later merge deletes them. A kill at any point, or two merges at once, leave rows in two files, which the
-rule of ``pipeline.cache.live`` makes harmless.
+A merge reads the small files and every level of sorted files that is not larger than the result. There are therefore
+few levels, and each row is rewritten only a few times. The source files stay for concurrent readers until the merged
+files are ``keep`` old; a later merge deletes them. If a merge is killed, or two merges run at once, some rows are in
+two files, which does not change the live rows (``pipeline.cache.live``).
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from pipeline.errors import CorruptShard
 from pipeline.storage.stores import Store
 
 KEEP = timedelta(minutes=10)  # merged files stay this long for readers
-MAX_WAITING_FILES = 64  # a running run merges more small files than this
-MAX_WAITING_AT_END = 16  # a run that ends merges more small files than this
+MAX_WAITING_FILES = 64  # a run merges as soon as there are more small files
+MAX_WAITING_AT_END = 16  # a run merges at its end if there are more small files
 _GROWTH = 8  # the rows of a level relative to the level below
-_PART_GROUPS = FILE_ROWS * 3 // 4 // GROUP_ROWS  # row groups of a merged file, about
-_MAX_ROWS_WHILE_RUNNING = 2**21  # rows that are merged in half a minute; jobs.compact merges more
+_PART_GROUPS = FILE_ROWS * 3 // 4 // GROUP_ROWS  # approximate row groups of a merged file
+_MAX_ROWS_WHILE_RUNNING = 2**21  # rows that take half a minute; jobs.compact also merges larger levels
 _MAX_ROWS_PER_STEP = 2**20  # rows of small files in memory
 _MAX_FILES_PER_STEP = 4096  # small files in one merge: the merged file's footer holds their names
-_MERGE = b"merge"  # in the metadata of a sorted file: JSON of the files that it was merged from, and in how many parts
+_MERGE = b"merge"  # metadata of a sorted file: JSON with the names of its sources and the number of merged files
 
 
 @dataclass
 class Merged:
-    """The result of merging the files of the videos table.
+    """The result of a call of ``merge``; the file names are relative to the cache.
 
     Attributes:
-        read: files that were merged.
-        written: files that have their rows now.
-        deleted: source files of earlier merges.
-        rows: rows of the written files.
-        superseded: rows that were dropped.
-        waiting: source files that stay until the written files are old enough.
-        foreign: files of another identity, which are not merged.
-        seconds: wall time.
+        read: the files that were merged, small and sorted.
+        written: the new sorted files.
+        deleted: the source files of earlier merges that this call deleted.
+        rows: the number of rows in the written files.
+        superseded: the number of rows that were dropped because another row of the video is live.
+        waiting: the number of merged source files that stay until the written files are old enough.
+        foreign: the files of another identity, which are not merged.
+        seconds: the wall time.
     """
 
     read: list[str] = field(default_factory=list)
@@ -64,9 +64,9 @@ class Merged:
     seconds: float = 0.0
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user about the result."""
+        """Yield the lines that a command prints about this result, one to four."""
         if self.read:
-            superseded_note = f", {self.superseded:,} superseded rows less" if self.superseded else ""
+            superseded_note = f", without {self.superseded:,} superseded rows" if self.superseded else ""
             yield f"{len(self.read):,} files merged into {len(self.written):,} of {self.rows:,} rows{superseded_note}"
         else:
             yield "nothing to merge"
@@ -86,29 +86,46 @@ def merge(
     keep: timedelta = KEEP,
     max_rows: float = math.inf,
 ) -> Merged:
-    """Merge the small files with fitting levels of sorted files, or ``everything`` into one level; return the counts.
+    """Merge the small files of the videos table with sorted files, and delete the sources of earlier merges.
 
-    ``made_with`` is the fingerprint of the cache's identity; levels of more than ``max_rows`` are not merged. Files
-    that were merged stay for readers: a merge deletes the sources of earlier merges that are ``keep`` old.
+    The small files are merged in steps that fit in memory. Each step also merges the complete levels of sorted files
+    that are not larger than its result. Nothing is written if there are no small files, unless ``everything`` is set
+    and sorted files overlap. The files that this call merges stay for concurrent readers, unless ``keep`` is zero and a
+    later step deletes them.
 
-    Raises CorruptShard for a damaged file (no row is lost), FileNotFoundError if another merge deleted a file
-    meanwhile, and OSError.
+    Args:
+        made_with: the fingerprint of the cache's identity; files of another identity are left alone. None merges all
+            files.
+        everything: also merge all sorted files, so that each video is in one file.
+        keep: delete the sources of an earlier merge if all its files are at least this old; zero ignores their age.
+        max_rows: levels with more rows are not merged; ignored if ``everything``.
+
+    Raises:
+        CorruptShard: a file is damaged. No row is lost; the steps before it stay.
+        FileNotFoundError: another merge deleted a file meanwhile.
+        OSError: the store failed.
     """
-    start, result, has_more = time.monotonic(), Merged(), True
+    start = time.monotonic()
+    result = Merged()
+    has_more = True
     while has_more:  # a step merges as many rows of small files as memory holds
-        table, files = VideosTable(store, made_with), list_table_files(store)
+        table = VideosTable(store, made_with)
+        files = list_table_files(store)
         sorted_files = list(table.iter_sorted(files))
         merged_names = _delete_old_sources(store, sorted_files, {file.name for file in files}, keep, result)
         absent = merged_names.union(result.deleted)
         small = [file.name for file in files if not file.is_sorted and file.name not in absent]
         tables, names, has_more = _read_small(table, small)
-        result.foreign, result.waiting = list(table.foreign), len(merged_names)
+        result.foreign = list(table.foreign)
+        result.waiting = len(merged_names)
         n_small = sum(map(len, tables))
         chosen = [file for file in sorted_files if file.file.name not in absent]
         if not everything or has_more:
             chosen = _choose_levels(chosen, n_small, max_rows)
         bounds = sorted((file.file.first, file.file.last) for file in chosen)
-        is_disjoint = all(before[1] < after[0] for before, after in pairwise(bounds))  # no two have rows of one video
+        is_disjoint = all(
+            before[1] < after[0] for before, after in pairwise(bounds)
+        )  # no two files have rows of the same video
         if not names and (is_disjoint or not everything):
             break
         names += [file.file.name for file in chosen]
@@ -121,15 +138,21 @@ def merge(
 
 
 def merge_fully(store: Store, made_with: str | None) -> None:
-    """Merge a table without readers into one level, and delete its source files at once. Raises as merge."""
+    """Merge a table that nobody reads into one level, and delete the source files at once.
+
+    Raises:
+        CorruptShard: a file is damaged.
+        OSError: the store failed.
+    """
     for _ in range(2):  # the second merge deletes the sources of the first
         merge(store, made_with, everything=True, keep=timedelta(0))
 
 
 def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge if there are more than ``at_least`` small files, without levels of more than two million rows.
+    """Merge if there are more than ``at_least`` small files; never raise for damaged files or a failing store.
 
-    An error loses no row and is not raised: ``say`` gets a warning.
+    Levels of more than two million rows are left alone. After a CorruptShard or an OSError, ``say`` gets a warning; no
+    row is lost.
     """
     try:
         if sum(not file.is_sorted for file in list_table_files(store)) > at_least:
@@ -139,7 +162,15 @@ def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[
 
 
 def _read_small(table: VideosTable, all_names: Sequence[str]) -> tuple[list[pa.Table], list[str], bool]:
-    """Read small files up to the limits of one step: (their rows, their names, True if files are left)."""
+    """Read small files in the order of their names, up to the limits of one step.
+
+    Returns:
+        (a table per file, the names of these files, True if a limit was reached and files are left). Files of another
+        identity are in neither list.
+
+    Raises:
+        CorruptShard: a file is damaged.
+    """
     tables: list[pa.Table] = []
     names: list[str] = []
     n_rows = 0
@@ -153,10 +184,10 @@ def _read_small(table: VideosTable, all_names: Sequence[str]) -> tuple[list[pa.T
 
 
 def _choose_levels(sorted_files: Sequence[SortedFile], n_rows: int, max_rows: float) -> list[SortedFile]:
-    """Choose which of the sorted files to merge with ``n_rows`` rows of small files; none if ``n_rows`` is 0.
+    """Choose the sorted files to merge with ``n_rows`` rows of small files; return [] if ``n_rows`` is 0.
 
-    These are complete levels, from the lowest on, up to the level of all rows chosen so far. A level of more than
-    ``max_rows`` rows ends the choice.
+    The choice consists of complete levels, from the lowest up. It ends at a level that is higher than the level of all
+    rows chosen so far, or that has more than ``max_rows`` rows.
     """
     by_level: dict[int, list[SortedFile]] = defaultdict(list)
     for file in sorted_files if n_rows else ():
@@ -179,9 +210,16 @@ def _write(
     names: list[str],
     result: Merged,
 ) -> None:
-    """Write the live rows of all sources as sorted files, a range of hashes a file, and count them in the result.
+    """Write the live rows of all sources as new sorted files, one per range of hashes, and count them in ``result``.
 
-    ``names`` are the names of the sources, for the metadata.
+    Each file's metadata records ``names`` and the number of files.
+
+    Args:
+        small: the rows of the small files, in VIDEO_SCHEMA.
+        names: the names of all sources, small and sorted.
+
+    Raises:
+        CorruptShard: a sorted file is damaged.
     """
     level = find_level(len(small) + sum(file.file.rows for file in sorted_files))
     starts = [
@@ -209,9 +247,13 @@ def _write(
 def _delete_old_sources(
     store: Store, sorted_files: Sequence[SortedFile], present: set[str], keep: timedelta, result: Merged
 ) -> set[str]:
-    """Delete the sources of merges that are ``keep`` old; return the sources of younger merges, to be left alone.
+    """Delete the sources of merges whose files are all at least ``keep`` old; return the sources of younger merges.
 
-    ``present`` are the names of all files.
+    A merge of which a written file is missing is ignored: it was interrupted, or its files were merged again. Deleted
+    names are added to ``result.deleted``.
+
+    Args:
+        keep: zero deletes the sources whatever their age.
     """
     merges: dict[bytes, list[SortedFile]] = defaultdict(list)
     for file in sorted_files:
@@ -224,7 +266,7 @@ def _delete_old_sources(
         if not sources or len(files) != merge_record["parts"]:
             continue
         with suppress(FileNotFoundError):
-            # A store whose clock is ahead gives new files an age below zero.
+            # If the clock of the store is ahead, new files have a negative age.
             if not keep or all(store.age(file.file.name) >= keep for file in files):
                 for name in sorted(sources):
                     store.delete(name)
@@ -234,14 +276,15 @@ def _delete_old_sources(
 
 
 def find_level(rows: int) -> int:
-    """Return the level of a merge of ``rows`` rows: 1 up to GROUP_ROWS, one more for each factor _GROWTH."""
+    """Return the level of a merge of ``rows`` rows: 1 up to 4,096 rows, and one more for each factor of 8."""
     return 1 + max(0, math.ceil(math.log(max(rows, 1) / GROUP_ROWS, _GROWTH)))
 
 
 def select_surviving(rows: pa.Table) -> pa.Table:
-    """Return the live row of each video in the order of keys; superseded rows are dropped.
+    """Return the live row of each video, sorted by the hash of its id; superseded rows are dropped.
 
-    ``earlier_attempts`` gets the attempts on other files under the id. After several merges it is a lower bound.
+    If rows were dropped, ``earlier_attempts`` is set to the most attempts on another file under the id. Over several
+    merges this is a lower bound.
     """
     order, earlier = find_live(make_rule_columns(rows))
     live = rows.take(pa.array(order))

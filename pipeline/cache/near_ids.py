@@ -1,4 +1,4 @@
-"""Ids that a user may have meant by an id that does not exist. A million ids take half a second at most."""
+"""Suggest ids that a user may have meant by an unknown id; a million ids take at most half a second."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ import pyarrow.compute as pc
 
 from pipeline.errors import describe_near, normalise_look, printable
 
-MAX_SUGGESTIONS = 3  # likely ids that a message names
+MAX_SUGGESTIONS = 3  # ids that a message suggests
 _MAX_CANDIDATES = 1000  # ids that are compared letter by letter
 
 
 def did_you_mean_id(wrong: str, ids: pa.ChunkedArray) -> str:
-    """Return ``"; did you mean A, B?"`` with the ids nearest to a ``wrong`` one, or "" where none is near."""
+    """Return ``"; did you mean A, B?"`` with up to three ids similar to ``wrong``, or "" if none is similar."""
     likely = [describe_near(wrong, video_id) for video_id in near_ids(wrong, ids)]
     return f"; did you mean {printable(', '.join(likely))}?" if likely else ""
 
 
 def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
-    """Return up to MAX_SUGGESTIONS ids similar to a ``wrong`` id, the likeliest first.
+    """Return up to MAX_SUGGESTIONS distinct ids that are similar to ``wrong``, the likeliest first.
 
-    In this order: ids that look the same, in another Unicode form for example; the only id with the base name of
-    ``wrong``, with or without a suffix; ids that contain ``wrong``; else ids with similar letters.
+    The order is: ids that look the same (in another Unicode form, for example); the only id with the same base name,
+    with or without its suffix; ids that contain ``wrong``. Only if there are none of these, ids with similar letters
+    are returned. The result is [] for an empty text and for a text that is not valid Unicode.
     """
     try:
         wrong.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which no id has
+    except UnicodeEncodeError:  # a lone surrogate, which no id has
         return []
     if not wrong:
         return []
@@ -37,22 +38,25 @@ def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
     containing = _first(ids.filter(pc.match_substring(ids, wrong)))
     if likely := [*of_same_look, *_only_of_base_name(wrong, ids), *containing]:
         return list(dict.fromkeys(likely))[:MAX_SUGGESTIONS]
-    if len(ids) > _MAX_CANDIDATES:  # one wrong letter leaves the first half of an id or the second as it is
+    if len(ids) > _MAX_CANDIDATES:  # one wrong letter leaves one half of an id unchanged
         half = (len(wrong) - len(PurePosixPath(wrong).suffix)) // 2
         ids = ids.filter(pc.or_(pc.starts_with(ids, wrong[:half]), pc.ends_with(ids, wrong[half:])))
     return get_close_matches(wrong, _first(ids, _MAX_CANDIDATES), MAX_SUGGESTIONS)
 
 
 def _first(ids: pa.ChunkedArray, limit: int = MAX_SUGGESTIONS) -> list[str]:
-    """Return the first few distinct ids."""
-    names: list[str] = pc.unique(ids.slice(0, 2 * limit)).to_pylist()  # an id may stand in two files of a table
+    """Return up to ``limit`` distinct ids, in their order.
+
+    Only the first 2 * ``limit`` ids are looked at, so that heavily repeated ids may give fewer.
+    """
+    names: list[str] = pc.unique(ids.slice(0, 2 * limit)).to_pylist()  # an id may be in two files of the table
     return names[:limit]
 
 
 def _only_of_base_name(wrong: str, ids: pa.ChunkedArray) -> list[str]:
-    """Return the one id with the base name of ``wrong``; else the one id that differs from it in the suffix only.
+    """Return the id whose base name is that of ``wrong``, in a list; [] if there is none or if several match.
 
-    The list is empty if no id fits, or several ids do.
+    If no base name is equal, an id whose base name differs only in the suffix is searched for.
     """
     path = PurePosixPath(wrong)
     if not path.name:

@@ -1,9 +1,8 @@
-"""Vectors from the pages of a token shard straight to their places, without Arrow's copy of them in between.
+"""Read vectors from the pages of a token shard directly into the result array, without an intermediate copy by Arrow.
 
-Arrow copies what it reads into memory of its own, and putting 11 MB of it in another order is one copy more. A column
-of vectors as this project writes them (PLAIN, not compressed, without nulls) needs none of Arrow's decoding: behind a
-short header a page is the vectors themselves. What is not exactly that is left to Arrow, which also says what is
-damaged.
+Arrow copies what it reads into its own memory, and reordering 11 MB of it is another copy. The vector columns of this
+project are PLAIN, uncompressed and without nulls: after a short header, a page consists of the vectors themselves.
+Columns of any other form are left to Arrow, which also reports damage.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-_HEADER = 256  # bytes in which the header of a page of vectors ends: those written here take some 32
-_VARINT = 10  # bytes of the longest number
-_MAX_DEPTH = 4  # structs inside structs; a page's header has three
+_HEADER = 256  # bytes that are enough for the header of a page of vectors; those written here take about 32
+_VARINT = 10  # maximum bytes of a varint
+_MAX_DEPTH = 4  # nested structs; a page header has three
 # Kinds of values in Thrift's compact protocol, and the fields of Parquet's PageHeader and DataPageHeader.
 _TRUE, _FALSE, _INTS, _BINARY, _STRUCT = 1, 2, (4, 5, 6), 8, 12
 _KIND, _SIZE, _STORED_SIZE, _CRC, _DATA_PAGE, _DATA_PAGE_2 = 1, 2, 3, 4, 5, 8
@@ -27,12 +26,12 @@ _IS_DATA_PAGE, _IS_PLAIN = 0, 0
 
 
 class PageSize(NamedTuple):
-    """The claims of a page's header.
+    """The sizes that the header of a Parquet page states; they are not checked.
 
     Attributes:
-        n_bytes: the bytes that it unpacks to.
-        n_values: its values, nulls and empty lists too; 0 for a page without data.
-        is_plain: whether its values are stored one after the other, so that they take no more than ``n_bytes``.
+        n_bytes: the uncompressed size.
+        n_values: the number of values, including nulls and empty lists; 0 for a dictionary page.
+        is_plain: True if the values are stored one after the other, so that they take at most ``n_bytes``.
     """
 
     n_bytes: int
@@ -41,9 +40,9 @@ class PageSize(NamedTuple):
 
 
 def plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
-    """Map the names of vector columns without nulls to (column number, bytes of a vector).
+    """Map the name of each fixed-size binary column without nulls to (its column number, the bytes of a vector).
 
-    Vectors of an odd number of bytes are left out. The caller has checked ``metadata``.
+    Columns whose vectors have an odd number of bytes are left out, since ``put_rows`` writes int16.
     """
     columns = ((i, metadata.schema.column(i)) for i in range(metadata.num_columns))
     return {
@@ -56,7 +55,11 @@ def plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
 
 
 def plain_pages(group: pq.RowGroupMetaData, number: int) -> tuple[int, int] | None:
-    """Return the bytes [start, end) of such a column in a row group; None if it is compressed or has a dictionary."""
+    """Return the byte range [start, end) of a column chunk's pages, or None if it is compressed or has a dictionary.
+
+    Args:
+        number: the column number, from ``plain_columns``.
+    """
     column = group.column(number)
     if column.compression != "UNCOMPRESSED" or column.has_dictionary_page:
         return None
@@ -65,22 +68,23 @@ def plain_pages(group: pq.RowGroupMetaData, number: int) -> tuple[int, int] | No
 
 
 def put_rows(data: memoryview, n_rows: int, targets: NDArray[np.int64], out: NDArray[np.int16]) -> bool:
-    """Put the first vectors of a column into their rows of ``out``; return True on success.
+    """Copy the first ``len(targets)`` vectors of a column chunk into the given rows of ``out``; return True on success.
 
-    After False the content of ``out`` is undefined, and Arrow must read the column: a page does not have the checksum
-    of its header, is cut short, or is no plain page.
+    If it returns False, the content of ``out`` is undefined and the caller must read the column with Arrow: a page
+    fails its checksum, has no checksum, is cut short or is not a PLAIN page, or the pages have fewer rows than needed.
 
     Args:
-        data: the column's pages.
-        n_rows: the column's rows.
-        targets: row of ``out`` for each of the column's first vectors; later vectors are not read.
-        out: [K,D] bits of bfloat16.
+        data: the pages of the column chunk, from their first header on.
+        targets: [n] the row of ``out`` for each of the first n vectors; pages after these vectors are not read.
+        out: [K, width / 2] int16 with the width of a vector in bytes; modified in place.
     """
     at = n_done = 0
     while n_done < n_rows:
         header, n_header = read_page_header(data[at : at + _HEADER])
-        rows, size = header.get((_DATA_PAGE, _ROWS), 0), header.get((_SIZE,), 0)
-        kind, encoding = header.get((_KIND,)), header.get((_DATA_PAGE, _ENCODING))
+        rows = header.get((_DATA_PAGE, _ROWS), 0)
+        size = header.get((_SIZE,), 0)
+        kind = header.get((_KIND,))
+        encoding = header.get((_DATA_PAGE, _ENCODING))
         page = data[at + n_header : at + n_header + size]
         plain = (kind, encoding) == (_IS_DATA_PAGE, _IS_PLAIN) and size == header.get((_STORED_SIZE,))
         fits = 0 < rows <= n_rows - n_done and size == rows * out.shape[1] * out.itemsize == len(page)
@@ -95,13 +99,18 @@ def put_rows(data: memoryview, n_rows: int, targets: NDArray[np.int64], out: NDA
 
 
 def iter_page_sizes(data: memoryview) -> Iterator[PageSize]:
-    """Yield what the header of each page in a column chunk claims. Raises ValueError for a header of another form."""
+    """Yield the sizes that the header of each page in a column chunk states, from the first page on.
+
+    Raises:
+        ValueError: a header cannot be parsed or has no sizes.
+    """
     at = 0
     while at < len(data):
         header, n_header = read_page_header(data[at:])
-        n_bytes, n_stored = header.get((_SIZE,), -1), header.get((_STORED_SIZE,), -1)
+        n_bytes = header.get((_SIZE,), -1)
+        n_stored = header.get((_STORED_SIZE,), -1)
         if n_bytes < 0 or n_stored < 0:
-            raise ValueError("a page without a header that says its size")
+            raise ValueError("a page header cannot be parsed or does not state the size")
         n_values = header.get((_DATA_PAGE, _ROWS), header.get((_DATA_PAGE_2, _ROWS), 0))
         encoding = header.get((_DATA_PAGE, _ENCODING), header.get((_DATA_PAGE_2, _ENCODING_2)))
         yield PageSize(n_bytes, n_values, encoding == _IS_PLAIN)
@@ -109,18 +118,28 @@ def iter_page_sizes(data: memoryview) -> Iterator[PageSize]:
 
 
 def read_page_header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]:
-    """Parse a page's header: (its numbers by path of fields, its bytes); ({}, 0) where it holds anything else."""
+    """Parse the Thrift header at the beginning of ``data``.
+
+    Returns:
+        (its integer fields by their path of field numbers, the length of the header in bytes), or ({}, 0) if ``data``
+        does not begin with a complete header of the expected form.
+    """
     numbers: dict[tuple[int, ...], int] = {}
     try:
-        return numbers, _struct(data.cast("B"), 0, (), numbers)  # Arrow's views are of signed bytes
+        return numbers, _struct(data.cast("B"), 0, (), numbers)  # Arrow gives views of signed bytes
     except (IndexError, ValueError):
         return {}, 0
 
 
 def _struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
-    """Read a struct of Thrift's compact protocol into ``numbers``, by path of fields; return the offset behind it.
+    """Read the struct of Thrift's compact protocol at offset ``at``, and return the offset after it.
 
-    Texts, as in statistics, are skipped. Raises ValueError and IndexError.
+    The integer fields are added to ``numbers``, with ``path`` as the prefix of their keys. Texts (as in statistics) and
+    booleans are skipped.
+
+    Raises:
+        ValueError: a list, another unexpected type, or too many nested structs.
+        IndexError: the data ends within the struct.
     """
     if len(path) > _MAX_DEPTH:
         raise ValueError("structs inside structs, which no header has")
@@ -143,7 +162,12 @@ def _struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tupl
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Decode a varint: (value, where it ends). Raises ValueError, IndexError."""
+    """Decode the unsigned varint at offset ``at``; return (its value, the offset after it).
+
+    Raises:
+        ValueError: it has more than ten bytes.
+        IndexError: the data ends within it.
+    """
     value = 0
     for i in range(_VARINT):
         byte = data[at + i]

@@ -1,7 +1,7 @@
-"""TokenCache: read pruned visual tokens back, without the video or the vision encoder.
+"""Read pruned visual tokens from a cache, without the videos or the vision encoder: TokenCache.
 
-Several videos are read run by run: adjacent videos in a token shard are one run, which one request fetches. The next
-runs of an object store are fetched ahead.
+Adjacent videos in a token shard are read as one run, which one request fetches. From an object store, the next runs are
+fetched ahead.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from pipeline.storage.stores import Store, request_threads, store_at
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MAX_OPEN_SHARDS = 16  # open token shards
+_MAX_OPEN_SHARDS = 16  # token shards that stay open
 _MAX_REQUESTS = 4  # parallel requests of get_many
-_MAX_RUN_BYTES = 2**26  # bytes of tokens that one request fetches, unless one video has more
-MAX_HINTS = 5  # unknown ids for which similar ids are searched
+_MAX_RUN_BYTES = 2**26  # bytes of tokens that one request fetches, unless a single video has more
+MAX_HINTS = 5  # unknown ids for which similar ids are suggested
 R = TypeVar("R")
 T = TypeVar("T")
 TokenOrder = Literal["index", "selection"]
 
 
 class Reading(NamedTuple):
-    """The options by which the tokens of videos are read.
+    """The checked options by which the tokens of videos are read, from ``TokenCache.check_options``.
 
     Attributes:
         retention_ratio: the ratio of the nested selection; None for all stored tokens.
         order: the order of the rows.
         evidence: name in the result -> column.
         columns: the columns to read.
-        verify: whether to compare a video's checksum.
+        verify: True to compare each video's checksum.
     """
 
     retention_ratio: float | None
@@ -68,18 +68,25 @@ class Reading(NamedTuple):
 class TokenCache:
     """A pruned-token cache, opened for reading. It shows the videos committed when it was opened, or at ``refresh``.
 
-    Its tokens replace the vision encoder's output in the LLM of the same model: ``pipeline/examples/own_llm.py`` does
+    The tokens replace the vision encoder's output in the LLM of the same model; ``pipeline/examples/own_llm.py`` does
     that with transformers in twenty lines.
 
-    ``path`` is a folder or ``s3://bucket/prefix``; the environment has the access to S3, unless ``store`` is given. On
-    S3 opening costs two GETs, one LIST, and a GET for each small file of the videos table, of which a run leaves few
-    (``python -m jobs.compact`` leaves none). A video then costs one GET, and one more each for its token shard's
-    footer, and the footer and a row group of a sorted file, unless these are in memory. Nothing is listed if ``live``
-    has the live rows to serve: LIVE_COLUMNS with ``shard`` and ``row``.
+    On S3, opening costs two GETs, one LIST, and a GET for each small file of the videos table, of which a run leaves
+    few (``python -m jobs.compact`` leaves none). A video then costs one GET, plus one each for its token shard's footer
+    and for the footer and a row group of a sorted file, unless these are in memory. If another run deletes files by a
+    merge, the cache refreshes itself.
 
-    Files that another run merges are deleted after a while: the cache then refreshes by itself.
+    Args:
+        path: a folder, or ``s3://bucket/prefix`` with credentials from the environment.
+        store: the opened store of the cache, in place of ``path``.
+        live: the live rows to serve, LIVE_COLUMNS with ``file`` and ``row``; nothing is then listed. None lists the
+            table.
 
-    Raises NotACache if ``path`` is no cache, CorruptShard if a file of the videos table is damaged, and OSError.
+    Raises:
+        NotACache: ``path`` is not a cache, or a newer version wrote it.
+        CorruptShard: a file of the videos table is damaged.
+        UsageError: ``path`` is not a valid address.
+        OSError: the store failed.
     """
 
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
@@ -95,17 +102,22 @@ class TokenCache:
         self._columns = tuple(token_schema(1, self.deepstack_levels, codec=self.codec).names)
 
     def refresh(self) -> None:
-        """Read the videos table again, to see later commits and merges. Raises CorruptShard, OSError."""
+        """List and read the videos table again, to see later commits and merges.
+
+        Raises:
+            CorruptShard: a file of the videos table is damaged.
+            OSError: the store failed.
+        """
         self._live = LiveVideos.open(self.store, fingerprint(self.identity))
 
     @property
     def foreign_files(self) -> list[str]:
-        """Files of the videos table with another identity; their rows are left out."""
+        """The files of the videos table with another identity that were met so far; their rows are ignored."""
         return list(self._live.table.foreign)
 
     @property
     def stray_files(self) -> list[str]:
-        """Files beside the videos table that are none of its files; their rows stand in the table, and are left out."""
+        """The files in ``videos/`` that are not files of the table, such as copies; they change no live row."""
         return list(self._live.strays)
 
     @property
@@ -125,12 +137,12 @@ class TokenCache:
 
     @property
     def newline(self) -> Tensor | None:
-        """LLaVA-OneVision's row after all tokens of a video, [D] bfloat16; None for families without this row."""
+        """The row that LLaVA-OneVision appends to a video's tokens, [D] bfloat16; None for families without one."""
         return decode_newline(self.header)
 
     @property
     def deepstack_levels(self) -> int:
-        """The number of vectors stored with every token for the first layers of Qwen3-VL."""
+        """The number of vectors stored with every token for the first layers of Qwen3-VL; 0 for other models."""
         return deepstack_levels(self.header)
 
     @property
@@ -148,12 +160,12 @@ class TokenCache:
 
     @property
     def max_tokens(self) -> int:
-        """The largest number of stored tokens of a video."""
+        """The largest number of stored tokens of a video; 0 if there are none. This reads the whole table."""
         return int(pc.max(self._read_live(("n_tokens",))["n_tokens"]).as_py() or 0)
 
     @property
     def hidden_sizes(self) -> set[int]:
-        """The widths D of the tokens: one number, or none for a cache without tokens."""
+        """The hidden sizes D of the tokens: one number, none without tokens; old caches could mix several."""
         return self._with_refresh(LiveVideos.widths)
 
     def __len__(self) -> int:
@@ -169,20 +181,33 @@ class TokenCache:
         return iter(self.video_ids)
 
     def metadata(self, video_id: str) -> VideoRow:
-        """Return the video's live row, failed or not. Raises UnknownVideo, CorruptShard, OSError."""
+        """Return the video's live row, whether it is ok, failed or removed, with JSON columns parsed.
+
+        Raises:
+            UnknownVideo: the video has no row; the message suggests similar ids.
+            CorruptShard: a file of the videos table is damaged or missing.
+            OSError: the store failed.
+        """
         row = self._with_refresh(lambda live: live.row(video_id)) if isinstance(video_id, str) else None
         if row is None:
             raise self._unknown(video_id)
         return parse_json_columns(row)
 
     def _read_live(self, columns: Sequence[str]) -> pa.Table:
-        """Read columns of every live row, by video_id. Raises CorruptShard, OSError."""
+        """Read ``columns`` of every live row, sorted by video_id; refreshes once if files were merged.
+
+        Raises:
+            CorruptShard: a file is damaged or missing.
+        """
         return self._with_refresh(lambda live: live.live(columns))
 
     def _with_refresh(self, look: Callable[[LiveVideos], R]) -> R:
-        """Return ``look(live rows)``; refresh and repeat it if files were merged since the cache was opened.
+        """Return ``look(live rows)``; if that raises FileNotFoundError, refresh and call ``look`` once more.
 
-        Raises CorruptShard if a file is missing then too.
+        Files may have been merged and deleted since the cache was opened.
+
+        Raises:
+            CorruptShard: a file is still missing.
         """
         try:
             return look(self._live)
@@ -194,22 +219,28 @@ class TokenCache:
             raise CorruptShard(f"{self.store}: {error.filename} is missing; restore it", "missing") from error
 
     def _unknown(self, video_id: str) -> UnknownVideo:
-        """Return the error for a video that the cache does not have; the first errors suggest similar ids.
+        """Build the error for a video that is not in the cache.
 
-        Only MAX_HINTS errors of this object do so: a suggestion reads the ids of the table.
+        Only the first MAX_HINTS errors of this object suggest similar ids, since that reads the ids of the table.
         """
-        near = ""
+        suggestion = ""
         if self._n_hints < MAX_HINTS and isinstance(video_id, str):
             self._n_hints += 1
             with suppress(OSError, CorruptShard):
-                near = self._live.near(video_id)
-        return UnknownVideo(f"{video_id!r} is not in the cache {self.store} (it has {len(self._live)} rows){near}")
+                suggestion = self._live.near(video_id)
+        return UnknownVideo(
+            f"{video_id!r} is not in the cache {self.store} (it has {len(self._live)} rows){suggestion}"
+        )
 
     def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
-        """Return the token shards of these videos, or of all videos that have tokens; for ``rows_of``.
+        """Return the token shards of these videos, or of all videos that have tokens, for use with ``rows_of``.
 
-        The result takes some 46 bytes a video. Named videos without tokens are in it, under the shard "".
-        Raises UnknownVideo for an id without a row, CorruptShard, OSError.
+        The result takes about 46 bytes per video. Named videos without tokens are under the shard "".
+
+        Raises:
+            UnknownVideo: an id has no row.
+            CorruptShard: a file of the videos table is damaged or missing.
+            OSError: the store failed.
         """
         columns = (*ID_COLUMNS, "token_shard", "first_row_group")
         if video_ids is None:
@@ -222,14 +253,18 @@ class TokenCache:
         return LiveShards.of(rows)
 
     def rows_of(self, shards: LiveShards, number: int) -> list[VideoRow]:
-        """Return the current rows of the videos in token shard ``number``, as ``metadata`` gives them.
+        """Return the current rows of the videos in token shard ``number`` of ``shards``, with JSON columns parsed.
 
-        After merges, moves or removals these are the videos that the shard had when ``shards`` was called: some may be
-        removed now. Raises CorruptShard, OSError.
+        These are the videos that the shard had when ``shards`` was called: some may have been moved to another shard or
+        removed since. If files were merged, the cache refreshes itself and updates the row locations in ``shards``.
+
+        Raises:
+            CorruptShard: a file is damaged or missing, or a video has no row any more.
+            OSError: the store failed.
         """
         try:
             return _read_rows(self._live, shards, number)
-        except FileNotFoundError:  # another run has merged the file since the cache was opened
+        except FileNotFoundError:  # another run merged the file since the cache was opened
             self.refresh()
 
         def find_rows(live: LiveVideos) -> list[VideoRow]:
@@ -245,9 +280,10 @@ class TokenCache:
         return dict(self.identity.get("evidence", {}))
 
     def _find_evidence(self, names: Sequence[str]) -> dict[str, str]:
-        """Map each name of evidence to its column: a label, or a name that has one source here.
+        """Map each name of evidence to its column; a name is a label, or a name that has one source in this cache.
 
-        Raises EvidenceNotCached.
+        Raises:
+            EvidenceNotCached: the cache lacks the evidence, or has it from several sources.
         """
         stored_evidence = self.evidence
         columns: dict[str, str] = {}
@@ -274,20 +310,26 @@ class TokenCache:
         *,
         verify: bool = False,
     ) -> CachedVideo:
-        """Read the tokens of one video: all stored tokens, or the nested ``retention_ratio`` of all T*N.
+        """Read the tokens of one video: all that are stored, or the nested selection of a smaller retention ratio.
 
-        ``order="index"`` gives ascending flat index, as for an LLM. ``order="selection"`` gives the stored order: the
-        order of selection, or of the method's own prompt; it needs no copy. The tensors belong to the caller: writing
-        to them changes no file and no other video.
+        The tensors belong to the caller: writing to them changes no file and no other video.
 
-        ``evidence`` names the evidence to read with the tokens (a label, or a name with one source in the cache).
+        Args:
+            retention_ratio: the share of all T*N tokens; None for all stored tokens.
+            order: "index" for ascending flat index, as an LLM needs it. "selection" for the stored order, which is the
+                order of selection or of the method's own prompt, and needs no copy.
+            evidence: the evidence to read with the tokens; each is a label, or a name with one source in the cache.
+            verify: compare the checksum in the video's row, which reads all of the video. Otherwise only the pages that
+                are read are checked, each against its own checksum, and the shard's footer against the row.
 
-        ``verify`` compares the checksum of the video's row, and reads all of the video for that. Without it every page
-        is checked against its own checksum, and the shard's footer against the row's.
-
-        Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, EvidenceNotCached, CorruptShard,
-        OSError if the store fails, and ValueError for an order or ratio that makes no sense, or a text instead of a
-        list of names.
+        Raises:
+            UnknownVideo: the video has no row (RemovedVideo if it was removed; FailedVideo, with the class of the
+                error, if it failed).
+            RatioNotCached: the ratio is above the stored one, or the method has no nested selections.
+            EvidenceNotCached: the cache lacks the evidence, or has it from several sources.
+            CorruptShard: a file is damaged or missing.
+            ValueError: ``order`` or ``retention_ratio`` is invalid, or ``evidence`` is a string.
+            OSError: the store failed.
         """
         return self.get_many([video_id], retention_ratio, order, evidence, verify=verify)[0]
 
@@ -300,13 +342,19 @@ class TokenCache:
         *,
         verify: bool = False,
     ) -> list[CachedVideo]:
-        """Read several videos as ``get`` does, shard by shard; return them in the order of the ids.
+        """Read several videos with the options of ``get``, and return them in the order of ``video_ids``.
 
-        One request to an object store reads adjacent videos of a shard, up to 64 MB (a larger video alone), and up to
-        four requests run in parallel. All videos are in memory at the end: read a batch at a time.
+        Videos are read shard by shard. One request to an object store reads adjacent videos of a shard, up to 64 MiB (a
+        larger video alone), and up to four requests run in parallel. All videos are in memory at the end, so read a
+        batch at a time. Ids and options are checked before any tokens are read; of several errors, the first is raised.
 
-        Raises as ``get``: for the first id that cannot be served, before any tokens are read; then for the first
-        damaged video.
+        Raises:
+            UnknownVideo: a video has no row, was removed or failed.
+            RatioNotCached: the ratio is above a video's stored one, or the method has no nested selections.
+            EvidenceNotCached: the cache lacks the evidence, or has it from several sources.
+            CorruptShard: a file is damaged or missing.
+            ValueError: an option is invalid, or ``video_ids`` is a string.
+            OSError: the store failed.
         """
         check_list(video_ids, "video_ids")
         return self.get_rows(map(self.metadata, video_ids), retention_ratio, order, evidence, verify=verify)
@@ -320,9 +368,18 @@ class TokenCache:
         *,
         verify: bool = False,
     ) -> list[CachedVideo]:
-        """Read videos as ``get_many`` does, by their rows from ``metadata`` or ``rows_of``. Raises as ``get_many``.
+        """Read videos with the options of ``get``, given their rows from ``metadata`` or ``rows_of``, in their order.
 
-        If a token shard is missing, the rows are read again: their videos may have moved to another shard.
+        If a token shard is missing, the cache refreshes itself and reads the rows again, since their videos may have
+        moved to another shard.
+
+        Raises:
+            UnknownVideo: a video was removed or failed.
+            RatioNotCached: the ratio is above a video's stored one, or the method has no nested selections.
+            EvidenceNotCached: the cache lacks the evidence, or has it from several sources.
+            CorruptShard: a file is damaged or missing.
+            ValueError: an option is invalid.
+            OSError: the store failed.
         """
         reading = self.check_options(retention_ratio, order, evidence, verify)
         videos = [self.rows_to_read(row, reading) for row in rows]
@@ -338,9 +395,11 @@ class TokenCache:
     def check_options(
         self, retention_ratio: float | None, order: TokenOrder, evidence: Sequence[str], verify: bool
     ) -> Reading:
-        """Check the options of ``get``, and return them as a Reading.
+        """Check the options of ``get``, and return them as a Reading; the ratio is checked per video.
 
-        Raises EvidenceNotCached, and ValueError for an unknown order or evidence that is no list.
+        Raises:
+            EvidenceNotCached: the cache lacks the evidence, or has it from several sources.
+            ValueError: ``order`` is unknown, or ``evidence`` is a string.
         """
         check_list(evidence, "evidence")
         if order not in ("index", "selection"):
@@ -350,9 +409,13 @@ class TokenCache:
         return Reading(retention_ratio, order, sources, columns, verify)
 
     def rows_to_read(self, row: VideoRow, reading: Reading) -> TokenRows:
-        """Return the request for the token rows of a video.
+        """Return the request for the token rows of a video, given its live row.
 
-        Raises RemovedVideo, FailedVideo, RatioNotCached, ValueError, and CorruptShard if the row contradicts itself.
+        Raises:
+            RemovedVideo, FailedVideo: the video has no tokens.
+            RatioNotCached: the ratio is above the stored one, or the method has no nested selections.
+            ValueError: the ratio is not in (0, 1].
+            CorruptShard: the counts in the row contradict each other.
         """
         if row["status"] == "removed":
             raise RemovedVideo(f"{row['video_id']!r} was removed from {self.store}: {row['error_message']}")
@@ -365,7 +428,11 @@ class TokenCache:
         return TokenRows(row, count_tokens(row, reading.retention_ratio), reading.columns, self._columns)
 
     def _read_videos(self, videos: Sequence[TokenRows], reading: Reading) -> list[CachedVideo]:
-        """Read videos run by run, and return them in their order; an object store fetches the next runs meanwhile."""
+        """Read videos run by run, and return them in the order of ``videos``.
+
+        From an object store, threads fetch up to four further runs meanwhile. A CorruptShard names the video and the
+        remedy.
+        """
         runs = group_runs(videos)
         neighbours = [[videos[index] for index in run] for run in runs]
         fetch = partial(self._fetch, reading)
@@ -379,9 +446,12 @@ class TokenCache:
         return [result[index] for index in range(len(videos))]
 
     def _fetch(self, reading: Reading, run: Sequence[TokenRows]) -> tuple[TokenShard, Fetched | None]:
-        """Open the token shard of a run, and fetch the run's bytes: (the shard, the bytes).
+        """Open the token shard of a run, and fetch the run's bytes; return (the shard, the bytes).
 
-        The bytes are None in a folder, and for videos that are verified: both are read later.
+        The bytes are None for a local folder, and for videos that are verified: these are read later.
+
+        Raises:
+            CorruptShard: the shard is damaged or missing; the message names the run's first video.
         """
         first = run[0].row
         with self._video_in_errors(first["video_id"]):
@@ -390,8 +460,14 @@ class TokenCache:
             return shard, None if reading.verify or self.store.folder is not None else shard.fetch_all(run)
 
     def _read_video(self, rows: TokenRows, reading: Reading, shard: TokenShard, fetched: Fetched | None) -> CachedVideo:
-        """Read the video's first token rows and only their row groups; the whole video if it is verified."""
-        row, order, vectors = rows.row, None, dict[str, NDArray[np.int16]]()
+        """Read a video's first token rows, and only their row groups; a verified video is read completely.
+
+        Raises:
+            CorruptShard: the shard is damaged or contradicts the video's row, or a position is out of range.
+        """
+        row = rows.row
+        order = None
+        vectors = dict[str, NDArray[np.int16]]()
         shard.check_width(row["hidden_size"], self.deepstack_levels, self.codec)
         if reading.verify:
             shard.require(rows.columns)
@@ -406,7 +482,7 @@ class TokenCache:
 
     @contextmanager
     def _video_in_errors(self, video_id: str) -> Iterator[None]:
-        """Add the video's id and the remedy to the message of a CorruptShard."""
+        """Add the video's id and the remedy to the message of a CorruptShard raised in the context."""
         try:
             yield
         except CorruptShard as error:
@@ -418,13 +494,20 @@ class TokenCache:
 
 
 def check_list(names: Sequence[str], name: str) -> None:
-    """Raise ValueError for a text instead of a list of names: its letters would be taken for names."""
+    """Raise ValueError if ``names`` is a string, since its letters would be taken for names.
+
+    Args:
+        name: the name of the argument, for the message.
+    """
     if isinstance(names, str):
         raise ValueError(f"{name} must be a list of names, got {names!r}: write [{names!r}]")
 
 
 def check_positions(row: VideoRow, table: pa.Table) -> None:
-    """Raise CorruptShard if a token's position is outside its video: readers make arrays of that length."""
+    """Raise CorruptShard if an index or a frame number of a video is null or out of range.
+
+    Readers allocate arrays by these numbers.
+    """
     for name, end in (("index", row["n_total"]), ("frame", row["n_frames"])):
         column = table[name]
         values = column.to_numpy()
@@ -433,9 +516,11 @@ def check_positions(row: VideoRow, table: pa.Table) -> None:
 
 
 def count_tokens(row: VideoRow, retention_ratio: float | None) -> int:
-    """Return the number of a video's stored tokens for ``retention_ratio``, all for None; ``row`` is its live row.
+    """Return the number of tokens that a video with the live row ``row`` has at ``retention_ratio``; all for None.
 
-    Raises RatioNotCached, and ValueError for an invalid ratio.
+    Raises:
+        RatioNotCached: the ratio is above the stored one, or smaller and the method has no nested selections.
+        ValueError: the ratio is not in (0, 1].
     """
     stored_ratio = row["retention_ratio"]
     if retention_ratio is None:
@@ -456,7 +541,11 @@ def count_tokens(row: VideoRow, retention_ratio: float | None) -> int:
 
 
 def parse_json_columns(row: VideoRow) -> VideoRow:
-    """Return ``row`` with the columns that hold JSON parsed. Raises CorruptShard if one holds no object."""
+    """Return a copy of ``row`` with its JSON columns parsed; null stays None.
+
+    Raises:
+        CorruptShard: a column holds something other than a JSON object.
+    """
     values: dict[str, Json] = {}
     for name in JSON_COLUMNS:
         try:
@@ -469,20 +558,24 @@ def parse_json_columns(row: VideoRow) -> VideoRow:
 
 
 def _read_rows(live: LiveVideos, shards: LiveShards, number: int) -> list[VideoRow]:
-    """Read the rows of the videos of one of ``shards``."""
+    """Read the rows of the videos in token shard ``number`` of ``shards``, with JSON columns parsed."""
     return [parse_json_columns(row) for row in live.table.read_rows(shards.places_of(number))]
 
 
 def group_runs(videos: Sequence[TokenRows], limit: int = _MAX_RUN_BYTES) -> list[list[int]]:
-    """Group the indices of ``videos`` into runs: adjacent videos of a shard, in the order of row groups.
+    """Group the indices of ``videos`` into runs of adjacent videos in a token shard, sorted by shard and row group.
 
-    The tokens of a run have at most ``limit`` bytes, unless one video has more.
+    The tokens of a run have at most ``limit`` bytes (as bfloat16), unless it is a single larger video. A video that is
+    not read completely ends its run.
     """
     runs: list[list[int]] = []
-    size, end = 0, None  # of the last run; the position behind its bytes, None where its last video is not read whole
+    size = 0  # bytes of the last run
+    end = None  # the position after the last run; None if its last video is not read completely
     positions = [(video.row["token_shard"], video.row["first_row_group"]) for video in videos]
     for index in sorted(range(len(videos)), key=positions.__getitem__):
-        row, keep, (shard, first) = videos[index].row, videos[index].keep, positions[index]
+        row = videos[index].row
+        keep = videos[index].keep
+        shard, first = positions[index]
         n_bytes = 2 * keep * int(row["hidden_size"])
         if positions[index] == end and size + n_bytes <= limit:
             runs[-1].append(index)
@@ -495,7 +588,11 @@ def group_runs(videos: Sequence[TokenRows], limit: int = _MAX_RUN_BYTES) -> list
 
 
 def map_in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int) -> Iterator[R]:
-    """Yield ``work(item)`` in order, computed by threads; at most ``ahead`` items are computed ahead."""
+    """Yield ``work(item)`` for each item, in order, computed by a pool of ``threads`` threads.
+
+    At most ``ahead`` items beyond the current one are submitted. An exception of ``work`` is raised when its item's
+    turn comes.
+    """
     waiting: deque[Future[R]] = deque()
     with request_threads(threads) as pool:
         for item in items:

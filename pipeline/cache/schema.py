@@ -1,9 +1,8 @@
-"""The Parquet contract of the cache: every column, its type and meaning, and how the files are written and read.
+"""Define the Parquet format of the cache: its columns, their types and meanings, and how files are written and read.
 
-The columns of the videos table are those of ``pipeline.rows.VideoRecord``.
-
-``tokens/<shard>.parquet`` holds a row a token, ``videos/<shard>.parquet`` a row a video (failed ones too). The videos
-table is the index and the commit log: a token shard counts only once a videos shard names it.
+``tokens/<shard>.parquet`` has a row per token. ``videos/<file>.parquet`` has a row per video (failed videos too), with
+the columns of ``pipeline.rows.VideoRecord``. The videos table is both the index and the commit log: a token shard
+counts only once a row of the videos table names it.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from pipeline.rows import VIDEO_COLUMNS
 
 TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
 SCHEMA_VERSION = 3
-# A cache whose tokens are coded says so in its version, so that a program that does not know the codec names it.
+# The version of a cache with coded tokens names the codec, so that versions that lack the codec report its name.
 CODED_VERSIONS = {codec.name: f"{SCHEMA_VERSION}+{codec.name}" for codec in CODECS.values() if codec is not BFLOAT16}
 VERSIONS: tuple[int | str, ...] = (SCHEMA_VERSION, *CODED_VERSIONS.values())
-MADE_WITH = "made_with"  # in the metadata of a videos shard: the fingerprint of the identity that its rows share
-_LEVEL = "the token at this deepstack level"  # meaning of the columns of deepstack levels
-# A reader that wants 10 % of the tokens reads no more than the row groups that end at 10 %.
+MADE_WITH = "made_with"  # the metadata key of a videos file for the fingerprint of its rows' identity
+_LEVEL = "the token at this deepstack level"  # the meaning of deepstack columns
+# Row groups end at these shares: a reader of 10 % of the tokens reads only the row groups up to there.
 TIERS = (0.10, 0.15, 0.20, 0.25, 0.50)
 
 
 def column(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = True) -> pa.Field:
-    """Build a field that carries its meaning as metadata."""
+    """Build an Arrow field with ``meaning`` in its metadata, under the key "meaning"."""
     return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning})
 
 
@@ -45,11 +44,17 @@ def token_schema(
     evidence: Mapping[str, int] = MappingProxyType({}),
     codec: TokenCodec = BFLOAT16,
 ) -> pa.Schema:
-    """Build the schema of a token shard for tokens of ``hidden_size``, rows in order of selection within a video.
+    """Build the schema of a token shard, which has a row per token; the rows of a video are in order of selection.
 
-    A method without such an order has rows in the order of its own prompt (VisionZip: a frame's merged tokens last), or
-    by index. ``evidence``, label -> numbers a token (a frame), comes last, so that other reads skip its bytes. Evidence
-    of a frame is in the row of its first token, and null in its other rows.
+    For a method without such an order, they are in the order of its own prompt (VisionZip: a frame's merged tokens
+    last), or by index.
+
+    Args:
+        hidden_size: D.
+        deepstack_levels: the number of vectors stored besides the token.
+        evidence: label -> numbers per token, or per frame. These columns come last, so that other reads skip their
+            bytes. Evidence of a frame is in the row of the frame's first token, and null in the frame's other rows.
+        codec: how tokens and deepstack vectors are stored; evidence is always bfloat16.
     """
     return pa.schema(
         [
@@ -71,7 +76,10 @@ def token_schema(
 
 
 def _vector_columns(name: str, meaning: str, hidden_size: int, codec: TokenCodec) -> list[pa.Field]:
-    """Build the columns that hold vectors of ``hidden_size`` by a codec; ``meaning`` is that of bfloat16 numbers."""
+    """Build the columns that store vectors with a codec: one for bfloat16, otherwise also scales and kept channels.
+
+    ``meaning`` is used for bfloat16 only.
+    """
     coded_meanings = {
         name: f"{codec.bits}-bit whole numbers; of 4 bits each plus 8, and the first in a byte's high half",
         f"{name}_scale": f"float16 that each {codec.group} of those are multiplied by",
@@ -83,7 +91,7 @@ def _vector_columns(name: str, meaning: str, hidden_size: int, codec: TokenCodec
 
 
 def _evidence_column(name: str, width: int) -> pa.Field:
-    """Build the column for evidence of ``width`` numbers; its meaning says "token" or "frame"."""
+    """Build the bfloat16 column of an evidence label with ``width`` numbers, nullable if the evidence is per frame."""
     of_frame = is_per_frame(name)
     subject = "frame, beside the first of its tokens" if of_frame else "token"
     meaning = f"evidence of the {subject}, little-endian bfloat16"
@@ -91,7 +99,7 @@ def _evidence_column(name: str, width: int) -> pa.Field:
 
 
 def _parse_type(name: str) -> pa.DataType:
-    """Return the Arrow type of a name like "int32" or "list<int32>"."""
+    """Return the Arrow type of a name such as "int32" or "list<int32>"."""
     item = name.removeprefix("list<").removesuffix(">")
     return pa.type_for_alias(name) if item == name else pa.list_(pa.type_for_alias(item))
 
@@ -99,9 +107,9 @@ def _parse_type(name: str) -> pa.DataType:
 VIDEO_SCHEMA = pa.schema(
     column(name, _parse_type(spec.kind), spec.meaning, nullable=spec.nullable) for name, spec in VIDEO_COLUMNS.items()
 )
-#: Nullable columns that came after the schema version, and the date since when files have them.
+#: Nullable columns that were added later without a new schema version -> the date since when files have them.
 LATER: Mapping[str, str] = {name: spec.since for name, spec in VIDEO_COLUMNS.items() if spec.since}
-# Columns by which rows of one id are found and compared, computed from the others.
+# Columns that are computed from the others, to find and compare the rows of an id.
 KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts", "tie_break")
 
 
@@ -113,11 +121,12 @@ def complete_columns(
     All tables of this project are read through this function: videos, answers and scores.
 
     Args:
-        schema: of the table that the file is a part of.
-        later: the columns that older files lack; they are null there.
-        place: the file's name in messages.
+        schema: the present schema of the table.
+        later: the columns that older files may lack; they are filled with nulls.
+        place: the file's name for the error message.
 
-    Raises CorruptShard if the file lacks any other column.
+    Raises:
+        CorruptShard: the file lacks any other column. The kind is "schema".
     """
     missing_names = set(columns).difference(table.schema.names)
     if lost_names := sorted(missing_names.difference(later)):
@@ -129,9 +138,10 @@ def complete_columns(
 
 
 def tier_row_counts(n_total: int, n_kept: int, retention_ratio: float, *, nested: bool) -> list[int]:
-    """Return the rows of each of a video's row groups: they end at the distinct B(tier), and at the end.
+    """Return the number of rows in each of a video's row groups, for a video with ``n_kept`` of ``n_total`` tokens.
 
-    A method without an order has one group.
+    Row groups end at the budgets of TIERS below ``retention_ratio``, so that a reader of a smaller ratio reads a
+    prefix. Equal budgets end one group. If not ``nested``, there is one group.
     """
     ends = {budget_for(tier, n_total) for tier in TIERS if nested and tier < retention_ratio}
     inner = sorted(end for end in ends if end < n_kept)
@@ -141,23 +151,27 @@ def tier_row_counts(n_total: int, n_kept: int, retention_ratio: float, *, nested
 def write_parquet(
     table: pa.Table, row_groups: Sequence[int] | None = None, *, bloom_column: str | None = None
 ) -> pa.Buffer:
-    """Serialise a whole table in memory with page checksums; ``row_groups`` are the rows of each row group.
+    """Serialize a table to a Parquet file in memory, with page checksums.
 
-    The column ``bloom_column`` gets a Bloom filter a row group, if this Arrow can write it. A file is serialised in
-    memory first, so that a half-written but readable file never appears under a final name.
+    The file is serialized completely before it is written to a store, so that a truncated file never has a final name.
+
+    Args:
+        row_groups: the number of rows of each row group, which must sum to the rows of the table. None writes one
+            group.
+        bloom_column: a column that gets a Bloom filter per row group; ignored before pyarrow 26.
     """
     vectors = [f.name for f in table.schema if pa.types.is_fixed_size_binary(f.type)]
     other_columns = [f.name for f in table.schema if f.name not in vectors]
     options = {}
     if bloom_column is not None and "bloom_filter_options" in inspect.signature(pq.ParquetWriter.__init__).parameters:
-        bloom = {"ndv": max(row_groups or [1]), "fpp": 0.01}  # one wrong "may be" in a hundred
-        options["bloom_filter_options"] = {bloom_column: bloom}  # of pyarrow 26 and later
+        bloom = {"ndv": max(row_groups or [1]), "fpp": 0.01}  # one false positive in a hundred
+        options["bloom_filter_options"] = {bloom_column: bloom}  # pyarrow 26 and later
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
         table.schema,
         use_dictionary=False,
-        # Token vectors are incompressible enough that speed wins; the columns beside them shrink well.
+        # Token vectors hardly compress, so they stay uncompressed for speed; the other columns compress well.
         compression={**dict.fromkeys(vectors, "none"), **dict.fromkeys(other_columns, "zstd")},
         write_statistics=other_columns,
         write_page_checksum=True,
@@ -173,38 +187,43 @@ def write_parquet(
 
 
 # Arrow's thread pool and torch in one process abort at exit when threads have only just started ("terminate called
-# without an active exception", one short process in seven). The columns here are few, so one thread reads them.
+# without an active exception", one short process in seven). There are few columns here, so one thread reads them.
 READ_THREADS = False
 
 
 def open_parquet(source: Any, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
-    """Open a shard so that every page read is checked against its checksum.
+    """Open a Parquet file so that every page is checked against its checksum when it is read.
 
-    Columns are read one by one: with pre-buffering Arrow would also read the bytes between two columns.
+    Columns are read one by one, since with pre-buffering Arrow would also read the bytes between two columns.
+
+    Args:
+        source: anything that ``pyarrow.parquet.ParquetFile`` takes.
+        metadata: the parsed footer, if it is known; the file's footer is then not read.
     """
     return pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
 
 
 def digest(*parts: Any) -> str:
-    """Hash bytes-like parts: ``blake2b:<hex>``."""
+    """Hash the concatenation of bytes-like parts with BLAKE2b to ``blake2b:<32 hex digits>``."""
     return f"blake2b:{hex_digest(*parts)}"
 
 
 def hex_digest(*parts: Any) -> str:
-    """Hash bytes-like parts to hex digits, as names of files have them."""
+    """Hash the concatenation of bytes-like parts with BLAKE2b to 32 hex digits, the form in file names."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         state.update(part)
     return state.hexdigest()
 
 
-FOOTER_TAIL = 8  # 4 bytes of footer length, then the magic
+FOOTER_TAIL = 8  # bytes: 4 of the footer length, 4 of the magic
 
 
 def parse_footer_length(tail: bytes) -> int:
-    """Parse the length of the footer (its own tail included) from a Parquet file's last FOOTER_TAIL bytes.
+    """Return the length in bytes of a Parquet footer, including the last FOOTER_TAIL bytes, from these last bytes.
 
-    Raises ValueError if the file does not end like Parquet.
+    Raises:
+        ValueError: the file does not end in PAR1, so it is not a Parquet file.
     """
     if len(tail) != FOOTER_TAIL or tail[4:] != b"PAR1":
         raise ValueError("not a Parquet file: it does not end in PAR1")
@@ -212,10 +231,14 @@ def parse_footer_length(tail: bytes) -> int:
 
 
 def slice_footer(data: memoryview) -> memoryview:
-    """Return the footer of a whole Parquet file, its tail included."""
+    """Return the footer of a whole Parquet file, including the length and magic at its end.
+
+    Raises:
+        ValueError: ``data`` does not end in PAR1.
+    """
     return data[len(data) - parse_footer_length(bytes(data[-FOOTER_TAIL:])) :]
 
 
 def parse_footer(footer: bytes) -> pq.FileMetaData:
-    """Parse the file's metadata from its footer alone."""
+    """Parse Parquet metadata from the bytes of a footer as ``slice_footer`` returns it."""
     return pq.read_metadata(pa.BufferReader(b"PAR1" + footer))

@@ -1,7 +1,7 @@
-"""Files in the folder of the videos table that are none of its files: copies, renamed files, and somebody's own.
+"""Find files in ``videos/`` that are not files of the videos table: copies, renamed files and unrelated files.
 
-A stray file is left out if that changes no live row. If it does, nothing is read: it may be a file of the table under
-another name, and its rows, a removal say, must not be lost.
+A stray file is ignored if its rows would not change any live row. Otherwise reading the cache fails: the file may be a
+renamed file of the table, whose rows (a removal, for example) must not be lost.
 """
 
 from __future__ import annotations
@@ -20,20 +20,35 @@ from pipeline.storage.stores import Store
 
 
 class StrayFault(NamedTuple):
-    """Why a stray file must not be left out, and whether it has rows that would be live in the table."""
+    """The reason why a stray file cannot be ignored.
+
+    Attributes:
+        message: the error message, with the remedy.
+        has_rows: True if it has rows that would be live in the table; False if it cannot be read as a file of the
+            table.
+    """
 
     message: str
     has_rows: bool
 
 
 def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> StrayFault | None:
-    """Describe why a stray file must not be left out; None if its rows stand in ``files``, or better rows do.
+    """Return why a stray file cannot be ignored, or None if it can be.
 
-    Raises CorruptShard if one of ``files`` is damaged, FileNotFoundError if one was merged away, and OSError.
+    It can be ignored if it is a copy of one of ``files``, if none of its rows would be live beside their rows, or if it
+    is gone by now. A file that is not Parquet or lacks the columns of the rule cannot be ignored.
+
+    Args:
+        files: the files of the videos table; all are read unless the stray file is a copy of one.
+
+    Raises:
+        CorruptShard: one of ``files`` is damaged.
+        FileNotFoundError: one of ``files`` was merged and deleted meanwhile.
+        OSError: the store failed, or a page of the stray file is damaged.
     """
     try:
         data = store.read(name)
-    except FileNotFoundError:  # moved away since it was listed
+    except FileNotFoundError:  # moved or deleted since it was listed
         return None
     if any(file.name.endswith(f"-{hex_digest(data)}.parquet") for file in files):
         return None
@@ -54,9 +69,13 @@ def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> Str
 
 
 def _find_better(store: Store, rows: pa.Table, files: Sequence[TableFile]) -> list[str]:
-    """Return the ids of ``rows`` that would be live beside the rows of ``files`` with the same identity.
+    """Return the sorted ids of ``rows`` that would be live beside the rows of ``files`` with the same identity.
 
-    The identity of ``rows`` is in their metadata.
+    A row that is in the table too is not reported.
+
+    Args:
+        rows: video_id and RULE_COLUMNS, with the fingerprint of their identity in the metadata. Without a fingerprint
+            the rows of all files count.
     """
     made_with = (rows.schema.metadata or {}).get(MADE_WITH.encode())
     videos = VideosTable(store, None if made_with is None else made_with.decode())
@@ -69,5 +88,5 @@ def _find_better(store: Store, rows: pa.Table, files: Sequence[TableFile]) -> li
     tables = [table.filter(pc.is_in(table["id_high"], value_set=rows["id_high"].combine_chunks())) for table in tables]
     table_rows = pa.concat_tables([rows.schema.empty_table(), *tables])
     live, _ = find_live(make_rule_columns(pa.concat_tables([table_rows, rows]).combine_chunks()))
-    strays = live[live >= len(table_rows)] - len(table_rows)  # of rows alike, the first counts
+    strays = live[live >= len(table_rows)] - len(table_rows)  # of equal rows, the first is live
     return sorted(set(rows["video_id"].take(pa.array(strays)).to_pylist()))

@@ -1,12 +1,13 @@
-"""The videos table: a set of files that only grows. Order, repetition and late arrival of files change nothing.
+"""Read and write the files of the videos table, a set of files that only grows.
 
-A *small* file is one commit of a run, named by the run, a number and the hash of its content. A *sorted* file is
-merged from others (``pipeline.cache.merging``): its rows are in the order of ``id_high`` and ``id_low``, and its name
-has the level, the first and the last ``id_high``, the rows, and the length and hash of its tail. No file ever
-changes, and the live row of a video follows from the rows alone (``pipeline.cache.live``), so nothing is locked.
+Order, repetition and late arrival of files change nothing. A *small* file is one commit of a run; its name has the run,
+a number and the hash of its content. A *sorted* file is merged from others (``pipeline.cache.merging``): its rows are
+sorted by ``id_high`` and ``id_low``, and its name has the level, the first and last ``id_high``, the number of rows,
+and the length and hash of its tail. No file ever changes, and the live row of a video follows from the rows alone
+(``pipeline.cache.live``), so nothing is locked.
 
-The tail of a sorted file is a block that Parquet readers ignore, then the Parquet footer. The block has the first
-``id_high`` of each row group, and the CRC-32 of each column's bytes in it. So one listing opens a table, two reads of a
+The tail of a sorted file is a block that Parquet readers ignore, followed by the Parquet footer. The block has the
+first ``id_high`` of each row group and the CRC-32 of each column chunk. So one listing opens a table, two reads of a
 sorted file find a video, and damaged bytes raise CorruptShard.
 """
 
@@ -61,19 +62,21 @@ _SORTED_NAME = re.compile(r"sorted-(\d+)-([0-9a-f]{16})-([0-9a-f]{16})-(\d+)-(\d
 
 _HASHED_STEM = re.compile(r".+-[0-9a-f]{32}", re.DOTALL)
 _TABLE_NAME = re.compile(r".+-[0-9a-f]{32}\.parquet", re.DOTALL)
-_OF_SORTED = re.compile(r"sorted-\d+-[0-9a-f]{16}-[0-9a-f]{16}-")  # a sorted file's own name, or a copy's
+_OF_SORTED = re.compile(
+    r"sorted-\d+-[0-9a-f]{16}-[0-9a-f]{16}-"
+)  # the beginning of a sorted file's name, also in the name of a copy
 
 
 class TableFile(NamedTuple):
-    """The facts in the name of a table's file.
+    """What the name of a file of the videos table tells about it.
 
     Attributes:
-        name: the path below the store's root.
+        name: the path relative to the cache.
         level: the level of a sorted file, by the rows of its merge; 0 for a small file.
-        first, last: ``id_high`` of its first and its last row; for a small file, the whole range.
+        first, last: ``id_high`` of the first and last row; the whole range for a small file.
         rows: the number of rows; 0 for a small file.
-        n_tail: bytes of a sorted file's tail.
-        tail_hash: hex of the tail's hash.
+        n_tail: the length of a sorted file's tail in bytes.
+        tail_hash: the hash of the tail in hex.
     """
 
     name: str
@@ -95,21 +98,31 @@ class TableFile(NamedTuple):
 
 
 class TableListing(NamedTuple):
-    """The files of the videos table, sorted by name, and the names of stray files beside them, which are left out."""
+    """The files of the videos table, sorted by name, and the stray files in its folder, which are ignored."""
 
     files: list[TableFile]
     strays: list[str]
 
 
 def list_table_files(store: Store) -> list[TableFile]:
-    """List the files of the videos table, sorted by name; raises as ``list_table``."""
+    """List the files of the videos table, sorted by name, after checking the stray files in its folder.
+
+    Raises:
+        CorruptShard: a stray file must not be ignored, or a file of the table is damaged.
+        OSError: the store failed.
+    """
     return list_table(store).files
 
 
 def list_table(store: Store) -> TableListing:
-    """List the files of the videos table and the stray files beside them: one listing, unless there are stray files.
+    """List the files of the videos table and the stray files in its folder, which are checked.
 
-    Raises CorruptShard for a stray file that must not be left out (``pipeline.cache.strays``), and OSError.
+    This is one LIST request if there are no stray files; otherwise the table is read. If a file of the table is merged
+    and deleted during the check, listing and check are repeated once.
+
+    Raises:
+        CorruptShard: a stray file must not be ignored (``pipeline.cache.strays``), or a file of the table is damaged.
+        OSError: the store failed.
     """
     listing = list_unchecked(store)
     try:
@@ -121,9 +134,14 @@ def list_table(store: Store) -> TableListing:
 
 
 def _check_strays(store: Store, listing: TableListing) -> None:
-    """Raise CorruptShard for a stray file that must not be left out. Raises OSError."""
+    """Raise CorruptShard if a stray file in the listing must not be ignored.
+
+    Raises:
+        CorruptShard: also if a file of the table is damaged.
+        FileNotFoundError: a file of the table was merged and deleted meanwhile.
+    """
     if listing.strays:
-        from pipeline.cache.strays import find_stray_fault  # noqa: PLC0415 - which reads tables by this module
+        from pipeline.cache.strays import find_stray_fault  # noqa: PLC0415 - strays imports this module
 
         for name in listing.strays:
             if fault := find_stray_fault(store, name, listing.files):
@@ -131,21 +149,25 @@ def _check_strays(store: Store, listing: TableListing) -> None:
 
 
 def list_unchecked(store: Store) -> TableListing:
-    """List the files of the videos table as ``list_table`` does, whatever is in stray files. Raises OSError."""
+    """List the files of the videos table and the stray files in its folder without reading any file.
+
+    Raises:
+        OSError: the store failed.
+    """
     names = store.names(VIDEOS, ".parquet")
     files = [parse_file_name(name) for name in names if is_table_name(name)]
     return TableListing(files, [name for name in names if not is_table_name(name)])
 
 
 def is_table_name(name: str) -> bool:
-    """Return True if a file's name is that of a file of the table: it ends in a hash, whatever the content is."""
+    """Return True if a file name has the form of a file of the table, which ends in a hash; no file is read."""
     own_name = PurePosixPath(name).name
     pattern = _SORTED_NAME if _OF_SORTED.search(own_name) else _TABLE_NAME
     return pattern.fullmatch(own_name) is not None
 
 
 def parse_file_name(name: str) -> TableFile:
-    """Parse a file's name to a TableFile; any name that is no sorted file's gives a small file, of level 0."""
+    """Parse a file name to a TableFile; every name that is not that of a sorted file gives a small file, of level 0."""
     match = _SORTED_NAME.fullmatch(PurePosixPath(name).name)
     if match is None:
         return TableFile(name)
@@ -154,24 +176,28 @@ def parse_file_name(name: str) -> TableFile:
 
 
 def make_small_name(folder: str, run_id: str, number: int, data: bytes | pa.Buffer, suffix: str = ".parquet") -> str:
-    """Name a commit with the hash of its content, which detects any flipped bit."""
+    """Return the path of a commit, FOLDER/RUN-NUMBER-HASH.SUFFIX; the hash of ``data`` detects any flipped bit."""
     return f"{folder}/{run_id}-{number:06d}-{hex_digest(data)}{suffix}"
 
 
 def has_content_hash(name: str) -> bool:
-    """Return True if a file's name ends with a hash of its content, as the names of all commits do."""
+    """Return True if a file name without its suffix ends in a hash, as the names of all commits do."""
     return _HASHED_STEM.fullmatch(PurePosixPath(name).stem) is not None
 
 
 def check_content(store: Store, name: str, data: bytes, kind: ShardFault = "commit") -> None:
-    """Raise CorruptShard of this ``kind`` if a small file or token shard does not match the hash in its name."""
+    """Raise CorruptShard of this ``kind`` if a file's content ``data`` does not have the hash in its name."""
     if hex_digest(data) != PurePosixPath(name).stem.rpartition("-")[2]:
         message = f"{store}/{name}: its content does not have the hash in its name; restore the file"
         raise CorruptShard(message, kind)
 
 
 def serialise_small(run_id: str, number: int, rows: pa.Table, made_with: str | None) -> tuple[str, pa.Buffer]:
-    """Serialise rows as a commit: (its name, its content). ``made_with`` is the fingerprint of their identity."""
+    """Serialize rows as a small file; return (its name, its content).
+
+    Args:
+        made_with: the fingerprint of the rows' identity, for the file's metadata; None leaves it out.
+    """
     data = write_parquet(rows if made_with is None else rows.replace_schema_metadata({MADE_WITH: made_with}))
     return make_small_name(VIDEOS, run_id, number, data), data
 
@@ -179,10 +205,14 @@ def serialise_small(run_id: str, number: int, rows: pa.Table, made_with: str | N
 def parse_small(
     store: Store, name: str, data: bytes, columns: Sequence[str] | None = None
 ) -> tuple[pa.Table, str | None]:
-    """Parse the bytes ``data`` of the small file ``name``: (its rows, the fingerprint of their identity or None).
+    """Parse the content of a small file; return (its rows, the fingerprint of their identity or None).
 
-    Only ``columns`` are read; a later column that the file lacks is null. None reads all columns of the file.
-    Raises CorruptShard if the content does not have the hash in its name, cannot be read, or lacks another column.
+    Args:
+        name: the file's name, for its hash and for messages.
+        columns: the columns to read; a later column that the file lacks is null. None reads all columns of the file.
+
+    Raises:
+        CorruptShard: the content does not have the hash in the name, cannot be read, or lacks another column.
     """
     check_content(store, name, data)
     try:
@@ -196,7 +226,7 @@ def parse_small(
 
 
 def _read_made_with(metadata: Mapping[bytes, bytes] | None) -> str | None:
-    """Return the fingerprint of the rows' identity from a file's metadata; None without one."""
+    """Return the fingerprint of the rows' identity from a file's metadata; None if there is none."""
     made_with = (metadata or {}).get(MADE_WITH.encode())
     return None if made_with is None else made_with.decode()
 
@@ -204,13 +234,18 @@ def _read_made_with(metadata: Mapping[bytes, bytes] | None) -> str | None:
 def serialise_sorted(
     level: int, rows: pa.Table, metadata: Mapping[bytes, str], made_with: str | None, group_rows: int = GROUP_ROWS
 ) -> tuple[str, bytes]:
-    """Serialise rows of videos that are sorted by ``id_high`` as a sorted file: (its name, its content).
+    """Serialize rows as a sorted file; return (its name, its content).
 
-    There must be a row. ``metadata`` goes into the footer.
+    Args:
+        level: the level in its name, at least 1.
+        rows: at least one row, sorted by ``id_high``.
+        metadata: entries for the footer.
+        made_with: the fingerprint of the rows' identity; None leaves it out.
+        group_rows: the number of rows per row group.
     """
     rows = rows.replace_schema_metadata({**metadata, **({} if made_with is None else {MADE_WITH.encode(): made_with})})
     groups = [min(group_rows, len(rows) - start) for start in range(0, len(rows), group_rows)]
-    data = memoryview(write_parquet(rows, groups, bloom_column="video_id"))  # for the queries of other tools
+    data = memoryview(write_parquet(rows, groups, bloom_column="video_id"))  # the filter is for other tools
     n_footer = parse_footer_length(bytes(data[-FOOTER_TAIL:]))
     body, footer = data[: len(data) - n_footer], data[len(data) - n_footer :]
     metadata_ = parse_footer(bytes(footer))
@@ -223,33 +258,37 @@ def serialise_sorted(
 
 
 class SortedFile:
-    """A sorted file whose tail was checked against the hash in its name. Threads may share it.
+    """An open sorted file whose tail has the hash in the file's name. Threads may share it.
 
     Attributes:
-        file: what its name tells.
-        made_with: the fingerprint of the identity that its rows share; None for one without.
-        schema: its columns.
-        metadata: what else its footer says.
-        n_bytes: of the file.
+        file: the facts in its name.
+        made_with: the fingerprint of the rows' identity, or None.
+        schema: the Arrow schema.
+        metadata: the key-value metadata in its footer.
+        n_bytes: the size of the file.
         firsts: ``id_high`` of the first row of each row group.
-        group_rows: rows of each row group but the last, which may have fewer.
-
-    Raises CorruptShard, FileNotFoundError, and OSError where the store fails. One read.
+        group_rows: the number of rows per row group; the last may have fewer.
     """
 
     def __init__(self, store: Store, file: TableFile) -> None:
-        """Read the tail of the file, and check it against the hash and the row count in its name."""
+        """Read the tail of the file in one request, and check it against the hash and row count in its name.
+
+        Raises:
+            CorruptShard: the tail does not match the name or cannot be parsed.
+            FileNotFoundError: the file does not exist.
+            OSError: the store failed.
+        """
         self.file = file
         self._store = store
         tail = store.read_slice(file.name, -file.n_tail)
         if hex_digest(tail.data) != file.tail_hash:
-            raise self.corrupt("its end is not the one that its name tells")
+            raise self.corrupt("its tail does not have the hash in its name")
         self.n_bytes = tail.size
         try:
             n_footer = parse_footer_length(tail.data[-FOOTER_TAIL:])
             self._metadata: pq.FileMetaData = parse_footer(tail.data[-n_footer:])
             if self._metadata.num_rows != self.file.rows:
-                raise self.corrupt(f"it has {self._metadata.num_rows} rows, where its name has {self.file.rows}")
+                raise self.corrupt(f"it has {self._metadata.num_rows} rows, but its name says {self.file.rows}")
             n_groups = self._metadata.num_row_groups
             self.group_rows: int = self._metadata.row_group(0).num_rows if n_groups else 0
             self.firsts: list[int] = np.frombuffer(tail.data, "<u8", n_groups).tolist()
@@ -257,22 +296,29 @@ class SortedFile:
             self._crcs = numbers.reshape(n_groups, self._metadata.num_columns)
             self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise self.corrupt(f"its end cannot be read: {error}") from error
+            raise self.corrupt(f"its tail cannot be parsed: {error}") from error
         self.metadata: dict[bytes, bytes] = self._metadata.metadata or {}
         self.made_with = _read_made_with(self.metadata)
 
     def corrupt(self, damage: str) -> CorruptShard:
-        """Return the error for this damaged file; ``damage`` describes the damage."""
+        """Build the error for this file; ``damage`` says what is damaged."""
         return CorruptShard(f"{self._store}/{self.file.name}: {damage}; restore the file", "commit")
 
     def groups_of(self, first: int, last: int) -> range:
-        """Return the row groups that may hold rows whose ``id_high`` is from ``first`` to ``last``."""
+        """Return the row groups that may have rows with ``id_high`` from ``first`` to ``last``, inclusive."""
         return range(max(0, bisect_left(self.firsts, first) - 1), bisect_right(self.firsts, last))
 
     def read(self, groups: Sequence[int], columns: Sequence[str] | None = None) -> pa.Table:
-        """Read row groups, each with checked bytes. Raises CorruptShard.
+        """Read row groups, with one request per stretch of adjacent columns, and check their bytes against the CRCs.
 
-        Only ``columns`` are read; a column that came later than the file is null. None reads all columns of the file.
+        Args:
+            columns: the columns to read; a later column that the file lacks is null. None reads all columns of the
+                file.
+
+        Raises:
+            CorruptShard: the bytes are damaged, or the file lacks a column.
+            FileNotFoundError: the file was deleted.
+            OSError: the store failed.
         """
         names = [name for name in self.schema.names if columns is None or name in columns]
         stretches = [stretch for group in groups for stretch in self._read_stretches(group, frozenset(names))]
@@ -288,12 +334,21 @@ class SortedFile:
         return complete_columns(table, columns, VIDEO_SCHEMA, LATER, f"{self._store}/{self.file.name}")
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Yield all rows in order, some row groups at a time; ``columns`` as of ``read``."""
+        """Yield all rows in order, 64 row groups per table, with ``columns`` as in ``read``.
+
+        Raises:
+            CorruptShard: the bytes are damaged, or the file lacks a column.
+            OSError: the store failed.
+        """
         for start in range(0, len(self.firsts), _GROUPS_AT_ONCE):
             yield self.read(range(start, min(start + _GROUPS_AT_ONCE, len(self.firsts))), columns)
 
     def _read_stretches(self, group: int, names: frozenset[str]) -> Iterator[Stretch]:
-        """Yield the checked bytes of columns of a row group, neighbours in one read. Raises CorruptShard."""
+        """Yield the checked bytes of columns of a row group; adjacent columns are one stretch and one request.
+
+        Raises:
+            CorruptShard: a column does not have its CRC.
+        """
         meta = self._metadata.row_group(group)
         numbers = [i for i in range(meta.num_columns) if meta.column(i).path_in_schema.split(".")[0] in names]
         spans = _spans(self._metadata, group)
@@ -311,71 +366,89 @@ class SortedFile:
 
 
 def _refuse_unread(start: int, end: int) -> Stretch:
-    """Raise ValueError: a reader asks for bytes outside the fetched columns."""
-    raise ValueError(f"bytes {start} to {end} are no part of the columns that the footer names")
+    """Raise ValueError: Arrow wants bytes outside the fetched columns, so the footer is wrong."""
+    raise ValueError(f"bytes {start} to {end} are not in the columns that the footer names")
 
 
 def _spans(metadata: pq.FileMetaData, group: int) -> list[tuple[int, int]]:
-    """Return the bytes [start, end) of each column of a row group."""
+    """Return the byte range [start, end) of each column chunk of a row group."""
     return [find_span(metadata.row_group(group).column(i)) for i in range(metadata.num_columns)]
 
 
 class VideosTable:
-    """The videos table of a cache: reads small files, sorted files and single rows. Threads may share it.
-
-    Files of another identity than ``made_with`` are left out; None takes all.
+    """The reader of the videos table: small files, sorted files and single rows. Threads may share it.
 
     Attributes:
-        store: of the cache.
-        foreign: the files that were left out -> the fingerprint of their identity.
-        group: file, number -> a row group of a sorted file as VIDEO_SCHEMA.
+        store: the store of the cache.
+        foreign: the files of another identity that were met so far -> the fingerprint of that identity.
+        group: called with (file, number), loads a row group of a sorted file in VIDEO_SCHEMA; the last ones stay in
+            memory.
     """
 
     def __init__(self, store: Store, made_with: str | None = None, keep: int = 8) -> None:
-        """Read nothing yet.
+        """Create the reader; no file is read yet.
 
         Args:
             made_with: the fingerprint of the identity whose files count; None for all files.
             keep: the number of small files, and of footers of sorted files, that stay in memory for single rows.
         """
         self.foreign: dict[str, str | None] = {}
-        self.store, self._made_with = store, made_with
+        self.store = store
+        self._made_with = made_with
         self._rows_of_small = LoadedOnce(partial(_load_rows, store), keep)
         self._sorted = LoadedOnce(partial(SortedFile, store), keep)
         self.group = LoadedOnce(partial(_load_group, self._sorted), _KEPT_GROUPS)
 
     def read_small(self, names: Sequence[str], columns: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
-        """Yield the name of each small file and ``columns`` of its rows, in the order of ``names``.
+        """Yield (name, ``columns`` of the rows) for each small file, in the order of ``names``.
 
-        Files of another identity are left out, and added to ``foreign``. Raises CorruptShard, OSError.
+        Files are read and parsed ahead by threads. Files of another identity are skipped and added to ``foreign``.
+
+        Raises:
+            CorruptShard: a file is damaged or lacks a column.
+            OSError: the store failed, or a file is gone.
         """
         contents = zip(names, self.store.read_all(names), strict=True)
-        # Checking and parsing a small file is work for one core, and leaves Python's lock free for most of it.
+        # A small file is checked and parsed on one core, for most of the time without the GIL.
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-            while some := list(islice(contents, _FILES_AT_ONCE)):
-                tables = pool.map(lambda file: parse_small(self.store, file[0], file[1], columns), some)
-                for (name, _), (rows, made_with) in zip(some, tables, strict=True):
+            while batch := list(islice(contents, _FILES_AT_ONCE)):
+                tables = pool.map(lambda file: parse_small(self.store, file[0], file[1], columns), batch)
+                for (name, _), (rows, made_with) in zip(batch, tables, strict=True):
                     if self._is_own(name, made_with):
                         yield name, rows
 
     def open_sorted(self, file: TableFile) -> SortedFile | None:
-        """Open a sorted file, or take it from memory; None if its rows have another identity. Raises as SortedFile."""
+        """Open a sorted file, or take it from memory; return None if it has another identity.
+
+        A file of another identity is added to ``foreign``.
+
+        Raises:
+            CorruptShard: its tail is damaged.
+            OSError: the store failed, or the file is gone.
+        """
         sorted_file = self._sorted(file)
         return sorted_file if self._is_own(file.name, sorted_file.made_with) else None
 
     def iter_sorted(self, files: Iterable[TableFile]) -> Iterator[SortedFile]:
-        """Open the sorted files among ``files``, one after the other, without those of another identity.
+        """Open the sorted files among ``files`` one by one, and yield those of this table's identity.
 
-        Raises as SortedFile.
+        Files of another identity are added to ``foreign``.
+
+        Raises:
+            CorruptShard: a tail is damaged.
+            OSError: the store failed, or a file is gone.
         """
         for file in files:
             if file.is_sorted and (sorted_file := self.open_sorted(file)) is not None:
                 yield sorted_file
 
     def read_row(self, name: str, row: int) -> VideoRow:
-        """Read one row of a file, whatever its identity; the caller may change the row.
+        """Read row number ``row`` of a file, whatever its identity; the caller may modify the result.
 
-        Raises CorruptShard, FileNotFoundError, OSError.
+        Raises:
+            CorruptShard: the file is damaged.
+            FileNotFoundError: the file is gone.
+            OSError: the store failed.
         """
         file = parse_file_name(name)
         if file.is_sorted:
@@ -386,14 +459,19 @@ class VideosTable:
         return cast(VideoRow, {key: list(value) if isinstance(value, list) else value for key, value in values})
 
     def read_rows(self, places: pa.Table) -> Iterator[VideoRow]:
-        """Read the row at each of ``places``, a table with ``file`` and ``row``, when it is iterated.
+        """Yield the row at each row location in ``places``, a table with ``file`` and ``row``.
 
-        Raises as ``read_row``.
+        A row is read, and may be modified, when it is reached.
+
+        Raises:
+            CorruptShard: a file is damaged.
+            FileNotFoundError: a file is gone.
+            OSError: the store failed.
         """
         return map(self.read_row, places["file"].to_pylist(), places["row"].to_pylist())
 
     def _is_own(self, name: str, made_with: str | None) -> bool:
-        """Return True if a file's fingerprint is the cache's, or either is None; else add it to ``foreign``."""
+        """Return True if a file has the identity of this table; otherwise add it to ``foreign`` and return False."""
         if is_same_identity(made_with, self._made_with):
             return True
         self.foreign[name] = made_with
@@ -401,18 +479,21 @@ class VideosTable:
 
 
 def is_same_identity(made_with: str | None, other_fingerprint: str | None) -> bool:
-    """Return True if two fingerprints are equal, or one is None."""
+    """Return True if two fingerprints are equal, or if one of them is None, as in files of old versions."""
     return made_with is None or other_fingerprint is None or made_with == other_fingerprint
 
 
 def _load_rows(store: Store, file: TableFile) -> list[VideoRow]:
-    """Read all rows of a small file as Python values: one row of twenty would cost Arrow half as much as all."""
+    """Read all rows of a small file as Python objects.
+
+    Converting a single row of twenty with Arrow would take half as long.
+    """
     rows: list[VideoRow] = read_file(store, file).to_pylist()
     return rows
 
 
 def _load_group(files: LoadedOnce[SortedFile], file: TableFile, number: int) -> pa.Table:
-    """Read a row group of a sorted file as VIDEO_SCHEMA. Raises CorruptShard where it is empty."""
+    """Read a row group of a sorted file in VIDEO_SCHEMA; raise CorruptShard if it is empty."""
     table = files(file).read([number], VIDEO_SCHEMA.names)
     if file.rows and len(table) == 0:
         raise CorruptShard(f"{file.name}: row group {number} is empty", "commit")
@@ -420,21 +501,29 @@ def _load_group(files: LoadedOnce[SortedFile], file: TableFile, number: int) -> 
 
 
 def read_file(store: Store, file: TableFile, columns: Sequence[str] = tuple(VIDEO_SCHEMA.names)) -> pa.Table:
-    """Read all rows of one file into memory, of any identity. Raises CorruptShard, OSError."""
+    """Read ``columns`` of all rows of a small or sorted file, whatever its identity.
+
+    Raises:
+        CorruptShard: the file is damaged or lacks a column.
+        OSError: the store failed, or the file is gone.
+    """
     if file.is_sorted:
         return pa.concat_tables(SortedFile(store, file).parts(columns))
     return parse_small(store, file.name, store.read(file.name), columns)[0]
 
 
 def build_table(rows: Sequence[VideoRecord] | Sequence[VideoRow]) -> pa.Table:
-    """Build a table of VIDEO_SCHEMA from rows, with their KEY_COLUMNS as ``add_keys`` computes them."""
+    """Build a table in VIDEO_SCHEMA from records, and compute its KEY_COLUMNS with ``add_keys``."""
     return add_keys(pa.Table.from_pylist(list(rows), schema=VIDEO_SCHEMA))
 
 
 def add_keys(rows: pa.Table) -> pa.Table:
-    """Return rows as VIDEO_SCHEMA with their KEY_COLUMNS; counts of rewrites and earlier attempts stay.
+    """Return ``rows`` in VIDEO_SCHEMA with KEY_COLUMNS computed from the other columns.
 
-    ``rows`` have the columns of VIDEO_SCHEMA; those that are never null may be nullable.
+    ``rewritten`` and ``earlier_attempts`` stay, with 0 for null.
+
+    Args:
+        rows: they have all columns of VIDEO_SCHEMA, and may be nullable where VIDEO_SCHEMA is not.
     """
     keys = keys_of(rows["video_id"])
     columns = {
@@ -450,17 +539,17 @@ def add_keys(rows: pa.Table) -> pa.Table:
 
 
 def add_places(table: pa.Table, name: str) -> pa.Table:
-    """Add the columns ``file`` (its ``name``) and ``row`` (the number in it) to all rows of a file."""
+    """Append the row locations to all rows of a file: the columns ``file`` (its ``name``) and ``row`` (0, 1, ...)."""
     table = table.append_column(_PLACE[0], pa.repeat(name, len(table)).cast(pa.string()))
     return table.append_column(_PLACE[1], pa.array(np.arange(len(table)), pa.int32()))
 
 
 def empty_rows(columns: Sequence[str]) -> pa.Table:
-    """Return an empty table of these columns, ``file`` and ``row``: the start of a concatenation."""
+    """Return an empty table with ``columns``, ``file`` and ``row``, with which concatenations begin."""
     return pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *_PLACE]).empty_table()
 
 
 def in_key_order(rows: pa.Table) -> pa.Table:
-    """Return rows sorted by ``id_high`` and ``id_low``."""
+    """Sort rows by ``id_high`` and ``id_low``, the order of sorted files."""
     order = np.lexsort((rows["id_low"].to_numpy(), rows["id_high"].to_numpy()))
     return rows.take(pa.array(order))

@@ -1,4 +1,4 @@
-"""A token shard, opened so that reads return the committed bytes, or raise."""
+"""Read token shards so that every read returns the committed bytes or raises CorruptShard."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _SHARD_NAME = re.compile(r".+-[0-9a-f]{16}-[0-9a-f]{32}\.parquet", re.DOTALL)
 
 
 class TokenRows(NamedTuple):
-    """The first ``keep`` token rows of a video, as a request to read them.
+    """A request for the first ``keep`` token rows of a video.
 
     Attributes:
         row: the video's row of the videos table.
-        keep: the number of rows; only the row groups with these rows are read.
+        keep: the number of rows; only the row groups that contain them are read.
         columns: the columns to read.
-        near: columns between ``columns`` that are fetched with them if that saves a request.
+        near: columns that are fetched too but not read, so that the byte ranges of adjacent videos join.
     """
 
     row: VideoRow
@@ -53,26 +53,30 @@ class TokenRows(NamedTuple):
 
 
 class TokenShard:
-    """An opened token shard, whose footer was compared with the hash in the videos rows. Threads may share it.
+    """An open token shard whose footer has the hash in the videos rows. Threads may share it.
 
     Attributes:
-        name: file below the cache.
+        name: the path of the file relative to the cache.
         metadata: the Parquet metadata.
         schema: the Arrow schema.
-        n_bytes: bytes of the whole file.
-        n_footer: bytes of the footer.
-
-    Raises CorruptShard, and OSError where the store fails.
+        n_bytes: the size of the file in bytes.
+        n_footer: the size of the footer in bytes.
     """
 
     def __init__(self, store: Store, name: str, footer_hash: str) -> None:
-        """Open the shard and read its footer.
+        """Open the shard, and read and check its footer.
 
-        Raises CorruptShard if the shard is missing, or if the footer's hash is not ``footer_hash``.
+        Args:
+            footer_hash: the hash of the footer, from a row of the videos table.
+
+        Raises:
+            CorruptShard: ``name`` is not a file directly in ``tokens/``, the file is missing or is not Parquet, or its
+                footer has another hash.
+            OSError: the store failed.
         """
         self.name = name
         self._label = f"{store}/{name}"
-        if not is_shard_name(name):  # a row of someone's cache
+        if not is_shard_name(name):  # the row may come from an untrusted cache
             raise CorruptShard(f"{store}: the videos row names {name!r}, which is no file in {TOKENS}/", "missing")
         try:
             self._source = store.open(name)
@@ -88,16 +92,20 @@ class TokenShard:
         self.schema: pa.Schema = self.metadata.schema.to_arrow_schema()
         self._names = frozenset(self.schema.names)
         self._plain_columns = plain_columns(self.metadata)
-        self._thread_local = local()  # a Parquet reader of each thread: Arrow does not promise that they may share one
-        self._bounded: set[tuple[int, tuple[str, ...]]] = set()  # row groups and columns that fit in memory
-        self._widths: set[int] = set()  # the hidden sizes that the columns have
+        self._thread_local = local()  # a Parquet reader per thread: Arrow does not promise that threads may share one
+        self._bounded: set[tuple[int, tuple[str, ...]]] = set()  # row groups and columns that passed _check_bounds
+        self._widths: set[int] = set()  # the hidden sizes that passed check_width
 
     def spans(self, rows: TokenRows) -> Spans:
-        """Return the byte ranges [start, end) of the rows: one range, unless other columns lie between.
+        """Return the byte ranges [start, end) that a request needs, ascending; adjacent ranges are joined.
 
-        The range of a row group is from the first to the last of the columns. Raises CorruptShard.
+        For each row group the range reaches from the first to the last of ``rows.columns`` and ``rows.near``.
+
+        Raises:
+            CorruptShard: the shard lacks a column or row group of the request.
         """
-        names, spans = {*rows.columns, *rows.near}, Spans()
+        names = {*rows.columns, *rows.near}
+        spans = Spans()
         for group in map(self.metadata.row_group, self._groups(rows)):
             columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
             end = max(column.data_page_offset + column.total_compressed_size for column in columns)
@@ -105,18 +113,31 @@ class TokenShard:
         return join_spans(spans)
 
     def fetch_all(self, videos: Sequence[TokenRows]) -> Fetched | None:
-        """Fetch the bytes of several videos, in the order of their row groups, for ``read``; one request a span.
+        """Fetch the bytes of several videos into memory for ``read``, with one request per contiguous range.
 
-        Returns None for a local file, which is read in place. Raises CorruptShard, OSError.
+        Args:
+            videos: requests in the order of their row groups.
+
+        Returns:
+            None for a local file, which is mapped and read in place.
+
+        Raises:
+            CorruptShard: the shard is missing, or lacks a column or row group.
+            OSError: the store failed.
         """
         spans = join_spans(span for rows in videos for span in self.spans(rows))
         with self._faults():
             return self._source.fetch(spans)
 
     def read(self, rows: TokenRows, fetched: Fetched | None = None) -> pa.Table:
-        """Read the rows as stored, in order of selection. Raises CorruptShard, OSError.
+        """Read the requested rows as stored, in order of selection.
 
-        ``fetched`` has their bytes already, and belongs to one thread.
+        Args:
+            fetched: the bytes from ``fetch_all``; only one thread may use them at a time. None fetches them now.
+
+        Raises:
+            CorruptShard: the shard is damaged or missing, or contradicts the video's row.
+            OSError: the store failed.
         """
         fetched = fetched or self.fetch_all([rows])
         self._check_bounds(rows, fetched)
@@ -125,12 +146,22 @@ class TokenShard:
     def read_by_index(
         self, rows: TokenRows, fetched: Fetched | None = None
     ) -> tuple[pa.Table, NDArray[np.int64], dict[str, NDArray[np.int16]]]:
-        """Read the rows in order of selection, and their columns of vectors in order of ``index``.
+        """Read the requested rows, with the vectors already sorted by ``index``.
 
-        Returns (the rows without the columns of vectors; [K] their places in order of index, where rows of equal index
-        stay in order of selection; vectors: column -> [K,width] in order of index). The columns must include ``index``.
+        This saves copies of the large columns. ``rows.columns`` must include ``index``.
 
-        Raises CorruptShard, OSError.
+        Args:
+            fetched: the bytes from ``fetch_all``; only one thread may use them at a time. None fetches them now.
+
+        Returns:
+            (table, order, vectors). ``table`` has the columns that may have nulls or are not vectors, as stored, in
+            order of selection. ``order``, [K], has the row of ``table`` for each row by ascending index; equal indices
+            stay in order of selection. ``vectors`` maps each other column to [K, width / 2] int16, in the order of
+            ``order``.
+
+        Raises:
+            CorruptShard: the shard is damaged or missing, or contradicts the video's row.
+            OSError: the store failed.
         """
         fetched = fetched or self.fetch_all([rows])
         self._check_bounds(rows, fetched)
@@ -142,9 +173,11 @@ class TokenShard:
         return table, order, {name: self._read_vectors(rows, name, order, positions, fetched) for name in large}
 
     def read_checked(self, row: VideoRow) -> pa.Table:
-        """Read all of a video's token rows with all columns, and compare their id and checksum with its ``row``.
+        """Read all token rows of a video with all columns, and compare their video id and checksum with ``row``.
 
-        Raises CorruptShard, OSError.
+        Raises:
+            CorruptShard: the id or the checksum differs, or the shard is damaged or missing.
+            OSError: the store failed.
         """
         table = self.read(TokenRows(row, row["n_tokens"], self.schema.names))
         if (ids := table["video_id"].unique().to_pylist()) != [row["video_id"]]:
@@ -155,12 +188,15 @@ class TokenShard:
         return table
 
     def require(self, columns: Sequence[str]) -> None:
-        """Raise CorruptShard if the shard lacks one of the columns."""
+        """Raise CorruptShard if the shard lacks one of ``columns``."""
         if lacking := sorted(set(columns) - self._names):
             raise CorruptShard(f"{self._label}: it has no column {', '.join(lacking)}", "schema")
 
     def check_width(self, hidden_size: int, levels: int, codec: TokenCodec) -> None:
-        """Raise CorruptShard unless the columns have the types of tokens of ``hidden_size`` numbers by a codec."""
+        """Raise CorruptShard if the shard lacks a column for tokens of this width, or one has another type.
+
+        A width that passed once is not checked again.
+        """
         if hidden_size in self._widths:
             return
         schema = token_schema(hidden_size, levels, codec=codec)
@@ -168,20 +204,27 @@ class TokenShard:
         for column in schema:
             kind = self.schema.field(column.name).type
             if kind != column.type:
-                raise CorruptShard(f"{self._label}: {column.name} is {kind}, where the row has {column.type}", "schema")
+                raise CorruptShard(f"{self._label}: {column.name} is {kind}, but its row needs {column.type}", "schema")
         self._widths.add(hidden_size)
 
     def _check_bounds(self, rows: TokenRows, fetched: Fetched | None) -> None:
-        """Raise CorruptShard if the rows would unpack to far more than the file can hold, before they are unpacked."""
+        """Raise CorruptShard if the rows would unpack to far more than the file can hold; nothing is unpacked.
+
+        It is also raised if a row group does not have the number of rows that the video's row states. Row groups and
+        columns that passed once are not checked again.
+        """
         columns = tuple(rows.columns)
         groups = [group for group in self._groups(rows) if (group, columns) not in self._bounded]
         if not groups:
             return
         counts = rows.row["row_counts"]
         for group in groups:
-            n_rows, n_due = self.metadata.row_group(group).num_rows, counts[group - rows.row["first_row_group"]]
+            n_rows = self.metadata.row_group(group).num_rows
+            n_due = counts[group - rows.row["first_row_group"]]
             if n_rows != n_due:
-                raise CorruptShard(f"{self._label}: row group {group} has {n_rows} rows, its row says {n_due}", "rows")
+                raise CorruptShard(
+                    f"{self._label}: row group {group} has {n_rows} rows, not {n_due} as in its row", "rows"
+                )
         with self._faults():
             view = (fetched or self._source).view
             try:
@@ -191,7 +234,11 @@ class TokenShard:
         self._bounded.update((group, columns) for group in groups)
 
     def _read_columns(self, rows: TokenRows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
-        """Read the rows with Arrow, which checks every page's checksum, as stored. Raises CorruptShard, OSError."""
+        """Read columns of the requested rows with Arrow, as stored; Arrow verifies the checksum of every page.
+
+        Raises:
+            CorruptShard: the pages are damaged, or the number of rows is wrong.
+        """
         groups = self._groups(rows)
         with self._faults():
             if fetched is not None:
@@ -212,13 +259,22 @@ class TokenShard:
         positions: NDArray[np.int64],
         fetched: Fetched | None,
     ) -> NDArray[np.int16]:
-        """Read a column of vectors in ``order``, [K,width]: without a copy from plain pages, else by Arrow.
+        """Read a column of vectors as [K, width / 2] int16 in the order of ``order``.
 
-        ``positions`` is the position of each row in that order.
+        Plain pages are copied directly into the result; if any page is not plain or is damaged, Arrow reads the whole
+        column.
+
+        Args:
+            order: [K] the stored row for each row of the result.
+            positions: [K] the inverse: the row of the result for each stored row.
+
+        Raises:
+            CorruptShard: the pages are damaged.
         """
         number, n_bytes = self._plain_columns[name]
         out = np.empty((len(positions), n_bytes // 2), np.int16)
-        view, n_done = (fetched or self._source).view, 0
+        view = (fetched or self._source).view
+        n_done = 0
         for group in self._groups(rows):
             pages = plain_pages(self.metadata.row_group(group), number)
             if pages is None:
@@ -237,8 +293,14 @@ class TokenShard:
         return bits.take(order, axis=0)
 
     def _groups(self, rows: TokenRows) -> range:
-        """Return the row groups of the rows. Raises CorruptShard if row groups or columns are missing."""
-        row, n_groups, n_rows = rows.row, 0, 0
+        """Return the numbers of the video's first row groups, as many as hold ``rows.keep`` rows.
+
+        Raises:
+            CorruptShard: the shard lacks a column, or does not have the row groups that the video's row states.
+        """
+        row = rows.row
+        n_groups = 0
+        n_rows = 0
         self.require(rows.columns)
         while n_rows < rows.keep and n_groups < len(row["row_counts"]):
             n_rows += row["row_counts"][n_groups]
@@ -246,18 +308,21 @@ class TokenShard:
         groups = range(row["first_row_group"], row["first_row_group"] + n_groups)
         if n_rows < rows.keep or groups.start < 0 or groups.stop > self.metadata.num_row_groups:
             raise CorruptShard(
-                f"{self._label}: {self.metadata.num_row_groups} row groups, not {groups.start} to {groups.stop - 1} "
-                f"of {rows.keep} rows, which the videos row asks for",
+                f"{self._label}: it has {self.metadata.num_row_groups} row groups; the videos row needs "
+                f"{groups.start} to {groups.stop - 1} with {rows.keep} rows",
                 "rows",
             )
         return groups
 
     @contextmanager
     def _faults(self) -> Iterator[None]:
-        """Convert errors of Arrow and a missing file to CorruptShard; errors of the store stay as they are."""
+        """Convert a missing file, errors of Arrow and OSErrors without a file name to CorruptShard.
+
+        OSErrors with a file name come from the store and pass unchanged.
+        """
         try:
             yield
-        except FileNotFoundError as error:  # an object whose footer is in memory was deleted
+        except FileNotFoundError as error:  # the object was deleted after its footer was read
             raise CorruptShard(f"{self._label}: the shard is missing", "missing") from error
         except (OSError, pa.ArrowException) as error:
             if isinstance(error, OSError) and error.filename:
@@ -266,14 +331,18 @@ class TokenShard:
 
 
 def _footer(source: LocalFile | RangedObject) -> bytes:
-    """Read the footer of an open Parquet file, its tail included. Raises OSError, ValueError without a footer."""
+    """Read the footer of an open Parquet file, including the length and magic at its end.
+
+    Raises:
+        ValueError: the file does not end in PAR1.
+    """
     size = source.size()
     n_footer = parse_footer_length(bytes(source.view(max(0, size - FOOTER_TAIL), size)))
     return bytes(source.view(max(0, size - n_footer), size))
 
 
 def sort_by_index(table: pa.Table) -> NDArray[np.int64]:
-    """Return the order [K] that sorts token rows by flat index; rows of equal index stay as stored."""
+    """Return the order [K] that sorts token rows by ascending ``index``; rows with equal index keep their order."""
     index = table["index"].to_numpy()
     if len(index) and index.min() >= 0 and index.max() < 2**16:
         index = index.astype(np.uint16)  # numpy sorts 16-bit numbers by radix, in a third of the time
@@ -281,21 +350,24 @@ def sort_by_index(table: pa.Table) -> NDArray[np.int64]:
 
 
 def join_vectors(column: pa.ChunkedArray) -> pa.Buffer:
-    """Return the values of a column of vectors in one buffer, without a copy if the column is one chunk."""
+    """Return the bytes of a fixed-size binary column in one buffer, without a copy if the column has one chunk."""
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     width = array.type.byte_width
     return array.buffers()[1].slice(array.offset * width, len(array) * width)
 
 
 def hash_vectors(table: pa.Table) -> str:
-    """Compute the checksum of a video's token rows, over all vector columns, as in its row of the videos table."""
+    """Compute a video's ``checksum`` from its token rows: the hash of all vector columns in the order of the table.
+
+    Nulls, as in evidence of frames, are skipped.
+    """
     vectors = [field.name for field in table.schema if pa.types.is_fixed_size_binary(field.type)]
-    # Evidence of frames is null beside most tokens; the bytes of nulls are undefined.
+    # Evidence per frame is null in most rows, and the bytes of nulls are undefined.
     return digest(*(join_vectors(table[name].drop_null()) for name in vectors))
 
 
 def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Join adjacent spans; the input is ascending."""
+    """Join adjacent byte ranges; ``spans`` must be ascending."""
     runs: Spans = []
     for start, end in spans:
         if runs and runs[-1][1] == start:
@@ -305,14 +377,23 @@ def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
 
 
 def list_videos(store: Store, token_shard: str) -> list[str]:
-    """List the ids of the videos in a token shard. Raises OSError, ValueError, ArrowException if it cannot be read."""
+    """Read a whole token shard, and return the distinct ids of its videos in stored order.
+
+    Raises:
+        OSError: the store failed, the file is missing, or a page is damaged.
+        ValueError, ArrowException: the file is not a readable Parquet file.
+    """
     return list(read_bounded(store.read(token_shard), ["video_id"]).column(0).unique().to_pylist())
 
 
 def read_videos(store: Store, rows: Sequence[VideoRow]) -> list[pa.Table]:
-    """Read all token rows of each video, checked against its row, in the order of ``rows``.
+    """Read all token rows of each video, checked against its row; return a table per row, in the order of ``rows``.
 
-    Neighbouring rows that name one shard open it once. Raises CorruptShard, OSError.
+    A shard is opened once for consecutive rows that name it.
+
+    Raises:
+        CorruptShard: a shard is damaged or missing, or a video's checksum differs.
+        OSError: the store failed.
     """
     tables: list[pa.Table] = []
     shard: TokenShard | None = None
@@ -324,10 +405,14 @@ def read_videos(store: Store, rows: Sequence[VideoRow]) -> list[pa.Table]:
 
 
 def read_footer_ids(store: Store, token_shard: str) -> list[str]:
-    """List the ids of the videos in a token shard by the statistics of its row groups, each of one video.
+    """Return the sorted ids of the videos in a token shard, from the statistics in its footer.
 
-    Reads the footer alone, without a checksum: for counts and messages. Ids of more than 4 KB have no statistics; such
-    a shard is read whole. Raises OSError, CorruptShard.
+    The footer is not checked against a hash, so the result is for counts and messages only. Ids of more than 4 KB have
+    no statistics; a shard with such an id is read whole.
+
+    Raises:
+        CorruptShard: the file cannot be read as a token shard. The kind is "footer".
+        OSError: the file is missing, or the store failed.
     """
     source = store.open(token_shard)
     try:
@@ -341,25 +426,25 @@ def read_footer_ids(store: Store, token_shard: str) -> list[str]:
         return sorted(list_videos(store, token_shard))
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, OSError) and error.filename:
-            raise  # of the store; an OSError of Arrow names no file
+            raise  # an OSError with a file name comes from the store, not from Arrow
         raise CorruptShard(f"{store}/{token_shard}: {error}", "footer") from error
 
 
 def is_shard_name(name: object) -> TypeGuard[str]:
-    """Return True if ``name`` is a path of a file right in the folder of token shards: names come from files."""
+    """Return True if ``name`` is a text that names a file directly in ``tokens/``; names come from untrusted files."""
     return isinstance(name, str) and name.startswith(f"{TOKENS}/") and "/" not in name[len(TOKENS) + 1 :]
 
 
 def has_shard_form(name: str) -> bool:
-    """Return True if a file's name has the form of a token shard's: it ends in two hashes, whatever the content is."""
+    """Return True if a path's base name has the form of a token shard's, which ends in two hashes; no file is read."""
     return _SHARD_NAME.fullmatch(PurePosixPath(name).name) is not None
 
 
 def parse_run_id(token_shard: str) -> str:
-    """Return the id of the run that wrote a token shard, by the shard's name."""
+    """Return the id of the run that wrote a token shard, from the shard's name."""
     return PurePosixPath(token_shard).stem.rsplit("-", 2)[0]
 
 
 def parse_shard_id(name: str) -> str:
-    """Return the id in a token shard's name, which differs between the shards of a run; "" in a name of no shard."""
+    """Return the hash of the video ids in a token shard's name, which identifies a shard of a run; "" without "-"."""
     return ("", *name.rsplit("-", 2))[-2]

@@ -1,9 +1,9 @@
-"""Pruned videos to shards, all or nothing.
+"""Write the tokens of pruned videos to token shards, and commit their records to the videos table, all or nothing.
 
 The videos of one call become one token shard; a driver then commits their records as a small file of the videos table.
 Calls share no state. A token shard is named by its content: a retry that computes the same bytes overwrites its own
 file, and a retry that computes other bytes (on another kind of GPU) never replaces a committed shard. The checksum of a
-video's vectors is computed while Arrow serialises the shard.
+video is computed while Arrow serializes the shard.
 """
 
 from __future__ import annotations
@@ -47,23 +47,25 @@ if TYPE_CHECKING:  # a driver commits records without torch
 
 SHARD_BYTES = 256 * 10**6  # approximate bytes of tokens in a rewritten shard
 _MAX_REQUESTS = 16  # requests to the store
-_HASHERS = 2  # threads: hashing a video takes longer than serialising it
+_HASHERS = 2  # threads that hash: hashing a video takes longer than serializing it
 T = TypeVar("T")
 Bits = NDArray[np.int16]  # bits of bfloat16, which numpy lacks
 
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The kept tokens of a video in the types of a token shard; to be stored, they are in order of selection.
+    """The kept tokens of a video as arrays with the types of a token shard.
+
+    To be stored, they must be in order of selection.
 
     Attributes:
-        tokens: [B,D] bits of bfloat16.
-        index: [B] int32, flat position t*N + i before pruning.
-        rank: [B] int32, or None for a method without an order.
-        merged: [B] bool, or None where the method never merges.
-        density: [B] float32, or None for a method without one.
-        deepstack: [B,D] bits of bfloat16 of each level.
-        evidence: [B,width] bits of bfloat16 by label, [T,width] of evidence of frames.
+        tokens: [B, D] bits of bfloat16.
+        index: [B] int32, the flat position t*N + i before pruning.
+        rank: [B] int32; None for methods without an order.
+        merged: [B] bool; None for methods that never merge.
+        density: [B] float32; None for methods without one.
+        deepstack: [B, D] bits of bfloat16 per level.
+        evidence: label -> bits of bfloat16, [B, width] per token or [T, width] per frame.
     """
 
     tokens: Bits
@@ -84,12 +86,12 @@ class KeptTokens:
     ) -> Self:
         """Convert tensors on any device to arrays in the memory of this process.
 
-        Values of a CPU that have the type and the order of the result are not copied: both share their memory.
+        CPU tensors that already have the type and order of the result are not copied: the arrays share their memory.
 
         Args:
             video: the kept tokens of a method or of a cached video.
-            deepstack: [B,D] of each level, in the order of the result.
-            evidence: [B,...] by label, in the order of the result; [T,...] for evidence of frames.
+            deepstack: [B, D] per level, already in the order of the result.
+            evidence: label -> [B, ...] in the order of the result, or [T, ...] per frame.
             order: [B] the row of ``video`` for each row of the result; by default the order of ``video`` stays.
         """
         import torch  # noqa: PLC0415 - a driver commits records without torch
@@ -115,11 +117,12 @@ class KeptTokens:
 
 @dataclass(frozen=True)
 class VideoItem:
-    """A video between two stages: its record, and the result of the last stage unless it failed.
+    """A video on its way between two stages of a run.
 
     Attributes:
-        kept: its stored tokens, after encoding.
-        frames: [t,h,w,3] uint8 before encoding; the same bytes as a flat array after ``unpack``.
+        record: the video's record, so far.
+        kept: the kept tokens, after encoding; None before, and if the video failed.
+        frames: [t, h, w, 3] uint8, before encoding; the same bytes as a flat array after ``unpack``.
     """
 
     record: VideoRecord
@@ -127,7 +130,7 @@ class VideoItem:
     frames: NDArray[np.uint8] | None = None
 
     def reshape_frames(self) -> NDArray[np.uint8]:
-        """Return the frames as [t,h,w,3]. Raise ValueError if their number contradicts the record."""
+        """Return the frames as [t, h, w, 3]; raise ValueError if their number contradicts the record."""
         assert self.frames is not None
         return self.frames.reshape(len(self.record["frame_indices"]), self.record["height"], self.record["width"], 3)
 
@@ -135,12 +138,18 @@ class VideoItem:
 def write_token_shard(
     videos: Sequence[VideoItem], *, store: Store, run_id: str, codec: TokenCodec = BFLOAT16
 ) -> list[VideoRecord]:
-    """Write the tokens of the ok videos as one shard of ``store``; return every video's record, in their order.
+    """Write the tokens of all videos that have tokens as one shard; return a copy of every video's record, in order.
 
-    The results are copies. An ok record gets the codec unless it is bfloat16, its row groups, its checksum, the columns
-    of ``put_token_shard``, and ``write_s``, its share of the time. No shard is written if no video has tokens.
+    The copies of ok videos get ``row_counts``, ``first_row_group``, ``checksum``, ``token_shard``, ``footer_hash``, an
+    equal share of the wall time as ``write_s``, and, unless it is bfloat16, the codec. No shard is written if no video
+    has tokens.
 
-    ``codec`` is the codec of the cache's identity. Raises OSError if the shard cannot be written.
+    Args:
+        codec: the codec of the cache's identity.
+
+    Raises:
+        ValueError: the codec cannot store a token, or evidence of a frame has no token beside it.
+        OSError: the shard cannot be written.
     """
     start = time.perf_counter()
     rows: list[VideoRecord] = [{**video.record} for video in videos]
@@ -152,18 +161,19 @@ def write_token_shard(
     schema = token_schema(first["hidden_size"], len(tokens.deepstack), widths, codec)
     tables: list[pa.Table] = []
     checksums: list[Future[str]] = []
-    with ThreadPoolExecutor(_HASHERS) as hashers:  # hashlib lets other threads run
+    with ThreadPoolExecutor(_HASHERS) as hashers:  # hashlib releases the GIL
         for row, tokens in ok_videos:
             levels = {f"deepstack_{level}": values for level, values in enumerate(tokens.deepstack)}
             vectors = dict[str, Bits]()  # in the order of the checksum
             for name, values in {"token": tokens.tokens, **levels}.items():
                 vectors |= codec.encode(name, values)
             vectors |= tokens.evidence
-            # The schema's meaning of the checksum does not name evidence: caches without evidence keep their bytes.
+            # The checksum covers evidence too. Its stored description does not say so, to keep the bytes of old caches.
             checksums.append(hashers.submit(digest, *map(np.ascontiguousarray, vectors.values())))
             tables.append(_build_rows(row, tokens, vectors, schema))
             if codec is not BFLOAT16:
-                row["token_codec"], row["token_block"] = codec.name, codec.group
+                row["token_codec"] = codec.name
+                row["token_block"] = codec.group
             row["row_counts"] = tier_row_counts(
                 row["n_total"], row["n_tokens"], row["retention_ratio"], nested=row["nested"]
             )
@@ -175,37 +185,44 @@ def write_token_shard(
 
 
 def commit_records(store: Store, run_id: str, number: int, records: Sequence[VideoRecord], *, made_with: str) -> None:
-    """Make records visible in the videos table: convert them to rows, and call ``commit_rows``.
+    """Make records visible in the videos table: write them as one small file with the fingerprint ``made_with``.
 
-    Raises OSError if their token shards are missing, and RunFailed if they were removed meanwhile.
+    ``run_id`` replaces that of every record, and ``number`` is the number of this commit in the run.
+
+    Raises:
+        FileNotFoundError: a token shard that they name is missing.
+        RunFailed: a token shard was removed meanwhile; the new file is deleted again.
+        OSError: the store failed.
     """
     commit_rows(store, run_id, number, pa.Table.from_pylist(list(records), schema=VIDEO_SCHEMA), made_with=made_with)
 
 
 def commit_rows(store: Store, run_id: str, number: int, rows: pa.Table, *, made_with: str) -> None:
-    """Make rows visible in the videos table: write them as one small file, which appears when it is complete.
+    """Make rows visible in the videos table: write them as one small file, which appears only once it is complete.
 
     Args:
         run_id: the run; it replaces the ``run_id`` of every row.
-        number: the number of this commit in the run.
         rows: they have the columns of VIDEO_SCHEMA, which may all be nullable; KEY_COLUMNS are computed here.
         made_with: the fingerprint of the cache's identity, for the file's metadata.
 
-    Raises OSError if a token shard of an ok row is missing: a node without the shared folder wrote it to its own disk.
-    Raises RunFailed if a token shard was removed while this process was stopped; the new file is then deleted.
+    Raises:
+        FileNotFoundError: a token shard of an ok row is missing, for example because a node without the shared folder
+            wrote it to its local disk.
+        RunFailed: a token shard was removed while this process was stopped; the new file is deleted again.
+        OSError: the store failed.
     """
     needs = sorted(set(select_ok(rows)["token_shard"].to_pylist()))
     if missing_shards := _find_missing(store, needs):
         raise FileNotFoundError(
             errno.ENOENT,
-            f"not in this --out {store}, which must be shared by all nodes: one wrote it elsewhere, or it was "
-            "removed meanwhile",
+            f"the token shard is not in --out {store}: use a folder that all nodes share; if they do, the shard was "
+            "removed meanwhile, so rerun the command",
             missing_shards[0],
         )
     rows = rows.set_column(rows.schema.get_field_index("run_id"), "run_id", pa.repeat(run_id, len(rows)))
     name, data = serialise_small(run_id, number, add_keys(rows), made_with)
     store.put(name, data)
-    # If this process was stopped in between, a cleanup may have deleted the shards.
+    # If this process was stopped since the first check, a cleanup may have deleted the shards.
     if missing_shards := _find_missing(store, needs):
         store.delete(name)
         message = f"{store}: {missing_shards[0]} was removed before its videos were committed"
@@ -213,7 +230,7 @@ def commit_rows(store: Store, run_id: str, number: int, rows: pa.Table, *, made_
 
 
 def _find_missing(store: Store, names: Sequence[str]) -> list[str]:
-    """Return the names that the store lacks; requests run in parallel, since a store delays each."""
+    """Return the files that the store lacks, in the order of ``names``; several are looked up in parallel."""
     if len(names) <= 1:
         return [name for name in names if not store.exists(name)]
     with request_threads(min(_MAX_REQUESTS, len(names))) as pool:
@@ -229,12 +246,17 @@ def put_token_shard(
 ) -> None:
     """Write the token rows of videos as one shard, named by its content, and complete their records in place.
 
-    Each record gets the shard's name, its first row group, the hash of the footer, and its checksum if ``checksums``
-    are given. Raises OSError.
+    Each record gets ``first_row_group``, ``token_shard``, ``footer_hash`` and, if ``checksums`` are given,
+    ``checksum``.
 
     Args:
         records: each has ``row_counts``, the rows of its row groups.
         tables: the rows of each video, in the order of ``records``.
+        checksums: futures of the videos' checksums, awaited after the shard is serialized; empty keeps those in
+            ``records``.
+
+    Raises:
+        OSError: the shard cannot be written.
     """
     groups: list[int] = []
     for record in records:
@@ -249,13 +271,18 @@ def put_token_shard(
     store.put(name, data)
     footer = digest(slice_footer(memoryview(data)))
     for record in records:
-        record["token_shard"], record["footer_hash"] = name, footer
+        record["token_shard"] = name
+        record["footer_hash"] = footer
 
 
 def copy_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[VideoRow]:
-    """Copy the tokens of videos to one new token shard, and return their changed rows, which the caller commits.
+    """Copy the tokens of videos to one new token shard; return new rows that name it, for the caller to commit.
 
-    Each row counts one rewrite more. Raises CorruptShard where a video is damaged, and OSError.
+    ``rewritten`` of each row is one higher, so that the new row will be the live one.
+
+    Raises:
+        CorruptShard: a video is damaged.
+        OSError: the store failed.
     """
     new_rows: list[VideoRow] = [{**row, "rewritten": (row["rewritten"] or 0) + 1} for row in rows]
     put_token_shard(store, run_id, new_rows, read_videos(store, rows))
@@ -263,11 +290,18 @@ def copy_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[Vid
 
 
 def move_videos(table: VideosTable, run_id: str, number: int, places: pa.Table, made_with: str) -> list[VideoRow]:
-    """Move the tokens of videos to one new token shard, and commit their rows, as ``commit_records``; return the rows.
+    """Copy the tokens of videos to one new token shard, commit their new rows, and return these rows.
 
-    The old token shards stay. ``places`` has token_shard, first_row_group, file and row of each video. A kill leaves
-    both copies, and the rule of ``pipeline.cache.live`` takes one of them, with the same tokens. Raises CorruptShard
-    where a video is damaged, and as ``commit_records``.
+    The old token shards stay. After a kill both copies may exist; they have the same tokens, and the live row names
+    one.
+
+    Args:
+        places: token_shard, first_row_group, ``file`` and ``row`` of each video.
+
+    Raises:
+        CorruptShard: a video is damaged.
+        RunFailed: the new shard was removed meanwhile.
+        OSError: the store failed, or the new shard is missing.
     """
     rows = copy_videos(table.store, run_id, list(table.read_rows(sort_by_shard(places))))
     commit_records(table.store, run_id, number, rows, made_with=made_with)
@@ -277,9 +311,9 @@ def move_videos(table: VideosTable, run_id: str, number: int, places: pa.Table, 
 def make_bundles(
     items: Iterable[T], n_bytes: Callable[[T], float], limit: float = SHARD_BYTES, max_items: float = math.inf
 ) -> Iterator[list[T]]:
-    """Yield bundles of items in order, of about ``limit`` bytes.
+    """Yield batches of consecutive items, in order.
 
-    An item that brings a bundle to ``limit`` bytes or ``max_items`` items ends the bundle.
+    A batch ends with the item that brings it to ``limit`` bytes (by ``n_bytes``) or to ``max_items`` items.
     """
     bundle: list[T] = []
     size = 0.0
@@ -288,16 +322,24 @@ def make_bundles(
         size += n_bytes(item)
         if size >= limit or len(bundle) >= max_items:
             yield bundle
-            bundle, size = [], 0.0
+            bundle = []
+            size = 0.0
     if bundle:
         yield bundle
 
 
 def _build_rows(record: VideoRecord, tokens: KeptTokens, vectors: Mapping[str, Bits], schema: pa.Schema) -> pa.Table:
-    """Build the token rows of one video; contiguous vectors of tokens are wrapped, not copied.
+    """Build the token rows of one video; contiguous vectors are wrapped without a copy.
 
-    A column of ``vectors`` has a value a token, in the order of ``tokens``. If ``is_per_frame`` it has a value a frame,
-    which is copied into the row of the frame's first token. Raises ValueError if such a frame has no token.
+    ``frame`` is computed from ``index``. rank, merged and density are null if ``tokens`` has none.
+
+    Args:
+        vectors: column -> values per token, in the order of ``tokens``. For evidence per frame, values per frame, which
+            are copied into the row of the frame's first token.
+        schema: the schema of the shard.
+
+    Raises:
+        ValueError: evidence is per frame and a frame has no token.
     """
     n = len(tokens.index)
     columns: dict[str, pa.Array] = {
@@ -316,18 +358,19 @@ def _build_rows(record: VideoRecord, tokens: KeptTokens, vectors: Mapping[str, B
 
 
 def _place_beside_first(frames: pa.Array, frame_of_row: NDArray[np.int32]) -> pa.Array:
-    """Spread the [T] values of frames over token rows: in the row of each frame's first token, null in the others.
+    """Spread a value per frame, [T], over the token rows: it goes to the frame's first row, the others get null.
 
-    Raises ValueError if a frame has no token.
+    Raises:
+        ValueError: a frame has no token.
     """
     frame_numbers, first = np.unique(frame_of_row, return_index=True)
     if not np.array_equal(frame_numbers, np.arange(len(frames))):
-        raise ValueError("evidence of frames is stored with all tokens alone: a frame without a token has no place")
+        raise ValueError("evidence per frame can only be stored with all tokens: a frame has no kept token")
     is_null = np.ones(len(frame_of_row), dtype=bool)
     is_null[first] = False
     return frames.take(pa.array(frame_of_row, mask=is_null))
 
 
 def _or_null(values: NDArray[np.generic] | None, kind: pa.DataType, n: int) -> pa.Array:
-    """Return values as a column; ``n`` nulls for None."""
+    """Convert values to a column, or return ``n`` nulls if they are None."""
     return pa.nulls(n, kind) if values is None else pa.array(values, kind)

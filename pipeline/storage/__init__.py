@@ -1,1 +1,1 @@
-"""Whole files under a root, in a folder or an object store, and who may write there."""
+"""Read and write whole files below a root, in a local folder or an object store."""

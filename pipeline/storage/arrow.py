@@ -1,11 +1,11 @@
-"""Google Cloud Storage and Azure as stores of caches, by the file systems of Arrow: gs:// and az://.
+"""Use Google Cloud Storage (gs://) and Azure (az://) as stores of caches, through the file systems of Arrow.
 
-Credentials are those that the provider's own tools find (GOOGLE_APPLICATION_CREDENTIALS, a machine's identity); on
-Azure AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or an identity. Azure was tried
-with its emulator azurite; Google Cloud Storage is **untested**, since no emulator at hand takes its uploads.
+Credentials are those that the provider's tools find (GOOGLE_APPLICATION_CREDENTIALS, a machine's identity); on Azure
+AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or an identity. Azure was tested with
+its emulator azurite; Google Cloud Storage is **untested**, since no available emulator takes Arrow's uploads.
 
-A write that breaks off may leave a truncated object: its name or the row that names it carries a hash, so no reader
-takes it for a whole one. Videos are not read from these stores.
+A write that breaks off may leave a truncated object. Its name, or the row that names it, has a hash, so no reader takes
+it for a complete one. Videos are not read from these stores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.errors import UsageError
 from pipeline.storage.s3 import ObjectInfo, Slice, Upload
 
 SCHEMES = ("gs://", "az://")
-# Arrow's own limit is 15 minutes, for which a machine without credentials would say nothing.
+# Arrow's default is 15 minutes, in which a machine without credentials would print nothing.
 _GOOGLE_RETRIES = timedelta(minutes=1)
 _IS_REFUSED = re.compile(
     r"\b40[13] (?:Forbidden|Unauthorized)|AuthenticationFailed|\bDefaultAzureCredential\b"
@@ -35,17 +35,24 @@ _AZURE = {"BlobEndpoint": "blob_storage_authority", "AccountName": "account_name
 
 
 class ArrowObjects:
-    """The client of an object store that Arrow's file systems reach. It pickles; a forked process connects again."""
+    """The client of an object store that Arrow's file systems reach. It can be pickled.
+
+    A forked process connects again. All methods raise OSErrors that name the URI: FileNotFoundError, PermissionError
+    with the source of the credentials, or a general one.
+    """
 
     def __init__(self, scheme: str, connect: Callable[[], fs.FileSystem]) -> None:
-        self._scheme, self._connect = scheme, connect
+        self._scheme = scheme
+        self._connect = connect
         self._connection: tuple[int, fs.FileSystem] | None = None  # (process, file system)
 
     @classmethod
     def at(cls, uri: str) -> ArrowObjects:
-        """Return the client for the store of a URI.
+        """Create the client for the store of a gs:// or az:// URI; nothing is looked up.
 
-        Raises UsageError for a malformed URI, and where the environment lacks the store's settings.
+        Raises:
+            UsageError: the URI has no bucket or has a user or a query, or the environment does not name the Azure
+                account.
         """
         scheme, bucket = uri[:5], uri[5:].partition("/")[0]
         if not bucket or "?" in uri or "@" in uri:
@@ -58,12 +65,15 @@ class ArrowObjects:
         return ArrowObjects, (self._scheme, self._connect)
 
     def impatient(self) -> ArrowObjects:
-        """Return this same client: these file systems have no time limits to set."""
+        """Return this client: these file systems have no time limits to set."""
         return self
 
     @contextmanager
     def _connect_to(self, uri: str) -> Iterator[tuple[fs.FileSystem, str]]:
-        """Yield the file system and the object's path; errors inside the context become OSError that names the URI."""
+        """Yield (the file system, the object's path), and convert OSErrors in the context to ones that name the URI.
+
+        The first use in a process connects. A message about refused credentials becomes a PermissionError.
+        """
         if self._connection is None or self._connection[0] != os.getpid():
             self._connection = os.getpid(), self._connect()
         try:
@@ -77,9 +87,10 @@ class ArrowObjects:
             raise PermissionError(errno.EACCES, message, uri) from None
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """Yield the objects of a folder in order of their names, with ``deep`` also the objects of its subfolders.
+        """Yield the objects of a folder, sorted by name, after all were listed; nothing if there is no such folder.
 
-        Nothing is yielded if there is no such folder. All are listed before the first is yielded.
+        Args:
+            deep: also list objects in subfolders.
         """
         with self._connect_to(prefix) as (files, path):
             infos = files.get_file_info(fs.FileSelector(path, recursive=deep, allow_not_found=True))
@@ -88,7 +99,11 @@ class ArrowObjects:
                 yield ObjectInfo(f"{self._scheme}{item.path}", item.size)
 
     def age(self, uri: str) -> timedelta:
-        """Return the time since the object was written, by this machine's clock. Raises FileNotFoundError."""
+        """Return the time since the object was written, by this machine's clock, which may be behind the store's.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
         with self._connect_to(uri) as (files, path):
             info = files.get_file_info(path)
             if info.type == fs.FileType.NotFound:
@@ -97,42 +112,46 @@ class ArrowObjects:
             return datetime.now(UTC) - written_at
 
     def exists(self, uri: str) -> bool:
-        """Return True if there is such an object."""
+        """Return True if there is such an object; False for a folder."""
         with self._connect_to(uri) as (files, path):
             return bool(files.get_file_info(path).type == fs.FileType.File)
 
     def read(self, uri: str) -> bytes:
-        """Read a whole object. Raises FileNotFoundError."""
+        """Read a whole object. Raises FileNotFoundError if there is none."""
         return self.read_slice(uri, 0).data
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) of an object, or its last ``-start`` bytes. Raises FileNotFoundError."""
+        """Read bytes [start, end) of an object, cut at its end; a negative ``start`` counts from the end.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
         with self._connect_to(uri) as (files, path), files.open_input_file(path) as file:
             size = file.size()
             first, last, _ = slice(start, end).indices(size)
             return Slice(bytes(file.read_at(last - first, first)) if first < last else b"", size)
 
     def put(self, uri: str, data: bytes | pa.Buffer) -> None:
-        """Write a whole object."""
+        """Write a whole object, replacing one of that name. A write that breaks off may leave a truncated object."""
         with self._connect_to(uri) as (files, path), files.open_output_stream(path) as stream:
             stream.write(data)
 
     def delete(self, uri: str) -> None:
-        """Remove an object; nothing happens where there is none."""
+        """Remove an object; do nothing if there is none."""
         if self.exists(uri):
             with self._connect_to(uri) as (files, path):
                 files.delete_file(path)
 
     def uploads(self, prefix: str) -> Iterator[Upload]:
-        """Yield no pending upload: these stores drop them by themselves."""
+        """Return an empty iterator: these stores drop incomplete uploads by themselves."""
         return iter(())
 
     def abort(self, upload: Upload) -> None:
-        """Clean nothing up: these stores have no pending uploads."""
+        """Do nothing: these stores have no pending uploads."""
 
 
 def _describe_credentials(scheme: str) -> str:
-    """Say where the credentials of a store come from, without a part of them."""
+    """Describe where the credentials of a store come from, for an error; no secret is in the text."""
     if scheme == "gs://":
         path = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
         return f"{path} (GOOGLE_APPLICATION_CREDENTIALS)" if path else "the login of gcloud or the machine's account"
@@ -142,9 +161,15 @@ def _describe_credentials(scheme: str) -> str:
 
 
 def _azure_settings(uri: str) -> dict[str, str]:
-    """Return the arguments of AzureFileSystem that the environment holds; the connection string comes first.
+    """Return the arguments of AzureFileSystem that the environment gives.
 
-    ``uri`` is for the message. Raises UsageError without the name of an account.
+    AZURE_STORAGE_CONNECTION_STRING has precedence over the other variables.
+
+    Args:
+        uri: the store, for the error.
+
+    Raises:
+        UsageError: no variable names the account.
     """
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
     settings = dict(part.split("=", 1) for part in text.split(";") if "=" in part)

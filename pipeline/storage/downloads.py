@@ -1,4 +1,4 @@
-"""Bytes of an object that come piece by piece, in one request as long as its connection holds."""
+"""Download an object piece by piece, in one request unless the connection breaks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-_CHUNK = 2**14  # small, so that a slow download is noticed
-# How often a download is resumed, without _PROGRESS bytes in between: stores end connections that wait long.
-_RESUMES, _PROGRESS = 4, 2**24
-_GRACE_S, _SLOWEST = 120, 2**18  # a download may take this long, and as long as its size takes at this rate (bytes/s)
+_CHUNK = 2**14  # bytes per piece: small, so that a slow download is noticed
+# Stores close connections that stay idle, so a download is resumed. Beyond this number of times without _PROGRESS bytes
+# in between, the error is raised.
+_RESUMES = 4
+_PROGRESS = 2**24
+_GRACE_S = 120  # seconds that every download may take, besides the time for its size at the slowest rate
+_SLOWEST = 2**18  # bytes per second
 
 
 class Incoming(Protocol):
-    """Bytes of an object on their way.
+    """An iterator over the bytes of an object that is being downloaded.
 
     Attributes:
-        size: bytes of the whole object.
+        size: the size of the whole object in bytes.
     """
 
     size: int
@@ -27,13 +30,17 @@ class Incoming(Protocol):
 
 
 def write_download(download: Incoming, write: Callable[[bytes], object], limit: int | None, uri: str) -> int:
-    """Hand a whole object to ``write`` piece by piece, and return its size.
+    """Pass a whole object to ``write`` piece by piece, and return its size; ``download`` is not closed.
 
-    Raises OSError with EFBIG, which names ``uri``, if the object has more than ``limit`` bytes; nothing is read then.
-    The download is not closed.
+    Args:
+        limit: the largest size allowed, in bytes; None for no limit.
+        uri: the name of the object, for the error.
+
+    Raises:
+        OSError: (EFBIG) the object is larger than ``limit``; nothing is read. Errors of ``download`` pass too.
     """
     if limit is not None and download.size > limit:
-        message = f"the object has {download.size} bytes, more than the {limit} that are allowed"
+        message = f"the object has {download.size} bytes, more than the {limit} allowed"
         raise OSError(errno.EFBIG, message, uri)
     for piece in download:
         write(piece)
@@ -41,19 +48,14 @@ def write_download(download: Incoming, write: Callable[[bytes], object], limit: 
 
 
 class Download(AbstractContextManager["Download"], Iterator[bytes]):
-    """Bytes [start, end) of an object on their way: an iterator of pieces, in order. Close it after use.
+    """An iterator over the bytes [start, end) of an object, in pieces of up to 16 KiB. Close it after use.
 
-    The store waits while nobody asks for the next piece. A connection that breaks is taken up where it broke, on the
-    same content. Raises OSError, with ETIMEDOUT where the bytes only trickle.
-
-    Args:
-        ask: sends a GET, given the words of its range and the mark that the content must have, or None for each.
-        errors: a context that converts the client's errors to OSError.
-        broken: the client's errors of a connection that breaks.
+    No data is transferred while nobody asks for the next piece. A connection that breaks is resumed where it broke,
+    provided that the content is the same.
 
     Attributes:
-        size: bytes of the whole object.
-        mark: its ETag, if the store has told one.
+        size: the size of the whole object in bytes.
+        mark: its ETag; None if the store does not give one.
     """
 
     def __init__(
@@ -64,26 +66,41 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         start: int = 0,
         end: int | None = None,
     ) -> None:
-        """Send the request, and wait until the store answers.
+        """Send the request, and wait for the store's answer.
 
-        Raises OSError, also if the store gives another range or does not say the size.
+        Args:
+            ask: sends a GET and returns botocore's answer. It gets the value of the Range header (None for the whole
+                object) and the ETag that the content must have (None at first).
+            errors: a context that converts the client's errors to OSError.
+            broken: the client's exceptions for a connection that breaks.
+            end: None for the end of the object.
+
+        Raises:
+            OSError: the request failed, the store sends another range, or it does not state the size.
         """
-        self._ask, self._errors, self._broken = ask, errors, broken
-        self._at, self._last = start, "" if end is None else str(end - 1)
-        self._resumes, self._since, self._spent_s = 0, 0, 0.0
+        self._ask = ask
+        self._errors = errors
+        self._broken = broken
+        self._at = start
+        self._last = "" if end is None else str(end - 1)
+        self._resumes = 0
+        self._since = 0
+        self._spent_s = 0.0
         whole = not start and end is None
         with errors():
             answer = ask(None if whole else f"bytes={start}-{self._last}", None)
-            self._body, self.mark = answer["Body"], answer.get("ETag")
-            length, content_range = answer.get("ContentLength"), answer.get("ContentRange")
-            wrong = None
+            self._body = answer["Body"]
+            self.mark = answer.get("ETag")
+            length = answer.get("ContentLength")
+            content_range = answer.get("ContentRange")
+            problem = None
             if length is None:  # a gateway with chunked transfer does not send the size
-                wrong = "the store does not say how large the object is"
+                problem = "the store does not state the size of the object"
             elif not whole and not (content_range or "").startswith(f"bytes {start}-"):
-                wrong = f"the store answered with another range than was asked for: {content_range}"
-            if wrong:
+                problem = f"the store sent another range than requested: {content_range}"
+            if problem:
                 self.close()
-                raise OSError(errno.EIO, wrong)
+                raise OSError(errno.EIO, problem)
         self.size = int(length if whole else content_range.rpartition("/")[2])
         self._length = self._n_left = int(length)
 
@@ -91,20 +108,22 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         self.close()
 
     def close(self) -> None:
-        """End the connection, if bytes are left. May be called twice."""
+        """Close the connection. It may be called twice."""
         self._body.close()
 
     def __next__(self) -> bytes:
-        """Return the next piece of the object, from a new connection where the last one broke.
+        """Return the next piece, from a new connection if the last one broke.
 
-        Raises OSError after _RESUMES breaks, for a break without a mark, and where the store cannot resume. A download
-        that is too slow for its length fails with ETIMEDOUT. The time between two calls does not count.
+        Raises:
+            OSError: the connection broke for the fifth time without 16 MiB in between, it broke and the store cannot
+                resume or gave no ETag, or (ETIMEDOUT) the reads took more than two minutes plus the time that the
+                length takes at 256 KiB/s. The time between two calls does not count.
         """
         if not self._n_left:
             raise StopIteration
         with self._errors():
             while True:
-                began = time.monotonic()  # a store that is away may take minutes to be asked again
+                started_at = time.monotonic()  # only reads count: new requests may take minutes during an outage
                 try:
                     piece = bytes(self._body.read(_CHUNK))
                     break
@@ -114,7 +133,7 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
                     if self._resumes > _RESUMES or self.mark is None:
                         raise
                 finally:
-                    self._spent_s += time.monotonic() - began
+                    self._spent_s += time.monotonic() - started_at
                 answer = self._ask(f"bytes={self._at}-{self._last}", self.mark)
                 self._body = answer["Body"]
                 if not answer.get("ContentRange", "").startswith(f"bytes {self._at}-"):

@@ -1,4 +1,4 @@
-"""Files of Hugging Face datasets, read through huggingface_hub's file system: hf://datasets/USER/NAME[@REVISION]/PATH.
+"""Read files of Hugging Face datasets through huggingface_hub: hf://datasets/USER/NAME[@REVISION]/PATH.
 
 The endpoint and the token are those that huggingface_hub finds on each node (HF_ENDPOINT, HF_TOKEN, its login).
 """
@@ -20,18 +20,24 @@ _PIECE = 2**26
 
 
 def is_remote(uri: str) -> bool:
-    """Return True if a URI names a file that is fetched: an object of S3 or a file of the hub."""
+    """Return True if a URI names an object in S3 or a file on the hub, which has to be fetched."""
     return is_s3(uri) or uri.startswith(SCHEME)
 
 
 class HubFiles:
-    """The files of datasets on the hub. Raises OSError (FileNotFoundError) that names the URI."""
+    """A client that reads files of datasets on the hub.
+
+    All methods raise OSErrors that name the URI (FileNotFoundError, PermissionError), and UsageError if huggingface_hub
+    is not installed.
+    """
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """Yield the files whose URIs begin with ``prefix``, by name, after all are listed.
+        """Yield the files whose URIs begin with ``prefix``, sorted by name, after all were listed.
 
-        Without ``deep``, files in subfolders are left out. A listing takes about one request for each folder or for
-        each thousand of its files.
+        A listing takes about one request per folder or per thousand files.
+
+        Args:
+            deep: also list files in subfolders.
         """
         folder = prefix.rpartition("/")[0]
         with _connect_to(folder) as (hub, path):
@@ -41,10 +47,7 @@ class HubFiles:
                 yield _info(entries[name])
 
     def info(self, uri: str) -> ObjectInfo:
-        """Return a file's URI, its size and the hash of its content as the mark.
-
-        Raises FileNotFoundError also for a folder.
-        """
+        """Return a file's URI, its size, and the hash of its content as the mark; a folder raises FileNotFoundError."""
         with _connect_to(uri) as (hub, path):
             entry = hub.info(path)
         if entry["type"] != "file":
@@ -52,11 +55,11 @@ class HubFiles:
         return _info(entry)
 
     def read(self, uri: str) -> bytes:
-        """Read a whole file, in one request."""
+        """Read a whole file in one request."""
         return self.read_slice(uri, 0).data
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) of a file, or its last ``-start`` bytes, in one request."""
+        """Read bytes [start, end) of a file in one request; a negative ``start`` counts from the file's end."""
         with _connect_to(uri) as (hub, path), hub.open(path, "rb", cache_type="none") as file:
             size = int(file.size)
             first, last, _ = slice(start, end).indices(size)
@@ -64,27 +67,30 @@ class HubFiles:
             return Slice(file.read(last - first) if first < last else b"", size)
 
     def download(self, uri: str, start: int = 0, end: int | None = None) -> HubDownload:
-        """Begin to download bytes [start, end) of a file, in one request for each 64 MiB."""
+        """Return an iterator over bytes [start, end) of a file, which takes one request per 64 MiB."""
         return HubDownload(self, uri, start, end)
 
 
 class HubDownload(Iterator[bytes]):
-    """Bytes [start, end) of a file of the hub on their way: an iterator of pieces, in order.
+    """An iterator over the bytes [start, end) of a file on the hub, in order.
 
     Attributes:
-        size: bytes of the whole file.
+        size: the size of the whole file in bytes.
         mark: the hash of its content.
     """
 
     def __init__(self, files: HubFiles, uri: str, start: int, end: int | None) -> None:
-        self._files, self._uri, self._at = files, uri, start
+        self._files = files
+        self._uri = uri
+        self._at = start
         _, self.size, self.mark = files.info(uri)
         self._end = self.size if end is None else min(end, self.size)
 
     def __next__(self) -> bytes:
-        """Return the next piece, 64 MiB at most, by a request of its own.
+        """Fetch the next piece of up to 64 MiB with a request.
 
-        Raises OSError if the file has become shorter.
+        Raises:
+            OSError: the request failed, or the file has become shorter.
         """
         if self._at >= self._end:
             raise StopIteration
@@ -95,7 +101,7 @@ class HubDownload(Iterator[bytes]):
         return piece
 
     def close(self) -> None:
-        """Drop nothing: each piece is a request of its own."""
+        """Do nothing: no connection stays open between pieces."""
 
 
 #: A client that reads videos from a store.
@@ -103,7 +109,11 @@ Files = Objects | HubFiles
 
 
 def reach(uri: str, objects: Objects) -> Files:
-    """Return the client that reads the file of a URI. Raises UsageError for an unknown kind of address."""
+    """Return the client that reads the file of a URI: ``objects`` for s3://, a new HubFiles for hf://datasets/.
+
+    Raises:
+        UsageError: the URI is of another kind.
+    """
     if is_s3(uri):
         return objects
     if uri.startswith(f"{SCHEME}datasets/"):
@@ -112,16 +122,20 @@ def reach(uri: str, objects: Objects) -> Files:
 
 
 def _info(entry: dict[str, Any]) -> ObjectInfo:
-    """Convert an entry of the hub's file system to an ObjectInfo; its mark is the content's hash."""
+    """Convert an entry of the hub's file system to an ObjectInfo; its mark is the hash of the content, or ""."""
     mark = (entry.get("lfs") or {}).get("sha256") or entry.get("blob_id") or ""
     return ObjectInfo(f"{SCHEME}{entry['name']}", int(entry["size"]), str(mark))
 
 
 @contextmanager
 def _connect_to(uri: str) -> Iterator[tuple[Any, str]]:
-    """Yield the hub's file system and a path in it; any error in the context becomes an OSError that names the URI.
+    """Yield (the hub's file system, the path in it); any error in the context becomes an OSError that names the URI.
 
-    Raises UsageError without huggingface_hub.
+    Raises:
+        UsageError: huggingface_hub is not installed.
+        FileNotFoundError: there is no such file or repository, or the token may not see it.
+        PermissionError: the hub answered 401 or 403.
+        OSError: any other exception in the context.
     """
     try:
         from huggingface_hub import HfFileSystem  # noqa: PLC0415 - only where the hub is used
@@ -132,10 +146,10 @@ def _connect_to(uri: str) -> Iterator[tuple[Any, str]]:
         yield HfFileSystem(), uri.removeprefix(SCHEME)
     except FileNotFoundError as error:
         message = f"the hub has no such file ({type(error).__name__})"
-        if "repository not found" in str(error):  # said of a private one, too
+        if "repository not found" in str(error):  # the message for private repositories too
             message = f"the hub has no such repository, or does not show it: {_describe_token()}"
         raise FileNotFoundError(errno.ENOENT, message, uri) from None
-    except Exception as error:  # noqa: BLE001 - its clients raise errors of several libraries
+    except Exception as error:  # noqa: BLE001 - the hub's clients raise errors of several libraries
         reason = str(error).strip().split("\n", 1)[0]
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
             message = f"the hub refuses the request: {reason}; {_describe_token()}"
@@ -144,7 +158,7 @@ def _connect_to(uri: str) -> Iterator[tuple[Any, str]]:
 
 
 def _describe_token() -> str:
-    """Say where the token comes from that may be wrong, without a part of it, or that there is none."""
+    """Describe the source of the token (a variable or a file), or say that there is none; no secret is in the text."""
     from huggingface_hub import constants  # noqa: PLC0415 - only where the hub is used
 
     variables = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")

@@ -1,4 +1,4 @@
-"""The location of a video's bytes, and the uri that names it."""
+"""Represent the location of a video's bytes and the URI that names it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 
 def make_uri(archive: str, member: str) -> str:
-    """Return the uri of a member, which ``Location.parse`` reads. An index may have millions of them."""
+    """Return ARCHIVE#MEMBER, the URI of a member, which ``Location.parse`` reads."""
     return f"{archive}#{member}"
 
 
 class Location(NamedTuple):
-    """The location of a video's bytes: a file of its own, or a member of an archive.
+    """The location of a video's bytes: a separate file, or a member of an archive.
 
     Attributes:
-        file: the path or address of the file or archive. The name of an archive has no "#".
-        member: the name of the member; None for a file of its own.
-        offset: the position of the member: a byte of an archive or a row of a table.
-        size: bytes; None if unknown.
+        file: the path or URI of the file or archive. The name of an archive has no "#".
+        member: the name of the member; None for a separate file.
+        offset: the position of the member: a byte of a tar or zip, or a row of a table.
+        size: the number of bytes; None if unknown.
         mark: the ``mark_key`` of the content; None if unknown.
     """
 
@@ -29,11 +29,11 @@ class Location(NamedTuple):
 
     @classmethod
     def parse(cls, uri: str, offset: int | None, size: int | None = None, mark: int | None = None) -> Location:
-        """Return the location that a ``uri`` names.
+        """Build the location that a URI names.
 
         Args:
-            uri: the ``uri`` of a Location. The name of a file may have a "#" too.
-            offset: the position of a member; None for a file of its own.
+            uri: the path or URI of a file, whose name may have a "#" too, or ARCHIVE#MEMBER.
+            offset: the position of the member; None says that ``uri`` is a separate file.
         """
         if offset is None:
             return cls(uri, size=size, mark=mark)
@@ -42,5 +42,5 @@ class Location(NamedTuple):
 
     @property
     def uri(self) -> str:
-        """The uri as users see it: the file, or ARCHIVE#MEMBER."""
+        """The URI that users see: the file, or ARCHIVE#MEMBER."""
         return self.file if self.member is None else make_uri(self.file, self.member)

@@ -1,4 +1,4 @@
-"""Stores that do not answer for a while: one line when that begins and one when it ends, not one a request.
+"""Report stores that do not answer for a while: one line when an outage begins and one when it ends.
 
 Each process records its own requests. The workers of a run report their outages to the driver, which prints all.
 """
@@ -11,16 +11,16 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-MIN_OUTAGE_S = 5.0  # a store that fails for a shorter time is only busy
+MIN_OUTAGE_S = 5.0  # a store that fails for a shorter time is merely busy
 
 
 class Outage(NamedTuple):
-    """A store that does not answer.
+    """An outage of a store.
 
     Attributes:
-        place: its name: s3://BUCKET.
-        since: when the first request was sent that it did not answer, in seconds since 1970.
-        why: what it answered instead.
+        place: the name of the store: s3://BUCKET.
+        since: when the first unanswered request was sent, in seconds since 1970.
+        why: the error in its place.
     """
 
     place: str
@@ -29,61 +29,68 @@ class Outage(NamedTuple):
 
 
 class Outages:
-    """The stores that do not answer now. Threads may share it, and a fork: it has no lock.
+    """The stores that do not answer at present. It has no lock, so threads and forked processes may share it.
 
     Attributes:
-        say: prints a line for the user; outside a run it is a warning of ``logging``.
-        record: gets the name of a store and the time since which it does not answer, 0 once it answers again.
+        say: prints a line for the user; outside a run it logs a warning.
+        record: called with a store's name and the time since which it has not answered (0 once it answers again), when
+            the line is printed.
     """
 
     def __init__(self) -> None:
         self.say: Callable[[str], object] = logging.getLogger(__name__).warning
         self.record: Callable[[str, float], object] = _ignore
-        self._own_outages: dict[str, Outage] = {}  # by place, of this process's requests
+        self._own_outages: dict[str, Outage] = {}  # of this process, by the name of the store
         self._workers: dict[str, Outage] = {}
         self._announced: dict[str, Outage] = {}
 
     def clear(self) -> None:
-        """Forget all outages: without requests nobody notices that a store answers again."""
+        """Forget all outages without a line: without further requests, nobody would notice their end."""
         for outages in (self._own_outages, self._workers, self._announced):
             outages.clear()
 
     def note_failure(self, outage: Outage) -> None:
-        """Record a failed request that another try may mend."""
+        """Record a failed request that will be retried; print a line if the store has failed for MIN_OUTAGE_S."""
         self._own_outages.setdefault(outage.place, outage)
         self._note()
 
     def note_answer(self, place: str) -> None:
-        """Record that a store answered: its outage is over."""
+        """Record that a store answered, which ends its outage; print a line if its beginning was printed."""
         if place in self._own_outages:
             self._own_outages.pop(place, None)
             self._note()
 
     def report(self) -> tuple[Outage, ...]:
-        """Return this process's outages that are longer than MIN_OUTAGE_S."""
+        """Return the outages of this process that have lasted at least MIN_OUTAGE_S."""
         if not self._own_outages:
             return ()
         until = time.time() - MIN_OUTAGE_S
         return tuple(outage for outage in [*self._own_outages.values()] if outage.since <= until)
 
     def list_places(self) -> list[str]:
-        """Return the names of the stores that do not answer, once a line about each was printed."""
+        """Return the names of the stores whose outage was printed and is not over."""
         return [*self._announced]
 
     def take_reports(self, outages: Collection[Outage]) -> None:
-        """Replace the outages of the workers by their latest reports."""
+        """Replace the outages of the workers by ``outages``, and print the lines about outages that are new or over.
+
+        Of several reports on a store, the earliest beginning counts.
+        """
         self._workers = {outage.place: outage for outage in sorted(outages, key=lambda outage: -outage.since)}
         self._note()
 
     def _note(self) -> None:
-        """Print a line for each outage that is new or over; an own outage is new once it lasts MIN_OUTAGE_S."""
+        """Print a line and call ``record`` for each outage that is new or over.
+
+        An outage of this process is new once it lasts MIN_OUTAGE_S; those of workers have passed this limit.
+        """
         lasting = {**self._workers, **{outage.place: outage for outage in self.report()}}
         for place, outage in lasting.items():
             if place not in self._announced:
                 self._announced[place] = outage
                 self.record(place, outage.since)
                 since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(outage.since))
-                self.say(f"note: the store {place} fails since {since} ({outage.why}). Requests are tried again")
+                self.say(f"note: the store {place} has failed since {since} ({outage.why}). Requests are retried")
         for place in self._announced.keys() - lasting.keys():
             with suppress(KeyError):  # another thread has printed the line
                 took_s = time.time() - self._announced.pop(place).since
@@ -92,7 +99,7 @@ class Outages:
 
 
 def _ignore(place: str, since: float) -> None:
-    """Record nothing."""
+    """Do nothing; the default of ``Outages.record``."""
 
 
 #: The outages of this process.
@@ -101,10 +108,14 @@ OUTAGES = Outages()
 
 @contextmanager
 def announce_outages(say: Callable[[str], object]) -> Iterator[None]:
-    """Print the lines about outages with ``say`` inside the context; outages before it are forgotten."""
+    """Print the lines about outages with ``say`` inside the context, and forget outages that began before it.
+
+    At the end, the previous ``say`` is restored and ``record`` is reset.
+    """
     OUTAGES.clear()
-    before, OUTAGES.say = OUTAGES.say, say
+    previous_say, OUTAGES.say = OUTAGES.say, say
     try:
         yield
     finally:
-        OUTAGES.say, OUTAGES.record = before, _ignore
+        OUTAGES.say = previous_say
+        OUTAGES.record = _ignore

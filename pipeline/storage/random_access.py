@@ -1,4 +1,4 @@
-"""Files read at random: a local one in place, an object by requests for stretches of it; the last ones stay open."""
+"""Read files at random positions: local files in place, objects by range requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 from pipeline.storage.s3 import Slice
 
 V = TypeVar("V")
-_TAIL = 2**16  # bytes fetched on opening: the footer of most shards
+_TAIL = 2**16  # bytes fetched when an object is opened: enough for the footer of most shards
 
 
 class _Slices(Protocol):
@@ -25,10 +25,10 @@ class _Slices(Protocol):
 
 
 class LocalFile:
-    """A local file for random access, mapped into memory.
+    """A memory-mapped local file for random access; threads may share it.
 
     Attributes:
-        mapped: the file as Arrow reads it, without a copy.
+        mapped: the mapped file, which Arrow reads without a copy.
     """
 
     def __init__(self, mapped: pa.NativeFile) -> None:
@@ -39,23 +39,25 @@ class LocalFile:
         return int(self.mapped.size())
 
     def view(self, start: int, end: int) -> memoryview:
-        """Return bytes [start, end) of the file, without a copy. Raises OSError."""
+        """Return the bytes [start, end) of the file without a copy."""
         return memoryview(self.mapped.get_stream(start, end - start).read_buffer(end - start))
 
     def fetch(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Fetch nothing: a mapped file is read in place."""
+        """Return None: a mapped file needs no fetching."""
 
 
 class RangedObject:
-    """An object in a store, for random access: its tail comes with the first request, other stretches with one each.
+    """An object in a store for random access, by range requests.
 
-    It has no position, so that threads may share it; it holds no connection.
+    Opening it fetches its size and last 64 KiB with one request; it raises FileNotFoundError if there is no such
+    object, and OSError if the store failed. It has no position and holds no connection, so threads may share it.
     """
 
     mapped = None  # Arrow reads the result of ``fetch``
 
     def __init__(self, objects: _Slices, uri: str) -> None:
-        self._objects, self._uri = objects, uri
+        self._objects = objects
+        self._uri = uri
         tail = objects.read_slice(uri, -_TAIL)
         self._size = tail.size
         self._tail = Stretch(tail.size - len(tail.data), tail.data)
@@ -65,9 +67,12 @@ class RangedObject:
         return self._size
 
     def stretch(self, start: int, end: int) -> Stretch:
-        """Return a stretch with bytes [start, end), cut at the object's end; at most one request.
+        """Return a stretch that contains the bytes [start, end), cut at the object's end; at most one request.
 
-        It is the whole tail if the bytes lie there. Raises OSError.
+        If the last 64 KiB contain these bytes, they are returned as a whole.
+
+        Raises:
+            OSError: the store failed.
         """
         end = min(end, self._size)
         if start >= end:
@@ -77,35 +82,47 @@ class RangedObject:
         return Stretch(start, self._objects.read_slice(self._uri, start, end).data)
 
     def view(self, start: int, end: int) -> memoryview:
-        """Return bytes [start, end) of the object; at most one request. Raises OSError."""
+        """Return the bytes [start, end) of the object; at most one request. Raises OSError if the store failed."""
         return self.stretch(start, end).view(start, end)
 
     def fetch(self, spans: Iterable[tuple[int, int]]) -> Fetched:
-        """Fetch stretches of the object into memory, a request each. Raises OSError."""
+        """Fetch ranges of the object into memory, with one request each.
+
+        Reads outside of these ranges send further requests.
+
+        Raises:
+            OSError: the store failed.
+        """
         return Fetched([self.stretch(*span) for span in spans], self._size, self.stretch)
 
 
 class Stretch(NamedTuple):
-    """The bytes of a file from offset ``start`` on."""
+    """Consecutive bytes of a file.
+
+    Attributes:
+        start: the offset of the first byte in the file.
+        data: the bytes.
+    """
 
     start: int
     data: bytes
 
     def holds(self, start: int, end: int) -> bool:
-        """Return True if bytes [start, end) of the file are among these."""
+        """Return True if this stretch contains the bytes [start, end) of the file."""
         return self.start <= start and end <= self.start + len(self.data)
 
     def view(self, start: int, end: int) -> memoryview:
-        """Return bytes [start, end) of the file, which this stretch must hold."""
+        """Return the bytes [start, end) of the file, which this stretch must contain, without a copy."""
         return memoryview(self.data)[start - self.start : end - self.start]
 
 
 class Positioned(io.RawIOBase):
-    """A file of ``size`` bytes that is read on from a position."""
+    """The base of file objects of ``size`` bytes with a position, ``place``; seeks are not limited to the file."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size, self.place = size, 0
+        self.size = size
+        self.place = 0
 
     def seekable(self) -> bool:
         return True
@@ -122,15 +139,22 @@ class Positioned(io.RawIOBase):
 
 
 class Fetched(Positioned):
-    """A file object over prefetched stretches of an object; for one reader, since it has a position."""
+    """A file object over fetched stretches of an object; for one reader at a time, since it has a position."""
 
     def __init__(self, stretches: Sequence[Stretch], size: int, read_other: Callable[[int, int], Stretch]) -> None:
-        """Hold ``stretches`` of an object of ``size`` bytes; ``read_other`` gets whatever else is read."""
+        """Create the file object at position 0.
+
+        Args:
+            stretches: the fetched bytes.
+            size: the size of the whole object in bytes.
+            read_other: called with [start, end) for bytes that no single stretch contains; returns a stretch that does.
+        """
         super().__init__(size)
-        self._stretches, self._rest = stretches, read_other
+        self._stretches = stretches
+        self._rest = read_other
 
     def view(self, start: int, end: int) -> memoryview:
-        """Return bytes [start, end), or as many of them as the file has. Raises OSError."""
+        """Return the bytes [start, end), cut at the end of the object; what ``read_other`` raises passes."""
         stretch = next((s for s in self._stretches if s.holds(start, end)), None) or self._rest(start, end)
         return stretch.view(start, min(end, self.size))
 
@@ -140,30 +164,31 @@ class Fetched(Positioned):
         return len(data)
 
     def read_buffer(self, n_bytes: int = -1) -> memoryview:
-        """Return the next ``n_bytes`` as a view instead of a copy; pyarrow calls this."""
+        """Return the next ``n_bytes`` (all if negative) as a view, and advance the position; pyarrow calls this."""
         data = self.view(self.place, self.size if n_bytes < 0 else self.place + n_bytes)
         self.place += len(data)
         return data
 
 
 class LoadedOnce(Generic[V]):
-    """A cache like ``functools.lru_cache``, for what takes long to load, and for threads and forks.
+    """A cache of the last used results of a slow function, for threads and forked processes.
 
-    Threads that ask for the same value wait for one load. A process that was forked starts with none: what its parent
-    had open, and a lock that one of the parent's threads may hold, is not touched.
+    Threads that ask for the same key wait for a single call. A forked process starts with an empty cache: it touches
+    neither its parent's open files nor a lock that a thread of the parent may hold. A pickled copy is empty too.
     """
 
     def __init__(self, load: Callable[..., V], keep: int) -> None:
-        """Keep the last ``keep`` values; all threads that wait get what ``load`` raises for their key."""
+        """Create an empty cache of the results of ``load`` for the last ``keep`` keys."""
         self._load = load
         self._keep = keep
-        # Of each process: a lock, and the values that are loaded or being loaded by their keys, the last used last.
+        # Process id -> a lock, and the loaded values or the ones being loaded, by key, the last used last.
         self._by_process: dict[int, tuple[Lock, OrderedDict[tuple[Hashable, ...], Future[V]]]] = {}
 
     def __call__(self, *key: Hashable) -> V:
-        """Return the value of a key: from memory, from another thread that loads it, or by loading it now.
+        """Return ``load(*key)``: from memory, from another thread that is calling it, or by calling it now.
 
-        The value that was not used for the longest time may be dropped. An error of ``load`` is raised, and not kept.
+        The least recently used results beyond ``keep`` are dropped. What ``load`` raises is raised in all threads that
+        wait for this key, and is not kept: the next call tries again.
         """
         lock, values = self._by_process.setdefault(os.getpid(), (Lock(), OrderedDict()))
         with lock:
@@ -188,4 +213,4 @@ class LoadedOnce(Generic[V]):
         return value
 
     def __reduce__(self) -> tuple[type[LoadedOnce[V]], tuple[Callable[..., V], int]]:
-        return LoadedOnce, (self._load, self._keep)  # another process loads its own
+        return LoadedOnce, (self._load, self._keep)  # another process loads the values itself

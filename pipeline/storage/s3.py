@@ -1,17 +1,12 @@
-"""S3 and stores that speak its protocol: how a run reaches them, the few requests it makes, errors that keep secrets.
+"""Access S3 and compatible stores: settings that travel to the workers, the requests, and errors without secrets.
 
-botocore rather than a file-system layer, because every request counts over millions of videos: a video is one GET, a
-shard one PUT, a listing one LIST a thousand keys. Endpoint and credentials come from flags, the environment, and what
-botocore finds: profiles, files, roles. They travel to the workers in an ``Objects`` and show up nowhere: not in rows,
-records of runs, logs or errors.
+This uses botocore rather than a file-system layer, because every request counts over millions of videos: reading a
+video is one GET, writing a shard one PUT, and listing one LIST per thousand keys. Endpoint and credentials come from
+flags, the environment, and what botocore finds (profiles, files, roles). They travel to the workers in an ``Objects``
+and appear nowhere else: not in rows, records of runs, logs or errors.
 
-obstore (0.12.1, on object_store 0.14.2) was tried for every request of this class but those for pending uploads.
-It has the same counts of requests, conditional PUTs and retries, a tenth of the processor time for a small GET and of
-the time to import, and GCS and Azure. But it reads paths where S3 has names: a key like ``a//b.mp4`` or ``a/./b.mp4``
-cannot be read, and a single one fails the listing of all around it; the marker ``a/`` is listed as an object ``a``; a
-prefix ends at a "/", so that ``a/b*`` lists all of ``a/``. A forked child waits for ever once its parent has used it,
-with a store of its own too. Profiles, SSO and pending uploads need botocore beside it. Azure has no ranges from the end
-there, and plain HTTP no exclusive PUT.
+obstore (0.12.1) takes a tenth of the CPU time for a small GET, but cannot replace botocore: it cannot read keys such as
+``a//b.mp4``, hangs in forked children, and has neither profiles nor SSO nor pending uploads.
 """
 
 from __future__ import annotations
@@ -41,11 +36,14 @@ from pipeline.storage.s3_access import (
 )
 
 SCHEME = "s3://"
-_RETRIES = 4  # how often a range whose download broke is asked for again
-_CONNECT_S, _SILENT_S = 10, 60  # how long a store may take to accept a connection, and to send the next bytes
-# How long a request is tried again. A store that has answered before comes back; one that never did may be a wrong
-# address, and 500 may be the answer for good. The time between two tries doubles up to the last number.
-OUTAGE_S, _DOUBTFUL_S, _MAX_DELAY_S = 300.0, 20.0, 20.0
+_RETRIES = 4  # further requests for a range whose download broke
+_CONNECT_S = 10  # seconds that a store may take to accept a connection
+_SILENT_S = 60  # seconds that a store may take to send the next bytes
+# Seconds for which a request is retried. A store that has answered before will come back. One that never did may be a
+# wrong address, and status 500 may be permanent: these get the shorter limit.
+OUTAGE_S = 300.0
+_DOUBTFUL_S = 20.0
+_MAX_DELAY_S = 20.0  # the time between two tries grows up to this limit
 _AWAY = frozenset({429, 502, 503, 504})
 _AWAY_CODES = frozenset(
     {"SlowDown", "RequestTimeout", "RequestLimitExceeded", "BandwidthLimitExceeded", "RequestThrottled"}
@@ -59,11 +57,11 @@ _ERRNO_BY_STATUS: Mapping[int, int] = {
 }
 _REMEDIES: Mapping[str, str] = {
     "NoRegionError": "set AWS_REGION",
-    "InvalidRegionError": "AWS_REGION is no name of a region",
-    "ParamValidationError": "the bucket or the key is not one that S3 takes",
+    "InvalidRegionError": "AWS_REGION is not the name of a region",
+    "ParamValidationError": "S3 does not allow the name of this bucket or key",
 }
 _ENVIRONMENT: Mapping[str, tuple[str, ...]] = {
-    "endpoint_url": (),  # ``find_endpoint`` asks botocore, which also looks into files
+    "endpoint_url": (),  # ``find_endpoint`` uses botocore, which also reads files
     "region_name": ("AWS_REGION", "AWS_DEFAULT_REGION"),
     "aws_access_key_id": ("AWS_ACCESS_KEY_ID",),
     "aws_secret_access_key": ("AWS_SECRET_ACCESS_KEY",),
@@ -74,7 +72,7 @@ _KEYS = frozenset({"aws_access_key_id", "aws_secret_access_key", "aws_session_to
 _SECRET = ("endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _ADDRESS = re.compile(r"\bhttps?://[^\s\"'<>]+")
 _ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}")
-# Names of parameters that select a version or may hold a secret, whatever their values end in.
+# Names of query parameters that select a version or may hold a secret, however their values end.
 _QUERY = re.compile(
     r"(?:x-(?:amz|goog)-|versionid|response-|sig|awsaccesskeyid|token|key-pair-id)[\w.%-]*=", re.IGNORECASE
 )
@@ -85,7 +83,13 @@ _UNSIGNED = (
 
 
 class ObjectInfo(NamedTuple):
-    """One object: its URI, its size in bytes, and a mark that differs once its content does, where one is known."""
+    """An object in a listing.
+
+    Attributes:
+        uri: the URI.
+        size: the size in bytes.
+        mark: differs if the content does, such as an ETag; "" if unknown.
+    """
 
     uri: str
     size: int
@@ -93,12 +97,12 @@ class ObjectInfo(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """A pending multipart upload, neither completed nor aborted; the store keeps and bills its parts.
+    """A pending multipart upload, neither completed nor aborted; the store keeps and bills its data.
 
     Attributes:
-        uri: the object it would become.
-        upload_id: tells it from others of the same object.
-        started: when, by the store's clock.
+        uri: the object that it would become.
+        upload_id: distinguishes uploads of the same object.
+        started: the beginning, by the store's clock.
     """
 
     uri: str
@@ -107,22 +111,27 @@ class Upload(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The bytes of a range of an object, and the size of the whole object."""
+    """A range of an object or file.
+
+    Attributes:
+        data: the bytes of the range.
+        size: the size of the whole object in bytes.
+    """
 
     data: bytes
     size: int
 
 
 class Objects:
-    """The client of S3 stores with this run's settings. It pickles, its repr hides secrets, threads may share it.
+    """The client of S3 stores with the settings of this run.
 
-    Every method takes ``s3://bucket/key``, and tries again for minutes what a store that is busy or away does not
-    answer (``pipeline.storage.outages``). Raises OSError (FileNotFoundError, PermissionError, FileExistsError) that
-    names the URI.
+    It can be pickled, threads may share it, and its repr hides secrets. It reads sources (videos, questions);
+    ``for_store`` returns the client that also writes. The first request, or ``decide``, settles what the configuration
+    leaves open: the endpoint, and whether sources are read unsigned. A pickled client keeps this decision.
 
-    It reads sources (videos, questions); ``for_store`` returns the client that also writes. The first request, or
-    ``decide``, settles what the configuration leaves open: the endpoint, and whether sources are read unsigned. A
-    pickled client takes the decision along.
+    Methods take URIs ``s3://bucket/key``. Requests that a busy or absent store does not answer are retried for minutes
+    (``pipeline.storage.outages``). All methods raise OSErrors that name the URI: FileNotFoundError, PermissionError, or
+    a general one.
     """
 
     def __init__(
@@ -135,31 +144,37 @@ class Objects:
         requester_pays: bool = False,
         **settings: str | None,
     ) -> None:
-        """Take ``settings``, keywords of a client (see ``_ENVIRONMENT``); botocore searches for other settings itself.
-
-        No request is sent.
+        """Create a client; no request is sent.
 
         Args:
-            patience: scales the time that a store may take; below 1 a request is sent twice at most.
-            answered: True if the store has ever answered these settings.
-            decided: True if the settings have the configured endpoint.
-            unsigned: True for requests without a signature where a process finds no credentials. None leaves it open,
-                which is for clients without keys that read at their owners' cost.
+            patience: scales the timeouts of a request; below 1, a request is sent at most twice.
+            answered: True if the store has ever answered with these settings.
+            decided: True if ``settings`` has the configured endpoint and region.
+            unsigned: True to send unsigned requests from processes that find no credentials. None decides later. It
+                becomes False if there are keys in ``settings``, or with ``requester_pays``.
             requester_pays: accept the cost of reads from buckets whose owners want that.
+            settings: arguments of botocore's client (the keys of ``_ENVIRONMENT``), of which empty ones are dropped;
+                botocore finds other settings itself.
         """
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
-        self._patience, self._answered, self._decided = patience, answered, decided
+        self._patience = patience
+        self._answered = answered
+        self._decided = decided
         self._unsigned = False if requester_pays or self._settings.keys() & _KEYS else unsigned
         self._requester_pays = requester_pays
-        self._client_of_process: tuple[int, Any] | None = None  # (process, client)
+        self._client_of_process: tuple[int, Any] | None = None  # (process id, client)
 
     @classmethod
     def from_environment(cls, endpoint: str | None = None, requester_pays: bool = False) -> Objects:
-        """Make the client from the AWS_* variables of this process; ``endpoint`` (a flag) overrides the configured one.
+        """Create a client from the AWS_* variables of this process.
 
-        The workers get these settings from here, so the variables need to be set for the driver alone. Temporary
-        credentials among them may expire: from then on each process takes what it finds itself, as botocore does.
+        Workers get these settings with the pickled client, so only the driver needs the variables. Once temporary
+        credentials among them expire, each process uses the credentials that botocore finds.
+
+        Args:
+            endpoint: the value of the flag; it overrides the configured endpoint.
+            requester_pays: accept the cost of reads from buckets whose owners want that.
         """
         settings: dict[str, Any] = {
             name: next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
@@ -168,19 +183,23 @@ class Objects:
         return cls(requester_pays=requester_pays, **{**settings, "endpoint_url": endpoint})
 
     def impatient(self) -> Objects:
-        """Return a client that gives up after two tries of 14 seconds, for requests that are useless when late."""
+        """Return a client that gives up after two tries of 14 seconds each, for requests that are useless when late."""
         return self._copy(patience=0.2)
 
     def for_store(self) -> Objects:
-        """Return the client of a cache or of results: its requests are always signed, and say nothing of who pays."""
+        """Return the client for a cache or results: its requests are always signed and do not offer to pay."""
         if self._unsigned is False and not self._requester_pays:
             return self
         return self._copy(unsigned=False, requester_pays=False)
 
     def decide(self, uri: str) -> None:
-        """Settle what the configuration leaves open, before the client travels to workers. Sends no request to a store.
+        """Settle the endpoint and whether requests are signed, before the client is pickled.
 
-        Raises OSError that names ``uri``, if the configuration cannot be used.
+        No request is sent to a store, but the machine's metadata service may be asked for a role. If there are no
+        credentials, a note says that sources are read unsigned.
+
+        Raises:
+            OSError: the configuration cannot be used; the error names ``uri``.
         """
         with self._errors(uri):
             if self._decided and self._unsigned is not None:
@@ -188,10 +207,14 @@ class Objects:
             self._decide(start_session(self._settings.get("profile_name")))
 
     def _decide(self, session: Any) -> None:
-        """Look up the endpoint and the region, and whether there are credentials; a note says that there are none."""
+        """Look up the endpoint, the region and whether there are credentials, and store the results in this client.
+
+        Explicit settings have precedence, and what is already decided stays. If there are no credentials, a note says
+        that sources are read unsigned.
+        """
         if not self._decided:
-            found = {"endpoint_url": find_endpoint(session), "region_name": session.get_config_variable("region")}
-            self._settings = {name: value for name, value in found.items() if value} | self._settings
+            configured = {"endpoint_url": find_endpoint(session), "region_name": session.get_config_variable("region")}
+            self._settings = {name: value for name, value in configured.items() if value} | self._settings
         if self._unsigned is None:
             self._unsigned = lacks_credentials(session)
             if self._unsigned:
@@ -199,7 +222,11 @@ class Objects:
         self._decided = True
 
     def _start_session(self) -> Any:
-        """Start a session of botocore; a node may lack the driver's profile if its credentials are not needed."""
+        """Start a botocore session with the profile of the settings.
+
+        A node may lack the driver's profile: if its credentials are not needed, the profile is dropped. Otherwise
+        ProfileNotFound is raised.
+        """
         from botocore.exceptions import ProfileNotFound  # noqa: PLC0415 - only where a store is used
 
         try:
@@ -214,7 +241,7 @@ class Objects:
         return Objects(**{**self._state(), **changes})
 
     def _state(self) -> dict[str, Any]:
-        """Return the keywords that make an equal client."""
+        """Return the keyword arguments that create an equal client."""
         state = {"patience": self._patience, "answered": self._answered, "decided": self._decided}
         return state | {"unsigned": self._unsigned, "requester_pays": self._requester_pays, **self._settings}
 
@@ -225,26 +252,31 @@ class Objects:
         return "Objects(...)"
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """Yield the objects whose URIs begin with ``prefix``, in order of their keys; one request a thousand of them.
+        """Yield the objects whose URIs begin with ``prefix``, in order of their keys, with one request per thousand.
 
-        Without ``deep``, none whose key has a further "/" behind the prefix. Keys that end in "/" (folders that
-        consoles make) are left out.
+        Keys that end in "/" (folders that consoles make) are left out.
+
+        Args:
+            deep: also list objects whose keys have another "/" after the prefix.
         """
         bucket, key = _split(prefix)
-        only = {} if deep else {"Delimiter": "/"}
+        options = {} if deep else {"Delimiter": "/"}
         with self._errors(prefix):
-            for page in self._client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key, **only):
+            for page in self._client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key, **options):
                 for item in page.get("Contents", ()):
                     if not item["Key"].endswith("/"):
                         yield ObjectInfo(f"{SCHEME}{bucket}/{item['Key']}", int(item["Size"]), item.get("ETag", ""))
 
     def info(self, uri: str) -> ObjectInfo:
-        """Return the object's size and its ETag; one request."""
+        """Return the object's size and ETag, with one request."""
         answer = self._request("head_object", uri)
         return ObjectInfo(uri, int(answer["ContentLength"]), answer.get("ETag", ""))
 
     def age(self, uri: str) -> timedelta:
-        """Return the time since the object was written, by the store's own clock where its answer has the time."""
+        """Return the time since the object was written, with one request.
+
+        Both times are the store's; if its answer has no Date, this machine's clock is used.
+        """
         answer = self._request("head_object", uri)
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         now = datetime.now(UTC) if date is None else parsedate_to_datetime(date)
@@ -252,7 +284,7 @@ class Objects:
         return now - written_at
 
     def exists(self, uri: str) -> bool:
-        """Return True if there is such an object; one request."""
+        """Return True if there is such an object, with one request; errors other than its absence are raised."""
         try:
             self.info(uri)
         except FileNotFoundError:
@@ -260,16 +292,18 @@ class Objects:
         return True
 
     def read(self, uri: str) -> bytes:
-        """Read a whole object, in one request."""
+        """Read a whole object, in one request unless the connection breaks."""
         parts: list[bytes] = []
         self.fetch(uri, parts.append)
         return b"".join(parts)
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) in one request; a negative ``start`` counts from the object's end.
+        """Read bytes [start, end) in one request; a negative ``start`` counts from the end, and needs ``end=None``.
 
-        The end of an empty object is empty. A connection that breaks is tried again. Raises OSError where the store
-        answers with other bytes.
+        If the connection breaks, the request is repeated up to four times. The last bytes of an empty object are empty.
+
+        Raises:
+            OSError: (ERANGE) ``start`` is behind the end of the object; (EIO) the store sends another range.
         """
         byte_range = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if end is None else end - 1}"
         with self._errors(uri):
@@ -281,12 +315,12 @@ class Objects:
                         raise
                 except OSError as error:
                     if error.errno == errno.ERANGE and start < 0:
-                        return Slice(b"", 0)  # an empty object has no last byte, which stores answer with 416
+                        return Slice(b"", 0)  # stores answer 416 to a range of an empty object
                     raise
         raise AssertionError("not reached")
 
     def download(self, uri: str, start: int = 0, end: int | None = None) -> Download:
-        """Begin to download bytes [start, end) of an object, in one request."""
+        """Send the request for bytes [start, end) of an object, and return an iterator over its pieces; close it."""
 
         def ask(byte_range: str | None, mark: str | None) -> Any:
             more = {name: value for name, value in (("Range", byte_range), ("IfMatch", mark)) if value is not None}
@@ -295,20 +329,25 @@ class Objects:
         return Download(ask, partial(self._errors, uri), _broken_downloads(), start, end)
 
     def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
-        """Stream the object into ``write`` piece by piece, in one request; return its size.
+        """Download an object into ``write`` piece by piece, and return its size.
 
-        A connection that breaks is taken up where it broke, on the same content. Raises OSError with EFBIG before
-        anything is read where the object has more than ``limit`` bytes, and with ETIMEDOUT where it only trickles.
+        A connection that breaks is resumed where it broke, provided that the content is the same.
+
+        Args:
+            limit: the largest size allowed, in bytes; None for no limit.
+
+        Raises:
+            OSError: (EFBIG) the object is larger than ``limit``; nothing is read. (ETIMEDOUT) the download is too slow.
         """
         with self.download(uri) as download:
             return write_download(download, write, limit, uri)
 
     def put(self, uri: str, data: Any) -> None:
-        """Write a whole object in one request (at most 5 GiB): it is complete afterwards, or absent."""
+        """Write a whole object in one request (at most 5 GiB): afterwards it is complete, or absent."""
         self._request("put_object", uri, Body=bytes(data))
 
     def delete(self, uri: str) -> None:
-        """Remove an object; nothing happens where there is none."""
+        """Remove an object; do nothing if there is none."""
         self._request("delete_object", uri)
 
     def uploads(self, prefix: str) -> Iterator[Upload]:
@@ -317,20 +356,20 @@ class Objects:
         with self._errors(prefix):
             for page in self._client().get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=key):
                 for item in page.get("Uploads", ()):
-                    if item["Key"].startswith(key):  # not every store looks at the prefix
+                    if item["Key"].startswith(key):  # not every store applies the prefix
                         yield Upload(f"{SCHEME}{bucket}/{item['Key']}", item["UploadId"], item["Initiated"])
 
     def abort(self, upload: Upload) -> None:
-        """Give up a multipart upload, so that the store drops its parts; nothing happens where there is none."""
+        """Abort a multipart upload, so that the store drops its data; do nothing if there is none."""
         with suppress(FileNotFoundError):
             self._request("abort_multipart_upload", upload.uri, UploadId=upload.upload_id)
 
     def redact(self, text: str) -> str:
-        """Remove the secrets of these settings, and addresses, from a text."""
+        """Replace secrets of these settings and credentials, access keys and web addresses in a text by ``***``."""
         secrets = [self._settings[name] for name in _SECRET if name in self._settings]
         secrets += [value.partition("://")[2] for value in secrets if "://" in value]
         signer = self._describe_signer()[0]
-        # Credentials of a file or a role; their properties would fetch new ones.
+        # Credentials from a file or a role are read without their properties, which would refresh them.
         names = ("access_key", "secret_key", "token", "_access_key", "_secret_key", "_token")
         secrets += [value for name, value in vars(signer).items() if name in names] if signer is not None else []
         for value in sorted(filter(None, secrets), key=len, reverse=True):
@@ -338,21 +377,25 @@ class Objects:
         return _ACCESS_KEY.sub("***", _ADDRESS.sub("***", text))
 
     def _request(self, operation: str, uri: str, **more: object) -> Any:
-        """Return the answer to one request about an object. Raises OSError that names the URI."""
+        """Send one request about an object, with the arguments ``more``, and return botocore's answer.
+
+        Raises:
+            OSError: the request failed; the error names the URI.
+        """
         bucket, key = _split(uri)
         with self._errors(uri):
             return getattr(self._client(), operation)(Bucket=bucket, Key=key, **more)
 
     def _client(self) -> Any:
-        """Return this process's client, made at the first call.
+        """Return the botocore client of this process, which the first call creates.
 
-        A forked process makes its own: an inherited client would share connections with the parent.
+        A forked process creates its own: an inherited client would share connections with the parent.
         """
         if self._client_of_process is None or self._client_of_process[0] != os.getpid():
             session = self._start_session()
             is_driver = self._unsigned is None
             self._decide(session)
-            # A node with credentials of its own, as of a role, signs though the driver has none.
+            # A node with other credentials, such as a role, signs its requests even if the driver has none.
             unsigned = bool(self._unsigned) and (is_driver or session.get_credentials() is None)
             client = _connect(session, self._settings, self._patience, unsigned=unsigned)
             client.meta.events.register("before-call.s3", _note_start)
@@ -371,10 +414,11 @@ class Objects:
         request_dict: Mapping[str, Any],
         **_: object,
     ) -> float | None:
-        """Return the seconds until botocore sends a request again; None to stop: the answer stands, or patience ends.
+        """Return the seconds until botocore sends a request again; None if the answer stands or the patience is over.
 
-        Notes the store's answer or its failure for ``OUTAGES``. botocore's own policy ends after seconds, and sooner
-        where many requests of a process fail.
+        botocore calls this after each try, since its own policy would end after seconds. The delay grows to 20 seconds,
+        with jitter. A request is tried for 300 seconds, or for 20 if the store has never answered or the failure may be
+        permanent; an impatient client tries twice. The answer or failure is reported to ``OUTAGES``.
         """
         place: str = request_dict["context"][_PLACE]
         sent: float = request_dict["context"][_SENT]
@@ -385,19 +429,24 @@ class Objects:
             return None
         why, ends = failure
         OUTAGES.note_failure(Outage(place, sent, why))
-        tried_s, longest_s = time.time() - sent, OUTAGE_S if self._answered and ends else _DOUBTFUL_S
+        tried_s = time.time() - sent
+        longest_s = OUTAGE_S if self._answered and ends else _DOUBTFUL_S
         if attempts >= 2 and (self._patience < 1 or tried_s >= longest_s):
             return None
         return random.uniform(0.5, 1) * min(_MAX_DELAY_S, 0.2 * 1.6**attempts)
 
     def _describe_signer(self) -> tuple[Any, str | None]:
-        """Return the credentials that sign this process's requests, or None, and the profile."""
+        """Return (the credentials that sign this process's requests or None, the profile or None)."""
         client = self._client_of_process[1] if self._client_of_process is not None else None
         return client and client._request_signer._credentials, self._settings.get("profile_name")
 
     @contextmanager
     def _errors(self, uri: str) -> Iterator[None]:
-        """Convert errors inside the context to OSError that names the URI, without endpoint and credentials."""
+        """Convert errors in the context to OSErrors that name the URI, with a remedy and without endpoint and secrets.
+
+        404 becomes FileNotFoundError, 401 and 403 become PermissionError, 416 has errno ERANGE, and other errors of the
+        client have EIO.
+        """
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - only where a store is used
         from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
@@ -409,7 +458,7 @@ class Objects:
             code = error_fields.get("Code") or str(status)
             text = self.redact(f"{code}: {error_fields.get('Message') or 'the store gives no reason'}")
             text += explain_refusal(status, code, *self._describe_signer())
-            # OSError makes its subclasses (FileNotFoundError and so on) by the number.
+            # OSError() returns its subclass (FileNotFoundError and so on) for the error number.
             raise OSError(_ERRNO_BY_STATUS.get(status, errno.EIO), text, uri) from None
         except (BotoCoreError, HTTPError, ValueError) as error:  # the original text names the endpoint
             name = type(error).__name__
@@ -418,21 +467,21 @@ class Objects:
             )
             raise OSError(errno.EIO, f"the object store cannot be used: {name}; {remedy}", uri) from None
         except OSError as error:
-            if error.filename not in (None, uri):  # its absence is not that of the object
+            if error.filename not in (None, uri):  # a missing file of credentials is not a missing object
                 message = f"the credentials cannot be read from {error.filename}: {error.strerror}"
                 raise OSError(errno.EIO, message, uri) from None
             raise OSError(error.errno or errno.EIO, self.redact(error.strerror or str(error)), uri) from None
 
 
 def is_s3(uri: str) -> bool:
-    """Return True if a URI names an object in S3."""
+    """Return True if a URI begins with s3://."""
     return uri.startswith(SCHEME)
 
 
 def has_query(uri: str) -> bool:
     """Return True if a URI ends in a query such as ``?versionId=1``, which may hold a secret.
 
-    A key may have a question mark too: ``who?.mp4`` and ``watch?v=1.mp4`` are names of files.
+    Question marks in file names are not a query: ``who?.mp4`` and ``watch?v=1.mp4`` give False.
     """
     query = uri.partition("?")[2]
     if any(map(_QUERY.match, query.split("&"))):
@@ -441,7 +490,7 @@ def has_query(uri: str) -> bool:
 
 
 def check_uri(uri: str) -> None:
-    """Raise UsageError if the URI is incomplete or has a user, host or query, or if boto3 is not installed."""
+    """Raise UsageError if the URI has no valid bucket or has a user, host or query, or if boto3 is not installed."""
     bucket, _ = _split(uri)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-_]{1,254}", bucket) or has_query(uri):
         shown_uri = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # a user or a query may hold a secret
@@ -453,31 +502,43 @@ def check_uri(uri: str) -> None:
 
 
 def _split(uri: str) -> tuple[str, str]:
-    """Split a URI into (bucket, key)."""
+    """Split a URI into (bucket, key); the key is "" if there is none."""
     bucket, _, key = uri.removeprefix(SCHEME).partition("/")
     return bucket, key
 
 
 def _slice(answer: Any, start: int, end: int | None) -> Slice:
-    """Return the bytes [start, end) of a range answer. Raise OSError if the store answered with another range.
+    """Read the body of an answer to a range request, and return the bytes [start, end).
 
-    A store may know no ranges and send the whole object, which is cut here.
+    If the store ignored the range and sent the whole object, it is cut here.
+
+    Raises:
+        OSError: (EIO) the store sent a range with another start.
     """
-    data, content_range = answer["Body"].read(), answer.get("ContentRange")
+    data = answer["Body"].read()
+    content_range = answer.get("ContentRange")
     if content_range is None:
         return Slice(data[start:end], len(data))
     first, size = int(content_range.split()[1].split("-")[0]), int(content_range.rpartition("/")[2])
     if first != (start if start >= 0 else max(0, size + start)):
-        raise OSError(errno.EIO, f"the store answered with another range than was asked for: {content_range}")
+        raise OSError(errno.EIO, f"the store sent another range than requested: {content_range}")
     return Slice(data, size)
 
 
 def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsigned: bool) -> Any:
-    """Make a client of botocore with these settings."""
+    """Create a botocore client for S3, without retries: ``Objects._delay`` decides about these.
+
+    With an endpoint it uses path-style addresses and only the checksums that a request needs. Without one, it also
+    ignores endpoints that are configured on this node.
+
+    Args:
+        settings: arguments of the client; the profile is ignored, since ``session`` has it.
+        patience: scales the timeouts.
+    """
     from botocore import UNSIGNED  # noqa: PLC0415 - only where a store is used
     from botocore.config import Config  # noqa: PLC0415
 
-    # Stores that are not Amazon's: all take addresses by path, but not all take the checksums that boto3 adds.
+    # Other stores than AWS: all accept path-style addresses, but not all accept the checksums that boto3 adds.
     options: dict[str, Any] = {
         "s3": {"addressing_style": "path"},
         "request_checksum_calculation": "when_required",
@@ -487,9 +548,9 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
         retries={"mode": "standard", "total_max_attempts": 1},  # ``Objects._delay`` decides
         connect_timeout=_CONNECT_S * patience,
         read_timeout=_SILENT_S * patience,
-        max_pool_connections=64,  # more than any pool of threads here: beyond it urllib3 logs the endpoint
+        max_pool_connections=64,  # more than any thread pool here: urllib3 logs the endpoint when a pool is full
         signature_version=UNSIGNED if unsigned else None,
-        # The driver decided that there is no endpoint; a node must not send its requests to one of its own.
+        # The driver found no endpoint: a node must not use one from its own configuration.
         ignore_configured_endpoint_urls=True if "endpoint_url" not in settings else None,
         **(options if "endpoint_url" in settings else {}),
     )
@@ -500,15 +561,18 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
 def _describe_failure(
     response: tuple[Any, Mapping[str, Any]] | None, error: Exception | None
 ) -> tuple[str, bool] | None:
-    """Return the failure of a request that another try may not meet; None for a request whose answer stands.
+    """Return why a request failed if another try may succeed; None if its answer stands.
 
-    It is (its reason without endpoint and secrets, whether failures of its kind end some time).
+    Returns:
+        (the reason without endpoint and secrets, whether failures of this kind pass with time). The latter is False for
+        status 500, which may be permanent.
     """
     from botocore.exceptions import ConnectionError, HTTPClientError  # noqa: A004, PLC0415 - only where a store is used
 
     if response is None:
         return (type(error).__name__, True) if isinstance(error, ConnectionError | HTTPClientError) else None
-    status, code = response[0].status_code, printable(response[1].get("Error", {}).get("Code") or "")
+    status = response[0].status_code
+    code = printable(response[1].get("Error", {}).get("Code") or "")
     if status in _AWAY or code in _AWAY_CODES:
         return f"{status} {code}" if code not in ("", str(status)) else str(status), True
     return (f"{status} {code}", False) if status == 500 else None
@@ -518,13 +582,13 @@ _PLACE, _SENT = "gstep_place", "gstep_sent"  # keys of a request's context
 
 
 def _note_start(params: Mapping[str, Any], context: dict[str, Any], **_: object) -> None:
-    """Note with a request where it goes and when it was first sent."""
+    """Record the store and the time of the first try in a request's context."""
     bucket = context["input_params"]["Bucket"]
     context |= {_PLACE: f"{SCHEME}{bucket}", _SENT: time.time()}
 
 
 def _offer_to_pay(params: dict[str, Any], **_: object) -> None:
-    """Say in a request that its sender pays for it."""
+    """Add the header by which the sender agrees to pay for a request."""
     params["headers"]["x-amz-request-payer"] = "requester"
 
 
@@ -535,9 +599,11 @@ def _renew(
     attempts: int,
     **_: object,
 ) -> float | None:
-    """Return 0 to make botocore retry at once after credentials expired and new credentials were found; else None.
+    """Replace expired temporary credentials in ``client``, and return 0.0 so that botocore repeats the request at once.
 
-    The new credentials are set in ``client``. Only temporary credentials are renewed, at the first two attempts.
+    Returns:
+        None if the failure has another cause, if the settings have no session token, if no credentials are found, and
+        after the second try.
     """
     if response is None or attempts > 2 or "aws_session_token" not in settings:
         return None
@@ -548,12 +614,12 @@ def _renew(
     credentials = start_session(settings.get("profile_name")).get_credentials()
     if credentials is None:
         return None
-    signer._credentials = credentials  # another thread may have set the same after this request was signed
+    signer._credentials = credentials  # another thread may have set them since this request was signed
     return 0.0
 
 
 def _broken_downloads() -> tuple[type[Exception], ...]:
-    """Return the exceptions of a download that breaks off."""
+    """Return the exception classes of a download whose connection breaks."""
     from botocore.exceptions import (  # noqa: PLC0415
         IncompleteReadError,
         ReadTimeoutError,

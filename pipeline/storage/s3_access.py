@@ -1,4 +1,4 @@
-"""How stores of S3 are reached: the configured endpoint, and the credentials with the place that they come from."""
+"""Find the endpoint and credentials of S3, and explain refusals: the source of the credentials and the remedy."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-#: Codes of a store's reply about expired credentials; a reply to HEAD has no code.
+#: Error codes for expired credentials; a reply to HEAD has no code.
 EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"})
 _SET_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-# Codes of a reply about credentials that the store does not know or cannot check.
+# Error codes for credentials that the store does not know or cannot check.
 _WRONG_CODES = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidSecurity", "AuthorizationHeaderMalformed"}
     | {"InvalidClientTokenId", "UnrecognizedClientException", "CredentialsNotSupported", "MissingSecurityHeader"}
 )
 _ARCHIVED = "InvalidObjectState"  # a 403 that is not about credentials
-# Variables and keys of a profile that belong to some way of finding credentials.
+# Variables, and prefixes of keys in a profile, that configure a source of credentials.
 _VARIABLES = (
     *("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CREDENTIAL_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
@@ -31,9 +31,10 @@ _NO_ROLE = frozenset({400, 403, 404, 405})  # also the answers of other clouds' 
 
 
 def start_session(profile: str | None) -> Any:
-    """Start a session of botocore, which finds settings and credentials as boto3 does.
+    """Start a botocore session, which finds settings and credentials as boto3 does.
 
-    Sessions share the description of S3's interface. It takes longer to read than all the rest of a client.
+    All sessions share the descriptions of AWS interfaces, since reading them takes longer than everything else that a
+    client needs.
     """
     from botocore.session import Session  # noqa: PLC0415 - only where a store is used
 
@@ -44,14 +45,14 @@ def start_session(profile: str | None) -> Any:
 
 @cache
 def _interfaces(folders: str | None) -> Any:
-    """Return the loader of botocore's descriptions of interfaces, which keeps them; ``folders`` may have more."""
+    """Return botocore's loader of interface descriptions, which caches them; ``folders`` may have additional ones."""
     from botocore.loaders import create_loader  # noqa: PLC0415 - only where a store is used
 
     return create_loader(folders)
 
 
 def find_endpoint(session: Any) -> str | None:
-    """Return the endpoint of S3 that the environment or the profile names, in botocore's order; None for Amazon's."""
+    """Return the S3 endpoint that the environment or the profile configures, in botocore's order; None for AWS."""
     from botocore.configprovider import ConfiguredEndpointProvider  # noqa: PLC0415 - only where a store is used
 
     if session.get_config_variable("ignore_configured_endpoint_urls"):
@@ -63,9 +64,12 @@ def find_endpoint(session: Any) -> str | None:
 def lacks_credentials(session: Any) -> bool:
     """Return True if no credentials are configured anywhere: environment, files, any profile, container or instance.
 
-    Raises what botocore raises for credentials that are partial or out of reach, and OSError for a file of theirs that
-    cannot be opened, or that a variable names and that is missing. Those that it passes over in silence count as
-    configured: variables without their partners, other profiles, and a failing metadata service.
+    Credentials that botocore silently ignores count as configured: incomplete variables, other profiles, and a metadata
+    service that fails.
+
+    Raises:
+        BotoCoreError: credentials are incomplete or cannot be fetched.
+        OSError: a file of credentials cannot be opened, or is named by a variable and missing.
     """
     if session.get_credentials() is not None or any(map(os.environ.get, _VARIABLES)):
         return False
@@ -82,7 +86,11 @@ def lacks_credentials(session: Any) -> bool:
 
 
 def _may_have_role(session: Any) -> bool:
-    """Return True unless this machine has no metadata service, or one that says that there is no role."""
+    """Return False if the metadata service of this machine is disabled or absent, or says that there is no role.
+
+    It sends up to two requests to the service, with a timeout of one second. If a configured service does not answer,
+    or the service fails, the result is True.
+    """
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     provider = session.get_component("credential_provider").get_provider("iam-role")
@@ -105,7 +113,7 @@ def _may_have_role(session: Any) -> bool:
 
 
 def describe_credentials(credentials: Any, profile: str | None) -> str:
-    """Say where credentials of botocore come from, as in "the credentials from ..."."""
+    """Describe where botocore credentials come from, in words that follow "the credentials from"."""
     session = start_session(profile)
     name = session.profile or "default"
     files = {
@@ -125,9 +133,14 @@ def describe_credentials(credentials: Any, profile: str | None) -> str:
 
 
 def explain_refusal(status: int, code: str, credentials: Any, profile: str | None) -> str:
-    """Return "; " with what the refusal of a request has to do with its credentials, or "" if it has nothing to do.
+    """Return "; " and why a refused request may have the wrong credentials, with the remedy; "" for other failures.
 
-    ``credentials`` are botocore's; None for an unsigned request.
+    Refusals are status 401 and 403 (except for archived objects), 400 without a code, and codes about credentials.
+
+    Args:
+        status: the HTTP status.
+        code: the error code in the reply; the status as text if the reply has none.
+        credentials: the botocore credentials that signed the request; None if it was unsigned.
     """
     is_silent = code == str(status)  # the reply to HEAD has no text
     is_refusal = status in (401, 403) or (status == 400 and is_silent) or code in EXPIRED_CODES | _WRONG_CODES
@@ -149,23 +162,24 @@ def explain_refusal(status: int, code: str, credentials: Any, profile: str | Non
 
 
 def explain_failure(error: Exception, profile: str | None) -> str | None:
-    """Return the remedy for an error of botocore that is about credentials, or None for another error."""
-    name, told = type(error).__name__, getattr(error, "kwargs", {})
+    """Return the cause and remedy of a botocore exception about credentials or their files; None for others."""
+    name = type(error).__name__
+    details = getattr(error, "kwargs", {})
     if name == "NoCredentialsError":
         return f"no credentials in the environment, in {_name_files(profile)}, or of a role: {_SET_KEYS}"
     if name == "PartialCredentialsError":
-        provider = told.get("provider")
+        provider = details.get("provider")
         place = "the environment" if provider in ("explicit", "env") else _name_files(profile)
-        return f"the credentials in {place} are partial: {told.get('cred_var', 'a key')} is missing; set it too"
+        return f"the credentials in {place} are partial: {details.get('cred_var', 'a key')} is missing; set it too"
     if name == "ProfileNotFound":
         variable = "AWS_DEFAULT_PROFILE" if not profile and os.environ.get("AWS_DEFAULT_PROFILE") else "AWS_PROFILE"
-        return f"{variable} names a profile ({told.get('profile')}) that the files of credentials do not have"
+        return f"{variable} names a profile ({details.get('profile')}) that the files of credentials do not have"
     if name in ("ConfigParseError", "InvalidConfigError", "InfiniteLoopConfigError", "UnknownCredentialError"):
         return f"the files of credentials cannot be used: correct {_FILES}"
     if name in ("SSOTokenLoadError", "UnauthorizedSSOTokenError", "TokenRetrievalError") or name.startswith("Login"):
         return f"the credentials of {_name_files(profile)} have expired: run aws sso login"
     if name in ("CredentialRetrievalError", "MetadataRetrievalError", "SSOError", "InvalidIMDSEndpointError"):
-        provider = told.get("provider", "the metadata service")
+        provider = details.get("provider", "the metadata service")
         return f"the credentials cannot be had from {provider}: check that it answers, or {_SET_KEYS}"
     if name == "JSONDecodeError":
         return f"the credentials cannot be had from credential_process, which prints no valid JSON: {_SET_KEYS}"
@@ -176,7 +190,7 @@ _FILES = "~/.aws/config and ~/.aws/credentials (AWS_CONFIG_FILE, AWS_SHARED_CRED
 
 
 def _name_files(profile: str | None) -> str:
-    """Return "profile X of FILE and FILE"."""
+    """Return "profile NAME of CONFIG and CREDENTIALS" with the paths of the two files."""
     session = start_session(profile)
     kinds = ("config_file", "credentials_file")
     return f"profile {session.profile or 'default'} of {' and '.join(map(session.get_config_variable, kinds))}"

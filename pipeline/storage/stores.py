@@ -1,4 +1,7 @@
-"""The stores of caches: a folder or a prefix of objects. A file appears whole and in one step, or not at all."""
+"""Store the files of a cache in a folder or below a prefix of an object store.
+
+A file appears whole and in one step, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_s3
 NOTE = ".running"  # suffix of the notes of runs; see pipeline.runner.claim
 TEMPORARY = ".tmp-"  # prefix of the name of a file that is not complete yet
 INDEXES = "sources"  # the folder of a cache with the indexes of archives, a file each
-CARD = "README.md"  # of a cache, for datasets; a user's own stays
+CARD = "README.md"  # of a cache, for Hugging Face datasets; a README.md of the user stays
 _READERS = 16
 
 
@@ -35,7 +38,7 @@ _READERS = 16
 def request_threads(most: int) -> Iterator[ThreadPoolExecutor]:
     """Yield a pool of ``most`` threads for requests, and wait for all requests at the end.
 
-    An exception, as of Ctrl-C, does not wait for requests under way.
+    If the context ends with an exception such as Ctrl-C, pending requests are canceled and running ones not awaited.
     """
     pool = ThreadPoolExecutor(most)
     try:
@@ -47,7 +50,7 @@ def request_threads(most: int) -> Iterator[ThreadPoolExecutor]:
 
 
 class FileInfo(NamedTuple):
-    """A file of a store: its name and its size in bytes."""
+    """A file of a store: its path relative to the root, and its size in bytes."""
 
     name: str
     size: int
@@ -56,10 +59,14 @@ class FileInfo(NamedTuple):
 def store_at(place: str | Path, objects: Objects | None = None) -> Store:
     """Return the store at a folder, ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
 
-    A folder may be written ``file:///folder``. Nothing is made or looked up there. ``objects`` is the client for
-    ``s3://``; None makes a client from the environment.
+    Nothing is created or looked up there. A folder may be given as ``file:///folder``.
 
-    Raises UsageError for any other address. An empty address is refused too: it is often an unset shell variable.
+    Args:
+        objects: the client for ``s3://``; None creates one from the environment.
+
+    Raises:
+        UsageError: any other or a malformed address, an empty text (often an unset shell variable), boto3 is not
+            installed, or the environment does not name the Azure account.
     """
     text = str(place)
     if not text.strip():
@@ -71,12 +78,14 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
         return ObjectStore(text, ArrowObjects.at(text))
     if "://" in text and not text.startswith("file:///"):
         forms = " or ".join(f"{scheme}BUCKET/PREFIX" for scheme in ("s3://", *SCHEMES))
-        raise UsageError(f"{text.partition('://')[0]}://...: a cache is a folder, {forms}")  # the rest may hold a key
+        raise UsageError(
+            f"{text.partition('://')[0]}://...: a cache is a folder, {forms}"
+        )  # the rest may contain a key
     return LocalStore(text.removeprefix("file://"))
 
 
 def check_name(name: str) -> str:
-    """Return ``name``, or raise FileNotFoundError if it leads out of the root: names come from untrusted files."""
+    """Return ``name``, or raise FileNotFoundError if it leads out of the root; names come from untrusted files."""
     if name.startswith("/") or ".." in name.split("/") or "\0" in name:
         raise FileNotFoundError(errno.ENOENT, "the name leads out of the cache", name)
     return name
@@ -87,35 +96,36 @@ _HOLDING = threading.Lock()
 
 
 class LocalStore:
-    """Named files below a local folder; names are POSIX paths relative to it. It pickles; ``str`` is the root as named.
+    """Files below a local folder, named by POSIX paths relative to it. It can be pickled; ``str`` is the root as given.
 
     A process that has written there keeps the folder open: if the folder is replaced by another, nothing is written to
-    the new folder or deleted from it.
+    the new folder or deleted from it. All methods raise FileNotFoundError for a name that leads out of the root.
     """
 
     def __init__(self, root: Path | str) -> None:
         self._label = str(root)
-        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - workers have other working folders; links stay
+        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - workers have other working folders; links are kept
         self._open_folder: _OpenFolder | None = None
         self._makes_root = True
 
     def __getstate__(self) -> dict[str, Any]:
-        # Where a node lacks the mount, a worker must not write to a new folder on the node's own disk.
+        # If a node lacks the mount, a worker must not create the folder on the node's local disk.
         return {**self.__dict__, "_makes_root": False}
 
     @property
     def folder(self) -> Path:
-        """The root, in which a read costs no request; None for stores elsewhere."""
+        """The root, since reads cost no request; None for stores that are not local."""
         return self.root
 
     def _path(self, name: str) -> Path:
-        """Return the path of a file, whose name must stay below the root."""
+        """Return the absolute path of a file; raise FileNotFoundError if ``name`` leads out of the root."""
         return self.root / check_name(name)
 
     def _descriptor(self) -> int:
-        """Return the descriptor of the root, which the first call opens.
+        """Return the file descriptor of the root, which the first call opens.
 
-        Raises FileNotFoundError if the root is gone or was replaced since then.
+        Raises:
+            FileNotFoundError: the root does not exist, or was deleted or replaced since the first call.
         """
         with _HOLDING:
             if self._open_folder is None:
@@ -130,41 +140,42 @@ class LocalStore:
         raise FileNotFoundError(errno.ENOENT, f"the folder {fault} since this run first wrote to it", str(self.root))
 
     def _stat(self, name: str) -> os.stat_result:
-        """Return the status of a file below the open root, where ``put`` writes."""
+        """Return the status of a file below the root; below the open descriptor if this process has written."""
         folder = self._open_folder
         return self._path(name).stat() if folder is None else os.stat(check_name(name), dir_fd=folder.descriptor)
 
     def make(self) -> None:
-        """Make the root where that is needed. Raises UsageError."""
+        """Create the root and its parents if they do not exist. Raises UsageError if that fails."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{self}: the folder cannot be made: {error.strerror}") from error
 
     def has_other_files(self) -> bool:
-        """Return True if the root holds anything besides notes, indexes of archives, CARD and unfinished files.
-
-        Also True if the root is a file.
-        """
+        """Return True if the root is a file, or has files besides notes of runs, indexes, CARD and unfinished files."""
         root = self.root
         paths = (path for path in root.rglob("*") if not path.name.startswith(TEMPORARY))
         files = (path.relative_to(root) for path in paths if path.is_file())
         return root.is_file() or any(path.suffix != NOTE and path.parts[0] not in {INDEXES, CARD} for path in files)
 
     def impatient(self) -> LocalStore:
-        """Return the same store with short time limits, for requests that are useless when late."""
+        """Return this store; other stores return one with short timeouts, for requests that are useless when late."""
         return self
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
-        """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError.
+        """Write a file in one atomic step, replacing a file of that name: afterwards it is complete, or unchanged.
 
-        A file of that name is replaced. Missing folders are made. The root is made too, unless it is gone since an
-        earlier write or this store came from another process. Raises OSError too if a folder below the root is a
-        symbolic link, as a cache from elsewhere may have: nothing outside the root is written or deleted.
+        Missing folders are created. The root is created too, unless this store has written before or came from another
+        process. The file and its folder are synced to disk.
+
+        Raises:
+            OSError: the write failed, the root was deleted or replaced, or (ELOOP) a folder below the root is a
+                symbolic link, through which files elsewhere would change.
         """
         if self._makes_root and self._open_folder is None:
             self.root.mkdir(parents=True, exist_ok=True)
-        root, path = self._descriptor(), PurePosixPath(check_name(name))
+        root = self._descriptor()
+        path = PurePosixPath(check_name(name))
         temporary = str(path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"))
         mode = _make_folders(path, root)
         try:
@@ -177,24 +188,28 @@ class LocalStore:
         except OSError as error:  # "No space left on device" alone would not say where
             raise OSError(error.errno, error.strerror, str(self.root / name)) from error
         finally:
-            with suppress(FileNotFoundError):  # the file has its final name already
+            with suppress(FileNotFoundError):  # the file already has its final name
                 os.unlink(temporary, dir_fd=root)
         folder_descriptor = os.open(path.parent, os.O_RDONLY, dir_fd=root)
         try:
             os.fsync(folder_descriptor)  # so that the rename survives a power cut
         except OSError as error:
-            # SMB, 9p and some FUSE mounts cannot sync a folder. The file itself is synced and has its name by now.
+            # SMB, 9p and some FUSE mounts cannot sync a folder. The file itself is already synced and renamed.
             if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}:
                 raise
         finally:
             os.close(folder_descriptor)
 
     def link(self, name: str, file: Path) -> bool:
-        """Give a finished file of this file system a second name here; return False if a link is not possible.
+        """Create a hard link ``name`` to a finished file; return False if the file systems do not allow that.
 
-        Raises OSError for any other reason, also if ``name`` exists.
+        Missing folders below the root are created.
+
+        Raises:
+            OSError: any other failure, such as FileExistsError if ``name`` exists.
         """
-        root, path = self._descriptor(), PurePosixPath(check_name(name))
+        root = self._descriptor()
+        path = PurePosixPath(check_name(name))
         _make_folders(path, root)
         try:
             os.link(file, name, dst_dir_fd=root)
@@ -205,12 +220,22 @@ class LocalStore:
         return True
 
     def read(self, name: str) -> bytes:
-        """Read a whole file. Raises FileNotFoundError."""
+        """Read a whole file.
+
+        Raises:
+            FileNotFoundError: there is no such file, or it is a pipe or device.
+            IsADirectoryError: ``name`` is a folder.
+        """
         with self._open_regular(name) as file:
             return file.read()
 
     def _open_regular(self, name: str) -> BinaryIO:
-        """Open a file. A pipe, which would wait for a writer, is none: names come from untrusted files."""
+        """Open a regular file for reading, without waiting at a pipe: names come from untrusted files.
+
+        Raises:
+            IsADirectoryError: ``name`` is a folder.
+            FileNotFoundError: there is no such file, or it is a pipe or device.
+        """
         descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NONBLOCK)
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
@@ -220,24 +245,31 @@ class LocalStore:
         return os.fdopen(descriptor, "rb")
 
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
-        """Yield the contents of these files, in this order."""
+        """Yield the content of each file, in the order of ``names``; each is read when it is reached."""
         return map(self.read, names)
 
     def read_slice(self, name: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) of a file, or its last ``-start`` bytes, at once. Raises FileNotFoundError."""
+        """Read bytes [start, end) of a file, cut at its end; a negative ``start`` counts from the end.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
         with self._open_regular(name) as file:
             size = os.fstat(file.fileno()).st_size
             first, last, _ = slice(start, end).indices(size)
             return Slice(os.pread(file.fileno(), max(0, last - first), first), size)
 
     def open(self, name: str) -> LocalFile:
-        """Open a file for random access, which threads may share. Raises FileNotFoundError, for a folder too."""
+        """Map a file into memory for random access. Raises FileNotFoundError unless it is a regular file."""
         if not self.exists(name):  # a folder, or a pipe that would wait for a writer: names come from untrusted files
             raise FileNotFoundError(errno.ENOENT, "no such file", str(self.root / name))
         return LocalFile(pa.memory_map(str(self._path(name)), "r"))
 
     def names(self, folder: str, suffix: str) -> list[str]:
-        """List the finished files of a folder with this suffix, sorted; none if there is no such folder."""
+        """List the files of a folder whose names end in ``suffix``, as sorted paths FOLDER/NAME; [] without the folder.
+
+        Files whose base names begin with a dot, such as unfinished ones, are left out.
+        """
         try:
             with os.scandir(self.root / folder) as entries:
                 return sorted(
@@ -249,9 +281,9 @@ class LocalStore:
             return []
 
     def list_files(self, folder: str) -> list[FileInfo]:
-        """List all files of a folder ("" is the root) with their sizes, unfinished files too, sorted.
+        """List all files of a folder ("" is the root), sorted by name, including unfinished files.
 
-        Files of its subfolders are not in the list. It is empty if there is no such folder.
+        Files in its subfolders are left out. The list is empty if there is no such folder.
         """
         root = self.root / folder
         files = []
@@ -262,7 +294,7 @@ class LocalStore:
         return sorted(files)
 
     def exists(self, name: str) -> bool:
-        """Return True if ``name`` is a regular file; False for a folder."""
+        """Return True if ``name`` is a regular file; False for a folder, and for a name that is too long."""
         check_name(name)
         try:
             return stat.S_ISREG(self._stat(name).st_mode)
@@ -272,11 +304,15 @@ class LocalStore:
             return False
 
     def age(self, name: str) -> timedelta:
-        """Return the time since a file was written. Raises FileNotFoundError."""
+        """Return the time since a file was written, by this machine's clock. FileNotFoundError if there is none."""
         return datetime.now(UTC) - datetime.fromtimestamp(self._stat(name).st_mtime, UTC)
 
     def delete(self, name: str) -> None:
-        """Remove a file; nothing happens where there is none. Raises OSError, also for a linked folder as ``put``."""
+        """Remove a file; do nothing if there is none, or if the root was deleted or replaced since the first write.
+
+        Raises:
+            OSError: the file cannot be removed, or (ELOOP) a folder below the root is a symbolic link.
+        """
         path = PurePosixPath(check_name(name))
         with suppress(FileNotFoundError):
             root = self._descriptor()
@@ -285,11 +321,11 @@ class LocalStore:
             os.unlink(name, dir_fd=root)
 
     def uploads(self) -> Iterator[Upload]:
-        """Yield the pending uploads below the root, which the store bills. Raises OSError."""
+        """Return an iterator over the pending uploads below the root, which a store bills; a folder has none."""
         return iter(())
 
     def abort(self, upload: Upload) -> None:
-        """Give up a pending upload. Raises OSError."""
+        """Abort a pending upload; a folder has none, so this raises AssertionError."""
         raise AssertionError(f"a folder has no {upload}")
 
     def __str__(self) -> str:
@@ -297,12 +333,19 @@ class LocalStore:
 
 
 def _make_folders(path: PurePosixPath, root: int) -> int:
-    """Make the folders between the open root and a file, never the root itself; return the root's mode.
+    """Create the missing folders between the open root and a file, and return the mode of the root.
 
-    New folders get this mode. Raises OSError for a folder that is a symbolic link.
+    New folders get this mode. The root itself is never created.
+
+    Args:
+        path: the file's path relative to the root.
+        root: the file descriptor of the root.
+
+    Raises:
+        OSError: (ELOOP) a folder is a symbolic link, or a folder cannot be created.
     """
     mode = stat.S_IMODE(os.fstat(root).st_mode)
-    for folder in reversed(path.parents[:-1]):  # a root that is gone took all its rows with it
+    for folder in reversed(path.parents[:-1]):  # not the root: if it is gone, all its rows are gone
         try:
             os.mkdir(folder, dir_fd=root)
         except FileExistsError:
@@ -313,20 +356,20 @@ def _make_folders(path: PurePosixPath, root: int) -> int:
 
 
 def _refuse_link(folder: PurePosixPath, root: int) -> None:
-    """Raise OSError if a folder below the open root is a symbolic link. Raises FileNotFoundError without a folder."""
+    """Raise OSError (ELOOP) if a folder below the open root is a symbolic link; FileNotFoundError if it is missing."""
     if stat.S_ISLNK(os.stat(folder, dir_fd=root, follow_symlinks=False).st_mode):
         message = "this folder is a symbolic link, so files elsewhere would change; put the folder itself here"
         raise OSError(errno.ELOOP, message, str(folder))
 
 
 def _share(name: PurePath | str, root: int, mode: int) -> None:
-    """Give a new file the root's mode, so that users with other umasks can share the store."""
+    """Set the mode of a new file or folder, so that users with other umasks can share the store; ignore failures."""
     with suppress(OSError):  # a file system without modes
         os.chmod(name, mode, dir_fd=root)
 
 
 class _OpenFolder:
-    """An open descriptor of a folder, closed with the object."""
+    """An open file descriptor of a folder, closed with this object; it is pickled as None."""
 
     def __init__(self, folder: Path) -> None:
         self.descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -337,9 +380,10 @@ class _OpenFolder:
 
 
 class ObjectStore:
-    """The methods of LocalStore below a prefix of an object store.
+    """A store with the methods of LocalStore below a prefix of an object store.
 
-    A file is one PUT, so that no partial upload is left behind.
+    A file is written with one PUT, so that no partial upload is left behind. Objects have no folders to create or to
+    sync, and methods raise OSErrors that name the URI.
     """
 
     def __init__(self, root: str, objects: Objects | ArrowObjects) -> None:
@@ -358,7 +402,7 @@ class ObjectStore:
         return f"{self.root}/{check_name(name)}"
 
     def make(self) -> None:
-        """Make nothing: prefixes need no making."""
+        """Do nothing: prefixes need not be created."""
 
     def has_other_files(self) -> bool:
         first = islice(self.objects.list(f"{self.root}/", deep=True), 10_000)
@@ -384,7 +428,9 @@ class ObjectStore:
 
     def names(self, folder: str, suffix: str) -> list[str]:
         names = [file.name for file in self.list_files(folder) if file.name.endswith(suffix)]
-        return [name for name in names if not PurePosixPath(name).name.startswith(".")]  # as "._x", copied from a Mac
+        return [
+            name for name in names if not PurePosixPath(name).name.startswith(".")
+        ]  # for example "._x", copied from a Mac
 
     def list_files(self, folder: str) -> list[FileInfo]:
         infos = self.objects.list(f"{self.root}/{folder}/" if folder else f"{self.root}/")
@@ -409,5 +455,5 @@ class ObjectStore:
         return self.root
 
 
-#: Where a cache may live; both have the same methods.
+#: The stores of caches; both have the same methods.
 Store = LocalStore | ObjectStore

@@ -232,13 +232,13 @@ def test_an_outage_of_the_corpus_alone_costs_no_video_and_is_said_once(proxy, vi
     try:
         (tmp_path / "log").touch()
         driver = Driver(argv, tmp_path / "log", look_often, **{**proxy.environment(), "RAY_ADDRESS": one_ray})
-        driver.until(lambda: "fails since" in driver.output, "a line about the outage")
+        driver.until(lambda: "has failed since" in driver.output, "a line about the outage")
         says = f"(bottleneck: no answer from s3://{proxy.server.bucket})"
         driver.until(lambda: says in driver.output, "a line about progress with the store as the bottleneck")
     finally:
         proxy.away.clear()
     assert driver.wait() == 0, driver.output
-    assert driver.output.count(f"the store s3://{proxy.server.bucket} fails since") == 1, driver.output
+    assert driver.output.count(f"the store s3://{proxy.server.bucket} has failed since") == 1, driver.output
     assert driver.output.count(f"the store s3://{proxy.server.bucket} answers again") == 1, driver.output
     cache = TokenCache(tmp_path / "c")
     assert [cache.metadata(video_id)["attempts"] for video_id in cache.video_ids] == [1] * 6

@@ -42,7 +42,7 @@ def test_tokens_on_a_disk_that_is_not_shared_are_not_committed(tmp_path):
     store = write_header(tmp_path / "drivers")
     made = made_with(store)
     written = write_token_shard([VIDEO], store=write_header(tmp_path / "nodes"), run_id="run")
-    with pytest.raises(FileNotFoundError, match="must be shared by all"):
+    with pytest.raises(FileNotFoundError, match="use a folder that all nodes share"):
         commit_records(store, "run", 0, written, made_with=made)
     assert len(TokenCache(tmp_path / "drivers")) == 0
 

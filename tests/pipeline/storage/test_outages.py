@@ -29,7 +29,7 @@ def test_an_outage_is_said_once_whoever_notices_and_its_end_too(lines):
         noted.note_failure(OLD)
     assert noted.report() == (OLD,) and len(said) == 1
     assert noted.list_places() == ["s3://b"] and recorded == [("s3://b", OLD.since)]
-    assert said[0].startswith("note: the store s3://b fails since 2") and "(503 SlowDown)" in said[0]
+    assert said[0].startswith("note: the store s3://b has failed since 2") and "(503 SlowDown)" in said[0]
     noted.take_reports([OLD, OLD._replace(why="ReadTimeoutError")])  # of workers
     noted.take_reports([])
     assert len(said) == 1
@@ -62,7 +62,7 @@ def test_a_request_waits_for_a_store_that_comes_back_and_says_so(monkeypatch):
             assert objects.read(server.uri(str(kind))) == b"there" and len(fault.paths) == 15
         assert objects.read(uri) == b"there"
         place = f"s3://{server.bucket}"
-        assert [line.partition(place)[2][:8] for line in said] == [" fails s", " answers"] * 2
+        assert [line.partition(place)[2][:8] for line in said] == [" has fai", " answers"] * 2
         assert proxy.url not in "".join(said) and OUTAGES.report() == ()
 
 

@@ -146,7 +146,7 @@ def test_a_broken_download_goes_on_where_it_broke(script):
 
 def test_a_store_that_names_no_size_or_no_content_is_no_crash(script):
     objects, _ = script((200, [MARK], b"ok"))
-    with pytest.raises(OSError, match="how large"):
+    with pytest.raises(OSError, match="does not state the size"):
         objects.read(URI)
     objects, requests = script((200, [("Content-Length", "4")], b"ok"))
     with pytest.raises(OSError, match="cannot be used"):
