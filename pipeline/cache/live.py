@@ -287,15 +287,16 @@ class Ledger:
         read, the table is listed again, up to _TRIES times in all.
 
         Raises:
-            CorruptShard: a file is damaged. The ledger must not be used any more.
-            OSError: the store failed, or files vanished at every try.
+            CorruptShard: a file is damaged.
+            OSError: the store failed, or files vanished at every try. After any error the ledger is as before the call,
+                and the next call reads all new files again.
         """
         self._newer = None
         n_files = len(self.names)
         n_rows = self.n_rows
         try:
             parts = self._read_new_files()
-        except FileNotFoundError:
+        except Exception:
             del self.names[n_files:], self.starts[n_files:]
             self.n_rows = n_rows
             raise

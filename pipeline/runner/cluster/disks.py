@@ -135,9 +135,12 @@ def find_full_disks(
     silent = {node: name for node, (name, _) in nodes.items()}
     for node, answer in answers.items():
         with suppress(ray.exceptions.RayError):
-            disk = min(ray.get(answer, timeout=0), key=lambda disk: disk.writable_bytes)
+            disks = ray.get(answer, timeout=0)
             name, resources = nodes[node]
             del silent[node]
+            if not disks:  # none can be measured there
+                continue
+            disk = min(disks, key=lambda disk: disk.writable_bytes)
             if not disk.writable_bytes:
                 full[node] = f"{name} ({disk})"
             elif disk.writable_bytes < resources.get("object_store_memory", 0.0):

@@ -102,6 +102,24 @@ def test_a_summary_reads_rows_that_the_run_has_merged_since_it_began(store):
         summarise(ledger.refresh())
 
 
+def test_rows_behind_an_error_are_read_by_the_next_refresh(store, monkeypatch):
+    """The files that were read before the error counted as read, and their rows were lost."""
+    ledger = Ledger(store).refresh()
+    commit_rows(store, "r1", [row("a")])
+    commit_rows(store, "r2", [row("b")])
+    convert, n_calls = ledger._to_columns, iter(range(9))
+
+    def fail_first(*arguments):
+        if next(n_calls) == 0:
+            raise OSError("the store is away")
+        return convert(*arguments)
+
+    monkeypatch.setattr(ledger, "_to_columns", fail_first)
+    with pytest.raises(OSError, match="away"):
+        ledger.refresh()
+    assert len(ledger) == 0 and len(ledger.refresh()) == 2
+
+
 def test_the_columns_of_the_ledger_lie_in_three_stretches_of_a_file():
     """Each stretch is a read of every row group: a column elsewhere would cost large caches one more."""
     is_read = [name in _LEDGER_READS for name in VIDEO_SCHEMA.names]
