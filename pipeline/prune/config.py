@@ -1,4 +1,4 @@
-"""The options of a prune run: one dataclass, the source of flags, the run's record and the fingerprint."""
+"""The options of a prune run: one dataclass defines the flags, the entries of the run's record, and the defaults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ VIDEO_OPTIONS = ENCODING_OPTIONS | {"retention_ratio", "pruner", "pruner_param"}
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(PlanOptions, PrunerOptions):
-    """All options of ``python -m jobs.prune``. Raises UsageError for a value that makes no sense."""
+    """All options of ``python -m jobs.prune``.
+
+    Raises:
+        UsageError: an option has an invalid value, or two options exclude each other.
+    """
 
     item: ClassVar[str] = "video"
 
@@ -230,12 +234,16 @@ class PruneConfig(PlanOptions, PrunerOptions):
 
     @property
     def named(self) -> str:
-        """The videos in messages: the first name and the number of further names."""
+        """``videos`` in a few words for messages: the first name, and the number of the other names."""
         more = f" and {len(self.videos) - 1} more" if len(self.videos) > 1 else ""
         return f"{self.videos[0]}{more}"
 
     def clip_names(self) -> tuple[str, str] | None:
-        """Return the two names of ``--clips-from``; None without the flag. Raises UsageError."""
+        """Parse ``--clips-from`` into two names, without blanks around them; None without the option.
+
+        Raises:
+            UsageError: the value is not two names with a comma between them.
+        """
         if self.clips_from is None:
             return None
         names = [name.strip() for name in self.clips_from.split(",")]
@@ -243,13 +251,21 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return names[0], names[1]
 
     def archive_options(self) -> ArchiveOptions:
-        """Return the options about archives and tables. Raises UsageError."""
+        """Return the options for reading archives and tables.
+
+        Raises:
+            UsageError: ``--clips-from`` is not two names.
+        """
         from pipeline.inputs.archive import ArchiveOptions  # noqa: PLC0415 - Arrow loads after the flags are checked
 
         return ArchiveOptions(self.column, self.clip_names(), self.zip_encoding)
 
     def part(self) -> tuple[int, int] | None:
-        """Return (I, N) of ``--shard``; None without the flag. Raises UsageError."""
+        """Parse ``--shard I/N`` into (I, N); None without the option.
+
+        Raises:
+            UsageError: the value is not I/N with 0 <= I < N.
+        """
         if self.shard is None:
             return None
         match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.shard)
@@ -258,16 +274,18 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return int(match[1]), int(match[2])
 
     def _check_plan(self) -> None:
-        """Raise UsageError if options of a plan contradict other options."""
+        """Raise UsageError if ``--plan`` is given with ``--dry-run``, or ``--videos`` (a corpus elsewhere) with VIDEOS.
+        """
         if self.plan and self.dry_run:
             raise UsageError("--plan and --dry-run: give one of them")
         if self.corpus_videos is not None and self.videos != ["sample"]:
             raise UsageError(f"--videos plans for videos that are not here: leave out {self.named}")
 
     def __post_init__(self) -> None:
-        """Check all options. Raises UsageError that names the option and the values it takes.
+        """Check all options, and convert ``videos`` from a single string to a list.
 
-        A single string in ``videos`` becomes a list.
+        Raises:
+            UsageError: an option is invalid; the message names it and the values that it accepts.
         """
         super().__post_init__()
         if isinstance(self.videos, str):  # as older records of runs have it
@@ -311,7 +329,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
 
 
 def _is_encoding(name: str) -> bool:
-    """Return True if Python knows a text encoding of this name."""
+    """Return True if Python has a text encoding with this name."""
     try:
         "".encode(name)
     except LookupError:
