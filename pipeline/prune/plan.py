@@ -1,6 +1,7 @@
-"""The plan of a run: the seconds of a probe times the number of videos, with a stated factor.
+"""The plan of a run, made by timing a sample of its videos and scaling to all of them.
 
-Without videos here, both come from the options, the model's config and measured rates (``pipeline.plan.estimate``).
+Without videos on this machine, the options, the model's config and measured rates replace the sample
+(``pipeline.plan.estimate``).
 """
 
 from __future__ import annotations
@@ -59,10 +60,15 @@ _MAX_ENCODE_S = 60.0  # probed videos are also encoded if the estimate is below 
 
 
 def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
-    """Estimate what a run with the same flags would take; starts no Ray and writes nothing.
+    """Forecast a run with the same options, without starting Ray or writing anything.
 
-    Decodes a sample of the videos here, and may encode it; neither if the options describe the corpus. Raises
-    UsageError for whatever a run would refuse before it starts, and if no probed video can be read.
+    Decodes a sample of the videos here, and encodes it if that is quick. If the options describe the videos
+    (``--videos``, ``--seconds``), nothing is decoded.
+
+    Raises:
+        UsageError: a run would refuse the request, no video of the sample can be read, or ``--gpu-type`` is given
+            without a number of GPUs.
+        RunFailed: an archive cannot be indexed.
     """
     cluster, notes = _choose_cluster(config)
     if config.corpus_videos is None or config.seconds is None:
@@ -79,9 +85,12 @@ def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
 
 
 def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster of the options, by default this machine, and notes on the assumptions.
+    """Return the cluster that the options describe (by default this machine), and notes on the assumptions.
 
-    It has no more GPUs than a run uses. Raises UsageError for a type of GPUs without their number.
+    GPUs that a run would not use because of ``--max-gpus`` or ``--encode-workers`` are left out.
+
+    Raises:
+        UsageError: ``--gpu-type`` is given without ``--gpus``, and this machine has no GPU.
     """
     n_local_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     gpus, cores, notes = n_local_gpus if config.gpus is None else config.gpus, float(count_cores()), []
@@ -105,14 +114,18 @@ def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
 
 
 def _is_this_machine(config: PruneConfig) -> bool:
-    """Return True if the options plan for this machine."""
+    """Return True if no option describes another cluster than this machine."""
     return config.gpus is None and config.gpu_type is None and config.decode_cores is None
 
 
 def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Workload:
-    """Estimate the work of the videos to do by decoding (and encoding) a sample; prints a line about it.
+    """Estimate the work of the videos to process by decoding (and maybe encoding) an evenly spaced sample of them.
 
-    Indexes all archives first. Raises UsageError if no video is named, or no video of the sample can be read.
+    Indexes all archives first, and prints a line about the sample. If nothing is left to process, the work is empty.
+
+    Raises:
+        UsageError: a run would refuse the request, no archive holds a video, or no video of the sample can be read.
+        RunFailed: an archive cannot be indexed.
     """
     request = check_request(config, console)
     recipe = request.recipe
@@ -169,13 +182,11 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
 
 
 def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Sequence[VideoRecord]) -> Interval | None:
-    """Estimate the mean bytes of a file from listed sizes, and from a sample for files without a listed size.
-
-    None if files lack a size and the sample has none either.
+    """Estimate the mean size of the files in bytes; None if sizes are missing and the sample does not state any either.
 
     Args:
-        listed_sizes: the size of each video, null if unknown.
-        unlisted_records: probed videos without a listed size.
+        listed_sizes: the size of each video; null if no listing states it.
+        unlisted_records: the records of those videos of the sample that have no listed size.
     """
     known_bytes, n_unknown = Interval.exactly(pc.sum(listed_sizes).as_py() or 0), listed_sizes.null_count
     sizes = [float(size) for record in unlisted_records if (size := record.get("source_size"))]
@@ -186,17 +197,21 @@ def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Seque
 
 
 def _read_shape(record: VideoRecord) -> Shape:
-    """Return the shape of a decoded video."""
+    """Return (frames, height, width) of a decoded video."""
     return len(record["frame_indices"]), record["height"], record["width"]
 
 
 def _probe(
     recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster
 ) -> tuple[list[VideoRecord], list[float], list[float]]:
-    """Decode videos in a child process and encode them here; return records, and seconds of decoding and of encoding.
+    """Decode videos in a child process, and encode the decoded ones here if ``_probe_encoder`` returns an encoder.
 
-    A record tells of the decoding alone, unless the encoding fails: then it is an error record. The seconds are a
-    core's, those of encoding a GPU's if there is one. There are none of encoding if ``_probe_encoder`` returns None.
+    Meanwhile PyTorch runs on one thread.
+
+    Returns:
+        (records, seconds of decoding, seconds of encoding and pruning). Each video has a record and core-seconds of
+        decoding; the record is an error record if decoding or encoding failed. Each encoded video has its seconds on
+        the GPU, or CPU seconds if the cluster has no GPU.
     """
     records, decode_s, encode_s = list[VideoRecord](), list[float](), list[float]()
     encoder, is_first = None, True
@@ -227,11 +242,14 @@ def _probe(
 
 
 def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int) -> VideoEncoder | None:
-    """Load the encoder on this machine.
+    """Load the encoder for ``n_videos`` videos of ``shape`` if the plan is for this machine and encoding is quick.
 
-    None if the plan is for another cluster, or encoding would take too long or a time that is not known.
+    Returns:
+        None if the plan is for another cluster, the work of the model is unknown, or encoding would take more than
+        _MAX_ENCODE_S seconds.
 
-    ``n_videos`` videos of ``shape`` are to be encoded. Raises UsageError if the encoder cannot be loaded.
+    Raises:
+        UsageError: the encoder cannot be loaded.
     """
     encode_s = _count_work(recipe, cluster, n_videos, [shape]).encode_s
     max_s = _MAX_ENCODE_S * (1 if cluster.gpus else cluster.cores)
@@ -242,7 +260,7 @@ def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int
 
 
 def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
-    """Estimate the work of a corpus that the options describe, without a video: ``n_videos`` of ``seconds`` each."""
+    """Estimate the work of ``n_videos`` videos of ``seconds`` each, of which only the options are known."""
     sampling, n_frames = recipe.sampling, plan_frames(recipe.sampling, seconds)
     video = plan_video(family_of(recipe.source).preprocessor(), n_frames, recipe.config.pixels())
     width, height = video.size
@@ -272,9 +290,12 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
 
 
 def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequence[Shape]) -> Workload:
-    """Estimate the work of encoding and storing ``n_videos`` from the model's config; ``shapes`` are a sample.
+    """Estimate the work of encoding and storing ``n_videos`` videos from the model's config; ``decode_s`` stays 0.
 
-    Seconds of decoding are left to the caller.
+    ``encode_s`` is None if the work of the model is unknown.
+
+    Args:
+        shapes: the shapes of at least one video, as a sample of all.
     """
     family, encode = family_of(recipe.source), recipe.encode_setup(recipe.config.device, recipe.dtype)
     measured = recipe.source.family in UTILISATION

@@ -1,4 +1,4 @@
-"""The recipe of a cache's rows: model, frames and method, checked before anything starts."""
+"""The recipe of a cache's rows: model, sampling of frames and pruning method, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _NOT_NEEDED = {
 
 @dataclass(frozen=True)
 class PruneStages:
-    """The settings of decode and encode workers, also in a user's own pipeline (``prune_stages``)."""
+    """The settings of the decode and encode workers of a run, or of a user's own pipeline (``prune_stages``)."""
 
     decode: DecodeSetup
     encode: EncodeSetup
@@ -69,14 +69,17 @@ class PruneStages:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The checked settings that make the rows of a cache from videos: the model, its frames and the method.
+    """The checked settings that determine the rows of a cache: model, sampling of frames and pruning method.
+
+    Created by ``resolve``; ``match_cache`` adapts it to an existing cache.
 
     Attributes:
-        dtype: the number format of the encoder; "auto" only without a cache, when the cluster decides.
-        evidence: the evidence to store besides the tokens: label -> source in the encoder.
+        retention_ratio: the nominal share of tokens to keep, which a method may derive from ``--retention-ratio``.
+        dtype: the compute dtype of the encoder; "auto" until the cluster decides or a cache is matched.
+        evidence: the evidence to store beside the tokens, label -> source in the encoder.
         objects: the access to S3.
         identity_entry: the method's entry in the cache's identity.
-        is_restarted: whether other code of the method made the cache, and all its videos are encoded again.
+        is_restarted: True if the cache was made by other code of a user method, and all its videos are encoded again.
     """
 
     config: PruneConfig
@@ -92,7 +95,7 @@ class Recipe:
 
     @property
     def method(self) -> str:
-        """The method's name in the table of methods, or ``module:Class``."""
+        """The method's name in the table of methods, or ``module:Class`` for a user method."""
         return method_name(type(self.pruner))
 
     def decode_setup(self) -> DecodeSetup:
@@ -108,9 +111,9 @@ class Recipe:
         )
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
-        """Return the settings of encode workers, on the chosen device and dtype, without the hash of the tower.
+        """Return the settings of encode workers, without ``tower_hash``.
 
-        The run adds that hash, since it reads the weights.
+        A run adds that hash, since computing it reads the weights.
         """
         return EncodeSetup(
             source=self.source,
@@ -130,13 +133,14 @@ class Recipe:
         )
 
     def stages(self, device: str, dtype: str) -> PruneStages:
-        """Return the settings of all workers; they encode on the chosen device and dtype."""
+        """Return the settings of all workers; encode workers use this device and dtype."""
         return PruneStages(self.decode_setup(), self.encode_setup(device, dtype))
 
     def identity(self, dtype: str) -> CacheIdentity:
-        """Return the identity that all rows of the cache share; rows of another identity are refused.
+        """Return the identity that all rows of a cache share; a cache with a different identity is refused.
 
-        ``dtype`` is the dtype that the model computes in; the codec of the stored tokens is the configuration's.
+        Args:
+            dtype: the compute dtype of the encoder. How tokens are stored is ``--token-codec``.
         """
         model = identify_model(self.source)
         if self.source.pooling_head is not None:
@@ -159,9 +163,13 @@ class Recipe:
         return identity
 
     def header(self, dtype: str, static: StaticParts) -> CacheHeader:
-        """Return the content of cache.json for a new cache with tokens computed in ``dtype``.
+        """Return the content of cache.json for a new cache.
 
-        The newline, LLaVA-OneVision's row after a video's tokens, goes in as the base64 of its bfloat16 bits.
+        ``newline``, the row that LLaVA-OneVision puts after a video's tokens, is stored as the base64 of its bfloat16
+        bits; None for other models.
+
+        Args:
+            dtype: the compute dtype of the encoder.
         """
         newline = static.newline
         bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
@@ -174,13 +182,18 @@ class Recipe:
         }
 
     def match_cache(self, store: Store, console: Console) -> Recipe:
-        """Return this recipe with the dtype of the cache in ``store``, and with its larger ratio for a nested method.
+        """Return this recipe adapted to the cache in ``store``; unchanged if there is no cache or it has no rows.
 
-        Prints a note about the ratio. A cache without a row restricts nothing. A cache without tokens does not restrict
-        the method's code. Other code of the method is no error under ``--on-changed redo``: ``is_restarted`` is set
-        instead.
+        A dtype of "auto" becomes the dtype of the cache. With a nested method, a ratio below the stored ratio becomes
+        the stored ratio, and a note is printed. If other code of a user method made the cache, ``is_restarted`` is set;
+        that is accepted if the cache has no tokens, or with ``--on-changed redo``.
 
-        Raises IdentityMismatch if the cache has another identity, or tokens made by other code of the method.
+        Raises:
+            IdentityMismatch: the cache has another identity, or tokens that other code made without ``--on-changed
+                redo``.
+            NotACache: the header cannot be read.
+            CorruptShard: a file of the videos table is damaged.
+            OSError: the store fails.
         """
         if not store.exists(HEADER):
             return self
@@ -206,7 +219,7 @@ class Recipe:
         return replace(recipe, is_restarted=is_restarted)
 
     def token_bytes(self) -> float:
-        """Return the stored bytes of a kept token with its columns, for videos of any shape."""
+        """Estimate the stored bytes of a kept token with its columns, from the largest planned video."""
         shape = self.decode_setup().largest_frames()
         video_bytes = self.encode_setup(self.config.device, self.dtype).stored_bytes_per_video(*shape)
         return COLUMN_BYTES + video_bytes / self.retention_ratio / math.prod(
@@ -215,13 +228,19 @@ class Recipe:
 
 
 def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSource | None = None) -> Recipe:
-    """Resolve and check the model, its frames and the method. Reads no cache and no video. Raises UsageError.
+    """Resolve and check model, sampling, method and decoder, without reading a cache or a video.
 
-    Imports a user's own method and decoder. Fetches small files of a Hugging Face model that are not on this machine.
+    This imports a user method, user decoder or user family, and downloads small files of a Hugging Face model if they
+    are missing.
 
     Args:
-        objects: the access to S3; None takes it from the options and the environment.
-        source: the model, if it is resolved already.
+        objects: the access to S3; None creates it from the options and the environment.
+        source: the model if it is already resolved.
+
+    Raises:
+        UsageError: the model, its frames, the method, the evidence or the decoder cannot be used, or do not fit
+            together.
+        RunFailed: with ``--decoder nvdec``, RAY_ADDRESS names no cluster.
     """
     with usage_errors():
         read_pruner(config.pruner, config.pruner_params())  # checked first, since its errors do not depend on the model
@@ -256,7 +275,12 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
 
 
 def _make_pruner(config: PruneConfig, source: ModelSource) -> Pruner:
-    """Make the pruning method with the model family's rules. Raise UsageError if its selection cannot be cached."""
+    """Create the pruning method with the rules of the model's family.
+
+    Raises:
+        UsageError: the method depends on the question, so its selection cannot be cached.
+        ValueError: the method or a parameter is invalid.
+    """
     pruner = read_pruner(config.pruner, config.pruner_params(), family=family_of(source).variant)
     if not pruner.cacheable:
         raise UsageError(
@@ -269,9 +293,14 @@ def _make_pruner(config: PruneConfig, source: ModelSource) -> Pruner:
 def _add_pooling_head(
     source: ModelSource, pruner: Pruner, stored_evidence: dict[str, str], config: PruneConfig
 ) -> ModelSource:
-    """Return the model with the pooling head of ``--siglip``, if given.
+    """Check that the model can compute the needed evidence; return it with the pooling head of ``--siglip``, if given.
 
-    Raises UsageError if the model cannot give evidence that the method or the cache needs, or nothing needs the head.
+    Args:
+        stored_evidence: the evidence to store, label -> source in the encoder.
+
+    Raises:
+        UsageError: the model cannot compute evidence that the method needs or the cache stores, or nothing needs the
+            head.
     """
     if unknown := sorted(pruner.needs - pruner.sources.keys()):
         raise UsageError(
@@ -300,7 +329,7 @@ def _add_pooling_head(
 
 
 def _suggest_models(pruner: Pruner, source: ModelSource) -> str:
-    """Return advice for a method whose evidence the model's encoder does not give; "" if it does."""
+    """Return advice for a method whose evidence this model does not compute; "" if models of its family compute it."""
     able = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
     if source.family in able:
         return ""
@@ -310,7 +339,11 @@ def _suggest_models(pruner: Pruner, source: ModelSource) -> str:
 
 
 def _check_decoder(name: str) -> None:
-    """Raise UsageError unless ``--decoder`` is "auto" or names a decoder that can be imported here."""
+    """Import the decoder that ``--decoder`` names, unless it is "auto".
+
+    Raises:
+        UsageError: the name is unknown, the import fails, or the object is not a class with ``read`` and ``close``.
+    """
     names = ("auto", *DECODERS)
     if name == "auto":
         return
@@ -326,10 +359,12 @@ def _check_decoder(name: str) -> None:
 
 
 def make_sampling(config: PruneConfig, max_frames: int, min_frames: int = 1, min_rule: str = ROUNDED) -> Sampling:
-    """Return the frame sampling of the options.
+    """Return the sampling that the options describe; by default 32 frames per video.
 
-    The other arguments are the model family's limits. They apply to ``--fps`` only; ``--max-frames`` overrides the
-    largest number.
+    Args:
+        max_frames: the family's maximum with ``--fps``, which ``--max-frames`` overrides.
+        min_frames: the family's minimum with ``--fps``.
+        min_rule: how a shorter clip is filled up to the minimum.
     """
     snap = config.snap_to_keyframes
     if config.fps is None:
@@ -342,8 +377,8 @@ def make_sampling(config: PruneConfig, max_frames: int, min_frames: int = 1, min
 def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]:
     """Return the sampling's entry in the cache's identity.
 
-    Default rules and limits that do nothing are left out; with ``fps``, ``max_frames`` and the version of the rule are
-    always there.
+    Defaults are left out, so that caches of older versions match: the rule "truncate", a minimum of 1, and no
+    keyframes. With ``fps``, ``max_frames`` and the version of the rule are always present.
     """
     snap = sampling.snap_to_keyframes_s
     snap_setting = {} if snap is None else {"snap_to_keyframes_s": snap}
@@ -357,15 +392,19 @@ def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]
 
 
 def parse_evidence(items: Sequence[str], family: str, pruner: Pruner, model_type: str | None = None) -> dict[str, str]:
-    """Return the evidence to store, as label -> source in the encoder (gstep.evidence).
+    """Parse ``--evidence`` into the evidence to store, label -> source in the encoder (gstep.evidence).
 
     Args:
-        items: NAME or NAME=SOURCE of evidence, or a method, whose evidence is stored; several separated by commas.
-        family: the model's family, by its name.
-        pruner: the method of the cache itself.
-        model_type: the model's type, for messages; None for the family's name alone.
+        items: texts of comma-separated entries. Each is NAME or NAME=SOURCE of evidence, or a method, which stands for
+            all evidence that it needs. A method given as module:Class is imported.
+        family: the name of the model's family.
+        pruner: the method that makes the cache.
+        model_type: the model's type for messages; None for the family's name alone.
 
-    Raises UsageError if the model's encoder does not give an evidence, or the method drops its tokens.
+    Raises:
+        UsageError: an entry is unknown or ambiguous, the encoder does not compute the evidence, or ``pruner`` does not
+            keep the tokens that the evidence describes.
+        ValueError: a user method cannot be imported.
     """
     pairs = set[tuple[str, str]]()
     for item in (item.strip() for text in items for item in text.split(",")):
@@ -380,25 +419,35 @@ def parse_evidence(items: Sequence[str], family: str, pruner: Pruner, model_type
 def list_needed_evidence(
     method: str, family: str, params: Mapping[str, str] = MappingProxyType({}), model_type: str | None = None
 ) -> set[tuple[str, str]]:
-    """Return the (name, source) pairs of evidence that a method needs from the vision encoder of a family.
+    """Return the (name, source) pairs of the evidence that a method needs from the vision encoder of a family.
 
-    ``family`` is its name, ``params`` are the method's, and ``model_type`` is as of ``parse_evidence``.
+    Args:
+        method: its name, or module:Class, which is imported.
+        family: the name of the model's family.
+        params: the method's parameters as text.
+        model_type: the model's type for messages; None for the family's name alone.
 
-    Raises UsageError if the encoder does not give an evidence, ValueError for an unknown method or parameter.
+    Raises:
+        UsageError: the encoder does not compute the evidence.
+        ValueError: the method or a parameter is invalid.
     """
     pruner = read_pruner(method, params, family=family_class(family).variant)
     return list_evidence_of(pruner, f"--evidence {method}", family, model_type)
 
 
 def list_evidence_of(pruner: Pruner, flag: str, family: str, model_type: str | None = None) -> set[tuple[str, str]]:
-    """Return the (name, source) pairs of evidence that a method object needs from the vision encoder of a family.
+    """Return the (name, source) pairs of the evidence that a method object needs from the vision encoder of a family.
+
+    A method that compares patches with a question can use the tokens if the family has no ``image_embedding``, which is
+    then left out.
 
     Args:
-        flag: the beginning of the message, such as ``--evidence fastvid``.
-        family: its name.
-        model_type: the model's type, for messages; None for the family's name alone.
+        flag: the beginning of the error message, such as ``--evidence fastvid``.
+        family: the name of the model's family.
+        model_type: the model's type for messages; None for the family's name alone.
 
-    Raises UsageError if the encoder does not give an evidence.
+    Raises:
+        UsageError: the encoder does not compute the evidence.
     """
     kind, pairs = family_class(family), set(name_source_pairs(pruner.sources))
     if "text_embedding" in pruner.needs:  # if a family has no embedding of patches, its tokens are used instead
@@ -410,7 +459,7 @@ def list_evidence_of(pruner: Pruner, flag: str, family: str, model_type: str | N
 
 
 def _check_evidence_survives(names: set[str], pruner: Pruner) -> None:
-    """Raise UsageError if the pruning method loses the tokens that the evidence describes."""
+    """Raise UsageError if the method merges tokens, or drops tokens while evidence of whole frames is to be stored."""
     if names and pruner.merges:
         raise UsageError(
             f"--evidence {', '.join(sorted(names))}: --pruner {pruner.name} merges tokens, and a merged token has no "
@@ -424,10 +473,11 @@ def _check_evidence_survives(names: set[str], pruner: Pruner) -> None:
 
 
 def _parse_evidence_item(item: str, family: str, model_type: str | None) -> tuple[str, str]:
-    """Parse NAME or NAME=SOURCE to (name, source); a single source of the family need not be named.
+    """Parse NAME or NAME=SOURCE into (name, source). SOURCE may be omitted if the family has only one.
 
-    Raises UsageError for an unknown name, and if the family gives it from no source, from other sources or from
-    several.
+    Raises:
+        UsageError: the name is unknown, the family does not compute the evidence, SOURCE is not one of its sources, or
+            SOURCE is missing and the family has several.
     """
     name, _, chosen_source = item.partition("=")
     if name not in STORED_EVIDENCE:
