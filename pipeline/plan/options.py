@@ -1,4 +1,4 @@
-"""The options of a plan."""
+"""The command-line options of a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _PLAN_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(RunOptions):
-    """The options of a plan: the videos, the cluster and the prices that it reckons with."""
+    """The options of a plan: the videos, the cluster and the prices that it assumes.
+
+    Raises:
+        UsageError: an option has an invalid value, options exclude each other, or an option of plans lacks ``--plan``.
+    """
 
     plan: bool = option(
         False, "forecast time, cost, bytes and the bottleneck: writes nothing, needs no GPU", group="plan"
@@ -43,7 +47,11 @@ class PlanOptions(RunOptions):
 
     @property
     def prices(self) -> Prices:
-        """The prices that ``--price`` gives. Raises UsageError."""
+        """The prices that ``--price`` gives.
+
+        Raises:
+            UsageError: a name is unknown, or a value is not a positive number.
+        """
         prices: dict[str, float] = {}
         for name, text in named_values(self.price, "--price").items():
             check(name in Prices._fields, "price", "of a gpu-hour, a core-hour or a gb-month", name.replace("_", "-"))
@@ -55,16 +63,21 @@ class PlanOptions(RunOptions):
         return Prices(**prices)
 
     def pixels(self) -> tuple[int, int]:
-        """Return (width, height) of ``--size``. Raises UsageError."""
+        """Return (width, height) of ``--size``, by default 1920 x 1080.
+
+        Raises:
+            UsageError: the value is not WIDTHxHEIGHT with two numbers of at most five digits.
+        """
         match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.size or _FULL_HD)
         if match is None:
             raise UsageError(f"--size must be WIDTHxHEIGHT, got {self.size!r}")
         return int(match[1]), int(match[2])
 
     def __post_init__(self) -> None:
-        """Raise UsageError also for a wrong value of a plan's option, and for options that do not go together.
+        """Check all options.
 
-        Options of a plan need ``--plan``.
+        Raises:
+            UsageError: an option is invalid, options exclude each other, or an option of plans lacks ``--plan``.
         """
         super().__post_init__()
         for name in _PLAN_FIELDS:

@@ -69,7 +69,7 @@ def _describe_sizes(source: ModelSource) -> str:
 
 
 def _check_transformers(source: ModelSource) -> str:
-    """Describe whether transformers can answer questions with this model, as far as that can be checked without weights.
+    """Describe whether transformers can answer questions with this model, as far as that is known without weights.
 
     An error of the family's class of prompts becomes part of the description.
     """

@@ -377,8 +377,8 @@ def make_sampling(config: PruneConfig, max_frames: int, min_frames: int = 1, min
 def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]:
     """Return the sampling's entry in the cache's identity.
 
-    Defaults are left out, so that caches of older versions match: the rule "truncate", a minimum of 1, and no
-    keyframes. With ``fps``, ``max_frames`` and the version of the rule are always present.
+    Defaults are left out: the rule "truncate", a minimum of 1 frame, and no keyframes. With ``fps``, ``max_frames`` and
+    the version of the rule are always present.
     """
     snap = sampling.snap_to_keyframes_s
     snap_setting = {} if snap is None else {"snap_to_keyframes_s": snap}

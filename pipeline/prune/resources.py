@@ -1,4 +1,4 @@
-"""The resources of a prune run: the workers of each stage, and the sizes of blocks, bundles and shards."""
+"""The resources of a prune run: the workers of each stage, and the sizes of tasks, batches and shards."""
 
 from __future__ import annotations
 
@@ -56,7 +56,14 @@ MAX_MEASURED_FILES = 256
 
 @dataclass(frozen=True)
 class Resources(Plan):
-    """The resources that the stages of a prune run reserve, and the sizes of its blocks, bundles and shards."""
+    """The resources that the stages of a prune run reserve, and the sizes of its tasks, batches and shards.
+
+    Attributes:
+        videos_per_block: the number of videos in a decode task, where files are decoded.
+        videos_per_shard: the maximum number of videos in a shard.
+        videos_per_bundle: the number of videos in a batch.
+        rows_per_group: the rows in a row group of the tables that hold videos; 1 if there are none.
+    """
 
     wording: ClassVar[Wording] = PRUNING
 
@@ -69,11 +76,13 @@ class Resources(Plan):
     rows_per_group: int = 1
 
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
-        """Return the bytes of object store for waiting videos, without the videos that workers have in hand.
+        """Estimate the object store memory for waiting videos, without the videos that workers have in hand.
 
-        These are a few bundles a decoder, the queue of each encoder, and a few shards. ``frame_bytes`` and
-        ``token_bytes`` are the bytes of one video. If the waiting shards take more memory, Ray slows to one block in
-        ten seconds.
+        It holds a few batches per decoder, the queue of each encoder, and a few shards. If waiting shards take more,
+        Ray slows down to one block in ten seconds.
+
+        Args:
+            frame_bytes, token_bytes: the bytes of one video before and after the encode stage.
         """
         bundles = (self.decode.in_flight or 4) * self.decode.workers
         bundles += (self.encode.in_flight or 4) * self.encode.workers
@@ -83,20 +92,21 @@ class Resources(Plan):
     def fit_to_stores(
         self, store_bytes: float, frame_bytes: int, token_bytes: int, n_videos: int, usual_bytes: int = 0
     ) -> Resources:
-        """Return these resources with the sizes of bundles, shards and queues fitted to the object stores.
+        """Return a copy with the sizes of batches, shards and queues fitted to the object stores.
 
-        Videos share a bundle while there are enough bundles for all workers and the object stores hold them. The queue
-        of an encoder is long enough that it does not wait for the driver, which looks ten times a second. It has at
-        most an eighth of the encoder's share, since other encoders may finish earlier. All queues have at most a
-        quarter of the object stores. All shards in memory fit half of the object stores, which is Ray's own limit.
-
-        Ray starts calls before it knows how large their results are. Where a usual video has more than MAX_BUNDLE_BYTES
-        of frames, no calls wait at a worker, and the results of the decoders' first calls fit half of the stores.
+        - Videos share a batch while there are enough batches for all workers and the object stores hold them.
+        - The queue of an encoder is long enough that it does not wait for the driver, which looks ten times a second.
+          It is at most an eighth of the encoder's share, since other encoders may finish earlier.
+        - All queues together take at most a quarter of the object stores, unless that is less than the minimum of 2 *
+          CALLS batches per encoder. All shards in memory take at most half, which is Ray's own limit.
+        - Ray starts calls before it knows the size of their results. If a typical video has more than MAX_BUNDLE_BYTES
+          of frames, no call waits at a worker, and there are only as many decoders as the results of their first calls
+          fit half of the object stores.
 
         Args:
-            store_bytes: of all object stores together.
-            frame_bytes, token_bytes: the bytes of one video, the largest that is planned for.
-            usual_bytes: the bytes of the frames of a usual video.
+            store_bytes: the capacity of all object stores together.
+            frame_bytes, token_bytes: the bytes of the largest planned video before and after the encode stage.
+            usual_bytes: the bytes of the frames of a typical video.
         """
         max_shard = store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1))
         shard = max(1, int(min(self.videos_per_shard, max_shard)))
@@ -125,10 +135,13 @@ class Resources(Plan):
         )
 
     def blocks(self, videos: pa.Table, later_bytes: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of each block of videos (TODO_SCHEMA), the unit of work and of retry.
+        """Yield the (start, stop) of each decode task among ``videos`` (TODO_SCHEMA).
 
-        The last blocks are one bundle each, so that few videos wait for a slow worker at the end. Videos of archives
-        are cut by ``cut_units``; ``later_bytes`` are the bytes of videos that are still to be found.
+        The last tasks have one batch each, so that few videos wait for a slow worker at the end. If any video is in an
+        archive, ``cut_units`` cuts all of them.
+
+        Args:
+            later_bytes: the bytes of videos in archives that follow later.
         """
         n_videos = len(videos)
         if videos["source_offset"].null_count < n_videos:
@@ -142,19 +155,19 @@ class Resources(Plan):
 
     @property
     def shards_at_once(self) -> int:
-        """The number of shards in memory: one that fills, one that waits, and two of each writer."""
+        """The number of shards in memory: one that fills up, one that waits, and two per writer."""
         return 2 * self.write.workers + 2
 
     @property
     def workers(self) -> str:
-        """A description of the workers that start."""
+        """A description of the decoders and encoders that start, for messages."""
         return f"{self.decode.workers} to decode, {self.encode.workers} to encode, which load the model first"
 
     def min_items_to_start(self, stage: str, more_expected: bool) -> int:
-        """Return the number of waiting videos at which a stage starts to take them.
+        """Return the number of waiting videos at which ``stage`` is expected to start on them.
 
-        A whole shard is collected before it is written, except the last shard. Each worker of the stage before may also
-        have finished bundles that are not passed on yet.
+        Writing starts when a whole shard has collected. Besides, each worker of the preceding stage may hold finished
+        batches that it has not passed on. Without ``more_expected``, the result is 1.
         """
         if not more_expected:
             return 1
@@ -166,8 +179,11 @@ class Resources(Plan):
 def count_videos_per_shard(shard_bytes: int, token_bytes: int, n_frames: int) -> int:
     """Return the number of videos that fill a shard of ``shard_bytes``, at least 1.
 
-    It is limited so that the driver can hold the records of a shard in memory. A video has ``token_bytes`` bytes of
-    tokens and ``n_frames`` frames.
+    The driver holds the records of a shard in memory, which limits the number.
+
+    Args:
+        token_bytes: the stored bytes of one video.
+        n_frames: the number of sampled frames of one video.
     """
     records = MAX_RECORDS_BYTES // (RECORD_BYTES + FRAME_RECORD_BYTES * n_frames)
     return max(1, min(shard_bytes // max(token_bytes, 1), records))
@@ -186,18 +202,20 @@ def plan_resources(
     encode_workers: int | None = None,
     decode_on_gpus: bool = False,
 ) -> Resources:
-    """Divide a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` among the workers for ``n_videos``.
+    """Divide a cluster among the workers for ``n_videos`` videos.
 
-    Decoders reserve every CPU, since decoding is the bottleneck of most runs. Encoders and writers reserve no CPU: an
-    encoder often waits, so the system shares the cores, and both fit any node.
+    Decoders reserve all CPUs, since decoding is the bottleneck of most runs. Encoders and writers reserve none: an
+    encoder often waits, so the operating system shares the cores, and both fit on any node. Each stage has at least one
+    worker.
 
     Args:
-        gpus: below 1, encoders run on CPUs.
-        total_file_bytes: of the videos' files; infinite if unknown.
-        usual_bytes: of the frames of a usual video.
-        videos_per_shard: at most; small runs get smaller shards.
-        decode_workers, encode_workers: at most; None for a number that fits the cluster.
-        decode_on_gpus: whether decoders reserve a share of the GPUs.
+        cpus, gpus: of the cluster; if ``gpus`` is below 1, encoders run on CPUs, by default one per four cores.
+        memory: the bytes of memory for decoders.
+        total_file_bytes: the bytes of all videos' files, which limit the decoders; infinite if unknown.
+        usual_bytes: the bytes of the frames of a typical video.
+        videos_per_shard: the maximum; small runs get smaller shards.
+        decode_workers, encode_workers: the maximum; None for a number that fits the cluster.
+        decode_on_gpus: True if decoders reserve a share of the GPUs.
     """
     cores = max(1, int(cpus))
     max_encoders = int(gpus) if gpus >= 1 else cores
@@ -228,9 +246,14 @@ def plan_resources(
 def plan_workers(
     config: PruneConfig, setups: PruneStages, cluster: Mapping[str, float], n_videos: int, file_bytes: float = math.inf
 ) -> tuple[Resources, Resources]:
-    """Plan the workers for ``n_videos`` with ``file_bytes`` in all: (uncapped, fitted to the object stores).
+    """Plan the workers for ``n_videos`` videos on a cluster.
 
-    ``cluster`` has Ray's resources by name: CPU and object_store_memory at least.
+    Args:
+        cluster: Ray's resources by name; CPU and object_store_memory are required.
+        file_bytes: the bytes of all videos' files; infinite if unknown.
+
+    Returns:
+        (uncapped, fitted): the plan before and after ``Resources.fit_to_stores``.
     """
     shape, encode = setups.decode.largest_frames(), setups.encode
     usual_bytes = 3 * math.prod(setups.decode.usual_frames())
@@ -252,9 +275,9 @@ def plan_workers(
 
 
 def total_file_bytes(videos: pa.Table) -> float:
-    """Return the total bytes of the files of ``videos`` (TODO_SCHEMA); videos that may not be read count nothing.
+    """Return the total bytes of the files of ``videos`` (TODO_SCHEMA), without videos that may not be read.
 
-    Infinite for more than MAX_MEASURED_FILES videos, or if a size is unknown: then all decoders start.
+    Infinity if there are more than MAX_MEASURED_FILES videos or a size is unknown; all decoders start then.
     """
     if len(videos) > MAX_MEASURED_FILES:
         return math.inf
@@ -263,16 +286,17 @@ def total_file_bytes(videos: pa.Table) -> float:
 
 
 def _measure_file_bytes(path: str, listed_bytes: int | None) -> float:
-    """Return a file's size: listed, or measured on this machine; infinite if neither is known."""
+    """Return the listed size of a file, or the size measured on this machine; infinity if both are unknown."""
     if listed_bytes is not None or is_remote(path):
         return math.inf if listed_bytes is None else listed_bytes
     return os.path.getsize(path) if os.path.isfile(path) else math.inf  # noqa: PTH202, PTH113 - as manifests have it
 
 
 def list_shortfalls(config: PruneConfig, uncapped: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
-    """Yield a note for each requested number of workers that the cluster cannot hold, and for smaller shards.
+    """Yield a note for each option about workers that the cluster cannot satisfy, and one if shards became smaller.
 
-    ``uncapped`` and ``plan`` are as of ``plan_workers``.
+    Args:
+        uncapped, plan: the results of ``plan_workers``.
     """
     for name, n_requested, n_planned in (
         ("decode-workers", config.decode_workers, plan.decode.workers),
@@ -291,12 +315,17 @@ UNITS_PER_WORKER = 4  # the remaining videos make so many units for each worker
 def cut_units(
     videos: pa.Table, workers: int, max_videos: int, bundle: int = 1, row_group: int = 1, later_bytes: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each unit of ``videos`` (MANIFEST_SCHEMA), by their order and sizes alone.
+    """Yield the (start, stop) of each decode task among ``videos`` (MANIFEST_SCHEMA), by their order and sizes alone.
 
-    A unit has about MAX_UNIT_BYTES at most (a larger video is alone), and about ``max_videos``. It is rounded up to
-    whole bundles of ``bundle`` videos. If possible it has whole row groups of ``row_group`` rows of a table. Units
-    become smaller towards the end, so that few videos wait for a slow worker. ``later_bytes`` of videos follow,
-    presumably of similar size.
+    A task has at most about MAX_UNIT_BYTES (a larger video is alone) and about ``max_videos`` videos, and whole
+    batches. If possible it also has whole row groups. Tasks become smaller towards the end, so that few videos wait for
+    a slow worker.
+
+    Args:
+        workers: the number of decoders.
+        bundle: the number of videos in a batch.
+        row_group: the rows in a row group of the tables that hold videos.
+        later_bytes: the bytes of videos that follow later, which are assumed to be of similar size.
     """
     n_videos = len(videos)
     ends = np.concatenate([[0], np.cumsum(pc.fill_null(videos["size"], 0).to_numpy())])
@@ -318,7 +347,7 @@ def cut_units(
 
 
 def _find_group_starts(videos: pa.Table, row_group: int) -> NDArray[np.int64]:
-    """Return the indices of the videos that begin a row group; each member of a tar or zip is its own group."""
+    """Return the indices of the videos that begin a row group; a member of a tar or zip usually begins its own."""
     offsets = pc.fill_null(videos["source_offset"], 0).to_numpy()
     groups = offsets // row_group
     new = (groups[1:] != groups[:-1]) | (offsets[1:] < offsets[:-1])
