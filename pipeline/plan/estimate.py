@@ -63,7 +63,8 @@ def mean_of(values: Sequence[float], population: int) -> Interval:
         values: the sample; at least one value.
         population: the number of values in the corpus.
     """
-    mean, left_out = fmean(values), 1 - len(values) / population
+    mean = fmean(values)
+    left_out = 1 - len(values) / population
     if len(values) == 1:
         factor = 2.0 if left_out > 0 else 1.0
         return Interval(mean / factor, mean, mean * factor)
@@ -72,19 +73,19 @@ def mean_of(values: Sequence[float], population: int) -> Interval:
 
 
 HOUR = 3600.0
-# CPU seconds outside decoding, in all processes: for each video, byte of frames, and bundle of videos. Then the seconds
-# of the driver alone, a single process that reads all records. Measured on two cores (jobs/benchmark/README.md).
+# CPU seconds outside decoding in all processes, per video, byte of frames, and batch of videos. Then the seconds of the
+# driver alone, a single process that reads all records. Measured on two cores (jobs/benchmark/README.md).
 _HOST_S, _HOST_S_PER_BYTE, _HOST_S_PER_BUNDLE = 1.5e-3, 0.6e-9, 10e-3
 _DRIVER_S, _DRIVER_S_PER_BUNDLE = 0.4e-3, 4.5e-3
 _WAITING = Interval(0.7, 1.3, 3.0)  # factor on these seconds in a run, where stages wait for each other
-#: Factors from a probe's seconds to those of a run. Cores are shared by its stages; a GPU has no other work.
+#: Factors from the seconds of a sample to those of a run. The stages share the cores; a GPU has no other work.
 CORE_FACTOR, GPU_FACTOR = Interval(0.7, 1.1, 3.0), Interval(0.9, 1.0, 1.1)
-_CPU_PEAK = Interval(6e9, 20e9, 60e9)  # operations a second of a core in float32
+_CPU_PEAK = Interval(6e9, 20e9, 60e9)  # float32 operations per second of a core
 # Seconds by which pruning a video delays the next one, which is encoded beside it. Measured on one H200.
 _PRUNE_DELAY_S = Interval(1e-3, 4e-3, 8e-3)
-_LOSS = Interval(1.0, 1.03, 1.12)  # factor on the time, since stages wait for each other
+_LOSS = Interval(1.0, 1.03, 1.12)  # factor on the wall time, since stages wait for each other
 _START_S, _CLUSTER_START_S = Interval(5, 10, 40), Interval(15, 40, 180)
-# Decoding packets costs time for each pixel of the pictures that must be decoded; the chosen frames are also
+# Decoding costs time per pixel of each picture that must be decoded; the chosen frames are also
 # converted and resized. Fitted to the table of jobs/benchmark/README.md: H.264, 720p and 1080p, 10 to 600 s.
 _DECODE_S_PER_PIXEL, _CONVERT_S_PER_PIXEL = 1.65e-9, 3e-9
 _KEYFRAME_DISTANCE = Interval(30, 120, 250)  # pictures from one keyframe to the next
@@ -254,21 +255,25 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
     Args:
         notes: added to the notes of ``work``, as is a note on prices that are missing.
     """
-    n, n_good = work.videos, work.videos * (1 - work.failed)
-    # Videos that travel together, as pipeline.prune.graph bundles them.
-    bundle = int(max(1.0, min(32.0, 64 * 2**20 / max(1.0, work.frame_bytes.expected))))
-    host_s = spread(lambda size: _HOST_S + _HOST_S_PER_BYTE * size + _HOST_S_PER_BUNDLE / bundle, work.frame_bytes)
-    driver_s = _WAITING.scaled(n * (_DRIVER_S + _DRIVER_S_PER_BUNDLE / bundle))
+    n = work.videos
+    n_good = work.videos * (1 - work.failed)
+    # Videos per batch, as pipeline.prune.resources plans them.
+    videos_per_batch = int(max(1.0, min(32.0, 64 * 2**20 / max(1.0, work.frame_bytes.expected))))
+    host_s = spread(
+        lambda size: _HOST_S + _HOST_S_PER_BYTE * size + _HOST_S_PER_BUNDLE / videos_per_batch, work.frame_bytes
+    )
+    driver_s = _WAITING.scaled(n * (_DRIVER_S + _DRIVER_S_PER_BUNDLE / videos_per_batch))
     cpus_s = total(work.decode_s, product(host_s, _WAITING)).scaled(n / cluster.cores)
     encode_s = NONE if work.encode_s is None else work.encode_s
-    encode, output = encode_s.scaled(n_good), work.output_bytes.scaled(n_good)
+    encode = encode_s.scaled(n_good)
+    output = work.output_bytes.scaled(n_good)
     known = work.encode_s is not None
     if cluster.gpus or not known:
         stages = {"decode": cpus_s, "encode": encode.scaled(1 / (cluster.gpus or cluster.cores)), "driver": driver_s}
     else:  # decoders and encoders share the cores
         stages = {"cpus": total(cpus_s, encode.scaled(1 / cluster.cores)), "driver": driver_s}
     running = product(spread(max, *stages.values()), _LOSS)
-    # The first video passes all stages while no other one overlaps it.
+    # No other video overlaps the first one.
     wall = total(cluster.start_s, work.decode_s, encode_s, running) if n else NONE
     slowest = max(stages, key=lambda name: stages[name].expected) if n else "nothing"
     cost = _cost(n, prices, cluster, wall, output)
@@ -286,7 +291,7 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
         output_bytes=output,
         input_bytes=work.input_bytes and work.input_bytes.scaled(n),
         video_s=work.video_s and work.video_s.scaled(n_good),
-        stage_s={name: None if name == "encode" and not known else part for name, part in stages.items()},
+        stage_s={name: None if name == "encode" and not known else interval for name, interval in stages.items()},
         bottleneck=slowest,
         remedy=_remedy(slowest, cluster, stages),
         cost=cost or None,
@@ -301,9 +306,10 @@ def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> s
         return "nothing is left to do"
     if slowest == "cpus":
         return "more cores, or a GPU"
-    other_stages = {name: part.expected for name, part in stages.items() if name != slowest}
-    next_one = max(other_stages, key=lambda name: other_stages[name])
-    factor, until = stages[slowest].expected / max(other_stages[next_one], 1e-9), f"until {next_one} takes as long"
+    other_stages = {name: interval.expected for name, interval in stages.items() if name != slowest}
+    next_stage = max(other_stages, key=lambda name: other_stages[name])
+    factor = stages[slowest].expected / max(other_stages[next_stage], 1e-9)
+    until = f"until {next_stage} takes as long"
     if slowest == "decode":
         more = f"{math.ceil(cluster.cores * (factor - 1)):,} more decode cores, {until}"
         return f"{more}; --snap-to-keyframes for long videos{'; or --decoder nvdec' if cluster.gpus else ''}"
@@ -316,8 +322,8 @@ def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> s
 def _cost(videos: int, prices: Prices, cluster: Cluster, wall: Interval, output: Interval) -> dict[str, Interval]:
     """Return the costs of the run and of storing its cache, as far as prices are given; {} without prices."""
     cost = {}
-    parts = (cluster.gpus, prices.gpu_hour), (cluster.cores, prices.core_hour)
-    if hourly := sum(number * price for number, price in parts if price is not None):
+    prices_by_count = (cluster.gpus, prices.gpu_hour), (cluster.cores, prices.core_hour)
+    if hourly := sum(number * price for number, price in prices_by_count if price is not None):
         cost["total"] = wall.scaled(hourly / HOUR)
         cost["per_1000_videos"] = cost["total"].scaled(1000 / max(1, videos))
     if prices.gb_month is not None:
@@ -331,10 +337,10 @@ def decode_seconds(seconds: float, width: int, height: int, n_frames: int) -> In
     The frames are evenly spread. Between two keyframes, pictures are decoded up to the last chosen frame.
     """
     pictures = max(float(n_frames), seconds * _VIDEO_FPS)
-    apart = pictures / n_frames
+    distance = pictures / n_frames
 
     def decoded(keyframes: float, codec: float) -> float:
-        n_decoded = pictures * (1 - apart / (2 * keyframes)) if apart < keyframes else n_frames * keyframes / 2
+        n_decoded = pictures * (1 - distance / (2 * keyframes)) if distance < keyframes else n_frames * keyframes / 2
         return codec * width * height * (n_decoded * _DECODE_S_PER_PIXEL + n_frames * _CONVERT_S_PER_PIXEL)
 
     return spread(decoded, _KEYFRAME_DISTANCE, _CODEC_FACTOR)

@@ -57,16 +57,16 @@ def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
     yield "cluster", f"{gpus} x {kind}, {cores:g} vCPUs" if gpus else f"{cores:g} vCPUs, no GPU"
     yield "wall time", format_range(plan.wall_s, time_text)
     yield "bottleneck", f"{plan.bottleneck}; what removes it: {plan.remedy}"
-    for name, part in plan.stage_s.items():
-        yield f"  {name} alone", "not known" if part is None else format_range(part, time_text)
+    for name, interval in plan.stage_s.items():
+        yield f"  {name} alone", "not known" if interval is None else format_range(interval, time_text)
     yield "decode", f"{format_range(plan.decode_core_s, hours)} of a core"
     encode, unit = (plan.gpu_s, "GPU") if gpus else (plan.encode_core_s, "core")
     yield "encode", _UNKNOWN if encode is None else f"{format_range(encode, hours)} of a {unit}"
     yield "output", format_range(plan.output_bytes, bytes_text)
     if plan.input_bytes is not None:
         yield "input", f"{format_range(plan.input_bytes, bytes_text)} of video files are read"
-    for name, part in (plan.cost or {}).items():
-        yield f"cost, {name.replace('_', ' ')}", format_range(part, number)
+    for name, interval in (plan.cost or {}).items():
+        yield f"cost, {name.replace('_', ' ')}", format_range(interval, number)
 
 
 def render_plan(plan: RunEstimate) -> RenderableType:

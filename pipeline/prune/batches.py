@@ -26,7 +26,7 @@ from pipeline.rows import VideoRecord, without_nulls
 
 BYTES = pa.large_binary()
 CELLS = pa.list_(BYTES)
-# The arrays of KeptTokens: one cell a video, null if it has none.
+# The arrays of KeptTokens: a cell per video, which is null if the video has none.
 _ARRAYS: Mapping[str, type[np.generic]] = {
     "tokens": np.int16,
     "index": np.int32,
@@ -35,10 +35,10 @@ _ARRAYS: Mapping[str, type[np.generic]] = {
     "density": np.float32,
 }
 
-#: A unit of work: the rows of videos that one call decodes, in one cell.
+#: The schema of a decode task: the rows of the videos that one call decodes, in one cell.
 UNIT = pa.schema([pa.field("videos", BYTES)])
-#: A bundle of videos between two stages. ``deepstack`` and ``evidence`` hold the arrays of all videos in a row;
-#: ``layout`` has the widths of each video's tokens, deepstack levels and evidence, as ``_measure_widths`` returns them.
+#: The schema of a batch of videos between two stages. ``deepstack`` and ``evidence`` list the arrays of all videos one
+#: after the other; ``layout`` has the result of ``_measure_widths`` for each video.
 BUNDLE = pa.schema(
     [
         pa.field("records", BYTES),
@@ -46,7 +46,7 @@ BUNDLE = pa.schema(
         *(pa.field(name, CELLS) for name in ("frames", *_ARRAYS, "deepstack", "evidence")),
     ]
 )
-#: The rows of written videos: VIDEO_SCHEMA, but columns that a commit fills may be null.
+#: The schema of written videos: VIDEO_SCHEMA, but all columns may be null, since a commit fills some of them.
 WRITTEN_SCHEMA = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA])
 
 
@@ -56,8 +56,8 @@ def pack_unit(todo: pa.Table) -> pa.Table:
     Raises:
         ValueError: ``todo`` has no rows.
     """
-    (part,) = todo.combine_chunks().to_batches()
-    return pa.table([pa.array([part.serialize().to_pybytes()], BYTES)], schema=UNIT)
+    (batch,) = todo.combine_chunks().to_batches()
+    return pa.table([pa.array([batch.serialize().to_pybytes()], BYTES)], schema=UNIT)
 
 
 def unpack_unit(unit: pa.Table) -> pa.RecordBatch:
@@ -94,7 +94,9 @@ def unpack(bundle: pa.Table) -> list[VideoItem]:
     shape. A failed video has None for ``frames`` and ``kept``.
     """
     columns = {name: bundle[name].chunk(0).flatten() for name in BUNDLE.names if name not in ("records", "layout")}
-    next_level, next_label, videos = count(), count(), []  # deepstack and evidence: the cells of all videos in a row
+    next_level = count()  # the cells of deepstack levels and evidence are consecutive over all videos
+    next_label = count()
+    videos = []
     records, layout = _unpack_json(bundle["records"]), _unpack_json(bundle["layout"])
     for number, (record, (width, levels, labels)) in enumerate(zip(records, layout, strict=True)):
         arrays = {name: read_cell(columns[name], number, kind) for name, kind in _ARRAYS.items()}
@@ -155,12 +157,14 @@ def _pack_cells(arrays: Iterable[NDArray[Any] | None]) -> pa.Array:
     If only one of the arrays has content, and it is contiguous, its bytes are not copied.
     """
     arrays, empty = list(arrays), np.empty(0, np.uint8)
-    parts = [empty if array is None else np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-    offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-    filled_parts = [part for part in parts if len(part)]
-    data = filled_parts[0] if len(filled_parts) == 1 else np.concatenate([empty, *filled_parts])
-    _, present = pa.array([array is not None for array in arrays], pa.bool_()).buffers()  # as Arrow packs validity
-    cells = pa.Array.from_buffers(BYTES, len(parts), [present, pa.py_buffer(offsets), pa.py_buffer(data)])
+    pieces = [empty if array is None else np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+    filled_pieces = [piece for piece in pieces if len(piece)]
+    data = filled_pieces[0] if len(filled_pieces) == 1 else np.concatenate([empty, *filled_pieces])
+    _, present = pa.array(
+        [array is not None for array in arrays], pa.bool_()
+    ).buffers()  # the validity bits in Arrow's layout
+    cells = pa.Array.from_buffers(BYTES, len(pieces), [present, pa.py_buffer(offsets), pa.py_buffer(data)])
     return pa.ListArray.from_arrays(pa.array([0, len(cells)], pa.int32()), cells)
 
 

@@ -49,7 +49,9 @@ class CommittedVideos:
         self.infrastructure_errors: Counter[FaultClass] = Counter()
         self.examples: dict[FaultClass, str] = {}
         self.fetched = 0
-        self.record, self._table, self._monitor = record, table, monitor
+        self.record = record
+        self._table = table
+        self._monitor = monitor
         self._last_counted: set[tuple[str, int]] = set()  # the ids and attempts of the last commit
         self._token_shards: list[str] = []  # committed by this run, ascending
         self._saved_at = time.monotonic()
@@ -72,7 +74,7 @@ class CommittedVideos:
         is_new = [attempt not in self._last_counted for attempt in attempts]
         new_attempts, self._last_counted = {*attempts} - self._last_counted, set(attempts)
         ok_rows, failed_records = select_ok(rows), unpack_failed(rows)
-        if new_attempts:  # else an interrupt came after the same rows were counted
+        if new_attempts:  # otherwise an interrupt came after the same rows were counted
             new_failures = [row for row in failed_records if (row["video_id"], row["attempts"]) in new_attempts]
             self._count(rows.filter(pa.array(is_new)), new_failures)
         self._record_shards(set(map(parse_shard_id, ok_rows["token_shard"].to_pylist())))
@@ -95,7 +97,8 @@ class CommittedVideos:
             self.examples[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
         self.fetched += sum_column(rows.filter(pa.array(map(is_remote, rows["uri"].to_pylist()))), "source_size")
         self._monitor.count_rows("video", len(rows) - len(failed_records), len(failed_records))
-        n_kept, metrics = sum_column(rows, "n_tokens"), self._monitor.metrics
+        n_kept = sum_column(rows, "n_tokens")
+        metrics = self._monitor.metrics
         metrics.count("tokens", sum_column(rows, "n_total"), kind="in")
         metrics.count("tokens", n_kept, kind="kept")
         metrics.count("bytes", sum_column(rows, "source_size"), kind="read")
@@ -140,7 +143,10 @@ class PruneWatch(Watch):
         """
         super().__init__(monitor)
         self.is_second_pass = False
-        self._done, self._todo, self._record, self._max_alike_failures = done, todo, record, max_alike_failures
+        self._done = done
+        self._todo = todo
+        self._record = record
+        self._max_alike_failures = max_alike_failures
         self._is_estimated = not todo.is_complete
 
     def look(self, report: WorkerReport, progress: Progress) -> None:
@@ -163,7 +169,8 @@ class PruneWatch(Watch):
             return
         ((fault, count),) = self._done.infrastructure_errors.most_common(1)
         if count > self._max_alike_failures:
-            stage, example = report.failing[0], self._done.examples[fault]
+            stage = report.failing[0]
+            example = self._done.examples[fault]
             raise RunFailed(
                 f"{count} videos failed alike and all {stage} workers fail ({fault}, {example}): {FAULTS[fault].remedy}"
             )

@@ -15,13 +15,13 @@ from pipeline.plan.options import PlanOptions
 if TYPE_CHECKING:
     from pipeline.inputs.archive import ArchiveOptions
 
-#: The options that say how a single video is encoded, in a process without Ray.
+#: The options that determine how a single video is encoded, also in a process without Ray.
 ENCODING_OPTIONS = frozenset(
     {"model", "revision", "family", "siglip", "device", "dtype", "attn", "seed", "num_frames", "frame_rule", "fps"}
     | {"max_frames", "snap_to_keyframes", "min_pixels", "max_pixels", "max_video_tokens", "decoder", "fetch_memory"}
     | {"s3_endpoint", "s3_requester_pays"}
 )
-#: The options that concern a single video: also how it is pruned.
+#: The options that determine how a single video is encoded and pruned.
 VIDEO_OPTIONS = ENCODING_OPTIONS | {"retention_ratio", "pruner", "pruner_param"}
 
 
@@ -287,7 +287,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
             UsageError: an option is invalid; the message names it and the values that it accepts.
         """
         super().__post_init__()
-        if isinstance(self.videos, str):  # as older records of runs have it
+        if isinstance(self.videos, str):  # older records of runs have a string
             object.__setattr__(self, "videos", [self.videos])
         self.part()
         self._check_plan()
@@ -295,7 +295,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         if self.zip_encoding is not None:
             check(_is_encoding(self.zip_encoding), "zip_encoding", "an encoding that Python knows", self.zip_encoding)
         check(not self.index or self.dry_run, "index", "given with --dry-run", self.index)
-        # An empty name, as of a shell's variable that is not set, would be the current folder with all below it.
+        # An empty name, such as an unset shell variable, would mean the current folder and everything below it.
         has_names = all(name.strip() for name in self.videos) and len(self.videos) > 0
         check(has_names, "videos", "at least one folder, glob, file or manifest", self.videos)
         check(all(root.strip() for root in self.video_root), "video_root", "a folder or prefix", self.video_root)

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from gstep.backbones import Preprocessor
 
 _FULL_HD = 1920, 1080
-_USUAL_SIZES = _FULL_HD, (1280, 720), (854, 480), (426, 240)  # of videos, (width, height)
-_USUAL_FRAMES = 32  # of a video that is sampled by time
+_USUAL_SIZES = _FULL_HD, (1280, 720), (854, 480), (426, 240)  # standard sizes of videos, (width, height)
+_USUAL_FRAMES = 32  # of a typical video that is sampled with fps
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ class VideoDecoder:
     """
 
     def __init__(self, setup: DecodeSetup, sandbox: DecodeSandbox | None = None) -> None:
-        self._setup, self.cpu_s = setup, 0.0
+        self._setup = setup
+        self.cpu_s = 0.0
         self._sandbox = sandbox or DecodeSandbox(setup.timeout_s, setup.memory_mb, on_gpu=setup.decoder == "nvdec")
 
     def close(self) -> None:
@@ -175,8 +176,10 @@ class VideoDecoder:
             (record, frames [t,h,w,3] uint8, resized by the preprocessor), or (error record, None) if the video has a
             fault. ``decode_s`` of the record does not include the start of a child process.
         """
-        start, setup = time.perf_counter() - self._sandbox.starting_s, self._setup
-        record, clip = _first_record(row, source), (row["start_s"], row["end_s"])
+        start = time.perf_counter() - self._sandbox.starting_s
+        setup = self._setup
+        record = _first_record(row, source)
+        clip = (row["start_s"], row["end_s"])
         kind = setup.sampling, setup.preprocessor
         request = DecodeRequest(row["uri"], *kind, *clip, setup.decoder)
         try:
@@ -189,7 +192,7 @@ class VideoDecoder:
                 failed_record["source_size"] = size
             failed_record["decode_s"] = (
                 time.perf_counter() - self._sandbox.starting_s - start
-            )  # measured as for ok videos
+            )  # the same span as for ok videos
             return failed_record, None
         self.cpu_s = video.cpu_s
         return {**record, **make_decoding_columns(video, row["attempts"])}, video.frames
@@ -249,9 +252,9 @@ class Decoder:
         rows: list[TodoRow] = todo.to_pylist()
         with self._decoder.open_archives(rows) as archives:
             for start in range(0, len(rows), self._videos_per_bundle):
-                bundle = rows[start : start + self._videos_per_bundle]
-                with self._heartbeat.holding(*(row["video_id"] for row in bundle)) as items:
-                    packed = pack([self._decode_reported(row, items, archives) for row in bundle])
+                batch = rows[start : start + self._videos_per_bundle]
+                with self._heartbeat.holding(*(row["video_id"] for row in batch)) as items:
+                    packed = pack([self._decode_reported(row, items, archives) for row in batch])
                 yield packed
 
     def _decode_reported(self, row: TodoRow, items: ItemsInHand, archives: OpenArchives) -> VideoItem:

@@ -96,19 +96,22 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
             ``--join`` is not given.
     """
     request = check_request(config, console)
-    store, recipe = request.store, request.recipe
+    store = request.store
+    recipe = request.recipe
     with store_usage_errors():
         if not config.join and (holder := find_holder(store)):
             raise CacheLocked(f"{store}: another run writes here: {describe_holder(holder)}")
         _check_writable(store)
         _, todo = request.select_todo(new_run_id())
     rows = todo.list_todo()
-    sampling, preprocessor = recipe.sampling, family_of(recipe.source).preprocessor()
+    sampling = recipe.sampling
+    preprocessor = family_of(recipe.source).preprocessor()
     video, grid, kept, video_bytes = _measure_video(recipe, sampling.num_frames or sampling.max_frames or 0)
     minute, (T, N), minute_kept, minute_bytes = _measure_video(recipe, plan_frames(sampling, 60))
     with usage_errors():
         checks = check_model(recipe)
-    list_check, left_out = check_list(rows), request.videos.indexes.left_out
+    list_check = check_list(rows)
+    left_out = request.videos.indexes.left_out
     return Forecast(
         out=str(store),
         tally=todo.tally,
@@ -128,7 +131,7 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
         frames=[describe_sampling(settings := sampling_settings(sampling)), *foresee_limits(settings, rows)],
         files=list(_describe_files(list_check)),
         checks=checks,
-        unlisted=[place.uri for place in request.videos.unindexed],
+        unlisted=[archive.uri for archive in request.videos.unindexed],
         left_out=left_out.counts(),
         left_out_names=left_out.first_names(),
     )
@@ -174,7 +177,7 @@ def render_forecast(forecast: Forecast) -> RenderableType:
     """Render the forecast as a table for the terminal, followed by the identity of the cache."""
     table = Table.grid(padding=(0, 2))
     for name, value in _list_lines(forecast):
-        table.add_row(name, Text(value))  # ids and addresses come from files and are no markup
+        table.add_row(name, Text(value))  # ids and URIs come from files and must not be parsed as markup
     identity = Table.grid(padding=(0, 2))
     for name, value in _list_leaves(forecast.identity):
         identity.add_row(f"  {name}", Text(value))
@@ -184,7 +187,8 @@ def render_forecast(forecast: Forecast) -> RenderableType:
 
 def _list_lines(forecast: Forecast) -> list[tuple[str, str]]:
     """Return the lines of the forecast as (label, text), without the identity."""
-    counts, (T, N) = forecast.tally, forecast.grid
+    counts = forecast.tally
+    T, N = forecast.grid
     waiting = counts.n_todo - forecast.n_todo
     waiting_note = f", {waiting} more wait (--limit)" if waiting else ""
     todo_kinds = f"{counts.new} new, {counts.retried} failed before, {counts.redone} changed or named by --redo"

@@ -51,16 +51,16 @@ class EncodeSetup:
     retention_ratio: float
     seed: int = 0
     pruner_params: dict[str, Json] = field(default_factory=dict)  # as the method's class takes them
-    pruner_code: str | None = None  # of a user's own method: the hash in the cache's identity
+    pruner_code: str | None = None  # of a user method: the hash in the cache's identity
     evidence: dict[str, str] = field(default_factory=dict)  # to store: label -> source in the encoder
     device: str = "auto"
     dtype: str = "auto"
     attn: str = "auto"
     codec: str = BFLOAT16.name
-    batch_frames: int | None = None  # frames in one pass of the tower, of several videos; None: of one video
-    even: bool = False  # whether frames are sampled at even times
+    batch_frames: int | None = None  # per pass of the tower, of several videos; None: passes of one video
+    even: bool = False  # True if frames are sampled at evenly spaced times
     tower_hash: str | None = None  # of the source (gstep.checkpoints.tensors), for the rows
-    shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos: a GPU compiles for it ahead
+    shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos, to compile for
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
         """Estimate the bytes of a video's kept tokens and evidence in bfloat16, as they travel between the stages."""
@@ -105,7 +105,7 @@ class VideoEncoder:
         backbone: the vision tower.
     """
 
-    _max_pass = Fraction(1)  # the part of a pass that several videos may fill
+    _max_pass = Fraction(1)  # the share of a pass that several videos may fill
 
     def __init__(self, setup: EncodeSetup, backbone: Backbone | None = None) -> None:
         """Create the pruning method, and load the vision tower unless ``backbone`` is given.
@@ -170,7 +170,8 @@ class VideoEncoder:
         """
         group, group_share = list[VideoItem](), Fraction(0)
         for video in videos:
-            share, record = Fraction(1), video.record
+            share = Fraction(1)
+            record = video.record
             if video.frames is not None and self._setup.batch_frames is not None:
                 share = self.backbone.pass_share(len(record["frame_indices"]), record["height"], record["width"])
             if group and group_share + share > self._max_pass:
@@ -413,7 +414,7 @@ def _run_guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
         return work()
     except (VideoFault, MethodFails):
         raise
-    except Exception as error:  # noqa: BLE001 - an error of one video must not fail its neighbours
+    except Exception as error:  # noqa: BLE001 - an error of one video must not fail other videos
         exit_after_gpu_fault(video_id, error)
         if is_out_of_memory(error):
             fault = VideoFault("out-of-memory", str(error), stage=stage)
@@ -514,7 +515,8 @@ class Encoder:
         if video.frames is None:
             items.release(is_result=False)
             return VideoItem(video.record)
-        record, start = video.record, time.perf_counter()
+        record = video.record
+        start = time.perf_counter()
         try:
             item = self.encoder.encode_one(record, _run_guarded("encode", record["video_id"], video.reshape_frames))
         except VideoFault as error:

@@ -14,10 +14,10 @@ import pyarrow as pa
 from pipeline.errors import LimitReached
 from pipeline.rows import VideoRecord
 
-#: Bytes of a token in its shard without its vectors: index, rank, frame and density, compressed.
+#: Compressed bytes of a token in its shard without its vectors: index, rank, frame and density.
 COLUMN_BYTES = 12
 _HOUR = 3600.0
-# The columns of the videos table that a run's figures are made from.
+# The columns of the videos table that the sums need.
 _COLUMNS = ("status", "decode_s", "encode_s", "prune_s", "n_tokens", "start_s", "end_s", "duration_s")
 
 
@@ -46,9 +46,9 @@ class Facts:
     limit_reached: str = ""
     clock: Callable[[], float] = time.monotonic
     _started_at: float = field(init=False)
-    _encoders: int = field(init=False, default=1)  # that compute at once, since _since
+    _encoders: int = field(init=False, default=1)  # encoders that work since _since
     _since: float = field(init=False)
-    _encoder_s: float = field(init=False, default=0.0)  # that the encoders had until _since
+    _encoder_s: float = field(init=False, default=0.0)  # seconds that all encoders had until _since
 
     def __post_init__(self) -> None:
         self._started_at = self._since = self.clock()
@@ -114,5 +114,6 @@ def sum_column(rows: pa.Table, name: str) -> Any:
 
 def measure_seconds(record: VideoRecord) -> float:
     """Return the seconds that a decoded video plays, or its clip up to the video's end; 0 without a duration."""
-    duration, end = record.get("duration_s") or 0.0, record.get("end_s")
+    duration = record.get("duration_s") or 0.0
+    end = record.get("end_s")
     return max(0.0, (duration if end is None else min(end, duration)) - (record.get("start_s") or 0.0))

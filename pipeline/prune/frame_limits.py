@@ -53,8 +53,8 @@ def find_cap(sampling: SamplingIdentity) -> float:
 
     A row's frames were capped if its ``frames_by_rate`` is above this number, and filled up if it is not (and not 0).
     """
-    most = cast("int | None", sampling.get("max_frames"))
-    return math.inf if most is None else most
+    max_frames = cast("int | None", sampling.get("max_frames"))
+    return math.inf if max_frames is None else max_frames
 
 
 def find_least(sampling: SamplingIdentity) -> int:
@@ -165,16 +165,19 @@ def describe_sampling(sampling: SamplingIdentity) -> str:
         rule = str(sampling.get("rule", TRUNCATE))
         how = "evenly spread" if rule == TRUNCATE else FRAME_RULES.get(rule, rule)
         return f"{count_of(n_frames, 'frame')} a video (--num-frames): {how}{snapped}"
-    limits = ["" if (most := sampling.get("max_frames")) is None else f", at most {most} a video (--max-frames)"]
-    if (least := sampling.get("min_frames")) is not None:
-        limits.append(f", at least {least} where a video has them")
+    limits = [
+        "" if (max_frames := sampling.get("max_frames")) is None else f", at most {max_frames} a video (--max-frames)"
+    ]
+    if (min_frames := sampling.get("min_frames")) is not None:
+        limits.append(f", at least {min_frames} where a video has them")
     rate = f"{format_rate(cast(float, fps))} frame{'' if fps == 1 else 's'} a second (--fps)"
     return f"{rate}{''.join(limits)}{snapped}"
 
 
 def describe_limit(row: VideoRow, sampling: SamplingIdentity) -> str:
     """Describe how a limit changed the number of frames of an ok video; "" if none did or the row does not state it."""
-    by_rate, n_frames = row.get("frames_by_rate"), len(row["frame_indices"])
+    by_rate = row.get("frames_by_rate")
+    n_frames = len(row["frame_indices"])
     if not by_rate or sampling.get("fps") is None:
         return ""
     gives = f"--fps {sampling['fps']:g} gives {count_of(by_rate, 'frame')} of this clip"

@@ -63,7 +63,11 @@ class PruneJob(Job[Todo]):
 
     def __init__(self, request: Request, stages: PruneStages, run_id: str, record: RunFile, facts: Facts) -> None:
         super().__init__(request.config, request.console)
-        self._request, self._stages, self._run_id, self._record, self._facts = request, stages, run_id, record, facts
+        self._request = request
+        self._stages = stages
+        self._run_id = run_id
+        self._record = record
+        self._facts = facts
         self._todo: Todo | None = None  # of the last plan
         self._total_file_bytes = math.inf
 
@@ -79,7 +83,8 @@ class PruneJob(Job[Todo]):
             RunFailed: the nodes that the run needs are gone, or an archive cannot be indexed.
         """
         cluster = self.require_resources()
-        n_videos, self._todo = items.estimate_count(), items
+        n_videos = items.estimate_count()
+        self._todo = items
         self._total_file_bytes = math.inf if items.n_left else total_file_bytes(items.list_todo())
         uncapped, plan = self._plan_workers(cluster, n_videos)
         for note in list_shortfalls(self.options, uncapped, plan, n_videos):
@@ -102,7 +107,9 @@ class PruneJob(Job[Todo]):
     def graph(self, items: Todo, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         """Build the graph for a plan of ``plan`` or ``replan``, on all nodes that are not excluded."""
         assert isinstance(plan, Resources)
-        decode, encode, store = self._stages.decode, self._stages.encode, self._request.store
+        decode = self._stages.decode
+        encode = self._stages.encode
+        store = self._request.store
         return build_graph(items, decode, encode, plan, store, self._run_id, heartbeats, without=self.excluded_nodes)
 
 
@@ -126,26 +133,26 @@ def build_graph(
         without: the ids of nodes on which no worker may run.
     """
     labels = node_selector(without)
-    # 1. Manifest: blocks small enough to spread. They are cut here without a task (from_arrow starts a task a block):
-    # Ray's own tasks request a whole CPU, wait for it without end and are retried without end.
-    bundle = resources.videos_per_bundle
+    # 1. Manifest: blocks small enough to spread. They are cut here and not by from_arrow, which starts a Ray task per
+    # block: such a task requests a whole CPU, waits for it forever and is retried forever.
+    videos_per_batch = resources.videos_per_bundle
     if is_discovering := todo.n_left > 0:
         videos = _add_discovery_stage(todo, resources, labels)
     else:
         videos = ray.data.from_blocks(_pack_units(todo.list_todo(), resources))
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
-    frames = add_stage(videos, Decoder, resources.decode, (decode, heartbeats, bundle), labels)
-    # 3. Encode and prune: frames -> the kept tokens in order of selection. A row is a bundle.
+    frames = add_stage(videos, Decoder, resources.decode, (decode, heartbeats, videos_per_batch), labels)
+    # 3. Encode and prune: frames -> the kept tokens in order of selection. A row is a batch of videos.
     tokens = add_stage(frames, Encoder, resources.encode, (encode, heartbeats), labels)
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
     shape = decode.largest_frames()
     limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))
     if is_discovering:
-        limit += limit // 2  # Ray Data divides it among the stages, and there is one stage more
+        limit += limit // 2  # Ray Data divides it among the stages, and there is an additional stage
     tokens.context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=limit)
-    # 4. Write: one token shard a call, from blocks that the driver bundles.
+    # 4. Write: one token shard per call, from blocks that the driver collects.
     writers = partial(start_actors, Writer, resources.write, (store, run_id, heartbeats, encode.codec), labels)
-    return RunGraph(tokens, resources.videos_per_shard, writers, items_per_row=bundle)
+    return RunGraph(tokens, resources.videos_per_shard, writers, items_per_row=videos_per_batch)
 
 
 def _pack_units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[pa.Table]:
@@ -162,7 +169,7 @@ def _add_discovery_stage(todo: Todo, resources: Resources, labels: Mapping[str, 
 
     The tasks are stored by an actor on this node. An error of the thread goes to ``todo.fail``.
     """
-    # On this node only: another node could be lost with the units.
+    # On this node only: another node could be lost together with the tasks.
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     feed = ray.remote(Feed).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=strategy).remote()
 
@@ -171,11 +178,12 @@ def _add_discovery_stage(todo: Todo, resources: Resources, labels: Mapping[str, 
         try:
             for number, part in enumerate(todo.parts()):
                 feed.put.remote(number, [ray.put(_pack_units(part.todo, resources, part.later_bytes))])
-        except Exception as error:  # noqa: BLE001 - it is the main thread's
+        except Exception as error:  # noqa: BLE001 - the main thread raises it
             todo.fail(error)
 
     threading.Thread(target=hand_over, name="units", daemon=True).start()
-    numbers, at_once = range(todo.n_parts), math.ceil(todo.n_parts / MAX_BLOCKS)
+    numbers = range(todo.n_parts)
+    at_once = math.ceil(todo.n_parts / MAX_BLOCKS)
     blocks = [numbers[start : start + at_once] for start in numbers[::at_once]]
     parts = ray.data.from_blocks([pa.table({"part": list(block)}) for block in blocks])
     return add_stage(parts, UnitSource, DISCOVERY_STAGE, (feed,), labels)

@@ -137,9 +137,11 @@ def check_list(todo: pa.Table) -> ListCheck:
 
     Opens no video, and makes no request for remote files.
     """
-    examples, n_found, n_unseen = dict[str, Example](), 0, 0
-    for part in todo.to_batches(max_chunksize=ROWS_AT_ONCE):
-        for row in part.to_pylist():
+    examples = dict[str, Example]()
+    n_found = 0
+    n_unseen = 0
+    for batch in todo.to_batches(max_chunksize=ROWS_AT_ONCE):
+        for row in batch.to_pylist():
             if (problem := _find_sure_failure(row)) is not None:
                 n, first = examples.get(problem[0], (0, f"{row['video_id']}: {problem[1]}"))
                 examples[problem[0]] = Example(n + 1, first)
@@ -169,6 +171,6 @@ def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
     if start < 0 or (end is not None and end <= start):
         clip = f"from {start:g} s to {'the end' if end is None else f'{end:g} s'}"
         return "have a clip that starts before 0 or ends before it starts (unsupported)", clip
-    if _is_local_file(row) and not os.path.exists(row["uri"]):  # noqa: PTH110 - a Path each
+    if _is_local_file(row) and not os.path.exists(row["uri"]):  # noqa: PTH110 - a Path per row is slow
         return "do not exist on this machine (io)", f"{row['uri']}{near_form(row['uri'])}"
     return None

@@ -36,7 +36,7 @@ _TOKENS = pa.schema(
 )
 _RECORD = pa.struct([field.with_nullable(True) for field in VIDEO_SCHEMA])
 _DECODED_SCHEMA = pa.schema([("record", _RECORD), ("frames", BYTES)])
-_ANYWHERE = Roots([Path("/")], ["s3://"])  # the caller, who makes the rows, decides which files are read
+_ANYWHERE = Roots([Path("/")], ["s3://"])  # whoever makes the rows decides which files are read
 
 
 def prune_stages(**options: Any) -> PruneStages:

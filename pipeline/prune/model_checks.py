@@ -50,7 +50,7 @@ def _check_vision_part(source: ModelSource) -> str:
     if family.check_tensors():
         if source.family == GENERIC:
             return "checked: the checkpoint has all its tensors, by names and shapes; no weight was read"
-        is_own_check = type(family).check_tensors is not ModelFamily.check_tensors  # of a user's own family
+        is_own_check = type(family).check_tensors is not ModelFamily.check_tensors  # of a user family
         if source.family in FAMILIES or not is_own_check:
             return "checked: the checkpoint has all its tensors, by their names; no weight was read"
         return f"checked by check_tensors of {source.family}, which raised nothing"
@@ -85,7 +85,7 @@ def _check_transformers(source: ModelSource) -> str:
         prompt_builder(source)
     except ModelError as error:
         return f"answers no questions: {printable(str(error))}"
-    except Exception as error:  # noqa: BLE001 - a user's own family may raise anything
+    except Exception as error:  # noqa: BLE001 - a user family may raise anything
         return f"answers no questions: its class of prompts raises {type(error).__name__}: {printable(str(error))}"
     return "checked: tokenizer, chat template and config make prompts; the language model was not checked"
 
@@ -117,10 +117,8 @@ def _compare_to_stock(source: ModelSource, sampling: Sampling) -> str:
         pixels = "pixels and tokens are made by the checkpoint's own processor and encoder"
         settings = source.preprocessor.get("video_preprocessor_config.json", {})
     else:
-        pixels, settings = (
-            "not checked: nothing compared pixels and tokens with those of transformers",
-            source.preprocessor,
-        )
+        pixels = "not checked: nothing compared pixels and tokens with those of transformers"
+        settings = source.preprocessor
     stock_fps = settings.get("fps") or family_of(source).stock_fps
     if stock_fps is None:
         return f"{pixels}; its files state no rate of frames"

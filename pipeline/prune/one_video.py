@@ -80,7 +80,9 @@ class EncodedVideo:
         rows, lines = (np.arange(n) * of // n for n, of in zip((height, width), self.grid, strict=True))
         lit = mask[:, rows][:, :, lines, None]
         tiles = np.where(lit, frames, frames // _DIM_FACTOR)
-        blank = np.full((-len(tiles) % columns, *tiles.shape[1:]), 255, np.uint8)  # no dark cell, as if it was pruned
+        blank = np.full(
+            (-len(tiles) % columns, *tiles.shape[1:]), 255, np.uint8
+        )  # white, since a dark frame would look pruned
         mosaic = np.concatenate([tiles, blank]).reshape(-1, columns, height, width, 3)
         return mosaic.swapaxes(1, 2).reshape(-1, columns * width, 3)
 
@@ -148,8 +150,8 @@ def decode_file(
     Raises:
         VideoFault: the video cannot be read or decoded.
     """
-    place = path if is_s3(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
-    row = todo_row(path, place, start_s, end_s)
+    uri = path if is_s3(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
+    row = todo_row(path, uri, start_s, end_s)
     with decoder.open_archives([row]) as archives, decoder.open(row, archives) as source:
         record, frames = decoder.decode_one(row, source)
     if frames is None:

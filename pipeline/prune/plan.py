@@ -54,9 +54,9 @@ from pipeline.runner.run_record import new_run_id
 from pipeline.video.sampling import count_frames
 
 Shape = tuple[int, int, int]  # frames, height and width as an encoder gets them
-_DEFAULT_PROBE = 20  # videos that a plan decodes
-_BUSY = 1.5  # times its CPU seconds that decoding takes on a machine with other work
-_MAX_ENCODE_S = 60.0  # probed videos are also encoded if the estimate is below this
+_DEFAULT_PROBE = 20  # videos that a plan decodes without --probe
+_BUSY = 1.5  # wall time / CPU time of decoding above which the machine counts as busy
+_MAX_ENCODE_S = 60.0  # the sample is also encoded if that takes no longer
 
 
 def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
@@ -75,7 +75,7 @@ def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
         work = _probe_work(config, cluster, console)
     else:
         with TemporaryDirectory() as folder, usage_errors():
-            # Its config is all that counts.
+            # Only its config matters.
             source = ModelSource.random(config.model, Path(folder), config.revision, config.family)
             recipe = resolve(config, source=source)
             _, n_shards = config.part() or (0, 1)
@@ -93,7 +93,9 @@ def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
         UsageError: ``--gpu-type`` is given without ``--gpus``, and this machine has no GPU.
     """
     n_local_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    gpus, cores, notes = n_local_gpus if config.gpus is None else config.gpus, float(count_cores()), []
+    gpus = n_local_gpus if config.gpus is None else config.gpus
+    cores = float(count_cores())
+    notes = []
     if config.gpu_type is not None and not gpus:
         raise UsageError(f"--gpu-type {config.gpu_type}: this machine has no GPU; give their number with --gpus N")
     kind = config.gpu_type or (find_gpu_type(torch.cuda.get_device_name(0)) if n_local_gpus else None)
@@ -143,8 +145,8 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     console.print(f"probing {len(indices)} of {n_videos} videos", highlight=False)
     sample: list[TodoRow] = rows.take(indices).to_pylist()
     records, decode_s, encode_s = _probe(recipe, sample, cluster)
-    good = [record for record in records if record["status"] == "ok"]
-    if not good:
+    decoded_records = [record for record in records if record["status"] == "ok"]
+    if not decoded_records:
         first = f"{records[0]['video_id']}: {records[0]['error_message']}"
         raise UsageError(f"none of the {len(records)} probed videos can be read, e.g. {first}; --probe K looks at more")
     stretch = sum(record["decode_s"] for record in records) / max(sum(decode_s), 1e-9)
@@ -160,23 +162,23 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     if is_busy:
         held_up = f"other programs or the disk held decoding up here to {number(stretch)} times its CPU seconds"
         notes.append(f"{held_up}: the high ends are of a run that is held up as long")
-    if (limits := count_limits(good, sampling_settings(recipe.sampling))) is not None:
+    if (limits := count_limits(decoded_records, sampling_settings(recipe.sampling))) is not None:
         notes += [f"of the decoded videos, {line}" for line in describe_limits(limits)]
-    pixels = {(record["source_width"], record["source_height"]) for record in good}
+    pixels = {(record["source_width"], record["source_height"]) for record in decoded_records}
     if len(pixels) == 1 < n_videos:
         ((width, height),) = pixels
         notes.append(f"all of them are {width} x {height}: other sizes were not measured")
     unlisted_records = [record for row, record in zip(sample, records, strict=True) if row["size"] is None]
-    counted_work = _count_work(recipe, cluster, n_videos, [_read_shape(record) for record in good])
-    if encode_s:  # a GPU's seconds are of its own clock
+    counted_work = _count_work(recipe, cluster, n_videos, [_read_shape(record) for record in decoded_records])
+    if encode_s:  # the seconds of a GPU are measured on the GPU
         measured = product(mean_of(encode_s, n_videos), GPU_FACTOR if cluster.gpus else factor)
         counted_work = replace(counted_work, encode_s=measured, notes=())
     return replace(
         counted_work,
-        failed=1 - len(good) / len(records),
+        failed=1 - len(decoded_records) / len(records),
         decode_s=product(mean_of(decode_s, n_videos), factor),
         input_bytes=_estimate_input_bytes(rows["size"], unlisted_records),
-        video_s=mean_of([measure_seconds(record) for record in good], n_videos),
+        video_s=mean_of([measure_seconds(record) for record in decoded_records], n_videos),
         notes=(*notes, *counted_work.notes),
     )
 
@@ -188,7 +190,8 @@ def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Seque
         listed_sizes: the size of each video; null if no listing states it.
         unlisted_records: the records of those videos of the sample that have no listed size.
     """
-    known_bytes, n_unknown = Interval.exactly(pc.sum(listed_sizes).as_py() or 0), listed_sizes.null_count
+    known_bytes = Interval.exactly(pc.sum(listed_sizes).as_py() or 0)
+    n_unknown = listed_sizes.null_count
     sizes = [float(size) for record in unlisted_records if (size := record.get("source_size"))]
     if n_unknown and not sizes:
         return None
@@ -214,9 +217,10 @@ def _probe(
         the GPU, or CPU seconds if the cluster has no GPU.
     """
     records, decode_s, encode_s = list[VideoRecord](), list[float](), list[float]()
-    encoder, is_first = None, True
+    encoder = None
+    is_first = True
     n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for each other in loops, which count as CPU seconds
+    torch.set_num_threads(1)  # several threads wait for each other in loops, which count as CPU seconds
     try:
         for record, frames, core_s in decode_sample(recipe.decode_setup(), rows):
             records.append(record)
@@ -224,12 +228,13 @@ def _probe(
             if frames is None:
                 continue
             if is_first:
-                encoder, is_first = _probe_encoder(recipe, cluster, _read_shape(record), len(rows)), False
+                encoder = _probe_encoder(recipe, cluster, _read_shape(record), len(rows))
+                is_first = False
             if encoder is None:
                 continue
             try:
                 if not encode_s:
-                    encoder.encode_one(record, frames)  # the first video pays for buffers and kernels
+                    encoder.encode_one(record, frames)  # the first call allocates buffers and compiles kernels
                 start = process_time()
                 encoded = encoder.encode_one(record, frames).record
                 on_core_s = process_time() - start
@@ -261,12 +266,14 @@ def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int
 
 def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
     """Estimate the work of ``n_videos`` videos of ``seconds`` each, of which only the options are known."""
-    sampling, n_frames = recipe.sampling, plan_frames(recipe.sampling, seconds)
+    sampling = recipe.sampling
+    n_frames = plan_frames(recipe.sampling, seconds)
     video = plan_video(family_of(recipe.source).preprocessor(), n_frames, recipe.config.pixels())
     width, height = video.size
     counted_work = _count_work(recipe, cluster, n_videos, [video.shape])
     assumption = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
-    config, notes = recipe.config, list[str]()
+    config = recipe.config
+    notes = list[str]()
     if video.refusal is not None:
         refused = "videos of {} x {} become rows of class unsupported".format(*config.pixels())
         notes.append(f"this size is planned for, because {refused}: {video.refusal}")
@@ -297,7 +304,8 @@ def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequenc
     Args:
         shapes: the shapes of at least one video, as a sample of all.
     """
-    family, encode = family_of(recipe.source), recipe.encode_setup(recipe.config.device, recipe.dtype)
+    family = family_of(recipe.source)
+    encode = recipe.encode_setup(recipe.config.device, recipe.dtype)
     measured = recipe.source.family in UTILISATION
     utilisation = UTILISATION[recipe.source.family] if measured else ANY_TOWER
 

@@ -51,7 +51,7 @@ from pipeline.video.decoders import DECODERS, load_decoder
 from pipeline.video.sampling import ROUNDED, TIME_RULE, TRUNCATE, Sampling
 
 DEFAULT_FRAMES = 32
-#: The evidence that an encoder gives for each token, [T,N] or [T,N,width], or for each frame.
+#: The evidence that encoders compute per token, [T,N] or [T,N,width], or per frame.
 STORED_EVIDENCE = tuple(name for name, axes in EVIDENCE_SHAPES.items() if axes[:2] == ("T", "N") or name in PER_FRAME)
 _NOT_NEEDED = {
     "image_embedding": "this model needs none: methods compare the tokens themselves with the language model's own "
@@ -200,7 +200,8 @@ class Recipe:
         cached_identity = read_header(store)["identity"]
         if not store.names(VIDEOS, ".parquet"):
             return self
-        recipe, stored_ratio = self, cached_identity["retention_ratio"]
+        recipe = self
+        stored_ratio = cached_identity["retention_ratio"]
         if self.dtype == "auto":
             recipe = replace(recipe, dtype=cached_identity["dtype"]["compute"])
         if self.pruner.nested and self.retention_ratio < stored_ratio:
@@ -210,7 +211,8 @@ class Recipe:
                 highlight=False,
             )
             recipe = replace(recipe, retention_ratio=stored_ratio)
-        identity, how = recipe.identity(recipe.dtype), "with other settings"
+        identity = recipe.identity(recipe.dtype)
+        how = "with other settings"
         if (family := cached_identity["model"].get("family")) != identity["model"].get("family"):
             how = f"with --family {family}" if family else "without --family"
         refusal = f"{store} was made {how}, and one cache holds one kind of rows"
@@ -250,12 +252,12 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
             source = family_of(source).with_limits(*limits)
         family = family_of(source)
         sampling = make_sampling(config, family.default_max_frames, family.min_frames(), family.min_rule)
-        # Raises for a number of frames that the model never accepts, and if the processor of a model of the family
-        # generic, which counts the tokens, cannot be loaded.
+        # Raises for a number of frames that the model never accepts. For the generic family, raises if the model's
+        # processor, which counts the tokens, cannot be loaded.
         video = plan_video(family.preprocessor(), sampling.num_frames or sampling.max_frames or 0)
         family.token_counts(*video.shape)
         pruner = _make_pruner(config, source)
-        identity_entry = describe_method(pruner)  # raises if the method cannot be part of a cache's identity
+        identity_entry = describe_method(pruner)  # raises if the method cannot be recorded in a cache's identity
         evidence = parse_evidence(config.evidence, source.family, pruner, source.model_type)
         source = _add_pooling_head(source, pruner, evidence, config)
     _check_decoder(config.decoder)
@@ -330,12 +332,12 @@ def _add_pooling_head(
 
 def _suggest_models(pruner: Pruner, source: ModelSource) -> str:
     """Return advice for a method whose evidence this model does not compute; "" if models of its family compute it."""
-    able = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
-    if source.family in able:
+    able_models = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
+    if source.family in able_models:
         return ""
-    free = [name for name in PRUNERS if PRUNERS[name].cacheable and not make_pruner(name).needs]
-    models = f"models of type {' or '.join(able)} do" if able else "no model here does"
-    return f"; {models}, and {', '.join(free)} need nothing but tokens"
+    methods_without_evidence = [name for name in PRUNERS if PRUNERS[name].cacheable and not make_pruner(name).needs]
+    models = f"models of type {' or '.join(able_models)} do" if able_models else "no model here does"
+    return f"; {models}, and {', '.join(methods_without_evidence)} need nothing but tokens"
 
 
 def _check_decoder(name: str) -> None:
@@ -352,7 +354,7 @@ def _check_decoder(name: str) -> None:
         if not (isinstance(decoder, type) and hasattr(decoder, "read") and hasattr(decoder, "close")):
             raise AttributeError("it is no decoder: a class with read and close")
     except (KeyError, ImportError, AttributeError, OSError, RuntimeError) as error:
-        reason = str(error).strip().split("\n", 1)[0]  # the message of torchcodec has pages
+        reason = str(error).strip().split("\n", 1)[0]  # torchcodec's message is very long
         if ":" not in name and name not in names:
             reason = f"unknown{did_you_mean(name, names)}"
         raise UsageError(f"--decoder {name}: {reason}; known: {', '.join(names)}, module:Class") from error
@@ -449,8 +451,9 @@ def list_evidence_of(pruner: Pruner, flag: str, family: str, model_type: str | N
     Raises:
         UsageError: the encoder does not compute the evidence.
     """
-    kind, pairs = family_class(family), set(name_source_pairs(pruner.sources))
-    if "text_embedding" in pruner.needs:  # if a family has no embedding of patches, its tokens are used instead
+    kind = family_class(family)
+    pairs = set(name_source_pairs(pruner.sources))
+    if "text_embedding" in pruner.needs:  # the tokens replace patch embeddings that a family lacks
         pairs = {pair for pair in pairs if pair[0] != "image_embedding" or pair in kind.gives}
     if missing_pairs := sorted(pairs - kind.gives):
         names = " and ".join(f"{name} from {SOURCES.get(source, source)}" for name, source in missing_pairs)
@@ -489,8 +492,10 @@ def _parse_evidence_item(item: str, family: str, model_type: str | None) -> tupl
         raise UsageError(f"--evidence: {name!r} {why}; known: {', '.join(STORED_EVIDENCE)}, {', '.join(METHODS)}")
     sources = sorted(source for evidence, source in family_class(family).gives if evidence == name)
     if not sources:
-        able = [kind for kind in BACKBONES if any(name == evidence for evidence, _ in BACKBONES[kind].gives)]
-        instead = _NOT_NEEDED.get(name, f"models of type {' or '.join(able)} do" if able else "no model does")
+        able_models = [kind for kind in BACKBONES if any(name == evidence for evidence, _ in BACKBONES[kind].gives)]
+        instead = _NOT_NEEDED.get(
+            name, f"models of type {' or '.join(able_models)} do" if able_models else "no model does"
+        )
         kind_name = describe_family(family, model_type)
         raise UsageError(f"--evidence {name}: the encoder of {kind_name} does not give it; {instead}")
     if chosen_source and chosen_source not in sources:

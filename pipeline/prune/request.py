@@ -125,7 +125,8 @@ def _list_videos(config: PruneConfig, store: Store, objects: Objects, given: obj
             ``--on-forbidden record``).
         RunFailed: an index of an archive cannot be kept.
     """
-    is_limited, writes = config.limit is not None, not (config.dry_run or config.plan)
+    is_limited = config.limit is not None
+    writes = not (config.dry_run or config.plan)
     indexes = Indexes(config.archive_options(), store, keeps=writes, say=say)
     if given is not None:
         videos = VideoList(given_manifest(given, config.video_root, objects), indexes, objects)

@@ -31,25 +31,25 @@ PRUNING = Wording(
 )
 
 
-MIN_WORKER_BYTES = 8 * 2**20  # memory for the videos of a worker, however small they are
-# The frames of a bundle of several videos are copied, and its first video waits for the last. Four videos of 32 frames
+MIN_WORKER_BYTES = 8 * 2**20  # minimum memory for the videos of a worker
+# The frames of a batch of several videos are copied, and its first video waits for the last. Four videos of 32 frames
 # take an encoder half a second.
 MAX_BUNDLE_BYTES, MAX_VIDEOS_PER_BUNDLE = 64 * 2**20, 32
-MAX_VIDEOS_PER_UNIT = 256  # videos of an archive in one call, which a retry decodes again
+MAX_VIDEOS_PER_UNIT = 256  # videos of archives in a decode task, all of which a retry decodes again
 DECODER_BYTES = 2**30  # memory of a decoder: two processes, the packets of a file, and the frames in hand
-# Copies of the frames that a decoder has in hand at once, where a usual video has more than MAX_BUNDLE_BYTES.
+# Copies of the frames that a decoder has in hand at once, if a typical video has more than MAX_BUNDLE_BYTES.
 LARGE_VIDEO_COPIES = 3
-# Bytes of video files that are worth another decoder, which takes a second to start: half a minute at 1 Mbit/s.
+# Bytes of video files that justify another decoder, which takes a second to start: half a minute at 1 Mbit/s.
 DECODER_FILES_BYTES = 4 * 2**20
 # With --decoder nvdec: the share of a GPU that its decoders reserve together, and their number. Four decoders did 5.3
 # clips of 10 s of 720p a second on an H200; more were not measured.
 NVDEC_SHARE_PER_GPU, NVDEC_DECODERS_PER_GPU = 0.2, 4
 CPU_ENCODERS_PER_WRITER = 4  # CPU encoders that share a writer: a writer is far faster
-CALLS = 2  # calls at a time in a worker: one moves data while the other computes
+CALLS = 2  # concurrent calls per worker: one moves data while the other computes
 VIDEOS_AHEAD_PER_ENCODER = 16  # queued videos: enough for a quarter of a second at 15 ms each
-# The driver holds all records of a shard in memory, and passes a reference to each of its videos to a call.
+# The driver holds all records of a shard in memory, and passes a reference to each of its batches to a call.
 MAX_RECORDS_BYTES = 8 * 2**20
-RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # upper bounds of a video's record, and of each frame in it
+RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # upper bounds of a video's record, and of each of its frames
 # Up to this number of videos, the sizes of their files decide the number of decoders.
 MAX_MEASURED_FILES = 256
 
@@ -111,18 +111,20 @@ class Resources(Plan):
         max_shard = store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1))
         shard = max(1, int(min(self.videos_per_shard, max_shard)))
         workers = self.decode.workers + self.encode.workers
-        at_once = 4 * self.decode.workers + 2 * CALLS * self.encode.workers  # bundles: see store_bytes
+        at_once = 4 * self.decode.workers + 2 * CALLS * self.encode.workers  # batches: see store_bytes
         bundle_bytes = min(MAX_BUNDLE_BYTES, store_bytes / 2 / at_once)
         max_bundle = min(
             MAX_VIDEOS_PER_BUNDLE, int(bundle_bytes / max(frame_bytes, 1)), n_videos // (16 * workers), shard
         )
-        # About a divisor of the shard, which holds whole bundles.
+        # About a divisor of the shard, which holds whole batches.
         bundle = math.ceil(shard / math.ceil(shard / max(1, max_bundle)))
         share = n_videos // (8 * bundle * self.encode.workers)
         fit = int(store_bytes / 4 / (self.encode.workers * bundle * max(frame_bytes, 1)))
-        decode, least = self.decode, 2 * CALLS
+        decode = self.decode
+        least = 2 * CALLS
         if usual_bytes > MAX_BUNDLE_BYTES:
-            decoders, least = max(1, int(store_bytes / 2 / (CALLS * usual_bytes))), CALLS
+            decoders = max(1, int(store_bytes / 2 / (CALLS * usual_bytes)))
+            least = CALLS
             decode = replace(decode, workers=min(decode.workers, decoders), in_flight=CALLS)
         in_flight = max(least, min(max(4, VIDEOS_AHEAD_PER_ENCODER // bundle), share, fit))
         return replace(
@@ -226,10 +228,10 @@ def plan_resources(
     decode_gpu, encode_gpu = 0.0, 1.0 if gpus >= 1 else 0.0
     if decode_on_gpus and gpus >= 1:
         decoders = min(decoders, decode_workers or NVDEC_DECODERS_PER_GPU * int(gpus))
-        decode_gpu = int(1e4 * NVDEC_SHARE_PER_GPU / math.ceil(decoders / int(gpus))) / 1e4  # Ray counts so finely
+        decode_gpu = int(1e4 * NVDEC_SHARE_PER_GPU / math.ceil(decoders / int(gpus))) / 1e4  # Ray's resolution
         encode_gpu = 1 - NVDEC_SHARE_PER_GPU
-    # A GPU's encoder gives 18 videos of 11.2 MB a second, and beside busy decoders each takes a writer 74 to 106 ms
-    # (one H200, 16 cores). An encoder of four cores gives less than one a second.
+    # An encoder on a GPU produces 18 videos of 11.2 MB per second, and beside busy decoders a writer needs 74 to 106 ms
+    # for each (one H200, 16 cores). An encoder on four cores produces less than one video per second.
     writers = min(1 + 2 * encoders, n_videos) if gpus >= 1 else math.ceil(encoders / CPU_ENCODERS_PER_WRITER)
     # Small runs use small shards: progress shows, a killed run loses little, and every writer has its share.
     shard = max(1, min(videos_per_shard, n_videos // max(16, 4 * encoders)))
@@ -237,7 +239,7 @@ def plan_resources(
         decode=Stage(min(1.0, cpus), decode_gpu, decoders, "a decode child runs one thread", CALLS, 2 * CALLS),
         encode=Stage(0, encode_gpu, encoders, "one model a GPU, or four cores", CALLS, 2 * CALLS),
         write=Stage(0, 0, writers, "hashing and one file write; must start while decoders reserve all CPUs"),
-        # A block is the unit of work and of retry: few videos, but no more blocks than the driver tracks lightly.
+        # A retry decodes a whole block again: so few videos, but no more blocks than the driver tracks easily.
         videos_per_block=max(1, min(4, n_videos // (4 * decoders)), n_videos // MAX_BLOCKS),
         videos_per_shard=shard,
     )
@@ -255,7 +257,8 @@ def plan_workers(
     Returns:
         (uncapped, fitted): the plan before and after ``Resources.fit_to_stores``.
     """
-    shape, encode = setups.decode.largest_frames(), setups.encode
+    shape = setups.decode.largest_frames()
+    encode = setups.encode
     usual_bytes = 3 * math.prod(setups.decode.usual_frames())
     by_size = count_videos_per_shard(config.target_shard_mb * 10**6, encode.stored_bytes_per_video(*shape), shape[0])
     uncapped = plan_resources(
@@ -308,8 +311,8 @@ def list_shortfalls(config: PruneConfig, uncapped: Resources, plan: Resources, n
         yield f"shards get {plan.videos_per_shard} videos: more would not fit Ray's object stores"
 
 
-MAX_UNIT_BYTES = 2**28  # of a unit of several videos
-UNITS_PER_WORKER = 4  # the remaining videos make so many units for each worker
+MAX_UNIT_BYTES = 2**28  # of a decode task with several videos
+UNITS_PER_WORKER = 4  # decode tasks per worker that the remaining videos are divided into
 
 
 def cut_units(
@@ -330,14 +333,15 @@ def cut_units(
     n_videos = len(videos)
     ends = np.concatenate([[0], np.cumsum(pc.fill_null(videos["size"], 0).to_numpy())])
     heads = _find_group_starts(videos, row_group) if row_group > 1 else None
-    start, share = 0, UNITS_PER_WORKER * workers
-    later_videos = later_bytes * n_videos // int(ends[-1]) if ends[-1] else 0  # tables do not tell sizes
+    start = 0
+    share = UNITS_PER_WORKER * workers
+    later_videos = later_bytes * n_videos // int(ends[-1]) if ends[-1] else 0  # tables do not state sizes
     while start < n_videos:
         max_bytes = min(MAX_UNIT_BYTES, (ends[-1] - ends[start] + later_bytes) // share)
         by_bytes = int(np.searchsorted(ends, ends[start] + max_bytes, side="right")) - 1 - start
         length = max(1, min(by_bytes, max_videos, -(-(n_videos + later_videos - start) // share)))
         stop = start + -(-length // bundle) * bundle
-        if heads is not None:  # the last row group that begins in the unit, or the next one, is the next unit's
+        if heads is not None:  # end at the start of the last row group in the task, else of the next one
             later = heads[np.searchsorted(heads, start, side="right") :]
             n_before = int(np.searchsorted(later, stop, side="right"))
             stop = int(later[max(0, n_before - 1)]) if len(later) else n_videos

@@ -151,13 +151,17 @@ def select_remaining(
             ``--on-changed`` is "refuse".
         UsageError: a store does not answer.
     """
-    sizes, tally, todo = Sizes(objects), Counter[str](), []
-    n_changed, examples = 0, list[str]()
-    for part in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # memory: only the rows to process are kept
-        state = _compare(part, ledger, config, sizes, redo)
+    sizes = Sizes(objects)
+    tally = Counter[str]()
+    todo = []
+    n_changed = 0
+    examples = list[str]()
+    for batch in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # to save memory, only the rows to process are kept
+        state = _compare(batch, ledger, config, sizes, redo)
         n_changed += int(state.changed.sum())
         for index in np.flatnonzero(state.changed)[: _MAX_EXAMPLES - len(examples)].tolist():
-            row, old = part.slice(index, 1).to_pylist()[0], ledger.read(int(state.rows[index]))
+            row = batch.slice(index, 1).to_pylist()[0]
+            old = ledger.read(int(state.rows[index]))
             change = _describe_change(row, old, int(state.sizes[index]), is_replaced=bool(state.replaced[index]))
             examples.append(printable(change))
         redone = state.named | (state.changed & (config.on_changed == "redo"))
@@ -172,7 +176,7 @@ def select_remaining(
         }
         tally.update({kind: int(mask.sum()) for kind, mask in kinds.items()})
         is_todo = pa.array(~state.has_row | state.retried | redone)
-        columns = part.append_column("attempts", pa.array(state.attempts + 1, pa.int32())).filter(is_todo).columns
+        columns = batch.append_column("attempts", pa.array(state.attempts + 1, pa.int32())).filter(is_todo).columns
         todo.append(pa.RecordBatch.from_arrays(columns, schema=TODO_SCHEMA))
     sizes.finish()
     if n_changed and config.on_changed == "refuse":
@@ -183,7 +187,7 @@ def select_remaining(
             "--on-changed redo encodes the changed videos again."
         )
     counts = ManifestCounts(**{kind: tally[kind] for kind in ManifestCounts._fields})
-    return Remaining(pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), counts)
+    return Remaining(pa.Table.from_batches([batch for batch in todo if len(batch)], TODO_SCHEMA), counts)
 
 
 class _Comparison(NamedTuple):
@@ -238,11 +242,9 @@ def _compare(
     is_failed[has_row], is_removed[has_row] = ledger.failed(rows[has_row]), ledger.removed(rows[has_row])
     if has_row.any():
         is_other_clip[has_row] = clip_keys(part.filter(pa.array(has_row))) != ledger.columns["clip"][rows[has_row]]
-    attempts, old_sizes, old_marks = (
-        read_column("attempts", 0),
-        read_column("size", -1),
-        read_column("mark", 0, np.uint64),
-    )
+    attempts = read_column("attempts", 0)
+    old_sizes = read_column("size", -1)
+    old_marks = read_column("mark", 0, np.uint64)
     is_spent = is_failed & (attempts - read_column("earlier", 0) >= config.max_attempts)
     sizes = pc.fill_null(part["size"], -1).to_numpy(zero_copy_only=False).copy()
     marks = pc.fill_null(part["mark"], 0).to_numpy(zero_copy_only=False).copy()
@@ -252,7 +254,7 @@ def _compare(
     is_readable = has_row & ~is_named & part["policy"].is_null().to_numpy(zero_copy_only=False)
     is_whole_file = (
         part["source_offset"].is_null().to_numpy(zero_copy_only=False)
-    )  # for a member of an archive the index or the uri decides
+    )  # members of archives are compared by the index or the URI
     needs_state = (
         is_readable
         & is_whole_file
@@ -280,7 +282,7 @@ def _compare(
         samples = read_column("sample", 0, np.uint64)[is_doubtful].tolist()
         is_replaced[is_doubtful] = _find_replaced([*map(Location.parse, *columns)], samples, asker.objects)
     is_changed |= is_replaced
-    # A failed row has no tokens to protect. A file that was repaired, or was missing, gets all its attempts again.
+    # A failed row has no tokens to protect. A file that was repaired, or was missing, is tried again in any case.
     is_retried = is_failed & ~is_named & config.retry_failed & (~is_spent | is_other_clip | is_resized | is_remarked)
     is_unread = np.zeros_like(has_row)
     is_unread[has_row] = ledger.is_failed_by(rows[has_row], "io") & ~is_spent[has_row]
@@ -324,7 +326,7 @@ def _find_replaced(locations: Sequence[Location], samples: Sequence[int], object
                 is_replaced[number] = _is_replaced(locations[number], samples[number], objects, opened)
 
     with request_threads(min(_AT_ONCE, len(groups) or 1)) as pool:
-        list(pool.map(compare_group, groups.values()))  # raises an error of a thread
+        list(pool.map(compare_group, groups.values()))  # raises the error of a thread
     return is_replaced
 
 
@@ -351,9 +353,12 @@ def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
 
     False for built-in decoders, for other user decoders, and if the row does not state the code.
     """
-    now = f"{decoder} {decoder_version(decoder)}" if ":" in decoder else ""
+    current_text = f"{decoder} {decoder_version(decoder)}" if ":" in decoder else ""
     is_recoded = (
-        bool(now) and text.startswith(f"{decoder} ") and is_comparable(text.partition(CODE)[2]) and text != now
+        bool(current_text)
+        and text.startswith(f"{decoder} ")
+        and is_comparable(text.partition(CODE)[2])
+        and text != current_text
         for text in ledger.decoders
     )
     return np.array(list(is_recoded), np.bool_)
@@ -377,12 +382,14 @@ def select_retries(todo: pa.Table, failed_attempts: Mapping[str, int], max_attem
     Args:
         failed_attempts: id -> attempts so far.
     """
-    next_attempts = {video_id: had + 1 for video_id, had in failed_attempts.items() if had < max_attempts}
+    next_attempts = {
+        video_id: n_attempts + 1 for video_id, n_attempts in failed_attempts.items() if n_attempts < max_attempts
+    }
     ids = pa.array(list(next_attempts), todo.schema.field("video_id").type)
-    part = todo.filter(pc.is_in(todo["video_id"], value_set=ids))
-    attempts = pa.array([next_attempts[video_id] for video_id in part["video_id"].to_pylist()], pa.int32())
-    column = part.schema.get_field_index("attempts")
-    return part.set_column(column, part.schema.field(column), attempts)
+    retries = todo.filter(pc.is_in(todo["video_id"], value_set=ids))
+    attempts = pa.array([next_attempts[video_id] for video_id in retries["video_id"].to_pylist()], pa.int32())
+    column = retries.schema.get_field_index("attempts")
+    return retries.set_column(column, retries.schema.field(column), attempts)
 
 
 def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
@@ -404,7 +411,8 @@ def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
 
 def format_skipped(tally: ManifestCounts, config: PruneConfig) -> list[str]:
     """Return lines for the user about videos that are cached, failed for good, or left for later by ``--limit``."""
-    n_cached, lines = tally.done + tally.failed, []
+    n_cached = tally.done + tally.failed
+    lines = []
     if n_cached:
         remedy = "" if config.retry_failed else " (--retry-failed tries them again)"
         errors = f", {tally.failed} of them as errors{remedy}" if tally.failed else ""

@@ -60,7 +60,7 @@ from pipeline.storage.stores import Store
 from pipeline.video.sampling import CHANGED_BY_RULES, DECODING_RULES
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord", "torchcodec")
-# Fewer failures of one class never stop a run: a missing folder may hold as many videos.
+# Fewer failures of one class never stop a run: a single missing folder may cause as many.
 MIN_ALIKE_FAILURES = 50
 
 
@@ -86,7 +86,8 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
         request.store.make()
         with Claim(request.store, run_id, speaker(console), join=config.join) as claim:
             request = request.match_cache()  # again: another run may have written before the claim was made
-            start, done = time.monotonic(), None
+            start = time.monotonic()
+            done = None
             table, todo = request.select_todo(run_id)
             with Monitor(request.store, run_id, claim.set_progress) as monitor:
                 if len(todo):
@@ -111,9 +112,13 @@ def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monito
         UsageError: the cluster lacks what the options require, or no archive holds a video.
         RunFailed: the run stopped.
     """
-    config, store, recipe, say = request.config, request.store, request.recipe, speaker(request.console)
+    config = request.config
+    store = request.store
+    recipe = request.recipe
+    say = speaker(request.console)
     with todo:
-        is_estimated, n_videos = not todo.is_complete, todo.estimate_count()
+        is_estimated = not todo.is_complete
+        n_videos = todo.estimate_count()
         device, dtype = choose_device(config, recipe.dtype, say)  # joins the cluster; waits for --min-gpus
         todo.refuse_empty()
         monitor.start()
@@ -210,7 +215,9 @@ def make_summary(
         done: the commits of the run; None if there was nothing to process.
         wall_s: seconds that the run took.
     """
-    say, header, indexes = speaker(request.console), read_header(request.store), request.videos.indexes
+    say = speaker(request.console)
+    header = read_header(request.store)
+    indexes = request.videos.indexes
     if todo.n_left:
         say(f"note: {todo.n_left} archives are not indexed yet; their videos are not in these counts")
     if todo.n_cut:
@@ -242,7 +249,7 @@ def make_summary(
     if facts.limit_reached:  # the other videos were not started, and wait as with --limit
         n_left = summary.n_missing
         n_videos, n_waiting = summary.n_videos - n_left, summary.n_waiting + n_left
-        n_new = min(facts.videos, len(todo))  # the second pass has counted videos again
+        n_new = min(facts.videos, len(todo))  # the second pass counted videos twice
         summary = replace(summary, n_new=n_new, n_missing=0, n_videos=n_videos, n_waiting=n_waiting)
     return replace(summary, facts=facts.as_record(wall_s))
 

@@ -272,7 +272,8 @@ def iter_remarks(summary: Summary) -> Iterator[tuple[str, str]]:
     for line in () if summary.frame_limits is None else describe_limits(summary.frame_limits):
         yield "frames", line
     if summary.n_warned:
-        warned, names = count_of(summary.n_warned, "video"), name_first(summary.warned, summary.n_warned)
+        warned = count_of(summary.n_warned, "video")
+        names = name_first(summary.warned, summary.n_warned)
         yield "warnings", f"{warned} decoded with warnings of FFmpeg, whose frames may be damaged: {names}"
     if n_other := sum(summary.other_decoder.values()):
         reasons = [f"{why} ({count_of(count, 'video')})" for why, count in summary.other_decoder.items()]
@@ -313,7 +314,8 @@ def render(summary: Summary) -> RenderableType:
     if summary.wall_s is not None:
         table.add_row("this run", Text(summary.pace("video")))
     if summary.facts:
-        busy, decode_s = summary.facts["encoder_busy"], summary.facts["decode_core_s"] / max(1, summary.n_new)
+        busy = summary.facts["encoder_busy"]
+        decode_s = summary.facts["decode_core_s"] / max(1, summary.n_new)
         table.add_row("its pace", f"encoders busy {busy:.1%} of the time, decoding {decode_s:.3g} core-seconds a video")
     failures: list[RenderableType] = ["", summary.failures_table("video", FAULTS)] if summary.failures else []
     return Group(table, *failures)

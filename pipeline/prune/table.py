@@ -44,8 +44,10 @@ class CacheTable:
             CorruptShard: a file of the table is damaged.
             OSError: the store fails.
         """
-        self.store, self._run_id, self._say = store, run_id, say
-        self._header = b""  # of the cache when this run began to write
+        self.store = store
+        self._run_id = run_id
+        self._say = say
+        self._header = b""  # the header of the cache at ``begin``
         self._made_with = ""
         self._n_unmerged = 0
         self.committed = list_committed_shards(store)

@@ -126,7 +126,9 @@ class Todo(AbstractContextManager["Todo"]):
         self._selection = selection
         limit = None if selection is None else selection.config.limit
         self._n_allowed = math.inf if limit is None else limit
-        self.tally, self.n_waiting, self.n_cut = remaining.tally, 0, 0
+        self.tally = remaining.tally
+        self.n_waiting = 0
+        self.n_cut = 0
         self.n_archives = len(self._list.unindexed)
         self.n_parts = 1 + self.n_archives
         todo = self._take(remaining.todo)
@@ -198,7 +200,9 @@ class Todo(AbstractContextManager["Todo"]):
         Raises:
             RunFailed: an archive cannot be indexed, or its videos have changed.
         """
-        n_known, n_indexed, n_bytes = len(self._parts[0].todo), 0, 0
+        n_known = len(self._parts[0].todo)
+        n_indexed = 0
+        n_bytes = 0
         for part, size in zip(islice(self.parts(), 1, None), self._sizes, strict=False):
             n_indexed, n_bytes = n_indexed + len(part.todo), n_bytes + size
             if n_indexed:
@@ -264,7 +268,7 @@ class Todo(AbstractContextManager["Todo"]):
 
         A view of a part of an archive is ignored unless it has enough videos to reach the limit; a larger view follows.
         """
-        assert self._selection is not None  # else there are no archives
+        assert self._selection is not None  # without a selection there are no archives
         videos, remaining = self._selection.select(view.videos)
         if not view.is_whole:
             if len(remaining.todo) < self._n_allowed:

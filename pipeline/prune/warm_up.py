@@ -13,7 +13,7 @@ import torch
 from gstep import VisualTokens
 from gstep.pruners.base import Pruner
 
-MAX_TOKENS = 16_384  # of the made-up video; for longer ones a method compiles nothing else
+MAX_TOKENS = 16_384  # of the random video; methods compile nothing else for longer videos
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def compiled_beside(
         yield
         return
     with suppress(ImportError):  # without Triton methods compile nothing
-        import_module("gstep.selection.gpu.check")  # here, since two threads that import much may wait for each other
+        import_module("gstep.selection.gpu.check")  # here, since imports in two threads may deadlock
     thread = threading.Thread(target=_prune_made_up, args=(pruner, ratio, shape, device), name="compile", daemon=True)
     thread.start()
     try:
@@ -58,7 +58,7 @@ def _prune_made_up(pruner: Pruner, ratio: float, shape: tuple[int, int, int], de
         pruner.prune(VisualTokens(tokens_TND), ratio)
         if tokens_TND.is_cuda:
             torch.cuda.synchronize(tokens_TND.device)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it concerns no video yet
+    except Exception as error:  # noqa: BLE001 - no video is affected yet
         cause = f"{type(error).__name__}: {error}"
         warnings.warn(
             f"{pruner.name} could not be tried before the first video ({cause})", RuntimeWarning, stacklevel=2

@@ -49,7 +49,7 @@ class Writer:
         Raises:
             OSError: the store fails; it is reported to the heartbeats first, and ends the run.
         """
-        videos = [video for bundle in bundles if len(bundle) for video in unpack(bundle)]
+        videos = [video for batch in bundles if len(batch) for video in unpack(batch)]
         with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as items:
             try:
                 rows = write_token_shard(videos, store=self._store, run_id=self._run_id, codec=self._codec)
