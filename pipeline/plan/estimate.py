@@ -280,7 +280,7 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
     if "total" not in cost:
         notes = (*notes, "the cost is not known: give --price gpu-hour=X, or core-hour=X for CPUs")
     elif cluster.gpus and prices.gpu_hour is None:
-        notes = (*notes, "the cost is of the CPUs alone: give --price gpu-hour=X, too")
+        notes = (*notes, "the cost includes only the CPUs: give --price gpu-hour=X, too")
     return RunEstimate(
         videos=n,
         failed_share=work.failed,

@@ -62,7 +62,7 @@ class PlanOptions(RunOptions):
             try:
                 prices[name] = float(text)
             except ValueError as error:
-                raise UsageError(f"--price {name.replace('_', '-')}={text}: that is no number") from error
+                raise UsageError(f"--price {name.replace('_', '-')}={text}: it is not a number") from error
             check(positive(prices[name]), "price", "a positive number", text)
         return Prices(**prices)
 

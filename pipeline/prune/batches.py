@@ -148,7 +148,7 @@ def _unpack_json(column: pa.ChunkedArray) -> list[Any]:
 def _refuse_unknown(rows: Sequence[VideoRecord]) -> None:
     """Raise KeyError if a record has a key that is not a column of the videos table, since its value would be lost."""
     if unknown := {name for row in rows for name in row} - set(WRITTEN_SCHEMA.names):
-        raise KeyError(f"no columns of the videos table: {', '.join(sorted(unknown))}")
+        raise KeyError(f"not columns of the videos table: {', '.join(sorted(unknown))}")
 
 
 def _pack_cells(arrays: Iterable[NDArray[Any] | None]) -> pa.Array:

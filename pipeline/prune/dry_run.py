@@ -169,7 +169,7 @@ def _check_writable(store: Store) -> None:
         return
     existing_folder = next(path for path in (store.folder, *store.folder.parents) if path.exists())
     if not existing_folder.is_dir() or not os.access(existing_folder, os.W_OK | os.X_OK):
-        why = "is not writable" if existing_folder.is_dir() else "is no folder"
+        why = "is not writable" if existing_folder.is_dir() else "is not a folder"
         raise UsageError(f"{store}: nothing can be written here: {existing_folder} {why}")
 
 

@@ -164,13 +164,13 @@ def describe_sampling(sampling: SamplingIdentity) -> str:
             return "not stated"
         rule = str(sampling.get("rule", TRUNCATE))
         how = "evenly spread" if rule == TRUNCATE else FRAME_RULES.get(rule, rule)
-        return f"{count_of(n_frames, 'frame')} a video (--num-frames): {how}{snapped}"
+        return f"{count_of(n_frames, 'frame')} per video (--num-frames): {how}{snapped}"
     limits = [
-        "" if (max_frames := sampling.get("max_frames")) is None else f", at most {max_frames} a video (--max-frames)"
+        "" if (max_frames := sampling.get("max_frames")) is None else f", at most {max_frames} per video (--max-frames)"
     ]
     if (min_frames := sampling.get("min_frames")) is not None:
         limits.append(f", at least {min_frames} where a video has them")
-    rate = f"{format_rate(cast(float, fps))} frame{'' if fps == 1 else 's'} a second (--fps)"
+    rate = f"{format_rate(cast(float, fps))} frame{'' if fps == 1 else 's'} per second (--fps)"
     return f"{rate}{''.join(limits)}{snapped}"
 
 

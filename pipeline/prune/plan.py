@@ -109,9 +109,9 @@ def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
     cores = float(config.decode_cores or cores)
     gpus = min(n for n in (gpus, config.max_gpus, config.encode_workers) if n is not None)
     if config.decode_workers is not None and config.decode_workers < cores:
-        notes.append(f"--decode-workers {config.decode_workers} is not reckoned with: all {cores:g} vCPUs decode")
+        notes.append(f"--decode-workers {config.decode_workers} is ignored: all {cores:g} vCPUs decode")
     if config.encode_workers is not None and not gpus:
-        notes.append(f"--encode-workers {config.encode_workers} is not reckoned with: all {cores:g} vCPUs encode")
+        notes.append(f"--encode-workers {config.encode_workers} is ignored: all {cores:g} vCPUs encode")
     return Cluster(gpus, kind if gpus else None, cores), tuple(notes)
 
 
@@ -156,12 +156,12 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     if encode_s:
         notes.append(f"{len(encode_s)} of them were encoded here")
     notes.append(
-        f"a run's core-seconds are those of the probe times {format_range(factor, number)}, since its stages share the "
-        "cores with each other and with other programs"
+        f"a run's core-seconds are those of the probe times {format_range(factor, number)}, since its stages share "
+        "the cores with each other and with other programs"
     )
     if is_busy:
         held_up = f"other programs or the disk held decoding up here to {number(stretch)} times its CPU seconds"
-        notes.append(f"{held_up}: the high ends are of a run that is held up as long")
+        notes.append(f"{held_up}: the high values assume a run that is held up as long")
     if (limits := count_limits(decoded_records, sampling_settings(recipe.sampling))) is not None:
         notes += [f"of the decoded videos, {line}" for line in describe_limits(limits)]
     pixels = {(record["source_width"], record["source_height"]) for record in decoded_records}
@@ -285,9 +285,9 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
         )
         notes.append(f"--fps {sampling.fps:g} gives {count_of(n_by_rate, 'frame')} of {seconds:g} s, {limit}")
     if config.snap_to_keyframes is not None:
-        notes.append("--snap-to-keyframes is not reckoned with: it makes decoding cheaper than this")
+        notes.append("--snap-to-keyframes is ignored: it makes decoding cheaper than this")
     if config.decoder not in ("auto", "pyav"):
-        notes.append(f"--decoder {config.decoder} is not reckoned with: decoding is of PyAV on CPUs")
+        notes.append(f"--decoder {config.decoder} is ignored: decoding is estimated for PyAV on CPUs")
     return replace(
         counted_work,
         decode_s=decode_seconds(seconds, width, height, n_frames),
@@ -324,7 +324,7 @@ def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequenc
     if not flops:
         note = (
             f"the work of {recipe.source.model_type} on a video is not known, so time and cost are without encoding; "
-            f"{frame_bytes.expected:,.0f} bytes of frames a video go from decoders to encoders"
+            f"{frame_bytes.expected:,.0f} bytes of frames per video go from decoders to encoders"
         )
     elif cluster.gpus:
         source = "measured on one H200 with random weights" if measured else f"not measured for {recipe.source.family}"

@@ -352,7 +352,7 @@ def _check_decoder(name: str) -> None:
     try:
         decoder = load_decoder(name)
         if not (isinstance(decoder, type) and hasattr(decoder, "read") and hasattr(decoder, "close")):
-            raise AttributeError("it is no decoder: a class with read and close")
+            raise AttributeError("it is not a decoder, which is a class with read and close")
     except (KeyError, ImportError, AttributeError, OSError, RuntimeError) as error:
         reason = str(error).strip().split("\n", 1)[0]  # torchcodec's message is very long
         if ":" not in name and name not in names:
@@ -470,8 +470,8 @@ def _check_evidence_survives(names: set[str], pruner: Pruner) -> None:
         )
     if names & PER_FRAME and pruner.name != "none":
         raise UsageError(
-            f"--evidence {', '.join(sorted(names & PER_FRAME))} is of frames and stored with all tokens alone, since "
-            f"--pruner {pruner.name} may keep none of a frame: use --pruner none"
+            f"--evidence {', '.join(sorted(names & PER_FRAME))} describes frames and can only be stored with all "
+            f"tokens, since --pruner {pruner.name} may keep none of a frame: use --pruner none"
         )
 
 
