@@ -70,7 +70,7 @@ def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
 
 
 def render_plan(plan: RunEstimate) -> RenderableType:
-    """Render a plan as a table for the terminal, followed by its notes."""
+    """Render a plan for the terminal: a heading, the table, and a line for each note."""
     table = Table.grid(padding=(0, 2))
     for name, value in list_rows(plan):
         table.add_row(name, Text(value))

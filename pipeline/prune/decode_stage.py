@@ -170,7 +170,7 @@ class VideoDecoder:
         return OpenArchives(self._setup.objects, locations)
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
-        """Decode the video of an opened source, and leave the source open.
+        """Decode the video of an opened source, and set ``cpu_s``. The source stays open.
 
         Returns:
             (record, frames [t,h,w,3] uint8, resized by the preprocessor), or (error record, None) if the video has a

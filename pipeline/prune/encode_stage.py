@@ -164,9 +164,10 @@ class VideoEncoder:
         return _run_guarded("prune", video_id, make_item)
 
     def group_by_pass(self, videos: Iterable[VideoItem]) -> Iterator[list[VideoItem]]:
-        """Yield the videos of a batch in order, grouped by the pass of the vision tower that they can share.
+        """Yield the videos of a batch in order, in groups that can share a pass of the vision tower.
 
-        A failed video is a group of its own. Without ``batch_frames``, so is every video.
+        The shares of a group add up to at most one pass, or less after memory ran out. A failed video is a group of its
+        own. Without ``batch_frames``, so is every video.
         """
         group, group_share = list[VideoItem](), Fraction(0)
         for video in videos:

@@ -95,13 +95,14 @@ class LocalEncoder:
 
     Args:
         options: the options of ``python -m jobs.prune`` that concern one video (VIDEO_OPTIONS), with the same defaults.
-
-    Raises:
-        UsageError: an option is unknown or invalid, or the model or method cannot be used.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Check the options and load the model."""
+        """Check the options, load the vision tower, and prepare decoding in this process.
+
+        Raises:
+            UsageError: an option is unknown or invalid, or the model or method cannot be used.
+        """
         config = make_config(PruneConfig, "encode_video", options, VIDEO_OPTIONS)
         recipe = resolve(config)
         self._setup = recipe.encode_setup(config.device, config.dtype)

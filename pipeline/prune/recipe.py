@@ -331,7 +331,10 @@ def _add_pooling_head(
 
 
 def _suggest_models(pruner: Pruner, source: ModelSource) -> str:
-    """Return advice for a method whose evidence this model does not compute; "" if models of its family compute it."""
+    """Return the end of an error message: the model types that compute the evidence, and the methods that need none.
+
+    "" if the family of this model can compute it.
+    """
     able_models = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
     if source.family in able_models:
         return ""
@@ -462,7 +465,10 @@ def list_evidence_of(pruner: Pruner, flag: str, family: str, model_type: str | N
 
 
 def _check_evidence_survives(names: set[str], pruner: Pruner) -> None:
-    """Raise UsageError if the method merges tokens, or drops tokens while evidence of whole frames is to be stored."""
+    """Raise UsageError if evidence (``names``) is to be stored that the method does not keep tokens for.
+
+    That is any evidence if the method merges tokens, and evidence of whole frames unless the method is "none".
+    """
     if names and pruner.merges:
         raise UsageError(
             f"--evidence {', '.join(sorted(names))}: --pruner {pruner.name} merges tokens, and a merged token has no "

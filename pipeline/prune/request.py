@@ -118,7 +118,9 @@ def check_request(config: PruneConfig, console: Console, given: object = None) -
 def _list_videos(config: PruneConfig, store: Store, objects: Objects, given: object, say: Say) -> VideoList:
     """List the videos that the options or the caller name, and print notes on files that are left out.
 
-    New indexes of archives are stored in the cache, except by a plan or a dry run.
+    A run indexes the archives that cannot wait until it works, a plan all of them (unless ``--limit``), and a dry run
+    those without a kept index only with ``--index``. New indexes are stored in the cache, except by a plan or a dry
+    run.
 
     Raises:
         UsageError: the list cannot be made, has no video of ``--shard``, or has videos that may not be read (unless

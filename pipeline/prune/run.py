@@ -67,7 +67,8 @@ MIN_ALIKE_FAILURES = 50
 def prune(config: PruneConfig, console: Console, given: object = None, *, list_failed: bool = False) -> Summary:
     """Decode, encode and prune the requested videos that the cache does not have yet, and return the summary.
 
-    If nothing is left to process, no worker starts and no record of the run is written.
+    Prints the options and notes. If nothing is left to process, no worker starts and no record of the run is written.
+    After a run, small files of the videos table are merged.
 
     Args:
         given: paths, or rows with video_id and uri (``given_manifest``); None if ``config.videos`` names the videos.

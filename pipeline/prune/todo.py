@@ -252,7 +252,10 @@ class Todo(AbstractContextManager["Todo"]):
         return pa.concat_tables(part.videos for part in [*self._parts])
 
     def _run(self) -> None:
-        """Index the archives until the limit is reached; runs in the thread. An error is recorded for ``check``."""
+        """Index the archives until the limit is reached, then mark the search as ended; runs in the thread.
+
+        An error also ends the search, and is recorded for ``check``.
+        """
         try:
             if self._n_allowed > 0:
                 with closing(self._list.read_unindexed()) as archives:
