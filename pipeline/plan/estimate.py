@@ -301,7 +301,7 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
 
 
 def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> str:
-    """Describe how to remove the bottleneck, and which stage is the slowest after that."""
+    """Describe how many more cores, GPUs or drivers would make the bottleneck as fast as the next slowest stage."""
     if slowest == "nothing":
         return "nothing is left to do"
     if slowest == "cpus":

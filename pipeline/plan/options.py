@@ -18,11 +18,7 @@ _PLAN_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(RunOptions):
-    """The options of a plan: the videos, the cluster and the prices that it assumes.
-
-    Raises:
-        UsageError: an option has an invalid value, options exclude each other, or an option of plans lacks ``--plan``.
-    """
+    """The options of a plan: the videos, the cluster and the prices that it assumes. Invalid options raise UsageError."""
 
     plan: bool = option(
         False, "forecast time, cost, bytes and the bottleneck: writes nothing, needs no GPU", group="plan"
@@ -70,7 +66,7 @@ class PlanOptions(RunOptions):
         """Return (width, height) of ``--size``, by default 1920 x 1080.
 
         Raises:
-            UsageError: the value is not WIDTHxHEIGHT with two numbers of at most five digits.
+            UsageError: the value is not WIDTHxHEIGHT.
         """
         match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.size or _FULL_HD)
         if match is None:

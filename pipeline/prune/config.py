@@ -27,11 +27,7 @@ VIDEO_OPTIONS = ENCODING_OPTIONS | {"retention_ratio", "pruner", "pruner_param"}
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(PlanOptions, PrunerOptions):
-    """All options of ``python -m jobs.prune``.
-
-    Raises:
-        UsageError: an option has an invalid value, or two options exclude each other.
-    """
+    """All options of ``python -m jobs.prune``; an invalid option raises UsageError on construction."""
 
     item: ClassVar[str] = "video"
 
@@ -257,11 +253,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return names[0], names[1]
 
     def archive_options(self) -> ArchiveOptions:
-        """Return the options for reading archives and tables.
-
-        Raises:
-            UsageError: ``--clips-from`` is not two names.
-        """
+        """Return the options for reading archives and tables."""
         from pipeline.inputs.archive import ArchiveOptions  # noqa: PLC0415 - Arrow loads after the flags are checked
 
         return ArchiveOptions(self.column, self.clip_names(), self.zip_encoding)

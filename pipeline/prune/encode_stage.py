@@ -74,12 +74,7 @@ class EncodeSetup:
         return round(self.bytes_per_video(n_frames, height, width) - saved_bytes)
 
     def encoder(self) -> VideoEncoder:
-        """Create the encoder, which loads the vision tower.
-
-        Raises:
-            ModelError: the tower cannot be loaded.
-            UsageError: a user method has other code on this node than when the run began.
-        """
+        """Create the encoder, which loads the vision tower. Raises ModelError if the tower cannot be loaded."""
         return VideoEncoder(self)
 
 
@@ -112,7 +107,7 @@ class VideoEncoder:
 
         Raises:
             ModelError: the tower cannot be loaded.
-            UsageError: a user method has other code on this node than when the run began.
+            UsageError: the code of a user method on this node is not the run's.
         """
         self._setup = setup
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
@@ -252,8 +247,8 @@ class VideoEncoder:
     def _prune(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
         """Prune the tokens, and return (kept tokens, seconds).
 
-        If GPU memory runs out, PyTorch's cached memory is freed and the pruning is repeated once. Raises what
-        ``prune_or_fault`` raises: VideoFault, or MethodFails for a user method that would fail for every video.
+        If GPU memory runs out, PyTorch's cached memory is freed and the pruning is repeated once. Raises VideoFault,
+        and MethodFails for a user method that would fail for every video.
         """
         try:
             return self._prune_once(visual)
@@ -440,18 +435,18 @@ class Encoder:
     """The encode actor: a VideoEncoder with a heartbeat, which turns faults into error rows.
 
     A call takes a row of BUNDLE and yields one. Two calls may run at a time, but only one computes. If the process
-    crashes (by a signal or a broken GPU context), Ray starts another process, which tries each video in hand once more.
-    A video that crashes a second process gets an error row. To identify it, a process that follows a crash encodes its
-    first videos one by one.
+    crashes (by a signal or a broken GPU context), Ray starts another one, which tries each video in hand once more. A
+    video that crashes a second process gets an error row. To identify it, a process after a crash encodes its first
+    videos singly.
     """
 
     def __init__(self, setup: EncodeSetup, heartbeats: ActorHandle | None = None) -> None:
-        """Start the heartbeat, and load the model.
+        """Start the heartbeat, and load the model. After a crash, ``encode`` will try about CAREFUL videos one by one.
 
         Raises:
             WorkerGivenUp: too many processes of this worker have crashed.
             ModelError: the model cannot be loaded.
-            UsageError: a user method has other code on this node than when the run began.
+            UsageError: the code of a user method on this node is not the run's.
         """
         self._heartbeat = Heartbeat("encode", heartbeats)
         self._heartbeat.start()
@@ -465,8 +460,6 @@ class Encoder:
 
     def encode(self, videos: Sequence[VideoItem]) -> list[VideoItem]:
         """Encode and prune the videos of a batch, and return them in order; a failed video becomes its error row.
-
-        After a crash of an earlier process, about the first CAREFUL videos are encoded one by one.
 
         Raises:
             MethodFails: a user method would fail for every video.

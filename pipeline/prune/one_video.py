@@ -63,14 +63,14 @@ class EncodedVideo:
     def picture(self, retention_ratio: float | None = None, columns: int = 4) -> NDArray[np.uint8]:
         """Draw the frames side by side, [H,W,3] uint8, with the areas of pruned tokens dimmed.
 
-        Of each pair of frames on Qwen the first is drawn. The rest of the last row is white.
+        On Qwen, the first frame of each pair is drawn. The rest of the last row is white.
 
         Args:
             retention_ratio: of a smaller selection; None for all kept tokens.
             columns: frames in each row of the picture.
 
         Raises:
-            ValueError: ``grid`` is None, or the ratio is not available (``kept``).
+            ValueError: ``grid`` is None, or the ratio is not available.
         """
         if self.grid is None:
             raise ValueError("this model does not say where in a frame its tokens are: use kept(), a mask [T,N]")

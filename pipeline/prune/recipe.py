@@ -404,11 +404,11 @@ def parse_evidence(items: Sequence[str], family: str, pruner: Pruner, model_type
             all evidence that it needs. A method given as module:Class is imported.
         family: the name of the model's family.
         pruner: the method that makes the cache.
-        model_type: the model's type for messages; None for the family's name alone.
+        model_type: the model's type, for messages.
 
     Raises:
         UsageError: an entry is unknown or ambiguous, the encoder does not compute the evidence, or ``pruner`` does not
-            keep the tokens that the evidence describes.
+            keep the tokens that it describes.
         ValueError: a user method cannot be imported.
     """
     pairs = set[tuple[str, str]]()
@@ -429,8 +429,7 @@ def list_needed_evidence(
     Args:
         method: its name, or module:Class, which is imported.
         family: the name of the model's family.
-        params: the method's parameters as text.
-        model_type: the model's type for messages; None for the family's name alone.
+        model_type: the model's type, for messages.
 
     Raises:
         UsageError: the encoder does not compute the evidence.
@@ -443,13 +442,13 @@ def list_needed_evidence(
 def list_evidence_of(pruner: Pruner, flag: str, family: str, model_type: str | None = None) -> set[tuple[str, str]]:
     """Return the (name, source) pairs of the evidence that a method object needs from the vision encoder of a family.
 
-    A method that compares patches with a question can use the tokens if the family has no ``image_embedding``, which is
-    then left out.
+    For a method that compares patches with a question, ``image_embedding`` is left out if the family does not have it:
+    the tokens replace it.
 
     Args:
         flag: the beginning of the error message, such as ``--evidence fastvid``.
         family: the name of the model's family.
-        model_type: the model's type for messages; None for the family's name alone.
+        model_type: the model's type, for messages.
 
     Raises:
         UsageError: the encoder does not compute the evidence.

@@ -62,15 +62,15 @@ class Request:
     def select_todo(self, run_id: str) -> tuple[CacheTable, Todo]:
         """Read the rows of the cache, and select the videos to process; print notes on skipped videos.
 
-        If a user method has other code now and ``--on-changed redo`` is given, the cache is restarted: a run writes its
-        new header. A dry run or plan only prints that.
+        If a user method has other code now and ``--on-changed redo`` is given, a run restarts the cache with a new
+        header.
 
         Args:
             run_id: the id of the run that will commit rows.
 
         Raises:
             UsageError: ids of ``--redo`` are wrong, cached videos have changed (SourceChanged), a restart would lose
-                videos, or a store does not answer about the current files.
+                videos, or a store does not answer.
             CorruptShard: a file of the videos table is damaged.
             OSError: the store of the cache fails.
         """
@@ -119,8 +119,7 @@ def _list_videos(config: PruneConfig, store: Store, objects: Objects, given: obj
     """List the videos that the options or the caller name, and print notes on files that are left out.
 
     A run indexes the archives that cannot wait until it works, a plan all of them (unless ``--limit``), and a dry run
-    those without a kept index only with ``--index``. New indexes are stored in the cache, except by a plan or a dry
-    run.
+    those without a kept index only with ``--index``. Only a run stores new indexes in the cache.
 
     Raises:
         UsageError: the list cannot be made, has no video of ``--shard``, or has videos that may not be read (unless

@@ -79,10 +79,8 @@ class Resources(Plan):
         """Estimate the object store memory for waiting videos, without the videos that workers have in hand.
 
         It holds a few batches per decoder, the queue of each encoder, and a few shards. If waiting shards take more,
-        Ray slows down to one block in ten seconds.
-
-        Args:
-            frame_bytes, token_bytes: the bytes of one video before and after the encode stage.
+        Ray slows down to one block in ten seconds. The arguments are the bytes of one video before and after the encode
+        stage.
         """
         bundles = (self.decode.in_flight or 4) * self.decode.workers
         bundles += (self.encode.in_flight or 4) * self.encode.workers
@@ -211,13 +209,14 @@ def plan_resources(
     worker.
 
     Args:
-        cpus, gpus: of the cluster; if ``gpus`` is below 1, encoders run on CPUs, by default one per four cores.
+        cpus, gpus: of the cluster. By default there is a decoder per CPU and an encoder per GPU; if ``gpus`` is below
+            1, an encoder per four CPUs.
         memory: the bytes of memory for decoders.
         total_file_bytes: the bytes of all videos' files, which limit the decoders; infinite if unknown.
         usual_bytes: the bytes of the frames of a typical video.
         videos_per_shard: the maximum; small runs get smaller shards.
-        decode_workers, encode_workers: the maximum; None for a number that fits the cluster.
-        decode_on_gpus: True if decoders reserve a share of the GPUs.
+        decode_workers, encode_workers: the maximum; None for the default.
+        decode_on_gpus: True if decoders reserve a share of the GPUs, by default NVDEC_DECODERS_PER_GPU on each.
     """
     cores = max(1, int(cpus))
     max_encoders = int(gpus) if gpus >= 1 else cores
@@ -248,7 +247,10 @@ def plan_resources(
 def plan_workers(
     config: PruneConfig, setups: PruneStages, cluster: Mapping[str, float], n_videos: int, file_bytes: float = math.inf
 ) -> tuple[Resources, Resources]:
-    """Plan the workers for ``n_videos`` videos on a cluster.
+    """Plan the workers for ``n_videos`` videos on a cluster, within the limits of the options.
+
+    Encoders use the GPUs of the cluster only if the device of ``setups`` is "cuda". Shards have the number of videos of
+    ``--videos-per-shard``, or that of full HD videos of maximum length in ``--target-shard-mb``.
 
     Args:
         cluster: Ray's resources by name; CPU and object_store_memory are required.

@@ -100,7 +100,8 @@ def restore_old_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
 def check_redo(ids: pa.Array, videos: pa.Table | None, ledger: Ledger, config: PruneConfig) -> None:
     """Raise UsageError if ids of ``--redo`` have no row in the cache, were removed, or are not among ``videos``.
 
-    Without this check, a mistyped id would be ignored.
+    Without this check, a mistyped id would be ignored. The message has one example, and suggests an id that differs
+    only by its Unicode form or blanks.
 
     Args:
         videos: the videos of the run; None skips that check.
@@ -222,6 +223,8 @@ def _compare(
     part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: Sizes, redo: pa.Array | None
 ) -> _Comparison:
     """Compare a batch of the manifest with the rows of the cache.
+
+    With ``--on-changed skip``, no ok row counts as changed and no file is looked up.
 
     Args:
         asker: looks up the size and mark of files if the batch does not state them, on disk or with a request each.

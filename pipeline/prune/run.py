@@ -106,8 +106,8 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
 def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monitor: Monitor) -> CommittedVideos:
     """Process the videos and commit their rows, then try failed videos once more; return the counts.
 
-    Joins or starts Ray, and writes the run's record. Archives are indexed meanwhile. ``--max-hours`` ends the run
-    without an error.
+    Joins or starts Ray, and writes the header of a new cache and the run's record. Archives are indexed meanwhile.
+    ``--max-hours`` ends the run without an error.
 
     Raises:
         UsageError: the cluster lacks what the options require, or no archive holds a video.

@@ -44,7 +44,7 @@ class Writer:
     def write(self, *bundles: pa.Table) -> pa.Table:
         """Write the videos in rows of BUNDLE as one token shard, and return a row of WRITTEN_SCHEMA for every video.
 
-        If no video is ok, no shard is written.
+        Failed videos have rows too. If no video is ok, no shard is written.
 
         Raises:
             OSError: the store fails; it is reported to the heartbeats first, and ends the run.
