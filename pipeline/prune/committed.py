@@ -136,7 +136,7 @@ class PruneWatch(Watch):
     def __init__(
         self, done: CommittedVideos, todo: Todo, monitor: Monitor, record: RunFile, max_alike_failures: int
     ) -> None:
-        """Watch the videos of ``todo``; above ``max_alike_failures`` infrastructure errors of one class the run may end."""
+        """Watch the videos of ``todo``; more than ``max_alike_failures`` errors of one class may end the run."""
         super().__init__(monitor)
         self.is_second_pass = False
         self._done = done

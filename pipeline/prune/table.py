@@ -71,7 +71,7 @@ class CacheTable:
 
         Raises:
             OSError: the store fails.
-            ModelError: the checkpoint lacks a tensor that the header needs.
+            ModelError: the checkpoint lacks a tensor for the header.
         """
         if not self.store.names(VIDEOS, ".parquet"):
             write_new_header(self.store, recipe.header(dtype, family_of(recipe.source).static()))
