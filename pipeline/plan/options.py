@@ -18,7 +18,7 @@ _PLAN_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(RunOptions):
-    """The options of a plan: the videos, the cluster and the prices that it assumes. Invalid options raise UsageError."""
+    """The options of a plan: the videos, the cluster and the prices that it assumes. Invalid ones raise UsageError."""
 
     plan: bool = option(
         False, "forecast time, cost, bytes and the bottleneck: writes nothing, needs no GPU", group="plan"
