@@ -81,7 +81,7 @@ class Summary(Outcome):
         yield from super().iter_troubles(item, n_items)
 
     def as_record(self) -> JsonObject:
-        """Return the fields, except ``out`` and ``failed``, as a mapping for JSON; each of the facts is a key."""
+        """Return the counts and examples as a mapping for JSON; each of the facts of the run is a key of its own."""
         counts = {name: value for name, value in super().as_record().items() if name != "facts"}
         return {**counts, **self.facts}
 
