@@ -320,7 +320,10 @@ def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> s
 
 
 def _cost(videos: int, prices: Prices, cluster: Cluster, wall: Interval, output: Interval) -> dict[str, Interval]:
-    """Return the costs of the run and of storing its cache, as far as prices are given; {} without prices."""
+    """Return "total", "per_1000_videos" and "storage_a_month", as far as prices are given; {} without prices.
+
+    All GPUs and cores that have a price are paid for the whole wall time.
+    """
     cost = {}
     prices_by_count = (cluster.gpus, prices.gpu_hour), (cluster.cores, prices.core_hour)
     if hourly := sum(number * price for number, price in prices_by_count if price is not None):

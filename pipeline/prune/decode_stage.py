@@ -135,6 +135,7 @@ class VideoDecoder:
     """
 
     def __init__(self, setup: DecodeSetup, sandbox: DecodeSandbox | None = None) -> None:
+        """Prepare the decoder; a child process starts with the first video, unless ``sandbox`` decodes otherwise."""
         self._setup = setup
         self.cpu_s = 0.0
         self._sandbox = sandbox or DecodeSandbox(setup.timeout_s, setup.memory_mb, on_gpu=setup.decoder == "nvdec")

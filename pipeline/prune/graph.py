@@ -216,5 +216,6 @@ class UnitSource:
         self._feed = feed
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        """Wait until the tasks of a part are known, and yield a row of UNIT for each."""
         for unit in ray.get(ray.get(self._feed.part.remote(batch["part"][0].as_py()))):
             yield from unit

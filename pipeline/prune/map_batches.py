@@ -63,8 +63,7 @@ class DecodeVideos:
     The output, for ``EncodeVideos``, has a row per video with two columns. ``record`` is the row of the videos table so
     far; its ``manifest`` is the JSON of the other input columns. ``frames`` has the bytes of [F,height,width,3] uint8
     for the model; it is null if the video failed (``record["status"]`` is "failed"). Any file may be read. Decoding
-    runs in a child process, since a video may crash it. A call raises ManifestError or BadRow for a row that is not a
-    valid video.
+    runs in a child process, since a video may crash it.
     """
 
     def __init__(self, stages: PruneStages) -> None:
@@ -76,6 +75,11 @@ class DecodeVideos:
         self._decoder.close()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        """Decode the videos of a batch, and yield a table of one row for each.
+
+        Raises:
+            ManifestError: a row is not a valid video; for some rows a BadRow, which is a ValueError too.
+        """
         rows = [self._named_videos.convert(part) for part in given_parts("videos", batch, "video_id and uri")]
         videos = pa.Table.from_batches(rows, MANIFEST_SCHEMA)
         todo = videos.append_column("attempts", pa.array([1] * len(videos), pa.int32()))

@@ -137,8 +137,8 @@ class Resources(Plan):
     def blocks(self, videos: pa.Table, later_bytes: int = 0) -> Iterator[tuple[int, int]]:
         """Yield the (start, stop) of each decode task among ``videos`` (TODO_SCHEMA).
 
-        The last tasks have one batch each, so that few videos wait for a slow worker at the end. If any video is in an
-        archive, ``cut_units`` cuts all of them.
+        Tasks have ``videos_per_block`` videos, and the last tasks one batch each, so that few videos wait for a slow
+        worker at the end. If any video is in an archive, ``cut_units`` cuts all of them instead.
 
         Args:
             later_bytes: the bytes of videos in archives that follow later.

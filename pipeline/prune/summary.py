@@ -268,7 +268,7 @@ class _Counts:
 
 
 def iter_remarks(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield (name, sentence) for each remark that readers of the cache should know, such as damaged or HDR frames."""
+    """Yield (name, sentence) for each remark on frames, warnings, decoder, pictures and positions that applies."""
     for line in () if summary.frame_limits is None else describe_limits(summary.frame_limits):
         yield "frames", line
     if summary.n_warned:

@@ -100,8 +100,6 @@ class Todo(AbstractContextManager["Todo"]):
     behind the last video are not indexed, and the last archive is read only far enough, in views of 256 videos, then
     512 and so on. ``pipeline.inputs.video_list.plan_indexing`` decides which archives are indexed before the start.
 
-    ``len`` is the number of videos to process that are known so far, but at least 1 until the search has ended.
-
     Attributes:
         KEY: the column of a committed row that identifies its video.
         tally: the counts of the videos known at the start, by how they are treated.
@@ -150,12 +148,14 @@ class Todo(AbstractContextManager["Todo"]):
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Stop the search: wait up to 5 s for the thread, and wake all threads that wait for parts."""
         self._closing = True
         self._list.close()
         self._thread.join(_LEAVE_S)
         self._end()
 
     def __len__(self) -> int:
+        """Return the number of videos to process that are known so far, but at least 1 until the search has ended."""
         n_todo = sum(len(part.todo) for part in self._parts)
         return n_todo if self._has_ended or not self.n_left else max(1, n_todo)
 
