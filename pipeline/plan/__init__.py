@@ -1,1 +1,1 @@
-"""What a run will take, forecast from rates: no Ray, no model weights and no videos; runs and pages hand those in."""
+"""Forecasts of runs from rates. This package uses no Ray, model weights or videos; callers pass the numbers in."""

@@ -1,4 +1,4 @@
-"""The forecast of a run in closed form: the slowest stage sets the pace, once the first videos are through."""
+"""The forecast of a run in closed form: after the first videos, the slowest stage determines the pace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.rows import Json
 
 
 class Interval(NamedTuple):
-    """A number that is not known exactly: its expected value, and the range that holds it."""
+    """An uncertain number: its expected value, and the lowest and highest values of its range."""
 
     low: float
     expected: float
@@ -20,15 +20,15 @@ class Interval(NamedTuple):
 
     @classmethod
     def exactly(cls, value: float) -> Interval:
-        """Return a number without a range."""
+        """Return an interval whose three numbers are ``value``."""
         return cls(value, value, value)
 
     def scaled(self, factor: float) -> Interval:
-        """Multiply by a number that is known."""
+        """Multiply all three numbers by ``factor``, which must not be negative."""
         return Interval(*(factor * end for end in self))
 
     def inverse(self) -> Interval:
-        """Return 1 divided by this. Every end must be above 0."""
+        """Return 1 divided by this interval, all of whose numbers must be above 0."""
         return Interval(*(1 / end for end in reversed(self)))
 
 
@@ -36,29 +36,35 @@ NONE = Interval.exactly(0.0)
 
 
 def spread(function: Callable[..., float], *parts: Interval) -> Interval:
-    """Compute a function of several intervals, at all lower ends, all expected values and all upper ends.
+    """Compute a function of intervals: once at all low, once at all expected, and once at all high values.
 
-    The function must rise with each part, so that its range is the widest that the parts allow.
+    The function must increase with each argument, so that this gives the widest range.
     """
     return Interval(*(function(*ends) for ends in zip(*parts, strict=True)))
 
 
 def product(*parts: Interval) -> Interval:
-    """Multiply intervals."""
+    """Multiply intervals that are not negative."""
     return spread(lambda *ends: math.prod(ends), *parts)
 
 
 def total(*parts: Interval) -> Interval:
-    """Add intervals up."""
+    """Add intervals."""
     return spread(lambda *ends: math.fsum(ends), *parts)
 
 
 def mean_of(values: Sequence[float], population: int) -> Interval:
-    """Estimate the mean of a corpus of ``population`` values from a sample: two standard errors to both sides.
+    """Estimate the mean of a corpus from a sample: two standard errors to either side, but not below 0.
 
-    A single value stands for a corpus with half or twice that mean, unless it is the whole corpus.
+    With a single value, the range is from half to twice that value. If the sample is the whole corpus, the mean is
+    exact.
+
+    Args:
+        values: the sample; at least one value.
+        population: the number of values in the corpus.
     """
-    mean, left_out = fmean(values), 1 - len(values) / population
+    mean = fmean(values)
+    left_out = 1 - len(values) / population
     if len(values) == 1:
         factor = 2.0 if left_out > 0 else 1.0
         return Interval(mean / factor, mean, mean * factor)
@@ -67,19 +73,19 @@ def mean_of(values: Sequence[float], population: int) -> Interval:
 
 
 HOUR = 3600.0
-# CPU seconds outside decoding, in all processes: for each video, byte of frames, and bundle of videos. Then the seconds
-# of the driver alone, a single process that reads all records. Measured on two cores (jobs/benchmark/README.md).
+# CPU seconds outside decoding in all processes, per video, byte of frames, and batch of videos. Then the seconds of the
+# driver alone, a single process that reads all records. Measured on two cores (jobs/benchmark/README.md).
 _HOST_S, _HOST_S_PER_BYTE, _HOST_S_PER_BUNDLE = 1.5e-3, 0.6e-9, 10e-3
 _DRIVER_S, _DRIVER_S_PER_BUNDLE = 0.4e-3, 4.5e-3
 _WAITING = Interval(0.7, 1.3, 3.0)  # factor on these seconds in a run, where stages wait for each other
-#: Factors from a probe's seconds to those of a run. Cores are shared by its stages; a GPU has no other work.
+#: Factors from the seconds of a sample to those of a run. The stages share the cores; a GPU has no other work.
 CORE_FACTOR, GPU_FACTOR = Interval(0.7, 1.1, 3.0), Interval(0.9, 1.0, 1.1)
-_CPU_PEAK = Interval(6e9, 20e9, 60e9)  # operations a second of a core in float32
+_CPU_PEAK = Interval(6e9, 20e9, 60e9)  # float32 operations per second of a core
 # Seconds by which pruning a video delays the next one, which is encoded beside it. Measured on one H200.
 _PRUNE_DELAY_S = Interval(1e-3, 4e-3, 8e-3)
-_LOSS = Interval(1.0, 1.03, 1.12)  # factor on the time, since stages wait for each other
+_LOSS = Interval(1.0, 1.03, 1.12)  # factor on the wall time, since stages wait for each other
 _START_S, _CLUSTER_START_S = Interval(5, 10, 40), Interval(15, 40, 180)
-# Decoding packets costs time for each pixel of the pictures that must be decoded; the chosen frames are also
+# Decoding costs time per pixel of each picture that must be decoded; the chosen frames are also
 # converted and resized. Fitted to the table of jobs/benchmark/README.md: H.264, 720p and 1080p, 10 to 600 s.
 _DECODE_S_PER_PIXEL, _CONVERT_S_PER_PIXEL = 1.65e-9, 3e-9
 _KEYFRAME_DISTANCE = Interval(30, 120, 250)  # pictures from one keyframe to the next
@@ -88,7 +94,12 @@ _VIDEO_FPS = 30.0
 
 
 class GpuType(NamedTuple):
-    """A type of GPU: operations a second in dense bfloat16, and the vCPUs that usually stand beside it."""
+    """A type of GPU.
+
+    Attributes:
+        peak: operations per second in dense bfloat16.
+        vcpus: the number of vCPUs that a cloud instance usually has per GPU.
+    """
 
     peak: float
     vcpus: int
@@ -119,7 +130,7 @@ UTILISATION: Mapping[str, Interval] = {
 
 
 def find_gpu_type(name: str) -> str | None:
-    """Find the type in the table that a device names, e.g. "NVIDIA A100-SXM4-80GB"; None if none."""
+    """Return the key of GPU_TYPES for a device name such as "NVIDIA A100-SXM4-80GB"; None if there is none."""
     words = name.upper().replace("_", "-").replace(" ", "-").split("-")
     kinds = [kind for kind in GPU_TYPES if kind.split("-")[0] in words]
     if "A100" in kinds and any(word.startswith("40G") for word in words):
@@ -128,7 +139,13 @@ def find_gpu_type(name: str) -> str | None:
 
 
 class Cluster(NamedTuple):
-    """The machines of a run; ``cores`` are vCPUs, and all of them decode."""
+    """The machines of a run.
+
+    Attributes:
+        gpus: the number of GPUs; 0 if encoders run on cores.
+        gpu_type: a key of GPU_TYPES; None without GPUs.
+        cores: the number of vCPUs, all of which decode.
+    """
 
     gpus: int
     gpu_type: str | None
@@ -136,14 +153,14 @@ class Cluster(NamedTuple):
 
     @property
     def start_s(self) -> Interval:
-        """Seconds until the first worker takes a video; a cluster of many nodes loads the model over a network."""
+        """The seconds until the first worker takes a video; more for a large cluster, which loads models remotely."""
         return _CLUSTER_START_S if self.gpus > 8 or self.cores > 256 else _START_S
 
     def encode_s(self, flops: Interval, utilisation: Interval) -> Interval:
-        """Return the seconds of encoding and pruning a video on a GPU, or on a core where there is no GPU.
+        """Return the seconds for encoding and pruning a video on one GPU, or for encoding it on a core without GPUs.
 
         Args:
-            flops: floating-point operations of encoding it.
+            flops: floating-point operations for encoding the video.
             utilisation: share of a GPU's peak that the encoder reaches.
         """
         if self.gpu_type is None:
@@ -153,7 +170,7 @@ class Cluster(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """Prices of an hour of a GPU and of a vCPU, and of a GB for a month; None where none is given."""
+    """Prices per hour of a GPU, per hour of a vCPU, and per GB (10^9 bytes) and month; None if not given."""
 
     gpu_hour: float | None = None
     core_hour: float | None = None
@@ -162,18 +179,18 @@ class Prices(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The work of a run; seconds, operations and bytes are of a video, the mean of those that can be read.
+    """The work of a run. Seconds and bytes are means per readable video.
 
     Attributes:
-        videos: of the run, unreadable ones too.
-        failed: share of them that cannot be read.
-        decode_s: core-seconds.
-        encode_s: seconds of encoding and pruning, on a GPU or else on a core; None where that is not known.
-        frame_bytes: of the frames that pass from decoding to encoding.
-        output_bytes: of the kept tokens with their columns.
-        input_bytes: of the file; None where that is not known.
-        video_s: how long it plays; None where that is not known.
-        notes: what the numbers rest on, a sentence each.
+        videos: the number of videos, unreadable ones included.
+        failed: the share of videos that cannot be read.
+        decode_s: core-seconds of decoding.
+        encode_s: seconds of encoding and pruning, on a GPU or on a core; None if unknown.
+        frame_bytes: bytes of the frames that the decode stage passes to the encode stage.
+        output_bytes: stored bytes of the kept tokens with their columns.
+        input_bytes: bytes of the file; None if unknown.
+        video_s: seconds that the video plays; None if unknown.
+        notes: sentences on what the numbers are based on.
     """
 
     videos: int
@@ -189,17 +206,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """The forecast of a run; seconds and bytes are of the whole run.
+    """The forecast of a run. Seconds and bytes are totals of the run.
 
     Attributes:
-        gpu_s, encode_core_s: seconds of encoding and pruning, on GPUs or on cores; None where the model's work is not
-            known. The time and the cost of the run are then without encoding.
-        stage_s: seconds of wall time that each stage alone would take; None for encoding where that is not known. On
-            CPUs, decoding and encoding are one stage, "cpus", where both are known.
-        bottleneck: the stage that takes longest, of those that are known.
-        remedy: what would remove it.
-        cost: total, per 1,000 videos and of storage a month, as far as prices are given; None without a price.
-        notes: what the numbers rest on, a sentence each.
+        gpu_s: GPU-seconds of encoding and pruning; None without GPUs or if the work of the model is unknown.
+        encode_core_s: core-seconds of encoding and pruning; None with GPUs or if the work of the model is unknown.
+        wall_s: the duration, which does not include encoding if the work of the model is unknown.
+        stage_s: stage -> seconds of wall time that it would take alone; None for unknown encoding. Without GPUs, "cpus"
+            replaces "decode" and "encode", if both are known.
+        bottleneck: the slowest known stage; "nothing" without videos.
+        remedy: how to remove the bottleneck.
+        cost: "total", "per_1000_videos" and "storage_a_month", as far as prices are given; None without prices.
+        notes: sentences on what the numbers are based on.
     """
 
     videos: int
@@ -219,7 +237,7 @@ class RunEstimate:
     notes: tuple[str, ...]
 
     def as_record(self) -> dict[str, Json]:
-        """Return the plan as a JSON-able mapping: an interval becomes a mapping of its three numbers."""
+        """Return the fields as a mapping for JSON; intervals and the cluster become mappings of their fields."""
 
         def converted(value: object) -> Json:
             if isinstance(value, Interval | Cluster):
@@ -232,32 +250,37 @@ class RunEstimate:
 
 
 def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str, ...] = ()) -> RunEstimate:
-    """Estimate a run of these videos on this cluster; ``notes`` are added to the notes of ``work``.
+    """Estimate a run of this work on this cluster.
 
-    Without prices there is no cost, and a note says so.
+    Args:
+        notes: added to the notes of ``work``, as is a note on prices that are missing.
     """
-    n, n_good = work.videos, work.videos * (1 - work.failed)
-    # Videos that travel together, as pipeline.prune.graph bundles them.
-    bundle = int(max(1.0, min(32.0, 64 * 2**20 / max(1.0, work.frame_bytes.expected))))
-    host_s = spread(lambda size: _HOST_S + _HOST_S_PER_BYTE * size + _HOST_S_PER_BUNDLE / bundle, work.frame_bytes)
-    driver_s = _WAITING.scaled(n * (_DRIVER_S + _DRIVER_S_PER_BUNDLE / bundle))
+    n = work.videos
+    n_good = work.videos * (1 - work.failed)
+    # Videos per batch, as pipeline.prune.resources plans them.
+    videos_per_batch = int(max(1.0, min(32.0, 64 * 2**20 / max(1.0, work.frame_bytes.expected))))
+    host_s = spread(
+        lambda size: _HOST_S + _HOST_S_PER_BYTE * size + _HOST_S_PER_BUNDLE / videos_per_batch, work.frame_bytes
+    )
+    driver_s = _WAITING.scaled(n * (_DRIVER_S + _DRIVER_S_PER_BUNDLE / videos_per_batch))
     cpus_s = total(work.decode_s, product(host_s, _WAITING)).scaled(n / cluster.cores)
     encode_s = NONE if work.encode_s is None else work.encode_s
-    encode, output = encode_s.scaled(n_good), work.output_bytes.scaled(n_good)
+    encode = encode_s.scaled(n_good)
+    output = work.output_bytes.scaled(n_good)
     known = work.encode_s is not None
     if cluster.gpus or not known:
         stages = {"decode": cpus_s, "encode": encode.scaled(1 / (cluster.gpus or cluster.cores)), "driver": driver_s}
     else:  # decoders and encoders share the cores
         stages = {"cpus": total(cpus_s, encode.scaled(1 / cluster.cores)), "driver": driver_s}
     running = product(spread(max, *stages.values()), _LOSS)
-    # The first video passes all stages while no other one overlaps it.
+    # No other video overlaps the first one.
     wall = total(cluster.start_s, work.decode_s, encode_s, running) if n else NONE
     slowest = max(stages, key=lambda name: stages[name].expected) if n else "nothing"
     cost = _cost(n, prices, cluster, wall, output)
     if "total" not in cost:
         notes = (*notes, "the cost is not known: give --price gpu-hour=X, or core-hour=X for CPUs")
     elif cluster.gpus and prices.gpu_hour is None:
-        notes = (*notes, "the cost is of the CPUs alone: give --price gpu-hour=X, too")
+        notes = (*notes, "the cost includes only the CPUs: give --price gpu-hour=X, too")
     return RunEstimate(
         videos=n,
         failed_share=work.failed,
@@ -268,7 +291,7 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
         output_bytes=output,
         input_bytes=work.input_bytes and work.input_bytes.scaled(n),
         video_s=work.video_s and work.video_s.scaled(n_good),
-        stage_s={name: None if name == "encode" and not known else part for name, part in stages.items()},
+        stage_s={name: None if name == "encode" and not known else interval for name, interval in stages.items()},
         bottleneck=slowest,
         remedy=_remedy(slowest, cluster, stages),
         cost=cost or None,
@@ -278,14 +301,15 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
 
 
 def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> str:
-    """Return a text: the remedy for the bottleneck, and the stage that is the bottleneck after it."""
+    """Describe how many more cores, GPUs or drivers would make the bottleneck as fast as the next slowest stage."""
     if slowest == "nothing":
         return "nothing is left to do"
     if slowest == "cpus":
         return "more cores, or a GPU"
-    other_stages = {name: part.expected for name, part in stages.items() if name != slowest}
-    next_one = max(other_stages, key=lambda name: other_stages[name])
-    factor, until = stages[slowest].expected / max(other_stages[next_one], 1e-9), f"until {next_one} takes as long"
+    other_stages = {name: interval.expected for name, interval in stages.items() if name != slowest}
+    next_stage = max(other_stages, key=lambda name: other_stages[name])
+    factor = stages[slowest].expected / max(other_stages[next_stage], 1e-9)
+    until = f"until {next_stage} takes as long"
     if slowest == "decode":
         more = f"{math.ceil(cluster.cores * (factor - 1)):,} more decode cores, {until}"
         return f"{more}; --snap-to-keyframes for long videos{'; or --decoder nvdec' if cluster.gpus else ''}"
@@ -296,10 +320,13 @@ def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> s
 
 
 def _cost(videos: int, prices: Prices, cluster: Cluster, wall: Interval, output: Interval) -> dict[str, Interval]:
-    """Return the cost of the run and of keeping its cache, as far as prices are given; {} without prices."""
+    """Return "total", "per_1000_videos" and "storage_a_month", as far as prices are given; {} without prices.
+
+    All GPUs and cores that have a price are paid for the whole wall time.
+    """
     cost = {}
-    parts = (cluster.gpus, prices.gpu_hour), (cluster.cores, prices.core_hour)
-    if hourly := sum(number * price for number, price in parts if price is not None):
+    prices_by_count = (cluster.gpus, prices.gpu_hour), (cluster.cores, prices.core_hour)
+    if hourly := sum(number * price for number, price in prices_by_count if price is not None):
         cost["total"] = wall.scaled(hourly / HOUR)
         cost["per_1000_videos"] = cost["total"].scaled(1000 / max(1, videos))
     if prices.gb_month is not None:
@@ -308,15 +335,15 @@ def _cost(videos: int, prices: Prices, cluster: Cluster, wall: Interval, output:
 
 
 def decode_seconds(seconds: float, width: int, height: int, n_frames: int) -> Interval:
-    """Estimate the core-seconds of decoding ``n_frames`` of a video that nobody has looked at, at 30 frames a second.
+    """Estimate the core-seconds of decoding ``n_frames`` frames of an unknown video at 30 frames per second.
 
-    The pictures between two keyframes are decoded up to the last chosen one.
+    The frames are evenly spread. Between two keyframes, pictures are decoded up to the last chosen frame.
     """
     pictures = max(float(n_frames), seconds * _VIDEO_FPS)
-    apart = pictures / n_frames
+    distance = pictures / n_frames
 
     def decoded(keyframes: float, codec: float) -> float:
-        n_decoded = pictures * (1 - apart / (2 * keyframes)) if apart < keyframes else n_frames * keyframes / 2
+        n_decoded = pictures * (1 - distance / (2 * keyframes)) if distance < keyframes else n_frames * keyframes / 2
         return codec * width * height * (n_decoded * _DECODE_S_PER_PIXEL + n_frames * _CONVERT_S_PER_PIXEL)
 
     return spread(decoded, _KEYFRAME_DISTANCE, _CODEC_FACTOR)

@@ -1,4 +1,4 @@
-"""The options of a plan."""
+"""The command-line options of a plan."""
 
 from __future__ import annotations
 
@@ -18,53 +18,66 @@ _PLAN_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(RunOptions):
-    """The options of a plan: the videos, the cluster and the prices that it reckons with."""
+    """The options of a plan: the videos, the cluster and the prices that it assumes. Invalid ones raise UsageError."""
 
     plan: bool = option(
         False, "forecast time, cost, bytes and the bottleneck: writes nothing, needs no GPU", group="plan"
     )
-    probe: int | None = option(None, "with --plan: look at K of the videos (default: 20)", metavar="K")
-    gpus: int | None = option(None, "with --plan: for N GPUs, or 0 (default: the GPUs of this machine)", metavar="N")
+    probe: int | None = option(None, "with --plan: decode K of the videos (default: 20)", metavar="K")
+    gpus: int | None = option(
+        None, "with --plan: plan for N GPUs, or 0 (default: the GPUs of this machine)", metavar="N"
+    )
     gpu_type: str | None = option(None, f"with --plan: one of {', '.join(GPU_TYPES)}", metavar="TYPE")
     decode_cores: int | None = option(
-        None, "with --plan: N vCPUs decode (default: as many as usually stand beside the GPUs)", metavar="N"
+        None, "with --plan: decode on N vCPUs (default: the usual number for these GPUs)", metavar="N"
     )
     price: list[str] = option(
         [],
-        "with --plan: the price of a gpu-hour (with the CPUs beside it), of a core-hour (where CPUs are paid by "
-        "themselves) or of a gb-month (10^9 bytes stored for a month), e.g. gpu-hour=1.80; may be repeated",
+        "with --plan: the price of a gpu-hour (including its CPUs), of a core-hour (if CPUs are paid separately) or "
+        "of a gb-month (10^9 bytes stored for a month), e.g. gpu-hour=1.80; may be repeated",
         metavar="NAME=PRICE",
     )
     corpus_videos: float | None = option(
-        None, "with --plan: for N videos that are not here; needs --seconds", metavar="N", flag="--videos"
+        None, "with --plan: plan for N videos that are not here; needs --seconds", metavar="N", flag="--videos"
     )
-    seconds: float | None = option(None, "with --videos: seconds of a video", metavar="S")
-    size: str | None = option(None, f"with --videos: pixels of a video (default: {_FULL_HD})", metavar="WxH")
+    seconds: float | None = option(None, "with --videos: the length of a video in seconds", metavar="S")
+    size: str | None = option(
+        None, f"with --videos: the size of a video in pixels (default: {_FULL_HD})", metavar="WxH"
+    )
 
     @property
     def prices(self) -> Prices:
-        """The prices that ``--price`` gives. Raises UsageError."""
+        """The prices that ``--price`` gives.
+
+        Raises:
+            UsageError: a name is unknown, or a value is not a positive number.
+        """
         prices: dict[str, float] = {}
         for name, text in named_values(self.price, "--price").items():
             check(name in Prices._fields, "price", "of a gpu-hour, a core-hour or a gb-month", name.replace("_", "-"))
             try:
                 prices[name] = float(text)
             except ValueError as error:
-                raise UsageError(f"--price {name.replace('_', '-')}={text}: that is no number") from error
+                raise UsageError(f"--price {name.replace('_', '-')}={text}: it is not a number") from error
             check(positive(prices[name]), "price", "a positive number", text)
         return Prices(**prices)
 
     def pixels(self) -> tuple[int, int]:
-        """Return (width, height) of ``--size``. Raises UsageError."""
+        """Return (width, height) of ``--size``, by default 1920 x 1080.
+
+        Raises:
+            UsageError: the value is not WIDTHxHEIGHT.
+        """
         match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.size or _FULL_HD)
         if match is None:
             raise UsageError(f"--size must be WIDTHxHEIGHT, got {self.size!r}")
         return int(match[1]), int(match[2])
 
     def __post_init__(self) -> None:
-        """Raise UsageError also for a wrong value of a plan's option, and for options that do not go together.
+        """Check all options.
 
-        Options of a plan need ``--plan``.
+        Raises:
+            UsageError: an option is invalid, options exclude each other, or an option of plans lacks ``--plan``.
         """
         super().__post_init__()
         for name in _PLAN_FIELDS:

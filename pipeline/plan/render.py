@@ -1,4 +1,4 @@
-"""A plan as a table for the terminal, and the words for its numbers."""
+"""A plan as a table for the terminal, and the formats of its numbers."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ _UNKNOWN = "not known for this model; time and cost are without it"
 
 
 def number(value: float) -> str:
-    """Format a number with three digits that count."""
+    """Format a number with about three significant digits, without trailing zeros: "1,234", "12.3", "0.05"."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.{1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 4}f}".rstrip("0").rstrip(".")
 
 
 def time_text(seconds: float) -> str:
-    """Format seconds in the unit that fits."""
+    """Format seconds in days, hours, minutes or seconds: the largest unit of which there are at least two."""
     unit, name = next((unit, name) for least, unit, name in _TIMES if seconds >= least)
     return f"{number(seconds / unit)} {name}"
 
 
 def bytes_text(size: float) -> str:
-    """Format bytes in the decimal unit that fits."""
+    """Format bytes in the largest decimal unit that fits, up to TB."""
     unit, name = next((unit or 1.0, name) for unit, name in _BYTES if size >= unit)
     return f"{number(size / unit)} {name}"
 
 
 def hours(seconds: float) -> str:
-    """Format seconds as hours, in which machines are paid, unless they are few."""
+    """Format seconds as hours; below half an hour, in minutes or seconds."""
     return f"{number(seconds / HOUR)} h" if seconds >= HOUR / 2 else time_text(seconds)
 
 
 def format_range(part: Interval, text: Callable[[float], str]) -> str:
-    """Format an interval as its expected value and its range, or as one value where all are alike."""
+    """Format an interval as "EXPECTED (LOW to HIGH)", or as one value if the low and high texts are equal."""
     low, middle, high = map(text, part)
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a plan, (name, value) each."""
+    """Yield the rows of a plan's table as (label, text)."""
     failed_note = f", of which {100 * plan.failed_share:.3g} % fail as in the sample" if plan.failed_share else ""
     yield (
         "videos",
@@ -57,20 +57,20 @@ def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
     yield "cluster", f"{gpus} x {kind}, {cores:g} vCPUs" if gpus else f"{cores:g} vCPUs, no GPU"
     yield "wall time", format_range(plan.wall_s, time_text)
     yield "bottleneck", f"{plan.bottleneck}; what removes it: {plan.remedy}"
-    for name, part in plan.stage_s.items():
-        yield f"  {name} alone", "not known" if part is None else format_range(part, time_text)
+    for name, interval in plan.stage_s.items():
+        yield f"  {name} alone", "not known" if interval is None else format_range(interval, time_text)
     yield "decode", f"{format_range(plan.decode_core_s, hours)} of a core"
     encode, unit = (plan.gpu_s, "GPU") if gpus else (plan.encode_core_s, "core")
     yield "encode", _UNKNOWN if encode is None else f"{format_range(encode, hours)} of a {unit}"
     yield "output", format_range(plan.output_bytes, bytes_text)
     if plan.input_bytes is not None:
         yield "input", f"{format_range(plan.input_bytes, bytes_text)} of video files are read"
-    for name, part in (plan.cost or {}).items():
-        yield f"cost, {name.replace('_', ' ')}", format_range(part, number)
+    for name, interval in (plan.cost or {}).items():
+        yield f"cost, {name.replace('_', ' ')}", format_range(interval, number)
 
 
 def render_plan(plan: RunEstimate) -> RenderableType:
-    """Render a plan as a table for the terminal, with what it rests on below."""
+    """Render a plan for the terminal: a heading, the table, and a line for each note."""
     table = Table.grid(padding=(0, 2))
     for name, value in list_rows(plan):
         table.add_row(name, Text(value))

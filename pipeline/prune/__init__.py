@@ -1,1 +1,1 @@
-"""The work of ``python -m jobs.prune``: videos in, a cache of pruned tokens out."""
+"""The work of ``python -m jobs.prune``: it turns videos into a cache of pruned tokens."""

@@ -1,10 +1,10 @@
-"""Bundles of videos that travel between the stages of a graph: each bundle is one row of Arrow.
+"""Serialization of the batches of videos that travel between the stages of a run, one Arrow row per batch.
 
-Small videos share a bundle, because Ray Data carries about twenty blocks a second and worker, whatever their size. A
-bundle is one row, because Ray Data cuts blocks between rows: so a call yields exactly one block. The records of the
-videos are one cell of JSON, because a column for each key costs milliseconds a block. Arrays are flat bytes, one cell a
-video: the layout has the widths of kept tokens, and the records have the shape of frames. The arrays of a single video
-are not copied.
+Small videos share a batch, because Ray Data transports about twenty blocks per second and worker, whatever their size.
+A batch is a single row, because Ray Data splits blocks only between rows. All records of a batch are one cell of JSON,
+since a column per key would cost milliseconds per block. Arrays are stored as flat bytes, one cell per video. Their
+shapes are in the column ``layout`` (kept tokens) and in the records (frames). The arrays of a batch with one video are
+not copied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.rows import VideoRecord, without_nulls
 
 BYTES = pa.large_binary()
 CELLS = pa.list_(BYTES)
-# The arrays of KeptTokens: one cell a video, null if it has none.
+# The arrays of KeptTokens: a cell per video, which is null if the video has none.
 _ARRAYS: Mapping[str, type[np.generic]] = {
     "tokens": np.int16,
     "index": np.int32,
@@ -35,10 +35,10 @@ _ARRAYS: Mapping[str, type[np.generic]] = {
     "density": np.float32,
 }
 
-#: A unit of work: the rows of videos that one call decodes, in one cell.
+#: The schema of a decode task: the rows of the videos that one call decodes, in one cell.
 UNIT = pa.schema([pa.field("videos", BYTES)])
-#: A bundle of videos between two stages. ``deepstack`` and ``evidence`` hold the arrays of all videos in a row;
-#: ``layout`` has the widths of each video's tokens, deepstack levels and evidence, as ``_measure_widths`` returns them.
+#: The schema of a batch of videos between two stages. ``deepstack`` and ``evidence`` list the arrays of all videos one
+#: after the other; ``layout`` has the result of ``_measure_widths`` for each video.
 BUNDLE = pa.schema(
     [
         pa.field("records", BYTES),
@@ -46,26 +46,34 @@ BUNDLE = pa.schema(
         *(pa.field(name, CELLS) for name in ("frames", *_ARRAYS, "deepstack", "evidence")),
     ]
 )
-#: The rows of written videos: VIDEO_SCHEMA, but columns that a commit fills may be null.
+#: The schema of written videos: VIDEO_SCHEMA, but all columns may be null, since a commit fills some of them.
 WRITTEN_SCHEMA = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA])
 
 
 def pack_unit(todo: pa.Table) -> pa.Table:
-    """Pack rows of videos (TODO_SCHEMA) as one row of UNIT, so that Ray Data neither cuts nor joins them.
+    """Pack rows of videos (TODO_SCHEMA) into one row of UNIT, which Ray Data can neither split nor merge.
 
-    There must be a row.
+    Raises:
+        ValueError: ``todo`` has no rows.
     """
-    (part,) = todo.combine_chunks().to_batches()
-    return pa.table([pa.array([part.serialize().to_pybytes()], BYTES)], schema=UNIT)
+    (batch,) = todo.combine_chunks().to_batches()
+    return pa.table([pa.array([batch.serialize().to_pybytes()], BYTES)], schema=UNIT)
 
 
 def unpack_unit(unit: pa.Table) -> pa.RecordBatch:
-    """Unpack the rows of videos (TODO_SCHEMA) from a row of UNIT."""
+    """Return the rows of videos (TODO_SCHEMA) that ``pack_unit`` packed into ``unit``."""
     return pa.ipc.read_record_batch(unit["videos"][0].as_buffer(), TODO_SCHEMA)
 
 
 def pack(videos: Sequence[VideoItem]) -> pa.Table:
-    """Pack videos into one row of BUNDLE. Raise KeyError for a record with an unknown key."""
+    """Pack videos into one row of BUNDLE.
+
+    Args:
+        videos: decoded videos with frames, encoded videos with kept tokens, and failed videos with neither.
+
+    Raises:
+        KeyError: a record has a key that is not a column of the videos table.
+    """
     kept_tokens = [video.kept for video in videos]
     layout = [_measure_widths(tokens) if tokens else (0, [], {}) for tokens in kept_tokens]
     columns: list[Iterable[NDArray[Any] | None]] = [
@@ -80,12 +88,15 @@ def pack(videos: Sequence[VideoItem]) -> pa.Table:
 
 
 def unpack(bundle: pa.Table) -> list[VideoItem]:
-    """Unpack the videos of a row of BUNDLE.
+    """Return the videos in a row of BUNDLE, in the order in which they were packed.
 
-    Their arrays are read-only views into the bundle. Frames are one flat array.
+    Their arrays are read-only views into the row. ``frames`` is a flat array: ``VideoItem.reshape_frames`` restores its
+    shape. A failed video has None for ``frames`` and ``kept``.
     """
     columns = {name: bundle[name].chunk(0).flatten() for name in BUNDLE.names if name not in ("records", "layout")}
-    next_level, next_label, videos = count(), count(), []  # deepstack and evidence: the cells of all videos in a row
+    next_level = count()  # the cells of deepstack levels and evidence are consecutive over all videos
+    next_label = count()
+    videos = []
     records, layout = _unpack_json(bundle["records"]), _unpack_json(bundle["layout"])
     for number, (record, (width, levels, labels)) in enumerate(zip(records, layout, strict=True)):
         arrays = {name: read_cell(columns[name], number, kind) for name, kind in _ARRAYS.items()}
@@ -103,53 +114,62 @@ def unpack(bundle: pa.Table) -> list[VideoItem]:
 
 
 def pack_written(rows: Sequence[VideoRecord]) -> pa.Table:
-    """Pack the records of written videos as rows of WRITTEN_SCHEMA. Raise KeyError for a record with an unknown key."""
+    """Convert the records of written videos to rows of WRITTEN_SCHEMA; keys that a record lacks become nulls.
+
+    Raises:
+        KeyError: a record has a key that is not a column of the videos table.
+    """
     _refuse_unknown(rows)
     return pa.Table.from_pylist(list(rows), schema=WRITTEN_SCHEMA)
 
 
 def unpack_failed(rows: pa.Table) -> list[VideoRecord]:
-    """Unpack the records of the rows of WRITTEN_SCHEMA whose status is not "ok". A record lacks the keys of nulls."""
+    """Return the records of the rows of WRITTEN_SCHEMA whose status is not "ok", without the keys that are null."""
     return [without_nulls(row, VideoRecord) for row in rows.filter(pc.not_equal(rows["status"], "ok")).to_pylist()]
 
 
 def _measure_widths(tokens: KeptTokens) -> tuple[int, list[int], dict[str, int]]:
-    """Return the numbers in a row of the tokens, of each deepstack level, and of each evidence by its label."""
+    """Return the row widths of a video's arrays: of tokens, of each deepstack level, and of each evidence by label."""
     levels = [level.shape[1] for level in tokens.deepstack]
     return tokens.tokens.shape[1], levels, {name: values.shape[1] for name, values in tokens.evidence.items()}
 
 
 def _pack_json(value: object) -> pa.Array:
-    """Pack a value as one cell of JSON."""
+    """Serialize a value as JSON into an array with one cell."""
     return pa.array([json.dumps(value).encode()], BYTES)
 
 
 def _unpack_json(column: pa.ChunkedArray) -> list[Any]:
-    """Unpack the list in a cell of JSON."""
+    """Parse the JSON list in the first cell of a column."""
     values: list[Any] = json.loads(column[0].as_buffer().to_pybytes())
     return values
 
 
 def _refuse_unknown(rows: Sequence[VideoRecord]) -> None:
-    """Raise KeyError if a record has a key that is no column of the videos table: its value would be lost."""
+    """Raise KeyError if a record has a key that is not a column of the videos table, since its value would be lost."""
     if unknown := {name for row in rows for name in row} - set(WRITTEN_SCHEMA.names):
-        raise KeyError(f"no columns of the videos table: {', '.join(sorted(unknown))}")
+        raise KeyError(f"not columns of the videos table: {', '.join(sorted(unknown))}")
 
 
 def _pack_cells(arrays: Iterable[NDArray[Any] | None]) -> pa.Array:
-    """Pack arrays as one row that holds a list of cells of bytes, null for None. A single array is not copied."""
+    """Pack arrays into one row: a list with a cell of bytes per array, which is null for None.
+
+    If only one of the arrays has content, and it is contiguous, its bytes are not copied.
+    """
     arrays, empty = list(arrays), np.empty(0, np.uint8)
-    parts = [empty if array is None else np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-    offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-    filled_parts = [part for part in parts if len(part)]
-    data = filled_parts[0] if len(filled_parts) == 1 else np.concatenate([empty, *filled_parts])
-    _, present = pa.array([array is not None for array in arrays], pa.bool_()).buffers()  # as Arrow packs validity
-    cells = pa.Array.from_buffers(BYTES, len(parts), [present, pa.py_buffer(offsets), pa.py_buffer(data)])
+    pieces = [empty if array is None else np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+    filled_pieces = [piece for piece in pieces if len(piece)]
+    data = filled_pieces[0] if len(filled_pieces) == 1 else np.concatenate([empty, *filled_pieces])
+    _, present = pa.array(
+        [array is not None for array in arrays], pa.bool_()
+    ).buffers()  # the validity bits in Arrow's layout
+    cells = pa.Array.from_buffers(BYTES, len(pieces), [present, pa.py_buffer(offsets), pa.py_buffer(data)])
     return pa.ListArray.from_arrays(pa.array([0, len(cells)], pa.int32()), cells)
 
 
 def read_cell(cells: pa.Array, index: int, dtype: Any) -> Any:
-    """Return a cell's bytes as a flat read-only array without a copy, None for null."""
+    """Return the bytes of cell ``index`` as a flat read-only array without a copy; None for a null cell."""
     if cells.slice(index, 1).null_count:
         return None
     _, offsets, data = cells.buffers()

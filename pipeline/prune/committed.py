@@ -1,4 +1,4 @@
-"""What a prune run has committed so far, and when that ends the run."""
+"""The commits of a prune run, and the limits on failures and time that end it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class CommittedVideos:
     Attributes:
         record: the record of the run.
         facts: the seconds and bytes of the run.
-        failed: failed video -> its attempts so far.
-        retryable: the same for failed videos that may succeed on another machine.
-        unread: the same for videos that could not be read, and may be readable later.
-        infrastructure_errors: class of an infrastructure error -> videos with it.
-        examples: class -> id and message of one of these videos.
-        fetched: bytes of videos that were read from stores.
+        failed: id -> attempts so far, of each video that failed in this run and has not succeeded since.
+        retryable: the same for each video that had a retryable fault, even if it succeeded later.
+        unread: the same for each video that could not be read (io).
+        infrastructure_errors: class -> number of infrastructure errors, over all attempts.
+        examples: class -> "ID: MESSAGE" of the last such error.
+        fetched: the bytes of the videos that were read from remote stores.
     """
 
     def __init__(self, table: CacheTable, record: RunFile, monitor: Monitor, facts: Facts) -> None:
@@ -49,22 +49,32 @@ class CommittedVideos:
         self.infrastructure_errors: Counter[FaultClass] = Counter()
         self.examples: dict[FaultClass, str] = {}
         self.fetched = 0
-        self.record, self._table, self._monitor = record, table, monitor
+        self.record = record
+        self._table = table
+        self._monitor = monitor
         self._last_counted: set[tuple[str, int]] = set()  # the ids and attempts of the last commit
         self._token_shards: list[str] = []  # committed by this run, ascending
         self._saved_at = time.monotonic()
 
     def commit(self, number: int, rows: pa.Table) -> None:
-        """Commit the rows of a shard (WRITTEN_SCHEMA), and count them; rows of the commit before count only once.
+        """Commit the rows of a shard (WRITTEN_SCHEMA) to the videos table, and count them.
 
-        Now and then this saves the run's record and merges small files of the table. Raises OSError, RunFailed.
+        An interrupted driver may commit the same rows twice in succession; they are counted once. The method also saves
+        the run's record about once a minute, and merges the small files of the table when there are many.
+
+        Args:
+            number: the number of the shard, which numbers the commit.
+
+        Raises:
+            OSError: the store fails, or lacks a token shard that the rows name.
+            RunFailed: during the run, the cache was deleted or replaced, or a token shard of the rows was removed.
         """
         self._table.commit(number, rows)
         attempts = list(zip(rows["video_id"].to_pylist(), rows["attempts"].to_pylist(), strict=True))
         is_new = [attempt not in self._last_counted for attempt in attempts]
         new_attempts, self._last_counted = {*attempts} - self._last_counted, set(attempts)
         ok_rows, failed_records = select_ok(rows), unpack_failed(rows)
-        if new_attempts:  # else an interrupt came after the same rows were counted
+        if new_attempts:  # otherwise an interrupt came after the same rows were counted
             new_failures = [row for row in failed_records if (row["video_id"], row["attempts"]) in new_attempts]
             self._count(rows.filter(pa.array(is_new)), new_failures)
         self._record_shards(set(map(parse_shard_id, ok_rows["token_shard"].to_pylist())))
@@ -76,9 +86,10 @@ class CommittedVideos:
         self.unread |= _list_attempts(record for record in failed_records if record["error_class"] == "io")
 
     def _count(self, rows: pa.Table, failed_records: Sequence[VideoRecord]) -> None:
-        """Add the seconds, tokens and bytes of committed rows to the facts and the metrics of the run.
+        """Add newly committed rows to the facts, the metrics and the counts of infrastructure errors.
 
-        Infrastructure errors are counted by their class. ``failed_records`` are the failed rows among ``rows``.
+        Args:
+            failed_records: the records of the failed videos among ``rows``.
         """
         self.facts.add(rows)
         for record in filter(is_infrastructure_error, failed_records):
@@ -86,7 +97,8 @@ class CommittedVideos:
             self.examples[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
         self.fetched += sum_column(rows.filter(pa.array(map(is_remote, rows["uri"].to_pylist()))), "source_size")
         self._monitor.count_rows("video", len(rows) - len(failed_records), len(failed_records))
-        n_kept, metrics = sum_column(rows, "n_tokens"), self._monitor.metrics
+        n_kept = sum_column(rows, "n_tokens")
+        metrics = self._monitor.metrics
         metrics.count("tokens", sum_column(rows, "n_total"), kind="in")
         metrics.count("tokens", n_kept, kind="kept")
         metrics.count("bytes", sum_column(rows, "source_size"), kind="read")
@@ -95,9 +107,9 @@ class CommittedVideos:
             metrics.count("stage_seconds", sum_column(rows, f"{stage}_s"), stage=stage)
 
     def _record_shards(self, token_shards: Collection[str]) -> None:
-        """Add committed token shards and the facts to the run's record, so that lost files of the table are noticed.
+        """Note the committed token shards and the facts in the run's record, and save the record about once a minute.
 
-        Saves the record each minute.
+        With these names, later runs can detect that files of the videos table were lost.
         """
         for shard in token_shards:  # sorting the whole list would take longer with each commit
             index = bisect_left(self._token_shards, shard)
@@ -110,31 +122,38 @@ class CommittedVideos:
 
 
 def _list_attempts(records: Iterable[VideoRecord]) -> dict[str, int]:
-    """Return each video's attempts so far."""
+    """Return video_id -> attempts so far."""
     return {record["video_id"]: record["attempts"] for record in records}
 
 
 class PruneWatch(Watch):
-    """The watch of a prune run, which ends it at its limit of hours, or if too many videos fail for one reason.
+    """The watch of a prune run, which ends it at its time limit or if too many videos fail for the same reason.
 
     Attributes:
-        is_second_pass: whether failed videos are tried once more: then no number of failures ends the run.
+        is_second_pass: True while failed videos are tried once more; failures do not end the run then.
     """
 
     def __init__(
         self, done: CommittedVideos, todo: Todo, monitor: Monitor, record: RunFile, max_alike_failures: int
     ) -> None:
-        """Watch the videos of ``todo``; ``max_alike_failures`` infrastructure errors of one class end no run."""
+        """Watch the videos of ``todo``; more than ``max_alike_failures`` errors of one class may end the run."""
         super().__init__(monitor)
         self.is_second_pass = False
-        self._done, self._todo, self._record, self._max_alike_failures = done, todo, record, max_alike_failures
+        self._done = done
+        self._todo = todo
+        self._record = record
+        self._max_alike_failures = max_alike_failures
         self._is_estimated = not todo.is_complete
 
     def look(self, report: WorkerReport, progress: Progress) -> None:
-        """Look at a report; save the number of videos in the run's record once all archives are indexed.
+        """Pass a report to the monitor, and end the run if a limit is exceeded.
 
-        Raises LimitReached after ``--max-hours``, and RunFailed if an archive cannot be indexed, or if too many videos
-        failed for one infrastructure reason and no worker does better.
+        Once all archives are indexed, the final number of videos is saved in the run's record.
+
+        Raises:
+            LimitReached: ``--max-hours`` have passed.
+            RunFailed: an archive cannot be indexed; or more than ``max_alike_failures`` infrastructure errors are of
+                one class and all workers of a stage fail, unless this is the second pass.
         """
         super().look(report, progress)
         self._todo.check()
@@ -146,12 +165,13 @@ class PruneWatch(Watch):
             return
         ((fault, count),) = self._done.infrastructure_errors.most_common(1)
         if count > self._max_alike_failures:
-            stage, example = report.failing[0], self._done.examples[fault]
+            stage = report.failing[0]
+            example = self._done.examples[fault]
             raise RunFailed(
                 f"{count} videos failed alike and all {stage} workers fail ({fault}, {example}): {FAULTS[fault].remedy}"
             )
 
     def take_last(self, report: WorkerReport, progress: Progress) -> None:
-        """Keep the last report of a graph, and add its excluded workers to the run's record."""
+        """Keep the last report of a graph, and note the excluded workers of all graphs in the run's record."""
         super().take_last(report, progress)
         self._record.note(out_of_service=[worker for last in self.reports for worker in last.excluded_workers])

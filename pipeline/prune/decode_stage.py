@@ -1,4 +1,4 @@
-"""The decode actor: a row in, a decoded video out; a killable child process decodes."""
+"""The decode stage: decodes and resizes the frames of videos, in a child process that can be killed."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from gstep.backbones import Preprocessor
 
 _FULL_HD = 1920, 1080
-_USUAL_SIZES = _FULL_HD, (1280, 720), (854, 480), (426, 240)  # of videos, (width, height)
-_USUAL_FRAMES = 32  # of a video that is sampled by time
+_USUAL_SIZES = _FULL_HD, (1280, 720), (854, 480), (426, 240)  # standard sizes of videos, (width, height)
+_USUAL_FRAMES = 32  # of a typical video that is sampled with fps
 
 
 @dataclass(frozen=True)
 class DecodeSetup:
-    """The settings of a decoder. They travel to every actor."""
+    """The settings of a decoder, which are sent to every decode actor."""
 
     sampling: Sampling
     preprocessor: Preprocessor
@@ -57,28 +57,30 @@ class DecodeSetup:
     fetch_mb: int = 2048
 
     def largest_frames(self) -> tuple[int, int, int]:
-        """Return the (frames, height, width) of a long full HD video, as ``plan_video``: the largest shape to plan for.
+        """Return the (frames, height, width) of a full HD video of maximum length, for planning resources.
 
-        Raises UnsupportedVideo as ``plan_video``.
+        If the model does not take full HD, a smaller standard size is used. Raises UnsupportedVideo if it takes none.
         """
         return plan_video(self.preprocessor, self.sampling.num_frames or self.sampling.max_frames or 0).shape
 
     def usual_frames(self) -> tuple[int, int, int]:
-        """Return the (frames, height, width) of a usual full HD video: few reach the limit of frames sampled by time.
+        """Return the (frames, height, width) of a full HD video of typical length, for planning resources.
 
-        Raises UnsupportedVideo as ``plan_video``.
+        With ``fps`` it has at most 32 frames, since few videos reach the maximum. If the model does not take full HD, a
+        smaller standard size is used. Raises UnsupportedVideo if it takes none.
         """
         frames = self.sampling.num_frames or min(self.sampling.max_frames or 0, _USUAL_FRAMES)
         return plan_video(self.preprocessor, frames).shape
 
 
 class PlannedVideo(NamedTuple):
-    """A video to plan for.
+    """A hypothetical video whose shape a plan uses.
 
     Attributes:
-        shape: (frames, height, width) as an encoder gets them.
+        shape: (frames, height, width) after resizing, as an encoder gets it.
         size: (width, height) in the file.
-        refusal: the error of a larger video, for which this one stands in; None if the model takes the size asked for.
+        refusal: the error for the requested size, if the model does not take it and a smaller size was chosen; else
+            None.
     """
 
     shape: tuple[int, int, int]
@@ -87,15 +89,21 @@ class PlannedVideo(NamedTuple):
 
     @property
     def size_text(self) -> str:
-        """The size in words."""
+        """The size for messages: "full HD", or "WIDTHxHEIGHT"."""
         return "full HD" if self.size == _FULL_HD else "{}x{}".format(*self.size)
 
 
 def plan_video(preprocessor: Preprocessor, n_frames: int, size: tuple[int, int] = _FULL_HD) -> PlannedVideo:
-    """Return a video to plan for: of this (width, height), else of the largest usual size below that the model takes.
+    """Return a hypothetical video of this size, or of the largest smaller standard size that the model takes.
 
-    A model that takes frames in their source size takes fewer bytes than a long full HD video has. Raises
-    UnsupportedVideo if the model takes ``n_frames`` frames of none of these sizes.
+    A model that takes frames in their source size limits their bytes, and a long full HD video exceeds the limit.
+
+    Args:
+        size: (width, height) in the file.
+
+    Raises:
+        TooFewFrames: the model needs more than ``n_frames`` frames.
+        UnsupportedVideo: the model takes none of these sizes; this is the error for ``size``.
     """
     first_error: UnsupportedVideo | None = None
     for width, height in (size, *(usual for usual in _USUAL_SIZES if math.prod(usual) < math.prod(size))):
@@ -112,32 +120,38 @@ def plan_video(preprocessor: Preprocessor, n_frames: int, size: tuple[int, int] 
 
 
 def check_decoder_device(decoder: str, device: str) -> None:
-    """Raise UsageError if the decoder needs a GPU and the run's ``device`` is none."""
+    """Raise UsageError if ``decoder`` is "nvdec" and ``device`` is not "cuda"."""
     if decoder == "nvdec" and device != "cuda":
         raise UsageError("--decoder nvdec needs a GPU, and this run has none; leave it out, or give the run one")
 
 
 class VideoDecoder:
-    """The decoder of one video after another in a child process, for a run's actors and for ``jobs.verify --live``.
+    """Decodes videos one after the other in a child process, for the actors of a run and for ``jobs.verify --live``.
 
-    A crash, a hang or a memory bomb costs one video and no actor. Close it after use.
+    A video that crashes the child, hangs or exhausts its memory costs only itself. Close the decoder after use.
 
     Attributes:
         cpu_s: CPU seconds of the child for the last video that it decoded.
     """
 
     def __init__(self, setup: DecodeSetup, sandbox: DecodeSandbox | None = None) -> None:
-        self._setup, self.cpu_s = setup, 0.0
+        """Prepare the decoder; a child process starts with the first video, unless ``sandbox`` decodes otherwise."""
+        self._setup = setup
+        self.cpu_s = 0.0
         self._sandbox = sandbox or DecodeSandbox(setup.timeout_s, setup.memory_mb, on_gpu=setup.decoder == "nvdec")
 
     def close(self) -> None:
-        """End the child."""
+        """End the child process."""
         self._sandbox.close()
 
     def open(self, row: TodoRow, archives: OpenArchives) -> Source:
-        """Open the video of a row. An error becomes the ``fault`` of the source: nothing is raised.
+        """Open the source of a video. Remote files and members of archives are fetched into memory.
 
-        ``archives`` fetches the videos that are in archives; see ``open_archives``.
+        An error is not raised, but becomes the ``fault`` of the source. A row with a policy or a known fault is not
+        opened and gets that fault.
+
+        Args:
+            archives: the result of ``open_archives``.
         """
         location = _locate(row)
         if row["policy"]:
@@ -151,18 +165,22 @@ class VideoDecoder:
     def open_archives(self, rows: Iterable[TodoRow]) -> OpenArchives:
         """Return a reader of the archives that contain videos of these rows. Close it after use.
 
-        Rows with a policy or a known fault are left out, because nothing opens their files.
+        Rows with a policy or a known fault are ignored, because their files are not opened.
         """
         locations = [_locate(row) for row in rows if not (row["policy"] or row["fault"])]
         return OpenArchives(self._setup.objects, locations)
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
-        """Decode a video: return its record and frames [t,h,w,3]; a fault makes an error record, and frames None.
+        """Decode the video of an opened source, and set ``cpu_s``. The source stays open.
 
-        The seconds in the record leave out the start of a child. ``source`` stays open.
+        Returns:
+            (record, frames [t,h,w,3] uint8, resized by the preprocessor), or (error record, None) if the video has a
+            fault. ``decode_s`` of the record does not include the start of a child process.
         """
-        start, setup = time.perf_counter() - self._sandbox.starting_s, self._setup
-        record, clip = _first_record(row, source), (row["start_s"], row["end_s"])
+        start = time.perf_counter() - self._sandbox.starting_s
+        setup = self._setup
+        record = _first_record(row, source)
+        clip = (row["start_s"], row["end_s"])
         kind = setup.sampling, setup.preprocessor
         request = DecodeRequest(row["uri"], *kind, *clip, setup.decoder)
         try:
@@ -175,7 +193,7 @@ class VideoDecoder:
                 failed_record["source_size"] = size
             failed_record["decode_s"] = (
                 time.perf_counter() - self._sandbox.starting_s - start
-            )  # measured as for ok videos
+            )  # the same span as for ok videos
             return failed_record, None
         self.cpu_s = video.cpu_s
         return {**record, **make_decoding_columns(video, row["attempts"])}, video.frames
@@ -184,10 +202,11 @@ class VideoDecoder:
 def decode_sample(
     setup: DecodeSetup, rows: Sequence[TodoRow]
 ) -> Generator[tuple[VideoRecord, NDArray[np.uint8] | None, float]]:
-    """Decode videos as a run does, but one after another; yield each record, its frames and its core-seconds.
+    """Decode videos one after the other as a run would, for a plan.
 
-    Core-seconds are the CPU seconds of the child, without the time in which other programs had the core. For a failed
-    video, and with ``nvdec``, whose work is not on a core, they are the seconds of the record.
+    Yields:
+        (record, frames, core-seconds) of each row; frames is None for a failed video. Core-seconds are CPU seconds of
+        the child; for a failed video and with ``nvdec``, which uses no core, they are ``decode_s`` of the record.
     """
     with closing(VideoDecoder(setup)) as decoder, decoder.open_archives(rows) as archives:
         for row in rows:
@@ -198,14 +217,18 @@ def decode_sample(
 
 
 class Decoder:
-    """The decode actor: a VideoDecoder and a heartbeat. A call takes a UNIT of rows and yields bundles of their videos.
+    """The decode actor: a VideoDecoder with a heartbeat. A call takes a row of UNIT and yields rows of BUNDLE.
 
-    Two calls may run at a time: while the child decodes a video of one, the other fetches its next video or hands over
-    a decoded one. The bundles of a call depend on its rows alone, since Ray counts them when it retries a call.
+    Two calls may run at a time: while the child decodes a video of one call, the other fetches its next video or passes
+    a batch on. The batches of a call depend only on its rows, since Ray counts them when it retries a call.
     """
 
     def __init__(self, setup: DecodeSetup, heartbeats: ActorHandle | None = None, videos_per_bundle: int = 1) -> None:
-        """Report that this process starts, and prepare decoding; the child that decodes starts with the first video."""
+        """Start the heartbeat and prepare the decoder. The child process starts with the first video.
+
+        Raises:
+            WorkerGivenUp: too many processes of this worker have crashed.
+        """
         self._heartbeat = Heartbeat("decode", heartbeats, suspects=False)  # a video kills the child, not this process
         self._heartbeat.start()
         if self._heartbeat.ends_at_once:  # before multiprocessing removes the socket of its fork server
@@ -215,29 +238,30 @@ class Decoder:
         self._videos_per_bundle = videos_per_bundle
 
     def close(self) -> None:
-        """End the child; the actors of a run end with their processes."""
+        """End the child process. A run need not call this, since a child ends with its actor."""
         self._decoder.close()
 
     def __call__(self, unit: pa.Table) -> Iterator[pa.Table]:
         return self.decode(unpack_unit(unit))
 
     def decode(self, todo: pa.Table | pa.RecordBatch) -> Iterator[pa.Table]:
-        """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for each ``videos_per_bundle`` of them.
+        """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for every ``videos_per_bundle`` of them.
 
-        The last row may have fewer. The videos of a bundle are reported as in hand while they are decoded.
+        The last batch may have fewer videos. A failed video becomes an error record without frames. The videos of a
+        batch are reported as in hand while they are decoded.
         """
         rows: list[TodoRow] = todo.to_pylist()
         with self._decoder.open_archives(rows) as archives:
             for start in range(0, len(rows), self._videos_per_bundle):
-                bundle = rows[start : start + self._videos_per_bundle]
-                with self._heartbeat.holding(*(row["video_id"] for row in bundle)) as items:
-                    packed = pack([self._decode_reported(row, items, archives) for row in bundle])
+                batch = rows[start : start + self._videos_per_bundle]
+                with self._heartbeat.holding(*(row["video_id"] for row in batch)) as items:
+                    packed = pack([self._decode_reported(row, items, archives) for row in batch])
                 yield packed
 
     def _decode_reported(self, row: TodoRow, items: ItemsInHand, archives: OpenArchives) -> VideoItem:
-        """Decode one video, and report its outcome to the heartbeat. Waits while this worker is excluded.
+        """Decode one video, and report its outcome to the heartbeat. Blocks while this worker is excluded.
 
-        Two calls may fetch their videos at once; one of them decodes.
+        Two calls may fetch videos at the same time, but only one decodes.
         """
         self._heartbeat.wait_while_excluded()
         with self._decoder.open(row, archives) as source, self._decoding:
@@ -247,14 +271,15 @@ class Decoder:
 
 
 def _locate(row: TodoRow) -> Location:
-    """Return the location of a row's video."""
+    """Return the location of a row's video, with its offset in an archive, size and mark if the row has them."""
     return Location.parse(row["uri"], row["source_offset"], row["size"], row["mark"])
 
 
 def _first_record(row: TodoRow, source: Source) -> VideoRecord:
     """Return the record of a video before decoding, with status "ok".
 
-    It has the values of the row that are columns of the videos table, and the mark and archive of the opened source.
+    It has the non-null values of the row that are columns of the videos table, the mark of the opened source, and the
+    name of the archive for a member of an archive.
     """
     columns = {name: value for name, value in row.items() if name in VIDEO_COLUMNS}
     columns["source_mark"] = source.location.mark
@@ -264,10 +289,9 @@ def _first_record(row: TodoRow, source: Source) -> VideoRecord:
 
 
 def _find_size(location: Location) -> int | None:
-    """Return the size in bytes of a failed video's file, or None if it is not known.
+    """Return the size of a failed video's file in bytes, or None if it is unknown.
 
-    The size of a local file is measured. The size of a remote file or a member of an archive is that of ``location``:
-    from the fetched copy, else from the listing or index.
+    A local file is measured. For a remote file or a member of an archive, this is the size of ``location``.
     """
     if is_remote(location.file) or location.member is not None:
         return location.size
@@ -278,9 +302,10 @@ def _find_size(location: Location) -> int | None:
 
 
 def make_decoding_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
-    """Return the columns of the videos table that a decoded video fills.
+    """Return the columns of the videos table that a decoded video fills, without those that are null.
 
-    ``attempts`` is the number of this attempt over all runs; a second try within this attempt adds one.
+    Args:
+        attempts: the number of this attempt over all runs. A second try by the sandbox adds one to it.
     """
     return {
         **without_nulls(video.record, VideoRecord),

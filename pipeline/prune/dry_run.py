@@ -1,4 +1,4 @@
-"""The dry run: the request is checked as a run checks it, and its work is counted. Nothing is started or written."""
+"""The dry run: checks a request as a run does, and counts its work. It starts and writes nothing."""
 
 from __future__ import annotations
 
@@ -33,30 +33,29 @@ _MAX_EXAMPLES = 5  # ids that the report lists
 
 @dataclass(frozen=True)
 class Forecast:
-    """The work of a run with the same flags, if it started now.
+    """The result of a dry run: what a run with the same options would do if it started now.
 
     Attributes:
-        out: the cache, as named.
-        tally: the numbers of new, cached, failed and changed videos in the manifest.
-        n_todo: the videos that the run would process; ``--limit`` leaves the others for another run.
-        doomed: problem -> videos of ``n_todo`` that are sure to fail.
-        first_ids: the first ids of the videos to process.
-        identity: the identity of the cache; the dtype may be left to the cluster ("auto").
-        grid: (T, N) of a video; if it depends on the shape, of a video of ``size`` with the maximum number of frames.
-        kept: the stored tokens of this video; an estimate if the method decides.
+        out: the cache, as the options name it.
+        tally: the number of videos in the manifest for each way in which they are treated.
+        n_todo: the number of videos that the run would process, with ``--limit`` applied.
+        doomed: problem -> an example and the number of the videos among ``n_todo`` that are sure to fail.
+        first_ids: the ids of the first videos to process.
+        identity: the identity of the cache; its compute dtype is "auto" if the cluster decides.
+        grid: (T, N) of every video if ``one_size``; else of the largest planned video, which has ``size``.
+        kept: the number of tokens stored for that video; an estimate unless ``is_exact``.
         video_bytes: the bytes of these tokens on disk.
-        size: the size of this video in words: full HD, or the largest usual size that the model takes.
-        refusal: the error of full HD videos with as many frames, which become rows of class ``unsupported``; None if
-            the model takes them.
-        minute: (tokens, kept, bytes on disk) of a video of one minute of the size ``minute_size``.
-        minute_size: as ``size``, of a video of one minute.
-        one_size: whether every video has this grid.
-        is_exact: whether the method keeps exactly ``kept`` tokens of such a video; else the video decides.
-        frames: texts on the sampling of frames: how many, and which videos a limit gives fewer or more than the rate.
-        files: texts on what was checked of the files of the videos.
-        checks: name of a check of the model -> what was checked and what it showed, or that it was not checked.
-        unlisted: archives without an index; their videos are not counted.
-        left_out: kind of file -> files that are no videos, or are not read, as far as archives are indexed.
+        size: the size of that video: "full HD", or the largest smaller standard size that the model takes.
+        refusal: the error with which full HD videos of maximum length will fail; None if the model takes them.
+        minute: (tokens, kept tokens, bytes on disk) of a video of one minute.
+        minute_size: the size of the video of one minute, in words.
+        one_size: True if every video has this grid.
+        is_exact: True if the method always keeps ``kept`` tokens of such a video.
+        frames: sentences about the sampling, and about videos whose number of frames a limit will change.
+        files: sentences about what was checked of the videos' files.
+        checks: name of a check of the model -> what was checked and its result, or that it was not checked.
+        unlisted: the URIs of archives without an index, whose videos are not counted.
+        left_out: kind of file -> the number of files that are not videos or are not read.
         left_out_names: kind of file -> the names of the first of these files.
     """
 
@@ -83,29 +82,36 @@ class Forecast:
     left_out_names: dict[str, list[str]]
 
     def as_record(self) -> JsonObject:
-        """Return the forecast as a JSON-able mapping."""
+        """Return the forecast as a mapping that JSON can hold."""
         return {**vars(self), "tally": self.tally._asdict()}
 
 
 def make_forecast(config: PruneConfig, console: Console) -> Forecast:
-    """Check the request as a run does, and count its work; starts and writes nothing.
+    """Check a request as a run does, and count its work, without starting Ray, decoding or writing.
 
-    Prints the notes that a run prints before it starts. Raises UsageError for whatever a run would refuse.
+    Prints the notes that a run prints before it starts.
+
+    Raises:
+        UsageError: a run would refuse the request; this includes CacheLocked if another run writes to the cache and
+            ``--join`` is not given.
     """
     request = check_request(config, console)
-    store, recipe = request.store, request.recipe
+    store = request.store
+    recipe = request.recipe
     with store_usage_errors():
         if not config.join and (holder := find_holder(store)):
             raise CacheLocked(f"{store}: another run writes here: {describe_holder(holder)}")
         _check_writable(store)
         _, todo = request.select_todo(new_run_id())
     rows = todo.list_todo()
-    sampling, preprocessor = recipe.sampling, family_of(recipe.source).preprocessor()
+    sampling = recipe.sampling
+    preprocessor = family_of(recipe.source).preprocessor()
     video, grid, kept, video_bytes = _measure_video(recipe, sampling.num_frames or sampling.max_frames or 0)
     minute, (T, N), minute_kept, minute_bytes = _measure_video(recipe, plan_frames(sampling, 60))
     with usage_errors():
         checks = check_model(recipe)
-    list_check, left_out = check_list(rows), request.videos.indexes.left_out
+    list_check = check_list(rows)
+    left_out = request.videos.indexes.left_out
     return Forecast(
         out=str(store),
         tally=todo.tally,
@@ -125,14 +131,14 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
         frames=[describe_sampling(settings := sampling_settings(sampling)), *foresee_limits(settings, rows)],
         files=list(_describe_files(list_check)),
         checks=checks,
-        unlisted=[place.uri for place in request.videos.unindexed],
+        unlisted=[archive.uri for archive in request.videos.unindexed],
         left_out=left_out.counts(),
         left_out_names=left_out.first_names(),
     )
 
 
 def _describe_files(check: ListCheck) -> Iterator[str]:
-    """Yield what was checked of the files of the videos that are not sure to fail."""
+    """Yield a sentence about the existing local files, and one about the videos that were not looked at, if any."""
     if check.n_found:
         verb = "exists" if check.n_found == 1 else "exist"
         yield f"{count_of(check.n_found, 'local file')} {verb}; whether they decode was not checked"
@@ -141,9 +147,11 @@ def _describe_files(check: ListCheck) -> Iterator[str]:
 
 
 def _measure_video(recipe: Recipe, n_frames: int) -> tuple[PlannedVideo, tuple[int, int], int, int]:
-    """Return a video of so many frames, its grid (T, N), its kept tokens and their bytes on disk. Decodes nothing.
+    """Compute the tokens and bytes of a hypothetical full HD video with ``n_frames`` frames.
 
-    It is a full HD video, or one of the largest usual size that the model takes.
+    Returns:
+        The video (of a smaller standard size if the model does not take full HD), its (T, N), the number of its kept
+        tokens, and their bytes on disk.
     """
     family = family_of(recipe.source)
     video = plan_video(family.preprocessor(), n_frames)
@@ -153,23 +161,23 @@ def _measure_video(recipe: Recipe, n_frames: int) -> tuple[PlannedVideo, tuple[i
 
 
 def _check_writable(store: Store) -> None:
-    """Raise UsageError if the store's folder cannot be made or written to; an object store is not checked.
+    """Raise UsageError if permissions do not allow writing to the cache's folder, or creating it.
 
-    Writes nothing: permissions decide.
+    Writes nothing. An object store is not checked.
     """
     if store.folder is None:
         return
     existing_folder = next(path for path in (store.folder, *store.folder.parents) if path.exists())
     if not existing_folder.is_dir() or not os.access(existing_folder, os.W_OK | os.X_OK):
-        why = "is not writable" if existing_folder.is_dir() else "is no folder"
+        why = "is not writable" if existing_folder.is_dir() else "is not a folder"
         raise UsageError(f"{store}: nothing can be written here: {existing_folder} {why}")
 
 
 def render_forecast(forecast: Forecast) -> RenderableType:
-    """Render the forecast as a table for the terminal, with the identity below it."""
+    """Render the forecast as a table for the terminal, followed by the identity of the cache."""
     table = Table.grid(padding=(0, 2))
     for name, value in _list_lines(forecast):
-        table.add_row(name, Text(value))  # ids and addresses come from files and are no markup
+        table.add_row(name, Text(value))  # ids and URIs come from files and must not be parsed as markup
     identity = Table.grid(padding=(0, 2))
     for name, value in _list_leaves(forecast.identity):
         identity.add_row(f"  {name}", Text(value))
@@ -178,8 +186,9 @@ def render_forecast(forecast: Forecast) -> RenderableType:
 
 
 def _list_lines(forecast: Forecast) -> list[tuple[str, str]]:
-    """Return the forecast's lines for the terminal: (label, text)."""
-    counts, (T, N) = forecast.tally, forecast.grid
+    """Return the lines of the forecast as (label, text), without the identity."""
+    counts = forecast.tally
+    T, N = forecast.grid
     waiting = counts.n_todo - forecast.n_todo
     waiting_note = f", {waiting} more wait (--limit)" if waiting else ""
     todo_kinds = f"{counts.new} new, {counts.retried} failed before, {counts.redone} changed or named by --redo"
@@ -227,7 +236,10 @@ def _list_lines(forecast: Forecast) -> list[tuple[str, str]]:
 
 
 def _list_leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[tuple[str, str]]:
-    """List (dotted name, value) of every leaf of nested mappings; of a whole file of a processor, how many it has."""
+    """List the leaves of nested mappings as (dotted name, value).
+
+    A file of the model's processor becomes one entry with the number of its settings.
+    """
     leaves: list[tuple[str, str]] = []
     for name, value in values.items():
         inner = _list_leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else []

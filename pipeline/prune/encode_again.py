@@ -1,4 +1,4 @@
-"""A cached video decoded again from its source, by the settings of the run that made its cache."""
+"""Decode a cached video again from its source, with the settings of the run that made the cache."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ from pipeline.video.source import same_source
 
 
 def read_run_config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig:
-    """Return options with those of the run that decide tokens; device and workers are this machine's own.
+    """Build the options to encode videos of a cache again, from the record of a run.
 
-    ``model`` is where the model is now; None if the run's record still tells. Raises UsageError.
+    These are the run's options, except secrets and options that this version does not have. ``out`` is the cache;
+    ``decoder``, ``device``, ``dtype`` and ``attn`` are "auto".
+
+    Args:
+        model: the current location of the model; None takes it from the record.
+
+    Raises:
+        UsageError: an option in the record is invalid.
     """
     names = {item.name for item in fields(PruneConfig) if not item.metadata.get("secret")}
     options = {name: value for name, value in run.get("config", {}).items() if name in names}
@@ -35,10 +42,15 @@ def read_run_config(cache: TokenCache, run: RunRecord, model: str | None) -> Pru
 def decode_again(
     row: VideoRow, decoder: VideoDecoder, objects: Objects, roots: Roots
 ) -> tuple[VideoRecord, NDArray[np.uint8]]:
-    """Decode a cached video as a run would now; return its record and frames [t,h,w,3].
+    """Decode a cached video again from its source, and return its record and frames [t,h,w,3].
 
-    Raises VideoFault, "io" where the source is gone, "policy" where it does not lie below ``roots``, else "internal";
-    ReplacedSource where the source is another file now.
+    Args:
+        roots: the folders and prefixes from which sources may be read.
+
+    Raises:
+        VideoFault: class "policy" if the source is not below ``roots``; "io" if it is missing or cannot be read, or the
+            row does not state its size and hash; "internal" if it does not decode.
+        ReplacedSource: the source is now a different file.
     """
     where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
     todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])

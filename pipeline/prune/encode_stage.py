@@ -1,4 +1,4 @@
-"""The GPU actor: frames -> visual tokens -> the kept tokens. One video's fault becomes its error row."""
+"""The encode stage: a GPU (or CPU) actor encodes frames to visual tokens and prunes them."""
 
 from __future__ import annotations
 
@@ -44,64 +44,71 @@ CAREFUL = 100  # videos encoded one by one after a crash: more than a process ha
 
 @dataclass(frozen=True)
 class EncodeSetup:
-    """The settings of an encoder. They travel to every actor."""
+    """The settings of an encoder, which are sent to every encode actor."""
 
     source: ModelSource
     pruner: str
     retention_ratio: float
     seed: int = 0
     pruner_params: dict[str, Json] = field(default_factory=dict)  # as the method's class takes them
-    pruner_code: str | None = None  # of a user's own method: the hash in the cache's identity
+    pruner_code: str | None = None  # of a user method: the hash in the cache's identity
     evidence: dict[str, str] = field(default_factory=dict)  # to store: label -> source in the encoder
     device: str = "auto"
     dtype: str = "auto"
     attn: str = "auto"
     codec: str = BFLOAT16.name
-    batch_frames: int | None = None  # frames in one pass of the tower, of several videos; None: of one video
-    even: bool = False  # whether frames are sampled at even times
+    batch_frames: int | None = None  # per pass of the tower, of several videos; None: passes of one video
+    even: bool = False  # True if frames are sampled at evenly spaced times
     tower_hash: str | None = None  # of the source (gstep.checkpoints.tensors), for the rows
-    shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos: a GPU compiles for it ahead
+    shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos, to compile for
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
-        """Estimate the bytes of the kept tokens of a video of [n_frames, height, width] pixels, before the codec."""
+        """Estimate the bytes of a video's kept tokens and evidence in bfloat16, as they travel between the stages."""
         names = tuple(name_of(key, source) for key, source in self.evidence.items())  # twice if from two sources
         return round(self.retention_ratio * family_of(self.source).token_bytes(n_frames, height, width, names))
 
     def stored_bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
-        """Estimate the bytes of such a video in the cache. The codec applies to tokens, not to evidence."""
+        """Estimate the bytes of a video's kept tokens and evidence in the cache; the codec compresses only tokens."""
         tokens = self.retention_ratio * family_of(self.source).token_bytes(n_frames, height, width)
         saved_bytes = tokens * (1 - CODECS[self.codec].share)
         return round(self.bytes_per_video(n_frames, height, width) - saved_bytes)
 
     def encoder(self) -> VideoEncoder:
-        """Load the vision tower and return the encoder. Raises ModelError if it cannot be loaded."""
+        """Create the encoder, which loads the vision tower. Raises ModelError if the tower cannot be loaded."""
         return VideoEncoder(self)
 
 
 @dataclass
 class Turn:
-    """The turn of a video at the device.
+    """The time that a video has at the device, yielded by ``VideoEncoder._turn``.
 
     Attributes:
-        seconds: the time of its kernels, once the turn is over.
+        seconds: the duration of its kernels; 0 until the turn is over.
     """
 
     seconds: float = 0.0
 
 
 class VideoEncoder:
-    """The encoder and pruner of one video after another, for a run's actors and for ``jobs.verify --live``.
+    """Encodes and prunes videos, for the actors of a run and for ``jobs.verify --live``. It never loads the LLM.
 
-    Several threads may call it: a GPU then works on four videos at once. One video's frames come, the second is
-    encoded, the third is pruned on another stream, and the fourth's tokens leave. A CPU encodes or prunes one video at
-    a time. The encoder loads one vision tower, unless ``backbone`` is given, and never the LLM. Raises ModelError if
-    that fails.
+    Threads may share an encoder. A GPU then works on four videos at once: it copies the frames of one, encodes the
+    second, prunes the third on another stream, and copies back the tokens of the fourth. A CPU encodes or prunes one
+    video at a time.
+
+    Attributes:
+        backbone: the vision tower.
     """
 
-    _max_pass = Fraction(1)  # the part of a pass that several videos may fill
+    _max_pass = Fraction(1)  # the share of a pass that several videos may fill
 
     def __init__(self, setup: EncodeSetup, backbone: Backbone | None = None) -> None:
-        """Make the pruner and load the backbone, unless one is given; on a GPU with streams for copies and pruning."""
+        """Create the pruning method, and load the vision tower unless ``backbone`` is given.
+
+        Raises:
+            ModelError: the tower cannot be loaded.
+            UsageError: the code of a user method on this node is not the run's.
+        """
         self._setup = setup
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
@@ -120,9 +127,9 @@ class VideoEncoder:
             self._pruning = threading.Lock()
 
     def _compiling(self) -> AbstractContextManager[None]:
-        """Return a context that compiles a built-in method's GPU kernels in parallel with its block.
+        """Return a context that compiles the GPU kernels of a built-in method in parallel with its block.
 
-        The context does nothing on a CPU, for a user's own method, and if no shape is planned.
+        The context does nothing on a CPU, for a user method, and if ``EncodeSetup.shape`` is None.
         """
         setup = self._setup
         if setup.shape is None or ":" in setup.pruner or not self._runtime.device.startswith("cuda"):
@@ -132,14 +139,16 @@ class VideoEncoder:
         return compiled_beside(self._pruner, setup.retention_ratio, shape, self._runtime.device)
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> VideoItem:
-        """Encode and prune a decoded video; return its kept tokens and its record.
+        """Encode and prune a decoded video, and return its complete record and kept tokens.
 
-        Ends the process if the GPU is broken.
+        If the GPU's context is broken, the process ends.
 
         Args:
-            frames: [t,h,w,3], resized by the preprocessor.
+            frames: [t,h,w,3] uint8, resized by the preprocessor.
 
-        Raises VideoFault for any error, except MethodFails if a user's own method fails for every video.
+        Raises:
+            VideoFault: any error that concerns only this video.
+            MethodFails: a user method would fail for every video.
         """
         video_id = record["video_id"]
         frames_on_device = _run_guarded("encode", video_id, lambda: self._load_frames(frames))
@@ -150,13 +159,15 @@ class VideoEncoder:
         return _run_guarded("prune", video_id, make_item)
 
     def group_by_pass(self, videos: Iterable[VideoItem]) -> Iterator[list[VideoItem]]:
-        """Yield the videos of a bundle in order, grouped by the pass of the tower that they share.
+        """Yield the videos of a batch in order, in groups that can share a pass of the vision tower.
 
-        A failed video, or a video that fills a pass, is its own group. Without ``batch_frames`` every video is.
+        The shares of a group add up to at most one pass, or less after memory ran out. A failed video is a group of its
+        own. Without ``batch_frames``, so is every video.
         """
         group, group_share = list[VideoItem](), Fraction(0)
         for video in videos:
-            share, record = Fraction(1), video.record
+            share = Fraction(1)
+            record = video.record
             if video.frames is not None and self._setup.batch_frames is not None:
                 share = self.backbone.pass_share(len(record["frame_indices"]), record["height"], record["width"])
             if group and group_share + share > self._max_pass:
@@ -168,10 +179,14 @@ class VideoEncoder:
             yield group
 
     def encode_together(self, videos: Sequence[VideoItem]) -> list[VideoItem | None]:
-        """Encode decoded videos in one pass of the tower, and prune each; None stands for a video to encode alone.
+        """Encode decoded videos in one pass of the vision tower, and prune each of them.
 
-        A failure here may be caused by another video, so only ``encode_one`` decides on a video's fault. After a pass
-        that did not fit the GPU's memory the next passes have half the frames. Ends the process if the GPU is broken.
+        No failure is raised, since another video of the pass may have caused it: the caller encodes the failed videos
+        one by one. If GPU memory runs out in the pass, later passes are limited to half the frames. If the GPU's
+        context is broken, the process ends.
+
+        Returns:
+            An item per video in order; None for a video that failed, and for all videos if the pass failed.
         """
         names = ", ".join(video.record["video_id"] for video in videos)
         try:
@@ -184,7 +199,13 @@ class VideoEncoder:
         return [None] * len(videos)
 
     def _encode_pass(self, videos: Sequence[VideoItem], names: str) -> list[VideoItem | None]:
-        """Encode and prune as ``encode_together``. Errors of the pass are raised; errors of pruning become None."""
+        """Encode videos in one pass and prune each of them; None for a video whose rounding or pruning failed.
+
+        The seconds of the pass are divided among the videos by their tokens. Errors of the pass itself are raised.
+
+        Args:
+            names: the ids of the videos, printed if the process ends.
+        """
         frames_on_device = [self._load_frames(video.reshape_frames()) for video in videos]
         sampled = [to_sampled_video(video.record) for video in videos]
         with self._turn(self._encoding) as turn:
@@ -208,9 +229,11 @@ class VideoEncoder:
         return items
 
     def _encode(self, frames: Tensor | NDArray[np.uint8], video: SampledVideo | None) -> tuple[VisualTokens, float]:
-        """Encode frames to all tokens and the needed evidence, rounded for the cache; return them and the seconds.
+        """Encode frames to all tokens and the evidence that is needed, rounded for the cache; return (tokens, seconds).
 
-        Raises VideoFault, too-short or unsupported, for a video that the model does not take.
+        Raises:
+            VideoFault: class "too-short" or "unsupported" if the model does not take the video; "internal" if values
+                are not finite.
         """
         try:
             with self._turn(self._encoding) as turn:
@@ -222,9 +245,10 @@ class VideoEncoder:
         return visual, turn.seconds
 
     def _prune(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
-        """Prune the tokens; return the kept tokens and the seconds.
+        """Prune the tokens, and return (kept tokens, seconds).
 
-        If a GPU's memory is full, PyTorch frees its cached memory, and the tokens are pruned again.
+        If GPU memory runs out, PyTorch's cached memory is freed and the pruning is repeated once. Raises VideoFault,
+        and MethodFails for a user method that would fail for every video.
         """
         try:
             return self._prune_once(visual)
@@ -235,18 +259,23 @@ class VideoEncoder:
         return self._prune_once(visual)
 
     def _prune_once(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
-        """Return the kept tokens and the seconds of pruning. Raises VideoFault of the stage prune."""
+        """Prune the tokens without a retry, and return (kept tokens, seconds)."""
         with self._turn(self._pruning, self._prunes) as turn:
             pruned = prune_or_fault(self._pruner, visual, self._setup.retention_ratio, self._setup.seed)
         return pruned, turn.seconds
 
     @contextmanager
     def _turn(self, lock: threading.Lock, stream: torch.cuda.Stream | None = None) -> Iterator[Turn]:
-        """Launch kernels under ``lock`` on a GPU's ``stream`` in this context; wait for them at its end, and time them.
+        """Hold ``lock`` while the block launches kernels; on exit, release it and wait for them, also after an error.
 
-        Without ``stream`` it is the current stream. The yielded turn has its seconds after the context. The next thread
-        launches its kernels meanwhile, so that the GPU never waits for a host between two videos. The end waits after
-        an error too: memory that the error frees may go to another stream at once.
+        The next thread can launch its kernels during this wait, so that the GPU never waits for the host between two
+        videos. After an error the wait is needed because freed memory may be reused on another stream at once.
+
+        Args:
+            stream: the stream for the kernels on a GPU; None for the current stream.
+
+        Yields:
+            A turn whose ``seconds`` are set when the block has succeeded.
         """
         turn = Turn()
         if self._copies is None:
@@ -270,9 +299,9 @@ class VideoEncoder:
         turn.seconds = first.elapsed_time(last) / 1e3
 
     def _load_frames(self, frames: NDArray[np.uint8]) -> Tensor:
-        """Copy the frames to the GPU, from pinned memory in parallel with the kernels of another video.
+        """Copy the frames to the GPU from pinned memory, in parallel with the kernels of another video.
 
-        On a CPU the frames are only wrapped as a tensor.
+        On a CPU, the frames are only wrapped as a tensor.
         """
         if self._copies is None:
             return as_frames(frames)
@@ -293,9 +322,11 @@ class VideoEncoder:
         prune_s: float,
         n_videos: int = 1,
     ) -> VideoItem:
-        """Return the video's complete record and its kept tokens on the CPU, in the precision of the cache.
+        """Return the complete record of a video and its kept tokens on the CPU, in the precision of the cache.
 
-        If a GPU encoded ``n_videos`` > 1 in one pass, the record says so, since that may change the rounding.
+        Args:
+            n_videos: the number of videos that shared the pass. On a GPU more than one may change the rounding, so the
+                record states it.
         """
         is_shared = n_videos > 1 and not self.backbone.on_cpu
         runtime = self._runtime_record | ({"shared_pass": f"{n_videos} videos"} if is_shared else {})
@@ -317,21 +348,30 @@ class VideoEncoder:
             return VideoItem(complete, collect_kept_tokens(pruned, visual, self._setup.evidence))
 
     def encode_frames(self, frames: Tensor | NDArray[np.uint8], video: SampledVideo | None = None) -> VisualTokens:
-        """Encode frames to all visual tokens and the needed evidence, in the precision of the cache.
+        """Encode frames to all visual tokens and the evidence that is needed, in the precision of the cache.
 
-        ``video`` is as of ``Backbone.encode``. All kernels have finished on return: any stream may read the result.
+        All kernels have finished on return, so any stream may read the result.
+
+        Args:
+            frames: [t,h,w,3] uint8, resized by the preprocessor.
+            video: the size and times of the frames. If None, the tokens have no grid and times.
+
+        Raises:
+            VideoFault: the model does not take the video, or the cache cannot hold its values. Other errors pass
+                unchanged.
         """
         return self._encode(frames, video)[0]
 
     @property
     def _sources(self) -> dict[str, str]:
-        """The evidence that the method or the cache needs: label -> source in the encoder."""
+        """The evidence that the method needs or the cache stores: label -> source in the encoder."""
         return {**self._pruner.sources, **self._setup.evidence}
 
     def _round_tokens(self, visual: VisualTokens, video: SampledVideo | None) -> VisualTokens:
-        """Round a video's tokens and evidence to the precision of the cache, and add its grid and times.
+        """Round tokens and evidence to bfloat16, and add the grid and times of the tokens if ``video`` is given.
 
-        Raises VideoFault for values that the cache cannot hold.
+        Raises:
+            VideoFault: deepstack or stored evidence is not finite, or the codec cannot represent the tokens.
         """
         # Tokens are rounded to storage precision before pruning, so the selection can be derived again from the cache.
         tokens_TND, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
@@ -347,17 +387,30 @@ class VideoEncoder:
         return rounded.add_places(self.backbone.model_extra(video).get("grid"), video.timestamps)
 
     def prune(self, visual: VisualTokens) -> PrunedTokens:
-        """Prune the tokens. Raise VideoFault("internal") if the method cannot prune them."""
+        """Prune the tokens.
+
+        If GPU memory runs out, PyTorch's cached memory is freed and the pruning is repeated once.
+
+        Raises:
+            VideoFault: class "internal" if the tokens cannot be pruned, "own-code" if a user method failed for this
+                video.
+            MethodFails: a user method would fail for every video.
+        """
         return self._prune(visual)[0]
 
 
 def _run_guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
-    """Return ``work()``; convert any error but MethodFails to a VideoFault. Ends the process if the GPU is broken."""
+    """Return ``work()``, with errors converted to faults of the video; end the process if the GPU's context is broken.
+
+    Raises:
+        VideoFault: class "out-of-memory" if GPU memory ran out, "internal" for other errors; faults pass unchanged.
+        MethodFails: passes unchanged.
+    """
     try:
         return work()
     except (VideoFault, MethodFails):
         raise
-    except Exception as error:  # noqa: BLE001 - an error of one video must not fail its neighbours
+    except Exception as error:  # noqa: BLE001 - an error of one video must not fail other videos
         exit_after_gpu_fault(video_id, error)
         if is_out_of_memory(error):
             fault = VideoFault("out-of-memory", str(error), stage=stage)
@@ -367,9 +420,10 @@ def _run_guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
 
 
 def _try_alone(names: str, work: Callable[[], T]) -> T | None:
-    """Return ``work()``, or None if it fails; only MethodFails is raised. Ends the process if the GPU is broken.
+    """Return ``work()``, or None if it fails. Only MethodFails is raised; a broken GPU context ends the process.
 
-    ``names`` are the videos to print then.
+    Args:
+        names: the ids of the videos, printed if the process ends.
     """
     try:
         return _run_guarded("prune", names, work)
@@ -378,15 +432,22 @@ def _try_alone(names: str, work: Callable[[], T]) -> T | None:
 
 
 class Encoder:
-    """The encode actor: a VideoEncoder, error rows and a heartbeat. A call takes one bundle and yields one.
+    """The encode actor: a VideoEncoder with a heartbeat, which turns faults into error rows.
 
-    Two calls may run at a time; one of them computes. If a process crashes with videos in hand, by a signal or a broken
-    GPU context, each video is tried once more. A video that crashes a second process gets an error row. To find it, the
-    process after a crash encodes its first videos one by one.
+    A call takes a row of BUNDLE and yields one. Two calls may run at a time, but only one computes. If the process
+    crashes (by a signal or a broken GPU context), Ray starts another one, which tries each video in hand once more. A
+    video that crashes a second process gets an error row. To identify it, a process after a crash encodes its first
+    videos singly.
     """
 
     def __init__(self, setup: EncodeSetup, heartbeats: ActorHandle | None = None) -> None:
-        """Report that this process starts, and load the model. After a crash the first videos are encoded singly."""
+        """Start the heartbeat, and load the model. After a crash, ``encode`` will try about CAREFUL videos one by one.
+
+        Raises:
+            WorkerGivenUp: too many processes of this worker have crashed.
+            ModelError: the model cannot be loaded.
+            UsageError: the code of a user method on this node is not the run's.
+        """
         self._heartbeat = Heartbeat("encode", heartbeats)
         self._heartbeat.start()
         self._alone = threading.Lock()
@@ -398,9 +459,10 @@ class Encoder:
         yield pack(self.encode(unpack(batch)))
 
     def encode(self, videos: Sequence[VideoItem]) -> list[VideoItem]:
-        """Encode the videos of a bundle, and return them in their order; a fault of a video becomes its error row.
+        """Encode and prune the videos of a batch, and return them in order; a failed video becomes its error row.
 
-        After a crash of an earlier process the first CAREFUL videos are encoded one by one.
+        Raises:
+            MethodFails: a user method would fail for every video.
         """
         if self._careful > 0:
             with self._alone:
@@ -410,9 +472,9 @@ class Encoder:
             return [item for group in self.encoder.group_by_pass(videos) for item in self._encode_group(group, items)]
 
     def _encode_group(self, videos: Sequence[VideoItem], items: ItemsInHand) -> Iterator[VideoItem]:
-        """Encode a group of videos in one pass, and each failed video again alone; yield them in order.
+        """Encode videos in one pass, and again alone each video that this did not encode; yield them in order.
 
-        Each outcome is reported to the heartbeat. Waits while this worker is excluded.
+        Each outcome is reported to the heartbeat. Blocks while this worker is excluded.
         """
         results: Sequence[VideoItem | None] = [None]
         if len(videos) > 1:
@@ -426,9 +488,9 @@ class Encoder:
                 yield result
 
     def _encode_suspect(self, video: VideoItem) -> VideoItem:
-        """Encode one video while no other is in hand, so that a crash is surely its own.
+        """Encode one video while no other is in hand, so that a crash is certainly its own.
 
-        A video with POISON crashes is not tried: it gets an error row of class crash.
+        A video that was in hand in POISON crashes is not tried again: it gets an error row of class "crash".
         """
         with self._heartbeat.holding(video.record["video_id"]) as items:
             crashes = self._heartbeat.find_crashes(video.record["video_id"])
@@ -439,15 +501,16 @@ class Encoder:
         return VideoItem(failed_video(video.record, fault))
 
     def _encode_reported(self, video: VideoItem, items: ItemsInHand) -> VideoItem:
-        """Encode one video, and report its outcome to the heartbeat. Waits while this worker is excluded.
+        """Encode one video, and report its outcome to the heartbeat. Blocks while this worker is excluded.
 
-        A video that failed in decoding keeps its error row.
+        A video without frames, which failed in decoding, keeps its error record. A fault becomes an error record.
         """
         self._heartbeat.wait_while_excluded()
         if video.frames is None:
             items.release(is_result=False)
             return VideoItem(video.record)
-        record, start = video.record, time.perf_counter()
+        record = video.record
+        start = time.perf_counter()
         try:
             item = self.encoder.encode_one(record, _run_guarded("encode", record["video_id"], video.reshape_frames))
         except VideoFault as error:
@@ -459,7 +522,7 @@ class Encoder:
 
 
 def make_pruning_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:
-    """Return the columns of the videos table about pruning."""
+    """Return the columns of the videos table that describe a video's tokens and their pruning."""
     n_frames, per_frame, hidden_size = visual.tokens.shape
     columns: VideoRecord = {
         "n_frames": n_frames,
@@ -477,10 +540,11 @@ def make_pruning_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRec
 
 
 def collect_kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: Iterable[str] = ()) -> KeptTokens:
-    """Return the arrays of a video for the cache: kept tokens and evidence, in order of selection.
+    """Return the kept tokens, deepstack levels and evidence of a video as arrays for the cache, in order of selection.
 
-    Deepstack levels [T,N,D] and evidence [T,N,...] are taken at the kept indices; evidence of frames [T,...] as a
-    whole.
+    Args:
+        evidence: the labels of the evidence to store. Evidence of tokens, [T,N,...], is taken at the kept indices;
+            evidence of frames, [T,...], is stored whole.
     """
     order = pruned.selection_order()
     kept_indices = pruned.index[order]
@@ -495,13 +559,13 @@ def collect_kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: It
 
 
 def _check_finite(subject: str, values: Tensor) -> None:
-    """Raise VideoFault("internal") if a value is not finite."""
+    """Raise VideoFault("internal") that names ``subject`` if a value is not finite."""
     if not values.isfinite().all():
         raise VideoFault("internal", f"{subject} has values that are not finite", stage="encode")
 
 
 def to_sampled_video(record: VideoRecord) -> SampledVideo:
-    """Return the facts of a video's record from which positions are computed."""
+    """Return the values of a video's record that the backbone needs: size, times, clip and rates."""
     return SampledVideo(
         height=record["height"],
         width=record["width"],

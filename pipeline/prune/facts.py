@@ -1,4 +1,4 @@
-"""The seconds and bytes of a run so far, by its committed rows, and its limit of hours."""
+"""The seconds and bytes of a run so far, computed from its committed rows, and its time limit."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ import pyarrow as pa
 from pipeline.errors import LimitReached
 from pipeline.rows import VideoRecord
 
-#: Bytes of a token in its shard without its vectors: index, rank, frame and density, compressed.
+#: Compressed bytes of a token in its shard without its vectors: index, rank, frame and density.
 COLUMN_BYTES = 12
 _HOUR = 3600.0
-# The columns of the videos table that a run's figures are made from.
+# The columns of the videos table that the sums need.
 _COLUMNS = ("status", "decode_s", "encode_s", "prune_s", "n_tokens", "start_s", "end_s", "duration_s")
 
 
 @dataclass
 class Facts:
-    """Sums over the committed rows of a run, and its limit of hours.
+    """Sums over the committed rows of a run, and its time limit.
 
     Attributes:
-        token_bytes: stored bytes of a token and its columns.
-        on_gpus: whether encoders compute on GPUs.
+        token_bytes: stored bytes of a token with its columns.
+        on_gpus: True if encoders compute on GPUs.
         max_hours: hours after which the run ends; None for no limit.
-        limit_reached: a text about the limit that ended the run; "" before.
+        videos: the number of committed rows, failed videos included.
+        encode_s: seconds of encoding; on CPUs also of pruning.
+        video_s: seconds that the ok videos, or their clips, play.
+        limit_reached: the message of the limit that ended the run; "" until then.
     """
 
     token_bytes: float
@@ -43,25 +46,25 @@ class Facts:
     limit_reached: str = ""
     clock: Callable[[], float] = time.monotonic
     _started_at: float = field(init=False)
-    _encoders: int = field(init=False, default=1)  # that compute at once, since _since
+    _encoders: int = field(init=False, default=1)  # encoders that work since _since
     _since: float = field(init=False)
-    _encoder_s: float = field(init=False, default=0.0)  # that the encoders had until _since
+    _encoder_s: float = field(init=False, default=0.0)  # seconds that all encoders had until _since
 
     def __post_init__(self) -> None:
         self._started_at = self._since = self.clock()
 
     def set_encoders(self, encoders: int) -> None:
-        """Set the number of working encoders from now on, or from the start if nothing is committed yet."""
+        """Set the number of working encoders from now on; if nothing is committed yet, from the start of the run."""
         if self.videos:
             self._encoder_s += (self.clock() - self._since) * self._encoders
             self._since = self.clock()
         self._encoders = encoders
 
     def add(self, rows: pa.Table) -> None:
-        """Add the rows of a shard (the columns of WRITTEN_SCHEMA), failed videos too.
+        """Add the rows of a shard (columns of WRITTEN_SCHEMA), including failed videos.
 
-        Pruning on CPUs counts as encoding. Seconds are added row by row: a float sum depends on the order, and equal
-        rows must give equal figures, however they are divided into shards.
+        Rows are added one by one in order, because a sum of floats depends on the order: the figures must not depend on
+        how the rows are divided into shards.
         """
         self.videos += len(rows)
         for row in rows.select(_COLUMNS).to_pylist():
@@ -74,16 +77,20 @@ class Facts:
                 self.video_s += measure_seconds(row)
 
     def check_limit(self) -> None:
-        """Raise LimitReached, and set ``limit_reached``, once ``max_hours`` have passed."""
+        """Raise LimitReached if ``max_hours`` have passed since this object was created, and set ``limit_reached``."""
         if self.max_hours is not None and self.clock() - self._started_at >= self.max_hours * _HOUR:
             self.limit_reached = f"--max-hours {self.max_hours:g} is reached"
             raise LimitReached(self.limit_reached)
 
     def as_record(self, wall_s: float | None = None) -> dict[str, float]:
-        """Return the figures of a run's record: seconds of the run, of decoding and of encoding, bytes, hours of video.
+        """Return the figures for the record of a run.
 
-        ``output_bytes`` is an estimate; ``encoder_busy`` the share of time in which encoders worked. ``wall_s``: the
-        seconds of the run, by default until now.
+        Args:
+            wall_s: seconds that the run took; None takes the seconds until now.
+
+        Returns:
+            wall_s, decode_core_s, encode_s, output_bytes (an estimate), encoder_busy (the share of time in which
+            encoders worked, at most 1; 0 before any time has passed) and video_hours.
         """
         wall = self.clock() - self._started_at if wall_s is None else wall_s
         encoder_s = self._encoder_s + max(0.0, wall - (self._since - self._started_at)) * self._encoders
@@ -98,14 +105,15 @@ class Facts:
 
 
 def sum_column(rows: pa.Table, name: str) -> Any:
-    """Return the sum of a column of numbers; a null counts as 0, and a table without rows gives 0.
+    """Return the sum of a column of numbers; nulls count as 0, and an empty table gives 0.
 
-    Python adds the numbers in the order of the rows. Integers are exact, and may exceed the 64 bits of Arrow's own sum.
+    Python adds the numbers in the order of the rows, so sums of integers are exact even beyond 64 bits.
     """
     return reduce(add, (value for value in rows[name].to_pylist() if value is not None), 0)
 
 
 def measure_seconds(record: VideoRecord) -> float:
-    """Return the seconds of a decoded video, or of its clip; 0 if its record has no duration."""
-    duration, end = record.get("duration_s") or 0.0, record.get("end_s")
+    """Return the seconds that a decoded video plays, or its clip up to the video's end; 0 without a duration."""
+    duration = record.get("duration_s") or 0.0
+    end = record.get("end_s")
     return max(0.0, (duration if end is None else min(end, duration)) - (record.get("start_s") or 0.0))

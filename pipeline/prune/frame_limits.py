@@ -1,7 +1,7 @@
-"""How frames are sampled, in words, and the videos whose number of frames a limit changed: capped or filled up.
+"""Descriptions of how frames are sampled, and counts of the videos whose number of frames a limit changed.
 
-``--fps`` gives a number of frames by the length of a clip. ``--max-frames`` caps it, and a model's processor may fill
-it up to a least number. A row says in ``frames_by_rate`` that a limit changed its frames.
+With ``--fps``, the number of frames follows from the length of the clip. ``--max-frames`` caps it, and a model's
+processor may fill it up to a minimum. A changed row states the number without limits in ``frames_by_rate``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ RAISE = "--max-frames raises it, in a new cache"
 
 
 class FrameLimits(TypedDict):
-    """The videos of a cache that were sampled by ``--fps``, and whose number of frames a limit changed. JSON values.
+    """Counts of the videos of a cache sampled with ``--fps`` whose number of frames a limit changed. JSON values.
 
     Attributes:
-        fps: frames a second, as asked for.
-        max_frames: the limit above which a video is capped; None without one.
-        min_frames: the least number of frames, up to which a video is filled.
+        fps: the value of ``--fps``, in frames per second.
+        max_frames: the limit above which a video is capped; None without a limit.
+        min_frames: the minimum number of frames, up to which a video is filled.
         n_capped: videos with fewer frames than ``fps`` gives.
-        lowest_fps: the rate at which the longest of them was sampled; None without any.
-        longest: its id; None without any.
+        lowest_fps: the rate at which the longest capped video was sampled; None if there is none.
+        longest: the id of the longest capped video; None if there is none.
         n_filled: videos with more frames than ``fps`` gives.
-        filled: the ids of the first of them.
-        n_unknown: videos of an older version, whose rows do not say whether a limit changed their frames.
+        filled: the ids of the first filled videos.
+        n_unknown: rows of an older version, which do not state whether a limit changed their frames.
     """
 
     fps: float
@@ -49,21 +49,21 @@ class FrameLimits(TypedDict):
 
 
 def find_cap(sampling: SamplingIdentity) -> float:
-    """Return the most frames that a video gets; infinity without a limit.
+    """Return the maximum number of frames per video; infinity without a limit.
 
-    A limit made a video's frames fewer if its ``frames_by_rate`` is above the cap, else more.
+    A row's frames were capped if its ``frames_by_rate`` is above this number, and filled up if it is not (and not 0).
     """
-    most = cast("int | None", sampling.get("max_frames"))
-    return math.inf if most is None else most
+    max_frames = cast("int | None", sampling.get("max_frames"))
+    return math.inf if max_frames is None else max_frames
 
 
 def find_least(sampling: SamplingIdentity) -> int:
-    """Return the least number of frames of a video that has so many; a lower ``--max-frames`` wins."""
+    """Return the minimum number of frames of a video that has so many, but never more than ``max_frames``."""
     return int(min(cast(int, sampling.get("min_frames", 1)), find_cap(sampling)))
 
 
 def plan_frames(sampling: Sampling, seconds: float) -> int:
-    """Return the number of frames of a video that plays for so many seconds; it may have fewer."""
+    """Return the number of frames to sample from a video of this length, if it has so many."""
     if sampling.fps is None:
         return sampling.num_frames or 0
     n_frames = max(sampling.min_frames, count_frames(seconds, sampling.fps))
@@ -71,7 +71,7 @@ def plan_frames(sampling: Sampling, seconds: float) -> int:
 
 
 def describe_limits(limits: FrameLimits) -> Iterator[str]:
-    """Yield a line for the capped videos, for the filled ones, and for those of which nothing is known, if any."""
+    """Yield a sentence each about the capped, the filled and the unknown videos; none for a count of 0."""
     if limits["n_capped"]:
         capped = count_of(limits["n_capped"], "video")
         verb = "was" if limits["n_capped"] == 1 else "were"
@@ -87,7 +87,11 @@ def describe_limits(limits: FrameLimits) -> Iterator[str]:
 
 
 def count_limits(rows: Iterable[VideoRecord], sampling: SamplingIdentity) -> FrameLimits | None:
-    """Count the ok videos of some rows whose number of frames a limit changed; None if frames do not go by a rate."""
+    """Count the videos whose number of frames a limit changed; None unless the cache is sampled with ``fps``.
+
+    Args:
+        rows: rows of ok videos.
+    """
     if sampling.get("fps") is None:
         return None
     by_rate = [(row.get("frames_by_rate"), row) for row in rows]
@@ -107,7 +111,11 @@ def make_limits(
     filled: list[str],
     n_unknown: int,
 ) -> FrameLimits:
-    """Make FrameLimits for sampling by a rate; ``longest`` is the row of the longest capped video, if there is any."""
+    """Build a FrameLimits for a cache sampled with ``fps``.
+
+    Args:
+        longest: the row of the longest capped video; None if there is none.
+    """
     return {
         "fps": cast(float, sampling["fps"]),
         "max_frames": cast("int | None", sampling.get("max_frames")),
@@ -122,10 +130,13 @@ def make_limits(
 
 
 def foresee_limits(sampling: SamplingIdentity, todo: pa.Table) -> Iterator[str]:
-    """Yield which videos (TODO_SCHEMA) will get fewer or more frames than the rate gives, as far as that is known.
+    """Yield sentences about the videos that will get fewer or more frames than ``fps`` gives; none without ``fps``.
 
-    Nothing for sampling without a rate. The length of a video is not known before it is decoded, but a clip of the list
-    is no longer than from its start to its end.
+    Video lengths are unknown before decoding. The sentences state the lengths at which limits apply, and count the
+    clips whose start and end show that they apply.
+
+    Args:
+        todo: the videos to process, TODO_SCHEMA.
     """
     if (fps := cast("float | None", sampling.get("fps"))) is None:
         return
@@ -139,13 +150,13 @@ def foresee_limits(sampling: SamplingIdentity, todo: pa.Table) -> Iterator[str]:
 
 
 def _count_clips(is_limited: pa.ChunkedArray) -> str:
-    """Say how many clips are so long or short by their bounds; "" if none is known to be."""
+    """Return the end of a sentence with the number of clips in a mask that a limit changes; "" if there is none."""
     n_clips = pc.sum(is_limited).as_py() or 0
     return f"; {count_of(n_clips, 'clip')} by start and end, unless the video ends before" if n_clips else ""
 
 
 def describe_sampling(sampling: SamplingIdentity) -> str:
-    """Describe the sampling of a cache's identity in words; "not stated" where it has neither number nor rate."""
+    """Describe the sampling entry of a cache's identity; "not stated" if it has neither num_frames nor fps."""
     snap = sampling.get("snap_to_keyframes_s")
     snapped = "" if snap is None else f"; moved to a keyframe within {snap:g} s"
     if (fps := sampling.get("fps")) is None:
@@ -153,17 +164,20 @@ def describe_sampling(sampling: SamplingIdentity) -> str:
             return "not stated"
         rule = str(sampling.get("rule", TRUNCATE))
         how = "evenly spread" if rule == TRUNCATE else FRAME_RULES.get(rule, rule)
-        return f"{count_of(n_frames, 'frame')} a video (--num-frames): {how}{snapped}"
-    limits = ["" if (most := sampling.get("max_frames")) is None else f", at most {most} a video (--max-frames)"]
-    if (least := sampling.get("min_frames")) is not None:
-        limits.append(f", at least {least} where a video has them")
-    rate = f"{format_rate(cast(float, fps))} frame{'' if fps == 1 else 's'} a second (--fps)"
+        return f"{count_of(n_frames, 'frame')} per video (--num-frames): {how}{snapped}"
+    limits = [
+        "" if (max_frames := sampling.get("max_frames")) is None else f", at most {max_frames} per video (--max-frames)"
+    ]
+    if (min_frames := sampling.get("min_frames")) is not None:
+        limits.append(f", at least {min_frames} where a video has them")
+    rate = f"{format_rate(cast(float, fps))} frame{'' if fps == 1 else 's'} per second (--fps)"
     return f"{rate}{''.join(limits)}{snapped}"
 
 
 def describe_limit(row: VideoRow, sampling: SamplingIdentity) -> str:
-    """Describe how a limit changed the frames of one video; "" if none did, or its row does not say it."""
-    by_rate, n_frames = row.get("frames_by_rate"), len(row["frame_indices"])
+    """Describe how a limit changed the number of frames of an ok video; "" if none did or the row does not state it."""
+    by_rate = row.get("frames_by_rate")
+    n_frames = len(row["frame_indices"])
     if not by_rate or sampling.get("fps") is None:
         return ""
     gives = f"--fps {sampling['fps']:g} gives {count_of(by_rate, 'frame')} of this clip"

@@ -1,16 +1,15 @@
-"""The job of a prune run: workers planned for the cluster as it is, and the stages in order: the page to read first.
+"""The graph of a prune run: the plan of its workers, and its stages in order. Read this file first.
 
     manifest -> decode (CPU actors, killable child processes) -> encode + prune (GPU actors)
-        -> the driver bundles references, by number or age -> write (actors) -> the driver commits
+        -> the driver collects references, by number or age -> write (actors) -> the driver commits
 
-Words, small to large. Item: one video, its record and arrays. Bundle: the videos of one Arrow row, which travels
-between stages: several together, a very large video alone (``pipeline.prune.batches``). Unit: the videos of one decode
-call and of its retry, in whole bundles. Part: the units of one archive, or of all videos known at the start. Batch:
-bundles that the driver takes from the last stage. Shard: the videos of one token file. Block: Ray Data's word; here it
-is one row, a unit or a bundle.
+Terms, small to large. Item: one video, with its record and arrays. Batch (schema BUNDLE): the videos of one Arrow row
+between two stages: several together, or a very large video alone (``pipeline.prune.batches``). Task (schema UNIT): the
+videos that one decode call takes, and that a retry decodes again, in whole batches. ``Part``: the tasks of one archive,
+or of all videos known at the start. Shard: the videos of one token file. A block of Ray Data is one row here.
 
 Encode and prune share an actor, so that a video's full tokens (45 MB for 32 frames of LLaVA-OneVision-7B) never cross
-the object store; decode is a stage of its own, so that nodes without GPUs can take it. Ray Data runs these two. An
+the object store. Decode is a separate stage, so that nodes without GPUs can run it. Ray Data runs these two stages. An
 encoded video waits at most --flush-seconds to be written (``pipeline.runner.shards``).
 """
 
@@ -52,11 +51,11 @@ class PruneJob(Job[Todo]):
     """The work of a prune run: decode, encode and prune videos, and write their tokens.
 
     Args:
-        request: names the options and the cache.
+        request: the options, the cache and the list of videos.
         stages: the settings of the workers.
-        run_id: the run of the token shards that workers write.
-        record: gets the latest plan.
-        facts: gets the number of encoders of each plan.
+        run_id: the id of the run, for the names of token shards.
+        record: the run's record, in which each plan is saved.
+        facts: is told the number of encoders of each plan.
     """
 
     wording = PRUNING
@@ -64,21 +63,28 @@ class PruneJob(Job[Todo]):
 
     def __init__(self, request: Request, stages: PruneStages, run_id: str, record: RunFile, facts: Facts) -> None:
         super().__init__(request.config, request.console)
-        self._request, self._stages, self._run_id, self._record, self._facts = request, stages, run_id, record, facts
+        self._request = request
+        self._stages = stages
+        self._run_id = run_id
+        self._record = record
+        self._facts = facts
         self._todo: Todo | None = None  # of the last plan
         self._total_file_bytes = math.inf
 
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
+        """Return True if the cluster has CPUs, and also a whole GPU if encoders need one."""
         on_gpus = self._stages.encode.device == "cuda"
         return super().can_run_on(cluster) and (not on_gpus or cluster.get("GPU", 0.0) >= 1)
 
     def plan(self, items: Todo) -> Resources:
-        """Plan the workers for the cluster as it is now, say what is short, and record the plan.
+        """Plan the workers for the current nodes, print notes on what the cluster cannot hold, and save the plan.
 
-        Raises RunFailed if no node is left that the run needs.
+        Raises:
+            RunFailed: the nodes that the run needs are gone, or an archive cannot be indexed.
         """
         cluster = self.require_resources()
-        n_videos, self._todo = items.estimate_count(), items
+        n_videos = items.estimate_count()
+        self._todo = items
         self._total_file_bytes = math.inf if items.n_left else total_file_bytes(items.list_todo())
         uncapped, plan = self._plan_workers(cluster, n_videos)
         for note in list_shortfalls(self.options, uncapped, plan, n_videos):
@@ -88,19 +94,22 @@ class PruneJob(Job[Todo]):
         return plan
 
     def replan(self, n_items: int) -> Resources | None:
+        """Plan ``n_items`` videos for the current nodes; None before the first plan and until all videos are known."""
         if self._todo is None or not self._todo.is_complete:  # the number of videos is unknown
             return None
         return self._plan_workers(self.available_resources(), n_items)[1]
 
     def _plan_workers(self, cluster: Mapping[str, float], n_videos: int) -> tuple[Resources, Resources]:
-        """Plan the workers as ``plan_workers`` does; units of work are whole row groups of tables of videos."""
+        """Return (uncapped, fitted) plans from ``plan_workers``; the fitted plan cuts tasks at row groups of tables."""
         uncapped, plan = plan_workers(self.options, self._stages, cluster, n_videos, self._total_file_bytes)
         return uncapped, replace(plan, rows_per_group=self._request.videos.indexes.rows_per_group)
 
     def graph(self, items: Todo, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
-        """Build the graph of the plan, which must be a ``Resources``, without the excluded nodes."""
+        """Build the graph for a plan of ``plan`` or ``replan``, on all nodes that are not excluded."""
         assert isinstance(plan, Resources)
-        decode, encode, store = self._stages.decode, self._stages.encode, self._request.store
+        decode = self._stages.decode
+        encode = self._stages.encode
+        store = self._request.store
         return build_graph(items, decode, encode, plan, store, self._run_id, heartbeats, without=self.excluded_nodes)
 
 
@@ -117,46 +126,50 @@ def build_graph(
 ) -> RunGraph:
     """Build the graph that turns the videos of ``todo`` into written records; it runs once its batches are read.
 
-    If archives are still to be indexed, a thread starts now that feeds their videos, and an actor that stores the
-    videos. ``without``: the ids of nodes on which no worker may run.
+    If archives still have to be indexed, this starts an actor and a thread at once, which pass on their videos.
+
+    Args:
+        heartbeats: the actor that collects the workers' reports; None for no reports.
+        without: the ids of nodes on which no worker may run.
     """
     labels = node_selector(without)
-    # 1. Manifest: blocks small enough to spread. They are cut here without a task (from_arrow starts a task a block):
-    # Ray's own tasks request a whole CPU, wait for it without end and are retried without end.
-    bundle = resources.videos_per_bundle
+    # 1. Manifest: blocks small enough to spread. They are cut here and not by from_arrow, which starts a Ray task per
+    # block: such a task requests a whole CPU, waits for it forever and is retried forever.
+    videos_per_batch = resources.videos_per_bundle
     if is_discovering := todo.n_left > 0:
         videos = _add_discovery_stage(todo, resources, labels)
     else:
         videos = ray.data.from_blocks(_pack_units(todo.list_todo(), resources))
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
-    frames = add_stage(videos, Decoder, resources.decode, (decode, heartbeats, bundle), labels)
-    # 3. Encode and prune: frames -> the kept tokens in order of selection. A row is a bundle.
+    frames = add_stage(videos, Decoder, resources.decode, (decode, heartbeats, videos_per_batch), labels)
+    # 3. Encode and prune: frames -> the kept tokens in order of selection. A row is a batch of videos.
     tokens = add_stage(frames, Encoder, resources.encode, (encode, heartbeats), labels)
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
     shape = decode.largest_frames()
     limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))
     if is_discovering:
-        limit += limit // 2  # Ray Data divides it among the stages, and there is one stage more
+        limit += limit // 2  # Ray Data divides it among the stages, and there is an additional stage
     tokens.context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=limit)
-    # 4. Write: one token shard a call, from blocks that the driver bundles.
+    # 4. Write: one token shard per call, from blocks that the driver collects.
     writers = partial(start_actors, Writer, resources.write, (store, run_id, heartbeats, encode.codec), labels)
-    return RunGraph(tokens, resources.videos_per_shard, writers, items_per_row=bundle)
+    return RunGraph(tokens, resources.videos_per_shard, writers, items_per_row=videos_per_batch)
 
 
 def _pack_units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[pa.Table]:
-    """Pack the rows of videos (TODO_SCHEMA) as units of work, a row of UNIT each.
+    """Divide rows of videos (TODO_SCHEMA) into decode tasks, and return a table with one row of UNIT for each.
 
-    ``later_bytes`` are the bytes of videos still to be found: units are larger while many follow.
+    Args:
+        later_bytes: bytes of the videos that follow later; while many follow, tasks are larger.
     """
     return [pack_unit(todo.slice(start, end - start)) for start, end in resources.blocks(todo, later_bytes)]
 
 
 def _add_discovery_stage(todo: Todo, resources: Resources, labels: Mapping[str, str] | None) -> ray.data.Dataset:
-    """Start a thread that feeds units of work while archives are indexed; return the dataset of these units.
+    """Start a thread that passes on decode tasks while archives are indexed; return the dataset of these tasks.
 
-    An error of the thread goes to ``todo.fail``. An actor on this node stores the units.
+    The tasks are stored by an actor on this node. An error of the thread goes to ``todo.fail``.
     """
-    # On this node only: another node could be lost with the units.
+    # On this node only: another node could be lost together with the tasks.
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     feed = ray.remote(Feed).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=strategy).remote()
 
@@ -165,42 +178,44 @@ def _add_discovery_stage(todo: Todo, resources: Resources, labels: Mapping[str, 
         try:
             for number, part in enumerate(todo.parts()):
                 feed.put.remote(number, [ray.put(_pack_units(part.todo, resources, part.later_bytes))])
-        except Exception as error:  # noqa: BLE001 - it is the main thread's
+        except Exception as error:  # noqa: BLE001 - the main thread raises it
             todo.fail(error)
 
     threading.Thread(target=hand_over, name="units", daemon=True).start()
-    numbers, at_once = range(todo.n_parts), math.ceil(todo.n_parts / MAX_BLOCKS)
+    numbers = range(todo.n_parts)
+    at_once = math.ceil(todo.n_parts / MAX_BLOCKS)
     blocks = [numbers[start : start + at_once] for start in numbers[::at_once]]
     parts = ray.data.from_blocks([pa.table({"part": list(block)}) for block in blocks])
     return add_stage(parts, UnitSource, DISCOVERY_STAGE, (feed,), labels)
 
 
 class Feed:
-    """The actor that stores the units of each part; a retried call gets the same units again."""
+    """The actor that stores the decode tasks of each part, so that a retried call gets the same tasks again."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[ray.ObjectRef]] = {}
         self._new_part = asyncio.Condition()
 
     async def put(self, number: int, units: list[ray.ObjectRef]) -> None:
-        """Store a reference to the units of a part, in a list, so that Ray does not fetch them."""
+        """Store a reference to the tasks of part ``number``. It is in a list, so that Ray does not fetch the tasks."""
         async with self._new_part:
             self._parts[number] = units
             self._new_part.notify_all()
 
     async def part(self, number: int) -> list[ray.ObjectRef]:
-        """Wait until the units of a part are known; return a reference to them, in a list."""
+        """Wait until the tasks of part ``number`` are stored, and return the reference to them, in a list."""
         async with self._new_part:
             await self._new_part.wait_for(lambda: number in self._parts)
         return self._parts[number]
 
 
 class UnitSource:
-    """The stage before decoding in a run that indexes archives meanwhile: the number of a part -> its units."""
+    """The stage before decoding while archives are indexed: it maps the number of a part to the part's tasks."""
 
     def __init__(self, feed: ActorHandle) -> None:
         self._feed = feed
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        """Wait until the tasks of a part are known, and yield a row of UNIT for each."""
         for unit in ray.get(ray.get(self._feed.part.remote(batch["part"][0].as_py()))):
             yield from unit

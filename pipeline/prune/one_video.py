@@ -1,4 +1,4 @@
-"""``pipeline.encode_video``: one video through the stages of a run in this process, without Ray or a cache."""
+"""``pipeline.encode_video`` and ``LocalEncoder``: encode and prune videos in this process, without Ray or a cache."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ _DIM_FACTOR = 3  # divides the brightness of pruned tokens in a picture
 
 @dataclass(frozen=True)
 class EncodedVideo:
-    """An encoded and pruned video: T frames (on Qwen pairs of frames) of N tokens, B kept tokens.
+    """An encoded and pruned video of T frames (pairs of frames on Qwen) with N tokens each, of which B are kept.
 
     Attributes:
-        pruned: the kept tokens [B,D] bfloat16 with ``index``, ``rank`` and so on; ``pruned.at(0.10)`` is a smaller
+        pruned: the kept tokens [B,D] in bfloat16, with ``index``, ``rank`` and so on. ``pruned.at(0.10)`` is a smaller
             selection.
-        frames: [F,h,w,3] uint8, as the encoder gets them: F = T; on Qwen 2 T, or 2 T - 1 if a pair repeats a frame.
+        frames: [F,h,w,3] uint8, resized for the encoder. F = T; on Qwen F = 2 T, or 2 T - 1 if a pair repeats a frame.
         timestamps: [F] seconds at which each frame is shown.
-        frame_indices: [F] indices in the source.
-        grid: (rows, columns) of the N tokens of a frame; None if the model does not say, as of the family generic.
-        record: its row of the videos table in a cache; its ``fps`` is the rate of the source.
+        frame_indices: [F] indices of the frames in the source.
+        grid: (rows, columns) of the N tokens of a frame; None if the model does not define it, as in the generic
+            family.
+        record: the video's row of the videos table; ``fps`` in it is the rate of the source.
     """
 
     pruned: PrunedTokens
@@ -46,9 +47,13 @@ class EncodedVideo:
     record: VideoRecord
 
     def kept(self, retention_ratio: float | None = None) -> NDArray[np.bool_]:
-        """Return a mask [T,rows,columns] of the kept tokens, or of the smaller selection at ``retention_ratio``.
+        """Return a boolean mask of the kept tokens, [T,rows,columns], or [T,N] without a ``grid``.
 
-        It is [T,N] without a ``grid``. Raises as ``pruned.at``.
+        Args:
+            retention_ratio: of a smaller selection; None for all kept tokens.
+
+        Raises:
+            ValueError: the ratio is larger than the stored ratio, or differs from it and the method is not nested.
         """
         pruned = self.pruned if retention_ratio is None else self.pruned.at(retention_ratio)
         mask = np.zeros(pruned.n_total, np.bool_)
@@ -56,10 +61,16 @@ class EncodedVideo:
         return mask.reshape(-1, *(self.grid or (self.record["tokens_per_frame"],)))
 
     def picture(self, retention_ratio: float | None = None, columns: int = 4) -> NDArray[np.uint8]:
-        """Draw [H,W,3] uint8: the (first) frame of each t side by side, dark where its tokens were pruned.
+        """Draw the frames side by side, [H,W,3] uint8, with the areas of pruned tokens dimmed.
 
-        ``columns`` frames share a row of the picture; what is left of its last row is white. ``retention_ratio`` is as
-        in ``kept``. Raises ValueError if the grid of a frame's tokens is not known.
+        On Qwen, the first frame of each pair is drawn. The rest of the last row is white.
+
+        Args:
+            retention_ratio: of a smaller selection; None for all kept tokens.
+            columns: frames in each row of the picture.
+
+        Raises:
+            ValueError: ``grid`` is None, or the ratio is not available.
         """
         if self.grid is None:
             raise ValueError("this model does not say where in a frame its tokens are: use kept(), a mask [T,N]")
@@ -69,25 +80,29 @@ class EncodedVideo:
         rows, lines = (np.arange(n) * of // n for n, of in zip((height, width), self.grid, strict=True))
         lit = mask[:, rows][:, :, lines, None]
         tiles = np.where(lit, frames, frames // _DIM_FACTOR)
-        blank = np.full((-len(tiles) % columns, *tiles.shape[1:]), 255, np.uint8)  # no dark cell, as if it was pruned
+        blank = np.full(
+            (-len(tiles) % columns, *tiles.shape[1:]), 255, np.uint8
+        )  # white, since a dark frame would look pruned
         mosaic = np.concatenate([tiles, blank]).reshape(-1, columns, height, width, 3)
         return mosaic.swapaxes(1, 2).reshape(-1, columns * width, 3)
 
 
 class LocalEncoder:
-    """An encoder of one video after another in this process; the model is loaded once.
+    """An encoder of videos in this process, which loads the model once. Call it with a path; see ``__call__``.
 
     >>> encoder = pipeline.LocalEncoder(model="tiny", num_frames=8, retention_ratio=0.25)
     >>> video = encoder("bikes.mp4", end_s=4)
 
-    ``options`` are the options of ``python -m jobs.prune`` that concern one video (VIDEO_OPTIONS), with the same
-    defaults.
-
-    Raises UsageError if an option makes no sense or the model is missing.
+    Args:
+        options: the options of ``python -m jobs.prune`` that concern one video (VIDEO_OPTIONS), with the same defaults.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Check the options and load the model; decoding runs in this process. Raises UsageError and ModelError."""
+        """Check the options, load the vision tower, and prepare decoding in this process.
+
+        Raises:
+            UsageError: an option is unknown or invalid, or the model or method cannot be used.
+        """
         config = make_config(PruneConfig, "encode_video", options, VIDEO_OPTIONS)
         recipe = resolve(config)
         self._setup = recipe.encode_setup(config.device, config.dtype)
@@ -99,7 +114,17 @@ class LocalEncoder:
     def __call__(
         self, path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None
     ) -> EncodedVideo:
-        """Encode a video, or the clip of it from ``start_s`` to ``end_s``; see :func:`encode_video`."""
+        """Encode and prune a video, or its clip from ``start_s`` to ``end_s``.
+
+        Decoding runs in this process, so a file that crashes the decoder ends it. Errors of the pruning method pass
+        unchanged.
+
+        Args:
+            path: a local file or s3://bucket/key.
+
+        Raises:
+            VideoFault: the video cannot be read or encoded.
+        """
         record, frames = decode_file(self._decoder, os.fspath(path), start_s, end_s)
         video = to_sampled_video(record)
         visual = self._encoder.encode_frames(frames, video)
@@ -118,9 +143,16 @@ class LocalEncoder:
 def decode_file(
     decoder: VideoDecoder, path: str, start_s: float | None = None, end_s: float | None = None
 ) -> tuple[VideoRecord, NDArray[np.uint8]]:
-    """Decode a video or clip: return its record and frames [F,h,w,3]. Raises VideoFault."""
-    place = path if is_s3(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
-    row = todo_row(path, place, start_s, end_s)
+    """Decode a video or clip, and return its record and its resized frames [F,h,w,3].
+
+    Args:
+        path: a local file or s3://bucket/key; it becomes the video's id.
+
+    Raises:
+        VideoFault: the video cannot be read or decoded.
+    """
+    uri = path if is_s3(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
+    row = todo_row(path, uri, start_s, end_s)
     with decoder.open_archives([row]) as archives, decoder.open(row, archives) as source:
         record, frames = decoder.decode_one(row, source)
     if frames is None:
@@ -131,22 +163,24 @@ def decode_file(
 def encode_video(
     path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None, **options: Any
 ) -> EncodedVideo:
-    """Decode one video, encode it and prune its tokens in this process: no Ray, no cache, nothing is written.
+    """Decode one video, encode it and prune its tokens in this process, without Ray or a cache. Nothing is written.
 
     >>> video = pipeline.encode_video("bikes.mp4", model="tiny", num_frames=8, retention_ratio=0.25)
     >>> video.pruned.tokens, video.pruned.index, video.timestamps  # [B,D], [B], seconds
     >>> matplotlib.pyplot.imshow(video.picture())  # pruned areas are dark
 
-    ``prune_videos`` would cache the same tokens. The model is loaded for this call: for several videos make
-    a :class:`pipeline.LocalEncoder` with the same options. The file is decoded in this process, so a file that crashes
-    the decoder ends it; ``prune_videos`` decodes in child processes.
+    ``prune_videos`` would cache the same tokens. Each call loads the model: for several videos, create a
+    :class:`pipeline.LocalEncoder` with the same options. The file is decoded in this process, so a file that crashes
+    the decoder ends it; ``prune_videos`` decodes in child processes. Errors of the pruning method pass unchanged.
 
     Args:
         path: a local file or s3://bucket/key.
-        start_s, end_s: the clip, in seconds.
+        start_s, end_s: the clip in seconds; None for the start or end of the video.
         options: the options of ``python -m jobs.prune --help-all`` that concern one video: ``model``,
             ``retention_ratio``, ``pruner``, ``num_frames``, ``fps``, ``device`` and so on.
 
-    Raises UsageError if an option makes no sense, VideoFault (with ``fault_class``) if the video cannot be read.
+    Raises:
+        UsageError: an option is unknown or invalid, or the model or method cannot be used.
+        VideoFault: the video cannot be read or encoded; ``fault_class`` says why.
     """
     return LocalEncoder(**options)(path, start_s=start_s, end_s=end_s)

@@ -1,6 +1,7 @@
-"""The plan of a run: the seconds of a probe times the number of videos, with a stated factor.
+"""The plan of a run, made by timing a sample of its videos and scaling to all of them.
 
-Without videos here, both come from the options, the model's config and measured rates (``pipeline.plan.estimate``).
+Without videos on this machine, the options, the model's config and measured rates replace the sample
+(``pipeline.plan.estimate``).
 """
 
 from __future__ import annotations
@@ -53,23 +54,28 @@ from pipeline.runner.run_record import new_run_id
 from pipeline.video.sampling import count_frames
 
 Shape = tuple[int, int, int]  # frames, height and width as an encoder gets them
-_DEFAULT_PROBE = 20  # videos that a plan decodes
-_BUSY = 1.5  # times its CPU seconds that decoding takes on a machine with other work
-_MAX_ENCODE_S = 60.0  # probed videos are also encoded if the estimate is below this
+_DEFAULT_PROBE = 20  # videos that a plan decodes without --probe
+_BUSY = 1.5  # wall time / CPU time of decoding above which the machine counts as busy
+_MAX_ENCODE_S = 60.0  # the sample is also encoded if that takes no longer
 
 
 def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
-    """Estimate what a run with the same flags would take; starts no Ray and writes nothing.
+    """Forecast a run with the same options, without starting Ray or writing anything.
 
-    Decodes a sample of the videos here, and may encode it; neither if the options describe the corpus. Raises
-    UsageError for whatever a run would refuse before it starts, and if no probed video can be read.
+    Decodes a sample of the videos here, and encodes it if that is quick. If the options describe the videos
+    (``--videos``, ``--seconds``), nothing is decoded.
+
+    Raises:
+        UsageError: a run would refuse the request, no video of the sample can be read, or ``--gpu-type`` is given
+            without a number of GPUs.
+        RunFailed: an archive cannot be indexed.
     """
     cluster, notes = _choose_cluster(config)
     if config.corpus_videos is None or config.seconds is None:
         work = _probe_work(config, cluster, console)
     else:
         with TemporaryDirectory() as folder, usage_errors():
-            # Its config is all that counts.
+            # Only its config matters.
             source = ModelSource.random(config.model, Path(folder), config.revision, config.family)
             recipe = resolve(config, source=source)
             _, n_shards = config.part() or (0, 1)
@@ -79,12 +85,17 @@ def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
 
 
 def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster of the options, by default this machine, and notes on the assumptions.
+    """Return the cluster that the options describe (by default this machine), and notes on the assumptions.
 
-    It has no more GPUs than a run uses. Raises UsageError for a type of GPUs without their number.
+    GPUs that a run would not use because of ``--max-gpus`` or ``--encode-workers`` are left out.
+
+    Raises:
+        UsageError: ``--gpu-type`` is given without ``--gpus``, and this machine has no GPU.
     """
     n_local_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    gpus, cores, notes = n_local_gpus if config.gpus is None else config.gpus, float(count_cores()), []
+    gpus = n_local_gpus if config.gpus is None else config.gpus
+    cores = float(count_cores())
+    notes = []
     if config.gpu_type is not None and not gpus:
         raise UsageError(f"--gpu-type {config.gpu_type}: this machine has no GPU; give their number with --gpus N")
     kind = config.gpu_type or (find_gpu_type(torch.cuda.get_device_name(0)) if n_local_gpus else None)
@@ -98,21 +109,25 @@ def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
     cores = float(config.decode_cores or cores)
     gpus = min(n for n in (gpus, config.max_gpus, config.encode_workers) if n is not None)
     if config.decode_workers is not None and config.decode_workers < cores:
-        notes.append(f"--decode-workers {config.decode_workers} is not reckoned with: all {cores:g} vCPUs decode")
+        notes.append(f"--decode-workers {config.decode_workers} is ignored: all {cores:g} vCPUs decode")
     if config.encode_workers is not None and not gpus:
-        notes.append(f"--encode-workers {config.encode_workers} is not reckoned with: all {cores:g} vCPUs encode")
+        notes.append(f"--encode-workers {config.encode_workers} is ignored: all {cores:g} vCPUs encode")
     return Cluster(gpus, kind if gpus else None, cores), tuple(notes)
 
 
 def _is_this_machine(config: PruneConfig) -> bool:
-    """Return True if the options plan for this machine."""
+    """Return True if no option describes another cluster than this machine."""
     return config.gpus is None and config.gpu_type is None and config.decode_cores is None
 
 
 def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Workload:
-    """Estimate the work of the videos to do by decoding (and encoding) a sample; prints a line about it.
+    """Estimate the work of the videos to process by decoding (and maybe encoding) an evenly spaced sample of them.
 
-    Indexes all archives first. Raises UsageError if no video is named, or no video of the sample can be read.
+    Indexes all archives first, and prints a line about the sample. If nothing is left to process, the work is empty.
+
+    Raises:
+        UsageError: a run would refuse the request, no archive holds a video, or no video of the sample can be read.
+        RunFailed: an archive cannot be indexed.
     """
     request = check_request(config, console)
     recipe = request.recipe
@@ -130,8 +145,8 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     console.print(f"probing {len(indices)} of {n_videos} videos", highlight=False)
     sample: list[TodoRow] = rows.take(indices).to_pylist()
     records, decode_s, encode_s = _probe(recipe, sample, cluster)
-    good = [record for record in records if record["status"] == "ok"]
-    if not good:
+    decoded_records = [record for record in records if record["status"] == "ok"]
+    if not decoded_records:
         first = f"{records[0]['video_id']}: {records[0]['error_message']}"
         raise UsageError(f"none of the {len(records)} probed videos can be read, e.g. {first}; --probe K looks at more")
     stretch = sum(record["decode_s"] for record in records) / max(sum(decode_s), 1e-9)
@@ -141,43 +156,42 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     if encode_s:
         notes.append(f"{len(encode_s)} of them were encoded here")
     notes.append(
-        f"a run's core-seconds are those of the probe times {format_range(factor, number)}, since its stages share the "
-        "cores with each other and with other programs"
+        f"a run's core-seconds are those of the probe times {format_range(factor, number)}, since its stages share "
+        "the cores with each other and with other programs"
     )
     if is_busy:
         held_up = f"other programs or the disk held decoding up here to {number(stretch)} times its CPU seconds"
-        notes.append(f"{held_up}: the high ends are of a run that is held up as long")
-    if (limits := count_limits(good, sampling_settings(recipe.sampling))) is not None:
+        notes.append(f"{held_up}: the high values assume a run that is held up as long")
+    if (limits := count_limits(decoded_records, sampling_settings(recipe.sampling))) is not None:
         notes += [f"of the decoded videos, {line}" for line in describe_limits(limits)]
-    pixels = {(record["source_width"], record["source_height"]) for record in good}
+    pixels = {(record["source_width"], record["source_height"]) for record in decoded_records}
     if len(pixels) == 1 < n_videos:
         ((width, height),) = pixels
         notes.append(f"all of them are {width} x {height}: other sizes were not measured")
     unlisted_records = [record for row, record in zip(sample, records, strict=True) if row["size"] is None]
-    counted_work = _count_work(recipe, cluster, n_videos, [_read_shape(record) for record in good])
-    if encode_s:  # a GPU's seconds are of its own clock
+    counted_work = _count_work(recipe, cluster, n_videos, [_read_shape(record) for record in decoded_records])
+    if encode_s:  # the seconds of a GPU are measured on the GPU
         measured = product(mean_of(encode_s, n_videos), GPU_FACTOR if cluster.gpus else factor)
         counted_work = replace(counted_work, encode_s=measured, notes=())
     return replace(
         counted_work,
-        failed=1 - len(good) / len(records),
+        failed=1 - len(decoded_records) / len(records),
         decode_s=product(mean_of(decode_s, n_videos), factor),
         input_bytes=_estimate_input_bytes(rows["size"], unlisted_records),
-        video_s=mean_of([measure_seconds(record) for record in good], n_videos),
+        video_s=mean_of([measure_seconds(record) for record in decoded_records], n_videos),
         notes=(*notes, *counted_work.notes),
     )
 
 
 def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Sequence[VideoRecord]) -> Interval | None:
-    """Estimate the mean bytes of a file from listed sizes, and from a sample for files without a listed size.
-
-    None if files lack a size and the sample has none either.
+    """Estimate the mean size of the files in bytes; None if sizes are missing and the sample does not state any either.
 
     Args:
-        listed_sizes: the size of each video, null if unknown.
-        unlisted_records: probed videos without a listed size.
+        listed_sizes: the size of each video; null if no listing states it.
+        unlisted_records: the records of those videos of the sample that have no listed size.
     """
-    known_bytes, n_unknown = Interval.exactly(pc.sum(listed_sizes).as_py() or 0), listed_sizes.null_count
+    known_bytes = Interval.exactly(pc.sum(listed_sizes).as_py() or 0)
+    n_unknown = listed_sizes.null_count
     sizes = [float(size) for record in unlisted_records if (size := record.get("source_size"))]
     if n_unknown and not sizes:
         return None
@@ -186,22 +200,27 @@ def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Seque
 
 
 def _read_shape(record: VideoRecord) -> Shape:
-    """Return the shape of a decoded video."""
+    """Return (frames, height, width) of a decoded video."""
     return len(record["frame_indices"]), record["height"], record["width"]
 
 
 def _probe(
     recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster
 ) -> tuple[list[VideoRecord], list[float], list[float]]:
-    """Decode videos in a child process and encode them here; return records, and seconds of decoding and of encoding.
+    """Decode videos in a child process, and encode the decoded ones here if ``_probe_encoder`` returns an encoder.
 
-    A record tells of the decoding alone, unless the encoding fails: then it is an error record. The seconds are a
-    core's, those of encoding a GPU's if there is one. There are none of encoding if ``_probe_encoder`` returns None.
+    Meanwhile PyTorch runs on one thread.
+
+    Returns:
+        (records, seconds of decoding, seconds of encoding and pruning). Each video has a record and core-seconds of
+        decoding; the record is an error record if decoding or encoding failed. Each encoded video has its seconds on
+        the GPU, or CPU seconds if the cluster has no GPU.
     """
     records, decode_s, encode_s = list[VideoRecord](), list[float](), list[float]()
-    encoder, is_first = None, True
+    encoder = None
+    is_first = True
     n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for each other in loops, which count as CPU seconds
+    torch.set_num_threads(1)  # several threads wait for each other in loops, which count as CPU seconds
     try:
         for record, frames, core_s in decode_sample(recipe.decode_setup(), rows):
             records.append(record)
@@ -209,12 +228,13 @@ def _probe(
             if frames is None:
                 continue
             if is_first:
-                encoder, is_first = _probe_encoder(recipe, cluster, _read_shape(record), len(rows)), False
+                encoder = _probe_encoder(recipe, cluster, _read_shape(record), len(rows))
+                is_first = False
             if encoder is None:
                 continue
             try:
                 if not encode_s:
-                    encoder.encode_one(record, frames)  # the first video pays for buffers and kernels
+                    encoder.encode_one(record, frames)  # the first call allocates buffers and compiles kernels
                 start = process_time()
                 encoded = encoder.encode_one(record, frames).record
                 on_core_s = process_time() - start
@@ -227,11 +247,14 @@ def _probe(
 
 
 def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int) -> VideoEncoder | None:
-    """Load the encoder on this machine.
+    """Load the encoder for ``n_videos`` videos of ``shape`` if the plan is for this machine and encoding is quick.
 
-    None if the plan is for another cluster, or encoding would take too long or a time that is not known.
+    Returns:
+        None if the plan is for another cluster, the work of the model is unknown, or encoding would take more than
+        _MAX_ENCODE_S seconds.
 
-    ``n_videos`` videos of ``shape`` are to be encoded. Raises UsageError if the encoder cannot be loaded.
+    Raises:
+        UsageError: the encoder cannot be loaded.
     """
     encode_s = _count_work(recipe, cluster, n_videos, [shape]).encode_s
     max_s = _MAX_ENCODE_S * (1 if cluster.gpus else cluster.cores)
@@ -242,13 +265,15 @@ def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int
 
 
 def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
-    """Estimate the work of a corpus that the options describe, without a video: ``n_videos`` of ``seconds`` each."""
-    sampling, n_frames = recipe.sampling, plan_frames(recipe.sampling, seconds)
+    """Estimate the work of ``n_videos`` videos of ``seconds`` each, of which only the options are known."""
+    sampling = recipe.sampling
+    n_frames = plan_frames(recipe.sampling, seconds)
     video = plan_video(family_of(recipe.source).preprocessor(), n_frames, recipe.config.pixels())
     width, height = video.size
     counted_work = _count_work(recipe, cluster, n_videos, [video.shape])
     assumption = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
-    config, notes = recipe.config, list[str]()
+    config = recipe.config
+    notes = list[str]()
     if video.refusal is not None:
         refused = "videos of {} x {} become rows of class unsupported".format(*config.pixels())
         notes.append(f"this size is planned for, because {refused}: {video.refusal}")
@@ -260,9 +285,9 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
         )
         notes.append(f"--fps {sampling.fps:g} gives {count_of(n_by_rate, 'frame')} of {seconds:g} s, {limit}")
     if config.snap_to_keyframes is not None:
-        notes.append("--snap-to-keyframes is not reckoned with: it makes decoding cheaper than this")
+        notes.append("--snap-to-keyframes is ignored: it makes decoding cheaper than this")
     if config.decoder not in ("auto", "pyav"):
-        notes.append(f"--decoder {config.decoder} is not reckoned with: decoding is of PyAV on CPUs")
+        notes.append(f"--decoder {config.decoder} is ignored: decoding is estimated for PyAV on CPUs")
     return replace(
         counted_work,
         decode_s=decode_seconds(seconds, width, height, n_frames),
@@ -272,11 +297,15 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
 
 
 def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequence[Shape]) -> Workload:
-    """Estimate the work of encoding and storing ``n_videos`` from the model's config; ``shapes`` are a sample.
+    """Estimate the work of encoding and storing ``n_videos`` videos from the model's config; ``decode_s`` stays 0.
 
-    Seconds of decoding are left to the caller.
+    ``encode_s`` is None if the work of the model is unknown.
+
+    Args:
+        shapes: the shapes of at least one video, as a sample of all.
     """
-    family, encode = family_of(recipe.source), recipe.encode_setup(recipe.config.device, recipe.dtype)
+    family = family_of(recipe.source)
+    encode = recipe.encode_setup(recipe.config.device, recipe.dtype)
     measured = recipe.source.family in UTILISATION
     utilisation = UTILISATION[recipe.source.family] if measured else ANY_TOWER
 
@@ -295,7 +324,7 @@ def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequenc
     if not flops:
         note = (
             f"the work of {recipe.source.model_type} on a video is not known, so time and cost are without encoding; "
-            f"{frame_bytes.expected:,.0f} bytes of frames a video go from decoders to encoders"
+            f"{frame_bytes.expected:,.0f} bytes of frames per video go from decoders to encoders"
         )
     elif cluster.gpus:
         source = "measured on one H200 with random weights" if measured else f"not measured for {recipe.source.family}"

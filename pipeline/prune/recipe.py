@@ -1,4 +1,4 @@
-"""The recipe of a cache's rows: model, frames and method, checked before anything starts."""
+"""The recipe of a cache's rows: model, sampling of frames and pruning method, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from pipeline.video.decoders import DECODERS, load_decoder
 from pipeline.video.sampling import ROUNDED, TIME_RULE, TRUNCATE, Sampling
 
 DEFAULT_FRAMES = 32
-#: The evidence that an encoder gives for each token, [T,N] or [T,N,width], or for each frame.
+#: The evidence that encoders compute per token, [T,N] or [T,N,width], or per frame.
 STORED_EVIDENCE = tuple(name for name, axes in EVIDENCE_SHAPES.items() if axes[:2] == ("T", "N") or name in PER_FRAME)
 _NOT_NEEDED = {
     "image_embedding": "this model needs none: methods compare the tokens themselves with the language model's own "
@@ -61,7 +61,7 @@ _NOT_NEEDED = {
 
 @dataclass(frozen=True)
 class PruneStages:
-    """The settings of decode and encode workers, also in a user's own pipeline (``prune_stages``)."""
+    """The settings of the decode and encode workers of a run, or of a user's own pipeline (``prune_stages``)."""
 
     decode: DecodeSetup
     encode: EncodeSetup
@@ -69,14 +69,17 @@ class PruneStages:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The checked settings that make the rows of a cache from videos: the model, its frames and the method.
+    """The checked settings that determine the rows of a cache: model, sampling of frames and pruning method.
+
+    Created by ``resolve``; ``match_cache`` adapts it to an existing cache.
 
     Attributes:
-        dtype: the number format of the encoder; "auto" only without a cache, when the cluster decides.
-        evidence: the evidence to store besides the tokens: label -> source in the encoder.
+        retention_ratio: the nominal share of tokens to keep, which a method may derive from ``--retention-ratio``.
+        dtype: the compute dtype of the encoder; "auto" until the cluster decides or a cache is matched.
+        evidence: the evidence to store beside the tokens, label -> source in the encoder.
         objects: the access to S3.
         identity_entry: the method's entry in the cache's identity.
-        is_restarted: whether other code of the method made the cache, and all its videos are encoded again.
+        is_restarted: True if the cache was made by other code of a user method, and all its videos are encoded again.
     """
 
     config: PruneConfig
@@ -92,7 +95,7 @@ class Recipe:
 
     @property
     def method(self) -> str:
-        """The method's name in the table of methods, or ``module:Class``."""
+        """The method's name in the table of methods, or ``module:Class`` for a user method."""
         return method_name(type(self.pruner))
 
     def decode_setup(self) -> DecodeSetup:
@@ -108,9 +111,9 @@ class Recipe:
         )
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
-        """Return the settings of encode workers, on the chosen device and dtype, without the hash of the tower.
+        """Return the settings of encode workers, without ``tower_hash``.
 
-        The run adds that hash, since it reads the weights.
+        A run adds that hash, since computing it reads the weights.
         """
         return EncodeSetup(
             source=self.source,
@@ -130,13 +133,14 @@ class Recipe:
         )
 
     def stages(self, device: str, dtype: str) -> PruneStages:
-        """Return the settings of all workers; they encode on the chosen device and dtype."""
+        """Return the settings of all workers; encode workers use this device and dtype."""
         return PruneStages(self.decode_setup(), self.encode_setup(device, dtype))
 
     def identity(self, dtype: str) -> CacheIdentity:
-        """Return the identity that all rows of the cache share; rows of another identity are refused.
+        """Return the identity that all rows of a cache share; a cache with a different identity is refused.
 
-        ``dtype`` is the dtype that the model computes in; the codec of the stored tokens is the configuration's.
+        Args:
+            dtype: the compute dtype of the encoder. How tokens are stored is ``--token-codec``.
         """
         model = identify_model(self.source)
         if self.source.pooling_head is not None:
@@ -159,9 +163,13 @@ class Recipe:
         return identity
 
     def header(self, dtype: str, static: StaticParts) -> CacheHeader:
-        """Return the content of cache.json for a new cache with tokens computed in ``dtype``.
+        """Return the content of cache.json for a new cache.
 
-        The newline, LLaVA-OneVision's row after a video's tokens, goes in as the base64 of its bfloat16 bits.
+        ``newline``, the row that LLaVA-OneVision puts after a video's tokens, is stored as the base64 of its bfloat16
+        bits; None for other models.
+
+        Args:
+            dtype: the compute dtype of the encoder.
         """
         newline = static.newline
         bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
@@ -174,20 +182,26 @@ class Recipe:
         }
 
     def match_cache(self, store: Store, console: Console) -> Recipe:
-        """Return this recipe with the dtype of the cache in ``store``, and with its larger ratio for a nested method.
+        """Return this recipe adapted to the cache in ``store``; unchanged if there is no cache or it has no rows.
 
-        Prints a note about the ratio. A cache without a row restricts nothing. A cache without tokens does not restrict
-        the method's code. Other code of the method is no error under ``--on-changed redo``: ``is_restarted`` is set
-        instead.
+        A dtype of "auto" becomes the dtype of the cache. With a nested method, a ratio below the stored ratio becomes
+        the stored ratio, and a note is printed. If other code of a user method made the cache, ``is_restarted`` is set;
+        that is accepted if the cache has no tokens, or with ``--on-changed redo``.
 
-        Raises IdentityMismatch if the cache has another identity, or tokens made by other code of the method.
+        Raises:
+            IdentityMismatch: the cache has another identity, or tokens that other code made without ``--on-changed
+                redo``.
+            NotACache: the header cannot be read.
+            CorruptShard: a file of the videos table is damaged.
+            OSError: the store fails.
         """
         if not store.exists(HEADER):
             return self
         cached_identity = read_header(store)["identity"]
         if not store.names(VIDEOS, ".parquet"):
             return self
-        recipe, stored_ratio = self, cached_identity["retention_ratio"]
+        recipe = self
+        stored_ratio = cached_identity["retention_ratio"]
         if self.dtype == "auto":
             recipe = replace(recipe, dtype=cached_identity["dtype"]["compute"])
         if self.pruner.nested and self.retention_ratio < stored_ratio:
@@ -197,7 +211,8 @@ class Recipe:
                 highlight=False,
             )
             recipe = replace(recipe, retention_ratio=stored_ratio)
-        identity, how = recipe.identity(recipe.dtype), "with other settings"
+        identity = recipe.identity(recipe.dtype)
+        how = "with other settings"
         if (family := cached_identity["model"].get("family")) != identity["model"].get("family"):
             how = f"with --family {family}" if family else "without --family"
         refusal = f"{store} was made {how}, and one cache holds one kind of rows"
@@ -206,7 +221,7 @@ class Recipe:
         return replace(recipe, is_restarted=is_restarted)
 
     def token_bytes(self) -> float:
-        """Return the stored bytes of a kept token with its columns, for videos of any shape."""
+        """Estimate the stored bytes of a kept token with its columns, from the largest planned video."""
         shape = self.decode_setup().largest_frames()
         video_bytes = self.encode_setup(self.config.device, self.dtype).stored_bytes_per_video(*shape)
         return COLUMN_BYTES + video_bytes / self.retention_ratio / math.prod(
@@ -215,13 +230,19 @@ class Recipe:
 
 
 def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSource | None = None) -> Recipe:
-    """Resolve and check the model, its frames and the method. Reads no cache and no video. Raises UsageError.
+    """Resolve and check model, sampling, method and decoder, without reading a cache or a video.
 
-    Imports a user's own method and decoder. Fetches small files of a Hugging Face model that are not on this machine.
+    This imports a user method, user decoder or user family, and downloads small files of a Hugging Face model if they
+    are missing.
 
     Args:
-        objects: the access to S3; None takes it from the options and the environment.
-        source: the model, if it is resolved already.
+        objects: the access to S3; None creates it from the options and the environment.
+        source: the model if it is already resolved.
+
+    Raises:
+        UsageError: the model, its frames, the method, the evidence or the decoder cannot be used, or do not fit
+            together.
+        RunFailed: with ``--decoder nvdec``, RAY_ADDRESS names no cluster.
     """
     with usage_errors():
         read_pruner(config.pruner, config.pruner_params())  # checked first, since its errors do not depend on the model
@@ -231,12 +252,12 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
             source = family_of(source).with_limits(*limits)
         family = family_of(source)
         sampling = make_sampling(config, family.default_max_frames, family.min_frames(), family.min_rule)
-        # Raises for a number of frames that the model never accepts, and if the processor of a model of the family
-        # generic, which counts the tokens, cannot be loaded.
+        # Raises for a number of frames that the model never accepts. For the generic family, raises if the model's
+        # processor, which counts the tokens, cannot be loaded.
         video = plan_video(family.preprocessor(), sampling.num_frames or sampling.max_frames or 0)
         family.token_counts(*video.shape)
         pruner = _make_pruner(config, source)
-        identity_entry = describe_method(pruner)  # raises if the method cannot be part of a cache's identity
+        identity_entry = describe_method(pruner)  # raises if the method cannot be recorded in a cache's identity
         evidence = parse_evidence(config.evidence, source.family, pruner, source.model_type)
         source = _add_pooling_head(source, pruner, evidence, config)
     _check_decoder(config.decoder)
@@ -256,7 +277,12 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
 
 
 def _make_pruner(config: PruneConfig, source: ModelSource) -> Pruner:
-    """Make the pruning method with the model family's rules. Raise UsageError if its selection cannot be cached."""
+    """Create the pruning method with the rules of the model's family.
+
+    Raises:
+        UsageError: the method depends on the question, so its selection cannot be cached.
+        ValueError: the method or a parameter is invalid.
+    """
     pruner = read_pruner(config.pruner, config.pruner_params(), family=family_of(source).variant)
     if not pruner.cacheable:
         raise UsageError(
@@ -269,9 +295,14 @@ def _make_pruner(config: PruneConfig, source: ModelSource) -> Pruner:
 def _add_pooling_head(
     source: ModelSource, pruner: Pruner, stored_evidence: dict[str, str], config: PruneConfig
 ) -> ModelSource:
-    """Return the model with the pooling head of ``--siglip``, if given.
+    """Check that the model can compute the needed evidence; return it with the pooling head of ``--siglip``, if given.
 
-    Raises UsageError if the model cannot give evidence that the method or the cache needs, or nothing needs the head.
+    Args:
+        stored_evidence: the evidence to store, label -> source in the encoder.
+
+    Raises:
+        UsageError: the model cannot compute evidence that the method needs or the cache stores, or nothing needs the
+            head.
     """
     if unknown := sorted(pruner.needs - pruner.sources.keys()):
         raise UsageError(
@@ -300,36 +331,45 @@ def _add_pooling_head(
 
 
 def _suggest_models(pruner: Pruner, source: ModelSource) -> str:
-    """Return advice for a method whose evidence the model's encoder does not give; "" if it does."""
-    able = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
-    if source.family in able:
+    """Return the end of an error message: the model types that compute the evidence, and the methods that need none.
+
+    "" if the family of this model can compute it.
+    """
+    able_models = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
+    if source.family in able_models:
         return ""
-    free = [name for name in PRUNERS if PRUNERS[name].cacheable and not make_pruner(name).needs]
-    models = f"models of type {' or '.join(able)} do" if able else "no model here does"
-    return f"; {models}, and {', '.join(free)} need nothing but tokens"
+    methods_without_evidence = [name for name in PRUNERS if PRUNERS[name].cacheable and not make_pruner(name).needs]
+    models = f"models of type {' or '.join(able_models)} do" if able_models else "no model here does"
+    return f"; {models}, and {', '.join(methods_without_evidence)} need nothing but tokens"
 
 
 def _check_decoder(name: str) -> None:
-    """Raise UsageError unless ``--decoder`` is "auto" or names a decoder that can be imported here."""
+    """Import the decoder that ``--decoder`` names, unless it is "auto".
+
+    Raises:
+        UsageError: the name is unknown, the import fails, or the object is not a class with ``read`` and ``close``.
+    """
     names = ("auto", *DECODERS)
     if name == "auto":
         return
     try:
         decoder = load_decoder(name)
         if not (isinstance(decoder, type) and hasattr(decoder, "read") and hasattr(decoder, "close")):
-            raise AttributeError("it is no decoder: a class with read and close")
+            raise AttributeError("it is not a decoder, which is a class with read and close")
     except (KeyError, ImportError, AttributeError, OSError, RuntimeError) as error:
-        reason = str(error).strip().split("\n", 1)[0]  # the message of torchcodec has pages
+        reason = str(error).strip().split("\n", 1)[0]  # torchcodec's message is very long
         if ":" not in name and name not in names:
             reason = f"unknown{did_you_mean(name, names)}"
         raise UsageError(f"--decoder {name}: {reason}; known: {', '.join(names)}, module:Class") from error
 
 
 def make_sampling(config: PruneConfig, max_frames: int, min_frames: int = 1, min_rule: str = ROUNDED) -> Sampling:
-    """Return the frame sampling of the options.
+    """Return the sampling that the options describe; by default 32 frames per video.
 
-    The other arguments are the model family's limits. They apply to ``--fps`` only; ``--max-frames`` overrides the
-    largest number.
+    Args:
+        max_frames: the family's maximum with ``--fps``, which ``--max-frames`` overrides.
+        min_frames: the family's minimum with ``--fps``.
+        min_rule: how a shorter clip is filled up to the minimum.
     """
     snap = config.snap_to_keyframes
     if config.fps is None:
@@ -342,8 +382,8 @@ def make_sampling(config: PruneConfig, max_frames: int, min_frames: int = 1, min
 def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]:
     """Return the sampling's entry in the cache's identity.
 
-    Default rules and limits that do nothing are left out; with ``fps``, ``max_frames`` and the version of the rule are
-    always there.
+    Defaults are left out: the rule "truncate", a minimum of 1 frame, and no keyframes. With ``fps``, ``max_frames`` and
+    the version of the rule are always present.
     """
     snap = sampling.snap_to_keyframes_s
     snap_setting = {} if snap is None else {"snap_to_keyframes_s": snap}
@@ -357,15 +397,19 @@ def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]
 
 
 def parse_evidence(items: Sequence[str], family: str, pruner: Pruner, model_type: str | None = None) -> dict[str, str]:
-    """Return the evidence to store, as label -> source in the encoder (gstep.evidence).
+    """Parse ``--evidence`` into the evidence to store, label -> source in the encoder (gstep.evidence).
 
     Args:
-        items: NAME or NAME=SOURCE of evidence, or a method, whose evidence is stored; several separated by commas.
-        family: the model's family, by its name.
-        pruner: the method of the cache itself.
-        model_type: the model's type, for messages; None for the family's name alone.
+        items: texts of comma-separated entries. Each is NAME or NAME=SOURCE of evidence, or a method, which stands for
+            all evidence that it needs. A method given as module:Class is imported.
+        family: the name of the model's family.
+        pruner: the method that makes the cache.
+        model_type: the model's type, for messages.
 
-    Raises UsageError if the model's encoder does not give an evidence, or the method drops its tokens.
+    Raises:
+        UsageError: an entry is unknown or ambiguous, the encoder does not compute the evidence, or ``pruner`` does not
+            keep the tokens that it describes.
+        ValueError: a user method cannot be imported.
     """
     pairs = set[tuple[str, str]]()
     for item in (item.strip() for text in items for item in text.split(",")):
@@ -380,28 +424,38 @@ def parse_evidence(items: Sequence[str], family: str, pruner: Pruner, model_type
 def list_needed_evidence(
     method: str, family: str, params: Mapping[str, str] = MappingProxyType({}), model_type: str | None = None
 ) -> set[tuple[str, str]]:
-    """Return the (name, source) pairs of evidence that a method needs from the vision encoder of a family.
+    """Return the (name, source) pairs of the evidence that a method needs from the vision encoder of a family.
 
-    ``family`` is its name, ``params`` are the method's, and ``model_type`` is as of ``parse_evidence``.
+    Args:
+        method: its name, or module:Class, which is imported.
+        family: the name of the model's family.
+        model_type: the model's type, for messages.
 
-    Raises UsageError if the encoder does not give an evidence, ValueError for an unknown method or parameter.
+    Raises:
+        UsageError: the encoder does not compute the evidence.
+        ValueError: the method or a parameter is invalid.
     """
     pruner = read_pruner(method, params, family=family_class(family).variant)
     return list_evidence_of(pruner, f"--evidence {method}", family, model_type)
 
 
 def list_evidence_of(pruner: Pruner, flag: str, family: str, model_type: str | None = None) -> set[tuple[str, str]]:
-    """Return the (name, source) pairs of evidence that a method object needs from the vision encoder of a family.
+    """Return the (name, source) pairs of the evidence that a method object needs from the vision encoder of a family.
+
+    For a method that compares patches with a question, ``image_embedding`` is left out if the family does not have it:
+    the tokens replace it.
 
     Args:
-        flag: the beginning of the message, such as ``--evidence fastvid``.
-        family: its name.
-        model_type: the model's type, for messages; None for the family's name alone.
+        flag: the beginning of the error message, such as ``--evidence fastvid``.
+        family: the name of the model's family.
+        model_type: the model's type, for messages.
 
-    Raises UsageError if the encoder does not give an evidence.
+    Raises:
+        UsageError: the encoder does not compute the evidence.
     """
-    kind, pairs = family_class(family), set(name_source_pairs(pruner.sources))
-    if "text_embedding" in pruner.needs:  # if a family has no embedding of patches, its tokens are used instead
+    kind = family_class(family)
+    pairs = set(name_source_pairs(pruner.sources))
+    if "text_embedding" in pruner.needs:  # the tokens replace patch embeddings that a family lacks
         pairs = {pair for pair in pairs if pair[0] != "image_embedding" or pair in kind.gives}
     if missing_pairs := sorted(pairs - kind.gives):
         names = " and ".join(f"{name} from {SOURCES.get(source, source)}" for name, source in missing_pairs)
@@ -410,7 +464,10 @@ def list_evidence_of(pruner: Pruner, flag: str, family: str, model_type: str | N
 
 
 def _check_evidence_survives(names: set[str], pruner: Pruner) -> None:
-    """Raise UsageError if the pruning method loses the tokens that the evidence describes."""
+    """Raise UsageError if evidence (``names``) is to be stored that the method does not keep tokens for.
+
+    That is any evidence if the method merges tokens, and evidence of whole frames unless the method is "none".
+    """
     if names and pruner.merges:
         raise UsageError(
             f"--evidence {', '.join(sorted(names))}: --pruner {pruner.name} merges tokens, and a merged token has no "
@@ -418,16 +475,17 @@ def _check_evidence_survives(names: set[str], pruner: Pruner) -> None:
         )
     if names & PER_FRAME and pruner.name != "none":
         raise UsageError(
-            f"--evidence {', '.join(sorted(names & PER_FRAME))} is of frames and stored with all tokens alone, since "
-            f"--pruner {pruner.name} may keep none of a frame: use --pruner none"
+            f"--evidence {', '.join(sorted(names & PER_FRAME))} describes frames and can only be stored with all "
+            f"tokens, since --pruner {pruner.name} may keep none of a frame: use --pruner none"
         )
 
 
 def _parse_evidence_item(item: str, family: str, model_type: str | None) -> tuple[str, str]:
-    """Parse NAME or NAME=SOURCE to (name, source); a single source of the family need not be named.
+    """Parse NAME or NAME=SOURCE into (name, source). SOURCE may be omitted if the family has only one.
 
-    Raises UsageError for an unknown name, and if the family gives it from no source, from other sources or from
-    several.
+    Raises:
+        UsageError: the name is unknown, the family does not compute the evidence, SOURCE is not one of its sources, or
+            SOURCE is missing and the family has several.
     """
     name, _, chosen_source = item.partition("=")
     if name not in STORED_EVIDENCE:
@@ -439,8 +497,10 @@ def _parse_evidence_item(item: str, family: str, model_type: str | None) -> tupl
         raise UsageError(f"--evidence: {name!r} {why}; known: {', '.join(STORED_EVIDENCE)}, {', '.join(METHODS)}")
     sources = sorted(source for evidence, source in family_class(family).gives if evidence == name)
     if not sources:
-        able = [kind for kind in BACKBONES if any(name == evidence for evidence, _ in BACKBONES[kind].gives)]
-        instead = _NOT_NEEDED.get(name, f"models of type {' or '.join(able)} do" if able else "no model does")
+        able_models = [kind for kind in BACKBONES if any(name == evidence for evidence, _ in BACKBONES[kind].gives)]
+        instead = _NOT_NEEDED.get(
+            name, f"models of type {' or '.join(able_models)} do" if able_models else "no model does"
+        )
         kind_name = describe_family(family, model_type)
         raise UsageError(f"--evidence {name}: the encoder of {kind_name} does not give it; {instead}")
     if chosen_source and chosen_source not in sources:

@@ -1,7 +1,7 @@
-"""A checked request to prune videos: what a run, a dry run and a plan begin with. Nothing is started here.
+"""A checked request to prune videos, which runs, dry runs and plans begin with. No worker is started here.
 
-A run writes two things already here: new indexes of archives, and the new header of a cache whose method has other code
-now (``restart_with_new_code``).
+A run already writes here: new indexes of archives, and the new header of a cache whose user method has other code now
+(``restart_with_new_code``).
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ from pipeline.storage.stores import Store, store_at
 
 @dataclass(frozen=True)
 class Request:
-    """A request whose options, videos and model go together with each other and with the cache.
+    """A request whose options, videos and model fit together and fit the cache. Created by ``check_request``.
 
     Attributes:
-        config: the options.
-        console: where lines for the user go.
+        console: receives the lines for the user.
         store: the cache.
         objects: the access to S3.
-        videos: the list of the videos that the options or the caller name, of all shards.
-        redo: the ids of ``--redo``; None without it.
-        recipe: the settings that make the rows of the cache.
+        videos: all listed videos, of all values of ``--shard``.
+        redo: the ids in the file of ``--redo``; None without it.
+        recipe: the settings that determine the rows of the cache.
     """
 
     config: PruneConfig
@@ -52,13 +51,28 @@ class Request:
     recipe: Recipe
 
     def match_cache(self) -> Request:
-        """Return the request with the settings of the cache as it is now. Raises IdentityMismatch if they differ."""
+        """Return the request adapted to the current state of the cache, which another run may have written to.
+
+        Raises:
+            IdentityMismatch: the cache has another identity.
+            OSError: the store fails.
+        """
         return replace(self, recipe=self.recipe.match_cache(self.store, self.console))
 
     def select_todo(self, run_id: str) -> tuple[CacheTable, Todo]:
-        """Read the rows of the cache, say what is skipped, and return them with the videos left to process.
+        """Read the rows of the cache, and select the videos to process; print notes on skipped videos.
 
-        A cache of a method with other code is restarted. Raises UsageError.
+        If a user method has other code now and ``--on-changed redo`` is given, a run restarts the cache with a new
+        header.
+
+        Args:
+            run_id: the id of the run that will commit rows.
+
+        Raises:
+            UsageError: ids of ``--redo`` are wrong, cached videos have changed (SourceChanged), a restart would lose
+                videos, or a store does not answer.
+            CorruptShard: a file of the videos table is damaged.
+            OSError: the store of the cache fails.
         """
         say = speaker(self.console)
         if self.recipe.is_restarted:
@@ -75,12 +89,15 @@ class Request:
 
 
 def check_request(config: PruneConfig, console: Console, given: object = None) -> Request:
-    """Check the options, read the list of videos, and resolve model and method; print notes.
+    """Check the options, list the videos, and resolve model and method; print notes for the user.
 
     Args:
-        given: paths, or rows with video_id and uri (``given_manifest``); None if the options name the videos.
+        given: paths, or rows with video_id and uri (``given_manifest``); None if ``config.videos`` names the videos.
 
-    Raises UsageError if the request cannot be carried out.
+    Raises:
+        UsageError: the request cannot be carried out.
+        RunFailed: an index of an archive cannot be kept.
+        CorruptShard: a file of the videos table is damaged.
     """
     say = speaker(console)
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
@@ -99,11 +116,18 @@ def check_request(config: PruneConfig, console: Console, given: object = None) -
 
 
 def _list_videos(config: PruneConfig, store: Store, objects: Objects, given: object, say: Say) -> VideoList:
-    """Read the manifest or the caller's rows; print notes on files left out. Raises UsageError.
+    """List the videos that the options or the caller name, and print notes on files that are left out.
 
-    New indexes of archives are stored in the cache, except for a plan or a dry run.
+    A run indexes the archives that cannot wait until it works, a plan all of them (unless ``--limit``), and a dry run
+    those without a kept index only with ``--index``. Only a run stores new indexes in the cache.
+
+    Raises:
+        UsageError: the list cannot be made, has no video of ``--shard``, or has videos that may not be read (unless
+            ``--on-forbidden record``).
+        RunFailed: an index of an archive cannot be kept.
     """
-    is_limited, writes = config.limit is not None, not (config.dry_run or config.plan)
+    is_limited = config.limit is not None
+    writes = not (config.dry_run or config.plan)
     indexes = Indexes(config.archive_options(), store, keeps=writes, say=say)
     if given is not None:
         videos = VideoList(given_manifest(given, config.video_root, objects), indexes, objects)

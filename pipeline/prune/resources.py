@@ -1,4 +1,4 @@
-"""The resources of a prune run: the workers of each stage, and the sizes of blocks, bundles and shards."""
+"""The resources of a prune run: the workers of each stage, and the sizes of tasks, batches and shards."""
 
 from __future__ import annotations
 
@@ -31,32 +31,39 @@ PRUNING = Wording(
 )
 
 
-MIN_WORKER_BYTES = 8 * 2**20  # memory for the videos of a worker, however small they are
-# The frames of a bundle of several videos are copied, and its first video waits for the last. Four videos of 32 frames
+MIN_WORKER_BYTES = 8 * 2**20  # minimum memory for the videos of a worker
+# The frames of a batch of several videos are copied, and its first video waits for the last. Four videos of 32 frames
 # take an encoder half a second.
 MAX_BUNDLE_BYTES, MAX_VIDEOS_PER_BUNDLE = 64 * 2**20, 32
-MAX_VIDEOS_PER_UNIT = 256  # videos of an archive in one call, which a retry decodes again
+MAX_VIDEOS_PER_UNIT = 256  # videos of archives in a decode task, all of which a retry decodes again
 DECODER_BYTES = 2**30  # memory of a decoder: two processes, the packets of a file, and the frames in hand
-# Copies of the frames that a decoder has in hand at once, where a usual video has more than MAX_BUNDLE_BYTES.
+# Copies of the frames that a decoder has in hand at once, if a typical video has more than MAX_BUNDLE_BYTES.
 LARGE_VIDEO_COPIES = 3
-# Bytes of video files that are worth another decoder, which takes a second to start: half a minute at 1 Mbit/s.
+# Bytes of video files that justify another decoder, which takes a second to start: half a minute at 1 Mbit/s.
 DECODER_FILES_BYTES = 4 * 2**20
 # With --decoder nvdec: the share of a GPU that its decoders reserve together, and their number. Four decoders did 5.3
 # clips of 10 s of 720p a second on an H200; more were not measured.
 NVDEC_SHARE_PER_GPU, NVDEC_DECODERS_PER_GPU = 0.2, 4
 CPU_ENCODERS_PER_WRITER = 4  # CPU encoders that share a writer: a writer is far faster
-CALLS = 2  # calls at a time in a worker: one moves data while the other computes
+CALLS = 2  # concurrent calls per worker: one moves data while the other computes
 VIDEOS_AHEAD_PER_ENCODER = 16  # queued videos: enough for a quarter of a second at 15 ms each
-# The driver holds all records of a shard in memory, and passes a reference to each of its videos to a call.
+# The driver holds all records of a shard in memory, and passes a reference to each of its batches to a call.
 MAX_RECORDS_BYTES = 8 * 2**20
-RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # upper bounds of a video's record, and of each frame in it
+RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # upper bounds of a video's record, and of each of its frames
 # Up to this number of videos, the sizes of their files decide the number of decoders.
 MAX_MEASURED_FILES = 256
 
 
 @dataclass(frozen=True)
 class Resources(Plan):
-    """The resources that the stages of a prune run reserve, and the sizes of its blocks, bundles and shards."""
+    """The resources that the stages of a prune run reserve, and the sizes of its tasks, batches and shards.
+
+    Attributes:
+        videos_per_block: the number of videos in a decode task, where files are decoded.
+        videos_per_shard: the maximum number of videos in a shard.
+        videos_per_bundle: the number of videos in a batch.
+        rows_per_group: the rows in a row group of the tables that hold videos; 1 if there are none.
+    """
 
     wording: ClassVar[Wording] = PRUNING
 
@@ -69,11 +76,11 @@ class Resources(Plan):
     rows_per_group: int = 1
 
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
-        """Return the bytes of object store for waiting videos, without the videos that workers have in hand.
+        """Estimate the object store memory for waiting videos, without the videos that workers have in hand.
 
-        These are a few bundles a decoder, the queue of each encoder, and a few shards. ``frame_bytes`` and
-        ``token_bytes`` are the bytes of one video. If the waiting shards take more memory, Ray slows to one block in
-        ten seconds.
+        It holds a few batches per decoder, the queue of each encoder, and a few shards. If waiting shards take more,
+        Ray slows down to one block in ten seconds. The arguments are the bytes of one video before and after the encode
+        stage.
         """
         bundles = (self.decode.in_flight or 4) * self.decode.workers
         bundles += (self.encode.in_flight or 4) * self.encode.workers
@@ -83,36 +90,39 @@ class Resources(Plan):
     def fit_to_stores(
         self, store_bytes: float, frame_bytes: int, token_bytes: int, n_videos: int, usual_bytes: int = 0
     ) -> Resources:
-        """Return these resources with the sizes of bundles, shards and queues fitted to the object stores.
+        """Return a copy with the sizes of batches, shards and queues fitted to the object stores.
 
-        Videos share a bundle while there are enough bundles for all workers and the object stores hold them. The queue
-        of an encoder is long enough that it does not wait for the driver, which looks ten times a second. It has at
-        most an eighth of the encoder's share, since other encoders may finish earlier. All queues have at most a
-        quarter of the object stores. All shards in memory fit half of the object stores, which is Ray's own limit.
-
-        Ray starts calls before it knows how large their results are. Where a usual video has more than MAX_BUNDLE_BYTES
-        of frames, no calls wait at a worker, and the results of the decoders' first calls fit half of the stores.
+        - Videos share a batch while there are enough batches for all workers and the object stores hold them.
+        - The queue of an encoder is long enough that it does not wait for the driver, which looks ten times a second.
+          It is at most an eighth of the encoder's share, since other encoders may finish earlier.
+        - All queues together take at most a quarter of the object stores, unless that is less than the minimum of 2 *
+          CALLS batches per encoder. All shards in memory take at most half, which is Ray's own limit.
+        - Ray starts calls before it knows the size of their results. If a typical video has more than MAX_BUNDLE_BYTES
+          of frames, no call waits at a worker, and there are only as many decoders as the results of their first calls
+          fit half of the object stores.
 
         Args:
-            store_bytes: of all object stores together.
-            frame_bytes, token_bytes: the bytes of one video, the largest that is planned for.
-            usual_bytes: the bytes of the frames of a usual video.
+            store_bytes: the capacity of all object stores together.
+            frame_bytes, token_bytes: the bytes of the largest planned video before and after the encode stage.
+            usual_bytes: the bytes of the frames of a typical video.
         """
         max_shard = store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1))
         shard = max(1, int(min(self.videos_per_shard, max_shard)))
         workers = self.decode.workers + self.encode.workers
-        at_once = 4 * self.decode.workers + 2 * CALLS * self.encode.workers  # bundles: see store_bytes
+        at_once = 4 * self.decode.workers + 2 * CALLS * self.encode.workers  # batches: see store_bytes
         bundle_bytes = min(MAX_BUNDLE_BYTES, store_bytes / 2 / at_once)
         max_bundle = min(
             MAX_VIDEOS_PER_BUNDLE, int(bundle_bytes / max(frame_bytes, 1)), n_videos // (16 * workers), shard
         )
-        # About a divisor of the shard, which holds whole bundles.
+        # About a divisor of the shard, which holds whole batches.
         bundle = math.ceil(shard / math.ceil(shard / max(1, max_bundle)))
         share = n_videos // (8 * bundle * self.encode.workers)
         fit = int(store_bytes / 4 / (self.encode.workers * bundle * max(frame_bytes, 1)))
-        decode, least = self.decode, 2 * CALLS
+        decode = self.decode
+        least = 2 * CALLS
         if usual_bytes > MAX_BUNDLE_BYTES:
-            decoders, least = max(1, int(store_bytes / 2 / (CALLS * usual_bytes))), CALLS
+            decoders = max(1, int(store_bytes / 2 / (CALLS * usual_bytes)))
+            least = CALLS
             decode = replace(decode, workers=min(decode.workers, decoders), in_flight=CALLS)
         in_flight = max(least, min(max(4, VIDEOS_AHEAD_PER_ENCODER // bundle), share, fit))
         return replace(
@@ -125,10 +135,13 @@ class Resources(Plan):
         )
 
     def blocks(self, videos: pa.Table, later_bytes: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of each block of videos (TODO_SCHEMA), the unit of work and of retry.
+        """Yield the (start, stop) of each decode task among ``videos`` (TODO_SCHEMA).
 
-        The last blocks are one bundle each, so that few videos wait for a slow worker at the end. Videos of archives
-        are cut by ``cut_units``; ``later_bytes`` are the bytes of videos that are still to be found.
+        Tasks have ``videos_per_block`` videos, and the last tasks one batch each, so that few videos wait for a slow
+        worker at the end. If any video is in an archive, ``cut_units`` cuts all of them instead.
+
+        Args:
+            later_bytes: the bytes of videos in archives that follow later.
         """
         n_videos = len(videos)
         if videos["source_offset"].null_count < n_videos:
@@ -142,19 +155,19 @@ class Resources(Plan):
 
     @property
     def shards_at_once(self) -> int:
-        """The number of shards in memory: one that fills, one that waits, and two of each writer."""
+        """The number of shards in memory: one that fills up, one that waits, and two per writer."""
         return 2 * self.write.workers + 2
 
     @property
     def workers(self) -> str:
-        """A description of the workers that start."""
+        """A description of the decoders and encoders that start, for messages."""
         return f"{self.decode.workers} to decode, {self.encode.workers} to encode, which load the model first"
 
     def min_items_to_start(self, stage: str, more_expected: bool) -> int:
-        """Return the number of waiting videos at which a stage starts to take them.
+        """Return the number of waiting videos at which ``stage`` is expected to start on them.
 
-        A whole shard is collected before it is written, except the last shard. Each worker of the stage before may also
-        have finished bundles that are not passed on yet.
+        Writing starts when a whole shard has collected. Besides, each worker of the preceding stage may hold finished
+        batches that it has not passed on. Without ``more_expected``, the result is 1.
         """
         if not more_expected:
             return 1
@@ -166,8 +179,11 @@ class Resources(Plan):
 def count_videos_per_shard(shard_bytes: int, token_bytes: int, n_frames: int) -> int:
     """Return the number of videos that fill a shard of ``shard_bytes``, at least 1.
 
-    It is limited so that the driver can hold the records of a shard in memory. A video has ``token_bytes`` bytes of
-    tokens and ``n_frames`` frames.
+    The driver holds the records of a shard in memory, which limits the number.
+
+    Args:
+        token_bytes: the stored bytes of one video.
+        n_frames: the number of sampled frames of one video.
     """
     records = MAX_RECORDS_BYTES // (RECORD_BYTES + FRAME_RECORD_BYTES * n_frames)
     return max(1, min(shard_bytes // max(token_bytes, 1), records))
@@ -186,18 +202,21 @@ def plan_resources(
     encode_workers: int | None = None,
     decode_on_gpus: bool = False,
 ) -> Resources:
-    """Divide a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` among the workers for ``n_videos``.
+    """Divide a cluster among the workers for ``n_videos`` videos.
 
-    Decoders reserve every CPU, since decoding is the bottleneck of most runs. Encoders and writers reserve no CPU: an
-    encoder often waits, so the system shares the cores, and both fit any node.
+    Decoders reserve all CPUs, since decoding is the bottleneck of most runs. Encoders and writers reserve none: an
+    encoder often waits, so the operating system shares the cores, and both fit on any node. Each stage has at least one
+    worker.
 
     Args:
-        gpus: below 1, encoders run on CPUs.
-        total_file_bytes: of the videos' files; infinite if unknown.
-        usual_bytes: of the frames of a usual video.
-        videos_per_shard: at most; small runs get smaller shards.
-        decode_workers, encode_workers: at most; None for a number that fits the cluster.
-        decode_on_gpus: whether decoders reserve a share of the GPUs.
+        cpus, gpus: of the cluster. By default there is a decoder per CPU and an encoder per GPU; if ``gpus`` is below
+            1, an encoder per four CPUs.
+        memory: the bytes of memory for decoders.
+        total_file_bytes: the bytes of all videos' files, which limit the decoders; infinite if unknown.
+        usual_bytes: the bytes of the frames of a typical video.
+        videos_per_shard: the maximum; small runs get smaller shards.
+        decode_workers, encode_workers: the maximum; None for the default.
+        decode_on_gpus: True if decoders reserve a share of the GPUs, by default NVDEC_DECODERS_PER_GPU on each.
     """
     cores = max(1, int(cpus))
     max_encoders = int(gpus) if gpus >= 1 else cores
@@ -208,10 +227,10 @@ def plan_resources(
     decode_gpu, encode_gpu = 0.0, 1.0 if gpus >= 1 else 0.0
     if decode_on_gpus and gpus >= 1:
         decoders = min(decoders, decode_workers or NVDEC_DECODERS_PER_GPU * int(gpus))
-        decode_gpu = int(1e4 * NVDEC_SHARE_PER_GPU / math.ceil(decoders / int(gpus))) / 1e4  # Ray counts so finely
+        decode_gpu = int(1e4 * NVDEC_SHARE_PER_GPU / math.ceil(decoders / int(gpus))) / 1e4  # Ray's resolution
         encode_gpu = 1 - NVDEC_SHARE_PER_GPU
-    # A GPU's encoder gives 18 videos of 11.2 MB a second, and beside busy decoders each takes a writer 74 to 106 ms
-    # (one H200, 16 cores). An encoder of four cores gives less than one a second.
+    # An encoder on a GPU produces 18 videos of 11.2 MB per second, and beside busy decoders a writer needs 74 to 106 ms
+    # for each (one H200, 16 cores). An encoder on four cores produces less than one video per second.
     writers = min(1 + 2 * encoders, n_videos) if gpus >= 1 else math.ceil(encoders / CPU_ENCODERS_PER_WRITER)
     # Small runs use small shards: progress shows, a killed run loses little, and every writer has its share.
     shard = max(1, min(videos_per_shard, n_videos // max(16, 4 * encoders)))
@@ -219,7 +238,7 @@ def plan_resources(
         decode=Stage(min(1.0, cpus), decode_gpu, decoders, "a decode child runs one thread", CALLS, 2 * CALLS),
         encode=Stage(0, encode_gpu, encoders, "one model a GPU, or four cores", CALLS, 2 * CALLS),
         write=Stage(0, 0, writers, "hashing and one file write; must start while decoders reserve all CPUs"),
-        # A block is the unit of work and of retry: few videos, but no more blocks than the driver tracks lightly.
+        # A retry decodes a whole block again: so few videos, but no more blocks than the driver tracks easily.
         videos_per_block=max(1, min(4, n_videos // (4 * decoders)), n_videos // MAX_BLOCKS),
         videos_per_shard=shard,
     )
@@ -228,11 +247,20 @@ def plan_resources(
 def plan_workers(
     config: PruneConfig, setups: PruneStages, cluster: Mapping[str, float], n_videos: int, file_bytes: float = math.inf
 ) -> tuple[Resources, Resources]:
-    """Plan the workers for ``n_videos`` with ``file_bytes`` in all: (uncapped, fitted to the object stores).
+    """Plan the workers for ``n_videos`` videos on a cluster, within the limits of the options.
 
-    ``cluster`` has Ray's resources by name: CPU and object_store_memory at least.
+    Encoders use the GPUs of the cluster only if the device of ``setups`` is "cuda". Shards have the number of videos of
+    ``--videos-per-shard``, or that of full HD videos of maximum length in ``--target-shard-mb``.
+
+    Args:
+        cluster: Ray's resources by name; CPU and object_store_memory are required.
+        file_bytes: the bytes of all videos' files; infinite if unknown.
+
+    Returns:
+        (uncapped, fitted): the plan before and after ``Resources.fit_to_stores``.
     """
-    shape, encode = setups.decode.largest_frames(), setups.encode
+    shape = setups.decode.largest_frames()
+    encode = setups.encode
     usual_bytes = 3 * math.prod(setups.decode.usual_frames())
     by_size = count_videos_per_shard(config.target_shard_mb * 10**6, encode.stored_bytes_per_video(*shape), shape[0])
     uncapped = plan_resources(
@@ -252,9 +280,9 @@ def plan_workers(
 
 
 def total_file_bytes(videos: pa.Table) -> float:
-    """Return the total bytes of the files of ``videos`` (TODO_SCHEMA); videos that may not be read count nothing.
+    """Return the total bytes of the files of ``videos`` (TODO_SCHEMA), without videos that may not be read.
 
-    Infinite for more than MAX_MEASURED_FILES videos, or if a size is unknown: then all decoders start.
+    Infinity if there are more than MAX_MEASURED_FILES videos or a size is unknown; all decoders start then.
     """
     if len(videos) > MAX_MEASURED_FILES:
         return math.inf
@@ -263,16 +291,17 @@ def total_file_bytes(videos: pa.Table) -> float:
 
 
 def _measure_file_bytes(path: str, listed_bytes: int | None) -> float:
-    """Return a file's size: listed, or measured on this machine; infinite if neither is known."""
+    """Return the listed size of a file, or the size measured on this machine; infinity if both are unknown."""
     if listed_bytes is not None or is_remote(path):
         return math.inf if listed_bytes is None else listed_bytes
     return os.path.getsize(path) if os.path.isfile(path) else math.inf  # noqa: PTH202, PTH113 - as manifests have it
 
 
 def list_shortfalls(config: PruneConfig, uncapped: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
-    """Yield a note for each requested number of workers that the cluster cannot hold, and for smaller shards.
+    """Yield a note for each option about workers that the cluster cannot satisfy, and one if shards became smaller.
 
-    ``uncapped`` and ``plan`` are as of ``plan_workers``.
+    Args:
+        uncapped, plan: the results of ``plan_workers``.
     """
     for name, n_requested, n_planned in (
         ("decode-workers", config.decode_workers, plan.decode.workers),
@@ -284,31 +313,37 @@ def list_shortfalls(config: PruneConfig, uncapped: Resources, plan: Resources, n
         yield f"shards get {plan.videos_per_shard} videos: more would not fit Ray's object stores"
 
 
-MAX_UNIT_BYTES = 2**28  # of a unit of several videos
-UNITS_PER_WORKER = 4  # the remaining videos make so many units for each worker
+MAX_UNIT_BYTES = 2**28  # of a decode task with several videos
+UNITS_PER_WORKER = 4  # decode tasks per worker that the remaining videos are divided into
 
 
 def cut_units(
     videos: pa.Table, workers: int, max_videos: int, bundle: int = 1, row_group: int = 1, later_bytes: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each unit of ``videos`` (MANIFEST_SCHEMA), by their order and sizes alone.
+    """Yield the (start, stop) of each decode task among ``videos`` (MANIFEST_SCHEMA), by their order and sizes alone.
 
-    A unit has about MAX_UNIT_BYTES at most (a larger video is alone), and about ``max_videos``. It is rounded up to
-    whole bundles of ``bundle`` videos. If possible it has whole row groups of ``row_group`` rows of a table. Units
-    become smaller towards the end, so that few videos wait for a slow worker. ``later_bytes`` of videos follow,
-    presumably of similar size.
+    A task has at most about MAX_UNIT_BYTES (a larger video is alone) and about ``max_videos`` videos, and whole
+    batches. If possible it also has whole row groups. Tasks become smaller towards the end, so that few videos wait for
+    a slow worker.
+
+    Args:
+        workers: the number of decoders.
+        bundle: the number of videos in a batch.
+        row_group: the rows in a row group of the tables that hold videos.
+        later_bytes: the bytes of videos that follow later, which are assumed to be of similar size.
     """
     n_videos = len(videos)
     ends = np.concatenate([[0], np.cumsum(pc.fill_null(videos["size"], 0).to_numpy())])
     heads = _find_group_starts(videos, row_group) if row_group > 1 else None
-    start, share = 0, UNITS_PER_WORKER * workers
-    later_videos = later_bytes * n_videos // int(ends[-1]) if ends[-1] else 0  # tables do not tell sizes
+    start = 0
+    share = UNITS_PER_WORKER * workers
+    later_videos = later_bytes * n_videos // int(ends[-1]) if ends[-1] else 0  # tables do not state sizes
     while start < n_videos:
         max_bytes = min(MAX_UNIT_BYTES, (ends[-1] - ends[start] + later_bytes) // share)
         by_bytes = int(np.searchsorted(ends, ends[start] + max_bytes, side="right")) - 1 - start
         length = max(1, min(by_bytes, max_videos, -(-(n_videos + later_videos - start) // share)))
         stop = start + -(-length // bundle) * bundle
-        if heads is not None:  # the last row group that begins in the unit, or the next one, is the next unit's
+        if heads is not None:  # end at the start of the last row group in the task, else of the next one
             later = heads[np.searchsorted(heads, start, side="right") :]
             n_before = int(np.searchsorted(later, stop, side="right"))
             stop = int(later[max(0, n_before - 1)]) if len(later) else n_videos
@@ -318,7 +353,7 @@ def cut_units(
 
 
 def _find_group_starts(videos: pa.Table, row_group: int) -> NDArray[np.int64]:
-    """Return the indices of the videos that begin a row group; each member of a tar or zip is its own group."""
+    """Return the indices of the videos that begin a row group; a member of a tar or zip usually begins its own."""
     offsets = pc.fill_null(videos["source_offset"], 0).to_numpy()
     groups = offsets // row_group
     new = (groups[1:] != groups[:-1]) | (offsets[1:] < offsets[:-1])

@@ -1,4 +1,4 @@
-"""The videos still to do: the manifest minus the live rows of the cache."""
+"""The videos that a run must process: the manifest minus the videos that the cache already has."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _AT_ONCE = 32  # files and archives that are compared in parallel
 
 
 class ManifestCounts(NamedTuple):
-    """The number of a manifest's videos for each way they are treated.
+    """The number of videos in a manifest for each way in which a run treats them.
 
     Attributes:
-        new: videos without a row; the run processes them.
+        new: videos without a row, which the run processes.
         retried: failed videos that the run processes again.
         redone: changed videos and videos of ``--redo`` that the run processes again.
         done: cached videos that the run skips.
         failed: failed videos that the run skips.
-        unread: videos among ``failed`` that could not be read (io) and have attempts left.
+        unread: the videos among ``failed`` that could not be read (io) and have attempts left.
     """
 
     new: int = 0
@@ -57,14 +57,14 @@ class ManifestCounts(NamedTuple):
 
 
 class Remaining(NamedTuple):
-    """The manifest rows that a run must process (TODO_SCHEMA), and a tally of all rows."""
+    """The rows of the videos that a run must process (TODO_SCHEMA), and the counts of all rows of the manifest."""
 
     todo: pa.Table
     tally: ManifestCounts
 
 
 def select_shard(manifest: pa.Table, shard: tuple[int, int] | None) -> pa.Table:
-    """Select the videos of ``--shard I/N``, here (I, N), by the hash of their ids; all videos without ``shard``."""
+    """Select the videos of shard (I, N) of the manifest by the hash of their ids; all videos if ``shard`` is None."""
     if shard is None or not len(manifest):
         return manifest
     number, n_shards = shard
@@ -72,10 +72,11 @@ def select_shard(manifest: pa.Table, shard: tuple[int, int] | None) -> pa.Table:
 
 
 def restore_old_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
-    """Return the videos; a member of a zip that the cache has under an id with backslashes gets this id again.
+    """Return the videos, with the old id of each member of a zip that the cache has under an id with backslashes.
 
-    Earlier versions took such a name as it is written in the zip, which is how its uri still ends. Without this, its
-    video would be encoded again and stand in the cache twice.
+    Older versions used a member's name as it is written in the zip, which is still the end of its URI. Without the old
+    id, the video would be encoded again and be in the cache twice. A video that has a row under its new id keeps that
+    id.
     """
     has_backslash = pc.match_substring(videos["uri"], "\\")
     if not len(ledger) or not pc.any(has_backslash, min_count=0).as_py():
@@ -97,9 +98,13 @@ def restore_old_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
 
 
 def check_redo(ids: pa.Array, videos: pa.Table | None, ledger: Ledger, config: PruneConfig) -> None:
-    """Raise UsageError if ids of ``--redo`` have no row, were removed, or are not among ``videos`` (None: unknown).
+    """Raise UsageError if ids of ``--redo`` have no row in the cache, were removed, or are not among ``videos``.
 
-    A mistyped id would otherwise be ignored.
+    Without this check, a mistyped id would be ignored. The message has one example, and suggests an id that differs
+    only by its Unicode form or blanks.
+
+    Args:
+        videos: the videos of the run; None skips that check.
     """
     rows = ledger.find(ids)
     has_row = rows >= 0
@@ -129,23 +134,35 @@ def select_remaining(
     objects: Objects | None = None,
     redo: pa.Array | None = None,
 ) -> Remaining:
-    """Return the videos that this run must process; a failed row counts as done unless ``--retry-failed``.
+    """Select the videos that this run must process, in order, with the number of their next attempt; count all videos.
 
-    Videos with an id in ``redo`` are processed again whatever their row says. Sizes and marks come from a listing on
-    S3, an index or the manifest, else from the file. An object that a manifest names costs one HEAD for each ok row.
-    Failed rows without attempts left cost a HEAD too under ``--retry-failed``: a repaired video gets new attempts.
-    Under ``--on-changed skip`` no HEAD is needed. A file with its old size and another mark is compared by a few bytes.
+    A video with a row is skipped, except: failed videos with attempts left or with a changed file under
+    ``--retry-failed``, changed videos under ``--on-changed redo``, and videos in ``redo``.
 
-    Raises SourceChanged if a cached video's uri, size, clip or own decoder code differs and ``--on-changed`` is
-    ``refuse``; UsageError if the store does not answer.
+    Current sizes and marks come from the listing, index or manifest. If these state none, a local file is looked up,
+    and an object costs a HEAD (for ok rows, and for failed rows without attempts left under ``--retry-failed``); with
+    ``--on-changed skip`` nothing is looked up. A file with its old size but another mark is compared by a few bytes.
+
+    Args:
+        objects: the access to S3; None creates it from the environment when it is needed.
+        redo: the ids of ``--redo``.
+
+    Raises:
+        SourceChanged: the URI, file or clip of a cached video, or the code of its user decoder, has changed, and
+            ``--on-changed`` is "refuse".
+        UsageError: a store does not answer.
     """
-    sizes, tally, todo = Sizes(objects), Counter[str](), []
-    n_changed, examples = 0, list[str]()
-    for part in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # memory: only the rows to process are kept
-        state = _compare(part, ledger, config, sizes, redo)
+    sizes = Sizes(objects)
+    tally = Counter[str]()
+    todo = []
+    n_changed = 0
+    examples = list[str]()
+    for batch in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # to save memory, only the rows to process are kept
+        state = _compare(batch, ledger, config, sizes, redo)
         n_changed += int(state.changed.sum())
         for index in np.flatnonzero(state.changed)[: _MAX_EXAMPLES - len(examples)].tolist():
-            row, old = part.slice(index, 1).to_pylist()[0], ledger.read(int(state.rows[index]))
+            row = batch.slice(index, 1).to_pylist()[0]
+            old = ledger.read(int(state.rows[index]))
             change = _describe_change(row, old, int(state.sizes[index]), is_replaced=bool(state.replaced[index]))
             examples.append(printable(change))
         redone = state.named | (state.changed & (config.on_changed == "redo"))
@@ -160,7 +177,7 @@ def select_remaining(
         }
         tally.update({kind: int(mask.sum()) for kind, mask in kinds.items()})
         is_todo = pa.array(~state.has_row | state.retried | redone)
-        columns = part.append_column("attempts", pa.array(state.attempts + 1, pa.int32())).filter(is_todo).columns
+        columns = batch.append_column("attempts", pa.array(state.attempts + 1, pa.int32())).filter(is_todo).columns
         todo.append(pa.RecordBatch.from_arrays(columns, schema=TODO_SCHEMA))
     sizes.finish()
     if n_changed and config.on_changed == "refuse":
@@ -171,24 +188,23 @@ def select_remaining(
             "--on-changed redo encodes the changed videos again."
         )
     counts = ManifestCounts(**{kind: tally[kind] for kind in ManifestCounts._fields})
-    return Remaining(pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), counts)
+    return Remaining(pa.Table.from_batches([batch for batch in todo if len(batch)], TODO_SCHEMA), counts)
 
 
 class _Comparison(NamedTuple):
-    """The comparison of n manifest rows with the cache's rows; each field is an array [n].
+    """The comparison of n manifest rows with the rows of the cache; each field is an array [n].
 
     Attributes:
-        rows: the row in the ledger; -1 if the video has none.
-        has_row: whether the video has a row.
-        failed: whether it is an error row.
-        attempts: the attempts of that row.
-        sizes: the current bytes of the file, if known and needed; -1 otherwise.
-        changed: whether it is an ok row of another file, size, content or clip, or of other code of a user's own
-            decoder.
-        replaced: whether it is a changed row whose file has its old size and other content.
-        retried: whether it is an error row to retry.
-        named: whether ``--redo`` names the video; then it is neither changed nor retried.
-        unread: whether it is an error row of class io with attempts left.
+        rows: the index of the row in the ledger; -1 if the video has none.
+        has_row: True if the video has a row.
+        failed: True if that is an error row.
+        attempts: the attempts in that row; 0 without a row.
+        sizes: the current bytes of the file; -1 if unknown or not needed.
+        changed: True for an ok row of another URI, clip, size or content, or by other code of the user decoder.
+        replaced: True for a changed row whose file has its old size but other content.
+        retried: True for an error row to retry.
+        named: True if ``--redo`` names the video; it is then neither changed nor retried.
+        unread: True for an error row of class io with attempts left.
     """
 
     rows: NDArray[np.int64]
@@ -206,10 +222,16 @@ class _Comparison(NamedTuple):
 def _compare(
     part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: Sizes, redo: pa.Array | None
 ) -> _Comparison:
-    """Compare a part of the manifest with the cache's rows.
+    """Compare a batch of the manifest with the rows of the cache.
 
-    ``asker`` looks up the sizes and marks of files that the part does not tell, on disk or with a request each. Files
-    with another mark and the old size are compared by a few bytes. Raises UsageError if the store does not answer.
+    With ``--on-changed skip``, no ok row counts as changed and no file is looked up.
+
+    Args:
+        asker: looks up the size and mark of files if the batch does not state them, on disk or with a request each.
+        redo: the ids of ``--redo``.
+
+    Raises:
+        UsageError: a store does not answer.
     """
     rows = ledger.find(part["video_id"])
     has_row = rows >= 0
@@ -223,11 +245,9 @@ def _compare(
     is_failed[has_row], is_removed[has_row] = ledger.failed(rows[has_row]), ledger.removed(rows[has_row])
     if has_row.any():
         is_other_clip[has_row] = clip_keys(part.filter(pa.array(has_row))) != ledger.columns["clip"][rows[has_row]]
-    attempts, old_sizes, old_marks = (
-        read_column("attempts", 0),
-        read_column("size", -1),
-        read_column("mark", 0, np.uint64),
-    )
+    attempts = read_column("attempts", 0)
+    old_sizes = read_column("size", -1)
+    old_marks = read_column("mark", 0, np.uint64)
     is_spent = is_failed & (attempts - read_column("earlier", 0) >= config.max_attempts)
     sizes = pc.fill_null(part["size"], -1).to_numpy(zero_copy_only=False).copy()
     marks = pc.fill_null(part["mark"], 0).to_numpy(zero_copy_only=False).copy()
@@ -237,7 +257,7 @@ def _compare(
     is_readable = has_row & ~is_named & part["policy"].is_null().to_numpy(zero_copy_only=False)
     is_whole_file = (
         part["source_offset"].is_null().to_numpy(zero_copy_only=False)
-    )  # for a member of an archive the index or the uri decides
+    )  # members of archives are compared by the index or the URI
     needs_state = (
         is_readable
         & is_whole_file
@@ -265,7 +285,7 @@ def _compare(
         samples = read_column("sample", 0, np.uint64)[is_doubtful].tolist()
         is_replaced[is_doubtful] = _find_replaced([*map(Location.parse, *columns)], samples, asker.objects)
     is_changed |= is_replaced
-    # A failed row has no tokens to protect. A file that was repaired, or was missing, gets all its attempts again.
+    # A failed row has no tokens to protect. A file that was repaired, or was missing, is tried again in any case.
     is_retried = is_failed & ~is_named & config.retry_failed & (~is_spent | is_other_clip | is_resized | is_remarked)
     is_unread = np.zeros_like(has_row)
     is_unread[has_row] = ledger.is_failed_by(rows[has_row], "io") & ~is_spent[has_row]
@@ -284,17 +304,19 @@ def _compare(
 
 
 def _find_replaced(locations: Sequence[Location], samples: Sequence[int], objects: Objects) -> list[bool]:
-    """Return a bool per location: True if it has other bytes than its cached video had; False if the file is gone.
+    """Return a bool per location: True if its content differs from that of its cached video, False if the file is gone.
 
-    Reads a few bytes of each file, of many files in parallel. This is for files with their old size and another mark: a
-    copy of the same bytes has other times, uploaded in parts it has another ETag, and a rebuilt tar has another mark
-    while most of its members are the same.
+    Reads a few bytes of each file, of many files in parallel. It is called for files with their old size and another
+    mark: a copy has another modification time, an object uploaded in parts has another ETag, and a rebuilt tar has
+    another mark although most of its members are the same.
 
     Args:
         locations: the locations of the videos, with their sizes.
-        samples: the ``sample_key`` of each cached video's file.
+        samples: the ``sample_key`` of the file of each cached video.
 
-    Raises UsageError where the store does not answer.
+    Raises:
+        UsageError: a store does not answer.
+        VideoFault: the name of an archive has no known suffix.
     """
     groups = defaultdict[str, list[int]](list)  # file or archive -> indices of its locations
     for number, location in enumerate(locations):
@@ -307,14 +329,17 @@ def _find_replaced(locations: Sequence[Location], samples: Sequence[int], object
                 is_replaced[number] = _is_replaced(locations[number], samples[number], objects, opened)
 
     with request_threads(min(_AT_ONCE, len(groups) or 1)) as pool:
-        list(pool.map(compare_group, groups.values()))  # raises an error of a thread
+        list(pool.map(compare_group, groups.values()))  # raises the error of a thread
     return is_replaced
 
 
 def _is_replaced(location: Location, sample: int, objects: Objects, opened: OpenArchives) -> bool:
-    """Return True if a video has another sample than the cached video's file; False if the file is gone.
+    """Return True if the current sample of a video differs from ``sample``; False if the file is gone.
 
-    An archive's member without a sample counts as replaced. Raises UsageError where the store does not answer.
+    A member of an archive that has no sample counts as replaced. ``opened`` reads the archives.
+
+    Raises:
+        UsageError: a store does not answer.
     """
     if location.member is None:
         return sample_source(location.file, location.size or 0, objects) not in (None, sample)
@@ -327,20 +352,23 @@ def _is_replaced(location: Location, sample: int, objects: Objects, opened: Open
 
 
 def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
-    """Return a mask over ``ledger.decoders`` [n]: the user's own ``decoder`` with other code than now.
+    """Return a mask over ``ledger.decoders``: True for the user decoder ``decoder`` with other code than now.
 
-    The mask is False for built-in decoders, for a user's other decoders, and where the row does not tell the code.
+    False for built-in decoders, for other user decoders, and if the row does not state the code.
     """
-    now = f"{decoder} {decoder_version(decoder)}" if ":" in decoder else ""
+    current_text = f"{decoder} {decoder_version(decoder)}" if ":" in decoder else ""
     is_recoded = (
-        bool(now) and text.startswith(f"{decoder} ") and is_comparable(text.partition(CODE)[2]) and text != now
+        bool(current_text)
+        and text.startswith(f"{decoder} ")
+        and is_comparable(text.partition(CODE)[2])
+        and text != current_text
         for text in ledger.decoders
     )
     return np.array(list(is_recoded), np.bool_)
 
 
 def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced: bool) -> str:
-    """Describe the first difference of a manifest row, whose video has ``size`` bytes now, from its cached row."""
+    """Describe the first difference between a manifest row, whose file has ``size`` bytes now, and its cached row."""
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:
             return f"{row['video_id']}: {name} was {old[name]!r}, is {row[name]!r}"
@@ -352,23 +380,26 @@ def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced:
 
 
 def select_retries(todo: pa.Table, failed_attempts: Mapping[str, int], max_attempts: int) -> pa.Table:
-    """Select the rows of ``todo`` (TODO_SCHEMA) of failed videos, with the number of their next attempt.
+    """Select the rows of ``todo`` (TODO_SCHEMA) of failed videos that have attempts left, and count their next attempt.
 
-    ``failed_attempts`` maps each failed video to its attempts so far; after ``max_attempts`` it gets no more.
+    Args:
+        failed_attempts: id -> attempts so far.
     """
-    next_attempts = {video_id: had + 1 for video_id, had in failed_attempts.items() if had < max_attempts}
+    next_attempts = {
+        video_id: n_attempts + 1 for video_id, n_attempts in failed_attempts.items() if n_attempts < max_attempts
+    }
     ids = pa.array(list(next_attempts), todo.schema.field("video_id").type)
-    part = todo.filter(pc.is_in(todo["video_id"], value_set=ids))
-    attempts = pa.array([next_attempts[video_id] for video_id in part["video_id"].to_pylist()], pa.int32())
-    column = part.schema.get_field_index("attempts")
-    return part.set_column(column, part.schema.field(column), attempts)
+    retries = todo.filter(pc.is_in(todo["video_id"], value_set=ids))
+    attempts = pa.array([next_attempts[video_id] for video_id in retries["video_id"].to_pylist()], pa.int32())
+    column = retries.schema.get_field_index("attempts")
+    return retries.set_column(column, retries.schema.field(column), attempts)
 
 
 def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
-    """Select the rows of ``todo`` (TODO_SCHEMA) whose file or archive exists now; one request for each remote file.
+    """Select the rows of ``todo`` (TODO_SCHEMA) whose file or archive exists now; each remote file costs a request.
 
-    Rows with a fault of the manifest or the index are left out: no worker has tried to read them. No row is selected if
-    the store refuses every request.
+    Rows with a known fault are left out, because no worker has tried to read them. If the store refuses the requests,
+    no row is selected.
     """
     todo = todo.filter(todo["fault"].is_null())
     locations = map(Location.parse, todo["uri"].to_pylist(), todo["source_offset"].to_pylist())
@@ -382,8 +413,9 @@ def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
 
 
 def format_skipped(tally: ManifestCounts, config: PruneConfig) -> list[str]:
-    """Return lines for the user about cached videos, failed videos, and videos that ``--limit`` leaves for later."""
-    n_cached, lines = tally.done + tally.failed, []
+    """Return lines for the user about videos that are cached, failed for good, or left for later by ``--limit``."""
+    n_cached = tally.done + tally.failed
+    lines = []
     if n_cached:
         remedy = "" if config.retry_failed else " (--retry-failed tries them again)"
         errors = f", {tally.failed} of them as errors{remedy}" if tally.failed else ""

@@ -1,16 +1,17 @@
-"""The life of a prune run on one page: ``prune``, then its steps. ``pipeline.prune_videos`` is last.
+"""The life of a prune run on one page: ``prune`` and its steps, and ``pipeline.prune_videos`` at the end.
 
-check_request    prune/request.py       options, list of videos, model and method (prune/recipe.py)
-Claim            runner/claim.py        the note that this run writes here
-select_todo      prune/request.py       the rows of the cache (prune/table.py), the videos left (prune/todo.py)
-RunFile          runner/run_record.py   runs/<run_id>.json: provenance, plan and progress
-PruneJob         prune/graph.py         workers planned for the cluster, and their graph
-Stream           runner/stream.py       the graph's written shards, over as many graphs as changes of the nodes need
-CommittedVideos  prune/committed.py     each shard committed and counted; PruneWatch may end the run
-summarise        prune/summary.py       counts of the committed rows
+    check_request    prune/request.py       options, list of videos, model and method (prune/recipe.py)
+    Claim            runner/claim.py        the note that this run writes here
+    select_todo      prune/request.py       the rows of the cache (prune/table.py), the videos left (prune/todo.py)
+    RunFile          runner/run_record.py   runs/<run_id>.json: provenance, plan and progress
+    PruneJob         prune/graph.py         the plan of the workers, and their graph
+    Stream           runner/stream.py       written shards, from a new graph each time the nodes change
+    CommittedVideos  prune/committed.py     each shard committed and counted; PruneWatch may end the run
+    summarise        prune/summary.py       counts of the committed rows
 
-A video passes a row of ``Todo``, ``Decoder`` (prune/decode_stage.py), ``Encoder`` (prune/encode_stage.py), a bundle of
-the driver (runner/shards.py), ``Writer`` (prune/write_stage.py, cache/writer.py) and ``CacheTable.commit``.
+A video passes through a row of ``Todo``, ``Decoder`` (prune/decode_stage.py), ``Encoder`` (prune/encode_stage.py), a
+shard collected by the driver (runner/shards.py), ``Writer`` (prune/write_stage.py, cache/writer.py) and
+``CacheTable.commit``.
 """
 
 from __future__ import annotations
@@ -59,18 +60,25 @@ from pipeline.storage.stores import Store
 from pipeline.video.sampling import CHANGED_BY_RULES, DECODING_RULES
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord", "torchcodec")
-# Fewer failures of one class never stop a run: a missing folder may hold as many videos.
+# Fewer failures of one class never stop a run: a single missing folder may cause as many.
 MIN_ALIKE_FAILURES = 50
 
 
 def prune(config: PruneConfig, console: Console, given: object = None, *, list_failed: bool = False) -> Summary:
-    """Bring a cache up to date with a request: decode, encode and prune the videos that it does not have yet.
+    """Decode, encode and prune the requested videos that the cache does not have yet, and return the summary.
+
+    Prints the options and notes. If nothing is left to process, no worker starts and no record of the run is written.
+    After a run, small files of the videos table are merged.
 
     Args:
-        given: paths, or rows with video_id and uri (``given_manifest``); None if the options name the videos.
-        list_failed: whether ``Summary.failed`` names each failed video.
+        given: paths, or rows with video_id and uri (``given_manifest``); None if ``config.videos`` names the videos.
+        list_failed: True to fill ``Summary.failed`` with each failed video.
 
-    Raises UsageError (no video was processed) or RunFailed (committed rows stay; a rerun resumes).
+    Raises:
+        UsageError: the request was refused, and no video was processed. This includes CacheLocked if another run writes
+            to the cache and ``--join`` is not given.
+        RunFailed: the run stopped. Committed rows stay, and a rerun resumes.
+        CorruptShard: a file of the videos table is damaged.
     """
     run_id = new_run_id()
     with convert_store_errors(speaker(console)):
@@ -79,7 +87,8 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
         request.store.make()
         with Claim(request.store, run_id, speaker(console), join=config.join) as claim:
             request = request.match_cache()  # again: another run may have written before the claim was made
-            start, done = time.monotonic(), None
+            start = time.monotonic()
+            done = None
             table, todo = request.select_todo(run_id)
             with Monitor(request.store, run_id, claim.set_progress) as monitor:
                 if len(todo):
@@ -95,13 +104,22 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
 
 
 def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monitor: Monitor) -> CommittedVideos:
-    """Decode, encode and prune the videos and commit their rows, then the failed videos once more; return the counts.
+    """Process the videos and commit their rows, then try failed videos once more; return the counts.
 
-    Archives are indexed meanwhile. A limit of hours ends the run without an error. Raises UsageError, RunFailed.
+    Joins or starts Ray, and writes the header of a new cache and the run's record. Archives are indexed meanwhile.
+    ``--max-hours`` ends the run without an error.
+
+    Raises:
+        UsageError: the cluster lacks what the options require, or no archive holds a video.
+        RunFailed: the run stopped.
     """
-    config, store, recipe, say = request.config, request.store, request.recipe, speaker(request.console)
+    config = request.config
+    store = request.store
+    recipe = request.recipe
+    say = speaker(request.console)
     with todo:
-        is_estimated, n_videos = not todo.is_complete, todo.estimate_count()
+        is_estimated = not todo.is_complete
+        n_videos = todo.estimate_count()
         device, dtype = choose_device(config, recipe.dtype, say)  # joins the cluster; waits for --min-gpus
         todo.refuse_empty()
         monitor.start()
@@ -145,7 +163,7 @@ def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monito
 
 
 def _note_other_rules(store: Store, say: Say) -> None:
-    """Say if the last run on this cache made frames by other rules: rows of both versions are in one cache then."""
+    """Print a note if the last run on this cache decoded by other rules, since the cache then has rows of both."""
     record = newest_record(store)
     if record is not None and record.get("decoding_rules", 1) != DECODING_RULES:
         say(
@@ -157,10 +175,11 @@ def _note_other_rules(store: Store, say: Say) -> None:
 def _select_second_pass(
     request: Request, job: PruneJob, todo: Todo, done: CommittedVideos, reports: Sequence[WorkerReport]
 ) -> Todo:
-    """Return the failed videos to try once more, and print a note about them.
+    """Return the failed videos to try once more (which have attempts left), and print a note if there are any.
 
-    If a stage failed more often on some nodes than on the others, these are the videos that may succeed elsewhere, and
-    those nodes are excluded from then on. Otherwise they are the videos that could not be read and exist now.
+    If a stage failed more often on some nodes than on others, and the other nodes suffice, those nodes are excluded
+    from now on, and the result is the videos with retryable faults. Otherwise it is the videos that could not be read
+    and exist now.
     """
     without: dict[str, str] = {}
     for report in reports:
@@ -188,11 +207,18 @@ def make_summary(
     *,
     list_failed: bool = False,
 ) -> Summary:
-    """Return the summary of the cache's rows for this run's videos; say which archives were not read wholly.
+    """Return the summary of this run's videos in the cache, and print notes on archives that were not read fully.
 
-    ``done`` is what the run has committed; None if it had nothing to do.
+    New rows of the cache are read first. After ``--max-hours``, videos without a row count as waiting, as with
+    ``--limit``.
+
+    Args:
+        done: the commits of the run; None if there was nothing to process.
+        wall_s: seconds that the run took.
     """
-    say, header, indexes = speaker(request.console), read_header(request.store), request.videos.indexes
+    say = speaker(request.console)
+    header = read_header(request.store)
+    indexes = request.videos.indexes
     if todo.n_left:
         say(f"note: {todo.n_left} archives are not indexed yet; their videos are not in these counts")
     if todo.n_cut:
@@ -224,7 +250,7 @@ def make_summary(
     if facts.limit_reached:  # the other videos were not started, and wait as with --limit
         n_left = summary.n_missing
         n_videos, n_waiting = summary.n_videos - n_left, summary.n_waiting + n_left
-        n_new = min(facts.videos, len(todo))  # the second pass has counted videos again
+        n_new = min(facts.videos, len(todo))  # the second pass counted videos twice
         summary = replace(summary, n_new=n_new, n_missing=0, n_videos=n_videos, n_waiting=n_waiting)
     return replace(summary, facts=facts.as_record(wall_s))
 
@@ -239,30 +265,30 @@ def prune_videos(
     >>> summary.n_ok, summary.failed, summary.wall_s  # failed: video_id -> class of the error
     >>> pipeline.TokenCache(summary.out)
 
-    The call is resumable: call it again to continue. A Ray that this process has joined is used and left as it was.
-    Otherwise the call starts Ray, or joins the cluster of RAY_ADDRESS, and leaves it at the end. No signal handler,
-    logger or setting of Ray Data stays changed after the call. Calls in several threads, for different caches, share
-    one Ray.
+    Call it again to resume. If this process has joined Ray, that Ray is used and keeps running. Otherwise the call
+    starts Ray or joins the cluster of RAY_ADDRESS, and leaves it at the end. Signal handlers, loggers and settings of
+    Ray Data are restored. Calls in several threads, for different caches, share one Ray.
 
     Args:
-        videos: as VIDEOS of ``python -m jobs.prune``: a folder, a glob, a file, a manifest, "sample". Or a list of
-            paths (the ids are the files' names) or of tars and zips. Or rows with video_id, uri and optional start_s,
-            end_s: dicts, or a table of Arrow, pandas or Polars, under the rules of a manifest in the current folder.
+        videos: the VIDEOS of ``python -m jobs.prune``: a folder, a glob, a file, a manifest or "sample". Or a list of
+            paths (whose file names become the ids), or of tars and zips. Or rows with video_id, uri and optional
+            start_s, end_s: dicts, or a table of Arrow, pandas or Polars, treated as a manifest in the current folder.
         out: the cache to create or to continue.
-        progress: True shows it on stderr: a bar on a terminal, one line in a notebook. False shows nothing. A function
-            is called with a :class:`pipeline.Progress` at each change; an exception of it ends the run, and committed
-            rows stay.
-        options: the options of ``python -m jobs.prune --help-all`` by name, ``--on-changed skip`` as
-            ``on_changed="skip"``; not ``--dry-run`` and ``--plan``. A repeatable option is a list, and ``pruner_param``
-            may be a dict.
+        progress: True shows progress on stderr, as a bar on a terminal or a line in a notebook. False shows nothing. A
+            function is called with a :class:`pipeline.Progress` at each change; an exception that it raises ends the
+            run, and committed rows stay.
+        options: the options of ``python -m jobs.prune --help-all`` by name, except ``--dry-run`` and ``--plan``:
+            ``on_changed="skip"`` for ``--on-changed skip``. A repeatable option is a list; ``pruner_param`` may be a
+            dict.
 
-    Returns the counts of these videos in the cache.
+    Returns:
+        The counts of these videos in the cache, also those of earlier calls.
 
     Raises:
-        UsageError: the request cannot be carried out, and nothing was started.
+        UsageError: the request cannot be carried out, and no video was processed.
         RunFailed: the run stopped; committed rows stay.
-        TooManyFailed: (a RunFailed) the run finished, but more videos failed than ``max_failed`` allows, all failed, or
-            a video failed by a bug; ``summary`` of the error is the summary of the run.
+        TooManyFailed: (a RunFailed) the run finished, but more videos failed than ``max_failed`` allows, all failed, a
+            video failed because of a bug, or rows are lost. Its ``summary`` is the summary of the run.
     """
     given_rows = None if isinstance(videos, str | os.PathLike) or _has_archives(videos) else videos
     names = videos if given_rows is None else "videos from Python"
@@ -279,7 +305,7 @@ def prune_videos(
 
 
 def _has_archives(videos: object) -> bool:
-    """Return True if ``videos`` is a list of paths with a tar or zip among them."""
+    """Return True if ``videos`` is a list that contains the path of a tar or zip."""
     names = (
         [os.fspath(path) for path in videos if isinstance(path, str | os.PathLike)] if isinstance(videos, list) else []
     )

@@ -1,4 +1,4 @@
-"""The counts of a manifest's videos in a cache, made from the videos table and never from a run's own counts."""
+"""The counts of a manifest's videos in a cache, made from the videos table and not from the counts of a run."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _REMARKS = {"hdr": HDR, "stretched": STRETCHED, "uneven": UNEVEN, "shared": SHAR
 
 @dataclass(frozen=True, kw_only=True)
 class Summary(Outcome):
-    """Counts over the videos of a manifest (or of a whole cache).
+    """Counts of the videos of a manifest in a cache, or of a whole cache. ``str`` renders it as text.
 
     Attributes:
         n_videos: videos of the manifest, without removed and waiting videos.
-        tokens_in: tokens before pruning.
-        tokens_kept: tokens stored.
-        token_bytes: bytes of the stored tokens, deepstack levels included.
+        tokens_in: tokens before pruning, of ok videos.
+        tokens_kept: stored tokens.
+        token_bytes: bytes of the stored tokens with their deepstack levels.
         seconds: stage -> seconds, summed over the videos.
-        n_warned: videos decoded with warnings.
+        n_warned: ok videos that were decoded with warnings.
         warned: the ids of the first videos among ``n_warned``.
-        other_decoder: reason for using another decoder than requested -> videos.
-        remarks: number of videos by remark: "hdr" (high dynamic range), "stretched" (pixels that are not square),
-            "uneven" (frames away from the model's positions in time) and "shared" (patches share a position).
-        frame_limits: the videos whose number of frames a limit changed; None if frames do not go by ``--fps``.
-        n_removed: videos that were removed for good, and are not counted otherwise.
+        other_decoder: the reason why another decoder than the requested one was used -> number of videos.
+        remarks: remark -> number of videos: "hdr" (high dynamic range), "stretched" (pixels that are not square),
+            "uneven" (frames away from the model's positions in time) and "shared" (patches that share a position).
+        frame_limits: the videos whose number of frames a limit changed; None unless sampled with ``--fps``.
+        n_removed: videos that were removed for good; no other count includes them.
         fetched_bytes: bytes of videos and indexes that this run read from stores.
-        n_lost: videos that a run committed, but no file of the table has a row of.
+        n_lost: videos that a run committed, but of which no file of the table has a row.
         lost: the ids of some lost videos.
-        left_out: kind of file -> files of this run's VIDEOS that are no videos, or are not read.
+        left_out: kind of file -> number of files in VIDEOS that are not videos or are not read.
         left_out_names: kind of file -> the names of the first of these files.
-        facts: seconds and bytes of this run (``pipeline.prune.facts``); empty for a summary of a cache.
+        facts: seconds and bytes of this run (``Facts.as_record``); empty for a summary of a cache.
     """
 
     n_videos: int
@@ -71,17 +71,17 @@ class Summary(Outcome):
     facts: Mapping[str, float] = field(default_factory=dict)
 
     def exit_code(self, failure_limit: int, infrastructure_limit: int | None = None) -> int:
-        """Return 1 if rows of the table are lost, else the exit code for the counts of failures."""
+        """Return 1 if rows are lost, too many videos failed, or videos have no row; otherwise 0."""
         return 1 if self.n_lost else super().exit_code(failure_limit, infrastructure_limit)
 
     def iter_troubles(self, item: str, n_items: int) -> Iterator[str]:
-        """Yield also that rows of the table are lost."""
+        """Yield a text for each reason of the exit code 1, lost rows first."""
         if self.n_lost:
             yield format_lost(self.n_lost, self.lost)
         yield from super().iter_troubles(item, n_items)
 
     def as_record(self) -> JsonObject:
-        """Return counts, examples and the facts of the run as a JSON-able mapping."""
+        """Return the counts and examples as a mapping for JSON; each of the facts of the run is a key of its own."""
         counts = {name: value for name, value in super().as_record().items() if name != "facts"}
         return {**counts, **self.facts}
 
@@ -100,12 +100,15 @@ def summarise(
     list_failed: bool = False,
     committed: Sequence[str] = (),
 ) -> Summary:
-    """Count the videos of a cache, or the videos of the manifest without the ``n_waiting`` left for another run.
+    """Count the videos of a manifest by their live rows, or all videos of the cache.
 
     Args:
-        sampling: of the cache's identity; None leaves ``Summary.frame_limits`` None.
-        list_failed: whether to fill ``Summary.failed``, if there is a manifest.
-        committed: the token shards that records of runs name (``list_committed_shards``).
+        manifest: the videos to count (column video_id); None for all rows of the ledger.
+        deepstack_levels: the deepstack vectors stored with each token.
+        sampling: the sampling entry of the cache's identity; None leaves ``Summary.frame_limits`` None.
+        n_waiting: videos of the manifest that are left for another run, which are not counted as missing.
+        list_failed: True to fill ``Summary.failed``, if there is a manifest.
+        committed: the token shards that the records of runs name (``list_committed_shards``), to detect lost videos.
     """
     counts, failed_classes = _count_rows(ledger, sampling, manifest, list_failed=list_failed)
     n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting - counts.n_removed
@@ -137,7 +140,11 @@ def summarise(
 def _count_rows(
     ledger: Ledger, sampling: SamplingIdentity | None, manifest: pa.Table | None, *, list_failed: bool
 ) -> tuple[_Counts, dict[str, str]]:
-    """Count the rows of a manifest's videos, or all rows; return also video id -> error class if ``list_failed``."""
+    """Count the rows of a manifest's videos, or all rows without a manifest.
+
+    Returns:
+        The counts, and video_id -> error class of the failed videos; {} without ``list_failed`` or a manifest.
+    """
     failed_classes: dict[str, str] = {}
     counts = _Counts(ledger, sampling)
     if manifest is None:
@@ -165,10 +172,14 @@ def format_lost(n_lost: int, examples: Sequence[str]) -> str:
 
 
 class _Counts:
-    """The sums over rows of a ledger for a summary."""
+    """Sums over rows of a ledger, which become a Summary. ``add`` may be called several times."""
 
     def __init__(self, ledger: Ledger, sampling: SamplingIdentity | None) -> None:
-        """Start with all sums at zero."""
+        """Set all sums to zero.
+
+        Args:
+            sampling: the sampling entry of the cache's identity. Limits of frames are counted only if it has ``fps``.
+        """
         self._ledger = ledger
         self._sampling = sampling if sampling is not None and sampling.get("fps") is not None else None
         self._n_capped = self._n_filled = self._n_unknown = 0
@@ -183,7 +194,7 @@ class _Counts:
         self._by_note = np.zeros(len(ledger.notes), np.int64)
 
     def add(self, rows: NDArray[np.int64]) -> None:
-        """Add the rows of the ledger with these indices; removed videos count only in ``n_removed``."""
+        """Add the rows of the ledger with these indices. Removed videos count only in ``n_removed``."""
         is_removed = self._ledger.removed(rows)
         self.n_removed += int(is_removed.sum())
         rows = rows[~is_removed]
@@ -208,7 +219,7 @@ class _Counts:
         self.seconds += columns["seconds"][rows].sum(axis=0, dtype=np.float64)
 
     def _add_limits(self, ok_rows: NDArray[np.int64], sampling: SamplingIdentity) -> None:
-        """Count the videos whose number of frames a limit changed, and keep the rows that ``frame_limits`` reads."""
+        """Count the ok videos whose number of frames a limit changed, and note the rows for ``frame_limits``."""
         by_rate = self._ledger.columns["by_rate"][ok_rows]
         cap = find_cap(sampling)
         n_capped = int((by_rate > cap).sum())
@@ -221,9 +232,9 @@ class _Counts:
             self._most_by_rate, self._longest = int(by_rate.max()), int(ok_rows[by_rate.argmax()])
 
     def frame_limits(self) -> FrameLimits | None:
-        """Return the videos whose number of frames a limit changed; None if frames do not go by a rate.
+        """Return the counts of videos whose number of frames a limit changed; None unless sampled with ``fps``.
 
-        Reads a few rows again.
+        Reads a few rows from the table.
         """
         if (sampling := self._sampling) is None:
             return None
@@ -237,18 +248,18 @@ class _Counts:
         return int(self._by_class[0])
 
     def other_decoder(self) -> dict[str, int]:
-        """Return reason for another decoder than requested -> videos, the most frequent reason first."""
+        """Return reason for another decoder -> number of videos, the most frequent reason first."""
         order = [
             number for number in np.argsort(-self._by_note, kind="stable").tolist() if number and self._by_note[number]
         ]
         return {self._ledger.notes[number]: int(self._by_note[number]) for number in order}
 
     def warned(self) -> list[str]:
-        """Return the ids of the first videos that were decoded with warnings."""
+        """Read the ids of the first videos that were decoded with warnings."""
         return [self._ledger.read(row)["video_id"] for row in self._warned]
 
     def failures(self) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
-        """Return ``failures`` and ``examples`` of an Outcome, the most frequent class first."""
+        """Return class -> number of failed videos, and class -> (id, message) of the first; frequent classes first."""
         order = [int(fault) for fault in np.argsort(-self._by_class, kind="stable") if fault in self._first]
         names = self._ledger.classes
         rows = {fault: self._ledger.read(self._first[fault]) for fault in order}
@@ -257,11 +268,12 @@ class _Counts:
 
 
 def iter_remarks(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield (name, line) of each remark on the videos of a cache for its readers."""
+    """Yield (name, sentence) for each remark on frames, warnings, decoder, pictures and positions that applies."""
     for line in () if summary.frame_limits is None else describe_limits(summary.frame_limits):
         yield "frames", line
     if summary.n_warned:
-        warned, names = count_of(summary.n_warned, "video"), name_first(summary.warned, summary.n_warned)
+        warned = count_of(summary.n_warned, "video")
+        names = name_first(summary.warned, summary.n_warned)
         yield "warnings", f"{warned} decoded with warnings of FFmpeg, whose frames may be damaged: {names}"
     if n_other := sum(summary.other_decoder.values()):
         reasons = [f"{why} ({count_of(count, 'video')})" for why, count in summary.other_decoder.items()]
@@ -279,7 +291,7 @@ def iter_remarks(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def render(summary: Summary) -> RenderableType:
-    """Render the summary as a table for the terminal, with the failures by class, an example and the remedy of each."""
+    """Render the summary as a table for the terminal; failures follow by class, each with an example and the remedy."""
     table = Table.grid(padding=(0, 2))
     share = summary.tokens_kept / summary.tokens_in if summary.tokens_in else 0.0
     waiting = f", {summary.n_waiting} wait for another run (--limit, --max-hours)" if summary.n_waiting else ""
@@ -302,7 +314,8 @@ def render(summary: Summary) -> RenderableType:
     if summary.wall_s is not None:
         table.add_row("this run", Text(summary.pace("video")))
     if summary.facts:
-        busy, decode_s = summary.facts["encoder_busy"], summary.facts["decode_core_s"] / max(1, summary.n_new)
+        busy = summary.facts["encoder_busy"]
+        decode_s = summary.facts["decode_core_s"] / max(1, summary.n_new)
         table.add_row("its pace", f"encoders busy {busy:.1%} of the time, decoding {decode_s:.3g} core-seconds a video")
     failures: list[RenderableType] = ["", summary.failures_table("video", FAULTS)] if summary.failures else []
     return Group(table, *failures)

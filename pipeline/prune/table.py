@@ -1,4 +1,4 @@
-"""The videos table of the cache that a run writes to: its rows before the run, and the run's commits."""
+"""The videos table of the cache that a run writes to: the rows from before the run, and the run's commits."""
 
 from __future__ import annotations
 
@@ -30,17 +30,24 @@ class CacheTable:
 
     Attributes:
         store: the cache.
-        ledger: its rows, as of the last ``refresh``.
+        ledger: the live rows, as of its last ``refresh``.
         committed: the token shards that earlier runs committed, by their records.
     """
 
     def __init__(self, store: Store, recipe: Recipe, run_id: str, say: Say) -> None:
-        """Read the rows that earlier runs committed, and print warnings on lost rows and on foreign files.
+        """Read the rows of the cache, and print warnings about lost rows and about files that are left out.
 
-        Files of the table from a superseded identity are left out without a warning.
+        Files of the table with a superseded identity are left out without a warning. The store may have no cache yet.
+
+        Raises:
+            NotACache: the header cannot be read.
+            CorruptShard: a file of the table is damaged.
+            OSError: the store fails.
         """
-        self.store, self._run_id, self._say = store, run_id, say
-        self._header = b""  # of the cache when this run began to write
+        self.store = store
+        self._run_id = run_id
+        self._say = say
+        self._header = b""  # the header of the cache at ``begin``
         self._made_with = ""
         self._n_unmerged = 0
         self.committed = list_committed_shards(store)
@@ -60,7 +67,12 @@ class CacheTable:
             say(f"warning: {format_lost(len(lost_ids), lost_ids)}")
 
     def begin(self, recipe: Recipe, dtype: str) -> None:
-        """Write the header of a new cache, and read the header of this run's commits."""
+        """Write the header if the cache has no rows, and remember it, so that commits can tell if it was replaced.
+
+        Raises:
+            OSError: the store fails.
+            ModelError: the checkpoint lacks a tensor for the header.
+        """
         if not self.store.names(VIDEOS, ".parquet"):
             write_new_header(self.store, recipe.header(dtype, family_of(recipe.source).static()))
             self.ledger = Ledger(self.store, made_with(self.store))  # the header may be new
@@ -68,9 +80,12 @@ class CacheTable:
         self._made_with = fingerprint(json.loads(self._header)["identity"])
 
     def commit(self, number: int, rows: pa.Table) -> None:
-        """Make rows visible as commit ``number`` of the run.
+        """Make rows visible as commit ``number`` of the run. Call ``begin`` first.
 
-        Raises OSError, and RunFailed if the cache was deleted, or replaced by another cache.
+        Raises:
+            RunFailed: since ``begin``, the cache was deleted or replaced by another cache, or a token shard was
+                removed.
+            OSError: the store fails, or a token shard of the rows is missing.
         """
         try:
             header = self.store.read(HEADER)
@@ -84,17 +99,14 @@ class CacheTable:
         commit_rows(self.store, self._run_id, number, rows, made_with=self._made_with)
 
     def merge_some(self) -> None:
-        """Merge the small files of the table if this run has written many since the last time."""
+        """Merge small files of the table if this was called often since the last time. A failure only warns."""
         self._n_unmerged += 1
         if self._n_unmerged > MAX_WAITING_FILES:
             try_merge(self.store, self._made_with, MAX_WAITING_FILES, self._say)
             self._n_unmerged = 0
 
     def tidy(self) -> None:
-        """Delete the files of the method's old code, and merge files of the table.
-
-        A failure to delete is only a warning.
-        """
+        """Delete the files of a user method's old code, and merge small files of the table; failures only warn."""
         try:
             delete_superseded(self.store, read_header(self.store))
         except (CorruptShard, OSError) as error:
@@ -105,10 +117,18 @@ class CacheTable:
 def restart_with_new_code(
     store: Store, recipe: Recipe, videos: VideoList, redo: pa.Array | None, config: PruneConfig, run_id: str, say: Say
 ) -> None:
-    """Restart a cache with its method's new code: its rows count no more. A plan or dry run only says so.
+    """Restart a cache whose user method has other code now: its old rows no longer count. Prints a note.
 
-    Raises UsageError for ids of ``--redo`` that ``check_redo`` refuses, and if the restart loses tokens of videos that
-    this run does not name; that is not checked while archives are left to index.
+    A plan or dry run only checks and prints. No file is deleted here.
+
+    Args:
+        redo: the ids of ``--redo``; None without it.
+
+    Raises:
+        UsageError: ids of ``--redo`` have no row or were removed; or the cache has tokens of videos that this run does
+            not name, which would be lost (not checked while archives are left to index).
+        CorruptShard: a file of the videos table is damaged.
+        OSError: the store fails.
     """
     ledger = Ledger(store, made_with(store)).refresh()
     if redo is not None:  # before the restart, after which no id has a row

@@ -1,6 +1,6 @@
 """The videos that a run processes: those known at its start, and those that a thread finds in archives meanwhile.
 
-Rows of MANIFEST_SCHEMA go in (``pipeline.inputs.video_list``), and rows of TODO_SCHEMA come out, in parts.
+It takes rows of MANIFEST_SCHEMA (``pipeline.inputs.video_list``) and gives rows of TODO_SCHEMA.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LEAVE_S = 5.0  # seconds that a run waits at its end for the current archive
 
 @dataclass(frozen=True)
 class TodoSelection:
-    """What decides which of the listed videos a run processes, but for ``--limit``.
+    """The rule that selects which of the listed videos a run processes, except for ``--limit``.
 
     Attributes:
         config: the options of the run.
-        video_list: the list of the videos, and the indexes of its archives.
+        video_list: the list of videos, and the indexes of its archives.
         ledger: the rows of the cache.
         redo: the ids of ``--redo``; None without it.
     """
@@ -45,21 +45,26 @@ class TodoSelection:
     redo: pa.Array | None = None
 
     def select(self, videos: pa.Table) -> tuple[pa.Table, Remaining]:
-        """Return the videos of this run's shard among some videos (MANIFEST_SCHEMA), and which of them to process.
+        """Return the videos of this run's shard of the manifest, and those of them that must be processed.
 
-        To process are new videos, failed videos that are retried, and videos that are done again. It also deletes
-        removed videos, of all shards, from the indexes in the cache. Raises SourceChanged for a changed video that
-        ``--on-changed`` refuses; UsageError if the store does not answer.
+        Also deletes removed videos, of all shards of the manifest, from the kept indexes of archives.
+
+        Args:
+            videos: some of the listed videos, MANIFEST_SCHEMA.
+
+        Raises:
+            SourceChanged: a cached video has changed, and ``--on-changed`` is "refuse".
+            UsageError: a store does not answer.
         """
         own_videos = restore_old_ids(select_shard(videos, self.config.part()), self.ledger)
         self.forget_removed(videos)
         return own_videos, select_remaining(own_videos, self.ledger, self.config, self.video_list.objects, self.redo)
 
     def forget_removed(self, videos: pa.Table) -> None:
-        """Delete removed videos again from the kept indexes of archives, and from the names of left-out files.
+        """Delete removed videos from the kept indexes of archives, and from the names of left-out files.
 
-        An index that is made after jobs.remove lists all members of its archive, removed videos too. Does nothing if
-        the run keeps no index.
+        An index that is made after jobs.remove lists all members of its archive, also removed ones. Does nothing if the
+        run keeps no indexes.
         """
         indexes = self.video_list.indexes
         if indexes.store is None or not indexes.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
@@ -75,12 +80,12 @@ class TodoSelection:
 
 
 class Part(NamedTuple):
-    """The videos known at the start, or the videos of an archive that was not indexed then.
+    """The videos known at the start of a run, or those of an archive that was indexed later.
 
     Attributes:
-        videos: the run's videos, MANIFEST_SCHEMA.
-        todo: those to process, TODO_SCHEMA.
-        later_bytes: the bytes of the archives behind it.
+        videos: the videos of the run, MANIFEST_SCHEMA.
+        todo: those that must be processed, TODO_SCHEMA.
+        later_bytes: the bytes of the archives that follow; 0 if ``--limit`` is reached.
     """
 
     videos: pa.Table
@@ -89,40 +94,39 @@ class Part(NamedTuple):
 
 
 class Todo(AbstractContextManager["Todo"]):
-    """The videos that a run processes: a part known at the start, then a part for each archive not indexed by then.
+    """The videos that a run processes: one ``Part`` known at the start, then one per archive that is indexed later.
 
-    The ``with`` block starts and ends a thread that goes through these archives. The rows of a run are cut at
-    ``--limit`` here only. Behind the last video no archive is indexed, and the last archive is read until a view with
-    that video: the first view has 256 videos, each later view twice as many. Which archives are indexed before the
-    start, with a limit or without, is the decision of ``pipeline.inputs.video_list.plan_indexing``.
-
-    The length is the number of videos to process so far, but at least one before the end.
+    The ``with`` block starts and ends a thread that indexes these archives. ``--limit`` is applied here only: archives
+    behind the last video are not indexed, and the last archive is read only far enough, in views of 256 videos, then
+    512 and so on. ``pipeline.inputs.video_list.plan_indexing`` decides which archives are indexed before the start.
 
     Attributes:
-        KEY: the column of a committed row that tells its video.
-        tally: the numbers of new, cached, failed and changed videos among those known at the start.
+        KEY: the column of a committed row that identifies its video.
+        tally: the counts of the videos known at the start, by how they are treated.
         n_archives: the number of archives whose videos were not known at the start.
         n_parts: the final number of parts.
         n_waiting: new videos known so far that the limit leaves for another run.
-        n_cut: the number of archives that were read in part.
+        n_cut: the number of archives that were read only in part.
     """
 
     KEY: ClassVar[Sequence[str]] = ("video_id",)
 
     def __init__(self, known_videos: pa.Table, remaining: Remaining, selection: TodoSelection | None = None) -> None:
-        """Prepare the thread, which the ``with`` block starts.
+        """Take the known videos up to the limit, and prepare the thread, which the ``with`` block starts.
 
         Args:
             known_videos: the run's videos known at the start, MANIFEST_SCHEMA.
-            remaining: which of them are to be processed.
-            selection: selects from the archives of its list, up to the limit of its options; None if all videos are
-                known.
+            remaining: those of them that must be processed.
+            selection: selects videos of archives, and has the list of archives and the limit; None for known videos
+                alone.
         """
         self._list = VideoList(known_videos) if selection is None else selection.video_list
         self._selection = selection
         limit = None if selection is None else selection.config.limit
         self._n_allowed = math.inf if limit is None else limit
-        self.tally, self.n_waiting, self.n_cut = remaining.tally, 0, 0
+        self.tally = remaining.tally
+        self.n_waiting = 0
+        self.n_cut = 0
         self.n_archives = len(self._list.unindexed)
         self.n_parts = 1 + self.n_archives
         todo = self._take(remaining.todo)
@@ -136,7 +140,7 @@ class Todo(AbstractContextManager["Todo"]):
 
     @classmethod
     def of(cls, todo: pa.Table) -> Todo:
-        """Return these videos to process (TODO_SCHEMA), all known."""
+        """Return a Todo of exactly these videos (TODO_SCHEMA), without archives and without a limit."""
         return cls(MANIFEST_SCHEMA.empty_table(), Remaining(todo, ManifestCounts()))
 
     def __enter__(self) -> Todo:
@@ -144,12 +148,14 @@ class Todo(AbstractContextManager["Todo"]):
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Stop the search: wait up to 5 s for the thread, and wake all threads that wait for parts."""
         self._closing = True
         self._list.close()
         self._thread.join(_LEAVE_S)
         self._end()
 
     def __len__(self) -> int:
+        """Return the number of videos to process that are known so far, but at least 1 until the search has ended."""
         n_todo = sum(len(part.todo) for part in self._parts)
         return n_todo if self._has_ended or not self.n_left else max(1, n_todo)
 
@@ -160,7 +166,7 @@ class Todo(AbstractContextManager["Todo"]):
 
     @property
     def n_left(self) -> int:
-        """The number of archives whose videos are not all known; the limit leaves some unknown for good."""
+        """The number of archives whose videos are not all known; with a limit, it may never become 0."""
         return self.n_parts - len(self._parts) + self.n_cut
 
     def fail(self, error: Exception) -> None:
@@ -168,14 +174,15 @@ class Todo(AbstractContextManager["Todo"]):
         self._error = error
 
     def check(self) -> None:
-        """Raise RunFailed if an archive cannot be indexed, or its videos have changed."""
+        """Raise RunFailed if an error was recorded: an archive cannot be indexed, or its videos have changed."""
         if self._error is not None:
             raise RunFailed(str(self._error)) from self._error
 
     def parts(self) -> Iterator[Part]:
-        """Yield each part once it is found; blocks until then. Ends early if the search was stopped or failed.
+        """Yield the parts in order, and block until the next one is known.
 
-        The part of an archive that the limit leaves closed is empty.
+        An archive that the limit leaves unopened gives an empty part. The iterator ends early if the search was stopped
+        or failed; ``check`` raises the error.
         """
         for number in range(self.n_parts):
             with self._new_part:
@@ -186,11 +193,16 @@ class Todo(AbstractContextManager["Todo"]):
             yield part
 
     def estimate_count(self) -> int:
-        """Estimate the number of videos to process, from the bytes of all archives and of the first with videos.
+        """Estimate the number of videos to process, at least 1; block until an archive with such videos is indexed.
 
-        Waits until that archive is indexed. The number is at least 1. Raises RunFailed.
+        The estimate assumes that all archives have as many videos per byte as those indexed so far.
+
+        Raises:
+            RunFailed: an archive cannot be indexed, or its videos have changed.
         """
-        n_known, n_indexed, n_bytes = len(self._parts[0].todo), 0, 0
+        n_known = len(self._parts[0].todo)
+        n_indexed = 0
+        n_bytes = 0
         for part, size in zip(islice(self.parts(), 1, None), self._sizes, strict=False):
             n_indexed, n_bytes = n_indexed + len(part.todo), n_bytes + size
             if n_indexed:
@@ -202,19 +214,30 @@ class Todo(AbstractContextManager["Todo"]):
         return max(1, round(min(n_known + n_indexed * scale, len(self) + self._n_allowed)))
 
     def wait_for_all(self) -> pa.Table:
-        """Wait for the end, and return all videos to process (TODO_SCHEMA). Raises RunFailed."""
+        """Block until the search has ended, and return all videos to process (TODO_SCHEMA).
+
+        Raises:
+            RunFailed: an archive cannot be indexed, or its videos have changed.
+        """
         for _ in self.parts():
             pass
         self.check()
         return self.list_todo()
 
     def without(self, rows: pa.Table) -> Todo:
-        """Wait for the end, and return the videos that have no row among ``rows``. Raises RunFailed."""
+        """Return the videos to process that have no row among ``rows``, after the search has ended.
+
+        Raises:
+            RunFailed: an archive cannot be indexed, or its videos have changed.
+        """
         todo = self.wait_for_all()
         return Todo.of(todo.filter(pc.invert(pc.is_in(todo["video_id"], rows["video_id"].combine_chunks()))))
 
     def refuse_empty(self) -> None:
-        """Raise UsageError if no opened archive holds a video, and no other video is named."""
+        """Raise UsageError if no video of the run is known: none is listed, and no archive opened so far has one.
+
+        A Todo made by ``of`` passes.
+        """
         if self._selection is not None and not len(self.list_videos()):
             config = self._selection.config
             part = "" if config.shard is None else f" of --shard {config.shard}"
@@ -229,7 +252,10 @@ class Todo(AbstractContextManager["Todo"]):
         return pa.concat_tables(part.videos for part in [*self._parts])
 
     def _run(self) -> None:
-        """Go through the archives until the limit is reached; runs in the thread. An error is kept for ``check``."""
+        """Index the archives until the limit is reached, then mark the search as ended; runs in the thread.
+
+        An error also ends the search, and is recorded for ``check``.
+        """
         try:
             if self._n_allowed > 0:
                 with closing(self._list.read_unindexed()) as archives:
@@ -243,9 +269,9 @@ class Todo(AbstractContextManager["Todo"]):
     def _add(self, view: View) -> bool:
         """Add the part of an archive; return True if the limit is reached.
 
-        Videos that do not reach the limit are not added before all of their archive are known.
+        A view of a part of an archive is ignored unless it has enough videos to reach the limit; a larger view follows.
         """
-        assert self._selection is not None  # else there are no archives
+        assert self._selection is not None  # without a selection there are no archives
         videos, remaining = self._selection.select(view.videos)
         if not view.is_whole:
             if len(remaining.todo) < self._n_allowed:
@@ -262,14 +288,14 @@ class Todo(AbstractContextManager["Todo"]):
         return is_last
 
     def _take(self, todo: pa.Table) -> pa.Table:
-        """Return the videos that the limit still allows; the others wait for another run."""
+        """Return the first rows of ``todo`` that the limit allows; the others count as waiting if they are new."""
         n_taken = int(min(self._n_allowed, len(todo)))
         self._n_allowed -= n_taken
         self.n_waiting += pc.sum(pc.equal(todo["attempts"].slice(n_taken), 1)).as_py() or 0
         return todo.slice(0, n_taken)
 
     def _end(self) -> None:
-        """Wake all threads that wait for parts."""
+        """Mark the search as ended, and wake all threads that wait for parts."""
         with self._new_part:
             self._has_ended = True
             self._new_part.notify_all()

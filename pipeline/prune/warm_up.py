@@ -1,4 +1,4 @@
-"""The kernels that a pruning method compiles, made ready while a GPU's encoder loads its model."""
+"""Compilation of the GPU kernels of a pruning method while an encoder loads its model."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ import torch
 from gstep import VisualTokens
 from gstep.pruners.base import Pruner
 
-MAX_TOKENS = 16_384  # of the made-up video; for longer ones a method compiles nothing else
+MAX_TOKENS = 16_384  # of the random video; methods compile nothing else for longer videos
 
 
 @contextmanager
 def compiled_beside(
     pruner: Pruner, ratio: float, shape: tuple[int, int, int], device: torch.device | str
 ) -> Iterator[None]:
-    """Let ``pruner`` compile what it needs in a thread of its own, while the context does something else.
+    """Compile the kernels that ``pruner`` needs in a thread while the block runs; wait for the thread on exit.
 
-    The thread prunes one made-up video, and the end of the context waits for it. Triton keeps what it compiled in
-    ~/.triton/cache or $TRITON_CACHE_DIR, where later processes find it. A failure is only warned of, since the first
-    video says what it comes to. Methods that need evidence of the encoder are left alone.
+    The thread prunes a random video. Triton stores compiled kernels in ~/.triton/cache or $TRITON_CACHE_DIR, where
+    later processes find them. A failure only warns, since the first video will show its effect. Does nothing for
+    methods that need evidence from the encoder.
 
     Args:
+        ratio: the retention ratio.
         shape: (T, N, D) of most videos.
     """
     if pruner.sources:
         yield
         return
     with suppress(ImportError):  # without Triton methods compile nothing
-        import_module("gstep.selection.gpu.check")  # here, since two threads that import much may wait for each other
+        import_module("gstep.selection.gpu.check")  # here, since imports in two threads may deadlock
     thread = threading.Thread(target=_prune_made_up, args=(pruner, ratio, shape, device), name="compile", daemon=True)
     thread.start()
     try:
@@ -43,9 +44,9 @@ def compiled_beside(
 
 
 def _prune_made_up(pruner: Pruner, ratio: float, shape: tuple[int, int, int], device: torch.device | str) -> None:
-    """Prune a made-up video of this shape, or of fewer frames where it has more than MAX_TOKENS tokens.
+    """Prune a random video of this shape and wait for the GPU; T is reduced if the video exceeds MAX_TOKENS tokens.
 
-    Waits until the GPU has done it. A failure is only a warning.
+    Any exception becomes a RuntimeWarning.
     """
     n_frames, per_frame, hidden = shape
     n_frames = max(1, min(n_frames, MAX_TOKENS // per_frame))
@@ -57,7 +58,7 @@ def _prune_made_up(pruner: Pruner, ratio: float, shape: tuple[int, int, int], de
         pruner.prune(VisualTokens(tokens_TND), ratio)
         if tokens_TND.is_cuda:
             torch.cuda.synchronize(tokens_TND.device)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it concerns no video yet
+    except Exception as error:  # noqa: BLE001 - no video is affected yet
         cause = f"{type(error).__name__}: {error}"
         warnings.warn(
             f"{pruner.name} could not be tried before the first video ({cause})", RuntimeWarning, stacklevel=2

@@ -1,4 +1,4 @@
-"""The write actor: the kept tokens of encoded videos -> a token shard. Its process loads no torch and no decoder."""
+"""The write stage: an actor writes the kept tokens of encoded videos as a token shard, without torch or a decoder."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pipeline.storage.stores import Store
 
 
 class Writer:
-    """The write actor, which makes token shards; as a task its process would end and start again between shards.
+    """The write actor, which writes token shards.
 
-    Ray ends the process of an idle task after a second, and starting another process costs more than writing.
+    It is an actor because Ray ends the process of an idle task after a second, and starting another costs more than
+    writing a shard.
     """
 
     def __init__(
@@ -25,7 +26,15 @@ class Writer:
         heartbeats: ActorHandle | None = None,
         codec: str = BFLOAT16.name,
     ) -> None:
-        """Report that this process starts. ``codec`` is a name of CODECS."""
+        """Start the heartbeat.
+
+        Args:
+            heartbeats: the actor that collects the workers' reports; None for no reports.
+            codec: a name in CODECS.
+
+        Raises:
+            WorkerGivenUp: too many processes of this worker have crashed.
+        """
         self._store = store
         self._run_id = run_id
         self._codec = CODECS[codec]
@@ -33,11 +42,14 @@ class Writer:
         self._heartbeat.start()
 
     def write(self, *bundles: pa.Table) -> pa.Table:
-        """Write the videos of some bundles (BUNDLE) as a shard; return their rows (WRITTEN), failed videos too.
+        """Write the videos in rows of BUNDLE as one token shard, and return a row of WRITTEN_SCHEMA for every video.
 
-        An OSError of the store is reported to the heartbeats and raised: it ends the run.
+        Failed videos have rows too. If no video is ok, no shard is written.
+
+        Raises:
+            OSError: the store fails; it is reported to the heartbeats first, and ends the run.
         """
-        videos = [video for bundle in bundles if len(bundle) for video in unpack(bundle)]
+        videos = [video for batch in bundles if len(batch) for video in unpack(batch)]
         with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as items:
             try:
                 rows = write_token_shard(videos, store=self._store, run_id=self._run_id, codec=self._codec)

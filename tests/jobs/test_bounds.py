@@ -127,7 +127,7 @@ def test_a_dry_run_on_nothing_leaves_nothing(folder, idle):
     ]
     minute = " ".join(run_here(prune, argv).stdout.split())
     assert "a minute 1,980 tokens, 495 kept in 63,360 bytes" in minute
-    assert "frames 1 frame a second (--fps), at most 768 a video (--max-frames), at least 4 where" in minute
+    assert "frames 1 frame per second (--fps), at most 768 per video (--max-frames), at least 4 where" in minute
     assert "frames a video of more than 768 s is capped at 768 frames; --max-frames raises it, in a new cache" in minute
     assert "the stock processor samples 2 frames a second (--fps 2)" in minute
 

@@ -15,7 +15,7 @@ from tests.pipeline.pages import FRAMES, VIDEO, build, shown
 
 def test_a_cache_is_shown_with_its_identity_its_counts_and_its_videos(cache):
     text = shown(cache_report(cache, *count(cache)))
-    assert "retention ratio 0.25" in text and f"frames  {FRAMES} frames a video (--num-frames): evenly spread" in text
+    assert "retention ratio 0.25" in text and f"frames  {FRAMES} frames per video (--num-frames): evenly spread" in text
     assert "1 small file (a commit each) and 0 merged files in videos/" in text
     assert "1 ok, 1 failed" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("bikes"))

@@ -52,7 +52,7 @@ def test_money_is_the_cluster_by_the_hour_and_the_bytes_by_the_month():
 
 
 def test_a_cost_without_the_gpus_says_so():
-    missing = "the cost is of the CPUs alone: give --price gpu-hour=X, too"
+    missing = "the cost includes only the CPUs: give --price gpu-hour=X, too"
     assert missing in estimate(work(), A100S, Prices(core_hour=0.5)).notes
     for cluster, prices in ((A100S, PRICED), (Cluster(0, None, 8.0), Prices(core_hour=0.5)), (A100S, Prices())):
         assert missing not in estimate(work(), cluster, prices).notes

@@ -131,7 +131,7 @@ def test_failed_records_come_back_without_the_keys_that_were_absent():
     ],
 )
 def test_a_key_that_is_no_column_is_refused(make):
-    with pytest.raises(KeyError, match="no columns of the videos table: colour, shape"):
+    with pytest.raises(KeyError, match="not columns of the videos table: colour, shape"):
         make({**record(), "shape": 1, "colour": "red"})
 
 

@@ -64,7 +64,7 @@ def test_flags_are_converted():
         ({"plan": True, "device": "cpu", "gpu_type": "A100"}, "--device cpu goes with neither"),
         ({"plan": True, "corpus_videos": 10, "seconds": 10, "probe": 2}, "--probe looks at videos that are here"),
         ({"plan": True, "price": ["gpu-hour=-1"]}, "--price must be a positive number"),
-        ({"plan": True, "price": ["gpu-hour=much"]}, "--price gpu-hour=much: that is no number"),
+        ({"plan": True, "price": ["gpu-hour=much"]}, "--price gpu-hour=much: it is not a number"),
         ({"plan": True, "price": ["day=1"]}, "--price must be of a gpu-hour, a core-hour or a gb-month, got 'day'"),
         ({"plan": True, "probe": 0}, "--probe must be a positive number"),
         ({"max_hours": 0.0}, "--max-hours must be a positive number"),

@@ -151,11 +151,14 @@ def test_a_dry_run_tells_at_which_lengths_limits_begin_and_which_clips_of_the_li
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        ({"num_frames": 1}, "1 frame a video (--num-frames): evenly spread"),
-        ({"fps": 1.0, "max_frames": 32}, "1 frame a second (--fps), at most 32 a video (--max-frames)"),
-        ({"fps": 0.5, "max_frames": None}, "0.5 frames a second (--fps)"),
-        (sampling_settings(Sampling(None, 2.0, 768, min_frames=4)), "2 frames a second (--fps), at most 768 a video"),
-        (sampling_settings(Sampling(8, rule="round-even")), "8 frames a video (--num-frames): positions are rounded"),
+        ({"num_frames": 1}, "1 frame per video (--num-frames): evenly spread"),
+        ({"fps": 1.0, "max_frames": 32}, "1 frame per second (--fps), at most 32 per video (--max-frames)"),
+        ({"fps": 0.5, "max_frames": None}, "0.5 frames per second (--fps)"),
+        (
+            sampling_settings(Sampling(None, 2.0, 768, min_frames=4)),
+            "2 frames per second (--fps), at most 768 per video",
+        ),
+        (sampling_settings(Sampling(8, rule="round-even")), "8 frames per video (--num-frames): positions are rounded"),
         (sampling_settings(Sampling(8, snap_to_keyframes_s=1.0)), "evenly spread; moved to a keyframe within 1 s"),
         ({}, "not stated"),
     ],

@@ -163,18 +163,18 @@ CORPUS = {"plan": True, "corpus_videos": 1001, "seconds": 60, "gpus": 64, "gpu_t
 def test_the_options_of_a_run_that_make_it_smaller_count_in_a_plan_for_elsewhere(options, videos, gpus):
     plan = plan_run(PruneConfig(**{**CORPUS, **options}), Console(quiet=True))
     assert (plan.videos, plan.cluster.gpus) == (videos, gpus)
-    assert not [note for note in plan.notes if "reckoned" in note]
+    assert not [note for note in plan.notes if "is ignored" in note]
 
 
 def test_what_a_plan_does_not_reckon_with_is_named():
     options = {**CORPUS, "gpus": 0, "gpu_type": None, "decode_cores": 8, "decode_workers": 4, "encode_workers": 1}
     notes = plan_run(PruneConfig(**options), Console(quiet=True)).notes
-    assert "--decode-workers 4 is not reckoned with: all 8 vCPUs decode" in notes
-    assert "--encode-workers 1 is not reckoned with: all 8 vCPUs encode" in notes
+    assert "--decode-workers 4 is ignored: all 8 vCPUs decode" in notes
+    assert "--encode-workers 1 is ignored: all 8 vCPUs encode" in notes
     notes = plan_run(PruneConfig(**CORPUS, snap_to_keyframes=2.0, decoder="nvdec"), Console(quiet=True)).notes
     assert [note.partition(":")[0] for note in notes[1:3]] == [
-        "--snap-to-keyframes is not reckoned with",
-        "--decoder nvdec is not reckoned with",
+        "--snap-to-keyframes is ignored",
+        "--decoder nvdec is ignored",
     ]
 
 
