@@ -63,8 +63,8 @@ class GenericPrompts(PromptBuilder):
 
         Raises:
             ModelError: a file is missing or does not fit, or the model was resolved without the gate.
-            ValueError: a policy value is unknown, or ``rule`` or ``frame_times`` is not the default, which the model's
-                own processor would ignore.
+            ValueError: a policy value is unknown; ``rule`` or ``frame_times`` is not the default, which the model's own
+                processor would ignore; or ``thought`` is "closed" and the template takes no question without a video.
         """
         template_hash = hashlib.sha256(chat_template(source).encode()).hexdigest()[:16]
         default = default_positions(Layout.of(source).axes)
