@@ -141,7 +141,7 @@ class CheckpointFiles:
         return tiny.build(self.location) if self.kind == "tiny" else Path(self.location)
 
     def names(self, *suffixes: str) -> list[str]:
-        """List the file names with any of these suffixes in a local folder, sorted; empty for a checkpoint on the Hub."""
+        """List the file names with any of these suffixes in a local folder, sorted; empty for a Hub checkpoint."""
         if self.kind == "hub":
             return []
         return sorted(path.name for path in self.folder().iterdir() if path.suffix in suffixes)

@@ -92,7 +92,8 @@ class ModelSource(TensorSource):
             gate: False skips the gate of the family; ``layout`` is None then.
 
         Raises:
-            ModelError: there is no such model or it cannot be used; the message has the remedy.
+            ModelError: there is no such model, a file is missing or not valid, or the model is quantized, an adapter,
+                or refused by the gate; the message has the remedy.
         """
         name = str(model)
         files = CheckpointFiles.locate(name, revision)
@@ -144,7 +145,7 @@ class ModelSource(TensorSource):
         """Return the local path of a file, downloaded or built on this node if necessary.
 
         Raises:
-            ModelError: there is no such file, or this node's model of the package differs from the driver's.
+            ModelError: there is no such file, or this node's shipped or tiny model differs from the driver's.
         """
         if self.files.kind in {"shipped", "tiny"}:
             identity = _compute_identity(self.files, self.weight_files, self.config)
@@ -190,8 +191,7 @@ class ModelSource(TensorSource):
         names = [str(name) for name in self.config.get("architectures") or ()]
         thinker = getattr(config, "thinker_config", None)
         if thinker is not None:
-            names = [name.replace("ForCond", "ThinkerForCond") for name in names]
-            config = thinker
+            names, config = [name.replace("ForCond", "ThinkerForCond") for name in names], thinker
         try:
             values = [getattr(transformers, name, None) for name in names]
             classes: list[Any] = [value for value in values if isinstance(value, type)]
@@ -257,9 +257,9 @@ def _read_config(
         served_methods: the quantization methods that are allowed, except for the family ``generic``.
 
     Raises:
-        ModelError: the file is missing, the model is quantized by another method, the family ``generic`` has a model
-            type that transformers does not know, a number is not valid, or ``family`` is neither "generic" nor an
-            import path.
+        ModelError: the file is missing, the model is quantized by another method, or ``family`` is neither "generic"
+            nor an import path; a family of the table has an invalid number, or ``generic`` a model type unknown to
+            transformers.
     """
     if family not in (None, GENERIC) and ":" not in family:
         raise ModelError(f"the family {family!r} is neither {GENERIC} nor your own class as module:Class")
@@ -354,7 +354,9 @@ def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], con
 
 
 def _read_processor_files(name: str, files: CheckpointFiles) -> dict[str, Any]:
-    """Read the files that AutoProcessor of transformers loads, without their chat template: {file name: content}.
+    """Read the files that AutoProcessor loads, without their chat template: {file name: content}.
+
+    They are processor_config.json, video_preprocessor_config.json and preprocessor_config.json.
 
     Raises:
         ModelError: there are none, or one is not valid.
@@ -436,8 +438,8 @@ class PoolingHeadSource(TensorSource):
             siglip: a folder or Hugging Face id of a SigLIP checkpoint with safetensors, or "tiny".
 
         Raises:
-            ModelError: there is no such checkpoint, or its head is missing or has another width; the message has the
-                remedy.
+            ModelError: it is not a SigLIP checkpoint, is quantized or has an adapter, or the head is missing or has
+                another width; the message has the remedy.
         """
         name = str(siglip)
         files = CheckpointFiles("tiny", "tiny-siglip") if name == TINY else CheckpointFiles.locate(name)

@@ -195,7 +195,8 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
 def refuse_adapter_files(name: str, files: CheckpointFiles) -> None:
     """Raise ModelError if the checkpoint has files of an adapter, which transformers would apply but this project not.
 
-    ``name`` is the model's, for the message. If the Hub is unreachable, nothing is checked.
+    They are adapter_config.json and non_lora_trainables.bin. ``name`` is the model's, for the message. If the Hub is
+    unreachable, nothing is checked.
     """
     for filename in ("adapter_config.json", "non_lora_trainables.bin"):
         try:

@@ -70,9 +70,9 @@ BATCH_TOLERANCE = 0.1
 def check_model(source: ModelSource) -> dict[str, Any]:
     """Check a model of the generic family, and return what was found: the fields of a Layout as JSON values.
 
-    A result for the same class, config and versions is read from disk if there is one; otherwise the model is checked,
-    which may take a minute or two, with messages on stderr, and the result is stored. ``parity["names"]`` is True if
-    the names of the tensors were checked, False if the weights are not on this machine.
+    A result for the same class, config and versions is read from disk if there is one, and only the names of other
+    weights are checked then. Otherwise the model is checked, which may take a minute or two, with messages on stderr,
+    and the result is stored. ``parity["names"]`` is False if the weights are not on this machine.
 
     Raises:
         ModelError: the model cannot be used, or its own code fails in the check; the message has the reason.
@@ -310,7 +310,14 @@ def _make_clip(n_frames: int = _FRAMES) -> tuple[Tensor, SampledVideo]:
 
 
 def _make_prompt(model: Any, inputs: Mapping[str, Any], n_rows: int) -> dict[str, Any]:
-    """Make the inputs of ``forward`` for the whole prompt of a cached video whose tokens are all kept."""
+    """Make the inputs of ``forward`` for the prompt of a cached video whose tokens are all kept.
+
+    Returns:
+        The inputs with a value per token, ``attention_mask``, and original ``position_ids``.
+
+    Raises:
+        ModelError: no placeholder occurs ``n_rows`` times.
+    """
     ids = inputs["input_ids"]
     find_placeholders(model.config, ids, n_rows)
     prompt = token_columns(model, dict(inputs))

@@ -143,7 +143,7 @@ def placeholder_ids(config: Any) -> list[int]:
 
 
 def find_placeholders(config: Any, input_ids: Tensor, n_rows: int) -> Tensor:
-    """Return the mask, [1, L] bool, of the placeholder that occurs exactly ``n_rows`` times in a video's prompt.
+    """Return the mask, [1, L] bool, of the first placeholder (of videos, then images) that occurs ``n_rows`` times.
 
     Raises:
         ModelError: no placeholder occurs ``n_rows`` times.

@@ -205,8 +205,8 @@ class _PrunedGenerate:
         """Return the ids of the prompt, after checking that it can be pruned.
 
         Raises:
-            ValueError: ``ids`` is not one prompt [1, L], an option is refused, or the prompt has images, sounds or
-                several videos.
+            ValueError: ``ids`` is not one prompt [1, L]; an option of _REFUSED, several beams or sequences, or no cache
+                is requested; or the prompt has images, sounds or several videos.
         """
         if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1:
             raise ValueError("gstep.pruning takes one prompt at a time, input_ids [1,L]: call generate for each prompt")
@@ -304,6 +304,8 @@ class _PrunedGenerate:
     def _prune(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Encode and prune the video of a processor's output; return the model's inputs for the pruned prompt.
 
+        They are the kept columns, their ``position_ids``, and ``mm_encoder_outputs``.
+
         Raises:
             ModelError: the rows of features mix frames, or do not fit the prompt.
             ValueError: there are several videos.
@@ -331,7 +333,10 @@ class _PrunedGenerate:
         return {**columns, "mm_encoder_outputs": outputs}
 
     def _fit(self, options: dict[str, Any], whole: _WholePrompt) -> dict[str, Any]:
-        """Adapt the options of ``generate`` in place, so that they refer to the whole prompt, and return them."""
+        """Adapt the options of ``generate`` in place, so that they refer to the whole prompt, and return them.
+
+        Length limits are reduced by the dropped tokens; processors, criteria and streamers are wrapped.
+        """
         defaults = GenerationConfig()
         for name in ("max_length", "min_length"):
             value = self._setting(options, name)

@@ -33,7 +33,11 @@ class GenericPrompts(PromptBuilder):
     """
 
     def __init__(self, source: ModelSource, policy: PromptPolicy) -> None:
-        """Load the processor, and the model without weights, of a source that the gate has checked."""
+        """Load the processor, and the model without weights, of a source that the gate has checked.
+
+        Raises:
+            ModelError: a file is missing or does not fit, or the source was resolved without the gate.
+        """
         self.source = source
         self.layout = Layout.of(source)
         self.policy = policy

@@ -22,7 +22,7 @@ MEMORY_SHARE = 0.6  # the share of the free memory that a model of the check may
 
 
 def build_reduced(source: ModelSource) -> Any:
-    """Build the model with few layers and random weights in bfloat16, on the CPU.
+    """Build the model with few layers (at least two) and random weights in bfloat16, on the CPU.
 
     Its output layer is replaced by a small projection, and its audio part has no weights. If the vision part cannot be
     reduced, it keeps its layers.

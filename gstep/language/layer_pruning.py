@@ -174,8 +174,8 @@ def check_layer(method: Pruner, config: Any) -> int:
     """Check that the method can prune inside a model of this configuration; return its layer K.
 
     Raises:
-        ValueError: the method has no layer, merges tokens, or needs evidence other than INSIDE_EVIDENCE; or the model
-            has linear attention, no layer K, or deepstack levels that enter after it.
+        ValueError: the method has no layer or layer 0, merges tokens, or needs evidence other than INSIDE_EVIDENCE; or
+            the model has linear attention, no layer K, or deepstack levels that enter at layer K or later.
     """
     text = config.get_text_config()
     n_layers = text.num_hidden_layers

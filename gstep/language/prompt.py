@@ -347,12 +347,13 @@ def refuse_omissions(messages: Sequence[ChatMessage], prompt_text: str) -> None:
 def chat_template(source: ModelSource) -> str:
     """Return the chat template that transformers' processor would apply by default, or otherwise its tokenizer's.
 
-    The order of the files is that of ``ProcessorMixin.get_processor_dict``, whose import would take seconds and which
-    may load a model that processor_config.json names. Of several templates, it is the one named "default".
+    As in ``ProcessorMixin.get_processor_dict``, whose import would take seconds, the order is processor_config.json,
+    chat_template.json, chat_template.jinja with additional_chat_templates. Of several templates, it is the one named
+    "default".
 
     Raises:
-        ModelError: there is no default template, or the checkpoint has both chat_template.json and
-            additional_chat_templates, which transformers refuses.
+        ModelError: there is no default template, a file is not valid or cannot be downloaded, or the checkpoint has
+            both chat_template.json and additional_chat_templates, which transformers refuses.
     """
     files = source.files
     tokenizer = tokenizer_of(source)  # for a model on the Hub, this also downloads additional templates
