@@ -182,7 +182,7 @@ def _resolve_commit(repo: str, revision: str | None) -> str:
     config = _fetch(repo, revision, "config.json", required=True)
     if config is None:
         raise ModelError(
-            f"{repo!r} on the Hugging Face Hub has no config.json: it is no model of transformers, or an "
+            f"{repo!r} on the Hugging Face Hub has no config.json: it is not a transformers model, or an "
             "adapter, which has to be merged into its base model first"
         )
     return Path(config).parent.name

@@ -385,7 +385,7 @@ def _read_video_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
     nested = (files.read_json("processor_config.json") or {}).get("video_processor")
     if nested is not None:
         if not isinstance(nested, dict):
-            raise ModelError(f"{name!r}: video_processor in processor_config.json is no object: {_COPY}")
+            raise ModelError(f"{name!r}: video_processor in processor_config.json is not an object: {_COPY}")
         return nested
     for filename in ("video_preprocessor_config.json", "preprocessor_config.json"):
         if (settings := files.read_json(filename)) is not None:
@@ -447,8 +447,8 @@ class PoolingHeadSource(TensorSource):
         config = files.read_json("config.json") or {}
         if config.get("model_type") not in ("siglip", "siglip_vision_model"):
             raise ModelError(
-                f"{name!r} is no SigLIP checkpoint (its model type is {config.get('model_type')!r}): for the published "
-                "LLaVA-OneVision models use google/siglip-so400m-patch14-384"
+                f"{name!r} is not a SigLIP checkpoint (its model type is {config.get('model_type')!r}): for the "
+                "published LLaVA-OneVision models use google/siglip-so400m-patch14-384"
             )
         refuse_quantized(name, config)
         vision = config.get("vision_config", config)

@@ -112,7 +112,7 @@ def iter_tensors(source: TensorSource, rename: Callable[[str], str | None]) -> I
                         refuse_quantized_tensor(source.name, key, opened.get_slice(key).get_dtype())
                         yield name, opened.get_tensor(key)
         except SafetensorError as error:
-            raise ModelError(f"{path} is no complete safetensors file ({error}): download it again") from error
+            raise ModelError(f"{path} is not a complete safetensors file ({error}): download it again") from error
 
 
 def list_files_with(source: TensorSource, rename: Callable[[str], str | None]) -> list[str]:

@@ -359,7 +359,7 @@ def _from_json(value: Any) -> Any:
     if kind == "tensor":
         dtype = getattr(torch, value["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{value['dtype']} is no dtype")
+            raise ValueError(f"{value['dtype']} is not a dtype")
         if "steps" in value:
             return torch.tensor(value["steps"], device="cpu").long().cumsum(0).to(dtype).reshape(value["shape"])
         if values is None:

@@ -112,7 +112,7 @@ class GenericPrompts(PromptBuilder):
         """
         if len(visuals) > 1:
             raise ValueError(
-                f"{self.source.name!r} is of the generic family, whose prompts have one video; this has {len(visuals)}"
+                f"{self.source.name!r}: prompts of the generic family have at most one video, not {len(visuals)}"
             )
         for visual in visuals:
             self.check(visual)
@@ -134,6 +134,8 @@ class GenericPrompts(PromptBuilder):
 
     def _cut(self, inputs: dict[str, Any], keep: Tensor, visuals: tuple[Visual, ...], mask: Tensor) -> Prompt:
         """Make the prompt of the columns ``keep``, [L] bool, at the positions of the policy.
+
+        Other inputs with a value per token, except the attention mask, become ``token_inputs``.
 
         Args:
             inputs: the processor's output for the whole prompt.

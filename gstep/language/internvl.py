@@ -42,7 +42,10 @@ class InternVLPrompts(PromptBuilder):
         return [*parts, PromptPart(before)]
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
-        """Make the segment of one frame's kept tokens, maybe none; original positions count within the frame."""
+        """Make the segment of one frame's kept tokens, maybe none.
+
+        Original positions count within the frame, and the segment extends over the whole frame.
+        """
         assert frame is not None
         indices = indices_in_frame(visual, frame)
         if self.policy.positions == "contiguous":

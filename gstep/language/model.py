@@ -369,7 +369,10 @@ class LanguageModel:
         return batch.position_ids()
 
     def _make_config(self, decodings: Sequence[Decoding]) -> Any:
-        """Make a greedy GenerationConfig with the largest ``max_new_tokens``; SeededSampling makes rows random."""
+        """Copy the model's GenerationConfig, made greedy, with the largest ``max_new_tokens`` of the batch.
+
+        SeededSampling adds the noise of sampled rows.
+        """
         config = copy.deepcopy(self.model.generation_config)
         config.update(
             do_sample=False,

@@ -112,8 +112,8 @@ class PromptBuilder(ABC):
         placeholder = placeholder_of(config)[1]
         if tokenizer.convert_ids_to_tokens(placeholder) not in tokenizer.get_added_vocab():
             raise ModelError(
-                f"{source.name!r}: token {placeholder}, the placeholder of videos in config.json, is no special token "
-                "of the tokenizer: download the whole checkpoint"
+                f"{source.name!r}: token {placeholder}, the placeholder of videos in config.json, is not a special "
+                "token of the tokenizer: download the whole checkpoint"
             )
         builder = cls(config, tokenizer, template, policy)
         builder._check_template()
@@ -196,8 +196,8 @@ class PromptBuilder(ABC):
         """Check that a video's cached tokens fit this model.
 
         Raises:
-            ValueError: the hidden size, the deepstack levels or the newline do not fit, or each frame has markers and
-                the indices are not ascending.
+            ValueError: the hidden size or the deepstack levels do not fit, the newline is missing, or each frame has
+                markers and the indices are not ascending.
         """
         if visual.tokens.shape[1] != self.hidden_size:
             raise ValueError(f"visual tokens of width {visual.tokens.shape[1]}; this model takes {self.hidden_size}")

@@ -158,7 +158,7 @@ class InputEmbeddings:
 
     @cached_property
     def _table(self) -> Tensor:
-        """The embedding table [V, D]; ModelError if the checkpoint has none."""
+        """The tensor [V, D] whose name ends in _ENDS_WITH; ModelError if the checkpoint has none."""
         tensors = read_tensors(
             self._source, lambda name: "table" if name.endswith(_ENDS_WITH) else None, dtype=self._dtype
         )
