@@ -343,7 +343,10 @@ def _check_numbers(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
-    """Compute the identity of the weights: the commit of a Hub model, or a hash of the files."""
+    """Compute the identity of the weights: the commit of a Hub model, or a hash of the files.
+
+    It begins with "hub:", "folder:" or the name of a shipped or tiny model.
+    """
     if files.kind == "hub":
         return f"hub:{files.location}@{files.revision}"
     if files.kind == "tiny":

@@ -118,6 +118,7 @@ class GenericFamily(ModelFamily):
         return None
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
+        """Compute the size in bytes of a video's tokens and deepstack levels in bfloat16; ``evidence`` is ignored."""
         layout = self.layout
         T, N = self.token_counts(n_frames, height, width)
         return 2 * T * N * layout.hidden_size * (1 + layout.deepstack_levels)

@@ -149,7 +149,7 @@ def find_encoder(model: Any) -> tuple[str, Callable[..., Any]]:
 
 
 def make_features(method: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-    """Run a model's own encoder on the inputs that its signature names, and return its output.
+    """Run a model's own encoder on the inputs that its signature names; return its output, a ModelOutput.
 
     Raises:
         ModelError: the processor did not make an input that the encoder needs, or the encoder reads the question.
@@ -211,6 +211,7 @@ def keep_positions(model: Any) -> Iterator[None]:
 
     @wraps(stock)
     def prepare(*args: Any, **options: Any) -> dict[str, Any]:
+        """Call the stock method; restore the positions of the new tokens if it dropped them."""
         inputs: dict[str, Any] = stock(*args, **options)
         positions = options.get("position_ids")
         ids = inputs.get("input_ids")

@@ -142,7 +142,7 @@ class PruneInside:
     def _shorten(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Drop the pruned tokens before layer K, as a hook; return the layer's arguments and keywords.
 
-        In the prefill the hidden states are cut; in every call, positions and mask are cut too.
+        The hidden states and rotary values are cut in the prefill only; the mask is replaced in every call.
         """
         assert self.short is not None
         hidden_BLD, *options = args
@@ -152,9 +152,9 @@ class PruneInside:
         return self._keep_short(layer, args, keywords)
 
     def _keep_short(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Cut the positions and the mask of layer K or a later layer, which still have the full length.
+        """Adapt the arguments of layer K or a later layer to the shortened rows, as a hook before it; return them.
 
-        A hook before the layer; it returns the layer's arguments and keywords.
+        In the prefill the rotary values are cut. In every call the mask is replaced, and ``position_ids`` are None.
         """
         short = self.short
         assert short is not None

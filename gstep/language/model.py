@@ -344,7 +344,7 @@ class LanguageModel:
     def _make_inputs(
         self, batch: Batch, prompts: Sequence[Prompt], past: DynamicCache | None, start: int = 0
     ) -> dict[str, Any]:
-        """Make the keyword arguments of forward for the tokens of ``batch`` from column ``start`` on.
+        """Make the keyword arguments of forward for the tokens of ``batch`` from column ``start`` on, on the device.
 
         The attention mask covers all columns. All videos of ``prompts`` are passed, so these must be only the prompts
         whose videos are among the new tokens.

@@ -115,7 +115,8 @@ def _rebuild_rotary(model: nn.Module, device: str) -> None:
 def generation_config(source: ModelSource, config: Any) -> Any:
     """Read the checkpoint's GenerationConfig without its sampling settings and limits, which the caller decides.
 
-    Without generation_config.json, or if it names no end token, the model's ``config`` provides them.
+    Without generation_config.json, the model's ``config`` gives all settings; if the file names no end token, it gives
+    that.
 
     Raises:
         ModelError: transformers does not accept the file.
