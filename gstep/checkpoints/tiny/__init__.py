@@ -95,7 +95,9 @@ def identity(name: str) -> str:
 
 
 def _choose_cache_root() -> Path:
-    """Return the parent folder of tiny models; never in the home folder, so that a first try leaves nothing there.
+    """Return the parent folder of tiny models: $XDG_CACHE_HOME/gstep, or gstep-<uid> in the temporary folder.
+
+    It is not in the home folder by default, so that a first try leaves nothing there.
 
     Raises:
         ModelError: the folder in the temporary folder belongs to another user.
