@@ -1,1 +1,1 @@
-"""Checkpoints behind a model argument: files, identity and single tensors, read without building a model."""
+"""The checkpoints that model arguments name: files, identity and single tensors, read without building a model."""

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: in a folder, on the Hugging Face Hub, shipped with this package, or a tiny model."""
+"""The files of a checkpoint: in a folder, on the Hugging Face Hub, shipped with this package, or of a tiny model."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from gstep.lazy import did_you_mean
 #: Trained checkpoints that come with this package; each has its model card.
 SHIPPED: Mapping[str, Path] = {"shapes": Path(__file__).parent / "shipped" / "shapes"}
 # Every repository on the Hub has this file. No model needs it, so only a download of the whole repository fetches it.
-# If such a download was interrupted, weights are missing as a rule, which is an error of its own.
+# If such a download was interrupted, weights are usually missing, which raises another error.
 _IN_EVERY_REPOSITORY = ".gitattributes"
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of a checkpoint by name. Pickles; every node uses, downloads or builds its own copy.
+    """The files of a checkpoint by name. Picklable; every node uses, downloads or builds its own copy.
 
     Attributes:
         kind: where the checkpoint is.
         location: the absolute folder, the Hugging Face id, or the name of a model that comes with this package.
-        revision: the commit sha of a Hugging Face id, else None.
-        published: the files that every published checkpoint of the family has. If the Hub is out of reach, ``find``
-            never takes one of them for absent without evidence.
-        usual: the files that checkpoints of the family may lack. If the Hub is out of reach, such a file counts as
+        revision: the commit sha of a Hugging Face id, otherwise None.
+        published: the files that every published checkpoint of the family has. If the Hub is unreachable, ``find``
+            never assumes that such a file does not exist.
+        usual: the files that checkpoints of the family may lack. If the Hub is unreachable, such a file counts as
             absent only if the whole repository was downloaded.
     """
 
@@ -58,7 +58,9 @@ class CheckpointFiles:
     def locate(cls, model: str, revision: str | None = None) -> CheckpointFiles:
         """Find the files of a model argument; a Hugging Face id is resolved to its commit, on the Hub or in its cache.
 
-        Raises ModelError if it is neither a folder, nor a model of this package, nor a reachable id.
+        Raises:
+            ModelError: it is neither a folder, nor a model of this package, nor a Hugging Face id with a config.json in
+                reach; or a revision is given for anything but a Hugging Face id.
         """
         folder = Path(model).expanduser()
         own_kind = _package_kind(model) or ("folder" if model and folder.is_dir() else None)
@@ -78,12 +80,14 @@ class CheckpointFiles:
         return cls("hub", model, _resolve_commit(model, revision))
 
     def find(self, filename: str, *, required: bool = False) -> Path | None:
-        """Return the local path of a file, downloaded or built if need be; None if the checkpoint has no such file.
+        """Return the local path of a file, downloaded or built if necessary; None if the checkpoint has no such file.
 
-        Raises ModelError if the Hub is out of reach and its cache neither has the file nor knows that there is none.
-        Such a file counts as absent only if it is neither ``required`` nor one of ``published`` (nor of ``usual``,
-        unless the whole repository was downloaded), and if HF_HUB_OFFLINE is set or all ``published`` files are there:
-        settings must not depend on a network that fails in between.
+        If the Hub is unreachable and its cache does not know the file, it counts as absent only if HF_HUB_OFFLINE is
+        set or all ``published`` files are cached, and if it is not ``required``, ``published`` or (unless the whole
+        repository was downloaded) ``usual``: settings must not depend on a network that fails in between.
+
+        Raises:
+            ModelError: the file exists or must be assumed to exist, but cannot be downloaded.
         """
         if self.revision is not None:
             expected = self.published if self._is_cached(_IN_EVERY_REPOSITORY) else self.published | self.usual
@@ -94,20 +98,24 @@ class CheckpointFiles:
         return path if path.is_file() else None
 
     def has(self, filename: str) -> bool:
-        """Return True if the checkpoint has a file; nothing is downloaded."""
+        """Return True if the checkpoint has a file; nothing is downloaded.
+
+        Raises:
+            ModelError: the Hub fails with an error other than being unreachable.
+        """
         if self.revision is not None:
             return _fetch(self.location, self.revision, filename, dry_run=True) is not None
         return self.find(filename) is not None
 
     def find_local(self, filename: str) -> Path | None:
-        """Return the path of a file that is on this machine already; nothing is downloaded or built."""
+        """Return the path of a file that is already on this machine, otherwise None; nothing is downloaded."""
         if self.revision is None:
             return self.find(filename)
         cached = try_to_load_from_cache(self.location, filename, revision=self.revision)
         return Path(cached) if isinstance(cached, str) else None
 
     def _is_downloaded(self) -> bool:
-        """Return True if nothing will be downloaded, or all files that the family publishes have been."""
+        """Return True if downloads are turned off, or all files that the family publishes are cached."""
         return constants.HF_HUB_OFFLINE or all(map(self._is_cached, self.published))
 
     def _is_cached(self, filename: str) -> bool:
@@ -115,9 +123,9 @@ class CheckpointFiles:
         return isinstance(try_to_load_from_cache(self.location, filename, revision=self.revision), str)
 
     def require_any(self, *filenames: str) -> None:
-        """Raise ModelError if the Hub is out of reach and its cache cannot tell whether any of the files exists.
+        """Raise ModelError if the Hub is unreachable and its cache cannot tell if any of the files exists.
 
-        If the whole repository was downloaded, it can tell.
+        After a download of the whole repository, and for models that are not on the Hub, nothing is checked.
         """
         if self.revision is None or self._is_cached(_IN_EVERY_REPOSITORY):
             return
@@ -133,15 +141,16 @@ class CheckpointFiles:
         return tiny.build(self.location) if self.kind == "tiny" else Path(self.location)
 
     def names(self, *suffixes: str) -> list[str]:
-        """List the file names with any of these suffixes in a local folder, sorted; empty for the Hub."""
+        """List the file names with any of these suffixes in a local folder, sorted; empty for a Hub checkpoint."""
         if self.kind == "hub":
             return []
         return sorted(path.name for path in self.folder().iterdir() if path.suffix in suffixes)
 
     def read_json(self, filename: str) -> dict[str, Any] | None:
-        """Read the object in a JSON file; None if there is no such file.
+        """Read the object in a JSON file; None if the checkpoint has no such file.
 
-        Raises ModelError for any other content.
+        Raises:
+            ModelError: the file is not JSON or not an object, or cannot be downloaded.
         """
         path = self.find(filename)
         if path is None:
@@ -165,12 +174,15 @@ def _package_kind(model: str) -> Literal["shipped", "tiny"] | None:
 def _resolve_commit(repo: str, revision: str | None) -> str:
     """Resolve a branch, tag or sha of a model repository to its commit sha, on the Hub or (offline) in its cache.
 
-    Raises ModelError if the repository is neither reachable nor in the cache, or has no config.json.
+    Downloads config.json.
+
+    Raises:
+        ModelError: the repository is neither reachable nor cached, or has no config.json.
     """
     config = _fetch(repo, revision, "config.json", required=True)
     if config is None:
         raise ModelError(
-            f"{repo!r} on the Hugging Face Hub has no config.json: it is no model of transformers, or an "
+            f"{repo!r} on the Hugging Face Hub has no config.json: it is not a transformers model, or an "
             "adapter, which has to be merged into its base model first"
         )
     return Path(config).parent.name
@@ -179,11 +191,16 @@ def _resolve_commit(repo: str, revision: str | None) -> str:
 def _fetch(repo: str, revision: str | None, filename: str, *, required: bool = False, dry_run: bool = False) -> Any:
     """Download a file of a repository unless it is cached; return its path, or None if there is no such file.
 
-    With ``dry_run`` nothing is downloaded, and the result only tells by None if the file is absent.
+    If the Hub is unreachable (HF_HUB_OFFLINE is set, or there is no network), its cache decides. A file that the cache
+    does not know counts as absent unless it is ``required``: the download of a whole repository leaves no notes about
+    files that the repository does not have.
 
-    If the Hub is out of reach (HF_HUB_OFFLINE is set, or there is no network), its cache decides. A file of which the
-    cache knows nothing counts as absent unless it is ``required``: a download of a whole repository leaves no notes
-    about files that the repository does not have. Raises ModelError for any other failure.
+    Args:
+        dry_run: True downloads nothing; the result is then not a path, but anything except None if the file exists.
+
+    Raises:
+        ModelError: the file exists or is required but is not cached and the Hub is unreachable, the revision does not
+            exist, or the Hub returns another error.
     """
     try:
         offline = not _has_address(constants.ENDPOINT)
@@ -205,9 +222,9 @@ def _fetch(repo: str, revision: str | None, filename: str, *, required: bool = F
 
 @cache
 def _has_address(endpoint: str) -> bool:
-    """Return True if the Hub's host name resolves, or a proxy resolves it; looked up once in a process.
+    """Return True if the Hub's host name resolves or a proxy is set; looked up once per process and endpoint.
 
-    Without an address the client would retry each file for 30 seconds.
+    Without an address, the client would retry each file for 30 seconds.
     """
     host = urlsplit(endpoint).hostname
     if host is None or getproxies():
@@ -219,10 +236,10 @@ def _has_address(endpoint: str) -> bool:
 
 
 def _recall_file(repo: str, revision: str | None, filename: str) -> bool | None:
-    """Return whether a repository has a file, by the notes in the Hub client's cache; None if they do not tell.
+    """Return whether a repository has a file, according to the Hub client's cache; None if the cache does not tell.
 
-    The client notes each file that it requested in vain, and newer versions the names of all files when they download a
-    whole repository.
+    The client notes each file that it requested in vain, and newer versions note the names of all files when they
+    download a whole repository.
     """
     cached = try_to_load_from_cache(repo, filename, revision=revision)
     if cached is not None:
@@ -236,7 +253,7 @@ def _recall_file(repo: str, revision: str | None, filename: str) -> bool | None:
 
 
 def _describe_unreachable(repo: str, filename: str) -> str:
-    """Format the error message for a file that is neither in the Hub client's cache nor within reach."""
+    """Return the error message for a file that is neither in the Hub client's cache nor reachable."""
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hugging Face Hub is out of reach"
     return (
         f"{repo!r} is no folder here, and {filename} of the model of that name is not in the cache of the Hugging Face "

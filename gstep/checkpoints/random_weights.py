@@ -1,8 +1,8 @@
-"""Checkpoints without weights, for measuring: seeded random numbers in the shapes that config.json gives.
+"""Checkpoints without weights, for benchmarks: seeded random values in the shapes that config.json gives.
 
-The time and memory of a model do not depend on its weights. Its answers do: with random weights they are meaningless.
-The tiny models (``gstep.checkpoints.tiny``) are different: NumPy draws their weights, the same bits on every machine
-and without transformers, because their hash is part of a cache's identity.
+The time and memory of a model do not depend on its weights, but its answers do: with random weights they are
+meaningless. The tiny models (``gstep.checkpoints.tiny``) are different: NumPy draws their weights, the same bits on
+every machine and without transformers, because their hash is part of a cache's identity.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gstep.checkpoints.tensors import INDEX
 from gstep.checkpoints.tiny.tokenizer import TinyTokenizer, write_bytes
 from gstep.errors import ModelError
 
-_STD = 0.02  # initializer_range of the configurations of these models
+_STD = 0.02  # initializer_range in the configs of these models
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
 _PREPROCESSORS = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
 _FILES = (
@@ -41,7 +41,7 @@ _IDS = {
 
 
 def has_no_weights(model: str) -> bool:
-    """Return True if a model is a folder with a config.json and no weight file of any format."""
+    """Return True if a model is a folder with a config.json and without weight files of any format."""
     folder = Path(model).expanduser()
     if model in tiny.TINY or not (folder / "config.json").is_file():
         return False
@@ -50,13 +50,17 @@ def has_no_weights(model: str) -> bool:
 
 
 def write_stand_ins(files: CheckpointFiles, config: Mapping[str, Any], folder: Path) -> CheckpointFiles:
-    """Copy a checkpoint's small files to an empty ``folder``, and write stand-ins for missing files.
+    """Copy a checkpoint's small files into an empty ``folder``, and write stand-ins for missing ones.
 
-    The stand-in for preprocessor files takes the stock classes' defaults. The stand-in for a tokenizer has a token for
-    each byte, and special tokens with the ids of config.json: texts take several times more tokens. A type of model
-    without a tiny model gets no tokenizer.
+    Stand-ins for preprocessor files use the defaults of the stock classes. A stand-in for a tokenizer has a token for
+    each byte, and special tokens with the ids of config.json: texts take several times more tokens. Model types without
+    a tiny model get no tokenizer.
 
-    Returns the files in ``folder``. Raises ModelError if the vocabulary is too small for the byte tokenizer.
+    Returns:
+        The files in ``folder``.
+
+    Raises:
+        ModelError: the vocabulary is too small for the byte tokenizer.
     """
     for name in _FILES:
         if (path := files.find(name)) is not None:
@@ -76,10 +80,10 @@ def identity(config: Mapping[str, Any]) -> str:
 
 
 def random_tensors(shapes: Mapping[str, Tensor], device: str, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """Draw random tensors of these names and shapes, directly on the device in ``dtype``.
+    """Draw random tensors with these names and shapes, directly on the device in ``dtype``.
 
-    Matrices are normal with the standard deviation at the start of training, norms are 1, biases 0: activations stay
-    finite through any number of layers. The same seed gives the same numbers on one kind of device.
+    Matrices are normal with the standard deviation of initial weights, norms are 1, and biases 0: activations stay
+    finite through any number of layers. The same seed gives the same values on one kind of device.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
@@ -95,12 +99,14 @@ def random_tensors(shapes: Mapping[str, Tensor], device: str, dtype: torch.dtype
 def _choose_token_ids(
     files: CheckpointFiles, config: Mapping[str, Any], kind: TinyTokenizer
 ) -> tuple[dict[str, int], int]:
-    """Return (special token -> id, vocabulary size) for a checkpoint without tokenizer.
+    """Return (special token -> id, vocabulary size) for a checkpoint without a tokenizer.
 
-    Ids missing in config.json are taken from the end of the vocabulary. Raises ModelError if 256 bytes and the special
-    tokens do not fit.
+    Tokens whose ids config.json lacks get the last free ids of the vocabulary.
+
+    Raises:
+        ModelError: the vocabulary is too small for 256 bytes and the special tokens.
     """
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds; it knows the defaults of old layouts
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds; it has the defaults of old layouts
 
     stock = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))
     size = int(stock.get_text_config().vocab_size)

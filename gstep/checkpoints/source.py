@@ -1,4 +1,4 @@
-"""A model argument resolved to its files: the model, and the pooling head of a SigLIP checkpoint."""
+"""Resolving a model argument to a model's files, config and identity; also the pooling head of a SigLIP checkpoint."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ _COPY = "copy the file again from the original checkpoint"
 
 @dataclass(frozen=True)
 class ModelSource(TensorSource):
-    """A resolved model without its weights: identity, files, config and preprocessor settings.
+    """A resolved model without its weights: identity, files, config and preprocessor settings. ``resolve`` creates it.
 
-    Its identity is "hub:<id>@<sha>", "folder:<hash>", "shapes:<hash>", "tiny:<version>-<hash>" or "random:<hash>".
+    The identity is "hub:<id>@<sha>", "folder:<hash>", "shapes:<hash>", "tiny:<version>-<hash>" or "random:<hash>".
 
     Attributes:
         model_type: the model type in config.json.
-        config: config.json.
-        preprocessor: the settings that the stock video processor would load (without its class defaults); of the family
-            ``generic``, the files that its processor loads, by name.
+        config: the content of config.json.
+        preprocessor: the settings that the stock video processor would load (without its class defaults); for the
+            family ``generic``, the files that its processor loads, by name.
         pooling_head: the pooling head of a SigLIP checkpoint, for evidence that the model itself cannot give.
-        family: a name in ``gstep.families``, or the import path ``module:Class`` of a family outside that table.
-        layout: what the gate of the family found, JSON values; None for a family without a gate.
+        family: a name in ``gstep.families``, or the import path ``module:Class`` of a user family.
+        layout: the findings of the family's gate as JSON values; None for a family without a gate.
     """
 
     model_type: str
@@ -65,7 +65,7 @@ class ModelSource(TensorSource):
     layout: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
     def __post_init__(self) -> None:
-        """Take the family of the model type, unless one is named."""
+        """Set the family of the model type if none is given."""
         object.__setattr__(self, "family", self.family or choose_family(self.model_type))
 
     @classmethod
@@ -78,27 +78,32 @@ class ModelSource(TensorSource):
         family: str | None = None,
         gate: bool = True,
     ) -> ModelSource:
-        """Find a model by its folder, Hugging Face id or name in this package. Reads small JSON files, no weights.
+        """Resolve a folder, a Hugging Face id or the name of a model in this package.
+
+        Reads small files, and of the weights at most headers and samples. The gate of the family ``generic`` may
+        compare a reduced model, which takes a minute or two.
 
         Args:
-            model: a folder with config.json and *.safetensors, a Hugging Face id, "shapes" or "tiny".
-            revision: branch, tag or commit of a Hugging Face id; its default branch where None.
-            quantized: True allows a language model quantized by a method in ``tensors.SERVED``, for users of the vision
-                part alone and for vLLM.
-            family: "generic" or ``module:Class``, in place of the family of the model type.
-            gate: False skips the check that the family makes of a model before any work; ``layout`` is None then.
+            model: a folder with config.json and *.safetensors, a Hugging Face id, "shapes", "tiny" or "tiny-...".
+            revision: a branch, tag or commit of a Hugging Face id; None for its default branch.
+            quantized: True allows a language model quantized by a method in ``tensors.SERVED``, for users of only the
+                vision part and for vLLM.
+            family: "generic" or ``module:Class``, instead of the family of the model type.
+            gate: False skips the gate of the family; ``layout`` is None then.
 
-        Raises ModelError, with the remedy, if there is no such model or it cannot be used.
+        Raises:
+            ModelError: there is no such model, a file is missing or not valid, or the model is quantized, an adapter,
+                or refused by the gate; the message has the remedy.
         """
         name = str(model)
         files = CheckpointFiles.locate(name, revision)
         refuse_adapter_files(name, files)
         config, family = _read_config(name, files, family, SERVED if quantized else ())
-        entry = FAMILIES.get(family, FAMILIES[GENERIC])  # nothing is known of the files of a user's own family either
+        entry = FAMILIES.get(family, FAMILIES[GENERIC])  # the files of a user family are unknown, too
         files = replace(files, published=frozenset(entry.files), usual=frozenset(entry.usual_files))
         source = cls(name, "", files, (), str(config.get("model_type")), config, {}, family=family)
         if family == GENERIC:
-            source.stock_class()  # raises for a model that sees no videos
+            source.stock_class()  # raises for a model that accepts no videos
         weight_files = find_weight_files(name, files)
         read_settings = _read_processor_files if family == GENERIC else _read_video_settings
         source = replace(
@@ -115,28 +120,32 @@ class ModelSource(TensorSource):
     def random(
         cls, model: str | Path, folder: Path, revision: str | None = None, family: str | None = None
     ) -> ModelSource:
-        """Resolve a model with seeded random weights, for measuring: of its files only config.json has to exist.
+        """Resolve a model with seeded random weights, for benchmarks: of its files, only config.json must exist.
 
-        A model of a family with a gate is resolved with its own weights, because the gate reads their names.
+        The family ``generic`` is resolved with its own weights instead, because its gate reads their names.
 
         Args:
-            folder: an empty folder, for its small files and stand-ins for missing files; it must outlive the model.
+            folder: an empty folder for copies of its small files and stand-ins for missing ones; it must outlive the
+                result.
 
-        Raises ModelError as :meth:`resolve` does.
+        Raises:
+            ModelError: there is no such model or it cannot be used; the message has the remedy.
         """
         name = str(model)
         original = CheckpointFiles.locate(name, revision)
         config, family_name = _read_config(name, original, family)
         if family_name == GENERIC:
             return cls.resolve(model, revision, family=family)
-        files, identity = random_weights.write_stand_ins(original, config, folder), random_weights.identity(config)
+        files = random_weights.write_stand_ins(original, config, folder)
+        identity = random_weights.identity(config)
         settings = _read_video_settings(name, files)
         return cls(name, identity, files, (), str(config.get("model_type")), config, settings, family=family_name)
 
     def file(self, filename: str) -> Path:
-        """Return the local path of a file, downloaded or built on this node if need be.
+        """Return the local path of a file, downloaded or built on this node if necessary.
 
-        Raises ModelError if there is no such file, or if this node's model of that name differs from the driver's.
+        Raises:
+            ModelError: there is no such file, or this node's shipped or tiny model differs from the driver's.
         """
         if self.files.kind in {"shipped", "tiny"}:
             identity = _compute_identity(self.files, self.weight_files, self.config)
@@ -148,9 +157,10 @@ class ModelSource(TensorSource):
         return super().file(filename)
 
     def stock_config(self) -> PretrainedConfig:
-        """Parse config.json into transformers' configuration of the model, with its defaults; old layouts are read.
+        """Parse config.json into the model's transformers config, with its defaults; old layouts are supported.
 
-        Raises ModelError if transformers is too old for the model, or a setting has another type.
+        Raises:
+            ModelError: transformers does not know the model type, or does not accept a setting.
         """
         from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
@@ -161,15 +171,19 @@ class ModelSource(TensorSource):
             )
         try:
             return CONFIG_MAPPING[self.model_type].from_dict(_decode_floats(self.config))
-        except Exception as error:  # of any type: what transformers does with a wrong setting, and its own checks
+        except Exception as error:  # of any type that transformers raises for a wrong setting
             reason = f"{type(error).__name__}: {error}"
             raise ModelError(f"{self.name!r}: config.json is not valid ({reason}): {_COPY}") from error
 
     def stock_class(self) -> tuple[type[Any], PretrainedConfig]:
-        """Choose the class of transformers that reads videos and writes text; return it with its part of the config.
+        """Return the transformers class that reads videos and writes text, and its part of the config.
 
-        For an Omni model it is the class of the thinker. Raises ModelError if transformers has no such class, or the
-        class takes no features of images or videos.
+        For an Omni model, both are those of the thinker. Models without ``architectures`` are looked up in
+        transformers' tables.
+
+        Raises:
+            ModelError: transformers has no such class or cannot import it, or the class accepts no features of images
+                or videos.
         """
         import transformers  # noqa: PLC0415 - seconds, and the families of the table need none of it here
 
@@ -184,7 +198,7 @@ class ModelSource(TensorSource):
             if not classes and (thinker is not None or not names):
                 autos = transformers.AutoModelForMultimodalLM, transformers.AutoModelForImageTextToText
                 classes = [auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping]
-                if not classes and thinker is not None:  # which no table of transformers has
+                if not classes and thinker is not None:  # in no table of transformers
                     name = f"{type(config).__name__.removesuffix('Config')}ForConditionalGeneration"
                     classes = [getattr(transformers, name)] if hasattr(transformers, name) else []
         except (ImportError, RuntimeError) as error:
@@ -207,7 +221,7 @@ class ModelSource(TensorSource):
                 f"{version('transformers')} has none{_NEVER_RUN if 'auto_map' in self.config else ''}: use the "
                 "checkpoint in the layout of transformers, which often has -hf in its name"
             )
-        # Some classes leave get_video_features to the model inside, but all that encode anything have this argument.
+        # Some classes leave get_video_features to the inner model, but all that encode anything have this argument.
         if "mm_encoder_outputs" not in inspect.signature(classes[0].forward).parameters:
             raise ModelError(
                 f"{self.name!r}: {classes[0].__name__} of transformers sees no videos (its forward takes no "
@@ -223,7 +237,7 @@ class ModelSource(TensorSource):
 
 
 def _decode_floats(value: Any) -> Any:
-    """Copy a value of config.json with the numbers that JSON does not have: ``{"__float__": "Infinity"}``."""
+    """Copy a value of config.json; floats that JSON lacks, ``{"__float__": "Infinity"}``, are converted."""
     if isinstance(value, dict):
         return (
             float(value["__float__"])
@@ -236,11 +250,16 @@ def _decode_floats(value: Any) -> Any:
 def _read_config(
     name: str, files: CheckpointFiles, family: str | None, served_methods: Collection[str] = ()
 ) -> tuple[dict[str, Any], str]:
-    """Read and check config.json; return it with the name of the family: ``family``, or the family of its model type.
+    """Read and check config.json; return it with the family: ``family``, or that of its model type if None.
 
-    ``name`` is the model's, for messages. Raises ModelError if the file is missing, describes a model quantized by a
-    method not in ``served_methods``, or has a model type that neither the table nor transformers knows. Raises it too
-    for a ``family`` that is neither "generic" nor an import path.
+    Args:
+        name: the model's name, for messages.
+        served_methods: the quantization methods that are allowed, except for the family ``generic``.
+
+    Raises:
+        ModelError: the file is missing, the model is quantized by another method, or ``family`` is neither "generic"
+            nor an import path; a family of the table has an invalid number, or ``generic`` a model type unknown to
+            transformers.
     """
     if family not in (None, GENERIC) and ":" not in family:
         raise ModelError(f"the family {family!r} is neither {GENERIC} nor your own class as module:Class")
@@ -278,7 +297,7 @@ def _check_model_type(name: str, model_type: str, config: Mapping[str, Any]) -> 
     )
 
 
-# Settings of config.json that are read without transformers, which would check their types.
+# Settings of config.json that are read without transformers, and whose types are therefore checked here.
 _SIZES = frozenset(
     (
         *("hidden_size", "out_hidden_size", "intermediate_size", "num_attention_heads", "num_heads"),
@@ -294,9 +313,9 @@ _MAX_LAYERS, _MAX_SIZE = 2**12, 2**31
 
 
 def _check_numbers(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelError for a part of config.json that is no object, and for an invalid size, id or number of layers.
+    """Raise ModelError for a part of config.json that is not an object, or an invalid size, id or number of layers.
 
-    ``name`` is the model's. More layers than any model has would keep transformers busy forever.
+    ``name`` is the model's. A huge number of layers would keep transformers busy forever.
     """
 
     def is_number(value: object, least: int, end: int) -> bool:
@@ -324,7 +343,10 @@ def _check_numbers(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
-    """Compute the identity of the weights: the commit of a Hub model, else a hash of the files."""
+    """Compute the identity of the weights: the commit of a Hub model, or a hash of the files.
+
+    It begins with "hub:", "folder:" or the name of a shipped or tiny model.
+    """
     if files.kind == "hub":
         return f"hub:{files.location}@{files.revision}"
     if files.kind == "tiny":
@@ -335,9 +357,12 @@ def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], con
 
 
 def _read_processor_files(name: str, files: CheckpointFiles) -> dict[str, Any]:
-    """Read the files that AutoProcessor of transformers loads, without their chat template: {file name: content}.
+    """Read the files that AutoProcessor loads, without their chat template: {file name: content}.
 
-    Raises ModelError if there are none.
+    They are processor_config.json, video_preprocessor_config.json and preprocessor_config.json.
+
+    Raises:
+        ModelError: there are none, or one is not valid.
     """
     contents = {}
     for filename in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
@@ -354,12 +379,16 @@ def _read_processor_files(name: str, files: CheckpointFiles) -> dict[str, Any]:
 def _read_video_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
     """Read the preprocessor settings with the precedence of transformers' get_video_processor_dict.
 
-    See video_processing_utils.py there. Raises ModelError if no file has them.
+    The order is ``video_processor`` in processor_config.json, video_preprocessor_config.json, preprocessor_config.json
+    (see video_processing_utils.py of transformers).
+
+    Raises:
+        ModelError: no file has them, or a file is not valid.
     """
     nested = (files.read_json("processor_config.json") or {}).get("video_processor")
     if nested is not None:
         if not isinstance(nested, dict):
-            raise ModelError(f"{name!r}: video_processor in processor_config.json is no object: {_COPY}")
+            raise ModelError(f"{name!r}: video_processor in processor_config.json is not an object: {_COPY}")
         return nested
     for filename in ("video_preprocessor_config.json", "preprocessor_config.json"):
         if (settings := files.read_json(filename)) is not None:
@@ -393,11 +422,11 @@ TINY = "tiny"
 class PoolingHeadSource(TensorSource):
     """A resolved pooling head of a SigLIP checkpoint, without its weights.
 
-    Its identity is "siglip-head:<hash>" of the head's tensors and settings, so that it is the same for every kind of
+    Its identity is "siglip-head:<hash>" of the head's tensors and settings, and therefore the same for every kind of
     checkpoint.
 
     Attributes:
-        width: channels of its input and output.
+        width: the number of channels of its input and output.
         config: the vision part of config.json.
     """
 
@@ -411,7 +440,9 @@ class PoolingHeadSource(TensorSource):
         Args:
             siglip: a folder or Hugging Face id of a SigLIP checkpoint with safetensors, or "tiny".
 
-        Raises ModelError, with the remedy, if there is no such checkpoint or its head does not fit.
+        Raises:
+            ModelError: it is not a SigLIP checkpoint, is quantized or has an adapter, or the head is missing or has
+                another width; the message has the remedy.
         """
         name = str(siglip)
         files = CheckpointFiles("tiny", "tiny-siglip") if name == TINY else CheckpointFiles.locate(name)
@@ -419,8 +450,8 @@ class PoolingHeadSource(TensorSource):
         config = files.read_json("config.json") or {}
         if config.get("model_type") not in ("siglip", "siglip_vision_model"):
             raise ModelError(
-                f"{name!r} is no SigLIP checkpoint (its model type is {config.get('model_type')!r}): for the published "
-                "LLaVA-OneVision models use google/siglip-so400m-patch14-384"
+                f"{name!r} is not a SigLIP checkpoint (its model type is {config.get('model_type')!r}): for the "
+                "published LLaVA-OneVision models use google/siglip-so400m-patch14-384"
             )
         refuse_quantized(name, config)
         vision = config.get("vision_config", config)
@@ -437,7 +468,7 @@ class PoolingHeadSource(TensorSource):
 
 
 def read_head(source: PoolingHeadSource) -> dict[str, Tensor]:
-    """Read the head's tensors in their stored dtype, by name without the prefix ``vision_model.``."""
+    """Read the head's tensors in their stored dtype, without the prefix ``vision_model.``; missing ones are omitted."""
 
     def rename(key: str) -> str | None:
         name = key.removeprefix("vision_model.")

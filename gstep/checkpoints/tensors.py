@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read without its code, and the hashes that identify a checkpoint."""
+"""Reading the tensors of a checkpoint without running its code, and the hashes that identify a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _MERGE = (
     "which is not applied here: merge it into the weights (merge_and_unload of peft, then save_pretrained), and name "
     "that folder"
 )
-# Parts of tensor names by peft: factors and vectors of adapters, and the layers under them.
+# Words in tensor names of peft: factors and vectors of adapters, and the layers under them.
 _ADAPTER = re.compile(r"(^|\.)(lora_\w+|ia3_l|vera_\w+|oft_\w+|hada_\w+|base_layer|modules_to_save)(\.|$)")
 _PLAIN = frozenset({"BF16", "F16", "F32", "F64"})
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A checkpoint with its safetensors files. Pickles; it means the same weights on every node.
+    """A checkpoint with safetensors files. Picklable; it denotes the same weights on every node.
 
     Attributes:
         name: the user's model argument.
         identity: a text that identifies the weights.
-        files: the files; ``files.revision`` is the commit sha of a Hugging Face id.
+        files: the checkpoint's files; ``files.revision`` is the commit sha of a Hugging Face id.
         weight_files: the names of the safetensors files; empty for random weights.
     """
 
@@ -56,9 +56,10 @@ class TensorSource:
     weight_files: tuple[str, ...]
 
     def file(self, filename: str) -> Path:
-        """Return the local path of a file of the checkpoint, downloaded or built on this node if need be.
+        """Return the local path of a file of the checkpoint, downloaded or built on this node if necessary.
 
-        Raises ModelError if there is no such file.
+        Raises:
+            ModelError: there is no such file, or it cannot be downloaded.
         """
         path = self.files.find(filename, required=True)
         if path is None:
@@ -73,24 +74,33 @@ def read_tensors(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Read the tensors that ``rename`` selects, copied to ``device``; only their shards are opened or downloaded.
+    """Read the tensors that ``rename`` selects, copied to ``device``, by their new names.
+
+    Only the files that may contain them are opened or downloaded.
 
     Args:
-        rename: maps the name on disk to the name in the result, or to None for a tensor that is not read.
+        rename: maps the name on disk to the new name, or to None for a tensor that is not read.
         dtype: the dtype to cast to; None keeps the stored dtype.
 
-    Raises ModelError if a file is missing or is no safetensors file, or a tensor is quantized or of an adapter.
+    Raises:
+        ModelError: a file is missing or not a safetensors file, a selected tensor is quantized, or an opened file has
+            tensors of an adapter.
     """
     # A copy: memory-mapped tensors are unaligned, and that may decide the last bit of a GEMM.
     return {name: values.to(device=device, dtype=dtype, copy=True) for name, values in iter_tensors(source, rename)}
 
 
 def iter_tensors(source: TensorSource, rename: Callable[[str], str | None]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (new name, memory-mapped values) of the tensors that ``rename`` selects; only their shards are opened.
+    """Yield (new name, memory-mapped values) of the tensors that ``rename`` selects.
 
-    ``rename`` maps the name on disk to the new name, or to None for a tensor that is left out.
+    Only the files that may contain them are opened or downloaded.
 
-    Raises ModelError if a file is missing or is no safetensors file, or a tensor is quantized or of an adapter.
+    Args:
+        rename: maps the name on disk to the new name, or to None for a tensor that is left out.
+
+    Raises:
+        ModelError: a file is missing or not a safetensors file, a selected tensor is quantized, or an opened file has
+            tensors of an adapter.
     """
     for filename in list_files_with(source, rename):
         path = source.file(filename)
@@ -102,11 +112,15 @@ def iter_tensors(source: TensorSource, rename: Callable[[str], str | None]) -> I
                         refuse_quantized_tensor(source.name, key, opened.get_slice(key).get_dtype())
                         yield name, opened.get_tensor(key)
         except SafetensorError as error:
-            raise ModelError(f"{path} is no complete safetensors file ({error}): download it again") from error
+            raise ModelError(f"{path} is not a complete safetensors file ({error}): download it again") from error
 
 
 def list_files_with(source: TensorSource, rename: Callable[[str], str | None]) -> list[str]:
-    """List the safetensors files that may hold a tensor selected by ``rename``: by the index, else all files."""
+    """List the safetensors files that may contain a tensor selected by ``rename``; all files if there is no index.
+
+    Raises:
+        ModelError: the index is not valid.
+    """
     index = {} if source.weight_files == (SINGLE,) else _read_index(source.name, source.files)
     if not index:
         return list(source.weight_files)
@@ -114,10 +128,13 @@ def list_files_with(source: TensorSource, rename: Callable[[str], str | None]) -
 
 
 def _read_index(name: str, files: CheckpointFiles) -> dict[str, str]:
-    """Read the index of the shards: the name of each tensor -> the name of its file; empty without an index.
+    """Read the index of the shards, tensor name -> file name; empty without an index.
 
-    ``name`` is the model's, for messages. Raises ModelError if the index is no such mapping, or names anything else
-    than safetensors files beside it.
+    Args:
+        name: the model's name, for messages.
+
+    Raises:
+        ModelError: the index has no such mapping, or names anything but safetensors files in its folder.
     """
     content = files.read_json(INDEX)
     index = {} if content is None else content.get("weight_map")
@@ -135,10 +152,16 @@ def _read_index(name: str, files: CheckpointFiles) -> dict[str, str]:
 
 
 def read_tensor_types(source: TensorSource) -> dict[str, str | None] | None:
-    """Read the names of all tensors, name -> safetensors type (None if unknown), without a download of weights.
+    """Read the names of all tensors, name -> safetensors type, without downloading weights.
 
-    They come from the headers of local files, or from the index on the Hub, which has no types. Files that are missing
-    in a folder are left out. The result is None if the Hub has no index.
+    For a local checkpoint, they come from the headers of the files that exist. On the Hub, they come from the index,
+    and the types are None.
+
+    Returns:
+        None if the checkpoint is on the Hub and has no index.
+
+    Raises:
+        ModelError: a file or the index is damaged.
     """
     if source.files.kind != "hub":
         folder = source.file("config.json").parent
@@ -151,8 +174,9 @@ def read_tensor_types(source: TensorSource) -> dict[str, str | None] | None:
 def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
     """Find the weight files with the precedence of from_pretrained: the single file, the index, or a folder's shards.
 
-    Raises ModelError if there are no safetensors files, if the index names files outside of the folder, or for an
-    adapter's tensors beside or among them.
+    Raises:
+        ModelError: there are no safetensors files, the index is not valid, or there are tensors of an adapter in the
+            weight files, or of an adapter or vision part in another file of the folder.
     """
     is_single = files.has(SINGLE)
     index = {} if is_single else _read_index(name, files)
@@ -169,10 +193,10 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
 
 
 def refuse_adapter_files(name: str, files: CheckpointFiles) -> None:
-    """Raise ModelError if the checkpoint has an adapter's files, which transformers would apply and this project not.
+    """Raise ModelError if the checkpoint has files of an adapter, which transformers would apply but this project not.
 
-    ``name`` is the model's, for the message. A model whose files cannot be looked up, because the Hub is unreachable,
-    passes unchecked.
+    They are adapter_config.json and non_lora_trainables.bin. ``name`` is the model's, for the message. If the Hub is
+    unreachable, nothing is checked.
     """
     for filename in ("adapter_config.json", "non_lora_trainables.bin"):
         try:
@@ -186,12 +210,16 @@ def refuse_adapter_files(name: str, files: CheckpointFiles) -> None:
 def _refuse_adapter_tensors(
     name: str, files: CheckpointFiles, weight_files: Sequence[str], index_names: Iterable[str]
 ) -> None:
-    """Raise ModelError for tensors of an adapter, and for tensors of the vision part in a stray file of the folder.
+    """Raise ModelError for tensors of an adapter, and for tensors of the vision part that only a stray file has.
 
-    ``index_names`` are the tensor names of the index. Tensors of a single file on the Hub are checked when they are
-    read.
+    Tensors of files on the Hub without an index are checked when they are read; damaged files are ignored here.
+
+    Args:
+        name: the model's name, for messages.
+        index_names: the tensor names of the index.
     """
-    keys, stray_files = {*index_names}, dict[str, str]()
+    keys = {*index_names}
+    stray_files = dict[str, str]()
     for filename in files.names(".safetensors"):
         with suppress(ModelError):  # a damaged weight file is refused where it is read
             entries = _read_header(files.folder() / filename)[1]
@@ -210,7 +238,7 @@ def _refuse_adapter_tensors(
 
 
 def _refuse_adapter_tensor(name: str, key: str) -> None:
-    """Raise ModelError if a tensor's name is a part of an adapter, or of a layer under an adapter."""
+    """Raise ModelError if the tensor name ``key`` belongs to an adapter, or to a layer under an adapter."""
     if _ADAPTER.search(key):
         raise ModelError(f"{name!r} holds an adapter ({key}), {_MERGE}")
 
@@ -218,7 +246,7 @@ def _refuse_adapter_tensor(name: str, key: str) -> None:
 def refuse_quantized(name: str, config: Mapping[str, Any], served_methods: Collection[str] = ()) -> None:
     """Raise ModelError if config.json, or a part such as text_config, has a ``quantization_config``.
 
-    ``name`` is the model's, for the message. Quantization by a method of ``served_methods`` is allowed.
+    Methods in ``served_methods`` are allowed. ``name`` is the model's, for the message.
     """
     for key, quantization in iter_quantizations(config):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -227,7 +255,10 @@ def refuse_quantized(name: str, config: Mapping[str, Any], served_methods: Colle
 
 
 def iter_quantizations(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each ``quantization_config`` of config.json that is not empty, of a part too: (its key, its value)."""
+    """Yield (key, value) of each ``quantization_config`` in config.json and its parts that is not empty.
+
+    The key of a part's begins with the part, such as "text_config.quantization_config".
+    """
     for part, settings in {"": config, **config}.items():
         if isinstance(settings, dict) and (quantization := settings.get("quantization_config")):
             yield (f"{part}.quantization_config" if part else "quantization_config"), quantization
@@ -246,11 +277,11 @@ _MAX_HEADER_BYTES = 10**8  # the limit of the safetensors library
 # A fine-tune has the same names, shapes and sizes as its parent: only content tells them apart.
 SAMPLE_BYTES = 4096
 
-# Keys of config.json about the history of the file, which change no token.
+# Keys of config.json that describe the file's history and change no token.
 IRRELEVANT_KEYS = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
 
 _TOWER = ("vision_tower.", "multi_modal_projector.", "image_newline", "visual.")
-# Tensors of language models, of text decoders at the top level, and of the parts of Omni models that hear and speak.
+# Tensors of language models, of text decoders at the top level, and of the audio modules of Omni models.
 _LLM = re.compile(
     r"(^|\.)(language_model|text_model\.(layers|embed_tokens)|lm_head)\."
     r"|^(thinker\.)?(model\.)?(layers|embed_tokens|norm)\.|^(talker|token2wav|code2wav|(thinker\.)?audio_tower)\."
@@ -260,7 +291,7 @@ _UNUSED = ("vision_tower.head.", "vision_tower.embeddings.position_ids")
 
 
 class _TensorEntry(TypedDict):
-    """The entry of a tensor in a safetensors header; data_offsets are [start, end) in bytes behind the header."""
+    """The entry of a tensor in a safetensors header; data_offsets are [start, end) in bytes after the header."""
 
     dtype: str
     shape: list[int]
@@ -268,24 +299,28 @@ class _TensorEntry(TypedDict):
 
 
 def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str, Any]) -> str:
-    """Compute "folder:<hash>" of the config and of each safetensors file's name, size, header and a sample.
+    """Compute "folder:<hash>" of the config and of each safetensors file's name, size, header and samples.
 
-    The sample is the first 4 KiB of every tensor. Missing files are left out. Raises ModelError for a file that is no
-    safetensors file.
+    The samples are the first 4 KiB of every tensor. Missing files, and keys of the config that change no token, are
+    left out.
+
+    Raises:
+        ModelError: a file is not a safetensors file.
     """
     relevant = {key: value for key, value in config.items() if key not in IRRELEVANT_KEYS}
     digest = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode())
     for path in (folder / name for name in sorted(filenames)):
-        if path.is_file():  # shards of the language model alone may have been left out
+        if path.is_file():  # shards of only the language model may be missing
             digest.update(f"\n{path.name} {path.stat().st_size}\n".encode())
             _hash_file(digest, path)
     return f"folder:{digest.hexdigest()[:32]}"
 
 
 def tensor_samples(path: Path, prefix: str) -> list[tuple[str, bytes]]:
-    """Read ("name dtype shape", first 4 KiB) of each tensor of a safetensors file whose name starts with ``prefix``.
+    """Read ("name dtype shape", first 4 KiB) of each tensor whose name starts with ``prefix``, sorted by name.
 
-    They are sorted by name. Raises ModelError for a file that is no safetensors file.
+    Raises:
+        ModelError: the file is not a safetensors file.
     """
     header, entries = _read_header(path)
     entries_of_prefix = sorted((name, entry) for name, entry in entries.items() if name.startswith(prefix))
@@ -295,7 +330,7 @@ def tensor_samples(path: Path, prefix: str) -> list[tuple[str, bytes]]:
 
 
 def _hash_file(digest: hashlib._Hash, path: Path) -> None:
-    """Add a safetensors file's header and the first 4 KiB of each tensor to the digest."""
+    """Add a safetensors file's header and the first 4 KiB of each tensor, in the order of the file, to the digest."""
     header, entries = _read_header(path)
     digest.update(header)
     for sample in _read_samples(path, len(header), sorted(entry["data_offsets"] for entry in entries.values())):
@@ -305,7 +340,8 @@ def _hash_file(digest: hashlib._Hash, path: Path) -> None:
 def _read_header(path: Path) -> tuple[bytes, dict[str, _TensorEntry]]:
     """Read the header of a safetensors file: (raw bytes, tensor name -> entry).
 
-    Raises ModelError if the header is damaged or cut short; the data behind it is not checked.
+    Raises:
+        ModelError: the header is damaged or truncated; the data after it is not checked.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -325,7 +361,7 @@ def _read_header(path: Path) -> tuple[bytes, dict[str, _TensorEntry]]:
 
 
 def _read_samples(path: Path, header_length: int, spans: Iterable[Sequence[int]]) -> Iterator[bytes]:
-    """Yield the first SAMPLE_BYTES, at most, of each span [start, end) behind the header."""
+    """Yield at most the first SAMPLE_BYTES of each span [start, end) after the header."""
     with path.open("rb") as file:
         for start, end in spans:
             file.seek(8 + header_length + start)
@@ -335,13 +371,13 @@ def _read_samples(path: Path, header_length: int, spans: Iterable[Sequence[int]]
 def tower_hash(source: ModelSource) -> str | None:
     """Hash all weights that visual tokens depend on: "blake2b-f16:<hex>"; None for random weights.
 
-    It reads these tensors whole, a gigabyte or two. Values are cast to float16, because quantized checkpoints store
-    bfloat16 weights as float16. Names are the names in memory, because names on disk differ by library version.
+    These tensors are read completely, a gigabyte or two. Values are cast to float16, because quantized checkpoints
+    store bfloat16 weights as float16. Names are those in memory, because names on disk differ between library versions.
+    For the families of the table, the tensors of the tower are known; for ``generic`` and user families, all tensors
+    count except those whose names belong to a language model.
 
-    The names of a tower are known for the families of the table. For ``generic`` and a user's own family all tensors
-    are hashed except those that are named as parts of a language model.
-
-    Raises ModelError if a tensor is quantized itself, or a file is missing or damaged.
+    Raises:
+        ModelError: such a tensor is quantized, or a file is missing or damaged.
     """
     if not source.weight_files:
         return None
@@ -355,11 +391,11 @@ def tower_hash(source: ModelSource) -> str | None:
 
 
 def _tower_name(key: str) -> str | None:
-    """Map the name on disk to the name in memory of a tensor that visual tokens depend on; None for other tensors."""
+    """Map a name on disk to the name in memory of a tensor that visual tokens depend on; None for other tensors."""
     name = key.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
     return name if name.startswith(_TOWER) and not name.startswith(_UNUSED) else None
 
 
 def _name_beside_llm(key: str) -> str | None:
-    """Map the name of a tensor on disk to the name without "model."; None for a part of a language model."""
+    """Remove "model." from the beginning of a tensor's name; None if the tensor belongs to a language model."""
     return None if _LLM.search(key) else key.removeprefix("model.")

@@ -1,4 +1,4 @@
-"""The generic family: frames in their source size go to the checkpoint's own processor and its own encoder."""
+"""The generic family: the checkpoint's own processor and encoder make tokens from frames in their source size."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from gstep.generic.processor import (
 )
 from gstep.types import VisualTokens
 
-#: Bytes of the frames of one video: they travel whole from the decoder to the encoder.
+#: The maximum size of one video's frames in bytes: they are sent whole from the decoder to the encoder.
 MAX_FRAME_BYTES = 2**30
-_PLAN_FRAMES = 32  # frames of a dry run: longer videos are counted in proportion
-_LONG = 16  # frames of a video that is long enough for any model
+_PLAN_FRAMES = 32  # frames of a dry run; longer videos are extrapolated
+_LONG = 16  # number of frames that is enough for any model
 
 
 @dataclass(frozen=True)
 class SourceSizePreprocessor(Preprocessor):
-    """Frames stay in their source size: the checkpoint's own processor resizes them when they are encoded.
+    """A preprocessor that keeps frames in their source size: the checkpoint's own processor resizes them.
 
     Attributes:
         processor: the content of the checkpoint's processor files, by file name, for the fingerprint of a cache.
@@ -50,9 +50,10 @@ class SourceSizePreprocessor(Preprocessor):
     processor: Mapping[str, Any]
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return ``(height, width)`` as they are.
+        """Return ``(height, width)`` unchanged.
 
-        Raises UnsupportedVideo if the frames are larger than MAX_FRAME_BYTES together.
+        Raises:
+            UnsupportedVideo: the frames together are larger than MAX_FRAME_BYTES.
         """
         n_bytes = 3 * n_frames * height * width
         if n_bytes > MAX_FRAME_BYTES:
@@ -65,66 +66,75 @@ class SourceSizePreprocessor(Preprocessor):
         return height, width
 
     def settings(self) -> dict[str, Any]:
-        """Return the content of the checkpoint's processor files, JSON-able, for the fingerprint of a cache."""
+        """Return the content of the checkpoint's processor files as JSON values, for the fingerprint of a cache."""
         return {"resize": "by the model's own processor", "processor": dict(self.processor)}
 
 
 class GenericFamily(ModelFamily):
-    """Any model of transformers that makes features of videos and takes them back."""
+    """Any transformers model that makes features from videos and accepts them as input, before it is loaded."""
 
     model_type: ClassVar[str] = "generic"
     variant: ClassVar[str] = "llava"
 
     @property
     def layout(self) -> Layout:
-        """What the gate found out about this model."""
+        """What the gate found about this model. Raises ModelError if it was resolved without the gate."""
         return Layout.of(self.source)
 
     def preprocessor(self) -> SourceSizePreprocessor:
         return SourceSizePreprocessor((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), self.source.preprocessor)
 
     def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
-        """Raise ModelError: the limits of a generic model are those of its processor's files."""
+        """Raise ModelError: the limits of a generic model are set in its processor's files."""
         raise ModelError(
             f"{self.source.name!r} is read by its own processor: set its limits of pixels or tokens in its "
             "preprocessor files, in a copy of the checkpoint's folder"
         )
 
     def check_tensors(self) -> bool:
-        """Return True if the gate found the names of all tensors in the checkpoint: it raises if some are missing."""
+        """Return True if the gate checked the names of all tensors, False if the weights were not on this machine."""
         return bool(self.layout.parity["names"])
 
     def static(self) -> StaticParts:
         return StaticParts(self.layout.hidden_size, None, self.layout.deepstack_levels)
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Count (T, N) by a dry run of the processor on frames of this size; long videos are counted in proportion."""
+        """Count (T, N) by a dry run of the processor on frames of this size.
+
+        T is extrapolated from 32 frames for longer videos.
+
+        Raises:
+            UnsupportedVideo: the processor refuses the video.
+        """
         T, N = _count_tokens(self.source, min(n_frames, _PLAN_FRAMES), height, width)
         return math.ceil(T * max(1.0, n_frames / _PLAN_FRAMES)), N
 
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Raise ModelError: nothing is known about the work of this tower."""
+        """Raise ModelError: the work of this vision tower is unknown."""
         raise ModelError(f"the work of the vision tower of {self.source.name!r} is not known")
 
     def flops(self, n_frames: int, height: int, width: int) -> int | None:
-        """Return None: nothing is known about the work of this tower."""
+        """Return None: the work of this vision tower is unknown."""
         return None
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        layout, (T, N) = self.layout, self.token_counts(n_frames, height, width)
+        """Compute the size in bytes of a video's tokens and deepstack levels in bfloat16; ``evidence`` is ignored."""
+        layout = self.layout
+        T, N = self.token_counts(n_frames, height, width)
         return 2 * T * N * layout.hidden_size * (1 + layout.deepstack_levels)
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> GenericBackbone:
-        """Load all of the model but its language model, and its processor.
+        """Load the whole model except its language model, and its processor.
 
-        Raises ModelError if weights are missing or do not have the shapes of the config.
+        Raises:
+            ModelError: weights are missing or do not have the shapes of the config, or the processor cannot be loaded.
         """
         return GenericBackbone(self, load_model(self.source, runtime, TOWER), self.preprocessor(), runtime, frame_batch)
 
 
 @lru_cache(maxsize=64)
 def _count_tokens(source: ModelSource, n_frames: int, height: int, width: int) -> tuple[int, int]:
-    """Count the visual tokens of a video by running the model's processor on frames without memory: (T, N)."""
+    """Count a video's visual tokens, (T, N), by running the model's processor on frames that take no memory."""
     reader = VideoReader(source, None)
     frames = torch.zeros(1, dtype=torch.uint8, device="cpu").expand(n_frames, 3, height, width)
     inputs, _ = reader.read(frames, plain_video(n_frames, height, width))
@@ -136,21 +146,25 @@ def _count_tokens(source: ModelSource, n_frames: int, height: int, width: int) -
 
 
 def plain_video(n_frames: int, height: int, width: int) -> SampledVideo:
-    """Describe a video whose times nobody knows: two frames a second."""
+    """Describe a video whose times are unknown, as two frames per second."""
     return SampledVideo(height, width, [i / 2 for i in range(n_frames)], None, 2.0, n_frames)
 
 
 class VideoReader:
-    """A model's processor for videos alone: frames in, what the encoder needs out.
+    """A model's processor for a video alone: it turns frames into the inputs of the encoder.
 
     Attributes:
-        config: the configuration of the class that reads videos.
+        config: the config of the class that reads videos.
     """
 
     def __init__(self, source: ModelSource, device: str | None) -> None:
-        """Load the processor; ``device`` is where it resizes frames, None for where the frames are.
+        """Load the processor and render a question about a video.
 
-        Raises ModelError if the processor cannot be loaded, or the chat template takes no video.
+        Args:
+            device: the device on which frames are resized; None keeps them where they are.
+
+        Raises:
+            ModelError: the processor cannot be loaded, or the chat template accepts no video.
         """
         self._processor = load_processor(source)
         _, self.config = source.stock_class()
@@ -162,9 +176,17 @@ class VideoReader:
             raise ModelError(f"{source.name!r} takes no question about a video: {error}") from error
 
     def read(self, frames: Tensor, video: SampledVideo) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        """Prepare frames, [F,3,H,W] uint8; return all that the processor made, and what its video processor made.
+        """Prepare the frames of a video, [F, 3, H, W] uint8.
 
-        Raises TooFewFrames or UnsupportedVideo, with the processor's message, for frames that it refuses.
+        If the processor fails, it is tried again with the first frame repeated 16 times, to find out whether more
+        frames would help. Out of memory, import errors and a broken GPU are passed on unchanged.
+
+        Returns:
+            The processor's output, and the output of its video processor.
+
+        Raises:
+            TooFewFrames: the processor refuses the frames, but accepts more of them.
+            UnsupportedVideo: the processor refuses the frames for another reason; the message has its error.
         """
         try:
             return self._read(frames, video)
@@ -177,33 +199,35 @@ class VideoReader:
         frames, few = frames[:1].expand(_LONG, -1, -1, -1), len(frames) < _LONG
         try:
             self._read(frames, plain_video(_LONG, *frames.shape[2:]))
-        except Exception:  # noqa: BLE001 - more frames do not help
+        except Exception:  # noqa: BLE001 - of any type: more frames do not help
             few = False
         if few:
             raise TooFewFrames(f"{reason}; {count} sampled: sample more, or take a longer clip")
         raise UnsupportedVideo(f"{reason}; {count} of {video.width}x{video.height} pixels: scale or crop the video")
 
     def _read(self, frames: Tensor, video: SampledVideo) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Run a copy of the processor whose video processor is recorded; return both outputs."""
         processor = copy.copy(self._processor)
         processor.video_processor = recorder = Recorder(processor.video_processor)
         inputs = run_processor(processor, self._text, frames, make_metadata(video), self._device)
         return inputs, recorder.output
 
     def replay(self, record: str) -> dict[str, Any]:
-        """Return what the processor makes of the record of a video in place of its frames.
+        """Return what the processor makes from the record of a video instead of its frames.
 
-        Raises ValueError as :func:`gstep.generic.processor.replay`.
+        Raises:
+            ValueError: the record is damaged, or this version of the processor needs more than it has.
         """
         return replay(self._processor, self._text, record)
 
     def count_placeholders(self, inputs: Mapping[str, Any]) -> int:
-        """Count the placeholders of a video in a prompt."""
+        """Return the number of a video's placeholders in a prompt: of the first kind that occurs more than once."""
         counts = [int((inputs["input_ids"] == i).sum()) for i in placeholder_ids(self.config)]
         return next((count for count in counts if count > 1), max(counts, default=0))
 
 
 class GenericBackbone(Backbone):
-    """All of a model but its language model, and its processor."""
+    """A whole model except its language model, and its processor, on one device."""
 
     family: GenericFamily
 
@@ -217,7 +241,7 @@ class GenericBackbone(Backbone):
 
     @property
     def hidden_size(self) -> int:
-        """D, the width of a visual token."""
+        """The hidden size D of a visual token."""
         return self.layout.hidden_size
 
     @torch.no_grad()
@@ -227,17 +251,20 @@ class GenericBackbone(Backbone):
         evidence: Mapping[str, str] = {},
         video: SampledVideo | None = None,
     ) -> VisualTokens:
-        """Encode one video of frames in their source size, [t,H,W,3] uint8, to tokens [T,N,D] in the compute dtype.
+        """Encode one video of frames in their source size, uint8 [t, H, W, 3], to tokens [T, N, D].
 
-        The processor prepares the whole video. Where the gate allows it, a CPU then encodes the steps of time one by
-        one, so that tokens do not depend on the length of the video, and a GPU ``frame_batch`` frames at once.
+        The processor prepares the whole video. If the gate found that the model can encode in pieces, a CPU encodes
+        single steps, so that tokens do not depend on the length of the video, and a GPU ``frame_batch`` frames at once,
+        halved when memory runs out. Tokens have the compute dtype.
 
         Args:
-            video: the facts that the processor writes into prompts, such as times; None for two frames a second.
+            video: the facts that the processor writes into prompts, such as times; None assumes two frames per second.
 
-        Raises ValueError for anything but at least one uint8 frame, ModelError for evidence, which no generic model
-        gives; TooFewFrames or UnsupportedVideo for a video that the processor refuses; torch.OutOfMemoryError if even
-        the smallest piece does not fit.
+        Raises:
+            ValueError: ``frames`` is not uint8 [t, H, W, 3], or has no frame.
+            ModelError: evidence is requested, which no generic model gives.
+            UnsupportedVideo: the processor refuses the video; TooFewFrames if more frames would help.
+            torch.OutOfMemoryError: even the smallest piece does not fit.
         """
         self.family.check_evidence(evidence)
         frames_TCHW = as_frames(frames).permute(0, 3, 1, 2)
@@ -258,8 +285,13 @@ class GenericBackbone(Backbone):
         return self._make_tokens(levels, inputs, output)
 
     def _make_tokens(self, levels: list[Tensor], inputs: dict[str, Any], output: Mapping[str, Any]) -> VisualTokens:
-        """Make the tokens of a video from its rows of features, with the facts that its prompts need."""
-        layout, n_rows = self.layout, len(levels[0])
+        """Make the tokens of a video from its rows of features; ``extra`` gets the processor's record and the tail.
+
+        Raises:
+            ModelError: the rows do not divide into steps, or the processor's output cannot be recorded.
+        """
+        layout = self.layout
+        n_rows = len(levels[0])
         T = count_steps(self._reader.config, inputs, layout.units_per_step, n_rows, layout.tail)
         n = n_rows - layout.tail
         tokens, *deepstack = (level[:n].reshape(T, -1, level.shape[-1]) for level in levels)
@@ -275,7 +307,7 @@ class GenericBackbone(Backbone):
         evidence: Mapping[str, str] = {},
         sampled: Sequence[SampledVideo] | None = None,
     ) -> list[VisualTokens]:
-        """Encode several videos, one by one."""
+        """Encode several videos one by one with :meth:`encode`; return their tokens in order."""
         facts: Sequence[SampledVideo | None] = sampled or [None] * len(videos)
         return [self.encode(frames, evidence, video) for frames, video in zip(videos, facts, strict=True)]
 
@@ -283,14 +315,15 @@ class GenericBackbone(Backbone):
         return self.encode(frames, evidence)
 
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Return nothing: the facts of a video come with its tokens (``VisualTokens.extra``)."""
+        """Return an empty dict: the facts about a video come with its tokens (``VisualTokens.extra``)."""
         return {}
 
 
 def read_tail(extra: Mapping[str, Any], layout: Layout) -> Tensor:
-    """Read the rows behind the last step from the facts of a video, [R,D] bfloat16.
+    """Read the rows behind a video's last step from its ``extra``, [R, D] bfloat16; [0, D] if the layout has none.
 
-    Raises ValueError if they are missing or have another size.
+    Raises:
+        ValueError: the rows are missing or have another size.
     """
     if not layout.tail:
         return torch.empty(0, layout.hidden_size, dtype=torch.bfloat16, device="cpu")

@@ -1,10 +1,10 @@
-"""The check of a generic model before any work: cached tokens must give the result of the stock model.
+"""The gate of the generic family: before any work, it checks that cached tokens give the result of the stock model.
 
-By names: the tensors of both halves of the model are in the checkpoint, with their shapes. By numbers: one reduced
-model (the checkpoint's config with few layers, random weights in bfloat16) reads a short clip, once from pixels and
-once from cached tokens, whose prompt the processor writes from its record. The results must agree, and the same
-comparison must notice a swapped token, a weight of zero and, unless the model's layers use no positions, a shifted
-position. What the numbers show is kept on disk for each class, config and version of transformers.
+By names: the tensors of both halves of the model are in the checkpoint, with their shapes. By numbers: a reduced model
+(the checkpoint's config with few layers, random weights in bfloat16) reads a short clip, once from pixels and once from
+cached tokens, whose prompt the processor writes from its record. The results must agree, and the same comparison must
+notice a swapped token, a weight of zero and, unless the model's layers use no positions, a shifted position. The result
+is stored on disk for each class, config and version of transformers.
 """
 
 from __future__ import annotations
@@ -58,22 +58,24 @@ from gstep.generic.processor import encode_record
 from gstep.generic.reduced import MEMORY_SHARE, build_reduced, free_bytes, remove_head
 from gstep.lazy import repeat_line
 
-_VERSION = 1  # of this check: results of another version are not used
-#: The largest difference of hidden states that counts as equal, as a share of their spread.
+_VERSION = 1  # the version of this check: stored results of another version are not used
+#: The largest difference of results that counts as equal, as a share of their standard deviation.
 TOLERANCE = 0.02
 _FRAMES, _HEIGHT, _WIDTH, _FPS = 8, 112, 168, 1.3
-_ZEROED = 4  # weights that are set to zero, one at a time, until one shows
-#: As TOLERANCE, for a prompt in a batch: padding changes the order of sums, and so their rounding in bfloat16.
+_ZEROED = 4  # the number of weights that are set to zero, one at a time, until one shows
+#: TOLERANCE for a prompt in a batch: padding changes the order of sums, and therefore their rounding in bfloat16.
 BATCH_TOLERANCE = 0.1
 
 
 def check_model(source: ModelSource) -> dict[str, Any]:
-    """Check a model of the generic family, and return what was found out about it: a Layout as JSON values.
+    """Check a model of the generic family, and return what was found: the fields of a Layout as JSON values.
 
-    A result for the same class, config and version of transformers is taken from disk, where there is one. The check
-    says on stderr that it works, since it may take a minute or two.
+    A result for the same class, config and versions is read from disk if there is one, and only the names of other
+    weights are checked then. Otherwise the model is checked, which may take a minute or two, with messages on stderr,
+    and the result is stored. ``parity["names"]`` is False if the weights are not on this machine.
 
-    Raises ModelError if the model cannot be used, with the reason.
+    Raises:
+        ModelError: the model cannot be used, or its own code fails in the check; the message has the reason.
     """
     path = _cache_folder() / f"{_compute_key(source)}.json"
     kept = _read(path)
@@ -87,9 +89,12 @@ def check_model(source: ModelSource) -> dict[str, Any]:
 
 
 def _check(source: ModelSource, kept: dict[str, Any] | None) -> dict[str, Any]:
-    """Check a model's names, and its numbers unless a result is kept; return the result to keep.
+    """Check a model's names, and its numbers unless a stored result is given; return the result to store.
 
-    A model whose weights are not on this machine yet is not listed in it: its names are checked once they are here.
+    The model's identity is added to the result if its names could be checked. Progress is printed to stderr.
+
+    Args:
+        kept: the stored result, which is modified; None if there is none.
     """
     line = f"checking that transformers answers from cached tokens of {source.name} as from its videos"
     start = time.monotonic()
@@ -106,7 +111,7 @@ def _check(source: ModelSource, kept: dict[str, Any] | None) -> dict[str, Any]:
 
 @contextmanager
 def _refusing(source: ModelSource) -> Iterator[None]:
-    """Convert any error in this context to a ModelError, since a model may fail anywhere in its own code."""
+    """Convert any error inside this context to a ModelError, since a model may fail anywhere in its own code."""
     try:
         yield
     except ModelError:
@@ -119,11 +124,14 @@ def _refusing(source: ModelSource) -> Iterator[None]:
 
 
 def check_weights(source: ModelSource) -> tuple[str, str, str]:
-    """Compare the stock model with cached tokens on the checkpoint's own weights, for ``jobs.doctor``.
+    """Compare the stock model with cached tokens on the checkpoint's real weights, for ``jobs.doctor``.
 
-    Where they agree, the result is kept for :func:`check_model`, whose reduced model some configs do not allow.
+    If they agree and :func:`check_model` has no result, this result is stored for it: some configs allow no reduced
+    model.
 
-    Returns (state, what was measured, the remedy): "ok", "wrong", or "unknown" where memory is short.
+    Returns:
+        (state, what was measured, the remedy). The state is "ok", "wrong" (the model cannot be used, with the reason),
+        or "unknown" if the weights are not on this machine or memory is short.
     """
     needed = sum(_file_bytes(source))
     if not needed or needed > MEMORY_SHARE * free_bytes():
@@ -138,7 +146,8 @@ def check_weights(source: ModelSource) -> tuple[str, str, str]:
             layout = compare(source, model).to_json()
     except ModelError as error:
         return "wrong", str(error), ""
-    path, parity = _cache_folder() / f"{_compute_key(source)}.json", layout["parity"]
+    path = _cache_folder() / f"{_compute_key(source)}.json"
+    parity = layout["parity"]
     if _read(path) is None:
         parity |= {"weights": source.identity, "names": True}
         _write(path, {"layout": layout, "identities": [source.identity]})
@@ -150,11 +159,12 @@ def check_weights(source: ModelSource) -> tuple[str, str, str]:
 
 
 def _check_names(source: ModelSource) -> bool:
-    """Check that the checkpoint has the tensors of both halves; False if its weights are not on this machine.
+    """Check that the checkpoint has the tensors of both halves; return False if its weights are not on this machine.
 
-    transformers reads the names and shapes on the meta device, under its own rules for renamed weights.
+    transformers compares names and shapes on the meta device, with its own rules for renamed weights.
 
-    Raises ModelError, with some names, if tensors are missing or have another shape.
+    Raises:
+        ModelError: tensors are missing or have another shape; the message has some names.
     """
     if not source.weight_files or not all(_file_bytes(source)):
         return False
@@ -164,7 +174,7 @@ def _check_names(source: ModelSource) -> bool:
 
 
 def _file_bytes(source: ModelSource) -> Iterator[int]:
-    """Yield the size of each weight file on this machine; 0 for a file that is not there."""
+    """Yield the size of each weight file in bytes; 0 for a file that is not on this machine."""
     for filename in source.weight_files:
         path = source.files.find_local(filename)
         yield 0 if path is None else path.stat().st_size
@@ -174,21 +184,27 @@ def _file_bytes(source: ModelSource) -> Iterator[int]:
 
 
 def _check_numbers(source: ModelSource) -> dict[str, Any]:
-    """Compare a reduced model's result from pixels with its result from cached tokens; return the layout as JSON.
+    """Compare a reduced model's results from pixels and from cached tokens; return the layout as JSON values.
 
-    Raises ModelError if they differ, if the comparison is blind, or if the config cannot be reduced.
+    Raises:
+        ModelError: the results differ, the comparison is blind, or the config cannot be reduced.
     """
     return compare(source, build_reduced(source)).to_json()
 
 
 @torch.no_grad()
 def compare(source: ModelSource, model: Any) -> Layout:
-    """Compare a model's result from pixels with its result from cached tokens, all kept.
+    """Compare a model's result from the pixels of a short clip with its result from cached tokens, all kept.
 
     Args:
-        model: the whole model, or a reduced one, on the CPU.
+        model: the whole model, or a reduced one, on the CPU. Some weights are set to zero in between and restored.
 
-    Raises ModelError if they differ, or if a wrong token, position or weight does not show.
+    Returns:
+        The layout of the model, with the measurements in ``parity``.
+
+    Raises:
+        ModelError: the results differ by more than TOLERANCE, or a wrong token, position or weight does not show; or
+            the model's tokens, steps or prompts have a form that is not supported.
     """
     modality, method = find_encoder(model)
     reader = VideoReader(source, None)
@@ -199,8 +215,8 @@ def compare(source: ModelSource, model: Any) -> Layout:
         return flatten_features(make_features(method, inputs)), count_units(inputs)
 
     together, tail, units = find_dependence(encode, frames)
-    made, recorded = reader.read(frames, video)
-    inputs = move(made, "cpu", torch.bfloat16)
+    processed, recorded = reader.read(frames, video)
+    inputs = move(processed, "cpu", torch.bfloat16)
     output = make_features(method, inputs)
     levels = flatten_features(output)
     layout = Layout(
@@ -217,7 +233,7 @@ def compare(source: ModelSource, model: Any) -> Layout:
     _check_steps(source, reader, model.config, layout, frames, len(levels[0]))
     stock = model(**forward_inputs(model, inputs)).logits
     replayed = reader.replay(encode_record(recorded))
-    _check_replay(source, made, replayed)
+    _check_replay(source, processed, replayed)
     prompt = _make_prompt(model, replayed, len(levels[0]))
     layout = replace(layout, axes=3 if prompt["position_ids"].ndim == 3 else 1)
 
@@ -259,8 +275,8 @@ def compare(source: ModelSource, model: Any) -> Layout:
 def _check_steps(
     source: ModelSource, reader: VideoReader, config: Any, layout: Layout, frames: Tensor, n_rows: int
 ) -> None:
-    """Raise ModelError unless the counted steps of time are those of the frames that are encoded together."""
-    if layout.frames_per_step == _FRAMES:  # all frames see each other: the processor alone says what a step is
+    """Raise ModelError unless the steps counted from prompts match the frames that are encoded together."""
+    if layout.frames_per_step == _FRAMES:  # frames attend to each other: only the processor defines a step
         return
     for n_frames in (_FRAMES, _FRAMES - 3):
         _, video = _make_clip(n_frames)
@@ -286,15 +302,22 @@ def _check_replay(source: ModelSource, made: Mapping[str, Any], replayed: Mappin
 
 
 def _make_clip(n_frames: int = _FRAMES) -> tuple[Tensor, SampledVideo]:
-    """Make the clip of the check: noise, [F,3,H,W] uint8."""
+    """Make the clip of the check: seeded noise, [F, 3, H, W] uint8, and its times."""
     noise = torch.Generator().manual_seed(0)
     frames = torch.randint(0, 256, (n_frames, 3, _HEIGHT, _WIDTH), generator=noise, dtype=torch.uint8, device="cpu")
-    # An uneven rate, since positions of some models are fractions of times.
+    # An uneven rate, since the positions in some models are fractions of times.
     return frames, SampledVideo(_HEIGHT, _WIDTH, [i / _FPS for i in range(n_frames)], None, _FPS, n_frames)
 
 
 def _make_prompt(model: Any, inputs: Mapping[str, Any], n_rows: int) -> dict[str, Any]:
-    """Make the inputs of ``forward`` for the whole prompt, as for a cached video of which all tokens are kept."""
+    """Make the inputs of ``forward`` for the prompt of a cached video whose tokens are all kept.
+
+    Returns:
+        The inputs with a value per token, ``attention_mask``, and original ``position_ids``.
+
+    Raises:
+        ModelError: no placeholder occurs ``n_rows`` times.
+    """
     ids = inputs["input_ids"]
     find_placeholders(model.config, ids, n_rows)
     prompt = token_columns(model, dict(inputs))
@@ -306,7 +329,14 @@ def _make_prompt(model: Any, inputs: Mapping[str, Any], n_rows: int) -> dict[str
 def _measure_sensitivity(
     model: Any, run: Any, levels: Sequence[Tensor], prompt: Mapping[str, Any], stock: Tensor
 ) -> dict[str, float]:
-    """Measure how much a swapped token, a shifted position and weights of zero change the result."""
+    """Measure how much a swapped token, a shifted position and a zeroed weight change the result: name -> difference.
+
+    Up to four of the decoder's largest matrices are zeroed in turn, until one shows, and restored.
+
+    Args:
+        run: maps features and changed inputs to logits.
+        stock: the logits from pixels.
+    """
     order = torch.arange(len(levels[0]))
     order[[0, len(order) // 2]] = order[[len(order) // 2, 0]]
     shifted = prompt["position_ids"].clone()
@@ -315,7 +345,7 @@ def _measure_sensitivity(
         "swapped token": _difference(run([level[order] for level in levels]), stock),
         "shifted position": _difference(run(levels, position_ids=shifted), stock),
     }
-    named = model.get_decoder().named_parameters()  # neither every expert nor every index of attention is used
+    named = model.get_decoder().named_parameters()  # not every expert and attention index is used
     unused = ("embed", "expert", "indexer")
     weights = [w for n, w in named if w.ndim == 2 and not any(word in n for word in unused)]
     noticed["zeroed weight"] = 0.0
@@ -330,13 +360,17 @@ def _measure_sensitivity(
 
 
 def encodes_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Tensor], layout: Layout) -> bool:
-    """Return True if the steps of a video, encoded one by one, have the features of the whole video, ``levels``."""
+    """Return True if the steps of a video, encoded one by one, give the features of the whole video, ``levels``.
+
+    False also if the inputs cannot be split, or the encoder fails on pieces.
+    """
     if len(split_inputs(inputs, max(1, round(layout.units_per_step)))) == 1:
         return False
-    one_by_one, whole = replace(layout, in_pieces=True), levels[0]
+    one_by_one = replace(layout, in_pieces=True)
+    whole = levels[0]
     try:
         rows = encode_pieces(method, inputs, one_by_one, 1, whole.device, whole.dtype)
-    except Exception:  # noqa: BLE001 - of any type: the encoder does not take such pieces
+    except Exception:  # noqa: BLE001 - of any type: the encoder does not accept such pieces
         return False
     return all(
         a.shape == b.shape and _difference(a, b) <= TOLERANCE * float(b.float().std())
@@ -347,7 +381,10 @@ def encodes_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Tens
 def _answers_in_batches(
     model: Any, levels: Sequence[Tensor], prompt: Mapping[str, Any], layout: Layout, stock: Tensor, scale: float
 ) -> bool:
-    """Return True if two prompts of different videos and lengths have the results of the prompts alone in a batch."""
+    """Return True if two prompts of different videos and lengths give the same results in a batch as alone.
+
+    False also if the model fails on the batch.
+    """
     longer = {name: torch.cat([value[..., -3:], value], dim=-1) for name, value in prompt.items()}
     padded = {name: torch.cat([torch.zeros_like(value[..., :3]), value], dim=-1) for name, value in prompt.items()}
     padded["input_ids"][:, :3] = prompt["input_ids"][:, :1]
@@ -357,25 +394,25 @@ def _answers_in_batches(
         alone = model(**longer, mm_encoder_outputs=wrap_features([[level] for level in others], layout)).logits
         outputs = wrap_features([list(pair) for pair in zip(others, levels, strict=True)], layout)
         result = model(**batch, mm_encoder_outputs=outputs).logits
-    except Exception:  # noqa: BLE001 - of any type: the model takes no such batches
+    except Exception:  # noqa: BLE001 - of any type: the model does not accept such batches
         return False
     differences = [_difference(result[:1], alone), _difference(result[1:, 3:], stock)]
     return max(differences) <= BATCH_TOLERANCE * scale
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference of two results; infinity for another shape or values that are no numbers."""
+    """Return the largest absolute difference of two results; infinity if shapes differ or a value is NaN."""
     if a.shape != b.shape:
         return float("inf")
     difference = float((a.float() - b.float()).abs().max())
     return difference if difference == difference else float("inf")  # noqa: PLR0124 - NaN
 
 
-# ---- what is kept
+# ---- stored results
 
 
 def _cache_folder() -> Path:
-    """Return the folder of kept results, in the user's cache folder or among temporary files."""
+    """Return the folder of stored results in the user's cache folder (without a home, the temporary folder)."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # a user without a home
@@ -384,7 +421,7 @@ def _cache_folder() -> Path:
 
 
 def _compute_key(source: ModelSource) -> str:
-    """Compute the key of a kept result: class, config, processor files, and versions."""
+    """Compute the key of a stored result: a hash of class, config, processor and prompt files, code, and versions."""
     content = {
         "check": [_VERSION, version("transformers"), version("torch")],
         "code": hashlib.sha256(
@@ -399,7 +436,7 @@ def _compute_key(source: ModelSource) -> str:
 
 
 def _hash_file(source: ModelSource, filename: str) -> str | None:
-    """Hash a small file of a checkpoint; None if it has none."""
+    """Return the SHA-256 of a checkpoint's small file, as hex; None if it has no such file."""
     path = source.files.find(filename)
     return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -409,7 +446,7 @@ _MODULES = ("gate", "family", "halves", "layout", "model", "processor", "reduced
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Read a kept result; None if there is none, or it is damaged."""
+    """Read a stored result; None if there is none, or it is damaged."""
     try:
         kept = json.loads(path.read_text())
         Layout(**kept["layout"])
@@ -419,7 +456,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, kept: Mapping[str, Any]) -> None:
-    """Keep a result; a disk that cannot be written only costs the next run its time."""
+    """Store a result; if the disk cannot be written, only print a message, since the next run can check again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}-{time.time_ns()}")

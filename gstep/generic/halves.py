@@ -1,4 +1,4 @@
-"""The model class of a checkpoint, and models with a half of its weights: the tower, or the language model."""
+"""The model class of a checkpoint, and models with half of its weights: the vision tower, or the language model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ WHOLE, TOWER, LLM = "whole", "tower", "llm"
 
 
 def load_model(source: ModelSource, runtime: Runtime, part: str = WHOLE) -> Any:
-    """Load a model in eval mode: all of it (WHOLE), all but the language model (TOWER), or the language model (LLM).
+    """Load a model in eval mode, onto the runtime's device, whole or half.
 
-    Parts that are left out are empty modules: their tensors are neither allocated nor read. On the device "meta" only
+    The modules that are left out are empty: their tensors are neither allocated nor read. On the device "meta", only
     names and shapes are read.
 
-    Raises ModelError if weights are missing, quantized or of another shape.
+    Args:
+        part: WHOLE; TOWER, all but the language model; or LLM, the language model.
+
+    Raises:
+        ModelError: weights are missing, quantized or of another shape, or transformers cannot load the model.
     """
     refuse_quantized(source.name, source.config)
     cls, config = _part_class(source, part)
@@ -35,16 +39,16 @@ def load_model(source: ModelSource, runtime: Runtime, part: str = WHOLE) -> Any:
         "use_safetensors": True,
         "trust_remote_code": False,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # named below, with the missing ones
+        "ignore_mismatched_sizes": True,  # reported below, with the missing ones
     }
-    if runtime.attn_implementation != "sdpa":  # the default, where a model has it
+    if runtime.attn_implementation != "sdpa":  # sdpa is the default of models that support it
         options["attn_implementation"] = runtime.attn_implementation
     if runtime.device == "meta":
         options["device_map"] = "meta"
     try:
         with _silence_loading():
             model, info = cls.from_pretrained(name, revision=revision, **options)
-    except Exception as error:  # of any type: whatever transformers does with these files
+    except Exception as error:  # of any type that transformers raises for these files
         raise ModelError(
             f"{source.name!r}: transformers does not load {cls.__name__} ({type(error).__name__}: {error})"
         ) from error
@@ -54,10 +58,11 @@ def load_model(source: ModelSource, runtime: Runtime, part: str = WHOLE) -> Any:
 
 @contextmanager
 def _silence_loading() -> Iterator[None]:
-    """Hide transformers' progress bars and its report of tensors: what is missing is an error here."""
+    """Hide transformers' progress bars and its report of tensors in this context; missing tensors are an error here."""
     from transformers.utils import logging  # noqa: PLC0415 - takes seconds
 
-    was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    was_shown = logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
@@ -69,7 +74,7 @@ def _silence_loading() -> Iterator[None]:
 
 
 def _refuse_missing(name: str, info: dict[str, Any]) -> None:
-    """Raise ModelError for weights that ``from_pretrained`` did not find, which it would leave random."""
+    """Raise ModelError for weights that ``from_pretrained`` did not find or could not use; they would be random."""
     keys = sorted({str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])})
     if keys:
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
@@ -79,7 +84,10 @@ def _refuse_missing(name: str, info: dict[str, Any]) -> None:
 
 
 def _part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
-    """Make the class of a part of a model, and return it with its config."""
+    """Return the class that builds a part of a model, and its config.
+
+    A half is a subclass of the stock class that empties modules in ``__init__``.
+    """
     stock: Any
     stock, config = source.stock_class()
     if part == WHOLE:
@@ -90,14 +98,19 @@ def _part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
             super().__init__(config, *args, **options)
             _leave_out(self, part)
 
-    # Names on disk are converted for classes of transformers alone, and transformers tells them by their module.
+    # transformers converts names on disk only for its own classes, which it recognizes by their module.
     Half.__name__, Half.__qualname__, Half.__module__ = stock.__name__, stock.__qualname__, stock.__module__
     return Half, config
 
 
 def _leave_out(model: Any, part: str) -> None:
-    """Replace the modules of a model that its ``part`` does not need by empty ones."""
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    """Replace the modules that ``part`` of a model does not need by empty ones, in place.
+
+    The TOWER has no language model, output layer and audio encoder; its tied weights are forgotten. The LLM has only
+    the modules on the way to the language model and the output layer.
+    """
+    decoder = model.get_decoder()
+    head = model.get_output_embeddings()
     if part == TOWER:
         model.all_tied_weights_keys = {}
         whole = {id(model), id(model.base_model)}
@@ -111,7 +124,7 @@ def _leave_out(model: Any, part: str) -> None:
 
 
 def _empty(model: nn.Module, ids: set[int]) -> None:
-    """Replace the modules with these ids by empty ones."""
+    """Replace the modules of a model with these ids (of ``id()``) by empty ones, in place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in ids:
@@ -119,9 +132,12 @@ def _empty(model: nn.Module, ids: set[int]) -> None:
 
 
 def find_encoder(model: Any) -> tuple[str, Callable[..., Any]]:
-    """Return the modality under which a model takes the features of a video, and the method that makes them.
+    """Return the modality under which a model accepts features of a video, and the method that makes them.
 
-    Raises ModelError for a model that makes no features of videos, or does not take them back.
+    The modality is "video", or "image" for a model that only has ``get_image_features``.
+
+    Raises:
+        ModelError: the model makes no features, or its forward has no ``mm_encoder_outputs``.
     """
     if "mm_encoder_outputs" in inspect.signature(model.forward).parameters:
         for modality in ("video", "image"):
@@ -133,9 +149,10 @@ def find_encoder(model: Any) -> tuple[str, Callable[..., Any]]:
 
 
 def make_features(method: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-    """Run a model's own encoder on what its processor made of a video.
+    """Run a model's own encoder on the inputs that its signature names; return its output, a ModelOutput.
 
-    Raises ModelError if the processor does not make what the encoder needs, or the encoder reads the question.
+    Raises:
+        ModelError: the processor did not make an input that the encoder needs, or the encoder reads the question.
     """
     names = inspect.signature(method).parameters
     pixels = {key: value for key, value in inputs.items() if key in names}
@@ -148,20 +165,20 @@ def make_features(method: Callable[..., Any], inputs: dict[str, Any]) -> Any:
 
 
 def forward_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Choose the inputs that a model's ``forward`` takes: a processor makes more."""
+    """Return the inputs that a model's ``forward`` accepts; a processor makes more."""
     names = inspect.signature(model.forward).parameters
     return {key: value for key, value in inputs.items() if key in names}
 
 
 def token_columns(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Choose the inputs of a model's ``forward`` that have a value for each token of the prompt, [1,L] each."""
+    """Return the inputs of a model's ``forward`` that have a value for each token of the prompt, [1, L] each."""
     shape = inputs["input_ids"].shape
     taken = forward_inputs(model, inputs).items()
     return {key: value for key, value in taken if isinstance(value, Tensor) and value.shape == shape}
 
 
 def move(inputs: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
-    """Move the tensors of a processor's output to a device, the floating-point ones in ``dtype``."""
+    """Move the tensors of a processor's output to a device; cast floating-point ones of several axes to ``dtype``."""
     return {
         key: value.to(device, dtype if value.is_floating_point() and value.ndim > 1 else None)
         if isinstance(value, Tensor)
@@ -172,7 +189,7 @@ def move(inputs: dict[str, Any], device: torch.device | str, dtype: torch.dtype)
 
 @contextmanager
 def replace_method(model: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one object within this context, and restore what was there on exit."""
+    """Replace a method of one object inside this context; at its end, the original is restored."""
     before = vars(model).get(name)
     setattr(model, name, method)
     try:
@@ -185,35 +202,38 @@ def replace_method(model: Any, name: str, method: Callable[..., Any]) -> Iterato
 
 @contextmanager
 def keep_positions(model: Any) -> Iterator[None]:
-    """Let the positions that ``generate`` gets reach ``forward`` within this context.
+    """Make the model's ``generate`` pass its ``position_ids`` on to ``forward`` inside this context.
 
-    Some classes (EXAONE 4.5, HyperCLOVA X) drop them for positions that count the tokens of the prompt, which would
-    renumber a pruned prompt.
+    Some classes (EXAONE 4.5, HyperCLOVA X) replace them by positions that count the tokens, which would renumber a
+    pruned prompt.
     """
     stock = model.prepare_inputs_for_generation
 
     @wraps(stock)
     def prepare(*args: Any, **options: Any) -> dict[str, Any]:
-        made: dict[str, Any] = stock(*args, **options)
-        positions, ids = options.get("position_ids"), made.get("input_ids")
-        if made.get("position_ids") is None and positions is not None and ids is not None:
-            made["position_ids"] = positions[..., -ids.shape[1] :].to(ids.device)
-        return made
+        """Call the stock method; restore the positions of the new tokens if it dropped them."""
+        inputs: dict[str, Any] = stock(*args, **options)
+        positions = options.get("position_ids")
+        ids = inputs.get("input_ids")
+        if inputs.get("position_ids") is None and positions is not None and ids is not None:
+            inputs["position_ids"] = positions[..., -ids.shape[1] :].to(ids.device)
+        return inputs
 
     with replace_method(model, "prepare_inputs_for_generation", prepare):
         yield
 
 
 def build_shell(source: ModelSource) -> Any:
-    """Build the whole model on the meta device: its rules, without weights.
+    """Build the whole model on the meta device: its rules for positions, without weights.
 
-    Raises ModelError if config.json does not make a model.
+    Raises:
+        ModelError: config.json does not make a model.
     """
     cls, config = source.stock_class()
     try:
         with torch.device("meta"):
             return cls._from_config(config, dtype=torch.float32).eval()
-    except Exception as error:  # of any type: what a class does with a wrong setting
+    except Exception as error:  # of any type that a class raises for a wrong setting
         raise ModelError(
             f"{source.name!r}: config.json makes no {cls.__name__} ({type(error).__name__}: {error})"
         ) from error

@@ -1,6 +1,7 @@
 """How the rows of a video's features depend on its frames, and which columns of a prompt they fill.
 
-Shapes: F frames, T steps of time (frames, or groups of frames), N tokens a step, D width, R rows behind the last step.
+Shapes: F frames, T steps of time (frames, or groups of frames), N tokens per step, D hidden size, R rows behind the
+last step (the tail).
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from gstep.generic.halves import make_features, move
 
 @dataclass(frozen=True)
 class Layout:
-    """What the gate found out about a model: facts that are needed before its weights are loaded. JSON values.
+    """What the gate found about a model: facts that are needed before its weights are loaded. JSON values.
 
     Attributes:
         hidden_size: D.
         deepstack_levels: the number of further vectors of each token.
-        modality: "video" or "image", under which the model takes features.
-        stacked: whether its features of a video are one tensor [1,rows,D] instead of a list of [rows,D].
-        frames_per_step: frames that are encoded together.
-        tail: R, rows behind the last frame's that depend on no frame (LLaVA-OneVision's newline).
-        units_per_step: the processor's units of time (:func:`count_units`) of a step.
-        axes: the numbers of a position: 1, or 3 (time, height, width).
-        in_pieces: whether a video may be encoded in pieces of whole steps.
-        in_batches: whether a batch of prompts gives the logits of single prompts.
-        parity: how the gate showed that cached tokens give the stock model's logits.
+        modality: "video" or "image", the key under which the model accepts features.
+        stacked: True if its features of a video are one tensor [1, rows, D] instead of a list of [rows, D].
+        frames_per_step: the number of frames that are encoded together.
+        tail: R, the number of rows behind the last step that depend on no frame (LLaVA-OneVision's newline).
+        units_per_step: the number of the processor's units of time (:func:`count_units`) in a step.
+        axes: the number of axes of a position: 1, or 3 (time, height, width).
+        in_pieces: True if a video may be encoded in pieces of whole steps.
+        in_batches: True if a batch of prompts gives the logits of single prompts.
+        parity: what the gate measured to show that cached tokens give the stock model's logits.
     """
 
     hidden_size: int
@@ -57,7 +58,8 @@ class Layout:
     def of(cls, source: ModelSource) -> Layout:
         """Return the layout that the gate attached to a model.
 
-        Raises ModelError if the model was resolved without the gate.
+        Raises:
+            ModelError: the model was resolved without the gate.
         """
         if source.layout is None:
             raise ModelError(f"{source.name!r} was resolved without its check (ModelSource.resolve(..., gate=True))")
@@ -65,25 +67,30 @@ class Layout:
 
 
 def flatten_features(output: Any) -> list[Tensor]:
-    """Flatten an encoder's output to rows [rows,D]: of tokens, and of each deepstack level."""
+    """Flatten an encoder's output to rows [rows, D]: those of the tokens, then those of each deepstack level."""
     levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
     return [torch.cat([part.flatten(0, -2) for part in level]) for level in levels]
 
 
 def count_units(inputs: Mapping[str, Any]) -> int:
-    """Count the units of time of a video in a processor's output: of its grids, or frames of pixels."""
+    """Count the units of time of a video in a processor's output: T of its grids, or otherwise its frames of pixels.
+
+    Raises:
+        ModelError: the output has neither a grid nor pixels.
+    """
     if (grid := inputs.get("video_grid_thw")) is not None:
         return int(grid[:, 0].sum())
     _, pixels = find_pixels(inputs)
     if pixels.ndim == 4 and len(pixels) == 1 and (metadata := inputs.get("video_metadata")):
-        return len(metadata[0].frames_indices)  # one row of the patches of all frames (MiniCPM)
+        return len(metadata[0].frames_indices)  # one row has the patches of all frames (MiniCPM)
     return int(pixels.shape[pixels.ndim == 5])
 
 
 def find_pixels(inputs: Mapping[str, Any]) -> tuple[str, Tensor]:
-    """Find the pixels in a processor's output: (name, values).
+    """Return (name, values) of the first ``pixel_values...`` tensor in a processor's output.
 
-    Raises ModelError for a processor that makes none.
+    Raises:
+        ModelError: there is none.
     """
     for name, value in inputs.items():
         if name.startswith("pixel_values") and isinstance(value, Tensor):
@@ -92,12 +99,19 @@ def find_pixels(inputs: Mapping[str, Any]) -> tuple[str, Tensor]:
 
 
 def count_steps(config: Any, inputs: Mapping[str, Any], units_per_step: float, n_rows: int, tail: int) -> int:
-    """Count T: the runs of placeholders in a prompt, or what the processor says of the video's length.
+    """Count the steps T of a video: the runs of placeholders in its prompt, or its units of time in steps.
 
-    Raises ModelError if the rows of features do not divide into the steps.
+    Runs count only if they are of equal length and not more than the units.
+
+    Args:
+        n_rows: the number of rows of features, including the ``tail``.
+
+    Raises:
+        ModelError: no placeholder occurs ``n_rows`` times, or the rows do not divide into the steps.
     """
-    steps, units = _count_runs(find_placeholders(config, inputs["input_ids"], n_rows)[0]), count_units(inputs)
-    if not 0 < steps <= units:  # more runs than units are parts of frames
+    steps = _count_runs(find_placeholders(config, inputs["input_ids"], n_rows)[0])
+    units = count_units(inputs)
+    if not 0 < steps <= units:  # more runs than units: the runs are not whole frames
         steps = max(1, math.ceil(units / units_per_step))
     if (n_rows - tail) % steps:
         raise ModelError(f"{n_rows - tail} rows of features do not divide into {steps} steps of time")
@@ -105,30 +119,34 @@ def count_steps(config: Any, inputs: Mapping[str, Any], units_per_step: float, n
 
 
 def _count_runs(mask_L: Tensor) -> int:
-    """Count the runs of placeholders in a prompt, if there are several and all have one length; 0 otherwise."""
+    """Count the runs of True in a prompt's mask, if there are several of equal length; 0 otherwise."""
     _, lengths = torch.unique_consecutive(mask_L, return_counts=True)
     lengths = lengths[0 if mask_L[0] else 1 :: 2]
     return len(lengths) if len(lengths) > 1 and len(lengths.unique()) == 1 else 0
 
 
 def list_separators(config: Any, input_ids: Tensor) -> list[tuple[int, ...]]:
-    """List the texts between the runs of placeholders in a prompt, [1,L], as token ids."""
+    """List the texts between the placeholders in a prompt, [1, L], as token ids.
+
+    The placeholder is the one that occurs most often; adjacent placeholders have no text between them.
+    """
     mask = max((input_ids[0] == i for i in placeholder_ids(config)), key=lambda mask: int(mask.sum()))
-    places = mask.nonzero()[:, 0].tolist()
+    columns = mask.nonzero()[:, 0].tolist()
     ids = input_ids[0].tolist()
-    return [tuple(ids[a + 1 : b]) for a, b in itertools.pairwise(places) if b > a + 1]
+    return [tuple(ids[a + 1 : b]) for a, b in itertools.pairwise(columns) if b > a + 1]
 
 
 def placeholder_ids(config: Any) -> list[int]:
-    """List the ids of a model's placeholders of videos and images, those of videos first."""
+    """List the ids of a model's placeholders for videos and images, without repetitions, those for videos first."""
     values = [getattr(config, f"{kind}_token_{end}", None) for kind in ("video", "image") for end in ("id", "index")]
     return list(dict.fromkeys(value for value in values if isinstance(value, int)))
 
 
 def find_placeholders(config: Any, input_ids: Tensor, n_rows: int) -> Tensor:
-    """Find the places of a video's ``n_rows`` rows in a prompt, [1,L] bool: the special token that occurs as often.
+    """Return the mask, [1, L] bool, of the first placeholder (of videos, then images) that occurs ``n_rows`` times.
 
-    Raises ModelError if no placeholder occurs ``n_rows`` times.
+    Raises:
+        ModelError: no placeholder occurs ``n_rows`` times.
     """
     masks = [input_ids == i for i in placeholder_ids(config)]
     for mask in masks:
@@ -139,7 +157,7 @@ def find_placeholders(config: Any, input_ids: Tensor, n_rows: int) -> Tensor:
 
 
 def locate_units(inputs: Mapping[str, Any]) -> tuple[int, int]:
-    """Locate the units of time in the pixels of one video: (axis, entries of a unit along it)."""
+    """Return the axis of time in the pixels of one video, and the number of entries of a unit along it."""
     _, pixels = find_pixels(inputs)
     if inputs.get("video_grid_thw") is None:
         return int(pixels.ndim == 5), 1
@@ -147,11 +165,13 @@ def locate_units(inputs: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def split_inputs(inputs: Mapping[str, Any], units: int) -> list[dict[str, Any]]:
-    """Split a processor's output for one video into pieces of ``units`` units of time; pixels are cut, never frames.
+    """Split a processor's output for one video into pieces of ``units`` units of time; the last may be shorter.
 
-    The last piece may be shorter. Returns a single piece if the output has no form that can be cut.
+    Pixels, other tensors of the same length, the grid and frame counts are split; other values are shared. The result
+    is a single copy if the video is not longer, or its pixels have no known form.
     """
-    grid, (name, pixels) = inputs.get("video_grid_thw"), find_pixels(inputs)
+    grid = inputs.get("video_grid_thw")
+    name, pixels = find_pixels(inputs)
     total = count_units(inputs)
     axis, rows = locate_units(inputs)
     if total <= units or pixels.shape[axis] != total * rows or (grid is not None and len(grid) > 1):
@@ -166,7 +186,7 @@ def split_inputs(inputs: Mapping[str, Any], units: int) -> list[dict[str, Any]]:
             if (key == name or is_timed) and value.shape[:axis] == lead and key not in ("input_ids", "attention_mask"):
                 piece[key] = value.narrow(axis, start * rows, (end - start) * rows)
             elif "frames" in key and isinstance(value, Tensor) and value.numel() == 1 and int(value) == total:
-                piece[key] = torch.full_like(value, end - start)  # of other numbers one may be equal by chance
+                piece[key] = torch.full_like(value, end - start)  # other numbers might be equal by chance
         if grid is not None:
             piece["video_grid_thw"] = torch.cat([torch.full_like(grid[:, :1], end - start), grid[:, 1:]], dim=1)
         pieces.append(piece)
@@ -183,9 +203,11 @@ def encode_pieces(
 ) -> list[Tensor]:
     """Encode a processor's output for one video; return the rows of tokens and of each deepstack level.
 
+    If the layout does not allow pieces, the video is encoded at once. Of the tail, only that of the last piece is kept.
+
     Args:
         method: the model's own encoder.
-        steps: steps of time to encode at once, where the layout allows pieces.
+        steps: the number of steps to encode at once.
         device, dtype: those of the encoder, to which each piece is moved.
     """
     units = max(1, round(steps * layout.units_per_step)) if layout.in_pieces else count_units(inputs)
@@ -199,15 +221,19 @@ def encode_pieces(
 
 
 def find_dependence(encode: Callable[[Tensor], tuple[list[Tensor], float]], frames: Tensor) -> tuple[int, int, float]:
-    """Find the frames behind each row of features: change one frame at a time, and look which rows change.
+    """Find the frames behind each row of features, by changing one frame at a time and comparing the rows.
 
     Args:
-        encode: maps frames, [F,3,H,W] uint8, to the rows of features of each level, and the processor's units of time.
+        encode: maps frames, [F, 3, H, W] uint8, to the rows of features of each level, and the processor's units of
+            time.
         frames: the frames to change; F should be a multiple of the frames that may be encoded together.
 
-    Returns (frames encoded together, rows behind the last frame's, units of time of a step).
+    Returns:
+        (frames encoded together, rows behind the last step, units of time per step).
 
-    Raises ModelError if rows mix frames in another way than in groups of consecutive frames.
+    Raises:
+        ModelError: rows depend on anything but one group of consecutive frames each, or their number depends on the
+            pixels.
     """
     n = len(frames)
     (base, *_), units = encode(frames)
@@ -223,7 +249,7 @@ def find_dependence(encode: Callable[[Tensor], tuple[list[Tensor], float]], fram
     if not touched.any():
         raise ModelError("the features of this model do not depend on the frames")
     last = int(touched.nonzero().max())
-    tail = len(base) - 1 - last if touched[:last].all() else 0  # constant rows between the frames are of the frames
+    tail = len(base) - 1 - last if touched[:last].all() else 0  # constant rows between frames belong to the frames
     steps = len({tuple(row.tolist()) for row in changed})
     block = torch.arange(len(base)) // max(1, (len(base) - tail) // steps)
     if n % steps or any((changed[i] & (block != i // (n // steps))).any() for i in range(n)):
@@ -237,26 +263,29 @@ def find_dependence(encode: Callable[[Tensor], tuple[list[Tensor], float]], fram
 def probe_units(
     encode: Callable[[Mapping[str, Any]], list[Tensor]], inputs: Mapping[str, Any], base: Tensor
 ) -> tuple[int, int]:
-    """Find the steps of a video whose frames are not there: change the pixels of its first and last unit of time.
+    """Find the steps of a video without its frames, by changing the pixels of its first and last unit of time.
 
-    :func:`find_dependence` knows more, but needs the frames.
+    :func:`find_dependence` finds more, but needs the frames.
 
     Args:
         encode: maps a processor's output to the rows of features of each level.
         inputs: the processor's output for the video.
         base: its rows of features.
 
-    Returns (T, rows behind the last step). T is 1 if every frame changes every row.
+    Returns:
+        (T, rows behind the last step). T is 1 if every frame changes every row.
 
-    Raises ModelError if rows mix frames in another way.
+    Raises:
+        ModelError: rows mix frames in another way, or do not depend on them.
     """
     name, pixels = find_pixels(inputs)
-    (axis, entries), units = locate_units(inputs), count_units(inputs)
+    axis, entries = locate_units(inputs)
+    units = count_units(inputs)
     if pixels.shape[axis] != units * entries:  # all patches are in one row (MiniCPM): the metadata counts the frames
         return units, 0
 
     def change(start: int, count: int) -> Tensor:
-        """Find the rows that change with some units of time, [rows] bool."""
+        """Replace ``count`` units of time by noise; return which rows change, [rows] bool."""
         other = pixels.clone()
         part = other.narrow(axis, start * entries, count * entries)
         noise = torch.rand(part.shape, generator=torch.Generator().manual_seed(0), device="cpu")
@@ -267,7 +296,8 @@ def probe_units(
     if not all(rows.any() for rows in changed):
         raise ModelError("the features of this model do not depend on the frames")
     first_end = int(changed[0].nonzero().max()) + 1
-    last, last_end = int(changed[1].nonzero().min()), int(changed[1].nonzero().max()) + 1
+    last = int(changed[1].nonzero().min())
+    last_end = int(changed[1].nonzero().max()) + 1
     tail = len(base) - last_end if change(0, units)[:last_end].all() else 0  # as in find_dependence
     n_rows = len(base) - tail
     if first_end > n_rows - last or n_rows % (n_rows - last):
@@ -279,37 +309,43 @@ def probe_units(
 
 
 def keep_columns(mask_L: Tensor, rows: Tensor) -> Tensor:
-    """Choose the columns of a prompt that stay, [L] bool: all but the placeholders of rows that are not in ``rows``."""
+    """Mark the columns of a prompt to keep, [L] bool: all texts, and the placeholders at the positions ``rows``.
+
+    Args:
+        mask_L: True for the placeholders.
+        rows: indices among the placeholders.
+    """
     keep = ~mask_L
     keep[mask_L.nonzero()[:, 0][rows]] = True
     return keep
 
 
 def kept_rows(index: Tensor, n_tokens: int, tail: int) -> Tensor:
-    """Return the rows of a video's features that stay: the kept tokens, and the rows behind the last step."""
+    """Return the indices of a video's rows of features to keep: the kept tokens, and the rows behind the last step."""
     return torch.cat([index, torch.arange(n_tokens, n_tokens + tail, device=index.device)])
 
 
 def default_positions(axes: int) -> str:
-    """Return the default policy of positions with ``axes`` numbers: that of the families with their own code."""
+    """Return the default policy for positions with ``axes`` axes: "original" for 3, otherwise "contiguous"."""
     return "original" if axes == 3 else "contiguous"
 
 
 def prompt_positions(model: Any, inputs: Mapping[str, Any], keep: Tensor, policy: str | None) -> Tensor:
-    """Compute the positions of the kept columns of a prompt by the model's own rule, [A,K].
+    """Compute the positions of the kept columns of a prompt by the model's own rule, [A, K].
 
     A is 1, or 3 for a model with positions in time, height and width.
 
     Args:
+        inputs: the whole prompt, with everything that the rule reads.
         keep: [L] bool.
         policy: "original", the positions in the whole prompt; "contiguous", renumbered over the kept columns; None for
             :func:`default_positions`.
     """
     others = {key: value for key, value in inputs.items() if key != "input_ids"}
-    place = model._prepare_position_ids_for_generation(inputs["input_ids"], others)
-    # Of four rows the first counts the tokens; models take it for the texts of a packed sequence.
-    place_AL: Tensor = place[-3:, 0] if place.ndim == 3 else place
-    if (policy or default_positions(len(place_AL))) == "contiguous":
-        return torch.arange(int(keep.sum()), device=keep.device).expand(len(place_AL), -1).clone()
-    kept: Tensor = place_AL[:, keep]
+    positions = model._prepare_position_ids_for_generation(inputs["input_ids"], others)
+    # If there are four rows, the first numbers the tokens; models use it to detect packed sequences.
+    positions_AL: Tensor = positions[-3:, 0] if positions.ndim == 3 else positions
+    if (policy or default_positions(len(positions_AL))) == "contiguous":
+        return torch.arange(int(keep.sum()), device=keep.device).expand(len(positions_AL), -1).clone()
+    kept: Tensor = positions_AL[:, keep]
     return kept

@@ -1,4 +1,4 @@
-"""Pruning inside a live model: ``generate`` encodes a video, prunes its tokens and answers from those that are kept."""
+"""Pruning inside a live model: ``generate`` encodes a video, prunes its tokens, and answers from the kept ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from gstep.pruners.base import Pruner
 from gstep.pruners.checks import check_integer
 from gstep.types import VisualTokens
 
-#: Options of ``generate`` that are refused beside a video, unless they are off, and why.
+#: Options of ``generate`` that are refused with a video, unless they are turned off, and why.
 _REFUSED: Mapping[str, str] = {
     "assistant_model": "an assistant reads the whole prompt",
     "assistant_early_exit": "an assistant reads the whole prompt",
@@ -56,7 +56,7 @@ _REFUSED: Mapping[str, str] = {
     "prefill_chunk_size": "the kept tokens enter the model at once",
     "token_healing": "it changes the prompt",
 }
-_PER_VIDEO = ("num_frames_per_video", "video_grids", "video_merge_sizes")  # inputs with an entry for each video
+_PER_VIDEO = ("num_frames_per_video", "video_grids", "video_merge_sizes")  # inputs with one entry per video
 _FRAMES_PER_PASS = 32  # frames that a GPU encodes at once
 _SEVERAL = "gstep.pruning takes one video a prompt, and this prompt has several"
 
@@ -65,30 +65,31 @@ _SEVERAL = "gstep.pruning takes one video a prompt, and this prompt has several"
 def pruning(
     model: Any, method: str | Pruner = "gstep", retention_ratio: float = 0.25, *, seed: int = 0, **params: Any
 ) -> Iterator[None]:
-    """Prune the video of every prompt that ``model.generate`` answers within this context.
+    """Prune the video of every prompt that ``model.generate`` answers inside this context.
 
     >>> with gstep.pruning(model, method="gstep", retention_ratio=0.25):
     ...     inputs = processor(text=[prompt], videos=[frames], return_tensors="pt")
     ...     ids = model.generate(**inputs.to(model.device), max_new_tokens=64)
 
     The model's own encoder makes the tokens, which are rounded to bfloat16 and pruned; the language model then reads a
-    prompt without the dropped tokens. The returned ids begin with the whole prompt, as without this context. Inputs
-    without a video are answered as ever. The first video of a model that is not in the table of families is encoded up
-    to six times, to find out which tokens belong to which frames.
+    prompt without the dropped tokens. The returned ids begin with the whole prompt, as they do outside this context.
+    Inputs without a video are answered by the stock ``generate``. For a model that is not in the table of families, the
+    first video is encoded up to six times, to find out which tokens belong to which frames.
 
     Args:
-        model: a loaded model of transformers, with a vision encoder, on any device and in any dtype.
-        method: a method that needs tokens alone: a key of PRUNERS, ``module:Class``, or a Pruner object.
+        model: a loaded transformers model with a vision encoder, on any device and in any dtype. Its ``generate`` is
+            replaced inside the context.
+        method: a method that needs only tokens: a name of PRUNERS, ``module:Class``, or a Pruner object.
         retention_ratio: the share of the tokens to keep, in (0, 1].
         seed: the seed of methods that draw random numbers.
         params: the method's hyper-parameters, as for :func:`gstep.prune`.
 
     Raises:
-        ValueError: a method that needs more than tokens, an argument that is not accepted, or a context within a
-            context of the same model. ``generate`` raises it for several prompts or videos, images or sounds beside a
-            video, and options that do not go with a pruned prompt; the message names what is refused.
-        ModelError: the model makes no features of videos, or does not take them back. ``generate`` raises it if the
-            model's tokens do not belong to single frames.
+        ValueError: the method needs more than tokens, an argument is not valid, or the model is in such a context
+            already. ``generate`` raises it for several prompts or videos, images or sounds beside a video, and options
+            that cannot be combined with a pruned prompt; the message names what is refused.
+        ModelError: ``model`` is not a transformers model, makes no features of videos, or does not accept them as
+            input. ``generate`` raises it if the model's tokens do not belong to single frames.
     """
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
@@ -109,7 +110,11 @@ def pruning(
 
 
 def _make_method(model: Any, method: str | Pruner, params: Mapping[str, Any]) -> Pruner:
-    """Make the method for a model's family. Raises ValueError for one that needs more than tokens."""
+    """Make the method, with the default parameters of the model's family.
+
+    Raises:
+        ValueError: the method or a parameter is not valid, or the method needs more than tokens.
+    """
     if isinstance(method, str) and (name := find_method(method).family_parameter) is not None:
         params = {name: family_class(choose_family(model.config.model_type)).variant, **params}
     pruner = make_pruner(method, **params)
@@ -121,12 +126,21 @@ def _make_method(model: Any, method: str | Pruner, params: Mapping[str, Any]) ->
 
 
 class _PrunedGenerate:
-    """``generate`` of a model, in whose prompts the tokens of the video are pruned."""
+    """A replacement for a model's ``generate`` that prunes the tokens of the prompt's video. ``pruning`` creates it."""
 
     def __init__(self, model: Any, pruner: Pruner, retention_ratio: float, seed: int) -> None:
+        """Check the arguments and inspect the model; nothing is run.
+
+        Raises:
+            ValueError: the ratio or the seed is not valid.
+            ModelError: the model makes no features of videos, or does not accept them as input.
+        """
         pruner.nominal_ratio(retention_ratio)
-        self._model, self._stock = model, model.generate
-        self._pruner, self._ratio, self._seed = pruner, retention_ratio, check_integer("seed", seed, 0)
+        self._model = model
+        self._stock = model.generate
+        self._pruner = pruner
+        self._ratio = retention_ratio
+        self._seed = check_integer("seed", seed, 0)
         self._modality, self._method = find_encoder(model)
         self._forward_names = inspect.signature(model.forward).parameters.keys()
         self._encoder_names = inspect.signature(self._method).parameters.keys()
@@ -135,11 +149,19 @@ class _PrunedGenerate:
         self._in_table = name != GENERIC
         prompts = load_object(FAMILIES[name].prompts or str(FAMILIES[GENERIC].prompts))
         self._tail = int(prompts.needs_newline)
-        self._layouts: dict[int | None, Layout] = {}  # by a video's units of time; None: of any video
+        self._layouts: dict[int | None, Layout] = {}  # key: a video's units of time; None for any video
 
     @torch.no_grad()
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Generate as the model's own ``generate`` does, from the kept tokens of the video, if there is one."""
+        """Generate from the kept tokens of the video, if there is one, with the arguments and result of ``generate``.
+
+        Scores, hidden states and the cache in the result are those of the pruned prompt. The model's ``rope_deltas``
+        are restored at the end.
+
+        Raises:
+            ValueError: there are several prompts or videos, images or sounds, or an option that is refused.
+            ModelError: the model's tokens do not belong to single frames.
+        """
         bound = inspect.signature(type(self._model).generate).bind_partial(self._model, *args, **options).arguments
         given = {**bound.pop("kwargs", {}), **bound}
         del given["self"]
@@ -147,7 +169,7 @@ class _PrunedGenerate:
         ids = prompts[0] if len(prompts) == 1 else None
         if not self._has_video(ids, given):
             return self._stock(*args, **options)
-        metadata = given.pop("video_metadata", None)  # which the model's own generate refuses
+        metadata = given.pop("video_metadata", None)  # the model's own generate refuses it
         ids = self._check(given, ids)
         names = self._encoder_names | self._forward_names
         given = {name: value for name, value in given.items() if value is not None or name not in names}
@@ -170,7 +192,7 @@ class _PrunedGenerate:
         return output
 
     def _has_video(self, ids: Any, options: Mapping[str, Any]) -> bool:
-        """Return True if there is a video; on a model that takes frames as images, if there are several of them."""
+        """Return True if there is a video, or what looks like several frames on a model that takes frames as images."""
         if not isinstance(options.get(self._pixels), Tensor):
             return False
         if self._modality == "video" or not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) > 1:
@@ -180,7 +202,12 @@ class _PrunedGenerate:
         return units > 1 and len(list_separators(self._model.config, ids)) == units - 1
 
     def _check(self, options: Mapping[str, Any], ids: Any) -> Tensor:
-        """Return the ids of the prompt. Raises ValueError for what does not go with a pruned prompt."""
+        """Return the ids of the prompt, after checking that it can be pruned.
+
+        Raises:
+            ValueError: ``ids`` is not one prompt [1, L]; an option of _REFUSED, several beams or sequences, or no cache
+                is requested; or the prompt has images, sounds or several videos.
+        """
         if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1:
             raise ValueError("gstep.pruning takes one prompt at a time, input_ids [1,L]: call generate for each prompt")
         for name, reason in _REFUSED.items():
@@ -226,32 +253,35 @@ class _PrunedGenerate:
                     f"{type(self._model).__name__} takes the frames of a video as images, and these look like several "
                     "images, since the same text stands between all of them: leave images out of gstep.pruning"
                 )
-            texts = [text for text, _ in itertools.groupby(separators)]  # of frames: their numbers or times ascend
+            texts = [text for text, _ in itertools.groupby(separators)]  # between frames: their numbers or times ascend
             counts.append(1 + len(texts) - len(set(texts)))
         if max(counts) > 1:
             raise ValueError(_SEVERAL)
 
     def _setting(self, options: Mapping[str, Any], name: str) -> Any:
-        """Return an option of ``generate``: of the call, of its generation_config, or of the model's."""
+        """Return an option of ``generate`` from the call, its generation_config, or the model's, in this order."""
         configs = (options.get("generation_config"), self._model.generation_config)
         values = (options.get(name), *(getattr(config, name, None) for config in configs))
         return next((value for value in values if value is not None), None)
 
     def _run(self, inputs: Mapping[str, Any]) -> Any:
-        """Run the encoder on a processor's output."""
+        """Run the encoder on a processor's output, moved to the model's device and dtype."""
         return make_features(self._method, move(dict(inputs), self._model.device, self._model.dtype))
 
     def _find_layout(self, inputs: Mapping[str, Any]) -> Layout:
-        """Return the layout of a video: from the table of families, or found by changing pixels.
+        """Return the layout of a video, from the table of families or found by changing pixels, and store it.
 
-        Raises ModelError if rows mix frames, ValueError for several videos.
+        Raises:
+            ModelError: the rows of features mix frames.
+            ValueError: there are several videos.
         """
         units = count_units(inputs)
         if (layout := self._layouts.get(None) or self._layouts.get(units)) is not None:
             return layout
         output = self._run(split_inputs(inputs, 1)[0] if self._in_table else inputs)
         levels = flatten_features(output)
-        steps, tail = units, self._tail
+        steps = units
+        tail = self._tail
         if not self._in_table:
             steps, tail = probe_units(lambda made: flatten_features(self._run(made)), inputs, levels[0])
             grid = inputs.get("video_grid_thw")
@@ -272,9 +302,18 @@ class _PrunedGenerate:
         return layout
 
     def _prune(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Encode and prune the video of a processor's output; return what the model takes in its place."""
-        model, layout, ids = self._model, self._find_layout(inputs), inputs["input_ids"]
-        # As GenericBackbone.encode, so that a CPU has the tokens of a cache, and a GPU the memory for them.
+        """Encode and prune the video of a processor's output; return the model's inputs for the pruned prompt.
+
+        They are the kept columns, their ``position_ids``, and ``mm_encoder_outputs``.
+
+        Raises:
+            ModelError: the rows of features mix frames, or do not fit the prompt.
+            ValueError: there are several videos.
+        """
+        model = self._model
+        layout = self._find_layout(inputs)
+        ids = inputs["input_ids"]
+        # As in GenericBackbone.encode, so that a CPU makes the tokens of a cache and a GPU does not run out of memory.
         steps = 1 if model.device.type == "cpu" else max(1, _FRAMES_PER_PASS // layout.frames_per_step)
         rows = encode_pieces(self._method, inputs, layout, steps, model.device, model.dtype)
         levels = [level.to(torch.bfloat16) for level in rows]
@@ -294,7 +333,10 @@ class _PrunedGenerate:
         return {**columns, "mm_encoder_outputs": outputs}
 
     def _fit(self, options: dict[str, Any], whole: _WholePrompt) -> dict[str, Any]:
-        """Fit the options of ``generate`` to the pruned prompt, so that they mean the whole prompt as before."""
+        """Adapt the options of ``generate`` in place, so that they refer to the whole prompt, and return them.
+
+        Length limits are reduced by the dropped tokens; processors, criteria and streamers are wrapped.
+        """
         defaults = GenerationConfig()
         for name in ("max_length", "min_length"):
             value = self._setting(options, name)
@@ -318,28 +360,34 @@ class _PrunedGenerate:
 
 
 class _WholePrompt:
-    """The whole prompt, [1,L], in place of the pruned prompt that generation begins with."""
+    """The whole prompt, [1, L], which replaces the pruned prompt at the start of generated ids.
+
+    Attributes:
+        n_dropped: the number of tokens that the pruned prompt lacks.
+    """
 
     def __init__(self, prompt: Tensor, n_kept: int) -> None:
-        self._prompt, self._n_kept = prompt, n_kept
+        self._prompt = prompt
+        self._n_kept = n_kept
         self.n_dropped = prompt.shape[1] - n_kept
 
     def restore(self, ids: Tensor) -> Tensor:
-        """Replace the pruned prompt at the start of ``ids``, [B,L] or [L], by the whole prompt."""
+        """Return ``ids``, [B, L] or [L], with the whole prompt in place of the pruned prompt at their start."""
         prompt = self._prompt.to(ids.device)
         prompt = prompt[0] if ids.ndim == 1 else prompt.expand(len(ids), -1)
         return torch.cat([prompt, ids[..., self._n_kept :]], dim=-1)
 
 
 class _WholeStreamer:
-    """A streamer whose first piece, the prompt, is the whole prompt."""
+    """A wrapper of a streamer that replaces the pruned prompt, which comes first, by the whole prompt."""
 
     def __init__(self, stock: Any, whole: _WholePrompt) -> None:
-        self._stock, self._whole = stock, whole
+        self._stock = stock
+        self._whole = whole
         self._is_first = True
 
     def put(self, value: Tensor) -> None:
-        """Stream the prompt, and then each token."""
+        """Stream the whole prompt in the first call, and then new tokens unchanged."""
         self._stock.put(self._whole.restore(value) if self._is_first else value)
         self._is_first = False
 

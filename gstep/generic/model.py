@@ -1,4 +1,4 @@
-"""The language model of a checkpoint of the generic family: it needs neither its vision part nor a video."""
+"""The language model of a checkpoint of the generic family, which needs neither its vision part nor a video."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gstep.types import Visual
 
 @dataclass
 class Features(ModelOutput):  # type: ignore[misc]
-    """What the models' ``forward`` reads of ``mm_encoder_outputs``."""
+    """The fields that models' ``forward`` reads from ``mm_encoder_outputs``."""
 
     last_hidden_state: Any = None
     pooler_output: Any = None
@@ -33,10 +33,10 @@ class Features(ModelOutput):  # type: ignore[misc]
 
 
 def wrap_features(levels: Sequence[Sequence[Tensor]], layout: Layout) -> dict[str, Any]:
-    """Make the ``mm_encoder_outputs`` of rows of features.
+    """Make the ``mm_encoder_outputs`` from rows of features.
 
     Args:
-        levels: the rows of each video, [K,D] each, of tokens and then of each deepstack level.
+        levels: a list with the rows [K, D] of each video, for the tokens and then for each deepstack level.
     """
     tokens, *deepstack = (list(level) for level in levels)
     pooled: Any = torch.cat(tokens)[None] if layout.stacked else tokens
@@ -44,19 +44,21 @@ def wrap_features(levels: Sequence[Sequence[Tensor]], layout: Layout) -> dict[st
 
 
 class GenericLanguageModel(LanguageModel):
-    """The LLM of a checkpoint on one device, without the vision part.
+    """The language model of one checkpoint on one device, without its vision part.
 
-    Prompts are computed whole, since nothing is known about the caches of a model's layers. Prompts go in batches only
-    where the gate found that a batch gives the logits of single prompts.
+    Every prompt is computed whole, since nothing is known about the caches of a model's layers. Prompts share a batch
+    only if the gate found that a batch gives the logits of single prompts.
     """
 
     layout: Layout
 
     @classmethod
     def load(cls, source: ModelSource, runtime: Runtime) -> Self:
-        """Load the model without its vision part.
+        """Load the model, without its vision part, and its tokenizer.
 
-        Raises ModelError if weights are missing or do not have the shapes of the config.
+        Raises:
+            ModelError: weights are missing, quantized or do not have the shapes of the config, the tokenizer or
+                generation_config.json cannot be loaded, or the model was resolved without the gate.
         """
         model = load_model(source, runtime, LLM)
         model.generation_config = generation_config(source, model.config)
@@ -66,14 +68,21 @@ class GenericLanguageModel(LanguageModel):
 
     @torch.inference_mode()
     def logits(self, prompts: Sequence[Prompt], last: int = 0) -> list[Tensor]:
-        """Compute the logits of each prompt, [L,V], at its ``last`` tokens; 0 takes every token."""
+        """Compute the logits of each prompt, [L, V], or only of its ``last`` tokens if that is not 0."""
         if len(prompts) > 1 and not self.layout.in_batches:
             return [logits for prompt in prompts for logits in self.logits([prompt], last)]
         return super().logits(prompts, last)
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], **options: Any) -> list[Answer]:
-        """Answer prompts as :meth:`LanguageModel.generate` does, in one batch or one by one."""
+        """Answer prompts, in one batch or one by one; return an Answer per prompt, in order.
+
+        The options are those of :meth:`LanguageModel.generate`; ``share_prefix`` has no effect.
+
+        Raises:
+            ValueError: ``inside`` is given: pruning inside the model is not supported.
+            FloatingPointError: the model's scores are NaN for a token of an answer.
+        """
         if len(prompts) > 1 and not self.layout.in_batches:
             pairs = zip(prompts, decodings, strict=True)
             return [answer for prompt, decoding in pairs for answer in self.generate([prompt], [decoding], **options)]
@@ -88,9 +97,13 @@ class GenericLanguageModel(LanguageModel):
         share_prefix: bool = True,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """Score continuations as :meth:`LanguageModel.score` does.
+        """Compute the log-probability of each continuation of each prompt; a list of Scores per prompt, in order.
 
-        The first tokens of all continuations share one pass; a continuation of several tokens has a pass of its own.
+        The first tokens of all continuations share one pass; a continuation of several tokens has another pass.
+        ``share_prefix`` has no effect.
+
+        Raises:
+            ValueError: a continuation has no token, or ``inside`` is given: pruning inside the model is not supported.
         """
         if inside is not None:
             self._prune_inside(prompts, *inside)
@@ -110,25 +123,25 @@ class GenericLanguageModel(LanguageModel):
         return scores
 
     def _logprobs(self, prompt: Prompt, last: int) -> Tensor:
-        """Compute the log-probabilities [last,V] float32 after each of the prompt's last tokens."""
+        """Compute the log-probabilities of the tokens after each of the prompt's ``last`` tokens, [last, V] float32."""
         output = self._forward(Batch.of([prompt]), prompts=[prompt], logits_to_keep=last)
         return torch.log_softmax(output.logits[0, -last:].float(), dim=-1)
 
     def _generate_ids(self, *args: Any) -> Tensor:
-        """Run ``generate`` with the positions of the prompts."""
+        """Run ``generate`` so that it keeps the positions of the prompts; return the new token ids, [B, new]."""
         with keep_positions(self.model):
             return super()._generate_ids(*args)
 
     def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> NoReturn:
-        """Raise ValueError for a method that prunes inside the model."""
+        """Raise ValueError: pruning inside the model is not supported."""
         raise ValueError(f"{method.name} prunes inside a model, which models of the generic family do not allow")
 
     def _make_batch_and_cache(self, prompts: Sequence[Prompt], last: int = 1) -> tuple[Batch, None]:
-        """Make the batch of all prompts, without a cache of their videos."""
+        """Make the batch of all prompts, without a cache of their videos; ``last`` is ignored."""
         return Batch.of(prompts), None
 
     def _encoder_outputs(self, visuals: Sequence[Visual]) -> dict[str, Any]:
-        """Make the ``mm_encoder_outputs`` of a batch's videos, from its first row to its last."""
+        """Make the ``mm_encoder_outputs`` for a batch's videos, in the order of its rows, tails included."""
 
         def place(rows: Tensor) -> Tensor:
             return rows.to(self.device, self.model.dtype)
@@ -139,12 +152,12 @@ class GenericLanguageModel(LanguageModel):
         return wrap_features([tokens, *levels], self.layout)
 
     def _position_ids(self, batch: Batch) -> Tensor:
-        """Make the position ids of forward and generate: [B,L], or [3,B,L]."""
+        """Make the position ids for forward and generate: [B, L], or [3, B, L]."""
         return batch.positions[0] if len(batch.positions) == 1 else batch.positions
 
 
 def _extend(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """Append tokens of text to a prompt; their positions continue after its last."""
+    """Append text tokens to a prompt; their positions continue after its last, and their ``token_inputs`` are 0."""
     n = len(ids)
     new = torch.tensor(ids, dtype=torch.int64, device="cpu")
     positions = prompt.positions[:, -1:] + 1 + torch.arange(n, device="cpu")

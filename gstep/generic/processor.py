@@ -1,8 +1,8 @@
 """A checkpoint's own processor: loaded, recorded while it prepares a video, and replayed for a question.
 
 The processor writes everything into a prompt that depends on a video: placeholders, timestamps, separators, token
-types. At encode time it runs once, and its output is recorded, with the shape of the pixels instead of their values. At
-question time the same processor gets that record back instead of a video, and writes the prompt itself.
+types. At encode time it runs once, and its output is recorded, with the shapes of the pixels instead of their values.
+At question time, the same processor gets this record instead of a video, and writes the prompt.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ from gstep.language.rendering import render_chat_template
 from gstep.language.types import ChatMessage
 from gstep.lazy import find_torchvision_mismatch
 
-# Frames a second of a video's metadata, about: any time is the time of a frame. Nemotron counts whole milliseconds.
+# The approximate frame rate in a video's metadata, so that any time is the time of a frame. Nemotron counts whole
+# milliseconds.
 _FINE_FPS = 1000
 _TORCH = torch.__version__.partition("+")[0]
 _INSTALL = f"pip install torch=={_TORCH} 'gstep-cache[generic]' (in a clone: -e '.[generic]'), on every node"
 
 
 def load_processor(source: ModelSource) -> Any:
-    """Load the checkpoint's processor, or return a copy of the processor that this process has loaded.
+    """Load the checkpoint's processor, or return a copy of the one that this process has loaded.
 
-    A compression of visual tokens by the processor itself (VideoLLaMA3), which the pruning method replaces, is off.
+    If the processor itself can compress visual tokens (VideoLLaMA3), this is turned off, since the pruning method
+    replaces it.
 
-    Raises ModelError if a package that it needs is missing or broken, or the checkpoint's files do not make a processor
-    for videos.
+    Raises:
+        ModelError: a package that it needs is missing or broken, or the checkpoint's files do not make a processor for
+            videos.
     """
     _check_torchvision()
     try:
@@ -62,7 +65,7 @@ def load_processor(source: ModelSource) -> Any:
 
 @lru_cache(maxsize=2)
 def _load_processor(name: str, revision: str | None, state: FolderState) -> Any:
-    """Load the processor of a Hugging Face id's commit, or of a folder whose files have this state."""
+    """Load the processor of a commit or a folder; ``state`` makes the cache reload a folder that has changed."""
     from transformers import AutoProcessor  # noqa: PLC0415 - takes seconds
 
     processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=False)
@@ -72,16 +75,16 @@ def _load_processor(name: str, revision: str | None, state: FolderState) -> Any:
 
 
 def _check_torchvision() -> None:
-    """Raise ModelError unless torchvision, by which transformers' video processors resize frames, can be imported."""
+    """Raise ModelError unless torchvision, with which transformers' video processors resize frames, can be imported."""
     build = find_torchvision_mismatch()
     try:
-        import torchvision  # type: ignore[import-untyped] # noqa: F401, PLC0415 - by this family alone
+        import torchvision  # type: ignore[import-untyped] # noqa: F401, PLC0415 - only this family needs it
     except (ImportError, RuntimeError) as error:
         if build is None and isinstance(error, ImportError):
             raise ModelError(
                 f"video processors of transformers need torchvision, which is not installed: {_INSTALL}"
             ) from error
-        reason = build or str(error)  # its kernels do not fit the installed torch
+        reason = build or str(error)  # its kernels were built for another torch
         raise ModelError(
             f"torchvision does not fit torch {torch.__version__} ({reason}): install the build of torchvision that was "
             "made for this torch, from the same package index, on every node"
@@ -92,42 +95,52 @@ def _check_torchvision() -> None:
 
 
 def render(source: ModelSource, processor: Any, messages: Sequence[ChatMessage]) -> str:
-    """Apply the chat template that the processor applies to a conversation, up to the model's next message.
+    """Apply the processor's chat template to a conversation, up to the start of the model's next message.
 
-    Raises ModelError for a missing or invalid template, ValueError if it refuses this conversation.
+    Raises:
+        ModelError: the template is missing or not valid, or exceeds the limits of rendering.
+        ValueError: the template refuses this conversation.
     """
     return render_chat_template(_ProcessorTemplate(processor), chat_template(source), messages)
 
 
 class _ProcessorTemplate:
-    """The chat template of a processor: some classes choose another one for conversations with videos (SmolVLM)."""
+    """The ``apply_chat_template`` of a processor, in the form that ``render_chat_template`` takes.
+
+    Some classes choose another template for conversations with videos (SmolVLM).
+    """
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
 
     def apply_chat_template(self, messages: Sequence[ChatMessage], chat_template: str, **options: Any) -> str:
-        """Apply the processor's own choice of template, in place of ``chat_template``."""
+        """Apply the template that the processor chooses; ``chat_template`` is ignored."""
         text: str = self._processor.apply_chat_template(list(messages), **options)
         return text
 
 
 def run_processor(processor: Any, text: str, video: Any, metadata: Any, device: str | None = None) -> dict[str, Any]:
-    """Run a processor on the text of a prompt, and on the video whose placeholder is in it, if any.
+    """Run a processor on the text of a prompt, and on the video whose placeholder the text contains, if any.
+
+    The processor's own errors are passed on.
 
     Args:
-        video: the frames, [F,3,H,W] uint8; None for a prompt without a video.
+        video: the frames, [F, 3, H, W] uint8; None for a prompt without a video.
         metadata: their VideoMetadata of transformers.
-        device: where the frames are resized and normalised; None leaves them where they are.
+        device: where the frames are resized and normalized; None keeps them where they are.
     """
     processor = copy.copy(processor)
     processor.tokenizer = _PiecewiseTokenizer(processor.tokenizer)
-    options: dict[str, Any] = {"return_tensors": "pt", "return_mm_token_type_ids": True}  # some give them only if asked
+    options: dict[str, Any] = {
+        "return_tensors": "pt",
+        "return_mm_token_type_ids": True,
+    }  # some return them only on request
     bos = processor.tokenizer.bos_token
     if bos is not None and text.startswith(bos):  # as ProcessorMixin.apply_chat_template
         options["add_special_tokens"] = False
     if video is None:
         return dict(processor(text=[text], **options))
-    # Some processors fail without the metadata, and those of Qwen-Omni read nothing but ``fps``.
+    # Some processors fail without the metadata, and those of Qwen-Omni read only ``fps``.
     options |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [metadata]}
     options["fps"] = metadata.sampled_fps
     # The video processor's own setting: MiniMax's processor turns it off, for callers that have resized the frames.
@@ -138,7 +151,7 @@ def run_processor(processor: Any, text: str, video: Any, metadata: Any, device: 
 
 
 class _PiecewiseTokenizer:
-    """A tokenizer that splits texts at MARK, which itself gives no token."""
+    """A tokenizer that splits texts at MARK, which gives no token; everything else is the stock tokenizer's."""
 
     def __init__(self, stock: Any) -> None:
         self._stock = stock
@@ -150,6 +163,11 @@ class _PiecewiseTokenizer:
         return len(self._stock)
 
     def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
+        """Tokenize a text or a list of texts.
+
+        Texts without MARK go to the stock tokenizer. Otherwise, pieces are tokenized separately and joined; the result
+        has only ``input_ids`` and ``attention_mask``.
+        """
         texts = [text] if isinstance(text, str) else list(text)
         if not any(MARK in t for t in texts):
             return self._stock(text, *args, **options)
@@ -169,7 +187,7 @@ class _PiecewiseTokenizer:
 
 
 def special_texts(processor: Any, config: Any) -> list[str]:
-    """List the texts that a processor or model takes for placeholders of images, videos and sounds."""
+    """List the texts that a processor or model treats as placeholders of images, videos and sounds, sorted."""
     tokenizer = processor.tokenizer
     texts = {getattr(processor, f"{kind}_token", None) for kind in ("video", "image", "audio")}
     ids = {getattr(config, f"{kind}_token_{end}", None) for kind in ("video", "image") for end in ("id", "index")}
@@ -180,8 +198,8 @@ def special_texts(processor: Any, config: Any) -> list[str]:
 def make_metadata(video: SampledVideo) -> Any:
     """Make the VideoMetadata of transformers for sampled frames: the clip's own length, rate and times.
 
-    The rate is a whole multiple of the clip's frame rate, so that every time is, to less than a millisecond, the time
-    of a frame. Times count from the start of the clip.
+    The rate is a multiple of the clip's frame rate near 1000 per second, so that every time is the time of a frame, to
+    less than a millisecond. Times count from the start of the clip.
     """
     from transformers.video_utils import VideoMetadata  # noqa: PLC0415 - seconds to import
 
@@ -204,7 +222,11 @@ def make_metadata(video: SampledVideo) -> Any:
 
 
 class Recorder:
-    """A video processor that keeps its last output."""
+    """A wrapper of a video processor that keeps its last output.
+
+    Attributes:
+        output: the last output, by key; unset before the first call.
+    """
 
     output: Mapping[str, Any]
 
@@ -212,17 +234,18 @@ class Recorder:
         self._stock = stock
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        made = self._stock(*args, **options)
-        # The processor may change what it gets: the rate in the metadata, for example.
-        self.output = {k: value if isinstance(value, Tensor) else copy.deepcopy(value) for k, value in made.items()}
-        return made
+        """Run the stock video processor, and keep its output: tensors as they are, copies of other values."""
+        output = self._stock(*args, **options)
+        # The processor may change the output later: the rate in the metadata, for example.
+        self.output = {k: value if isinstance(value, Tensor) else copy.deepcopy(value) for k, value in output.items()}
+        return output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_stock"], name)
 
 
 class _Replay(Recorder):
-    """A video processor that returns a recorded output, whatever it gets."""
+    """A video processor that returns a copy of a recorded output, whatever its input."""
 
     def __init__(self, stock: Any, output: Mapping[str, Any]) -> None:
         super().__init__(stock)
@@ -235,10 +258,11 @@ class _Replay(Recorder):
 
 
 def replay(processor: Any, text: str, record: str) -> dict[str, Any]:
-    """Run a processor on the text of a prompt with one video, of which only the record is there.
+    """Run a processor on the text of a prompt with one video, from the video's record alone.
 
-    Raises ValueError, with the version that wrote the record, if the record is damaged or lacks what this version of
-    the processor reads.
+    Raises:
+        ValueError: the record is damaged, or lacks what this version of the processor needs; the message names the
+            version that wrote it.
     """
     from transformers import __version__  # noqa: PLC0415 - imported by the processor already
 
@@ -248,7 +272,7 @@ def replay(processor: Any, text: str, record: str) -> dict[str, Any]:
     frame = torch.zeros(1, 3, 1, 1, dtype=torch.uint8, device="cpu")
     try:
         return run_processor(processor, text, frame, output["video_metadata"][0])
-    except Exception as error:  # of any type: what a processor does with a record of another version
+    except Exception as error:  # of any type: the record may be from another version
         raise ValueError(
             f"the processor's record of this video was written by transformers {written_by}, and the processor of "
             f"transformers {__version__} reads more ({type(error).__name__}: {error}): install that version, or prune "
@@ -257,9 +281,10 @@ def replay(processor: Any, text: str, record: str) -> dict[str, Any]:
 
 
 def encode_record(output: Mapping[str, Any]) -> str:
-    """Encode what a video processor returned as a short text: all keys and dtypes, the pixels as shapes alone.
+    """Encode a video processor's output as a short text: all keys and dtypes, but only the shapes of pixels.
 
-    Raises ModelError for a value of a type that no processor is known to return.
+    Raises:
+        ModelError: a value has a type that no processor is known to return.
     """
     from transformers import __version__  # noqa: PLC0415 - imported by the processor already
 
@@ -269,10 +294,12 @@ def encode_record(output: Mapping[str, Any]) -> str:
 
 
 def decode_record(record: str) -> tuple[dict[str, Any], str]:
-    """Decode a text of :func:`encode_record`: what the processor returned, and the version of transformers.
+    """Decode a text of :func:`encode_record`: the processor's output, and the version of transformers that wrote it.
 
-    Zeros without memory stand for pixels, because some processors count frames by their shape. Raises ValueError for
-    any other text.
+    Pixels are zeros that take no memory, because some processors count frames by their shape.
+
+    Raises:
+        ValueError: the text is damaged.
     """
     try:
         content = json.loads(zlib.decompress(base64.b64decode(record, validate=True)))
@@ -282,20 +309,29 @@ def decode_record(record: str) -> tuple[dict[str, Any], str]:
 
 
 def _to_json(key: str, value: Any) -> Any:
-    """Convert a value of a processor's output to JSON: ``{"kind": ...}`` for anything that JSON does not have."""
+    """Convert a value of a processor's output to JSON; ``{"kind": ...}`` describes types that JSON does not have.
+
+    Of pixels, and of other floating-point tensors with several axes, only dtype and shape are kept.
+
+    Args:
+        key: the name of the output, which tells pixels.
+
+    Raises:
+        ModelError: the type of the value is unknown.
+    """
     from transformers.video_utils import VideoMetadata  # noqa: PLC0415 - imported by the processor already
 
     if isinstance(value, Tensor):
         entry = {"kind": "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
         if key.startswith("pixel_values") or (value.is_floating_point() and value.ndim > 1):
             return entry
-        if value.is_floating_point():  # such as seconds
+        if value.is_floating_point():  # one axis, such as seconds per patch
             return entry | {"values": value.tolist()}
-        # Indices of patches (Molmo) grow evenly: their differences repeat, and compress a hundredfold.
+        # Indices of patches (Molmo) grow evenly: their differences repeat, and compress by a factor of 100.
         return entry | {
             "steps": torch.diff(value.flatten().long().cpu(), prepend=torch.zeros(1, dtype=torch.int64)).tolist()
         }
-    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # of NumPy
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # a NumPy array or scalar
         return {"kind": "array", "dtype": str(value.dtype), "values": value.tolist()}
     if isinstance(value, VideoMetadata):
         return {"kind": "metadata", "values": {name: _to_json(key, value[name]) for name in value}}
@@ -309,16 +345,21 @@ def _to_json(key: str, value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    """Convert the JSON of :func:`_to_json` back."""
+    """Convert the JSON of :func:`_to_json` back; tensors without values become zeros.
+
+    Raises:
+        ValueError: a dtype is unknown. Damaged JSON also raises KeyError, TypeError or AttributeError.
+    """
     if isinstance(value, list):
         return [_from_json(part) for part in value]
     if not isinstance(value, dict):
         return value
-    kind, values = value["kind"], value.get("values")
+    kind = value["kind"]
+    values = value.get("values")
     if kind == "tensor":
         dtype = getattr(torch, value["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{value['dtype']} is no dtype")
+            raise ValueError(f"{value['dtype']} is not a dtype")
         if "steps" in value:
             return torch.tensor(value["steps"], device="cpu").long().cumsum(0).to(dtype).reshape(value["shape"])
         if values is None:

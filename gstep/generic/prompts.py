@@ -1,4 +1,4 @@
-"""Prompts of generic models: the checkpoint's own processor writes them, and the columns of dropped tokens are cut."""
+"""Prompts of generic models: the checkpoint's own processor writes them, and dropped tokens are cut out."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ _RULE = "transformers-5"
 
 
 class GenericPrompts(PromptBuilder):
-    """The builder of prompts with one video, or without a video, for any model of the generic family.
+    """The builder of prompts with one video or none, for any model of the generic family. Picklable.
 
     The model's own rule gives the positions of the whole prompt. Then the columns of the tokens that the pruning method
-    dropped are removed from token ids, token types and positions alike. By default positions are renumbered if they
-    have one number, and original ones if they have three (time, height, width), as in the families with their own code.
+    dropped are removed from token ids, token types and positions. By default, positions are renumbered if they have one
+    axis, and original if they have three (time, height, width), as in the families with their own code.
     """
 
     def __init__(self, source: ModelSource, policy: PromptPolicy) -> None:
-        """Take a model that the gate has checked."""
+        """Load the processor, and the model without weights, of a source that the gate has checked.
+
+        Raises:
+            ModelError: a file is missing or does not fit, or the source was resolved without the gate.
+        """
         self.source = source
         self.layout = Layout.of(source)
         self.policy = policy
@@ -43,7 +47,7 @@ class GenericPrompts(PromptBuilder):
         self._load()
 
     def _load(self) -> None:
-        """Load what does not pickle: the processor, and the model on the meta device, for its rule of positions."""
+        """Load the processor and, for its rule of positions, the model on the meta device; neither is pickled."""
         self._processor = load_processor(self.source)
         self._shell = _load_shell(self.source)
         self.config = self._shell.config
@@ -57,10 +61,14 @@ class GenericPrompts(PromptBuilder):
 
     @classmethod
     def of(cls, source: ModelSource, positions: str | None, rule: str, frame_times: str, thought: str = "open") -> Self:
-        """Make the builder of a model that the gate has checked.
+        """Make the builder of a model that the gate has checked, and render a question as a check of its template.
 
-        Raises ModelError if a file is missing or does not fit; ValueError for an unknown policy, and for rules and
-        frame times that the model's own processor does not know.
+        ``positions`` None uses the default. If ``thought`` changes no prompt of this model, the policy records "open".
+
+        Raises:
+            ModelError: a file is missing or does not fit, or the model was resolved without the gate.
+            ValueError: a policy value is unknown; ``rule`` or ``frame_times`` is not the default, which the model's own
+                processor would ignore; or ``thought`` is "closed" and the template takes no question without a video.
         """
         template_hash = hashlib.sha256(chat_template(source).encode()).hexdigest()[:16]
         default = default_positions(Layout.of(source).axes)
@@ -79,15 +87,15 @@ class GenericPrompts(PromptBuilder):
 
     @property
     def hidden_size(self) -> int:
-        """D, the width of a visual token."""
+        """The hidden size D of a visual token."""
         return self.layout.hidden_size
 
     def n_visual(self, visuals: Sequence[Visual]) -> int:
-        """Count the placeholders of the videos in a prompt, with the rows behind each video."""
+        """Return the number of placeholders that the videos have in a prompt, with the rows behind each video."""
         return sum(len(visual.index) + self.layout.tail for visual in visuals)
 
     def check(self, visual: Visual) -> None:
-        """Raise ValueError if a video's cached tokens do not fit this model, or lack the processor's record."""
+        """Raise ValueError if a video's cached tokens do not fit this model, or lack its record or tail."""
         super().check(visual)
         if "record" not in visual.extra:
             raise ValueError("the cache lacks the processor's record of this video: prune it with --family generic")
@@ -96,14 +104,15 @@ class GenericPrompts(PromptBuilder):
             raise ValueError('prompts of this model need tokens in the order of frames: read them with order="index"')
 
     def build_chat(self, messages: Sequence[ChatMessage], visuals: Sequence[Visual]) -> Prompt:
-        """Build the prompt of a conversation with one video, or none, up to the model's next message.
+        """Build the prompt of a conversation with one video or none, up to the start of the model's next message.
 
-        Raises ValueError if a video's cached tokens do not fit the model, for several videos, and if the template
-        refuses the conversation or leaves out the text of a message.
+        Raises:
+            ValueError: there are several videos; the cached tokens or the record of the video do not fit the model; or
+                the template refuses the conversation or omits the text of a message.
         """
         if len(visuals) > 1:
             raise ValueError(
-                f"{self.source.name!r} is of the generic family, whose prompts have one video; this has {len(visuals)}"
+                f"{self.source.name!r}: prompts of the generic family have at most one video, not {len(visuals)}"
             )
         for visual in visuals:
             self.check(visual)
@@ -124,12 +133,19 @@ class GenericPrompts(PromptBuilder):
         return self._cut(inputs, keep, (visual,), mask)
 
     def _cut(self, inputs: dict[str, Any], keep: Tensor, visuals: tuple[Visual, ...], mask: Tensor) -> Prompt:
-        """Make the prompt of the kept columns, [L] bool; ``mask`` [L] marks the placeholders in the whole prompt."""
+        """Make the prompt of the columns ``keep``, [L] bool, at the positions of the policy.
+
+        Other inputs with a value per token, except the attention mask, become ``token_inputs``.
+
+        Args:
+            inputs: the processor's output for the whole prompt.
+            mask: [L] bool, True for the placeholders in the whole prompt.
+        """
         ids = inputs["input_ids"]
         columns = token_columns(self._shell, inputs)
         others = {key: value[0, keep] for key, value in columns.items() if key not in ("input_ids", "attention_mask")}
-        places = mask[keep].nonzero()[:, 0]
-        spans = ((int(places[0]), int(places[-1]) + 1),) if len(places) else ()
+        columns_kept = mask[keep].nonzero()[:, 0]
+        spans = ((int(columns_kept[0]), int(columns_kept[-1]) + 1),) if len(columns_kept) else ()
         return Prompt(
             input_ids=ids[0, keep],
             positions=prompt_positions(self._shell, inputs, keep, self.policy.positions),
@@ -144,7 +160,7 @@ class GenericPrompts(PromptBuilder):
 
     @property
     def _placeholder_texts(self) -> Sequence[str]:
-        """The texts that the model or its processor takes for images, videos or sounds."""
+        """The texts that the model or its processor would interpret as an image, a video or a sound."""
         return self._special
 
     def _apply_template(self, messages: Sequence[ChatMessage]) -> str:
@@ -153,5 +169,5 @@ class GenericPrompts(PromptBuilder):
 
 @lru_cache(maxsize=2)
 def _load_shell(source: ModelSource) -> Any:
-    """Build a model on the meta device, once a process."""
+    """Build a model on the meta device, once per process."""
     return build_shell(source)

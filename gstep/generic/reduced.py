@@ -1,4 +1,4 @@
-"""A reduced model for the check of the generic family: a checkpoint's config with few layers, and random weights."""
+"""A reduced model for the gate of the generic family: a checkpoint's config with few layers, and random weights."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from gstep.errors import ModelError
 
 _MIN_LAYERS = 2
 _MAX_EXPERTS = 8
-_PROJECTION = 256  # numbers of a token that are compared
+_PROJECTION = 256  # values per token that are compared
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_INDEX_LISTS = ("index", "layers", "layer_ids", "feature_layer")  # parts of the names of lists of layers' numbers
-MEMORY_SHARE = 0.6  # of the free memory, for the reduced model
+_INDEX_LISTS = ("index", "layers", "layer_ids", "feature_layer")  # words in the names of lists of layer numbers
+MEMORY_SHARE = 0.6  # the share of the free memory that a model of the check may take
 
 
 def build_reduced(source: ModelSource) -> Any:
-    """Build the model with few layers and random weights in bfloat16, without its output layer and its audio part.
+    """Build the model with few layers (at least two) and random weights in bfloat16, on the CPU.
 
-    Raises ModelError if the config cannot be reduced, or memory is short.
+    Its output layer is replaced by a small projection, and its audio part has no weights. If the vision part cannot be
+    reduced, it keeps its layers.
+
+    Raises:
+        ModelError: the config cannot be reduced, or the model would take more than MEMORY_SHARE of the free memory.
     """
     cls, config = source.stock_class()
     for reduce_vision in (True, False):
@@ -34,7 +38,7 @@ def build_reduced(source: ModelSource) -> Any:
                 shapes = cls._from_config(copy.deepcopy(reduced), dtype=torch.bfloat16)
             needed = sum(weight.nbytes for weight in shapes.parameters())
             break
-        except Exception as error:  # noqa: BLE001 - of any type: what a class does with a setting
+        except Exception as error:  # noqa: BLE001 - of any type that a class raises for a setting
             reason = f"{type(error).__name__}: {error}"
     else:
         raise ModelError(
@@ -58,7 +62,10 @@ def build_reduced(source: ModelSource) -> Any:
 
 
 def remove_head(model: Any) -> None:
-    """Replace the output layer, which is large, by a random projection of the hidden states to few numbers."""
+    """Replace the output layer, which is large, by a random projection to few values, in place.
+
+    An output layer that is not linear is kept.
+    """
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
         projection = nn.Linear(head.in_features, _PROJECTION, bias=False, dtype=head.weight.dtype, device="cpu")
@@ -68,13 +75,17 @@ def remove_head(model: Any) -> None:
 
 
 def _reduce_config(config: Any, reduce_vision: bool) -> Any:
-    """Copy a config with few layers and experts; widths and the vocabulary stay."""
+    """Copy a config with few layers and experts, and without quantization; widths and the vocabulary are kept.
+
+    Args:
+        reduce_vision: False keeps the layers of the vision part.
+    """
     content: dict[str, Any] = copy.deepcopy(config.to_dict())
-    text = cast("Any", config.get_text_config())  # or the config itself
+    text = cast("Any", config.get_text_config())  # may be the config itself
     vision = content.get("vision_config") or {}
     chosen = {key: len(value) + 1 for key, value in vision.items() if _is_choice(key, value)}
     n_vision = max([_MIN_LAYERS, *chosen.values()])
-    n_text = max([_MIN_LAYERS, *(n for key, n in chosen.items() if "deepstack" in key)])  # levels enter as many layers
+    n_text = max([_MIN_LAYERS, *(n for key, n in chosen.items() if "deepstack" in key)])  # each level enters a layer
     text_names = [name for name in content if text is not None and getattr(config, name, None) is text]
     for name in [key for key, value in content.items() if isinstance(value, dict) and key.endswith("_config")]:
         if name == "vision_config" and reduce_vision:
@@ -90,9 +101,10 @@ def _reduce_config(config: Any, reduce_vision: bool) -> Any:
 
 
 def _reduce_part(content: dict[str, Any], name: str, depth: object, n_min: int) -> None:
-    """Reduce the layers of a part of a config in place, to ``n_min`` or to as many as show every kind of layer.
+    """Reduce the layers of one part of a config in place, to ``n_min`` or enough for every kind of layer.
 
-    Lists and mappings of settings for each layer are cut; numbers of chosen layers are replaced by the first ones.
+    Lists and mappings of settings per layer are cut; numbers of chosen layers are replaced by the first ones. A part
+    without a ``depth``, or with at most ``n_min`` layers, is unchanged.
     """
     part = content[name]
     if not isinstance(depth, int) or depth <= n_min:
@@ -100,7 +112,7 @@ def _reduce_part(content: dict[str, Any], name: str, depth: object, n_min: int) 
     lists = [
         [json.dumps(v) for v in value] for value in part.values() if isinstance(value, list) and len(value) == depth
     ]
-    # Names are kinds of layers; so are few numbers, while many numbers count the layers.
+    # Names are kinds of layers, and so are numbers with few distinct values; many distinct values count the layers.
     kinds = [values for values in lists if values[0].startswith('"') or len({*values}) <= depth // 2]
     n = n_min
     while n < depth and any({*values[:n]} != {*values} for values in kinds):
@@ -115,7 +127,7 @@ def _is_choice(key: str, value: object) -> bool:
 
 
 def _reduce_setting(key: str, value: Any, depth: int, n: int) -> Any:
-    """Reduce a setting of a part of a config from ``depth`` layers to the first ``n``; others stay as they are."""
+    """Return a setting of a config part, reduced from ``depth`` layers to the first ``n``, if it depends on them."""
     match value:
         case list() if len(value) == depth:
             return value[:n]
@@ -135,7 +147,10 @@ def _reduce_setting(key: str, value: Any, depth: int, n: int) -> Any:
 
 
 def _fill(model: nn.Module) -> None:
-    """Fill all weights with fixed random values, large enough that a wrong token, position or mask shows."""
+    """Fill all weights in place with fixed random values, large enough that a wrong token, position or mask shows.
+
+    Biases are small, and other vectors 1. Weights on the meta device are skipped.
+    """
     pattern = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     for number, (name, weight) in enumerate(model.named_parameters()):
         if weight.is_meta:
@@ -146,7 +161,7 @@ def _fill(model: nn.Module) -> None:
                 pattern
             ) else flat.fill_(1.0)
             continue
-        # The experts of a layer are one tensor [E,...]; elsewhere all but the first axis are summed over.
+        # The experts of a layer are one tensor [E, ...]; in other weights, all axes but the first are summed over.
         summed = weight.shape[-1] if "expert" in name and weight.ndim == 3 else weight[0].numel()
         scale = 0.7 if "embed" in name and weight.ndim == 2 else 1.5 / max(1, summed) ** 0.5
         values = (scale * pattern.roll(number * 7919)).to(flat.dtype)
@@ -156,7 +171,7 @@ def _fill(model: nn.Module) -> None:
 
 
 def free_bytes() -> int:
-    """Return the bytes of memory that this machine has free; a large number where that is not known."""
+    """Return the free memory of this machine in bytes (MemAvailable); 2^60 if it is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

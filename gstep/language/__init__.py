@@ -1,12 +1,11 @@
-"""The language half of each model family: prompts from cached visual tokens, and answers to these prompts.
+"""The language half of each model family: building prompts from cached visual tokens, and answering them.
 
-The order of use: :func:`prompt_builder` (CPU: a tokenizer and the config, no weights) makes a
-:class:`~gstep.language.types.Prompt` of a question and the cached tokens of its videos; :func:`load_language_model`
-loads the LLM without the vision tower, which answers batches of prompts. Your own model takes a
-:class:`~gstep.language.batch.Batch` of prompts and :func:`~gstep.language.batch.encoder_outputs`, as in
-``pipeline/examples/own_llm.py``.
+First, :func:`prompt_builder` (on a CPU, without weights) makes a :class:`~gstep.language.types.Prompt` from a question
+and the cached tokens of its videos. Then :func:`load_language_model` loads the LLM without the vision tower, which
+answers batches of prompts. Your own model takes a :class:`~gstep.language.batch.Batch` of prompts and
+:func:`~gstep.language.batch.encoder_outputs`, as in ``pipeline/examples/own_llm.py``.
 
-Only the names in ``__all__`` are public. All names are imported on first use.
+Only the names in ``__all__`` are public. They are imported on first use.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from gstep.language.types import Answer, Decoding, Prompt, PromptPolicy, Score
     from gstep.types import Visual
 
-#: The prompt builders of the families that are written for their model types; that of GENERIC is none of them.
+#: The prompt builders of the families in the table, by model type, without that of GENERIC.
 BUILDERS = LazyTable(
     "model type", {name: family.prompts for name, family in FAMILIES.items() if family.prompts and name != GENERIC}
 )
@@ -71,24 +70,26 @@ def prompt_builder(
     frame_times: str = "true",
     thought: str = "open",
 ) -> PromptBuilder:
-    """Make the prompt builder of a model from its config and tokenizer, without weights.
+    """Make the prompt builder of a model from its config, tokenizer and chat template, without weights.
 
     Args:
-        positions: "contiguous" or "original"; None takes the family's default (LLaVA-OneVision contiguous, Qwen
-            original).
-        rule, frame_times, thought: see :class:`~gstep.language.types.PromptPolicy`.
+        positions: "contiguous" or "original"; None uses the family's default (contiguous, but original on Qwen).
+        rule, frame_times, thought: fields of :class:`~gstep.language.types.PromptPolicy`.
 
-    Raises ModelError if a tokenizer, a chat template or a token that prompts need is missing, and for a family that
-    cannot answer questions; ValueError for an unknown policy.
+    Raises:
+        ModelError: a tokenizer, a chat template or a token that prompts need is missing, or the family cannot answer
+            questions.
+        ValueError: a policy value is unknown or does not apply to the generic family.
     """
     builder: PromptBuilder = load_object(_prompts_path(source)).of(source, positions, rule, frame_times, thought)
     return builder
 
 
 def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
-    """Load the model without its vision tower, ready to answer; no weights of the vision part are read.
+    """Load a model without its vision part, ready to answer.
 
-    Raises ModelError if weights are missing or do not have the shapes of the config.
+    Raises:
+        ModelError: the family cannot answer questions, or weights are missing or do not have the shapes of the config.
     """
     _prompts_path(source)  # raises for a family that answers no questions
     model: LanguageModel = load_object(find_family(source.family).language_model).load(source, runtime)
@@ -96,10 +97,7 @@ def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
 
 
 def _prompts_path(source: ModelSource) -> str:
-    """Return the import path of the model's prompt builder.
-
-    Raises ModelError for a family that can be encoded but cannot answer questions.
-    """
+    """Return the import path of the model's prompt builder; ModelError for a family that can encode but not answer."""
     path = find_family(source.family).prompts
     if path is not None:
         return path

@@ -1,4 +1,4 @@
-"""Left-padded batches of prompts of different lengths, in the form that the models of transformers take."""
+"""Left-padded batches of prompts of different lengths, in the form that transformers models take."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from gstep.language.types import Prompt, placeholder_of
 from gstep.types import Visual
 
-#: Elements that the attention mask of a padded batch may have: 64 MiB as bool, 256 MiB more as a kernel's float32.
+#: The maximum size of a padded batch's attention mask: 64 MiB as bool, and 256 MiB more as a kernel's float32.
 MASK_ELEMENTS = 2**26
-#: Tokens that a batch may have, padding included: each takes memory for its keys and values.
+#: The maximum number of tokens in a batch, padding included: each takes memory for its keys and values.
 PADDED_TOKENS = 2**16
 
 
@@ -24,7 +24,7 @@ def batches_by_cost(
     """Group rows of similar length into batches, longest first; return each batch's row numbers, ascending.
 
     A batch ends when the next row would exceed a limit: ``max_rows``, PADDED_TOKENS or ``mask_elements``. A row that
-    exceeds a limit alone is a batch by itself, which has no padding and so needs no mask.
+    exceeds a limit by itself is a batch of one row, which has no padding and needs no mask.
 
     Args:
         lengths: tokens of each row.
@@ -43,7 +43,7 @@ def batches_by_cost(
 
 
 def _fits_batch(lengths: Sequence[int], queries: Sequence[int], mask_elements: int) -> bool:
-    """Return True if rows of these lengths fit in one batch: padded tokens and attention mask within their limits."""
+    """Return True if the padded tokens and the attention mask of a batch of these rows are within their limits."""
     tokens = len(lengths) * max(lengths)
     unmasked = len({*lengths}) == 1 and lengths == queries  # all rows are causal, and none is padded
     return tokens <= PADDED_TOKENS and (unmasked or tokens * max(queries) <= mask_elements)
@@ -51,13 +51,13 @@ def _fits_batch(lengths: Sequence[int], queries: Sequence[int], mask_elements: i
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of prompts, or of parts of prompts, padded on the left.
+    """A batch of prompts, or of spans of prompts, padded on the left, on the CPU.
 
     Attributes:
-        input_ids: [B,L] int64.
-        mask: [B,L] int64, 1 for tokens and 0 for padding.
-        positions: [A,B,L], int64 or the dtype of the prompts.
-        token_inputs: name -> [B,L], further inputs of ``forward`` (``Prompt.token_inputs``), 0 for padding.
+        input_ids: [B, L] int64.
+        mask: [B, L] int64, 1 for tokens and 0 for padding.
+        positions: [A, B, L] in the prompts' dtype, 0 for padding.
+        token_inputs: name -> [B, L], further inputs of ``forward`` (``Prompt.token_inputs``), 0 for padding.
     """
 
     input_ids: Tensor
@@ -67,12 +67,15 @@ class Batch:
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], spans: Sequence[slice] | None = None) -> Batch:
-        """Pad the prompts, or a span of each prompt, into a batch."""
+        """Pad prompts, or a span of each prompt, to the longest and stack them in order.
+
+        Padding of ``input_ids`` repeats the prompt's first token.
+        """
         spans = spans or [slice(None)] * len(prompts)
         ids = [prompt.input_ids[span] for prompt, span in zip(prompts, spans, strict=True)]
         length = max(len(row) for row in ids)
         batch = cls(
-            # Padding repeats a token of the prompt, because a repetition penalty would count a new token.
+            # Padding repeats a token of the prompt, because a repetition penalty would count any other token.
             input_ids=torch.stack([prompt.input_ids[:1].expand(length) for prompt in prompts]).clone(),
             mask=torch.zeros(len(ids), length, dtype=torch.int64, device="cpu"),
             positions=torch.zeros(
@@ -94,7 +97,7 @@ class Batch:
         return batch
 
     def after(self, prefix: Batch) -> Batch:
-        """Prepend the rows of ``prefix`` to these rows; their padding stays between the two parts."""
+        """Prepend the rows of ``prefix``; the padding of these rows stays between, and ``token_inputs`` are dropped."""
         return Batch(
             input_ids=torch.cat([prefix.input_ids, self.input_ids], dim=1),
             mask=torch.cat([prefix.mask, self.mask], dim=1),
@@ -102,14 +105,14 @@ class Batch:
         )
 
     def rows(self, index: Sequence[int]) -> Batch:
-        """Return the rows at ``index``, which may repeat."""
+        """Return the rows at ``index``, which may repeat; ``token_inputs`` are dropped."""
         return Batch(self.input_ids[index], self.mask[index], self.positions[:, index])
 
     def position_ids(self) -> Tensor:
-        """Make the position ids for forward and generate: [B,L] for 1-D positions, [4,B,L] for M-RoPE.
+        """Make the position ids for forward and generate: [B, L] for 1-D positions, [4, B, L] for M-RoPE.
 
-        Row 0 of the four counts the tokens, so that transformers sees no packed sequences. Temporal positions in row 0
-        would look like several sequences in a row, which transformers masks from each other.
+        Row 0 of the four counts the tokens. Temporal positions there would look like packed sequences, which
+        transformers masks from each other.
         """
         if len(self.positions) == 1:
             return self.positions[0]
@@ -118,10 +121,14 @@ class Batch:
 
 
 def encoder_outputs(visuals: Sequence[Visual], model: Any) -> dict[str, Any]:
-    """Make the ``mm_encoder_outputs`` of a model of transformers for a batch's placeholders.
+    """Make the ``mm_encoder_outputs`` of a transformers model for a batch, on its device and in its dtype.
 
-    ``visuals`` are all videos of the batch, from its first row to its last. The result is on the model's device and in
-    its dtype.
+    Args:
+        visuals: all videos of the batch, from its first row to its last.
+
+    Returns:
+        {modality: ModelOutput}; ``pooler_output`` is [sum K, D] on InternVL, [1, sum (K + 1), D] with newlines on
+        LLaVA-OneVision, and a tuple of [K, D] on Qwen.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: PLC0415 - seconds to import
 

@@ -1,7 +1,6 @@
-"""Sampling of tokens, in which an answer depends on its own options and seed, never on its batch.
+"""Sampling and checks for ``generate``: an answer depends on its own options and seed, never on its batch.
 
-These classes run inside ``generate`` of transformers through its public hooks, after the model's own processors
-(repetition penalty).
+These classes use the public hooks of transformers' ``generate``, after the model's own processors (repetition penalty).
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from transformers import LogitsProcessor, StoppingCriteria, TopKLogitsWarper, To
 
 from gstep.language.types import Decoding
 
-# Outside these limits the likeliest token always wins or all tokens are equally likely, and float32 would overflow.
+# Outside these limits the most likely token always wins, or all tokens are equally likely, and float32 overflows.
 _TEMPERATURES = (1e-30, 1e30)
-#: Of an error: no token is likelier than another.
+#: The message of a FloatingPointError: with NaN scores, every token would be equally likely.
 NO_NUMBERS = "the scores of tokens are no numbers (NaN): float16 overflows where bfloat16 and float32 do not (--dtype)"
 
 
 class SeededSampling(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that makes each sampled row's greedy choice a random draw, by the Gumbel-max trick.
+    """A logits processor that turns each sampled row's greedy choice into a random draw, by the Gumbel-max trick.
 
-    argmax(log p + g) with g ~ Gumbel(0, 1) is a draw from p. Greedy and sampled rows therefore share a batch, and each
-    row has its own generator.
+    argmax(log p + g) with g ~ Gumbel(0, 1) is a draw from p. Greedy and sampled rows can therefore share a batch. Each
+    row has its own generator, so an object serves one call of ``generate``.
     """
 
     def __init__(self, decodings: Sequence[Decoding]) -> None:
@@ -33,7 +32,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
         self._generators = {row: torch.Generator("cpu").manual_seed(d.seed) for row, d in self._rows}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores with noise in sampled rows; each call draws new noise. Greedy rows keep their scores."""
+        """Return the scores [B, V], with fresh noise in sampled rows and unchanged in greedy rows."""
         if not self._rows:
             return scores
         noisy = scores.float().clone()
@@ -42,7 +41,10 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
         return noisy
 
     def _draw(self, scores: Tensor, input_ids: Tensor, decoding: Decoding, generator: torch.Generator) -> Tensor:
-        """Apply temperature, top-k, top-p and Gumbel noise to one row's scores: [V], whose argmax is a random draw."""
+        """Apply temperature, top-k, top-p and Gumbel noise to one row's scores [1, V]; return [V].
+
+        The argmax of the result is a random draw.
+        """
         coldest, hottest = _TEMPERATURES
         scores = scores / min(max(decoding.temperature, coldest), hottest)
         if decoding.top_k:
@@ -56,31 +58,37 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
 
 
 class RowLimits(StoppingCriteria):  # type: ignore[misc]
-    """A stopping criterion that ends each row at its own ``max_new_tokens``."""
+    """A stopping criterion that ends each row at its own ``max_new_tokens``; ``prompt_length`` includes padding."""
 
     def __init__(self, decodings: Sequence[Decoding], prompt_length: int) -> None:
         self._limits = torch.tensor([d.max_new_tokens for d in decodings], device="cpu")
         self._prompt_length = prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        """Return True for each row that has reached its limit, [B] bool."""
         at_limit = self._limits <= input_ids.shape[1] - self._prompt_length
         return at_limit.to(input_ids.device)
 
 
 class StepWatch(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that watches the scores of each step, and changes nothing.
+    """A logits processor that checks the scores of each step for NaN and times the first token; it changes nothing.
 
     Attributes:
-        first: the time of the first token, when the prefill ends; None before.
-
-    Raises FloatingPointError where the scores of the first token are no numbers, since any token would be chosen then.
+        first: the ``time.perf_counter()`` of the first token, when the prefill ends; None before.
     """
 
     def __init__(self) -> None:
         self.first: float | None = None
-        self._has_nan: list[Tensor] = []  # [B] of each step, on the device: to look at it would wait for a GPU
+        self._has_nan: list[Tensor] = []  # [B] per step, on the device: reading the values would wait for the GPU
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Record which rows have NaN scores, and return ``scores``.
+
+        The first call also waits for the GPU and sets ``first``.
+
+        Raises:
+            FloatingPointError: scores of the first token are NaN in any row, so that the token would be arbitrary.
+        """
         self._has_nan.append(scores.isnan().any(dim=-1))
         if self.first is None:
             if scores.is_cuda:
@@ -91,7 +99,7 @@ class StepWatch(LogitsProcessor):  # type: ignore[misc]
         return scores
 
     def check(self, steps: Sequence[int]) -> None:
-        """Raise FloatingPointError if scores were no numbers in a row's first ``steps``: what follows pads the row."""
+        """Raise FloatingPointError if a row had NaN scores in its first ``steps``; later steps only pad the row."""
         has_nan = torch.stack(self._has_nan, dim=1).tolist()
         if any(any(row[:count]) for row, count in zip(has_nan, steps, strict=True)):
             raise FloatingPointError(NO_NUMBERS)

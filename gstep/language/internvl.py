@@ -1,4 +1,4 @@
-"""Prompts of InternVL3 and 3.5: a line for each frame with its number and its kept tokens; 1-D positions.
+"""Prompts of InternVL3 and 3.5: a line per frame with its number and its kept tokens; 1-D positions.
 
 Follows InternVLProcessor.replace_video_token (transformers, models/internvl/processing_internvl.py).
 """
@@ -16,7 +16,7 @@ from gstep.types import Visual
 
 
 class InternVLPrompts(PromptBuilder):
-    """The prompt builder of InternVL; a frame without kept tokens keeps its line."""
+    """The prompt builder of InternVL. A frame without kept tokens keeps its line in the prompt."""
 
     default_positions = "contiguous"
     axes = 1
@@ -28,7 +28,10 @@ class InternVLPrompts(PromptBuilder):
         self._video_token = str(getattr(tokenizer, "video_token", "<video>"))
 
     def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPart]:
-        """Make a part for each frame, with "FrameN:" and image markers around it; N counts from 1."""
+        """Make a part for each frame, with "FrameN:" and image markers around its tokens, and a last text.
+
+        N counts the frames of each video from 1.
+        """
         parts: list[PromptPart] = []
         before = texts[0]
         for video, (visual, after) in enumerate(zip(visuals, texts[1:], strict=True)):
@@ -39,11 +42,16 @@ class InternVLPrompts(PromptBuilder):
         return [*parts, PromptPart(before)]
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
-        """Make the segment of one frame's kept tokens; it may be empty."""
+        """Make the segment of one frame's kept tokens, maybe none.
+
+        Original positions count within the frame, and the segment extends over the whole frame.
+        """
         assert frame is not None
         indices = indices_in_frame(visual, frame)
         if self.policy.positions == "contiguous":
-            positions, extent = torch.arange(len(indices), device="cpu"), len(indices)
+            positions = torch.arange(len(indices), device="cpu")
+            extent = len(indices)
         else:
-            positions, extent = (indices % visual.tokens_per_frame).cpu(), visual.tokens_per_frame
+            positions = (indices % visual.tokens_per_frame).cpu()
+            extent = visual.tokens_per_frame
         return Segment(self._make_placeholders(len(indices)), positions[None], extent)

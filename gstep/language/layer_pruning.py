@@ -1,7 +1,8 @@
-"""Pruning inside the language model, after its first layers: hooks that come off again, no copied forward.
+"""Pruning inside the language model, before one of its layers: removable hooks, without a copied forward.
 
-All tokens pass the layers before K. Before layer K the visual tokens that the method does not select are removed from
-the hidden states. Layer K and all later layers, their keys and values are therefore shorter. Positions stay.
+All tokens pass the layers before layer K. Before layer K, the visual tokens that the method does not select are removed
+from the hidden states, so that layer K and all later layers, with their keys and values, are shorter. The remaining
+tokens keep their positions.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from gstep.types import VisualTokens
 
 #: The evidence that is available inside a model.
 INSIDE_EVIDENCE = frozenset({"llm_attention"})
-#: The argument and the output that hold keys and values; transformers 5.24 gave them their new name.
+#: The name of the argument and output that hold keys and values; transformers 5.24 renamed them.
 CACHE = "cache" if Version(version("transformers")) >= Version("5.24") else "past_key_values"
 
 
 @dataclass
 class ShortRows:
-    """The indices of a batch's tokens that stay from layer K on; computed when the prefill reaches that layer.
+    """The indices of a batch's tokens that are kept from layer K on; computed when the prefill reaches that layer.
 
     Attributes:
-        index: [B,S] int64 indices in the full rows, padded on the left.
-        valid: [B,S] bool, False for padding.
+        index: [B, S] int64 indices into the full rows, padded on the left with 0.
+        valid: [B, S] bool, False for padding.
     """
 
     index: Tensor
@@ -43,7 +44,7 @@ class ShortRows:
         return ShortRows(self.index[list(rows)], self.valid[list(rows)])
 
     def rows(self, tensor_BLX: Tensor) -> Tensor:
-        """Gather the kept tokens of [B,L,...]: [B,S,...]."""
+        """Gather the kept tokens from a tensor [B or 1, L, ...]; the result is [B, S, ...]."""
         index = self.index.reshape(*self.index.shape, *[1] * (tensor_BLX.ndim - 2))
         return tensor_BLX.expand(len(self.index), *tensor_BLX.shape[1:]).gather(
             1, index.expand(-1, -1, *tensor_BLX.shape[2:])
@@ -56,9 +57,9 @@ class PruneInside:
 
     Attributes:
         method: a method with a ``layer``, which is K.
-        retention_ratio: the share of a prompt's visual tokens that is kept.
-        prunable: [B,L] bool, True for the visual tokens of each row.
-        mask: [B,L] bool, False for padding.
+        retention_ratio: the share of a prompt's visual tokens to keep.
+        prunable: [B, L] bool, True for the visual tokens of each row.
+        mask: [B, L] bool, False for padding.
         short: the kept indices; None before the prefill reaches layer K.
     """
 
@@ -71,9 +72,10 @@ class PruneInside:
 
     @contextmanager
     def apply_hooks(self, model: Any) -> Iterator[PruneInside]:
-        """Prune the calls of ``model`` in this context by hooks: first a prefill, then calls for single tokens.
+        """Prune the calls of ``model`` inside this context, by hooks: first a prefill, then calls with further tokens.
 
-        Raises ValueError as :func:`check_layer`.
+        Raises:
+            ValueError: the method cannot prune inside this model (:func:`check_layer`).
         """
         layers = model.model.language_model.layers
         first_short = check_layer(self.method, model.config)
@@ -89,7 +91,7 @@ class PruneInside:
 
     @contextmanager
     def for_rows(self, rows: Sequence[int]) -> Iterator[None]:
-        """Apply the pruning to a batch of these prefilled rows, which may repeat, in this context."""
+        """Apply the pruning to a batch of these prefilled rows, which may repeat, inside this context."""
         batch_rows = self.short
         self.short = None if batch_rows is None else batch_rows.repeat_rows(rows)
         try:
@@ -98,7 +100,7 @@ class PruneInside:
             self.short = batch_rows
 
     def _record_query(self, attention: Any, args: Any, keywords: dict[str, Any]) -> None:
-        """Store the attention inputs of layer K-1 in the prefill: fast kernels do not return the attention itself.
+        """In the prefill, store the attention inputs of layer K-1: fast kernels do not return the attention itself.
 
         A hook before attention.
         """
@@ -108,9 +110,9 @@ class PruneInside:
             self._last = hidden_BLD, cos[:, -1:], sin[:, -1:]
 
     def _choose_tokens(self, attention: Any, args: Any, keywords: dict[str, Any], output: Any) -> None:
-        """Choose the tokens to keep, from the stored inputs and the keys that layer K-1 has just cached.
+        """In the prefill, set ``short`` from the stored inputs and the keys that layer K-1 has just cached.
 
-        A hook after attention; it does nothing after the prefill.
+        A hook after attention.
         """
         if self._last is None:
             return
@@ -121,10 +123,7 @@ class PruneInside:
         self.short = self._select(hidden_BLD, row_BL)
 
     def _select(self, hidden_BLD: Tensor, row_BL: Tensor) -> ShortRows:
-        """Return the indices of all text and of the visual tokens that the method selects by the row of attention.
-
-        The method draws random numbers, if any, with seed 0.
-        """
+        """Return the indices of all text and of the visual tokens that the method selects in each row, with seed 0."""
         indices = []
         for hidden_LD, row, prunable, mask in zip(hidden_BLD, row_BL, self.prunable, self.mask, strict=True):
             visual = prunable.nonzero()[:, 0].to(row.device)
@@ -143,7 +142,7 @@ class PruneInside:
     def _shorten(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Drop the pruned tokens before layer K, as a hook; return the layer's arguments and keywords.
 
-        In the prefill the hidden states are cut; in every call, positions and mask are cut too.
+        The hidden states and rotary values are cut in the prefill only; the mask is replaced in every call.
         """
         assert self.short is not None
         hidden_BLD, *options = args
@@ -153,13 +152,14 @@ class PruneInside:
         return self._keep_short(layer, args, keywords)
 
     def _keep_short(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Cut the positions and the mask of layer K and all later layers, which still have the full length.
+        """Adapt the arguments of layer K or a later layer to the shortened rows, as a hook before it; return them.
 
-        A hook before these layers: it returns the layer's arguments and keywords.
+        In the prefill the rotary values are cut. In every call the mask is replaced, and ``position_ids`` are None.
         """
         short = self.short
         assert short is not None
-        hidden_BLD, past = args[0], _cached_length(layer, keywords)
+        hidden_BLD = args[0]
+        past = _cached_length(layer, keywords)
         inputs = dict(keywords)
         if not past:
             inputs["position_embeddings"] = tuple(short.rows(part) for part in keywords["position_embeddings"])
@@ -173,14 +173,13 @@ class PruneInside:
 def check_layer(method: Pruner, config: Any) -> int:
     """Check that the method can prune inside a model of this configuration; return its layer K.
 
-    Raises ValueError if the method has no layer, merges, or needs other evidence than INSIDE_EVIDENCE. Raises it too if
-    the model has linear attention, no layer K, or deepstack levels at or after it.
+    Raises:
+        ValueError: the method has no layer or layer 0, merges tokens, or needs evidence other than INSIDE_EVIDENCE; or
+            the model has linear attention, no layer K, or deepstack levels that enter at layer K or later.
     """
     text = config.get_text_config()
-    n_layers, deepstack_levels = (
-        text.num_hidden_layers,
-        len(getattr(config.vision_config, "deepstack_visual_indexes", ())),
-    )
+    n_layers = text.num_hidden_layers
+    deepstack_levels = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
     layer = method.layer
     if layer is None or layer < 1:
         raise ValueError(f"method {method.name} prunes before layer {layer}: inside a model it must be at least 1")
@@ -209,14 +208,15 @@ def check_layer(method: Pruner, config: Any) -> int:
 
 
 def _cached_length(layer: Any, keywords: dict[str, Any]) -> int:
-    """Return the number of tokens in the layer's key-value cache: 0 in the prefill."""
+    """Return the number of tokens in the layer's key-value cache; 0 in the prefill."""
     return int(keywords[CACHE].get_seq_length(layer.self_attn.layer_idx))
 
 
 def select_visual(method: Pruner, hidden_MD: Tensor, attention_M: Tensor, retention_ratio: float) -> Tensor:
-    """Select visual tokens by their hidden states [M,D] and attention [M] before layer K; return their indices.
+    """Select visual tokens by their hidden states [M, D] and attention [M], with seed 0; return ascending indices.
 
-    Raises WrongSelection if the method returned an invalid selection.
+    Raises:
+        WrongSelection: the method returned an invalid selection.
     """
     visual = VisualTokens(hidden_MD[None], {"llm_attention": attention_M})
     budget, ratio = method.resolve_budget(len(attention_M), retention_ratio)
@@ -226,12 +226,12 @@ def select_visual(method: Pruner, hidden_MD: Tensor, attention_M: Tensor, retent
 def last_token_attention(
     attention: Any, hidden_B1D: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, mask_BL: Tensor
 ) -> Tensor:
-    """Compute the last token's attention [B,L] float32, averaged over heads: a row of softmax(q . K / sqrt d).
+    """Compute the last token's attention, averaged over heads, [B, L] float32: a row of softmax(q . K / sqrt d).
 
     Args:
         hidden_B1D: the last token's input to the attention.
-        cos, sin: [B,1,d], the rotary values of its position.
-        keys: [B,heads of keys,L,d] of all tokens, rotated, from the cache.
+        cos, sin: [B, 1, d], the rotary values of its position.
+        keys: [B, key heads, L, d] of all tokens, rotated, from the cache.
         mask_BL: False for padding.
     """
     query = attention.q_proj(hidden_B1D).unflatten(-1, (-1, attention.head_dim))  # [B,1,heads,d]
@@ -241,7 +241,7 @@ def last_token_attention(
     rotated_half = torch.cat([-query[..., half:], query[..., :half]], dim=-1)
     query = query * cos[:, :, None] + rotated_half * sin[:, :, None]
     groups = query.shape[2] // keys.shape[1]
-    query_groups = query[:, 0].unflatten(1, (keys.shape[1], groups))  # neighbouring heads share their keys
+    query_groups = query[:, 0].unflatten(1, (keys.shape[1], groups))  # neighboring heads share their keys
     scores = torch.einsum("bkgd,bkld->bkgl", query_groups.float(), keys.float()) * attention.scaling
     scores = scores.masked_fill(~mask_BL[:, None, None], float("-inf"))
     row_BL: Tensor = scores.softmax(dim=-1).mean(dim=(1, 2))
@@ -251,11 +251,13 @@ def last_token_attention(
 def make_short_mask(valid_BS: Tensor, past: int, hidden_BLD: Tensor, implementation: str) -> Tensor | None:
     """Make the attention mask of a layer with shortened rows, in the form that the implementation takes.
 
-    None if the implementation needs no mask: nothing is padded, and it masks by itself.
-
     Args:
         valid_BS: ``ShortRows.valid``.
         past: the number of tokens in the layer's cache; 0 in the prefill.
+
+    Returns:
+        [B, keys] bool for flash attention; otherwise [B, 1, queries, keys], added to the scores for "eager" and bool
+        for the rest. None if nothing is padded and the implementation masks by itself.
     """
     batch, length = hidden_BLD.shape[:2]
     n_new = past + length - valid_BS.shape[1]  # tokens after the prefill
@@ -275,9 +277,10 @@ def make_short_mask(valid_BS: Tensor, past: int, hidden_BLD: Tensor, implementat
 
 
 def mark_prunable(input_ids: Tensor, video_token: int, counts: Sequence[int], newline: bool) -> Tensor:
-    """Mark the visual tokens of a prompt, [L] bool, without the newline after each video.
+    """Mark the visual tokens of a prompt, [L] bool, excluding the newline after each video.
 
     Args:
+        video_token: the id of the placeholder token.
         counts: the number of visual tokens of each video, newline excluded.
         newline: True if a newline placeholder follows each video.
     """

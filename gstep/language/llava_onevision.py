@@ -12,7 +12,7 @@ from gstep.types import Visual
 
 
 class LlavaOnevisionPrompts(PromptBuilder):
-    """The prompt builder of LLaVA-OneVision; its default positions are contiguous, as if no token had been pruned."""
+    """The prompt builder of LLaVA-OneVision. By default positions are contiguous, as if no token had been pruned."""
 
     default_positions = "contiguous"
     axes = 1
@@ -21,12 +21,14 @@ class LlavaOnevisionPrompts(PromptBuilder):
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         """Make the segment of a whole video: a placeholder for each kept token, and a last one for the newline.
 
-        ``frame`` is not used.
+        ``frame`` is ignored.
         """
         n_kept = len(visual.index)
         if self.policy.positions == "contiguous":
-            positions, extent = torch.arange(n_kept + 1, device="cpu"), n_kept + 1
+            positions = torch.arange(n_kept + 1, device="cpu")
+            extent = n_kept + 1
         else:
             n_total = visual.n_frames * visual.tokens_per_frame
-            positions, extent = torch.cat([visual.index, torch.tensor([n_total], device="cpu")]), n_total + 1
+            positions = torch.cat([visual.index, torch.tensor([n_total], device="cpu")])
+            extent = n_total + 1
         return Segment(self._make_placeholders(n_kept + 1), positions[None], extent)

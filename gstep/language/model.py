@@ -1,4 +1,4 @@
-"""A language model that answers prompts of cached visual tokens, through the official entry ``mm_encoder_outputs``."""
+"""A language model that answers prompts with cached visual tokens, passed to transformers as ``mm_encoder_outputs``."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from gstep.types import Visual
 
 
 class LanguageModel:
-    """The LLM of one checkpoint on one device, without the vision part.
+    """The language model of one checkpoint on one device, without its vision part. ``load`` creates it.
 
     Attributes:
         mask_elements: the maximum size of a batch's attention mask.
-        copied_tokens: the maximum number of tokens in copies of a prompt's keys and values, a copy for each choice.
+        copied_tokens: the maximum number of tokens in copies of a prompt's keys and values, one copy per continuation.
     """
 
     mask_elements = MASK_ELEMENTS
@@ -49,29 +49,32 @@ class LanguageModel:
 
     @classmethod
     def load(cls, source: ModelSource, runtime: Runtime) -> Self:
-        """Load the model without its vision tower; nothing checks that it can answer.
+        """Load the model, without its vision part, and its tokenizer.
 
-        :func:`gstep.language.load_language_model` checks that.
+        :func:`gstep.language.load_language_model` also checks that the family can answer questions.
 
-        Raises ModelError if weights are missing or do not have the shapes of the config.
+        Raises:
+            ModelError: weights are missing, quantized, or do not have the shapes of the config; the tokenizer or
+                generation_config.json cannot be loaded; or transformers is too old.
         """
         return cls(load_llm(source, runtime), tokenizer_of(source), runtime.device)
 
     @property
     def n_bytes(self) -> int:
-        """The bytes of all weights."""
+        """The total size of all weights and buffers in bytes."""
         return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def context_length(self) -> int:
-        """The maximum number of tokens of a prompt and its answer together; 2^31 if the config states none."""
+        """The maximum number of tokens in a prompt and its answer together; 2^31 if the config has no limit."""
         return read_context_length(self.model.config)
 
     @torch.inference_mode()
     def embedding(self, text: str) -> Tensor:
-        """Compute the mean input embedding [1,D] float32 of a text's tokens, on the model's device.
+        """Compute the mean input embedding of a text's tokens, [1, D] float32, on the model's device.
 
-        Raises ValueError for an empty text.
+        Raises:
+            ValueError: the text has no token.
         """
         ids = torch.tensor(text_ids(self.tokenizer, text), device=self.device)
         mean: Tensor = self.model.get_input_embeddings()(ids).float().mean(0, keepdim=True)
@@ -79,9 +82,11 @@ class LanguageModel:
 
     @torch.inference_mode()
     def logits(self, prompts: Sequence[Prompt], last: int = 0) -> list[Tensor]:
-        """Compute the logits of each prompt, [L,V] in the compute dtype, at its ``last`` tokens; 0 takes every token.
+        """Compute the logits of each prompt: a list of [L, V] in the compute dtype, without padding.
 
-        ``last`` tokens must come after the last video; videos that prompts share are then computed once.
+        Args:
+            last: if not 0, only the logits of each prompt's ``last`` tokens, which must follow its last video; videos
+                that prompts share are then computed once.
         """
         batch, cache = self._make_batch_and_cache(prompts, last) if last else (Batch.of(prompts), None)
         output = self._forward(batch, prompts=prompts if cache is None else (), past=cache, logits_to_keep=last)
@@ -98,15 +103,17 @@ class LanguageModel:
         share_prefix: bool = True,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[Answer]:
-        """Answer a batch of prompts, which may differ in length and in their options.
+        """Answer a batch of prompts, which may differ in length and in their options; one Answer per prompt, in order.
 
         Args:
-            share_prefix: True computes videos that prompts share (the same Visual objects) once for all prompts.
-            inside: a method that has a ``layer`` and prunes there, and the share of visual tokens to keep. The kept
+            share_prefix: if True, videos that prompts share (the same Visual objects) are computed once for all of
+                them.
+            inside: a method with a ``layer``, before which it prunes, and the share of visual tokens to keep. The kept
                 tokens depend on the question, so nothing is shared then.
 
-        Raises ValueError if the model cannot be pruned at that layer, FloatingPointError if the scores of a token of an
-        answer are no numbers.
+        Raises:
+            ValueError: the method cannot prune inside this model (:func:`check_layer`).
+            FloatingPointError: the model's scores are NaN for a token of an answer.
         """
         if inside is not None:
             with self._prune_inside(prompts, *inside).apply_hooks(self.model):
@@ -115,7 +122,8 @@ class LanguageModel:
         batch, cache = self._make_batch_and_cache(prompts) if share_prefix else (Batch.of(prompts), None)
         watch = StepWatch()
         tokens = self._generate_ids(batch, cache, prompts if cache is None else (), decodings, watch).cpu()
-        end, first = time.perf_counter(), watch.first
+        end = time.perf_counter()
+        first = watch.first
         assert first is not None
         answers = [
             self._make_answer(row, decoding, first - start, end - first)
@@ -132,10 +140,12 @@ class LanguageModel:
         decodings: Sequence[Decoding],
         watch: StepWatch,
     ) -> Tensor:
-        """Run ``generate`` on ``batch`` with the keys and values in ``past``; return the new token ids, [B,new].
+        """Run the model's ``generate`` on ``batch``; return the new token ids, [B, new], padded after an early end.
 
-        ``prompts`` are the prompts whose videos are not in ``past``: their visual tokens are fed to the model. Rows
-        that end early are padded. ``watch`` sees the scores of each step.
+        Args:
+            past: the cache of the first columns of the batch, which is extended in place; None if nothing is cached.
+            prompts: the prompts whose videos are not in ``past``, and are therefore passed to the model.
+            watch: gets the scores of every step.
         """
         length = batch.input_ids.shape[1]
         output: Tensor = self.model.generate(
@@ -155,11 +165,18 @@ class LanguageModel:
         share_prefix: bool = True,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """Score each continuation of each prompt; the result has a list of Scores for each prompt.
+        """Compute the log-probability of each continuation of each prompt.
 
-        ``share_prefix`` and ``inside`` are as for :meth:`generate`.
+        Args:
+            share_prefix: if True, videos that prompts share (the same Visual objects) are computed once for all of
+                them.
+            inside: a method with a ``layer``, before which it prunes, and the share of visual tokens to keep.
 
-        Raises ValueError for a continuation without a token, and if the model cannot be pruned at that layer.
+        Returns:
+            A list per prompt with a Score per continuation, in order.
+
+        Raises:
+            ValueError: a continuation has no token, or the method cannot prune inside this model (:func:`check_layer`).
         """
         ids = [[text_ids(self.tokenizer, text) for text in texts] for texts in continuations]
         pruning = self._prune_inside(prompts, *inside).apply_hooks(self.model) if inside else nullcontext()
@@ -184,10 +201,13 @@ class LanguageModel:
         continuations: list[list[int]],
         inside: PruneInside | None,
     ) -> list[Score]:
-        """Score the continuations of one prompt, whose keys and values are row ``row`` of ``cache``.
+        """Score the continuations of one prompt, in batches of at most ``copied_tokens`` copied tokens.
 
-        ``prompt`` has a single row, and ``continuations`` are token ids. ``first`` [V] has the log-probabilities of the
-        first token after the prompt. ``cache`` stays unchanged.
+        Args:
+            prompt: a batch with the prompt as its only row.
+            cache: the keys and values of all prompts, which stay unchanged; the prompt's are in ``row``.
+            first: [V], the log-probabilities of the first token after the prompt.
+            continuations: token ids, at least one each.
         """
         logprobs = [float(first[ids[0]]) for ids in continuations]
         multi_token = [i for i, ids in enumerate(continuations) if len(ids) > 1]
@@ -202,7 +222,7 @@ class LanguageModel:
     def _score_later_tokens(
         self, prompt: Batch, cache: DynamicCache, row: int, continuations: list[list[int]]
     ) -> list[float]:
-        """Compute each continuation's summed log-probability after its first token; each has two tokens or more."""
+        """Compute the log-probability of each continuation after its first token; each has two tokens or more."""
         # Padding is on the right, so that each continuation follows its prompt without a gap.
         inputs = [ids[:-1] for ids in continuations]
         width = max(map(len, inputs))
@@ -217,9 +237,9 @@ class LanguageModel:
         return [float(rows[: len(t)].gather(-1, t[:, None]).sum()) for rows, t in zip(logprobs, targets, strict=True)]
 
     def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> PruneInside:
-        """Make the object that prunes a batch of prompts inside the model; the caller applies it.
+        """Return the object that prunes these prompts inside the model; all visual tokens but newlines are prunable.
 
-        It knows which tokens of each prompt may be pruned.
+        The caller activates it with ``apply_hooks``, which also checks the method.
         """
         batch = Batch.of(prompts)
         _, video = placeholder_of(self.model.config)
@@ -233,9 +253,11 @@ class LanguageModel:
     def _make_batch_and_cache(self, prompts: Sequence[Prompt], last: int = 1) -> tuple[Batch, DynamicCache | None]:
         """Make the batch of all prompts, and compute the key-value cache of their videos if that saves work.
 
-        It saves work if prompts share videos, or if an attention mask for all prompts would be too large; otherwise the
-        cache is None. A model with linear attention gets a cache that includes the texts, too, except their ``last``
-        tokens.
+        It saves work if prompts share videos, or if all prompts have videos and together exceed the limits of a batch.
+        On models with linear attention, the cache also contains the texts, except the ``last`` tokens of each prompt.
+
+        Returns:
+            The batch with all tokens of the prompts, and the cache of its first columns or None.
         """
         first_of_group: list[int] = []  # the first prompt of each group of prompts on the same videos
         group = []  # each prompt's group
@@ -267,13 +289,15 @@ class LanguageModel:
         Texts of equal length share a batch, so that no padding lies between a video and its text.
 
         Args:
-            prefixes, cache: the different prefixes of the prompts, up to the end of their videos, and their cache.
-            group: the row of each prompt's prefix in ``prefixes``.
+            prefixes, cache: the distinct beginnings of the prompts, up to the end of their videos, and their cache,
+                which stays unchanged.
+            group: the row of each prompt's beginning in ``prefixes``.
         """
         texts: dict[int, list[int]] = {}
         for row, prompt in enumerate(prompts):
             texts.setdefault(len(prompt) - prompt.prefix_length - last, []).append(row)
-        caches, order = list[DynamicCache](), list[int]()
+        caches = list[DynamicCache]()
+        order = list[int]()
         for length, rows in texts.items():
             lengths = [prefixes.input_ids.shape[1] + length] * len(rows)
             for part in batches_by_cost(lengths, [length] * len(rows), len(rows), self.mask_elements):
@@ -292,7 +316,7 @@ class LanguageModel:
     def _compute_prefix_cache(self, prompts: Sequence[Prompt]) -> DynamicCache:
         """Compute the key-value cache of each prompt up to the end of its videos, in batches that fit into memory.
 
-        The rows of the cache are in the order of the prompts, and padded on the left.
+        The rows are in the order of the prompts, and padded on the left.
         """
         lengths = [prompt.prefix_length for prompt in prompts]
         parts = batches_by_cost(lengths, lengths, len(lengths), self.mask_elements)
@@ -310,9 +334,9 @@ class LanguageModel:
     def _forward(
         self, batch: Batch, *, prompts: Sequence[Prompt] = (), past: DynamicCache | None = None, **keywords: Any
     ) -> Any:
-        """Run the model over the tokens of ``batch`` that are not in ``past``, which is extended by them.
+        """Run the model over the tokens of ``batch`` that are not in ``past``, which is extended in place.
 
-        ``prompts`` have the videos among these tokens; ``keywords`` go to the model.
+        ``prompts`` are those whose videos are among these tokens; ``keywords`` are passed to the model.
         """
         start = 0 if past is None else past.get_seq_length()
         return self.model(**self._make_inputs(batch, prompts, past, start), **keywords)
@@ -320,10 +344,10 @@ class LanguageModel:
     def _make_inputs(
         self, batch: Batch, prompts: Sequence[Prompt], past: DynamicCache | None, start: int = 0
     ) -> dict[str, Any]:
-        """Make the keyword arguments of forward for the tokens of ``batch`` from ``start`` on.
+        """Make the keyword arguments of forward for the tokens of ``batch`` from column ``start`` on, on the device.
 
-        The attention mask also covers the tokens before ``start``. All videos of ``prompts`` are passed: give only
-        prompts whose videos are among the new tokens.
+        The attention mask covers all columns. All videos of ``prompts`` are passed, so these must be only the prompts
+        whose videos are among the new tokens.
         """
         inputs = {
             "input_ids": batch.input_ids[:, start:].to(self.device),
@@ -337,15 +361,18 @@ class LanguageModel:
         return inputs
 
     def _encoder_outputs(self, visuals: Sequence[Visual]) -> dict[str, Any]:
-        """Make the ``mm_encoder_outputs`` of a batch's videos, from its first row to its last."""
+        """Make the ``mm_encoder_outputs`` for a batch's videos, which are given in the order of its rows."""
         return encoder_outputs(visuals, self.model)
 
     def _position_ids(self, batch: Batch) -> Tensor:
-        """Make the position ids of a batch, for forward and generate."""
+        """Make the position ids of a batch for forward and generate: [B, L], or [4, B, L] for M-RoPE."""
         return batch.position_ids()
 
     def _make_config(self, decodings: Sequence[Decoding]) -> Any:
-        """Make a GenerationConfig that is greedy for all rows; SeededSampling adds the noise of sampled rows."""
+        """Copy the model's GenerationConfig, made greedy, with the largest ``max_new_tokens`` of the batch.
+
+        SeededSampling adds the noise of sampled rows.
+        """
         config = copy.deepcopy(self.model.generation_config)
         config.update(
             do_sample=False,
@@ -357,13 +384,13 @@ class LanguageModel:
         return config
 
     def _pad_id(self) -> int:
-        """Choose the id that pads generated rows: the model's, the tokenizer's, or a token that ends answers."""
+        """Return the id that pads generated rows: the first of the model's, the tokenizer's, the end ids, and 0."""
         generation = self.model.generation_config
         candidates = (generation.pad_token_id, self.tokenizer.pad_token_id, *end_ids(generation), 0)
         return next(int(i) for i in candidates if i is not None)
 
     def _make_answer(self, row: list[int], decoding: Decoding, prefill_s: float, decode_s: float) -> Answer:
-        """Make the Answer of one row of token ids: cut it at its limit and at the first end token, decode the text."""
+        """Make the Answer of one row of generated ids, cut at its limit and before its first end token."""
         ends = end_ids(self.model.generation_config)
         ids = row[: decoding.max_new_tokens]
         stop = next((i for i, token in enumerate(ids) if token in ends), None)
@@ -373,7 +400,10 @@ class LanguageModel:
 
 
 def _has_same_prefix(a: Prompt, b: Prompt) -> bool:
-    """Return True if two prompts are equal up to the end of their videos, which must be the same objects."""
+    """Return True if two prompts have the same video objects, and the same ids and positions up to the end of them.
+
+    Prompts without videos never do.
+    """
     return (
         len(a.visuals) == len(b.visuals) > 0
         and all(x is y for x, y in zip(a.visuals, b.visuals, strict=True))
@@ -383,7 +413,7 @@ def _has_same_prefix(a: Prompt, b: Prompt) -> bool:
 
 
 def _copy_rows(cache: DynamicCache, index: Sequence[int]) -> DynamicCache:
-    """Copy the rows ``index`` of a cache, which may repeat; the cache itself stays unchanged."""
+    """Copy the rows ``index`` of a cache, which may repeat, into a new cache; ``cache`` stays unchanged."""
     rows = copy.copy(cache)
     rows.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in rows.layers:
@@ -395,7 +425,7 @@ def _copy_rows(cache: DynamicCache, index: Sequence[int]) -> DynamicCache:
 
 
 def _stack_caches(caches: Sequence[DynamicCache], length: int) -> DynamicCache:
-    """Join the rows of several caches into a cache of ``length`` tokens; padding is added or cut on the left."""
+    """Join the rows of several caches, in order, into a cache of ``length`` tokens, padded or cut on the left."""
     stack = _copy_rows(caches[0], range(1))
     for layer, parts in zip(stack.layers, zip(*(cache.layers for cache in caches), strict=True), strict=True):
         if hasattr(layer, "conv_states"):
@@ -409,5 +439,5 @@ def _stack_caches(caches: Sequence[DynamicCache], length: int) -> DynamicCache:
 
 
 def _fit_length(states_BHLE: Tensor, length: int) -> Tensor:
-    """Pad or cut keys or values on the left to ``length`` tokens."""
+    """Pad keys or values with zeros, or cut them, on the left to ``length`` tokens."""
     return nn.functional.pad(states_BHLE, (0, 0, length - states_BHLE.shape[-2], 0))

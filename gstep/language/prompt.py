@@ -1,4 +1,4 @@
-"""Building prompts: from a question and the cached tokens of its videos to token ids and positions, without weights."""
+"""Building prompts: token ids and positions from a question and the cached tokens of its videos, without weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from gstep.language.rendering import render_chat_template
 from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy, placeholder_of, read_context_length
 from gstep.types import Visual
 
-# A noncharacter that is put into a placeholder in a user's text, so that its two pieces are tokenized as text.
+# A noncharacter that is inserted into placeholders in a user's text, so that the two pieces are tokenized as text.
 MARK = "\U0010fffe"
 _OPEN_TAG = re.compile(r"(<\w+>)\s*\Z")
-# What a list of parts becomes in a template that writes it as a text.
+# The beginning of a list of parts in the output of a template that writes the list as text.
 _PRINTED_PARTS = "[{'type': '"
 
 
@@ -34,9 +34,9 @@ class Segment:
 
     Attributes:
         ids: [n] int64.
-        positions: [A,n] int64, counted from the start of the segment.
-        extent: the number of positions from the start of this segment to the start of the next.
-        video: the number of the video in the prompt; None for a text.
+        positions: [A, n], counted from the start of the segment.
+        extent: the number of positions from the start of this segment to the start of the next one.
+        video: the number of the video in the prompt, from 0; None for a text.
     """
 
     ids: Tensor
@@ -46,11 +46,11 @@ class Segment:
 
 
 class PromptPart(NamedTuple):
-    """A text of a prompt, with the placeholders behind it.
+    """A text of a prompt and the placeholders that follow it.
 
     Attributes:
-        text: the text.
-        video: the number of the placeholders' video, from 0; None at the end of the prompt, where none follow.
+        text: the text, which may be empty.
+        video: the number of the placeholders' video, from 0; None if no placeholders follow (the end of the prompt).
         frame: the number of their frame or temporal patch, from 0; None for the whole video.
     """
 
@@ -60,10 +60,15 @@ class PromptPart(NamedTuple):
 
 
 class PromptBuilder(ABC):
-    """The builder of one model's prompts under one policy. Pickles.
+    """The builder of one model's prompts under one policy. Picklable.
 
     Attributes:
         placeholder_id: the id of the token that stands for a visual token or a newline.
+
+    Class attributes:
+        default_positions: the family's default for ``PromptPolicy.positions``.
+        axes: the number of axes of a position, 1 or 3.
+        needs_newline: True if a newline row follows each video.
     """
 
     default_positions: ClassVar[str]
@@ -74,7 +79,7 @@ class PromptBuilder(ABC):
     deepstack_levels: int = 0
 
     def __init__(self, config: Any, tokenizer: Any, chat_template: str, policy: PromptPolicy) -> None:
-        """Take a configuration and a tokenizer of transformers; :meth:`of` reads them from a checkpoint."""
+        """Initialize the builder from a transformers config and tokenizer; :meth:`of` reads them from a checkpoint."""
         self.config = config
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -86,24 +91,29 @@ class PromptBuilder(ABC):
 
     @classmethod
     def of(cls, source: ModelSource, positions: str | None, rule: str, frame_times: str, thought: str = "open") -> Self:
-        """Make the builder from a checkpoint's config, tokenizer and chat template.
+        """Make the builder from a checkpoint's config, tokenizer and chat template, and render a question as a check.
 
-        The other arguments are the fields of PromptPolicy. ``positions`` None takes the family's default. If
+        The arguments after ``source`` are the fields of PromptPolicy; ``positions`` None uses the family's default. If
         ``frame_times`` or ``thought`` changes no prompt of this model, the policy records its default instead.
 
-        Raises ModelError if a file is missing or does not fit, ValueError for an unknown policy.
+        Raises:
+            ModelError: a file is missing or not valid, the placeholder of videos is not a special token of the
+                tokenizer, or the template exceeds the limits of rendering.
+            ValueError: a policy value is unknown, or ``thought`` is "closed" and the template takes no question without
+                a video.
         """
         template = chat_template(source)
         template_hash = hashlib.sha256(template.encode()).hexdigest()[:16]
         policy = PromptPolicy(positions or cls.default_positions, rule, template_hash, frame_times, thought)
-        if not cls.writes_times:  # a setting that changes no prompt must not tell answers apart
+        if not cls.writes_times:  # answers must not differ by a setting that changes no prompt
             policy = replace(policy, frame_times="true")
-        config, tokenizer = source.stock_config(), tokenizer_of(source)
+        config = source.stock_config()
+        tokenizer = tokenizer_of(source)
         placeholder = placeholder_of(config)[1]
         if tokenizer.convert_ids_to_tokens(placeholder) not in tokenizer.get_added_vocab():
             raise ModelError(
-                f"{source.name!r}: token {placeholder}, the placeholder of videos in config.json, is no special token "
-                "of the tokenizer: download the whole checkpoint"
+                f"{source.name!r}: token {placeholder}, the placeholder of videos in config.json, is not a special "
+                "token of the tokenizer: download the whole checkpoint"
             )
         builder = cls(config, tokenizer, template, policy)
         builder._check_template()
@@ -113,7 +123,11 @@ class PromptBuilder(ABC):
         return builder
 
     def _check_template(self) -> None:
-        """Render a question once. Raises ModelError for a template that is not valid or does not end."""
+        """Render a question without a video once; a template may refuse it.
+
+        Raises:
+            ModelError: the template is not valid or exceeds the limits of rendering.
+        """
         try:
             self.open_tag  # noqa: B018 - renders it
         except ModelError:
@@ -123,27 +137,29 @@ class PromptBuilder(ABC):
 
     @property
     def context_length(self) -> int:
-        """The maximum number of tokens of a prompt and its answer together; 2^31 if the config states none."""
+        """The maximum number of tokens in a prompt and its answer together; 2^31 if the config has no limit."""
         return read_context_length(self.config)
 
     @property
     def hidden_size(self) -> int:
-        """D, the width of a visual token."""
+        """The hidden size D of the language model and of a visual token."""
         return int(self.config.get_text_config().hidden_size)
 
     def n_visual(self, visuals: Sequence[Visual]) -> int:
-        """Count the placeholders of the videos in a prompt, newlines included."""
+        """Return the number of placeholders that the videos have in a prompt, newlines included."""
         return sum(len(v.index) for v in visuals) + (len(visuals) if self.needs_newline else 0)
 
     def build(self, text: str, visuals: Sequence[Visual], system: str | None = None) -> Prompt:
-        """Build the prompt of one user message, the videos and then the text, by the checkpoint's chat template.
+        """Build the prompt of one user message, the videos and then the text, with the checkpoint's chat template.
 
         Placeholders of the model in ``text`` are treated as plain text.
 
         Args:
             system: a system message; None leaves it to the template.
 
-        Raises ValueError if a video's cached tokens do not fit the model, and for a text that is not valid.
+        Raises:
+            ValueError: a video's cached tokens do not fit the model, a text is not valid Unicode or contains U+10FFFE,
+                or the template refuses or omits a message.
         """
         content: list[ChatPart] = [*[ChatPart(type="video")] * len(visuals), {"type": "text", "text": text}]
         messages: list[ChatMessage] = [{"role": "user", "content": content}]
@@ -152,13 +168,14 @@ class PromptBuilder(ABC):
         return self.build_chat(messages, visuals)
 
     def build_chat(self, messages: Sequence[ChatMessage], visuals: Sequence[Visual]) -> Prompt:
-        """Build the prompt of a conversation by the checkpoint's chat template, up to the model's next message.
+        """Build the prompt of a conversation with the checkpoint's chat template, up to the model's next message.
 
         Args:
             visuals: the cached tokens of the conversation's videos, in their order.
 
-        Raises ValueError as :meth:`build`, and if the template does not write a placeholder for each video, or the text
-        of a message.
+        Raises:
+            ValueError: a video's cached tokens do not fit the model, a text is not valid Unicode or contains U+10FFFE,
+                or the template refuses or omits a message, or does not write a placeholder for each video.
         """
         for visual in visuals:
             self.check(visual)
@@ -176,7 +193,12 @@ class PromptBuilder(ABC):
         )
 
     def check(self, visual: Visual) -> None:
-        """Raise ValueError if a video's cached tokens do not fit this model."""
+        """Check that a video's cached tokens fit this model.
+
+        Raises:
+            ValueError: the hidden size or the deepstack levels do not fit, the newline is missing, or each frame has
+                markers and the indices are not ascending.
+        """
         if visual.tokens.shape[1] != self.hidden_size:
             raise ValueError(f"visual tokens of width {visual.tokens.shape[1]}; this model takes {self.hidden_size}")
         if len(visual.deepstack) != self.deepstack_levels:
@@ -185,7 +207,7 @@ class PromptBuilder(ABC):
             )
         if self.needs_newline and visual.newline is None:
             raise ValueError("the newline row of this model is missing from the cache")
-        if self.frame_markers and (visual.index.diff() < 0).any():  # a frame's tokens are found by their order
+        if self.frame_markers and (visual.index.diff() < 0).any():  # indices_in_frame needs ascending indices
             raise ValueError(
                 "prompts of this model show a video frame by frame, and its tokens are in another order: read them "
                 'with order="index" (--order index)'
@@ -193,17 +215,17 @@ class PromptBuilder(ABC):
 
     @abstractmethod
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
-        """Make the segment of a whole video (``frame`` is None), or of a frame if each frame has markers."""
+        """Make the segment of a whole video (``frame`` is None), or of one frame if each frame has markers."""
 
     def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPart]:
-        """Make the parts of a prompt from the texts around its videos.
+        """Make a part for each video and a last text, from the texts around the videos.
 
-        A family with markers around each frame has a part a frame, with the markers in the texts.
+        A family with markers around each frame has a part for each frame instead, with the markers in the texts.
         """
         return [*(PromptPart(text, video) for video, text in enumerate(texts[:-1])), PromptPart(texts[-1])]
 
     def _make_segments(self, parts: list[PromptPart], visuals: Sequence[Visual]) -> Iterator[Segment]:
-        """Yield the segments of a prompt in order: texts, and the placeholders of videos or frames."""
+        """Yield the segments of a prompt in order: texts, unless empty, and the placeholders of videos or frames."""
         for part in parts:
             if part.text:
                 yield self._make_text_segment(part.text)
@@ -211,7 +233,7 @@ class PromptBuilder(ABC):
                 yield replace(self._make_visual_segment(visuals[part.video], part.frame), video=part.video)
 
     def _make_text_segment(self, text: str) -> Segment:
-        """Tokenize a text to a segment whose positions count up from 0."""
+        """Tokenize a text into a segment whose positions count up from 0; MARK splits the text and gives no token."""
         # Special tokens split a text anywhere, so pieces between placeholders get the same ids as in the whole text.
         pieces = [self.tokenizer(piece, add_special_tokens=False).input_ids for piece in text.split(MARK)]
         ids = torch.tensor([i for piece in pieces for i in piece], dtype=torch.int64, device="cpu")
@@ -223,13 +245,17 @@ class PromptBuilder(ABC):
 
     @cached_property
     def open_tag(self) -> str:
-        """The tag that the chat template opens before the model's message, such as ``<think>``; "" for none."""
+        """The tag that the chat template opens before the model's message, such as ``<think>``; "" if there is none.
+
+        The first access renders a question without a video. Raises ModelError for an invalid template, ValueError if it
+        refuses the question.
+        """
         text: ChatPart = {"type": "text", "text": "Why?"}
         match = _OPEN_TAG.search(self._apply_template([{"role": "user", "content": [text]}]))
         return match[1] if match else ""
 
     def _render(self, messages: Sequence[ChatMessage], n_videos: int) -> str:
-        """Render the messages. Raises ValueError if the result lacks a placeholder for each video, or a text."""
+        """Render the messages; ValueError if the result lacks a text or does not have ``n_videos`` placeholders."""
         prompt_text = self._render_text(messages)
         if prompt_text.count(self._video_token) != n_videos:
             raise ValueError(f"the chat template of this model does not write {n_videos} videos in this conversation")
@@ -237,7 +263,7 @@ class PromptBuilder(ABC):
         return prompt_text
 
     def _render_text(self, messages: Sequence[ChatMessage]) -> str:
-        """Apply the chat template, with the placeholders in users' texts broken up.
+        """Apply the chat template, with the placeholders in message texts broken up.
 
         The tag that the template opens is closed if the policy's ``thought`` is "closed".
         """
@@ -251,18 +277,18 @@ class PromptBuilder(ABC):
         return prompt_text
 
     def _apply_template(self, messages: Sequence[ChatMessage]) -> str:
-        """Apply the chat template to a conversation, up to the model's next message."""
+        """Apply the chat template to a conversation, up to the start of the model's next message."""
         return render_chat_template(self.tokenizer, self.chat_template, messages)
 
     @property
     def _placeholder_texts(self) -> Sequence[str]:
-        """The texts that the model takes for images or videos."""
+        """The texts that the model would interpret as a video or an image."""
         return self._video_token, self._image_token
 
     def refuse_placeholders(self, texts: Iterable[str]) -> None:
-        """Raise ValueError if a text has a placeholder of the model, such as ``<video>``, for which media are put in.
+        """Raise ValueError if a text has a placeholder of the model, such as ``<video>``, which stands for media.
 
-        :meth:`build` takes it as plain text, which gives other tokens than the stock processor.
+        :meth:`build` treats it as plain text, which gives other tokens than the stock processor.
         """
         for text in texts:
             for token in self._placeholder_texts:
@@ -273,9 +299,10 @@ class PromptBuilder(ABC):
                     )
 
     def _escape_placeholders(self, part: ChatPart) -> ChatPart:
-        """Break up placeholders in a message part's text by MARK, so that only real videos have placeholders.
+        """Insert MARK into each placeholder in a message part's text, so that only real videos have placeholders.
 
-        Raises ValueError for a text that is not valid Unicode or contains MARK itself.
+        Raises:
+            ValueError: the text is not valid Unicode, or contains MARK itself.
         """
         text = part.get("text", "")
         try:
@@ -290,9 +317,12 @@ class PromptBuilder(ABC):
 
 
 def refuse_omissions(messages: Sequence[ChatMessage], prompt_text: str) -> None:
-    """Raise ValueError if a rendered prompt lacks the text of a message, because the chat template leaves it out.
+    """Check that a rendered prompt contains the text of each message.
 
-    Templates may leave out the thoughts of earlier messages of the model, and white space around a text.
+    Templates may move a text, strip white space around it, and omit the thoughts of earlier messages of the model.
+
+    Raises:
+        ValueError: a text is missing, or the template wrote a list of parts as text.
     """
     prompt_text = prompt_text.replace(MARK, "")
     start = n_printed = 0
@@ -301,32 +331,37 @@ def refuse_omissions(messages: Sequence[ChatMessage], prompt_text: str) -> None:
             text = part.get("text", "")
             n_printed += text.count(_PRINTED_PARTS)
             spoken = text.rpartition("</think>")[2].strip()
-            place = prompt_text.find(spoken, start)
-            if place < 0:  # a template may move a text
-                place = prompt_text.find(spoken)
-            if place < 0:
+            text_start = prompt_text.find(spoken, start)
+            if text_start < 0:  # a template may move a text
+                text_start = prompt_text.find(spoken)
+            if text_start < 0:
                 raise ValueError(
                     f"the chat template of this model leaves out the text of a message of the role {message['role']}: "
                     "put the text into a message of the user"
                 )
-            start = place + len(spoken)
+            start = text_start + len(spoken)
     if prompt_text.count(_PRINTED_PARTS) > n_printed:
         raise ValueError("the chat template of this model does not take a message as a list of parts")
 
 
 def chat_template(source: ModelSource) -> str:
-    """Return the chat template that transformers' processor would apply, else the one of its tokenizer.
+    """Return the chat template that transformers' processor would apply by default, or otherwise its tokenizer's.
 
-    The order of the files is that of ``ProcessorMixin.get_processor_dict``, whose import would take seconds and which
-    may load a model that processor_config.json names.
+    As in ``ProcessorMixin.get_processor_dict``, whose import would take seconds, the order is processor_config.json,
+    chat_template.json, chat_template.jinja with additional_chat_templates. Of several templates, it is the one named
+    "default".
 
-    Raises ModelError if the checkpoint has no chat template, or none that transformers would apply by default.
+    Raises:
+        ModelError: there is no default template, a file is not valid or cannot be downloaded, or the checkpoint has
+            both chat_template.json and additional_chat_templates, which transformers refuses.
     """
-    files, tokenizer = source.files, tokenizer_of(source)  # a tokenizer on the Hub brings additional templates along
+    files = source.files
+    tokenizer = tokenizer_of(source)  # for a model on the Hub, this also downloads additional templates
     template: Any = (files.read_json("processor_config.json") or {}).get("chat_template")
     if template is None:
         files.require_any("chat_template.jinja", "chat_template.json")
-    legacy, default = files.read_json("chat_template.json"), files.find("chat_template.jinja")
+    legacy = files.read_json("chat_template.json")
+    default = files.find("chat_template.jinja")
     folder = source.file("config.json").parent / "additional_chat_templates"
     paths = {path.stem: path for path in folder.glob("*.jinja")}
     if legacy is not None and paths:
@@ -350,10 +385,12 @@ def chat_template(source: ModelSource) -> str:
 
 
 def tokenizer_of(source: ModelSource) -> Any:
-    """Load the checkpoint's tokenizer, or return the tokenizer that this process has loaded. Do not change it.
+    """Load the checkpoint's tokenizer, or return the one that this process has loaded; callers must not modify it.
 
-    A large vocabulary takes a second. A language model and its prompt builders share it. A folder whose files have
-    changed is read again. Raises ModelError if the tokenizer cannot be loaded.
+    A large vocabulary takes a second. A folder whose files have changed is read again.
+
+    Raises:
+        ModelError: the tokenizer cannot be loaded.
     """
     name, revision = source.pretrained()
     for filename in ("tokenizer.json", "tokenizer_config.json"):
@@ -366,12 +403,12 @@ def tokenizer_of(source: ModelSource) -> Any:
         ) from error
 
 
-#: The name, size and time of change of each file of a folder.
+#: The name, size and modification time of each entry of a folder.
 FolderState = tuple[tuple[str, int, int], ...]
 
 
 def read_folder_state(name: str, revision: str | None) -> FolderState:
-    """Read the state of a model's folder, which changes with its files; empty for a Hugging Face id's commit."""
+    """Return the name, size and modification time of each entry of a model's folder; () if ``revision`` is a commit."""
     if revision is not None:
         return ()
     files = [(file.name, file.stat()) for file in sorted(Path(name).iterdir())]
@@ -380,14 +417,14 @@ def read_folder_state(name: str, revision: str | None) -> FolderState:
 
 @lru_cache(maxsize=2)
 def _load_tokenizer(name: str, revision: str | None, state: FolderState) -> Any:
-    """Load the tokenizer of a Hugging Face id's commit, or of a folder; ``state``: names, sizes, times of its files."""
+    """Load the tokenizer of a commit or a folder; ``state`` makes the cache reload a folder that has changed."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; needed only to build prompts or models
 
     return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Tokenize a text without special tokens around it. Raises ValueError for a text without a token."""
+    """Tokenize a text without special tokens around it; ValueError for a text without a token."""
     ids = list(tokenizer(text, add_special_tokens=False).input_ids)
     if not ids:
         raise ValueError("the text is empty: a text to embed or score needs at least one character")
@@ -402,7 +439,7 @@ def indices_in_frame(visual: Visual, frame: int) -> Tensor:
 
 
 def _locate_videos(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Locate each video's placeholders in the prompt, (first token, end), with the texts between its frames."""
+    """Locate each video's placeholders in the prompt, (first token, end), including the texts between its frames."""
     spans: dict[int, tuple[int, int]] = {}
     starts = accumulate((len(segment.ids) for segment in segments), initial=0)
     for segment, start in zip(segments, starts, strict=False):

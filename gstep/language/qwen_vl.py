@@ -1,7 +1,7 @@
-"""Prompts of Qwen2.5-VL and Qwen3-VL: M-RoPE positions (time, height, width) of the full grid, cut to the kept tokens.
+"""Prompts of the Qwen families: M-RoPE positions (time, height, width) of the full grid, restricted to the kept tokens.
 
 Follows get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py, models/qwen3_vl/modeling_qwen3_vl.py)
-and replace_video_token (models/qwen3_vl/processing_qwen3_vl.py). ``Rule`` has the differences between versions.
+and replace_video_token (models/qwen3_vl/processing_qwen3_vl.py). ``Rule`` lists the differences between versions.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from gstep.types import Visual
 
 @dataclass(frozen=True)
 class Rule:
-    """The differences between library versions in building Qwen prompts.
+    """How one library version builds Qwen prompts.
 
     Attributes:
-        text_after_time: Qwen2.5-VL: text continues after the largest position of the video, time included; otherwise
-            after the larger side of its grid, so that the text of a long video lies before its last frames.
-        whole_seconds: Qwen2.5-VL: the seconds of a temporal patch are cut to an integer before they are multiplied.
-        float64_times: Qwen2.5-VL: the seconds are multiplied in float64; otherwise in float32, which may round a
+        text_after_time: Qwen2.5-VL: text continues after the largest position of the video, time included; if False,
+            after the larger side of its grid, so that the text of a long video overlaps its last frames.
+        whole_seconds: Qwen2.5-VL: the seconds of a temporal patch are truncated to an integer before they are
+            multiplied.
+        float64_times: Qwen2.5-VL: the seconds are multiplied in float64; if False, in float32, which may round a
             product up to the next integer.
         outer_markers: Qwen3-VL: the template's vision markers around the whole video stay, beside each frame's markers.
     """
@@ -47,7 +48,7 @@ RULES: Mapping[str, Rule] = {
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid of a video's visual tokens: T temporal patches of [height, width] tokens."""
+    """The grid of a video's visual tokens: T temporal patches of [height, width] tokens, after spatial merging."""
 
     n_frames: int
     height: int
@@ -55,9 +56,10 @@ class Grid:
 
     @classmethod
     def of(cls, visual: Visual) -> Grid:
-        """Read the grid of a video from its cached facts.
+        """Read the grid of a video from its ``extra``, in tokens.
 
-        Raises ValueError if the cache has no grid, or a grid that does not fit the tokens.
+        Raises:
+            ValueError: ``extra`` has no grid, or a grid that does not fit the number of tokens.
         """
         try:
             t, h, w = (int(n) for n in visual.extra["video_grid_thw"])
@@ -71,7 +73,7 @@ class Grid:
         return grid
 
     def coordinates(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert flat indices [K] to (t, h, w), each [K]."""
+        """Convert flat indices [K] to their coordinates (t, h, w), each [K]."""
         in_frame = index % (self.height * self.width)
         return index // (self.height * self.width), in_frame // self.width, in_frame % self.width
 
@@ -87,7 +89,7 @@ class QwenPrompts(PromptBuilder):
         self.rule = RULES[policy.rule]
 
     def check(self, visual: Visual) -> None:
-        """Check the video's tokens and its grid. Raises ValueError as :meth:`PromptBuilder.check`."""
+        """Raise ValueError if a video's cached tokens do not fit this model, or its grid does not fit them."""
         super().check(visual)
         Grid.of(visual)
 
@@ -97,10 +99,14 @@ class QwenPrompts(PromptBuilder):
 
 
 class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
-    """The prompt builder of Qwen2.5-VL: a video's kept tokens are one segment, and positions advance by seconds."""
+    """The prompt builder of Qwen2.5-VL: one segment per video, with temporal positions that advance with time."""
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
-        """Make the segment of a whole video, with the positions of the policy; ``frame`` is not used."""
+        """Make the segment of a whole video, with the positions of the policy; ``frame`` is ignored.
+
+        Raises:
+            ValueError: the cache lacks the seconds of a temporal patch.
+        """
         if self.policy.positions == "contiguous":
             return self._make_renumbered_segment(len(visual.index))
         grid = Grid.of(visual)
@@ -112,9 +118,9 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
         return Segment(self._make_placeholders(len(t)), torch.stack([times[t], h, w]), extent)
 
     def _compute_times(self, visual: Visual, n_frames: int) -> Tensor:
-        """Compute the temporal position of each temporal patch, [T] int64. Raises ValueError if the cache lacks it."""
+        """Compute the temporal position of each patch, [T] int64; ValueError if the cache lacks its seconds."""
         try:
-            # float32, as the stock processor gives it
+            # float32, as in the stock processor
             seconds = torch.tensor(float(visual.extra["second_per_grid_ts"]), dtype=torch.float32, device="cpu")
         except KeyError:
             raise ValueError("the cache has no seconds of a temporal patch: prune the video again") from None
@@ -127,7 +133,7 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
 
 
 class Qwen3Prompts(QwenPrompts):
-    """The prompt builder of Qwen3-VL: a time in text before every temporal patch, even without kept tokens."""
+    """The prompt builder of Qwen3-VL and later: a time in text before every patch, even without kept tokens."""
 
     frame_markers = 1
     writes_times = True
@@ -139,9 +145,12 @@ class Qwen3Prompts(QwenPrompts):
         self._start, self._end = (str(tokenizer.convert_ids_to_tokens(i)) for i in (start, end))
 
     def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPart]:
-        """Make a part for each temporal patch, with its time and the vision markers around it.
+        """Make a part for each temporal patch, with its time and vision markers around it, and a last text.
 
-        The template's markers around a whole video stay or go by the rule. Raises ValueError if the cache lacks times.
+        If the rule has no outer markers, the template's markers around each video are removed.
+
+        Raises:
+            ValueError: the cache lacks a video's times.
         """
         if not self.rule.outer_markers and all(
             before.endswith(self._start) and after.startswith(self._end) for before, after in itertools.pairwise(texts)
@@ -161,7 +170,7 @@ class Qwen3Prompts(QwenPrompts):
         return [*parts, PromptPart(before)]
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
-        """Make the segment of one temporal patch's kept tokens; it may be empty."""
+        """Make the segment of one temporal patch's kept tokens, which may be empty."""
         assert frame is not None
         indices = indices_in_frame(visual, frame)
         if self.policy.positions == "contiguous":
@@ -173,7 +182,11 @@ class Qwen3Prompts(QwenPrompts):
         return Segment(self._make_placeholders(len(indices)), positions, max(grid.height, grid.width))
 
     def _read_seconds(self, visual: Visual) -> list[float]:
-        """Return the seconds to write before each temporal patch. Raises ValueError if the cache lacks them."""
+        """Return the seconds to write before each temporal patch, as the policy's ``frame_times`` says.
+
+        Raises:
+            ValueError: the cache lacks the values from which they are made.
+        """
         if self.policy.frame_times == "stock":
             return self._compute_stock_seconds(visual)
         times = visual.extra.get("patch_timestamps")
@@ -182,10 +195,13 @@ class Qwen3Prompts(QwenPrompts):
         return [float(time) for time in times]
 
     def _compute_stock_seconds(self, visual: Visual) -> list[float]:
-        """Compute times like Qwen3VLProcessor._calculate_timestamps of transformers, to the last bit.
+        """Compute the times of Qwen3VLProcessor._calculate_timestamps of transformers, to the last bit.
 
-        Frame indices count from the start of the file, even for a clip: qwen-vl-utils subtracts no start. Raises
-        ValueError if the cache lacks the indices or the frame rate.
+        A patch has the mean of the times of its first and last frame. Frame indices count from the start of the file,
+        even for a clip: qwen-vl-utils subtracts no start.
+
+        Raises:
+            ValueError: the cache lacks the frame indices or the frame rate.
         """
         frames = int(self.config.vision_config.temporal_patch_size)
         if not visual.fps or -(-len(visual.frame_indices) // frames) != visual.n_frames:

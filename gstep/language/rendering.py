@@ -1,7 +1,7 @@
 """Rendering chat templates within limits.
 
-A chat template is a program that comes with the checkpoint. The sandbox of Jinja, in which transformers runs it, keeps
-it away from files and from Python's internals, but lets it run forever.
+A chat template is a program that comes with the checkpoint. Jinja's sandbox, in which transformers runs it, denies it
+access to files and Python's internals, but lets it run forever.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jinja2 import Environment, TemplateSyntaxError
 from gstep.errors import ModelError
 from gstep.language.types import ChatMessage
 
-#: CPU seconds that a rendering may take in its thread; those of published templates take milliseconds.
+#: CPU seconds that a rendering may take in its thread; published templates take milliseconds.
 MAX_RENDER_S = 5.0
-_MAX_PART_S = 0.005  # added for each part of a message, of which published templates render thousands a second
+_MAX_PART_S = 0.005  # added per message part; published templates render thousands of them per second
 #: Bytes by which the process may grow during a rendering. Limits are checked after each step; none ends a single step.
 MAX_RENDER_BYTES = 2**30
 _SLOW_STEP_S = 0.005  # CPU seconds of a single step that may have allocated much
@@ -31,16 +31,18 @@ _REMEDY = "copy chat_template.jinja from the original checkpoint"
 
 
 class _LimitReachedError(BaseException):
-    """A rendering reached a limit. Not an Exception, because some of Jinja's filters catch those."""
+    """A rendering reached a limit. It is not an Exception, because some of Jinja's filters catch those."""
 
 
 def render_chat_template(tokenizer: Any, template: str, messages: Sequence[ChatMessage]) -> str:
-    """Apply a chat template to a conversation, up to the model's next message, as transformers does.
+    """Apply a chat template to a conversation, up to the start of the model's next message, as transformers does.
 
-    Works in any thread.
+    The thread's trace function is replaced meanwhile, to check the limits. Works in any thread.
 
-    Raises ModelError if the template is not valid or goes beyond MAX_RENDER_S, MAX_RENDER_BYTES or Python's limit of
-    recursion; ValueError if it fails for this conversation.
+    Raises:
+        ModelError: the template is not valid, has the operator ``**``, or exceeds MAX_RENDER_S, MAX_RENDER_BYTES or
+            Python's recursion limit.
+        ValueError: the template raises an error for this conversation.
     """
     earlier_tracer = sys.gettrace()
     try:
@@ -54,7 +56,7 @@ def render_chat_template(tokenizer: Any, template: str, messages: Sequence[ChatM
         raise ModelError(f"the chat template of this model goes beyond a limit ({reason}): {_REMEDY}") from None
     except TemplateSyntaxError as error:
         raise ModelError(f"the chat template of this model is not valid ({error}): {_REMEDY}") from error
-    except Exception as error:  # a template may raise its own error, and Python those of its expressions
+    except Exception as error:  # raised by the template itself, or by Python in its expressions
         raise ValueError(f"the chat template of this model fails ({type(error).__name__}: {error})") from error
     finally:
         sys.settrace(earlier_tracer)
@@ -63,7 +65,11 @@ def render_chat_template(tokenizer: Any, template: str, messages: Sequence[ChatM
 
 @lru_cache(maxsize=8)
 def _refuse_powers(template: str) -> None:
-    """Raise _LimitReachedError for the operator ``**``: a power of large numbers is one step, which nothing stops."""
+    """Raise _LimitReachedError for the operator ``**``: a power of large numbers is one step, which nothing stops.
+
+    Raises:
+        TemplateSyntaxError: the template cannot be split into tokens.
+    """
     if any(kind == "operator" and value == "**" for _, kind, value in Environment().lex(template)):
         raise _LimitReachedError("it computes powers")
 
@@ -71,8 +77,8 @@ def _refuse_powers(template: str) -> None:
 class _LimitTracer:
     """A trace function that raises _LimitReachedError when the thread that it traces has reached a limit.
 
-    Python calls it for each call of a function and each line of a template, thus for each turn of a template's loop.
-    Only CPU time of this thread counts, so that a busy machine cuts nothing short.
+    Python calls it for each function call and for each line of a template, and therefore in each iteration of a
+    template's loop. Only CPU time of this thread counts, so that a busy machine ends nothing early.
     """
 
     def __init__(self, max_s: float) -> None:
@@ -81,7 +87,11 @@ class _LimitTracer:
         self._start_bytes = _count_resident_bytes()
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> _LimitTracer | None:
-        """Check the limits; return the tracer for the lines of a template, and None for those of other code."""
+        """Check the limits; return the tracer for template code, so that its lines are traced, and None for other code.
+
+        Memory is only read after a slow step. Raises _LimitReachedError if the CPU time or the growth of the process
+        exceeds its limit.
+        """
         now_s = time.thread_time()
         if now_s - self._start_s > self._max_s:
             raise _LimitReachedError(f"{self._max_s:.1f} s of CPU time have passed")
@@ -92,7 +102,7 @@ class _LimitTracer:
 
 
 def _count_resident_bytes() -> int:
-    """Count the bytes of memory that this process uses; 0 on systems without /proc."""
+    """Return the resident memory of this process in bytes; 0 on systems without /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

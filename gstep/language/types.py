@@ -1,6 +1,7 @@
-"""The inputs and outputs of a language model: prompts, policies, answers; gstep.types.Visual has a video's tokens.
+"""The inputs and outputs of a language model: chat messages, prompts, policies, decoding options and answers.
 
-Shapes: K kept tokens of one video, D hidden size, L prompt tokens; T, N and the flat index as in :mod:`gstep.types`.
+``gstep.types.Visual`` holds the tokens of a video. Shapes: K kept tokens of one video, D hidden size, L prompt tokens,
+A position axes; T, N and the flat index as in :mod:`gstep.types`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ THOUGHTS = ("open", "closed")
 
 
 class ChatPart(TypedDict, total=False):
-    """A part of a message: ``{"type": "video"}`` or ``{"type": "text", "text": ...}``."""
+    """A part of a message's content: ``{"type": "video"}`` or ``{"type": "text", "text": ...}``."""
 
     type: str
     text: str
 
 
 class ChatMessage(TypedDict):
-    """A message in the form that chat templates take."""
+    """A message in the form that chat templates take; ``role`` is "system", "user" or "assistant"."""
 
     role: str
     content: Sequence[ChatPart]
@@ -35,22 +36,23 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True)
 class PromptPolicy:
-    """The choices in building prompt and positions; recorded with every answer.
+    """The choices in building prompts and positions; recorded with every answer.
 
     Attributes:
         positions: "original": every kept token has its position among all tokens of its video; "contiguous": positions
             are renumbered over the kept tokens, as if no token had been pruned.
-        rule: the library whose rules apply to Qwen: "transformers-5", "transformers-4.57" or "vllm". They decide the
-            position of the text after a video, whether the seconds of a temporal patch are cut to an integer
+        rule: the library whose rules apply to Qwen: "transformers-5", "transformers-4.57" or "vllm". They determine the
+            position of the text after a video, whether the seconds of a temporal patch are truncated to an integer
             (Qwen2.5-VL), and whether the template's vision markers around a whole video stay (Qwen3-VL).
         chat_template: a hash of the checkpoint's chat template.
         frame_times: the times that Qwen3-VL reads before its temporal patches. "true": the times at which frames are
-            shown, from the start of the clip. "stock", as in transformers: the frame's index in the file divided by
-            the average frame rate, which differs if the rate varies. A family that writes no times has "true".
-        thought: the tag that the chat template opens before the answer, such as ``<think>``. "open": the model thinks
-            first; "closed": the closing tag follows at once. A template without such a tag has "open".
+            shown, from the start of the clip. "stock", as in transformers: the frame's index in the file divided by the
+            average frame rate, which is wrong if the rate varies. Families that write no times have "true".
+        thought: what follows a tag that the chat template opens before the answer, such as ``<think>``. "open": the
+            model thinks first; "closed": the closing tag follows at once. Templates without such a tag have "open".
 
-    Raises ValueError for an unknown value.
+    Raises:
+        ValueError: ``positions``, ``rule``, ``frame_times`` or ``thought`` is unknown.
     """
 
     positions: str
@@ -66,9 +68,10 @@ class PromptPolicy:
                 raise ValueError(f"unknown {name} {value!r}; known: {', '.join(choices)}")
 
     def describe(self) -> dict[str, str]:
-        """Describe the policy for the record of an answer, JSON-able.
+        """Return the policy as JSON values for the record of an answer.
 
-        The defaults of ``frame_times`` and ``thought`` are left out, because older records do not have these keys.
+        ``frame_times`` and ``thought`` are left out if they have their defaults, because older records do not have
+        these keys.
         """
         defaults = {"frame_times": "true", "thought": "open"}
         return {name: value for name, value in asdict(self).items() if defaults.get(name) != value}
@@ -77,36 +80,37 @@ class PromptPolicy:
 def placeholder_of(config: Any) -> tuple[str, int]:
     """Return the modality of a model's video tokens, "video" or "image", and the id of their placeholder token.
 
-    InternVL takes frames as images, and has no token for videos.
+    The modality is "image" for a config without ``video_token_id``, such as InternVL's, which takes frames as images.
     """
     modality = "image" if getattr(config, "video_token_id", None) is None else "video"
     return modality, int(getattr(config, f"{modality}_token_id"))
 
 
 def read_context_length(config: Any) -> int:
-    """Return the maximum number of tokens of a prompt and its answer together; 2^31 if the config states none."""
+    """Return the maximum number of tokens in a prompt and its answer together; 2^31 if the config has no limit."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
 
 
 def has_linear_attention(config: Any) -> bool:
-    """Return True if some layers of the model carry a state from token to token (Qwen3.5)."""
+    """Return True if some layers have linear attention, which carries a state from token to token (Qwen3.5)."""
     return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question about one or more videos, ready for the model; everything on the CPU.
+    """One question about any number of videos, ready for the model; all tensors are on the CPU.
 
     Attributes:
         input_ids: [L] int64, with one placeholder for each visual token (and newline).
-        positions: [A,L]: A = 1 on LLaVA-OneVision, 3 (time, height, width) on Qwen. int64, but float32 on Qwen3-Omni,
-            whose times are fractions.
+        positions: [A, L]: A = 1 on LLaVA-OneVision and InternVL, 3 (time, height, width) on Qwen. int64, except float32
+            on Qwen3-Omni, whose times are fractions.
         visuals: the videos in the order of their placeholders.
-        prefix_length: the number of tokens up to the last video's end, which questions on the same videos share.
-        spans: (first token, end) of each video, with the markers of its frames, if any: a frame without kept tokens
-            has positions too.
-        token_inputs: name -> [L], further inputs of ``forward`` for each token, such as token types; empty for families
-            with their own code.
+        prefix_length: the number of tokens up to the end of the last video, which questions about the same videos
+            share; 0 without a video.
+        spans: (first token, end) of each video, with the markers of its first and last frame, if frames have markers:
+            even a frame without kept tokens has positions.
+        token_inputs: name -> [L], further inputs of ``forward`` per token, such as token types; empty except for the
+            generic family.
     """
 
     input_ids: Tensor
@@ -121,21 +125,22 @@ class Prompt:
 
     @property
     def extent(self) -> int:
-        """The context length that the prompt takes: the number of tokens, or of positions if these have gaps."""
+        """The context length that the prompt takes: the larger of its number of tokens and its last position + 1."""
         return max(len(self), int(self.positions.max()) + 1)
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """The decoding options of an answer.
+    """The decoding options of one answer.
 
     Attributes:
         max_new_tokens: the maximum length of the answer in tokens.
-        temperature: 0 is greedy; above 0 tokens are sampled.
-        top_p, top_k: limits to the likeliest tokens; 1.0 and 0 are off.
+        temperature: 0 is greedy decoding; tokens are sampled above 0.
+        top_p, top_k: limits to the most likely tokens when sampling; 1.0 and 0 turn them off.
         seed: the seed of this answer alone; the answer does not depend on its batch.
 
-    Raises ValueError for a value out of range.
+    Raises:
+        ValueError: a value is out of range; the message has the range.
     """
 
     max_new_tokens: int = 64
@@ -145,7 +150,7 @@ class Decoding:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a value out of range."""
+        """Raise ValueError if a value is out of range."""
         checks = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (0.0 <= self.temperature < float("inf"), "0 (greedy) or above"),
@@ -164,10 +169,10 @@ class Answer:
 
     Attributes:
         text: the answer without special tokens.
-        token_ids: the generated tokens without the token that ended the answer.
+        token_ids: the generated tokens, without the token that ended the answer.
         finish: "stop" if the model ended the answer, "length" if max_new_tokens did.
-        prefill_s: seconds from the start to the first token, of the whole batch.
-        decode_s: seconds from the first to the last token, of the whole batch.
+        prefill_s: seconds from the start to the first token, for the whole batch.
+        decode_s: seconds from the first to the last token, for the whole batch.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""The language model of a checkpoint without its vision tower."""
+"""The language model of a checkpoint without its vision part, its generation config, and its input embeddings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from gstep.language.prompt import text_ids
 # The modules of each family's vision part, below ``model``. The newline row of LLaVA-OneVision comes with the cache.
 _VISION = ("vision_tower", "multi_modal_projector", "image_newline", "visual")
 
-# Settings of generation_config.json that the caller decides; ``generate`` would take them as defaults.
+# Settings that are dropped from generation_config.json, because the caller decides them: ``generate`` would use them as
+# defaults.
 _CALLERS = frozenset(
     (
         *("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
@@ -28,9 +29,13 @@ _CALLERS = frozenset(
 
 
 def load_llm(source: ModelSource, runtime: Runtime) -> Any:
-    """Load a ...ForConditionalGeneration of transformers in eval mode, without its vision part.
+    """Load the checkpoint's ...ForConditionalGeneration in eval mode, without its vision part.
 
-    Raises ModelError if weights are missing, quantized or of another shape, or if transformers is too old.
+    A checkpoint without weight files gets seeded random weights.
+
+    Raises:
+        ModelError: weights are missing, quantized or of another shape, a config is not valid, or transformers is too
+            old.
     """
     refuse_quantized(source.name, source.config)
     config = source.stock_config()
@@ -72,7 +77,10 @@ def check_entry_point(model: Any) -> None:
 
 
 def _names_in_memory(key: str) -> list[str]:
-    """List a tensor's possible names in memory: some published checkpoints have names from before transformers 4.52."""
+    """List the names that a tensor may have in the model, the name on disk first.
+
+    Some published checkpoints have names from before transformers 4.52.
+    """
     names = [key]
     for on_disk, in_memory in (
         ("language_model.model.", "model.language_model."),
@@ -86,14 +94,14 @@ def _names_in_memory(key: str) -> list[str]:
 
 
 def _tie_head(embeddings: nn.Embedding) -> nn.Linear:
-    """Make an output layer that shares the weight of the input embeddings."""
+    """Make an output layer that shares the weight tensor of the input embeddings."""
     head = nn.Linear(embeddings.embedding_dim, embeddings.num_embeddings, bias=False, device="meta")
     head.weight = embeddings.weight
     return head
 
 
 def _rebuild_rotary(model: nn.Module, device: str) -> None:
-    """Replace modules of rotary frequencies that are still on the meta device; checkpoints do not store frequencies.
+    """Rebuild modules of rotary frequencies that are still on the meta device; checkpoints do not store frequencies.
 
     Asserts that nothing else is left on the meta device.
     """
@@ -105,11 +113,13 @@ def _rebuild_rotary(model: nn.Module, device: str) -> None:
 
 
 def generation_config(source: ModelSource, config: Any) -> Any:
-    """Read the checkpoint's GenerationConfig without sampling settings and limits, which the caller decides.
+    """Read the checkpoint's GenerationConfig without its sampling settings and limits, which the caller decides.
 
-    Without generation_config.json the model's ``config`` gives it. If the file names no end token, ``config`` does.
+    Without generation_config.json, the model's ``config`` gives all settings; if the file names no end token, it gives
+    that.
 
-    Raises ModelError for a file that transformers does not take.
+    Raises:
+        ModelError: transformers does not accept the file.
     """
     from transformers import GenerationConfig  # noqa: PLC0415 - as above
 
@@ -119,7 +129,7 @@ def generation_config(source: ModelSource, config: Any) -> Any:
         ends = generation.eos_token_id
         try:
             generation = GenerationConfig.from_dict({k: value for k, value in settings.items() if k not in _CALLERS})
-        except Exception as error:  # of any type, as a setting has a wrong type
+        except Exception as error:  # of any type, since settings may have any wrong type
             reason = f"{type(error).__name__}: {error}"
             raise ModelError(
                 f"{source.name!r}: generation_config.json is not valid ({reason}): copy it again from the original "
@@ -131,16 +141,16 @@ def generation_config(source: ModelSource, config: Any) -> Any:
 
 
 def end_ids(generation: Any) -> list[int]:
-    """List the ids of the tokens that end an answer, from a GenerationConfig."""
+    """List the ids of the tokens that end an answer, from a GenerationConfig; empty if it has none."""
     ends = generation.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else sorted(ends)
 
 
-_ENDS_WITH = "embed_tokens.weight"  # the end of the LLM table's name only: vision encoders embed patches and positions
+_ENDS_WITH = "embed_tokens.weight"  # only the LLM's table: vision encoders embed patches and positions
 
 
 class InputEmbeddings:
-    """The input embedding table of a language model on the CPU, read from the checkpoint on first use."""
+    """The input embedding table of a language model on the CPU, in ``dtype``; read from the checkpoint on first use."""
 
     def __init__(self, source: ModelSource, tokenizer: Any, dtype: torch.dtype) -> None:
         self._source = source
@@ -149,7 +159,7 @@ class InputEmbeddings:
 
     @cached_property
     def _table(self) -> Tensor:
-        """The embedding table [V,D]; ModelError if the checkpoint has none."""
+        """The tensor [V, D] whose name ends in _ENDS_WITH; ModelError if the checkpoint has none."""
         tensors = read_tensors(
             self._source, lambda name: "table" if name.endswith(_ENDS_WITH) else None, dtype=self._dtype
         )
@@ -158,6 +168,11 @@ class InputEmbeddings:
         return tensors["table"]
 
     def mean(self, text: str) -> Tensor:
-        """Compute the mean embedding [1,D] float32 of a text's tokens. Raises ValueError for an empty text."""
+        """Compute the mean embedding of a text's tokens, [1, D] float32.
+
+        Raises:
+            ValueError: the text has no token.
+            ModelError: the checkpoint has no embedding table.
+        """
         ids = torch.tensor(text_ids(self._tokenizer, text), device="cpu")
         return self._table[ids].float().mean(0, keepdim=True)

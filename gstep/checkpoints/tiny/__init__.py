@@ -1,6 +1,6 @@
 """The tiny models: seeded random checkpoints of a megabyte in published layouts, for runs without a download.
 
-They are the same bytes on every machine.
+Their files have the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gstep.checkpoints.tiny.qwen import QWEN2_5_VL, QWEN3_5, QWEN3_5_MOE, QWEN3_
 from gstep.checkpoints.tiny.weights import draw_weights
 from gstep.errors import ModelError
 
-VERSION = "2"  # raise it with any change to the files: cached tokens of another version are refused
+VERSION = "2"  # increase it with any change to the files: cached tokens of another version are refused
 
 TINY: Mapping[str, TinyModel] = {
     "tiny": LLAVA_ONEVISION,
@@ -36,15 +36,18 @@ TINY: Mapping[str, TinyModel] = {
     "tiny-qwen3-5-moe": QWEN3_5_MOE,
     "tiny-internvl": INTERNVL,
 }
-#: Checkpoints from which single tensors are taken; they are no video models.
+#: Checkpoints from which single tensors are taken; they are not video models.
 PARTS: Mapping[str, TinyModel] = {"tiny-siglip": SIGLIP}
 _ALL = {**TINY, **PARTS}
 
 
 def build(name: str) -> Path:
-    """Return the folder of a tiny model, built if it is missing, below XDG_CACHE_HOME or the temporary folder.
+    """Return the folder of a tiny model, which is built if it is missing, below XDG_CACHE_HOME or the temporary folder.
 
-    Several processes may race: the folder appears whole, in one rename. Raises ModelError if it cannot be written.
+    Several processes may build it at the same time: the folder appears complete, by one rename.
+
+    Raises:
+        ModelError: the folder cannot be written, or belongs to another user.
     """
     folder = _choose_cache_root() / identity(name).replace(":", "-")
     if folder.is_dir():
@@ -58,7 +61,7 @@ def build(name: str) -> Path:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        if not folder.is_dir():  # else another process was first, with the same bytes
+        if not folder.is_dir():  # otherwise another process built the same bytes first
             raise ModelError(
                 f"cannot write to {folder.parent} ({error}): set XDG_CACHE_HOME to a writable folder with free space"
             ) from error
@@ -66,9 +69,9 @@ def build(name: str) -> Path:
 
 
 def write(name: str, folder: Path) -> None:
-    """Write the weights, config, processor and tokenizer files of the tiny model ``name`` into an existing folder.
+    """Write all files of the tiny model ``name`` into an existing folder: weights, config, processor and tokenizer.
 
-    Files of these names are replaced.
+    Existing files of these names are replaced.
     """
     model = _ALL[name]
     save_file(draw_weights(model.tensors, model.config), folder / "model.safetensors", metadata={"format": "pt"})
@@ -81,7 +84,7 @@ def write(name: str, folder: Path) -> None:
 def identity(name: str) -> str:
     """Compute "<name>:<version>-<hash>"; the hash covers the config and every weight, so that nodes can be compared.
 
-    Draws all weights at the first call in a process.
+    The first call for a name draws all its weights.
     """
     model = _ALL[name]
     digest = hashlib.sha256(json.dumps(model.config, sort_keys=True).encode())
@@ -92,9 +95,12 @@ def identity(name: str) -> str:
 
 
 def _choose_cache_root() -> Path:
-    """Choose the parent folder of tiny models; never the home folder, so that a first try leaves nothing there.
+    """Return the parent folder of tiny models: $XDG_CACHE_HOME/gstep, or gstep-<uid> in the temporary folder.
 
-    Raises ModelError if another user owns it.
+    It is not in the home folder by default, so that a first try leaves nothing there.
+
+    Raises:
+        ModelError: the folder in the temporary folder belongs to another user.
     """
     if cache_home := os.environ.get("XDG_CACHE_HOME"):
         return Path(cache_home).expanduser() / "gstep"

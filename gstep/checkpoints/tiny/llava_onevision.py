@@ -1,6 +1,6 @@
-"""The tiny LLaVA-OneVision and the tiny SigLIP beside it, with 64 channels and two layers.
+"""The tiny LLaVA-OneVision and the tiny SigLIP that belongs to it, with 64 channels and two layers.
 
-The geometry is the real geometry: 27 x 27 patches, 196 tokens a frame. SigLIP has the parts that LLaVA-OneVision lacks:
+The geometry is that of the real models: 27 x 27 patches, 196 tokens per frame. SigLIP has what LLaVA-OneVision lacks:
 the attention-pooling head and the text tower.
 """
 
@@ -15,7 +15,7 @@ from gstep.checkpoints.tiny.tokenizer import VOCAB_SIZE, TinyTokenizer
 
 _TOKENIZER = TinyTokenizer(
     special=(*parts.CHAT_TOKENS, "<image>", "<video>"),
-    # One line a message, as the checkpoints on the hub are prompted: images, then videos, then text.
+    # One line per message, as in the checkpoints on the hub: images, then videos, then text.
     chat_template="""\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] -}}
@@ -69,7 +69,7 @@ _LLAVA: Mapping[str, Any] = {
     "use_image_newline_parameter": True,
     "video_token_index": _TOKENIZER.id_of("<video>"),
     "vision_aspect_ratio": "anyres_max_9",
-    "vision_config": {  # the real geometry: 27 x 27 patches, 196 tokens a frame
+    "vision_config": {  # the real geometry: 27 x 27 patches, 196 tokens per frame
         "hidden_size": 64,
         "image_size": 384,
         "intermediate_size": 128,
@@ -153,7 +153,7 @@ SIGLIP = TinyModel(
             "num_hidden_layers": 2,
             "vocab_size": VOCAB_SIZE,
         },
-        # One layer more than the tower of LLaVA-OneVision, which drops the last one of the real SigLIP too.
+        # One layer more than the tower of LLaVA-OneVision, which also lacks the last layer of the real SigLIP.
         "vision_config": {
             **{key: value for key, value in _VISION.items() if key != "vision_use_head"},
             "num_hidden_layers": _VISION["num_hidden_layers"] + 1,

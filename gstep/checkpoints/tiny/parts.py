@@ -1,4 +1,4 @@
-"""What tiny models of several families share: settings, chat templates, and the tables of their language models."""
+"""What tiny models of several families share: settings, chat templates, and tensor tables of the language models."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gstep.checkpoints.tiny.tokenizer import VOCAB_SIZE, TinyTokenizer
 
 @dataclass(frozen=True)
 class TinyModel:
-    """The recipe of a tiny model, from which every file of its folder is made.
+    """The recipe of a tiny model, from which every file in its folder is made.
 
     Attributes:
         config: the content of config.json.
-        tensors: the tables of its tensors, prefix of their names -> table, in the notation of ``weights``.
+        tensors: the tables of its tensors, name prefix -> table, in the notation of ``weights``.
         tokenizer: the description of its tokenizer.
         processor_files: the content of its other JSON files, by file name.
     """
@@ -30,7 +30,7 @@ class TinyModel:
 CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PAD, _, END = range(3)
 
-#: The shape of all language models: heads of 32 channels, the fewest that rotary sections of three axes fit in.
+#: The shape of all language models: heads of 32 channels, the minimum for rotary sections of three axes.
 TEXT: Mapping[str, Any] = {
     "bos_token_id": PAD,
     "eos_token_id": END,
@@ -53,7 +53,7 @@ PIXELS: Mapping[str, Any] = {
     "rescale_factor": 1 / 255,
 }
 
-# Language models, without the head, which is beside its model; the MLPs apart, since mixtures of experts have none.
+# Language models, without the head, which has another prefix, and without the MLPs, which mixtures of experts lack.
 QWEN2 = """\
 embed_tokens.weight vocab text
 layers.{layers}.{input,post_attention}_layernorm.weight text
@@ -94,9 +94,11 @@ SYSTEM\
 
 
 def make_chat_template(image: str, video: str, *, system: str = "", opening: str = "") -> str:
-    """Make a chat template from the text for an image and for a video, in Jinja's notation.
+    """Make a chat template that writes ``image`` and ``video`` in place of each image and video.
 
-    ``system`` comes before each message, and ``opening`` begins the answer.
+    Args:
+        system: Jinja code that runs before each message.
+        opening: the beginning of the answer.
     """
     words = {"IMAGE": image, "VIDEO": video, "SYSTEM": system, "OPENING": opening}
     template = _CHAT_TEMPLATE

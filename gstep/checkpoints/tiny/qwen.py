@@ -1,6 +1,6 @@
-"""The tiny models of Qwen, with the real patches, windows and deepstack levels and 64 channels.
+"""The tiny Qwen models: 64 channels, with the patches, windows and deepstack levels of the real ones.
 
-Qwen2.5-VL, Qwen3-VL, and the newer ones with the tower of Qwen3-VL: Qwen3-VL-MoE, Qwen3.5 and Qwen3.5-MoE.
+Qwen2.5-VL, Qwen3-VL, and the later ones with the tower of Qwen3-VL: Qwen3-VL-MoE, Qwen3.5 and Qwen3.5-MoE.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEFAULT_SYSTEM = """\
 
 
 def _make_tokenizer(**texts: str) -> TinyTokenizer:
-    """Describe the families' tokenizer, with these texts in its chat template."""
+    """Describe the tokenizer of the Qwen families; ``texts`` are passed to ``make_chat_template``."""
     image, video = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
     return TinyTokenizer(_SPECIAL, parts.make_chat_template(image, video, **texts))
 
@@ -57,7 +57,7 @@ blocks.{blocks}.attn.proj.{weight,bias} width width
 blocks.{blocks}.mlp.{gate,up}_proj.{weight,bias} inner width
 blocks.{blocks}.mlp.down_proj.{weight,bias} width inner
 """
-# The norm of a deepstack level comes after its 2 x 2 patches were laid side by side.
+# The norm of a deepstack level comes after its 2 x 2 patches are concatenated.
 _QWEN3_TOWER = """\
 patch_embed.proj.{weight,bias} width 3 2 patch patch
 pos_embed.weight positions width
@@ -145,7 +145,7 @@ QWEN2_5_VL = TinyModel(
             "image_mean": [0.48145466, 0.4578275, 0.40821073],
             "image_processor_type": "Qwen2VLImageProcessor",
             "image_std": [0.26862954, 0.26130258, 0.27577711],
-            "max_pixels": 150 * 28 * 28,  # 9 x 16 tokens of a frame of 16:9
+            "max_pixels": 150 * 28 * 28,  # 9 x 16 tokens per frame of 16:9
             "merge_size": 2,
             "min_pixels": 3136,
             "patch_size": 14,
@@ -174,13 +174,13 @@ def _make_qwen3(
     levels: Sequence[int] = (0, 1, 2),
     opening: str = "",
 ) -> TinyModel:
-    """Make a tiny model of Qwen3 and later, which share the tower and the processor.
+    """Make a tiny model of Qwen3-VL or later, which share the tower and the processor.
 
     Args:
         name: the model type in config.json.
         architecture: the class name in config.json.
         language_model: the table of the language model's tensors, without its head.
-        text: what text_config has beside that of Qwen3-VL.
+        text: the settings of text_config that differ from those of Qwen3-VL.
         levels: the blocks of the tower from which deepstack levels are taken.
         opening: the text with which the prompt begins the answer.
     """
@@ -226,7 +226,7 @@ def _make_qwen3(
         },
         "video_preprocessor_config.json": {
             **_QWEN3_PIXELS,
-            # Of a whole video: 9 x 16 tokens of each of 32 frames of 16:9. On the hub 25165824.
+            # For a whole video: 9 x 16 tokens for each of 32 frames of 16:9. On the hub it is 25165824.
             "size": {"longest_edge": 32 * 150 * 32 * 32, "shortest_edge": 4096},
             "video_processor_type": "Qwen3VLVideoProcessor",
         },

@@ -1,4 +1,4 @@
-"""The tokenizers of the tiny models: a byte-level BPE trained on the spot, with the special tokens of a family."""
+"""The tokenizers of the tiny models: a byte-level BPE trained when it is written, with a family's special tokens."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class TinyTokenizer:
 
     Attributes:
         special: the special tokens, the padding token first.
-        chat_template: Jinja, in the form of published checkpoints; None for a text tower, whose texts lose case and
-            punctuation and get an end token, as with SigLIP's tokenizer.json.
+        chat_template: Jinja, in the form of published checkpoints; None for a text tower, whose texts are normalized to
+            lower case without punctuation and get an end token, as in SigLIP's tokenizer.json.
         end: the special token that ends an answer or a text.
-        max_length: the maximum length of a text, in tokens.
-        roles: special tokens that the stock processor requests from the tokenizer, by its attribute names.
+        max_length: the maximum length of a text in tokens.
+        roles: attribute name -> special token, for tokens that the stock processor reads from the tokenizer.
     """
 
     special: tuple[str, ...]
@@ -61,7 +61,7 @@ class TinyTokenizer:
 
 
 def write(folder: Path, kind: TinyTokenizer) -> None:
-    """Train the tokenizer and write AutoTokenizer's files into an existing folder."""
+    """Train the tokenizer and write the files that AutoTokenizer reads into an existing folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -81,9 +81,9 @@ def write(folder: Path, kind: TinyTokenizer) -> None:
 
 
 def write_bytes(folder: Path, kind: TinyTokenizer, ids: Mapping[str, int], vocab_size: int) -> None:
-    """Write a tokenizer with a token for each byte, for a vocabulary of any size.
+    """Write a tokenizer with a token for each byte, and a vocabulary of ``vocab_size``, into an existing folder.
 
-    The special tokens have their ids of ``ids``. Unused ids decode to "<id>".
+    The special tokens have the given ids, bytes the first free ones. Other ids decode to "<id>".
     """
     tokens = {i: token for token, i in ids.items()}
     free = (i for i in range(vocab_size) if i not in tokens)
@@ -97,7 +97,7 @@ def write_bytes(folder: Path, kind: TinyTokenizer, ids: Mapping[str, int], vocab
 
 
 def _save(folder: Path, tokenizer: Tokenizer, kind: TinyTokenizer) -> None:
-    """Write tokenizer.json, tokenizer_config.json and, where there is a chat template, chat_template.jinja."""
+    """Write tokenizer.json, tokenizer_config.json and, if there is a chat template, chat_template.jinja."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "additional_special_tokens": list(kind.special[1:]),
@@ -117,7 +117,7 @@ def _save(folder: Path, tokenizer: Tokenizer, kind: TinyTokenizer) -> None:
 def _make_normalizer() -> normalizers.Normalizer:
     """Make a normalizer equal to canonicalize_text of transformers' SiglipTokenizer.
 
-    See models/siglip/tokenization_siglip.py there.
+    See models/siglip/tokenization_siglip.py in transformers.
     """
     punctuation = "".join(f"\\{mark}" for mark in string.punctuation)
     return normalizers.Sequence(

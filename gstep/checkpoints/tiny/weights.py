@@ -20,23 +20,27 @@ from numpy.typing import NDArray
 Array = NDArray[np.float32]
 Weights = dict[str, Array]
 
-#: The standard deviation of embeddings: as loud as the visual tokens, so that neither drowns the other.
+#: The tensors that are drawn with a standard deviation of _LOUDNESS, like that of the visual tokens.
 _EMBEDDINGS = re.compile(r"embed_tokens|token_embedding|pos(ition)?_embed|cls_token|probe|image_newline|A_log")
 _LOUDNESS = 0.7
-#: Parts of names, and how much larger the outputs of such matrices are than their inputs; those of all others are not.
+#: Patterns of names -> how much larger the outputs of such matrices are than their inputs; 1 for all others.
 _GAINS = {
-    # Texture louder than brightness: neighbouring pixels agree, so patches would else differ in brightness alone.
+    # Texture is amplified: neighboring pixels agree, so patches would otherwise differ only in brightness.
     r"patch_embed": 5,
     # Sharp attention: if it averaged, a frame's mean would be added to all its tokens and make them alike.
     r"[qk]_proj|\.qkv|in_proj_weight|mlp\.gate\.|lm_head": 2,
-    r"attn\.proj": 0.5,  # behind the values of .qkv, which are as loud as its queries and keys
+    r"attn\.proj": 0.5,  # after the values of .qkv, which are as large as its queries and keys
 }
 _BEHIND_GELU = re.compile(r"(fc2|linear_2|mlp\.2)\.weight")
 _SPECIAL_TOKENS = 8  # no family has more
 
 
 def draw_weights(tables: Mapping[str, str], config: Mapping[str, Any]) -> Weights:
-    """Draw the tensors of tables, name -> tensor, in the sizes of a config; a table's key comes before its names."""
+    """Draw the tensors of tables, with sizes from a config; return name -> float32 array.
+
+    Args:
+        tables: name prefix -> table.
+    """
     sizes, weights = _read_sizes(config), Weights()
     for prefix, table in tables.items():
         for line in table.splitlines():
@@ -49,7 +53,7 @@ def draw_weights(tables: Mapping[str, str], config: Mapping[str, Any]) -> Weight
 
 
 def _read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Read the sizes of a config.json, by the words that the tables use."""
+    """Return the sizes in a config.json by the names that the tables use."""
     vision, text = config["vision_config"], config.get("text_config", config)
     side, patch = (int(np.ravel(vision.get(key, 0))[0]) for key in ("image_size", "patch_size"))
     head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
@@ -73,9 +77,11 @@ def _read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
 def _draw(name: str, shape: tuple[int, ...], mean: float | None = None) -> Array:
     """Draw a tensor, seeded by its name and scaled so that the tokens of a video differ clearly.
 
-    With plain small weights all tokens would look alike, and a pruning method would see rounding noise. The numbers are
-    uniform, 16 bits of PCG64's stream each, which takes only exact operations: the same bits on every machine. Without
-    a ``mean`` it is 1 for the weight of a norm and 0 for anything else.
+    With plain small weights, all tokens would look alike, and a pruning method would see rounding noise. The values are
+    uniform, each from 16 bits of PCG64's stream, which takes only exact operations: the same bits on every machine.
+
+    Args:
+        mean: None uses 1 for the weight of a norm and 0 for other tensors.
     """
     size = math.prod(shape)
     stream = np.random.PCG64(zlib.crc32(name.encode())).random_raw(size // 4 + 1)
@@ -83,7 +89,7 @@ def _draw(name: str, shape: tuple[int, ...], mean: float | None = None) -> Array
     values -= np.float32(32767.5)
     values *= np.float32(math.sqrt(3) / 32768 * _find_deviation(name, shape))
     if "patch_embed" in name and len(shape) > 1:
-        # As dark below as it is bright above, plus a little that sees brightness alone.
+        # The lower half is the negated upper half, plus a small value that responds to brightness.
         upper = values[..., : shape[-2] // 2, :]
         values = np.concatenate([upper, -upper], axis=-2) + upper[..., :1, :1] / np.float32(5 * shape[-1])
     elif _BEHIND_GELU.search(name):
@@ -98,7 +104,7 @@ def _draw(name: str, shape: tuple[int, ...], mean: float | None = None) -> Array
 
 
 def _find_deviation(name: str, shape: tuple[int, ...]) -> float:
-    """Return the standard deviation of a tensor."""
+    """Return the standard deviation of a tensor: constant for embeddings and vectors, otherwise gain / sqrt(inputs)."""
     if _EMBEDDINGS.search(name):
         return _LOUDNESS
     if len(shape) == 1:
@@ -109,13 +115,13 @@ def _find_deviation(name: str, shape: tuple[int, ...]) -> float:
 
 
 def _compute(term: str, sizes: Mapping[str, int]) -> int:
-    """Compute a sum of products of numbers and sizes."""
+    """Compute a sum of products of numbers and sizes, such as "2*keys+width"."""
     products = [[int(word) if word.isdigit() else sizes[word] for word in part.split("*")] for part in term.split("+")]
     return sum(map(math.prod, products))
 
 
 def _expand(names: str, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Expand the braces in a line's names."""
+    """Return an iterator over the names that a table's names stand for: all combinations of choices and counts."""
     choices: list[list[str]] = []
     for i, part in enumerate(re.split(r"[{}]", names)):
         is_count = i % 2 and "," not in part

@@ -76,7 +76,7 @@ def test_checkpoints_without_a_head_that_fits_are_refused(source, siglip):
         tensors["vision_model.head.probe"] = torch.zeros(1, 1, 96)
     refused("96 channels wide, the vision tower 64: name the SigLIP checkpoint")
     (siglip / "config.json").write_text(json.dumps({"model_type": "clip"}))
-    refused("no SigLIP checkpoint .*'clip'.*google/siglip-so400m-patch14-384")
+    refused("not a SigLIP checkpoint .*'clip'.*google/siglip-so400m-patch14-384")
     shutil.rmtree(siglip)
     refused("is no folder on this machine")
 

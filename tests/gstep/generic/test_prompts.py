@@ -123,7 +123,7 @@ def test_cached_tokens_that_do_not_fit_the_model_are_refused(source, visual, cha
 
 def test_what_a_generic_prompt_does_not_have_is_refused_by_name(source, visual):
     builder = prompt_builder(source)
-    with pytest.raises(ValueError, match="whose prompts have one video; this has 2"):
+    with pytest.raises(ValueError, match="at most one video, not 2"):
         builder.build("Why?", [visual, visual])
     with pytest.raises(ValueError, match='order="index"'):
         builder.build("Why?", [replace(visual, index=visual.index.flip(0))])
