@@ -150,7 +150,7 @@ def check_model(
             f"was resolved to the family {source.family}: "
             + (f"--family {identity['family']}" if "family" in identity else "leave out --family")
         )
-    remedy = ""
+    remedy = ". Name the model that the cache was made with, or prune the videos again with this one"
     if read_tower is not None and identity["type"] == source.model_type:
         cache_tower, model_tower = read_tower(), tower_hash(source)
         if cache_tower is not None and cache_tower == model_tower:
