@@ -144,7 +144,7 @@ class Benchmark:
 
     @property
     def scores_questions(self) -> bool:
-        """True if every question has its own score; False if only whole arms have numbers, or no right answer is known."""
+        """True if every question has its own score; False if only whole arms have numbers, or there are no scores."""
         return not self.submission
 
     def open(self, model_type: str, data: Path | str | None, say: Say) -> Benchmark:
@@ -256,7 +256,7 @@ class Benchmark:
     def _rows(self, folder: Path, path: Path, tables: Tables) -> list[tuple[AnnotationRow, UserRow]]:
         """Read the rows of a file with their positions, and adapt them to the benchmark's columns.
 
-        Rows for which ``adapt`` returns None are left out.
+        Rows for which ``adapt`` returns None are left out; no rows at all are no error.
 
         Raises:
             UsageError: the file cannot be read, or a needed column is in none of its rows.

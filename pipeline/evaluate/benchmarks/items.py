@@ -89,7 +89,7 @@ class Item:
 def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
     """Return the id of a clip: the path with a media fragment (W3C), or only the path if both bounds are None.
 
-    Clips of the same file get different ids, such as ``star/Charades_v1_480/AB1CD.mp4#t=1.5,9``.
+    Clips of the same file get different ids: ``AB1CD.mp4#t=1.5,9``, or ``#t=1.5`` and ``#t=,9`` with an open bound.
     """
     if start_s is None and end_s is None:
         return path

@@ -128,8 +128,8 @@ class LmmsTask(Benchmark):
         """Score the replies by the task's own rules, in a child process; failed questions count as empty replies there.
 
         Replies are cut at the task's stop texts first. Documents that the task's number leaves out get no score. There
-        are no scores at all if the number is not a mean over questions, or is one over a field that is not a split of
-        them.
+        are no scores at all if the number is not a mean over questions, or is one over a field that not all of
+        ``items`` have. The notes are about judges, failures, and points for failed questions.
 
         Raises:
             RunFailed: the task's code ended the process, or the task can no longer be loaded.

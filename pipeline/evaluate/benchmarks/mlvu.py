@@ -50,7 +50,7 @@ def _row(row: UserRow, place: AnnotationRow) -> UserRow:
 
 
 def _add_letters(row: UserRow) -> UserRow:
-    """Move the options of an authors' row into the question, and replace the answer with its letter.
+    """Convert an authors' row: move its options into the question, replace the answer by its letter, rename columns.
 
     If options are not a list of texts, question and answer stay unchanged; so does an answer that is not an option.
     """

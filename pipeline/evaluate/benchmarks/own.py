@@ -156,7 +156,7 @@ def _bare(text: str) -> str:
 
 
 def _mark_number(number: re.Match[str]) -> str:
-    """Return a number without commas and trailing zeros of its fraction, its point and sign encoded by ``_IN_NUMBERS``."""
+    """Return a number without commas and trailing zeros of its fraction; its point and sign are encoded."""
     digits = number[0].replace(",", "")
     return (digits.rstrip("0").rstrip(".") if "." in digits else digits).translate(_IN_NUMBERS)
 

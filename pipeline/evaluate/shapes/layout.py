@@ -109,9 +109,6 @@ class CorpusRecipe:
         durations: names from DURATIONS that the videos take in turn.
         hardness: names from HARDNESS; each round of durations takes the next one.
         keyframe_seconds: seconds between keyframes; None lets the encoder set one at each change of scene.
-
-    Raises:
-        UsageError: a name is unknown, no name is given, or a number is out of range.
     """
 
     split: SplitName = "development"

@@ -125,8 +125,8 @@ def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> S
 def _starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tuple[int, ...]:
     """Draw the first frame of each scene, ascending from 0.
 
-    Each scene lasts at least two frames and an eighth of the video. The number of scenes is drawn from
-    ``hardness.scenes``, with the upper end lowered to what fits (with ``back``) or to the limit for this length.
+    Each scene lasts at least two frames and an eighth of the video. Their number is drawn from ``hardness.scenes``,
+    with the upper end lowered to what fits (with ``back``) or to the limit for this length.
     """
     low, high = hardness.scenes
     least = max(2, n_frames // 8)
@@ -226,8 +226,8 @@ class NoRoom(Exception):  # noqa: N818
 class Floor:
     """The occupied squares in each frame, in coordinates without camera movement.
 
-    Args:
-        margin: pixels between a thing and the border of its quadrant, or of the frame for moving things.
+    ``margin`` is the distance in pixels of a thing to the border of its quadrant, or of a moving thing to that of the
+    frame.
     """
 
     def __init__(self, rng: np.random.Generator, margin: int) -> None:
@@ -297,9 +297,8 @@ class Floor:
 def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place, ...]:
     """Return the camera offset (right, down) per frame: back and forth within REACH pixels, from a random start.
 
-    Args:
-        pan: horizontal speed in pixels per frame; the vertical speed is half of it. 0 gives zero offsets, but draws as
-            many random numbers, so that later draws stay the same.
+    ``pan`` is the horizontal speed in pixels per frame; the vertical speed is half of it. With 0, all offsets are 0,
+    but as many random numbers are drawn, so that later draws stay the same.
     """
     start = rng.integers(4 * REACH, size=2)
     turn = rng.choice((-1, 1), size=2)
@@ -379,9 +378,7 @@ def _stage_story(
 ) -> Video:
     """Draw the positions of a story's things, the camera and the looks, and return the video.
 
-    Args:
-        attempt: number of failed attempts before this one; each lowers the largest size by a pixel, down to the
-            smallest.
+    Each failed ``attempt`` lowers the largest size by a pixel, down to the smallest size.
 
     Raises:
         NoRoom: a thing does not fit.
@@ -429,13 +426,7 @@ def _stage_story(
 def _shots(
     role: Role, size: int, places: Sequence[Sequence[Place]], camera: Sequence[Place], zoom: Sequence[float]
 ) -> tuple[Shot, ...]:
-    """Return a thing's shots sorted by frame, with the camera and the zoom applied.
-
-    Args:
-        size: its side in pixels without zoom.
-        places: its top left corner per sight and frame, without camera and zoom.
-        camera, zoom: offset and scale of every frame of the video.
-    """
+    """Return a thing's shots sorted by frame, with camera and zoom applied to its top left corners ``places``."""
     shots = []
     for sight, at in zip(role.sights, places, strict=True):
         for t, place, color in zip(sight.frames, at, sight.colors, strict=True):

@@ -90,9 +90,9 @@ def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArr
 
 @cache
 def _plate(word: str, size: int) -> Image:
-    """Draw a sign, a framed dark plate with two bright letters, as gray values [size, size, 1] on a scale of 255.
+    """Draw a sign, a dark framed plate of 9 x 9 dots with two letters, as gray values [size, size, 1] up to 255.
 
-    The sign has 9 x 9 dots. The array is cached and shared between calls, so callers must not modify it.
+    The array is cached and shared between calls, so callers must not modify it.
     """
     dots = np.zeros((9, 9), bool)
     dots[[0, -1]] = True
@@ -136,12 +136,10 @@ def _ground(scene: str, rng: np.random.Generator) -> Image:
 def _texture(
     scene: str, x: NDArray[np.int64], y: NDArray[np.int64], period: int, slope: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the brightness of each pixel of a scene's texture, from 0 to 1; "plain" may exceed this range.
+    """Return the brightness of a scene's texture at pixel coordinates, from 0 to 1; "plain" may exceed this range.
 
-    Args:
-        x, y: pixel coordinates.
-        period: size of the repeated pattern in pixels.
-        slope: brightness change (right, down) over a frame; only for "plain".
+    ``period`` is the pattern's size in pixels. ``slope`` is used only for "plain": the change (right, down) over a
+    frame.
     """
     brick = x + (y // period % 2) * period
     textures: dict[str, NDArray[np.number | np.bool_]] = {

@@ -160,7 +160,7 @@ class LoadedTask:
     def describe(self) -> dict[str, Any]:
         """Return the fields of ``DescribedTask``, with documents as ``_ask`` returns them.
 
-        If any document has a right answer, those without one get the fault "no-answer".
+        If any document has a right answer, those without one (empty, None or -1) get the fault "no-answer".
 
         Raises:
             Refusal: the rule sends every reply to a judge.
@@ -253,8 +253,7 @@ class LoadedTask:
             return error if isinstance(error, Exception) else RuntimeError(f"its code ends the process: {error}")
 
     def _filter(self, reply: str) -> Any:
-        """Apply the task's filter to a reply and remove its reasoning, as lmms-eval's evaluator does."""
-        from lmms_eval.api.instance import Instance  # noqa: PLC0415
+        """Apply the task's filter to a reply and, if the result is text, remove its reasoning, as lmms-eval does."""
         from lmms_eval.api.reasoning import parse_reasoning_tags_config, strip_reasoning_tags  # noqa: PLC0415
 
         request = Instance("generate_until", (), 0, {"task": self.name, "doc_id": 0, "repeats": 1})
@@ -455,7 +454,10 @@ def _read_from(rows: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain_loading(config: Mapping[str, Any], error: BaseException) -> str:
-    """Return why a task could not be loaded; errors of retries and of the datasets library give their cause."""
+    """Return why a task could not be loaded: its data set is not here, or another error, which is quoted.
+
+    Errors of retries and of the datasets library are replaced by their cause.
+    """
     attempt = getattr(error, "last_attempt", None)
     cause = attempt.exception() if attempt is not None else error
     if type(cause).__name__ == "DatasetGenerationError":  # its own message explains nothing

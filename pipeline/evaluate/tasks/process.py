@@ -96,6 +96,7 @@ class TaskProcess:
     """
 
     def __init__(self, name: str, metric: str | None, model_type: str, home: Path, say: Say) -> None:
+        """Look for a local file of annotations; start nothing."""
         self._name = name
         self._home = home
         self._say = say
@@ -225,7 +226,7 @@ def _read_end(log: Path) -> str:
 
 
 def _refuse_without_lmms_eval(task: str) -> None:
-    """Raise UsageError, with the way to install it, if lmms-eval is not installed; ``task`` is for the message."""
+    """Raise UsageError, with the way to install it, if lmms-eval is not installed."""
     if find_spec("lmms_eval") is None:
         raise UsageError(f"--benchmark lmms:{task}: {REMEDY}")
 

@@ -80,12 +80,11 @@ def make_unique(names: Iterable[str]) -> list[str]:
 def make_question(
     question_id: str, task: str, doc_id: int, key: str, prompt: str, settings: Mapping[str, Any], seed: int = 0
 ) -> LmmsQuestion:
-    """Convert a request of lmms-eval to a question.
+    """Convert a request of lmms-eval to a question, with a seed derived from the run's ``seed`` and ``question_id``.
 
     Args:
         key: the text by which the document names its video.
         settings: the request's ``generation_kwargs``.
-        seed: the seed of the run. The question gets its own seed, derived from this one and ``question_id``.
 
     Raises:
         UsageError: a setting is unknown, or its value is not supported.

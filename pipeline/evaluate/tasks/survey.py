@@ -73,7 +73,10 @@ def survey_tasks(manager: Any) -> Iterator[TaskFit]:
 
 
 def judge_task(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (fit, reason) of a task, or None if it is not about videos.
+    """Return (fit, reason) of a task, or None if neither its settings nor its ``doc_to_visual`` mention video.
+
+    UNFIT follows from its settings. A judge that makes every result or the first metric gives NEEDS_JUDGE, a judge for
+    some replies or metrics IN_PART, and code that may show images or frames UNKNOWN; the reason for FITS is "".
 
     Args:
         config: the task's settings, with the functions that they name.
@@ -102,7 +105,10 @@ def judge_task(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def check_settings(config: Mapping[str, Any]) -> str:
-    """Return why a task is not asked by one prompt with one reply per document; "" if it is."""
+    """Return why a task is not asked by one prompt with one reply per document; "" if it is.
+
+    Reasons are another output type, examples before the question, repeated questions, and a class of its own.
+    """
     output_type = config.get("output_type") or "generate_until"
     if output_type != "generate_until":
         return f"it is of the type {output_type}"
