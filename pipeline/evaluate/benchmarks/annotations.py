@@ -86,11 +86,10 @@ def read_tables(folder: Path, names: Sequence[str]) -> Tables:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
-    """Yield (part, number, position in words, row) for each row of a JSON annotation file.
+    """Yield (part, number, position in words, row) for each row of a JSON file, numbered from 0 in each part.
 
     The parts of a file with an object ``meta`` are its keys; a part's entry in ``root`` becomes the column ``prefix``
-    of its rows. Any other file is one part, named like the file without its suffix. Rows are numbered from 0 in each
-    part.
+    of its rows. Any other file is one part, named like the file without its suffix.
 
     Raises:
         BadRow: the file is not JSON, or rows are not a list of objects.

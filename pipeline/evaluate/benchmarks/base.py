@@ -148,15 +148,14 @@ class Benchmark:
         return not self.submission
 
     def open(self, model_type: str, data: Path | str | None, say: Say) -> Benchmark:
-        """Return the benchmark prepared for a model type; a benchmark without code of its own returns itself.
+        """Return the benchmark prepared for a model of this type; a benchmark without its own code returns itself.
 
         Args:
-            model_type: the type of the model that will be asked.
             data: the data folder, as for ``load``.
             say: prints a line before work that takes seconds.
 
         Raises:
-            UsageError: the benchmark cannot be asked (only benchmarks with code of their own).
+            UsageError: the benchmark cannot be asked (only benchmarks with their own code).
         """
         return self
 

@@ -1,7 +1,6 @@
 """Questions of benchmarks, and the faults of their annotations: no row is dropped silently.
 
-Every copy of a data set has its own faults. A row that cannot be asked is left out, with a fault that says why; an odd
-row is kept, and its oddity is listed as a fault.
+A row that cannot be asked is left out, with a fault that says why; an odd row is kept, and its oddity is listed.
 """
 
 from __future__ import annotations

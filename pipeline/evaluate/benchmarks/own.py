@@ -39,22 +39,20 @@ def own_benchmark(file: str) -> Benchmark:
 class OwnQuestions(Benchmark):
     """A user's own questions, a row per question with question_id, video_id, prompt or messages, and answer.
 
-    ``video_id`` may be a list, which puts several videos into the prompt. ``choices``, ``split`` (the part that the
-    question belongs to) and ``cluster`` are optional; other columns are ignored.
+    A list in ``video_id`` puts several videos into the prompt. ``choices``, ``split`` (the part that the question
+    belongs to) and ``cluster`` are optional; other columns are ignored. With choices, ``answer`` is the text of a
+    choice, its letter or its index from 0. Without choices, it is a text, and ``same_text`` compares replies with it.
 
-    With choices, ``answer`` is the text of a choice, its letter or its index from 0, see ``_find_choice``. Without
-    choices, it is a text, and ``same_text`` compares replies with it.
-
-    Questions with the same ``cluster`` are resampled together when the error of a score is estimated. By default, these
-    are the questions about the same video, and about videos that any question shows together.
+    Questions with the same ``cluster`` are resampled together when errors are estimated; by default, these are
+    questions about the same video, and about videos that any question shows together.
     """
 
     def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
         """Read the file, and return the questions and the faults of their rows.
 
         Args:
-            data: the folder with the videos, whose ids are paths in it. None: the ids are those of a cache, and no
-                files are looked for.
+            data: the folder in which the video ids are paths. None: the ids are those of a cache, and no files are
+                looked for.
             roots: further folders into which links in it may lead.
 
         Raises:

@@ -57,7 +57,7 @@ class CachedReplies:
     def replies(self, questions: Sequence[LmmsQuestion]) -> list[str]:
         """Return a reply to each question, in order, cut at its stop texts.
 
-        Questions with a good stored answer are not asked again; new answers are committed in batches. With
+        Only questions without a good stored answer are asked; new answers are committed in batches. With
         ``missing=empty``, failed questions get "" and a warning is printed.
 
         Raises:

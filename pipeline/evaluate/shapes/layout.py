@@ -196,8 +196,8 @@ Row = dict[str, str | int | list[str]]
 def write_benchmark(folder: Path, recipe: CorpusRecipe, progress: Callable[[int], None] = lambda n_done: None) -> int:
     """Render all videos of a benchmark, write its files, and return the number of questions.
 
-    A folder with the same recipe is written again from the first video, which also completes an interrupted one. The
-    annotations are deleted first and written last, so an unfinished folder has none.
+    A folder with the same recipe is written again from the first video. The annotations are deleted first and written
+    last, so an unfinished folder has none.
 
     Args:
         progress: called after each video with the number of finished videos.

@@ -1,9 +1,9 @@
 """Makes a video from its seed: first the story, then a free position for each thing in each frame.
 
-Apart from what the question asks for, nothing that can be read gives the answer away. Eight shapes and eight colors are
-split into halves: the four named things take one half, the extras the other. Which named shape has which color, the
-four onsets (distinct frames) and the order of scenes are drawn independently. All questions about colors can therefore
-offer the same four choices, and the words and choices of a question say nothing about the answer of another.
+Only what a question asks for tells its answer. Eight shapes and eight colors are split into halves: the four named
+things take one half, the extras the other. Which named shape has which color, the four onsets (distinct frames) and the
+order of scenes are drawn independently. All questions about colors can therefore offer the same four choices, and no
+question says anything about the answer of another.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Sight:
         frames: the indices of these frames.
         colors: the color in each of these frames.
         corner: index into CORNERS of the quadrant it must lie in; None: any.
-        walk: number of frames for its whole path across the video, which a cut may end earlier; None: it stands still.
+        walk: number of frames of its path if no cut ends it earlier; None: it stands still.
     """
 
     frames: range
@@ -352,7 +352,7 @@ def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hard
     """Make the description of the video of a seed; the result is deterministic.
 
     Args:
-        seed: a seed of ``split``; naming the split prevents making a test video by accident.
+        seed: a seed of ``split``. Naming the split prevents making a test video by accident.
         n_frames: one of FRAMES.
 
     Raises:

@@ -158,8 +158,7 @@ def _view(ground: Image, right: int, down: int, share: float) -> Image:
 
     Args:
         right, down: offset of the picture in pixels, at most REACH. Ignored if ``share`` is not 1.
-        share: scale of the picture; below 1 it shows more of the ground, mirrored beyond the border, with bilinear
-            interpolation.
+        share: scale of the picture; below 1 it shows more of the ground, interpolated, and mirrored beyond the border.
     """
     if share == 1.0:
         return ground[REACH - down : REACH - down + SIDE, REACH - right : REACH - right + SIDE]

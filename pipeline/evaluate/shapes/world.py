@@ -1,7 +1,7 @@
 """The world of the synthetic videos: its words, seeds and hardness settings, and the description of a video.
 
 The seeds of training, development and test videos do not overlap. Methods and models are tuned on development videos.
-Test videos serve only for published results, so they are made only if the caller names the test split.
+Test videos serve only for published results, so the caller must name the test split.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class Hardness:
 
     Attributes:
         name: the name in options, tables and rows.
-        size: side of a thing in pixels, per thing. A sign always has the same size.
+        size: side of a thing in pixels, per thing; not of signs.
         contrast: opacity of a thing's color over the ground, per thing; 1 hides the ground.
-        specks: number of spots of 4 x 4 pixels in the colors of things, per video; every frame has them elsewhere.
+        specks: spots of 4 x 4 pixels in the colors of things, per video; every frame has them elsewhere.
         pan: pixels that the whole picture moves from frame to frame, back and forth, per video.
-        shake: the largest random offset of the whole picture in pixels, per video; every frame has another offset.
+        shake: the largest random offset of the picture in each frame, in pixels, per video.
         zoom: the smallest scale of the picture, per video; it shrinks to this scale and grows again. Signs keep their
             size, because they would be unreadable otherwise.
-        noise: standard deviation of the noise, on a scale of 255, per video; every frame has other noise.
+        noise: standard deviation of the noise in each frame, on a scale of 255, per video.
         kinds: the kinds of the four named things; their order has no effect.
         brief: number of frames that show a brief thing, per thing.
         standing: the share of videos in which all four named things stay from their onset to the end of the video, so
@@ -190,7 +190,6 @@ class Thing:
 
     Attributes:
         name: its shape, or the word on a sign; unique in the video.
-        kind: how it appears, see Kind and ThingKind.
         size: its side in pixels without zoom.
         contrast: opacity of its color over the ground, in (0, 1].
         shots: at least one, by ascending frame; only ``copies`` may have several in a frame.

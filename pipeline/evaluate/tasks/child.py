@@ -1,9 +1,8 @@
 """The process that runs a task's code: ``python -m pipeline.evaluate.tasks.child JOB RESULT``.
 
-JOB is a JSON file with the request; the answer is written to RESULT as JSON. Modules of tasks read HF_HOME when they
-are imported, end the process if a file is missing, print, sleep between attempts, and send replies to paid services. A
-process of its own keeps this from the run. Its environment has no keys of services, and its Python code reaches no
-network, so that no judge is paid by accident.
+JOB is a JSON file with the request; the answer is written to RESULT as JSON. Code of tasks ends the process if a file
+is missing, prints, sleeps between attempts, and sends replies to paid services. Here, it has no keys of services, and
+Python code reaches no network, so that no judge is paid by accident.
 
 Apart from the model ``gstep_cached`` (``pipeline.evaluate.lmms``), no other module of the pipeline imports lmms_eval.
 """
@@ -254,6 +253,7 @@ class LoadedTask:
 
     def _filter(self, reply: str) -> Any:
         """Apply the task's filter to a reply and, if the result is text, remove its reasoning, as lmms-eval does."""
+        from lmms_eval.api.instance import Instance  # noqa: PLC0415
         from lmms_eval.api.reasoning import parse_reasoning_tags_config, strip_reasoning_tags  # noqa: PLC0415
 
         request = Instance("generate_until", (), 0, {"task": self.name, "doc_id": 0, "repeats": 1})
@@ -266,8 +266,6 @@ class LoadedTask:
     def score(self, arms: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
         """Score the replies of each arm by the task's rules and aggregations.
 
-        Empty replies become "-" if the main metric cannot be aggregated otherwise.
-
         Args:
             arms: label -> document number as text -> reply. All arms have the same documents; there is at least one of
                 each.
@@ -275,7 +273,7 @@ class LoadedTask:
         Returns:
             - ``metric``: METRIC or METRIC/PART, whose number tables show.
             - ``own``: label -> metric -> number, None or the text of an error.
-            - ``nothing``: what stood for empty replies.
+            - ``nothing``: what stood for empty replies: "", or "-" if the metric cannot be aggregated with "".
             - ``judged``: label -> number of replies that the rule tried to send to a judge.
             - ``errors``: lines about replies on which the rule failed; they are scored as empty replies.
             - ``scores``, ``mean_over``, ``weights``, ``percent``: from ``_explain``.
@@ -361,9 +359,9 @@ class LoadedTask:
     ) -> dict[str, Any]:
         """Return the scores of documents if the metric is a mean of them, with the keys below.
 
-        To test this, each document is also scored with its right answer, the times in it, an empty reply and "A". The
-        metric counts as no mean if the rule gives only some arms a result for a document: the arms' numbers then are
-        about different documents.
+        To test this, each document is also scored with its right answer, the times in it, an empty reply and "A". It is
+        no mean if the rule gives only some arms a result for a document, because the arms' numbers are then about
+        different documents.
 
         Args:
             name: METRIC or METRIC/PART.

@@ -1,10 +1,10 @@
 """Finds out how a task's number follows from its documents, so that it can have an interval.
 
 A task of lmms-eval gives each document a result of any form, and aggregates all results to one number. If that number
-is a mean of numbers that each document has by itself, documents (and so whole videos) can be resampled, and differences
-between methods have an interval. No task says whether this is so. It is therefore tested: results of different replies
-to the same document are mixed at random, the task aggregates each mixture, and an explanation is accepted only if it
-reproduces the task's number for every mixture. A single mixture could agree by chance, above all with few documents.
+is a mean of numbers of single documents, documents (and so whole videos) can be resampled. No task says whether this is
+so. It is therefore tested: results of different replies to the same document are mixed at random, the task aggregates
+each mixture, and an explanation is accepted only if it reproduces the task's number for every mixture. A single mixture
+could agree by chance, above all with few documents.
 """
 
 from __future__ import annotations

@@ -46,10 +46,10 @@ class TaskDocument:
     """A document of a task: a question about a video, or the fault for which it cannot be asked.
 
     Attributes:
-        prompt: the whole text of the question; "" with a fault, like ``video``.
+        prompt: the whole text of the question.
         video: the path of the video, as the task gives it.
         fields: the document's short texts and whole numbers, as texts, without the right answer.
-        fault: kind and message of the fault; None if the document can be asked.
+        fault: kind and message of the fault, all else is empty then; None if the document can be asked.
     """
 
     prompt: str = ""

@@ -151,12 +151,12 @@ FIELDS = ("videoID", "video_path", "video_name", "video_idx", "video")
 def video_key(doc: JsonObject, template: str | None = None, folder: str | None = None) -> str:
     """Return the text by which a document names its video: a path or the end of a path, with or without its suffix.
 
-    It is the first field of FIELDS that holds text, unless there is a template.
+    Without a template, it is the first field of FIELDS that holds text.
 
     Args:
         template: the id with fields of the document in braces, such as ``data/{clip}.mp4``.
-        folder: the folder of the task's videos, which is put before the field "video" (not before others), because file
-            names repeat between folders.
+        folder: the folder of the task's videos, put before the field "video" (not others), because file names repeat
+            between folders.
 
     Raises:
         UsageError: no field names a video, or the template uses a field that the document does not have.
@@ -181,8 +181,8 @@ def video_key(doc: JsonObject, template: str | None = None, folder: str | None =
 class CachedIds:
     """An index of a cache's video ids by the ends of their paths.
 
-    Depending on the folder that was pruned, the ids may be longer than the paths in a task. A key therefore matches an
-    id that equals it or ends with "/" and the key. The suffix of a video file may be missing in the key.
+    The ids may be longer than the paths in a task, depending on the folder that was pruned. A key matches an id that
+    equals it or ends with "/" and the key. The key may lack the suffix of the video file.
 
     Attributes:
         failed: the error class of each video that failed in the cache, by id.
