@@ -76,7 +76,10 @@ class Item:
         return self.video_ids[0]
 
     def manifest_rows(self, folder: Path) -> list[dict[str, str | float]]:
-        """Return a row per video for a manifest of jobs.prune, for videos in this folder."""
+        """Return a row per video for a manifest of jobs.prune: id, uri (the path in ``folder``), and the clip's bounds.
+
+        Bounds that are None are left out.
+        """
         clip = {"start_s": self.start_s, "end_s": self.end_s}
         fields_with_values = {name: value for name, value in clip.items() if value is not None}
         return [
@@ -183,8 +186,8 @@ class QuestionCollector:
             example = wrong[0]
             raise UsageError(
                 f"{place}: the right answers of {len(wrong)} of {len(items)} questions are none of their options, "
-                f"e.g. {example.expected!r} of {example.question_id} with the options {example.options}: the file is "
-                "of another form, or another version, than the benchmark's"
+                f"e.g. {example.expected!r} of {example.question_id} with the options {example.options}: the file has "
+                "another layout or version than the benchmark"
             )
         if len(items) > 1 and (reason := find_count_from_1((item.expected, item.options) for item in items)):
             raise UsageError(f"{place}: {reason}")

@@ -91,8 +91,8 @@ def _own_item(file: str, row: QuestionRecord) -> Item:
         )
     if row["decoding"] not in _DECODING:
         raise QuestionsError(
-            f"{where}: system, max_new_tokens, temperature, top_p, top_k and seed are of jobs.generate; here the "
-            "protocol says how all questions are answered: leave these columns out"
+            f"{where}: system, max_new_tokens, temperature, top_p, top_k and seed are for jobs.generate; here, the "
+            "protocol determines how all questions are answered: leave these columns out"
         )
     return item_of(row, where)
 

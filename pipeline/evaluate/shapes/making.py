@@ -394,6 +394,7 @@ def _stage_story(
     floor = Floor(rng, REACH if pan or shake else 0)
 
     def thing(role: Role) -> Thing:
+        """Draw the size, contrast and positions of a role; zoom and hardness do not change the size of signs."""
         size = whole(rng, sizes)
         contrast = real(rng, hardness.contrast)
         size = SIGN_SIZE if role.kind == "sign" else size

@@ -56,7 +56,10 @@ class Question:
 
 
 def ask(video: Video) -> list[Question]:
-    """Return one question of each type that the video allows, in the order of TYPES; the result is deterministic."""
+    """Return a question of each type that the video allows, in the order of TYPES, with shuffled choices.
+
+    The same video always gives the same questions.
+    """
     rng = np.random.default_rng([video.seed, _QUESTIONS, video.n_frames, 0])
     # Both are drawn for every type, so that a question does not depend on which other types the video allows.
     questions = [(make(video, rng), rng.permutation(4).tolist()) for make in _MAKERS]

@@ -148,7 +148,7 @@ class LoadedTask:
         names = f"it has the metrics {', '.join(self._aggregations)}"
         if name is None:
             if not usable:
-                raise Refusal(f"of none of its metrics more is better: {names}")
+                raise Refusal(f"less is better for all of its metrics: {names}")
             return usable[0]
         if name.partition("/")[0] not in self._aggregations:
             raise Refusal(f"{names}, not {name}")

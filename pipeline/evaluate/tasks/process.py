@@ -120,7 +120,7 @@ class TaskProcess:
         return DescribedTask(documents=documents, **answer)
 
     def _describe_remedy(self) -> str:
-        """Return the end of an error message about annotations: where they must be."""
+        """Return the end of an error message about annotations: the file that was read, or where they must be."""
         if rows := self._request["rows"]:
             return f". They were read from {rows}, which must have rows in the columns of the data set"
         return (

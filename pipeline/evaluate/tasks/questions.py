@@ -159,7 +159,7 @@ def video_key(doc: JsonObject, template: str | None = None, folder: str | None =
             between folders.
 
     Raises:
-        UsageError: no field names a video, or the template uses a field that the document does not have.
+        UsageError: no field names a video, or the template is malformed or uses a field that the document lacks.
     """
     if template is not None:
         try:

@@ -111,7 +111,7 @@ def check_settings(config: Mapping[str, Any]) -> str:
     """
     output_type = config.get("output_type") or "generate_until"
     if output_type != "generate_until":
-        return f"it is of the type {output_type}"
+        return f"its output_type is {output_type}"
     if config.get("num_fewshot"):
         return "it shows examples before each question"
     if (config.get("repeats") or 1) > 1:
@@ -188,9 +188,9 @@ def _list_judges(function: FunctionType) -> dict[str, str]:
 
 
 def _asks_in_branches(rule: Any) -> bool:
-    """Return True if a rule asks a judge only inside ``if``, so that it decides other replies by itself.
+    """Return True if a rule uses judges only inside ``if`` (or its condition), and decides other replies by itself.
 
-    False if its source cannot be read, or no call of a judge is visible in it.
+    False if its source cannot be read, or names no judge.
     """
     function = getattr(rule, "func", rule)
     asking = set(_list_judges(function))
