@@ -277,6 +277,8 @@ class Benchmark:
     def _item(self, row: UserRow, videos: VideoFolder) -> Item:
         """Convert an adapted row to a question; its ``answer`` is None if the right answer is not among the options.
 
+        Benchmarks with a ``submission`` have neither ``answer`` nor ``expected``.
+
         Raises:
             NotAskable: a cell is invalid, the number of options or a part is wrong, the answer is -1 (not published),
                 or the video is missing or must not be read.

@@ -59,6 +59,8 @@ class LmmsTask(Benchmark):
     def open(self, model_type: str, data: Path | str | None, say: Say) -> LmmsTask:
         """Describe the task in a child process; return the benchmark with protocol, splits, process and documents.
 
+        The splits are up to six document fields with few values, except fields whose values every prompt contains.
+
         Args:
             data: HF_HOME, the folder with annotations and videos.
 
@@ -91,6 +93,9 @@ class LmmsTask(Benchmark):
 
     def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
         """Return the documents as questions about videos below ``data``, and the faults of others. Needs ``open``.
+
+        The id of a question is the document's number, its cluster is the video, and it has no options and no right
+        answer.
 
         Args:
             roots: further folders into which links in ``data`` may lead.

@@ -49,9 +49,10 @@ def _row(row: UserRow, place: AnnotationRow) -> UserRow:
 
 
 def _add_letters(row: UserRow) -> UserRow:
-    """Convert an authors' row: move its options into the question, replace the answer by its letter, rename columns.
+    """Convert an authors' row: move its options into the question, and replace the answer by its letter.
 
-    If options are not a list of texts, question and answer stay unchanged; so does an answer that is not an option.
+    Also adds ``task_type`` and ``video_name``. If options are not a list of texts, question and answer stay unchanged;
+    so does an answer that is not an option.
     """
     options = row.get("candidates")
     answer = row.get("answer")

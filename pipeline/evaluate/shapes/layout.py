@@ -250,7 +250,10 @@ def _write_lines(path: Path, rows: list[Row]) -> None:
 
 
 def _videomme_row(film: Film, question_id: str, question: Question) -> Row:
-    """Return a question as a row in the columns of VideoMME, with lettered options."""
+    """Return a question as a row in VideoMME's columns, with lettered options and answer.
+
+    The domain is the hardness, the sub-category is the kind of thing, and the task type is the question's type.
+    """
     return {
         "video_id": film.number,
         "duration": film.duration,
@@ -267,7 +270,10 @@ def _videomme_row(film: Film, question_id: str, question: Question) -> Row:
 
 
 def _own_row(film: Film, question_id: str, question: Question) -> Row:
-    """Return a question as a row of ``questions.jsonl``, with choices without letters."""
+    """Return a question as a row of ``questions.jsonl``: choices without letters, and the right answer as text.
+
+    The split is the question's type; duration, hardness and kind are further columns.
+    """
     return {
         "question_id": question_id,
         "video_id": film.path,
@@ -282,7 +288,7 @@ def _own_row(film: Film, question_id: str, question: Question) -> Row:
 
 
 def _manifest_row(film: Film) -> Row:
-    """Return a video as a row of ``manifest.jsonl``."""
+    """Return a video as a manifest row: its path as id and uri, and seed, split, length and hardness as further columns."""
     return {
         "video_id": film.path,
         "uri": film.path,

@@ -214,7 +214,7 @@ class LoadedTask:
         return "" if target is None else str(target)
 
     def _fields(self, document: dict[str, Any]) -> dict[str, str]:
-        """Return a document's texts and whole numbers as texts, without the right answer, empty and long texts."""
+        """Return a document's texts of 1 to 60 characters and whole numbers as texts, without the right answer."""
         target = self._target(document)
         values = {name: str(value) for name, value in document.items() if isinstance(value, str | int)}
         return {name: value for name, value in values.items() if value != target and 0 < len(value) <= _MAX_FIELD}
@@ -238,7 +238,7 @@ class LoadedTask:
             raise Refusal("its rule sends replies to a judge on the network; lmms-eval's own command can ask it")
 
     def _process(self, number: int, reply: str) -> dict[str, Any] | Exception:
-        """Return the rule's results for a reply, metric -> result of any form, or the error that the rule raised.
+        """Filter a reply and return the rule's results, metric -> result of any form, or the error that was raised.
 
         A SystemExit becomes a RuntimeError. The document's number seeds the random generators of Python and NumPy, so
         that rules that guess an option guess the same one for every method and at every scoring.
