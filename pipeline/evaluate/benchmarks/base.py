@@ -168,9 +168,7 @@ class Benchmark:
         """Score the replies by the benchmark's own code; None if it has none, and the protocol's rule reads each reply.
 
         Args:
-            items: the questions to score.
             replies: label of an arm -> question id -> reply; failed questions are absent.
-            protocol: the protocol by which the questions were asked.
         """
         return None
 

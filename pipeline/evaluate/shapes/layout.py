@@ -288,7 +288,7 @@ def _own_row(film: Film, question_id: str, question: Question) -> Row:
 
 
 def _manifest_row(film: Film) -> Row:
-    """Return a video as a manifest row: its path as id and uri, and seed, split, length and hardness as further columns."""
+    """Return a video as a manifest row: its path as id and uri, with seed, split, length and hardness."""
     return {
         "video_id": film.path,
         "uri": film.path,

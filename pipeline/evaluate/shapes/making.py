@@ -65,8 +65,7 @@ class Sight:
     """An appearance of a thing during consecutive frames.
 
     Attributes:
-        frames: the indices of these frames.
-        colors: the color in each of these frames.
+        colors: the color in each frame.
         corner: index into CORNERS of the quadrant it must lie in; None: any.
         walk: number of frames of its path if no cut ends it earlier; None: it stands still.
     """
@@ -279,11 +278,7 @@ class Floor:
         return [(x, y) for x, y in way.tolist()]
 
     def _free(self, frames: Sequence[int], places: Sequence[Place], size: int) -> bool:
-        """Return True if a thing stays at least ``_APART`` pixels away from all others in these frames.
-
-        Args:
-            places: its top left corner, per frame.
-        """
+        """Return True if a thing at these ``places`` stays at least ``_APART`` pixels away from all others."""
         return all(
             x >= other_x + other_size + _APART
             or other_x >= x + size + _APART

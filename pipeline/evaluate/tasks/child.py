@@ -89,8 +89,7 @@ class LoadedTask:
     """A task of lmms-eval with its documents, loaded for one request.
 
     Attributes:
-        metric: the metric that tables show: METRIC or METRIC/PART.
-        task: lmms-eval's task object.
+        metric: the metric that tables show, METRIC or METRIC/PART.
     """
 
     def __init__(self, request: Mapping[str, Any], network: _Network) -> None:

@@ -1,7 +1,4 @@
-"""Runs the code of lmms-eval's tasks in child processes: sends a request, and returns the answer as typed records.
-
-Also makes the list of tasks that ``--benchmark lmms:list`` prints.
-"""
+"""Runs the code of lmms-eval's tasks in child processes, and prints the list of tasks (``--benchmark lmms:list``)."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ class TaskDocument:
 
     Attributes:
         prompt: the whole text of the question.
-        video: the path of the video, as the task gives it.
         fields: the document's short texts and whole numbers, as texts, without the right answer.
         fault: kind and message of the fault, all else is empty then; None if the document can be asked.
     """
@@ -71,8 +67,7 @@ class DescribedTask:
 
     Attributes:
         version: the version of lmms-eval.
-        metric: the metric that tables show: METRIC, or METRIC/PART if that was requested.
-        metrics: the names of all metrics of the task.
+        metric: the metric that tables show, METRIC or METRIC/PART.
         settings: the task's ``generation_kwargs``.
         documents: in the order of the task; the position of a document is its number.
     """

@@ -33,7 +33,6 @@ class TaskFit:
     """How well a task fits.
 
     Attributes:
-        name: the name of the task.
         folder: its folder below lmms-eval's ``tasks``.
         fit: one of the constants of this module, such as FITS.
         reason: why it does not fit completely; "" for FITS.
