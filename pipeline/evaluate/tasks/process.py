@@ -1,4 +1,4 @@
-"""Runs the code of lmms-eval's tasks in child processes, and prints the list of tasks (``--benchmark lmms:list``)."""
+"""Runs the code of lmms-eval's tasks in child processes, and renders the list of tasks (``--benchmark lmms:list``)."""
 
 from __future__ import annotations
 
