@@ -1,4 +1,4 @@
-"""The benchmarks: one a file, each a record that says where its questions and videos are and how they are asked."""
+"""The benchmarks: one per file, each a record of where its questions and videos are and how they are asked."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pipeline.evaluate.benchmarks.own import own_benchmark
 from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import TABLE_SUFFIXES
 
-#: Name -> benchmark; a new one is a file and a line. Sets of other questions are other benchmarks, and their
-#: results never share a place.
+#: Name -> benchmark; a new one needs a file and a line here. Each set of questions is a benchmark of its own, and
+#: results of different benchmarks are never stored together.
 BENCHMARKS: Mapping[str, Benchmark] = LazyTable(
     "benchmark",
     {
@@ -30,11 +30,13 @@ BENCHMARKS: Mapping[str, Benchmark] = LazyTable(
 
 
 def find_benchmark(name: str) -> Benchmark:
-    """Return the benchmark of this name, a task of lmms-eval, or the user's own questions in a file of this name.
+    """Return the benchmark of this name, the task of lmms-eval (``lmms:TASK``), or the user's own questions in a file.
 
-    Nothing is read yet.
+    A name with the suffix of a table (.jsonl, .csv, .parquet) is a file of questions. Neither the file nor the task is
+    read yet.
 
-    Raises UsageError that lists the known names.
+    Raises:
+        UsageError: the name is none of these. The message lists the benchmarks.
     """
     if name in BENCHMARKS:
         return BENCHMARKS[name]

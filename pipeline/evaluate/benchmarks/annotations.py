@@ -1,6 +1,7 @@
-"""The files of annotations, their cells checked, and the videos that they name.
+"""Reads annotation files, checks their cells, and finds the videos that they name.
 
-Rows come from tables and JSON lists, and JSON objects complete them. No video outside the data folder is ever opened.
+Rows come from tables and JSON lists; further JSON objects complete them. No path outside the data folder, and outside
+the folders into which its links may lead, is ever accepted.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ Tables = Mapping[str, JsonObject]
 
 
 class AnnotationRow(NamedTuple):
-    """The place of an annotation row, and the JSON objects that complete the row.
+    """The position of an annotation row, and the JSON objects that complete it.
 
     Attributes:
-        where: in words.
-        part: name of its file without the suffix, or of its section in the file.
-        number: of the row in that part, from 0.
-        tables: those that the benchmark names.
+        where: file and position in words, for messages.
+        part: the section of the file that has the row, or the name of the file without its suffix.
+        number: index of the row in that section or file.
+        tables: the objects of the benchmark's ``tables``.
     """
 
     where: str
@@ -44,16 +45,18 @@ class AnnotationRow(NamedTuple):
 def read_annotations(
     folder: Path, path: Path, needs: Sequence[str], tables: Tables
 ) -> list[tuple[AnnotationRow, UserRow]]:
-    """Read the rows of an annotation file below a folder, each with its place.
+    """Read all rows of an annotation file in a folder, with their positions.
 
-    A .json file is a list of rows, or {"meta": {part: rows}, "root": {part: folder}}, whose rows get a column
-    ``prefix`` with that folder. Any other file is read by ``read_rows``.
+    A .json file is a list of rows, or {"meta": {part: rows}, "root": {part: folder}}; then ``prefix`` of each row is
+    the folder of its part, if there is one. Other files are Parquet, CSV or JSON Lines.
 
     Args:
-        needs: the columns that a row should have; only named in errors, not checked.
-        tables: put into each place as they are.
+        needs: columns to name in errors; they are not checked.
+        tables: passed on to every position.
 
-    Raises BadRow, and the errors in UNREADABLE.
+    Raises:
+        BadRow: the content is not JSON, or not rows.
+        OSError, UnicodeDecodeError, OverflowError, ArrowException: the file cannot be read (UNREADABLE).
     """
     name = path.relative_to(folder).as_posix()
     if path.suffix == ".json":
@@ -66,9 +69,10 @@ def read_annotations(
 
 
 def read_tables(folder: Path, names: Sequence[str]) -> Tables:
-    """Read the JSON objects of these names below a folder; a missing file is an empty object.
+    """Read JSON files in a folder, and return their objects by file name; {} for a missing file.
 
-    Raises UsageError if a file holds no JSON object.
+    Raises:
+        UsageError: a file cannot be read or holds no JSON object.
     """
     tables: dict[str, JsonObject] = {}
     for name in names:
@@ -82,11 +86,13 @@ def read_tables(folder: Path, names: Sequence[str]) -> Tables:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
-    """Yield (part, number, place in words, row) for each row of a JSON annotation file. Raises BadRow.
+    """Yield (part, number, position in words, row) for each row of a JSON file, numbered from 0 in each part.
 
-    A file with an object ``meta`` has a list of rows for each part in it. A part's entry in ``root``, if any, becomes
-    the column ``prefix`` of its rows. Any other file is a list of rows; its part is the file's name without the suffix.
-    The rows of a part are numbered from 0.
+    The parts of a file with an object ``meta`` are its keys; a part's entry in ``root`` becomes the column ``prefix``
+    of its rows. Any other file is one part, named like the file without its suffix.
+
+    Raises:
+        BadRow: the file is not JSON, or rows are not a list of objects.
     """
     content = _load_json(path)
     if isinstance(content, dict) and isinstance(content.get("meta"), dict):
@@ -101,14 +107,14 @@ def _json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
 
 
 def _check_rows(rows: object) -> list[UserRow]:
-    """Return ``rows`` if it is a list of objects, else raise BadRow."""
+    """Return ``rows`` if it is a list of dicts, which may be empty; raise BadRow otherwise."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BadRow("expected a JSON list of objects")
     return rows
 
 
 def _load_json(path: Path) -> Any:
-    """Parse a JSON file. Raises BadRow."""
+    """Parse a JSON file; raise BadRow if it is not JSON, or OSError if it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -129,12 +135,16 @@ FaultKind = Literal[
 ]
 AnswerRule = Literal["letter", "index", "text"]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-# In front of an option: "A. ", "A) ", "(A) ", "A: ".
+# The letter before an option: "A. ", "A) ", "(A) ", "A: ".
 _LETTER = re.compile(r"^\(?[A-Z][.):]\s*")
 
 
 class NotAskable(Exception):  # noqa: N818
-    """An annotation row that cannot be asked, with the kind of fault and a message."""
+    """An annotation row cannot be asked.
+
+    Attributes:
+        kind: the kind of fault, see ``AnnotationFault``.
+    """
 
     def __init__(self, kind: FaultKind, message: str) -> None:
         super().__init__(message)
@@ -142,7 +152,11 @@ class NotAskable(Exception):  # noqa: N818
 
 
 def data_folder(data: Path | str, remedy: str) -> Path:
-    """Return the local folder that ``--data`` names. Raise UsageError, with the remedy, for anything else."""
+    """Return the folder that ``--data`` names as a Path.
+
+    Raises:
+        UsageError: it is an address, a file, or missing; the last message ends with ``remedy``.
+    """
     if is_s3(str(data)) or re.match(r"[a-z0-9]+:/", str(data)):  # a Path drops one of the two slashes
         raise UsageError(f"--data {data}: only local folders are read; copy the data onto this machine, or mount it")
     folder = Path(data)
@@ -153,22 +167,24 @@ def data_folder(data: Path | str, remedy: str) -> Path:
 
 
 class VideoFolder:
-    """The videos below a folder, whose links may lead into the ``roots``."""
+    """The videos in a data folder; links in it may also lead into the ``roots``."""
 
     def __init__(self, folder: Path, roots: Sequence[Path] = ()) -> None:
         self._folder = os.path.abspath(folder)  # noqa: PTH100 - links are judged below
         self._judge = Judge([folder, *roots])
 
     def find(self, paths: Sequence[str], names: Iterable[str]) -> str:
-        """Return the first of the ``paths`` below the folder that is a file or a folder of frames.
+        """Return the first of the ``paths`` that is a file or a folder of frames, as a POSIX path below the folder.
 
-        The result is a POSIX path relative to the folder.
+        A path that a link leads outside is skipped.
 
         Args:
-            names: the texts of the annotations in these paths; a text may have been written to lead elsewhere.
+            paths: candidates relative to the folder, at least one.
+            names: the texts from annotations that the paths were built from.
 
-        Raises NotAskable: "policy" for a name that leads outside the folder, even if a path is a file. If no path is a
-        file, it is "policy" for a path that a link leads outside, else "missing-video".
+        Raises:
+            NotAskable: "policy" if a name is absolute, contains ".." or control characters, whatever exists; or, if
+                there is no video, "policy" if a link led outside, and "missing-video" otherwise.
         """
         for name in names:
             if name.startswith("/") or ".." in name.split("/") or _CONTROL.search(name):
@@ -196,7 +212,11 @@ class VideoFolder:
 
 
 def text_of(row: UserRow, column: str) -> str:
-    """Return a cell that holds text, not blank, or a whole number, as text. Raise NotAskable for any other cell."""
+    """Return a cell with text or a whole number as text.
+
+    Raises:
+        NotAskable: "bad-row" if the cell is missing, blank, not valid text or of another type.
+    """
     value = row.get(column)
     try:
         text = cell_text(value, column)
@@ -210,7 +230,11 @@ def text_of(row: UserRow, column: str) -> str:
 
 
 def options_of(row: UserRow, column: str) -> tuple[str, ...]:
-    """Return a cell that holds a list of texts, of which some may be blank. Raise NotAskable for any other cell."""
+    """Return a cell with a list of 1 to 26 texts, some of which may be blank.
+
+    Raises:
+        NotAskable: "bad-row" for any other cell.
+    """
     value = row.get(column)
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
         raise NotAskable("bad-row", f"{column} must be a list of texts, got {value!r}")
@@ -222,7 +246,11 @@ def options_of(row: UserRow, column: str) -> tuple[str, ...]:
 
 
 def seconds_of(row: UserRow, column: str) -> float | None:
-    """Return a cell that holds seconds, or None for an empty one. Raise NotAskable for any other cell."""
+    """Return a cell with seconds as a float; None if it is missing or null.
+
+    Raises:
+        NotAskable: "bad-row" if it is not a finite number, or negative.
+    """
     value = row.get(column)
     if value is None:
         return None
@@ -232,7 +260,11 @@ def seconds_of(row: UserRow, column: str) -> float | None:
 
 
 def clip_of(row: UserRow, columns: tuple[str, str]) -> tuple[float | None, float | None]:
-    """Return a clip's start and end in seconds, None where the cell is empty. Raise NotAskable if the clip is empty."""
+    """Return the start and end of a clip in seconds; None for an empty cell.
+
+    Raises:
+        NotAskable: "bad-row" if a cell does not hold seconds, or the end is not after the start.
+    """
     start_s, end_s = (seconds_of(row, column) for column in columns)
     if end_s is not None and end_s <= (start_s or 0.0):
         raise NotAskable("bad-row", f"the clip from {columns[0]} {start_s} to {columns[1]} {end_s} is empty")
@@ -240,9 +272,11 @@ def clip_of(row: UserRow, columns: tuple[str, str]) -> tuple[float | None, float
 
 
 def answer_index(rule: AnswerRule, answer: str, options: Sequence[str]) -> int | None:
-    """Return the index of the option that is the right ``answer``; None if it is not among the options.
+    """Return the index of the option that ``answer`` denotes, or None if it denotes none; outer blanks are ignored.
 
-    "letter": of either case; "index": counted from 0; "text": equal to an option, the first of equal options.
+    Args:
+        rule: "letter": a letter in either case; "index": an index from 0; "text": the text of an option, the first one
+            of equal options.
     """
     answer = answer.strip()
     answers = {
@@ -259,5 +293,5 @@ NO_ANSWER = "-1"
 
 
 def without_letter(option: str) -> str:
-    """Return the text of an option without the letter before it."""
+    """Return an option without outer blanks and without a capital letter before it, such as "A. " or "(A) "."""
     return _LETTER.sub("", option.strip())

@@ -1,4 +1,4 @@
-"""What a benchmark is: one record, by which its annotations become questions."""
+"""Defines what a benchmark is, and how its annotations become questions."""
 
 from __future__ import annotations
 
@@ -30,26 +30,32 @@ from pipeline.evaluate.protocols import ALIASES, QUESTIONS, Protocol
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow
 from pipeline.storage.stores import Store
 
-#: The file of results with the numbers that a benchmark's own code made.
+#: The file in results that has the numbers made by a benchmark's own code.
 OWN_NUMBERS = "lmms.json"
-#: Converts a row of a file to the benchmark's columns; returns None for a row of another benchmark.
+#: Converts a row of a file to the benchmark's columns; returns None for a row that belongs to another benchmark.
 Adapt = Callable[[UserRow, AnnotationRow], UserRow | None]
 
 
 @dataclass(frozen=True)
 class Split:
-    """A column that groups questions: its title, and its values with their titles in order ({}: any value)."""
+    """A column that groups questions into parts.
+
+    Attributes:
+        name: the name of the column.
+        title: its title in tables.
+        parts: value -> title, in the order of tables; {} allows any value.
+    """
 
     name: str
     title: str
     parts: Mapping[str, str] = field(default_factory=dict)
 
     def describe_parts(self, present: Collection[object], metric: str) -> str:
-        """Describe over how many parts the score is a mean, and the parts without a question; else "".
+        """Describe the parts without a question, and over how many parts the score is a mean; "" if neither applies.
 
         Args:
-            present: the parts that have questions; without any there is nothing to describe.
-            metric: of the protocol: the score is a mean over parts where it names this split.
+            present: the parts that have questions; if it is empty, the result is "".
+            metric: the metric of the protocol; the score is a mean over the parts if it is this split's name.
         """
         missing_parts = [part for part in self.parts if part not in present]
         lacking = f"no question of {', '.join(missing_parts)}" if missing_parts and present else ""
@@ -62,12 +68,12 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnScores:
-    """Scores by the code of a benchmark, instead of a protocol's rule for single replies.
+    """Scores made by a benchmark's own code, instead of a protocol's rule for single replies.
 
     Attributes:
-        scores: label of an arm -> id of a question -> its score, 0 to 1, for the questions that count; None where a
-            method's number is no mean over questions, which then have no scores.
-        numbers: the numbers of every arm, JSON-able; written to the results as ``OWN_NUMBERS``.
+        scores: label of an arm -> question id -> score in [0, 1], for the questions that count; None if the number of
+            an arm is not a mean over questions.
+        numbers: JSON values with the numbers of every arm, written to the results as ``OWN_NUMBERS``.
         notes: lines for the user.
     """
 
@@ -78,31 +84,32 @@ class OwnScores:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """The description of a benchmark: where its questions and videos are, and the protocols to ask them by.
+    """The description of a benchmark: where its questions and videos are, and the protocols by which they are asked.
 
     Attributes:
-        name: on the command line.
-        title: in tables.
+        name: the name on the command line.
+        title: the name in tables.
         protocols: the first is the default.
-        source: what the data folder must hold and where that is from, for errors.
-        files: globs of the annotations below the data folder; the first that matches anything counts.
-        adapt: for layouts that have an option a column, say, or the task in the file's name.
-        tables: JSON objects below the data folder that ``adapt`` gets.
-        paths: templates, over columns, of a video's path below the data folder; the first that is there counts.
-        cut_paths: the same of clips that lie there cut out already; they come after ``paths``.
-        question_id, question, options, answer, cluster: columns; ``options`` holds lists of texts.
-        n_options: of every question, where another set of questions has another number; 0: any.
-        clip: the columns of a clip's start and end in seconds, in the videos of ``paths``.
-        answer_rule: what ``answer`` is: a letter, an index counted from 0, or an option's text.
-        splits: by which columns scores are told apart; the first one is the main table's.
-        n_questions: of a complete data set.
-        submission: where to bring the options that replies name, for a benchmark whose right answers are not published:
-            there is no column ``answer`` then, and no score.
-        weights: of the parts of the split that is the protocol's metric; {}: they weigh the same.
-        made_of: what else its scores are made of, by name, for tables.
-        notes: sentences about its scores that belong below a table.
+        source: what the data folder must hold and where to get it, for errors.
+        files: glob patterns of annotation files in the data folder; the first pattern that matches any file is used.
+        adapt: converts rows of other layouts, or returns None to leave out a row; None: all rows stay as they are.
+        tables: JSON files in the data folder whose objects ``adapt`` gets.
+        paths: templates of a video's path in the data folder, with columns in braces; the first existing path is used.
+        cut_paths: the same for clips that are already cut into files of their own; tried after ``paths``.
+        question_id, question, options, answer, cluster: names of columns; ``options`` holds lists of texts.
+        n_options: number of options of every question; 0: any.
+        clip: columns with the start and end of a clip in seconds, for videos of ``paths``; None: whole videos.
+        answer_rule: what ``answer`` holds: a letter, an index from 0, or the text of an option.
+        splits: the columns by which scores are broken down; the first one is in the main table.
+        n_questions: number of questions of the complete data set; None: unknown.
+        submission: where to send the chosen options, for a benchmark without published answers; it has no column
+            ``answer`` and no scores. "" for others.
+        weights: weights of the parts of the split that is the metric; {}: equal weights.
+        made_of: further facts about its scores, name -> text, for tables.
+        notes: sentences about its scores, shown below tables.
 
-    Raises ValueError where a protocol's metric is the mean over a split that is not there.
+    Raises:
+        ValueError: the metric of a protocol is neither "questions" nor one of the splits.
     """
 
     name: str
@@ -130,25 +137,25 @@ class Benchmark:
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a protocol whose metric is a split that the benchmark does not have."""
+        """Raise ValueError if the metric of a protocol is neither "questions" nor one of the splits."""
         known_names = [QUESTIONS, *(split.name for split in self.splits)]
         if odd := [protocol.metric for protocol in self.protocols if protocol.metric not in known_names]:
             raise ValueError(f"benchmark {self.name}: the metric {odd[0]!r} is none of {', '.join(known_names)}")
 
     @property
     def scores_questions(self) -> bool:
-        """True if every question has a score of its own; False if only a whole method has a number."""
+        """True if every question has its own score; False if only whole arms have numbers, or there are no scores."""
         return not self.submission
 
     def open(self, model_type: str, data: Path | str | None, say: Say) -> Benchmark:
-        """Return the benchmark as a model of this type is asked, with what only its code can tell.
+        """Return the benchmark prepared for a model of this type; a benchmark without its own code returns itself.
 
         Args:
-            model_type: of the model that will be asked.
-            data: of ``load``.
-            say: prints a line about work that takes seconds.
+            data: the data folder, as for ``load``.
+            say: prints a line before work that takes seconds.
 
-        Raises UsageError for a benchmark that cannot be asked.
+        Raises:
+            UsageError: the benchmark cannot be asked (only benchmarks with their own code).
         """
         return self
 
@@ -158,36 +165,38 @@ class Benchmark:
         replies: Mapping[str, Mapping[str, str]],
         protocol: Protocol,
     ) -> OwnScores | None:
-        """Score the replies by the benchmark's own code. None: the protocol's rule reads each reply by itself.
+        """Score the replies by the benchmark's own code; None if it has none, and the protocol's rule reads each reply.
 
         Args:
-            items: the questions to score.
-            replies: label of an arm -> id of a question -> reply; a question that failed has none.
-            protocol: that they were asked by.
+            replies: label of an arm -> question id -> reply; failed questions are absent.
         """
         return None
 
     def stored_in(self, store: Store) -> Benchmark:
-        """Return the benchmark as the results in a store show it, with what was found out when they were scored."""
+        """Return the benchmark with what the results in a store say about its scores; by default itself."""
         return self
 
     def arm_share(self, label: str) -> float | None:
-        """Return the number of a whole arm as a share, where ``scores_questions`` is False; None: it has none."""
+        """Return the number of a whole arm in [0, 1], for benchmarks without scores of questions; by default None."""
         return None
 
     def metric(self, stored: str) -> str:
-        """Return what the score is a mean over: ``QUESTIONS`` or a split. ``stored`` is what the results say."""
+        """Return what the score is a mean over, ``QUESTIONS`` or a split; by default ``stored``, as the results say."""
         return stored
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that every row needs."""
+        """The columns that annotations must have after ``adapt``, without repetitions."""
         answer = () if self.submission else (self.answer,)
         own_columns = (self.question_id, self.question, self.options, *answer, self.cluster)
         return tuple(dict.fromkeys([*own_columns, *self._in_paths, *(split.name for split in self.splits)]))
 
     def protocol(self, name: str | None = None) -> Protocol:
-        """Return the protocol of this name, by default the first. Raise UsageError that lists the known names."""
+        """Return the protocol with this name or alias; None returns the default, which is the first one.
+
+        Raises:
+            UsageError: the benchmark has no such protocol. The message lists all.
+        """
         protocols = {protocol.name: protocol for protocol in self.protocols}
         protocols |= {alias: protocols[alias_of] for alias, alias_of in ALIASES.items() if alias_of in protocols}
         if name is not None and name not in protocols:
@@ -195,19 +204,23 @@ class Benchmark:
         return self.protocols[0] if name is None else protocols[name]
 
     def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
-        """Return the questions whose videos are below the folder ``data``, and all faults.
+        """Read the annotations, and return the questions whose videos are in the data folder, and all faults.
 
-        Links in the folder may lead into the ``roots``.
+        Args:
+            data: the data folder.
+            roots: further folders into which links in the data folder may lead.
 
-        Raises UsageError that names the file or folder and the remedy: no such folder, or no annotations in it; a file
-        that cannot be read or lacks a column. It is raised too if no question is left, or most right answers are not
-        among the options.
+        Raises:
+            UsageError: ``data`` is None or not a folder, it has no annotations, a file cannot be read or lacks a
+                column, no question is left, or most right answers are not among the options or seem to be counted from
+                1.
         """
         remedy = f"the folder must hold {self.source}"
         if data is None:
             raise UsageError(f"--data must name the folder of {self.title}; {remedy}")
         folder = data_folder(data, remedy)
-        videos, collector = VideoFolder(folder, roots), QuestionCollector()
+        videos = VideoFolder(folder, roots)
+        collector = QuestionCollector()
         tables = read_tables(folder, self.tables)
         for path in self._files(folder, remedy):
             for place, row in self._rows(folder, path, tables):
@@ -221,12 +234,16 @@ class Benchmark:
 
     @property
     def _in_paths(self) -> list[str]:
-        """The columns that the templates of video paths use."""
+        """The columns in the templates of video paths, with repetitions."""
         templates = (*self.paths, *self.cut_paths)
         return [name for path in templates for _, name, _, _ in Formatter().parse(path) if name]
 
     def _files(self, folder: Path, remedy: str) -> list[Path]:
-        """Return the files in ``folder`` of the first pattern that matches any. Raise UsageError if no pattern does."""
+        """Return the files that match the first pattern with any match, sorted.
+
+        Raises:
+            UsageError: no pattern matches.
+        """
         for pattern in self.files:
             if files := sorted(folder.glob(pattern)):
                 return files
@@ -234,10 +251,12 @@ class Benchmark:
         raise UsageError(f"{folder}: no annotations of {self.title} in it (looked for {looked_for}); {remedy}")
 
     def _rows(self, folder: Path, path: Path, tables: Tables) -> list[tuple[AnnotationRow, UserRow]]:
-        """Read a file's rows with their places, adapted to the benchmark's columns.
+        """Read the rows of a file with their positions, and adapt them to the benchmark's columns.
 
-        Rows of another benchmark are left out. Raises UsageError if the file cannot be read, or if no row has a needed
-        column.
+        Rows for which ``adapt`` returns None are left out; no rows at all are no error.
+
+        Raises:
+            UsageError: the file cannot be read, or a needed column is in none of its rows.
         """
         try:
             read = read_annotations(folder, path, self.columns, tables)
@@ -254,10 +273,13 @@ class Benchmark:
         return rows
 
     def _item(self, row: UserRow, videos: VideoFolder) -> Item:
-        """Convert an annotation row to a question: ``answer`` is the right option's index, ``expected`` its text.
+        """Convert an adapted row to a question; its ``answer`` is None if the right answer is not among the options.
 
-        ``answer`` is None if the right answer is not among the options. Raises NotAskable for a row that cannot be
-        asked.
+        Benchmarks with a ``submission`` have neither ``answer`` nor ``expected``.
+
+        Raises:
+            NotAskable: a cell is invalid, the number of options or a part is wrong, the answer is -1 (not published),
+                or the video is missing or must not be read.
         """
         options = options_of(row, self.options)
         if self.n_options not in (0, len(options)):
@@ -287,9 +309,12 @@ class Benchmark:
         )
 
     def _video(self, row: UserRow, videos: VideoFolder) -> tuple[str, tuple[float | None, float | None]]:
-        """Return the video's path below the data folder, and the bounds of the clip in it. Raise NotAskable.
+        """Return the video's path relative to the data folder, and the clip's (start, end) in seconds.
 
-        The bounds are None for a clip that lies there cut out already.
+        The bounds are None where the clip is open, and for clips that are already cut.
+
+        Raises:
+            NotAskable: a cell is invalid, or the video is missing or must not be read.
         """
         names = {name: text_of(row, name) for name in self._in_paths}
         places = [PurePosixPath(path.format_map(names)).as_posix() for path in (*self.paths, *self.cut_paths)]
@@ -299,7 +324,11 @@ class Benchmark:
 
 
 def _part(row: UserRow, split: Split) -> str:
-    """Return a row's part of a split. Raise NotAskable for an unknown part."""
+    """Return the part of a split that a row belongs to.
+
+    Raises:
+        NotAskable: the cell is not text, or the split has no such part.
+    """
     part = text_of(row, split.name)
     if split.parts and part not in split.parts:
         raise NotAskable("bad-row", f"{split.name} must be one of {', '.join(split.parts)}, got {part!r}")

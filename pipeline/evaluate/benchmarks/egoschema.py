@@ -1,14 +1,14 @@
-"""EgoSchema (Mangalam et al., NeurIPS 2023): a question of five options on each of 5,031 clips of 180 s from Ego4D.
+"""EgoSchema (Mangalam et al., NeurIPS 2023): 5,031 clips of 180 s from Ego4D, with a question of five options each.
 
-The right answers of 500 are published: ``egoschema-subset`` is these, and has a score. ``egoschema`` is all of them,
-and ends in a file {q_uid: index} for the authors' server. They are two benchmarks: the numbers differ by points, and
-neither is ever shown as the other.
+The right answers of 500 questions are published; these are ``egoschema-subset``, which has a score. ``egoschema`` has
+all questions, and produces a file {q_uid: index} for the authors' server. Their numbers differ by points, and neither
+is shown as the other.
 
-Read as on the hub (lmms-eval/egoschema: ``Subset/`` and ``GENERATION/``), or as the authors have it
-(github.com/egoschema/EgoSchema: ``questions.json``, ``subset_answers.json``), whose options are brought into the form
-of the first. Prompt and length of replies: ``tasks/egoschema`` of lmms-eval; 0.5 gave no length, so that the model's
-own held, which is 1,024 on LLaVA-OneVision. Errors go by Ego4D's videos, of which the 5,031 clips are 1,981, where
-``uid_to_ego4d.json`` lies beside; else each clip counts as independent, and errors come out too small.
+Two layouts are read: that of the hub (lmms-eval/egoschema: ``Subset/`` and ``GENERATION/``), and that of the authors
+(github.com/egoschema/EgoSchema: ``questions.json``, ``subset_answers.json``), whose rows are converted to the first.
+Prompts and lengths of replies are those of lmms-eval's ``tasks/egoschema``; version 0.5 sets no length, so the model's
+default applies, which is 1,024 on LLaVA-OneVision. Standard errors are clustered by Ego4D video (1,981 for the 5,031
+clips) if ``uid_to_ego4d.json`` exists; otherwise clips count as independent, and errors are too small.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ _NEWER, _OLDER = lmms_eval(
 
 
 def _any_row(row: UserRow, place: AnnotationRow) -> UserRow:
-    """Convert a row of either layout to the hub's, and add a column ``cluster``: the Ego4D video that the clip is from.
-
-    ``cluster`` is the clip itself if no file says its Ego4D video.
-    """
+    """Convert a row of either layout to the hub's, and add ``cluster``: the Ego4D video, or else the clip."""
     if "q_uid" in row:
         names = zip(list_letters(5), (row.get(f"option {number}") for number in range(5)), strict=True)
         options = [f"{letter}. {text}" if isinstance(text, str) else text for letter, text in names]
@@ -47,9 +44,9 @@ def _any_row(row: UserRow, place: AnnotationRow) -> UserRow:
 
 
 def _subset_row(row: UserRow, place: AnnotationRow) -> UserRow | None:
-    """Convert a row of either layout to the hub's, and add its ``cluster``.
+    """Convert a row of either layout to the hub's, and add ``cluster`` and, to a row of the authors, its answer.
 
-    A row of the authors' layout gets its right answer. Returns None if that answer is not published.
+    Returns None for a row of the authors whose answer is not published.
     """
     if "q_uid" in row:
         answers = place.tables[_ANSWERS]

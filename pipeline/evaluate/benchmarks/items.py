@@ -1,7 +1,6 @@
-"""Questions and faults: nothing of the annotations is dropped without a word.
+"""Questions of benchmarks, and the faults of their annotations: no row is dropped silently.
 
-A data set has faults, and everyone's copy has others. A row that cannot be asked is left out as a fault that says why;
-one that is odd is kept, and its oddity is listed. The questions and what was left out are all rows of the files.
+A row that cannot be asked is left out, with a fault that says why; an odd row is kept, and its oddity is listed.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from pipeline.errors import UsageError, printable
 from pipeline.evaluate.benchmarks.annotations import FaultKind, NotAskable, without_letter
 from pipeline.generate.questions import find_count_from_1
 
-_MAX_WRONG_SHARE = 0.5  # share of questions; in the published files at most 2 of 355 are wrong
+_MAX_WRONG_SHARE = 0.5  # share of questions; in the published files, at most 2 of 355 answers are not options
 
 
 @dataclass(frozen=True)
 class AnnotationFault:
-    """A fault of a row of the annotations.
+    """A fault of an annotation row.
 
     Attributes:
-        kind: bad-row (a needed column is empty or of another type), missing-video, policy (its path leads outside the
-            data folder), repeated-question (an id again, or the same question on the same video under another id),
-            repeated-candidate, blank-candidate (a model can name it all the same), answer-no-candidate (the right
-            answer is none of the options: no reply can be right), no-answer (-1: it is not published), other-media (it
-            is not about one video file), not-counted (the benchmark's own number leaves it out).
-        question_id: whose; None where the row has none.
-        message: at most 1 KB, printable; names the row.
-        left_out: whether the question is not asked.
+        kind: bad-row (a needed column is empty or has another type), missing-video, policy (the path leads outside the
+            data folder), repeated-question (the same id again, or the same question about the same video),
+            repeated-candidate, blank-candidate, answer-no-candidate (no reply can be right), no-answer (-1: it is not
+            published), other-media (not about exactly one video file), not-counted (the benchmark's own number leaves
+            it out).
+        question_id: the question's id; None if the row has none.
+        message: printable text of at most 1 KB that names the row.
+        left_out: True if the question is not asked.
     """
 
     kind: FaultKind
@@ -45,18 +44,17 @@ class Item:
 
     Attributes:
         question_id: unique in the benchmark; may begin with "-".
-        video_ids: the videos in the order of the prompt: POSIX paths relative to the data folder, as jobs.prune names
-            those of a folder, and of a clip its bounds (``clip_id``). A benchmark has one; questions of one's own may
-            have several.
-        path: of a benchmark's video below the data folder; "" where the ids are the paths.
-        start_s, end_s: the clip in seconds; None: that side of the video is open.
-        question: its text, as in the file.
-        conversation: JSON of the messages that end with it, of a question of one's own; None for no other messages.
-        options: as in the file, with their letters where they carry them; () for a free answer.
-        answer: index of the right option; None where none is right, and for a free answer.
-        expected: the answer as the file has it; None where none was published.
-        splits: name of a split -> which part of it the question is in.
-        cluster: what must be drawn together when the error of a score is estimated; mostly the video.
+        video_ids: the ids of its videos in the order of the prompt: POSIX paths relative to the data folder, as in
+            jobs.prune, with the bounds of a clip appended (``clip_id``). Only users' own questions may have several.
+        path: the path of the video relative to the data folder; "" if the ids are the paths.
+        start_s, end_s: the clip in seconds; None: from the start, or to the end.
+        question: the text in the file.
+        conversation: JSON of the messages of which ``question`` is the last, for users' own questions; None without.
+        options: the options in the file, including letters before them; () for a free answer.
+        answer: index of the right option; None if no option is right, and for a free answer.
+        expected: the answer in the file; None if it is not published.
+        splits: name of a split -> the part that the question belongs to.
+        cluster: questions with the same cluster are resampled together when errors are estimated; mostly the video.
     """
 
     question_id: str
@@ -74,11 +72,14 @@ class Item:
 
     @property
     def video_id(self) -> str:
-        """The video, or the first of several."""
+        """The id of the first video."""
         return self.video_ids[0]
 
     def manifest_rows(self, folder: Path) -> list[dict[str, str | float]]:
-        """Return the rows of a jobs.prune manifest that name the item's videos below this folder, a row a video."""
+        """Return a row per video for a manifest of jobs.prune: id, uri (the path in ``folder``), and the clip's bounds.
+
+        Bounds that are None are left out.
+        """
         clip = {"start_s": self.start_s, "end_s": self.end_s}
         fields_with_values = {name: value for name, value in clip.items() if value is not None}
         return [
@@ -88,9 +89,9 @@ class Item:
 
 
 def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
-    """Return the id of a video's part from ``start_s`` to ``end_s``: its path with a media fragment (W3C).
+    """Return the id of a clip: the path with a media fragment (W3C), or only the path if both bounds are None.
 
-    Clips of one file differ in it by their bounds, and do not collide: ``star/Charades_v1_480/AB1CD.mp4#t=1.5,9``.
+    Clips of the same file get different ids: ``AB1CD.mp4#t=1.5,9``, or ``#t=1.5`` and ``#t=,9`` with an open bound.
     """
     if start_s is None and end_s is None:
         return path
@@ -100,9 +101,10 @@ def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
 
 @dataclass(frozen=True)
 class LoadedQuestions:
-    """The questions to ask, in file order, and the faults of the annotations.
+    """The questions to ask, in the order of the files, and the faults of the annotations.
 
-    Of ``n_annotated`` rows, all that are not in ``items`` have a fault that is ``left_out``.
+    Attributes:
+        n_annotated: number of rows. Each row without an item has a fault that is ``left_out``, until ``first`` is used.
     """
 
     items: tuple[Item, ...]
@@ -110,19 +112,19 @@ class LoadedQuestions:
     n_annotated: int
 
     def summarise_faults(self) -> list[tuple[FaultKind, bool, int, str]]:
-        """Return (kind, whether left out, count, an example's message) of the faults, in order of first appearance."""
+        """Return (kind, left out, count, message of the first one) per kind of fault, in order of first appearance."""
         groups: dict[tuple[FaultKind, bool], list[str]] = {}
         for fault in self.faults:
             groups.setdefault((fault.kind, fault.left_out), []).append(fault.message)
         return [(kind, left_out, len(messages), messages[0]) for (kind, left_out), messages in groups.items()]
 
     def first(self, count: int | None) -> LoadedQuestions:
-        """Return the first ``count`` questions (None: all) with the same faults."""
+        """Return only the first ``count`` questions (None: all), with all faults."""
         return self if count is None else replace(self, items=self.items[:count])
 
 
 class QuestionCollector:
-    """The collector of a benchmark's questions and faults while its annotations are read row by row."""
+    """Collects a benchmark's questions and faults while its annotations are read row by row."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -132,14 +134,14 @@ class QuestionCollector:
         self._first_ids: dict[tuple[object, ...], str] = {}
 
     def leave_out(self, where: str, question_id: object, fault: NotAskable) -> None:
-        """Record a row that cannot be asked; a ``question_id`` that is no text or whole number is recorded as None."""
+        """Record a row that cannot be asked; a ``question_id`` other than text or a whole number becomes None."""
         self._n_annotated += 1
         has_id = isinstance(question_id, str | int) and not isinstance(question_id, bool)
         name = str(question_id) if has_id else None
         self._faults.append(AnnotationFault(fault.kind, name, printable(f"{where}: {fault}"), True))
 
     def keep(self, where: str, item: Item) -> None:
-        """Record a question to ask; leave it out if its id was recorded before."""
+        """Record a question and its oddities; one whose id was kept before is left out as "repeated-question"."""
         if item.question_id in self._ids:
             self.leave_out(where, item.question_id, NotAskable("repeated-question", "another row has its id"))
             return
@@ -152,8 +154,13 @@ class QuestionCollector:
     def finish(self, place: str, remedy: str) -> LoadedQuestions:
         """Return the collected questions and faults.
 
-        Raises UsageError if no question is left, if most right answers are not among the options, and if they seem to
-        be counted from 1.
+        Args:
+            place: the file or folder, for errors.
+            remedy: the end of the error if no question is left.
+
+        Raises:
+            UsageError: no question is left, or most right answers are not among the options or seem to be counted from
+                1.
         """
         self._check_answers(place)
         if self.items:
@@ -168,9 +175,10 @@ class QuestionCollector:
         )
 
     def _check_answers(self, place: str) -> None:
-        """Raise UsageError if most right answers are not among the options, or they seem to be counted from 1.
+        """Raise UsageError if most right answers are not among the options, or seem to be counted from 1.
 
-        The annotations then have another form. A single question is not checked.
+        The file then has another form. Only questions with options and an answer count, and a single one is not
+        checked.
         """
         items = [item for item in self.items if item.options and item.expected is not None]
         wrong = [item for item in items if item.answer is None]
@@ -178,19 +186,20 @@ class QuestionCollector:
             example = wrong[0]
             raise UsageError(
                 f"{place}: the right answers of {len(wrong)} of {len(items)} questions are none of their options, "
-                f"e.g. {example.expected!r} of {example.question_id} with the options {example.options}: the file is "
-                "of another form, or another version, than the benchmark's"
+                f"e.g. {example.expected!r} of {example.question_id} with the options {example.options}: the file has "
+                "another layout or version than the benchmark"
             )
         if len(items) > 1 and (reason := find_count_from_1((item.expected, item.options) for item in items)):
             raise UsageError(f"{place}: {reason}")
 
     def _oddities(self, item: Item) -> Iterator[tuple[FaultKind, str]]:
-        """Yield the faults of a question that can still be asked: repeated or blank options, an impossible answer.
+        """Yield (kind, description) of the faults of a question that can still be asked, and remember the question.
 
-        A question that equals an earlier question is a fault too, so the question is remembered here.
+        The faults are: the same text and videos as an earlier question, repeated or blank options, and an answer that
+        is not among the options.
         """
         text = item.question
-        if item.options:  # MLVU's texts end in the list of options
+        if item.options:  # MLVU's texts end with the list of options
             text = text.partition(f"\n(A) {item.options[0]}\n")[0]
         key = (item.video_ids, item.conversation, text)
         if (first := self._first_ids.setdefault(key, item.question_id)) != item.question_id:

@@ -1,8 +1,8 @@
 """Tasks of lmms-eval as benchmarks: ``--benchmark lmms:TASK`` or ``lmms:TASK@METRIC``.
 
-A document of the task is a question, and its id is the document's number. Videos are named by their paths below
-HF_HOME, which ``--data`` names. The task's own code gives prompts and settings, and scores the replies; it runs in a
-process of its own (:mod:`pipeline.evaluate.tasks`).
+Each document of the task is a question, whose id is the document's number. ``--data`` is HF_HOME, and the ids of videos
+are their paths below it. The task's own code makes the prompts and settings and scores the replies, in child processes
+(:mod:`pipeline.evaluate.tasks`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MAX_SPLITS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class LmmsTask(Benchmark):
-    """A task of lmms-eval.
+    """A task of lmms-eval as a benchmark.
 
     Attributes:
-        shown_metric: the metric whose number the tables show; None: the task's first one.
-        process: runs the task's code; None until it is opened.
-        task: its documents and settings; None until it is opened.
-        own: the numbers that results hold, as of ``OWN_NUMBERS``; {} for none.
+        shown_metric: the metric that tables show; None: the first one for which more is better.
+        process: runs the task's code; None before ``open``.
+        task: its documents and settings; None before ``open``.
+        own: the content of ``OWN_NUMBERS`` in the results; {} before ``stored_in``.
     """
 
     shown_metric: str | None = None
@@ -53,13 +53,21 @@ class LmmsTask(Benchmark):
 
     @property
     def scores_questions(self) -> bool:
-        """True if the task's number is a mean over questions, so that each of them has a score."""
+        """True if the results say that the task's number is a mean over questions, each of which has a score."""
         return self.own.get("mean_over") is not None
 
     def open(self, model_type: str, data: Path | str | None, say: Say) -> LmmsTask:
-        """Load the task in a process of its own. ``data`` is the folder HF_HOME, with annotations and videos.
+        """Describe the task in a child process; return the benchmark with protocol, splits, process and documents.
 
-        Raises UsageError without lmms-eval, for an unknown task, and for a task that cannot be asked or scored here.
+        The splits are up to six document fields with few values, except fields whose values every prompt contains.
+
+        Args:
+            data: HF_HOME, the folder with annotations and videos.
+
+        Raises:
+            UsageError: ``data`` is not a folder, lmms-eval is not installed, or the task is unknown or cannot be asked
+                or scored here.
+            RunFailed: the task's code ended the process.
         """
         remedy = "it must be HF_HOME, the folder below which lmms-eval keeps its videos"
         if data is None:
@@ -77,20 +85,29 @@ class LmmsTask(Benchmark):
             reasoning=REASONING,
         )
         askable = [document for document in task.documents if document.fault is None]
-        # A table by a field that every question repeats would be about wordings.
+        # A table by a field that every prompt contains would compare wordings.
         parts = _list_parts(task.documents)
-        names = [name for name in parts if not all(one.fields[name] in one.prompt for one in askable)]
+        names = [name for name in parts if not all(document.fields[name] in document.prompt for document in askable)]
         splits = tuple(map(_make_split, names[:_MAX_SPLITS]))
         return replace(self, protocols=(protocol,), splits=splits, process=process, task=task)
 
     def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
-        """Return the documents as questions about videos below ``data``, and the faults of the other documents.
+        """Return the documents as questions about videos below ``data``, and the faults of others. Needs ``open``.
 
-        Links may lead into the ``roots``. Raises UsageError if no question is left.
+        The id of a question is the document's number, its cluster is the video, and it has no options and no right
+        answer.
+
+        Args:
+            roots: further folders into which links in ``data`` may lead.
+
+        Raises:
+            UsageError: no question is left.
         """
         assert self.task is not None  # it was opened
         home = Path(str(data)).absolute()
-        videos, collector, parts = VideoFolder(home, roots), QuestionCollector(), _list_parts(self.task.documents)
+        videos = VideoFolder(home, roots)
+        collector = QuestionCollector()
+        parts = _list_parts(self.task.documents)
         for number, document in enumerate(self.task.documents):
             where = f"document {number}"
             try:
@@ -113,9 +130,14 @@ class LmmsTask(Benchmark):
     def score_replies(
         self, items: Sequence[Item], replies: Mapping[str, Mapping[str, str]], protocol: Protocol
     ) -> OwnScores:
-        """Score the replies by the task's own rules; a question that failed is an empty reply to them.
+        """Score the replies by the task's own rules, in a child process; failed questions count as empty replies there.
 
-        Documents that the task's number leaves out have no score. Raises RunFailed if the task's code ends.
+        Replies are cut at the task's stop texts first. Documents that the task's number leaves out get no score. There
+        are no scores at all if the number is not a mean over questions, or is one over a field that not all of
+        ``items`` have. The notes are about judges, failures, and points for failed questions.
+
+        Raises:
+            RunFailed: the task's code ended the process, or the task can no longer be loaded.
         """
         assert self.process is not None and self.task is not None  # it was opened
         _, stops = read_settings(self.task_name, self.task.settings)
@@ -125,10 +147,11 @@ class LmmsTask(Benchmark):
         }
         answer = self.process.score(arms)
         mean_over = answer["mean_over"]
-        # A field that has few values among the questions of a run may have too many among all documents to be a split.
+        # A field with few values among the questions of a run may have too many among all documents to be a split.
         if mean_over not in (None, QUESTIONS) and not all(mean_over in item.splits for item in items):
             answer |= {"scores": None, "mean_over": None, "weights": {}}
-        scores, own = answer["scores"], answer["own"]
+        scores = answer["scores"]
+        own = answer["own"]
         numbers: dict[str, Any] = {
             "lmms_eval": self.task.version,
             "task": self.task_name,
@@ -151,15 +174,20 @@ class LmmsTask(Benchmark):
         return OwnScores(scores=scores, numbers=numbers, notes=notes)
 
     def stored_in(self, store: Store) -> LmmsTask:
-        """Return the task as its results show it: the splits, the parts of its number and their weights.
+        """Return the task with the splits, weights, metric, notes and numbers of the results in a store.
 
-        Raises NotResults for a damaged file. Results that were not scored yet have none.
+        The split over which the number is a mean comes first. Results that were not scored yet return the task itself.
+
+        Raises:
+            NotResults: the file of the numbers is damaged.
         """
         if not store.exists(OWN_NUMBERS):
             return self
         try:
             own: dict[str, Any] = json.loads(store.read(OWN_NUMBERS))
-            names, metric, weights = list(map(str, own["splits"])), str(own["metric"]), dict(own["weights"])
+            names = list(map(str, own["splits"]))
+            metric = str(own["metric"])
+            weights = dict(own["weights"])
             mean_over = own["mean_over"]
             own |= {"numbers": dict(own["numbers"]), "percent": own["percent"]}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -177,11 +205,11 @@ class LmmsTask(Benchmark):
         )
 
     def metric(self, stored: str) -> str:
-        """Return what the task's number is a mean over, as its results say."""
+        """Return what the task's number is a mean over according to its results; ``stored`` if it is not a mean."""
         return str(self.own.get("mean_over") or stored)
 
     def arm_share(self, label: str) -> float | None:
-        """Return the task's own number of an arm as a share; None if there is none from 0 to 1."""
+        """Return the task's own number of an arm as a share; None if there is none, or it is outside [0, 1]."""
         number = self.own.get("numbers", {}).get(label, {}).get(self.own.get("metric"))
         if not isinstance(number, int | float):
             return None
@@ -190,33 +218,42 @@ class LmmsTask(Benchmark):
 
 
 def lmms_benchmark(name: str) -> Benchmark:
-    """Return the benchmark ``lmms:TASK`` or ``lmms:TASK@METRIC``; nothing is read yet."""
+    """Return the benchmark ``lmms:TASK`` or ``lmms:TASK@METRIC``; nothing is read or checked yet."""
     task, _, metric = name.removeprefix(PREFIX).partition("@")
     protocol = Protocol(name=f"lmms-eval-{VERSION}", prompt=PromptTemplate("{question}"), parser=f"{PREFIX}{task}")
     return LmmsTask(name=f"{PREFIX}{task}", title=task, protocols=(protocol,), shown_metric=metric or None)
 
 
 def _find_video(document: TaskDocument, home: Path, videos: VideoFolder) -> str:
-    """Return the path of a document's video below HF_HOME. Raises NotAskable."""
+    """Return the path of a document's video below HF_HOME.
+
+    Raises:
+        NotAskable: the document has a fault, or its video is missing or outside HF_HOME.
+    """
     if document.fault is not None:
         kind, message = document.fault
         raise NotAskable(cast(FaultKind, kind), message)
-    path = os.path.relpath(home / document.video, home)  # links stay as they are: find judges them
+    path = os.path.relpath(home / document.video, home)  # does not resolve links, which find checks
     return videos.find([path], [PurePosixPath(path).as_posix()])
 
 
 def _list_parts(documents: Sequence[TaskDocument]) -> list[str]:
-    """List the fields over whose values a task's number may be a mean, of the documents that can be asked."""
+    """List the fields over whose values the task's number may be a mean; documents with faults do not count."""
     return list_parted_fields([document.fields for document in documents if document.fault is None])
 
 
 def _make_split(name: str) -> Split:
-    """Return the split by a field of documents."""
+    """Return a split by a field, whose title is the field's name in words."""
     return Split(name, name.replace("_", " ").capitalize())
 
 
 def _describe_scoring(answer: dict[str, Any], numbers: dict[str, Any]) -> Iterator[str]:
-    """Yield lines about what a user should know of the scores: judges, failing rules, documents that do not count."""
+    """Yield lines about judges, replaced empty replies, failed rules and aggregations, and a number that is no mean.
+
+    Args:
+        answer: what ``TaskProcess.score`` returned.
+        numbers: the content of ``OWN_NUMBERS``.
+    """
     if n_judged := sum(answer["judged"].values()):
         of = ", ".join(f"{name} {n}" for name, n in answer["judged"].items() if n)
         yield (
@@ -230,7 +267,7 @@ def _describe_scoring(answer: dict[str, Any], numbers: dict[str, Any]) -> Iterat
     if lacking := [label for label, of_arm in numbers["numbers"].items() if numbers["metric"] not in of_arm]:
         known = ", ".join(numbers["numbers"][lacking[0]])
         yield f"the task made no number {numbers['metric']} of {', '.join(lacking)}: it has {known or 'none'}"
-    failed: dict[str, dict[str, None]] = {}  # an error -> the metrics that it ended
+    failed: dict[str, dict[str, None]] = {}  # error -> the metrics without a number because of it
     for of_arm in numbers["numbers"].values():
         for metric, number in of_arm.items():
             if isinstance(number, str):
@@ -242,7 +279,7 @@ def _describe_scoring(answer: dict[str, Any], numbers: dict[str, Any]) -> Iterat
 
 
 def _explain_number(own: dict[str, Any]) -> str:
-    """Return a sentence about a number that is no mean over questions."""
+    """Return a sentence about a number that is not a mean over questions, or that was emptied by jobs.remove."""
     if not own["numbers"]:
         return f"{own['metric']} was about removed questions too: run jobs.evaluate again for a number without them."
     return f"{own['metric']} is the task's own number of a whole method: no mean over questions, and without interval."

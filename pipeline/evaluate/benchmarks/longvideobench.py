@@ -1,9 +1,9 @@
 """LongVideoBench (Wu et al., NeurIPS 2024), validation: 1,337 questions on 753 videos of 8 s to an hour.
 
-Three to five options a question. The videos are cut already; ``starting_timestamp_for_subtitles`` is for subtitles,
-which this way of asking (``longvideobench_val_v`` of lmms-eval, with its prompt) does not show. The authors' own way
-puts them between the frames, and is not here. A video is at ``video_path``, which 135 rows have unlike their
-``video_id``.
+Questions have three to five options. The videos are already cut; ``starting_timestamp_for_subtitles`` concerns only
+subtitles. The prompt is that of lmms-eval's ``longvideobench_val_v``, which shows none; the authors' own protocol,
+which puts them between the frames, is not implemented. Videos are found by ``video_path``, which differs from
+``video_id`` in 135 rows.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
 from pipeline.inputs.tables import UserRow
 
-_NONE = "N/A"  # stands for an absent option; absent options come last
+_NONE = "N/A"  # the value of missing options, which come last
 
 
 def _with_candidates(row: UserRow, place: AnnotationRow) -> UserRow:
-    """Convert a row of the Parquet file, which has a column per option, to a row of the JSON file.
+    """Add the list ``candidates`` to a row of the Parquet file: option0 to option4 without trailing "N/A".
 
-    Options that are not there are left out. A row of the JSON file stays as it is.
+    Rows of the JSON file, which have the list, are returned unchanged.
     """
     if "option0" not in row:
         return row

@@ -1,16 +1,14 @@
 """MLVU (Zhou et al., CVPR 2025), multiple choice.
 
-dev has 2,175 questions of four options on 1,122 videos of 3 min to 2 h, test 502 questions of six options. The score is
-the mean over the tasks (M-Avg): seven of dev, nine of test.
+The dev set has 2,175 questions of four options on 1,122 videos of 3 min to 2 h; the test set has 502 questions of six
+options. The score is the mean over the tasks (M-Avg): seven in dev, nine in test.
 
-Each is read in two layouts: the authors' (MLVU/MVLU and MLVU/MLVU_Test on the hub), where options are a list and the
-answer one of them, and lmms-eval's (sy1998/MLVU_dev, sy1998/MLVU_Test), where the question's text has the options in it
-and the answer is a letter. Questions of the first are brought into the form of the second, which is that of the prompt
-(``tasks/mlvu`` of lmms-eval; for test it adds nothing to the question). The authors themselves begin the model's answer
-with "Best Option: (", which chat templates leave no place for: that is not here.
+In the authors' layout (MLVU/MVLU and MLVU/MLVU_Test on the hub), options are a list and the answer is one of them. In
+that of lmms-eval (sy1998/MLVU_dev, sy1998/MLVU_Test), the question's text contains the options and the answer is a
+letter. Rows of the first are converted to the second, because the prompts are lmms-eval's (``tasks/mlvu``). The authors
+begin the model's answer with "Best Option: (", which chat templates do not allow; this is not implemented.
 
-The rule for replies in lmms-eval 0.7.3 knows the letters A to D alone, for test too: there E and F are never
-right.
+The reply rule of lmms-eval 0.7.3 knows only the letters A to D, also for the test set, where E and F are never right.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
 from pipeline.generate.questions import list_letters
 from pipeline.inputs.tables import UserRow, UserValue
 
-# Task -> (its letters in the paper, the authors' folder). One task has two names.
+# Task -> (its abbreviation in the paper, the authors' folder).
 _DEV = {
     "topic_reasoning": ("TR", "7_topic_reasoning"),
     "anomaly_reco": ("AR", "6_anomaly_reco"),
@@ -38,7 +36,10 @@ _TEST = {
 
 
 def _row(row: UserRow, place: AnnotationRow) -> UserRow:
-    """Convert a row of either layout to lmms-eval's; add the folder of its task, and an id of its task and number."""
+    """Convert a row of either layout to lmms-eval's, and add the task's ``folder`` and an id (task and row number).
+
+    The folder of a test task is the name of the task.
+    """
     if "question_type" in row:
         row = _add_letters(row)
     task = str(row.get("task_type")).replace("findNeedle", "needle")
@@ -48,13 +49,15 @@ def _row(row: UserRow, place: AnnotationRow) -> UserRow:
 
 
 def _add_letters(row: UserRow) -> UserRow:
-    """Move the options of an authors' row into the question, and replace the answer with its letter.
+    """Convert an authors' row: move its options into the question, and replace the answer by its letter.
 
-    Options that are not a list of texts stay where they are. An answer that is not among the options stays, too.
+    Also adds ``task_type`` and ``video_name``. If options are not a list of texts, question and answer stay unchanged;
+    so does an answer that is not an option.
     """
-    options, answer = row.get("candidates"), row.get("answer")
+    options = row.get("candidates")
+    answer = row.get("answer")
     more: dict[str, UserValue] = {"task_type": row["question_type"], "video_name": row.get("video")}
-    # A row with other options is recorded as bad.
+    # A row with other options is recorded as a bad row later.
     if isinstance(options, list) and all(isinstance(text, str) for text in options):
         pairs = zip(list_letters(len(options)), options, strict=False)
         more["question"] = f"{row.get('question')}\n" + "".join(f"({letter}) {text}\n" for letter, text in pairs)

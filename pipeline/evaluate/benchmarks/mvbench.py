@@ -1,14 +1,14 @@
-"""MVBench (Li et al., CVPR 2024): 20 tasks of 200 questions each, of one to five options, on clips of seconds.
+"""MVBench (Li et al., CVPR 2024): 20 tasks of 200 questions each, with one to five options, on clips of seconds.
 
-Two layouts are published on the hub (OpenGVLab/MVBench). In *main*, ``json/`` has a file a task, five of which have
-``start`` and ``end``: clips of longer videos, and in one of them of folders of JPEG frames, three a second. Revision
-*video*, which lmms-eval reads, has all clips cut out as MP4 in folders of other names; its ``test.json`` has all tasks.
-Clips of *main* are near, but not those very frames: compare within one layout; results of both never share a place.
-An id of a video carries its folder (20 file names are in two of them) and a clip's bounds.
+The hub has two layouts (OpenGVLab/MVBench). In *main*, ``json/`` has a file per task. Five tasks have ``start`` and
+``end``: clips of longer videos, in one task of folders of JPEG frames at 3 fps. In revision *video*, which lmms-eval
+reads, all clips are MP4 files in folders with other names, and ``test.json`` has all tasks. Frames differ slightly
+between the layouts, so compare results only within one. The id of a video contains its folder, because 20 file names
+are in two folders, and the bounds of a clip.
 
-The score is the mean over the tasks, which is that over the questions where none is missing. lmms-eval prints no mean,
-and leaves empty replies out of a task's; here they are wrong, as methods are compared on the same questions. The
-authors' own way of asking takes 16 frames at the middles of segments and begins the model's answer, and is not here.
+The score is the mean over the tasks, which equals the mean over the questions if none is missing. lmms-eval leaves
+empty replies out of a task's score; here they count as wrong, because methods are compared on the same questions. The
+authors' own protocol (16 frames, a begun answer) is not implemented.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.inputs.tables import UserRow
 
 _STAR, _STAR_CUT = "star/Charades_v1_480", "star/Charades_segment"
 _CLEVRER, _PERCEPTION = "clevrer/video_validation", "perception/videos"
-# Task -> (its letters in the paper, folder in main, folder in revision video where that is another one).
+# Task -> (its abbreviation in the paper, its folder in main, its folder in revision video or "" if it is the same).
 _TASKS: dict[str, tuple[str, str, str]] = {
     "action_sequence": ("AS", _STAR, _STAR_CUT),
     "action_prediction": ("AP", _STAR, _STAR_CUT),
@@ -46,15 +46,15 @@ _TASKS: dict[str, tuple[str, str, str]] = {
     "counterfactual_inference": ("CI", _CLEVRER, ""),
 }
 _ROOTS = ("video/", "", "video/data0613/", "data0613/")
-# The bounds in the name of a clip that was cut out: NBMH9_21.4_37.6.mp4 is part of NBMH9.
+# The bounds in the name of a clip that was cut out: NBMH9_21.4_37.6.mp4 is a clip of NBMH9.
 _BOUNDS = re.compile(r"_\d+(?:\.\d+)?_\d+(?:\.\d+)?(?=\.mp4$)")
 
 
 def _with_folders(row: UserRow, place: AnnotationRow) -> UserRow:
-    """Add to a row its task, its id, the folders that may hold its video, and the video that its clip is from.
+    """Add the task, the id, the folders of both layouts (``whole``, ``cut``, ``prefix``) and the cluster to a row.
 
-    A ``prefix`` that the row has stays. A row of an unknown task gets the folder "?", and is left out as a bad row
-    later.
+    The cluster is the source video, without the bounds in the name of a cut clip. A ``prefix`` in the row is kept. The
+    folder of an unknown task is "?"; its rows are recorded as bad rows later.
     """
     _, whole, cut = _TASKS.get(place.part, ("", "?", ""))
     has_clip = cut.endswith("_segment")

@@ -1,4 +1,4 @@
-"""Questions of one's own: the file of ``jobs.generate --questions`` with the right answers in it."""
+"""Users' own questions: a file for ``jobs.generate --questions`` that also has the right answers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pipeline.evaluate.protocols import LETTER
 from pipeline.generate.questions import AnswerMode, list_letters, read_questions, split_letter, strip_letters
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 
-# A number: its point and its minus sign are no punctuation, unlike the commas of 1,000.
+# A number. Its point and its minus sign are not punctuation, unlike the commas in 1,000.
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
-_IN_NUMBERS = str.maketrans(".-", "\ue000\ue001")  # characters that no text has, and that are no punctuation
-_BETWEEN_DIGITS = re.compile(r"(?<=\d)[^\w\s\ue000\ue001](?=\d)")  # 1/2 is not 12
+_IN_NUMBERS = str.maketrans(".-", "\ue000\ue001")  # private-use characters, which texts lack; not punctuation
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)[^\w\s\ue000\ue001](?=\d)")  # 1/2 must not become 12
 _MODE = AnswerMode(LETTER.decoding, LETTER.choices)
-#: How questions with and without choices are answered where no row says otherwise.
+#: The answer modes of questions with and without choices whose rows set no options of decoding.
 _DECODING = {replace(_MODE, method=method).describe() for method in (_MODE.method, "generate")}
 
 
 def own_benchmark(file: str) -> Benchmark:
-    """Return the benchmark of a user's own .jsonl, .csv or .parquet question file; nothing is read yet."""
+    """Return the benchmark of a user's .jsonl, .csv or .parquet file of questions; the file is not read yet."""
     return OwnQuestions(
         name=Path(file).name,
         title=Path(file).stem,
@@ -37,30 +37,28 @@ def own_benchmark(file: str) -> Benchmark:
 
 
 class OwnQuestions(Benchmark):
-    """Questions of a user's own, a row a question: question_id, video_id, prompt or messages, answer.
+    """A user's own questions, a row per question with question_id, video_id, prompt or messages, and answer.
 
-    A list of video_id puts several videos in one prompt. Optional are choices, split (which part of the file it counts
-    to) and cluster; other columns are not looked at.
+    A list in ``video_id`` puts several videos into the prompt. ``choices``, ``split`` (the part that the question
+    belongs to) and ``cluster`` are optional; other columns are ignored. With choices, ``answer`` is the text of a
+    choice, its letter or its index from 0. Without choices, it is a text, and ``same_text`` compares replies with it.
 
-    ``answer`` is a choice: its text, else its text but for case and spaces around it, else its letter, else its text
-    with or without its letter, else its index counted from 0. Without choices it is a text, and :func:`same_text` says
-    whether a reply is right.
-
-    ``cluster`` is what must be drawn together when the error of a score is estimated; by default the video, and videos
-    that a question asks about together.
+    Questions with the same ``cluster`` are resampled together when errors are estimated; by default, these are
+    questions about the same video, and about videos that any question shows together.
     """
 
     def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
-        """Return the questions and the faults of their rows.
+        """Read the file, and return the questions and the faults of their rows.
 
         Args:
-            data: the folder with the videos; the ids are paths below it. If it is None, the ids are of a cache, and no
-                file is looked for.
-            roots: folders that links in it may lead into.
+            data: the folder in which the video ids are paths. None: the ids are those of a cache, and no files are
+                looked for.
+            roots: further folders into which links in it may lead.
 
-        Raises QuestionsError (a UsageError) that names the file and the row, for an unreadable file, a malformed row
-        and a row without an answer. Raises UsageError if there is no folder, no question is left, or most right answers
-        are not among the choices.
+        Raises:
+            QuestionsError: the file cannot be read, or a row is malformed, has no answer, or has options of decoding.
+            UsageError: ``data`` is not a folder, no question is left, or most right answers are not among the choices
+                or seem to be counted from 1.
         """
         file = self.files[0]
         videos = None if data is None else VideoFolder(data_folder(data, "name the one that the videos are in"), roots)
@@ -80,9 +78,10 @@ class OwnQuestions(Benchmark):
 
 
 def _own_item(file: str, row: QuestionRecord) -> Item:
-    """Convert a user's question to an item; its cluster may still be "".
+    """Convert a row of the file to a question, whose cluster is "" if the row names none.
 
-    Raises QuestionsError if it has no right answer, or options of decoding.
+    Raises:
+        QuestionsError: the row has no right answer or sets options of decoding, or its split or cluster is not text.
     """
     where = f"{file}, question {row['question_id']}"
     if "target" not in row:
@@ -92,18 +91,23 @@ def _own_item(file: str, row: QuestionRecord) -> Item:
         )
     if row["decoding"] not in _DECODING:
         raise QuestionsError(
-            f"{where}: system, max_new_tokens, temperature, top_p, top_k and seed are of jobs.generate; here the "
-            "protocol says how all questions are answered: leave these columns out"
+            f"{where}: system, max_new_tokens, temperature, top_p, top_k and seed are for jobs.generate; here, the "
+            "protocol determines how all questions are answered: leave these columns out"
         )
     return item_of(row, where)
 
 
 def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
-    """Convert a question with a ``target`` to an item; its cluster is "" unless a column names one.
+    """Convert a row with a ``target`` to a question, whose cluster is "" if the row names none.
 
-    Raises QuestionsError that begins with ``where`` for a split or cluster that is no text.
+    Args:
+        where: the beginning of error messages.
+
+    Raises:
+        QuestionsError: split or cluster is neither text nor a whole number.
     """
-    options, split = tuple(row.get("choices", ())), _label(row, "split", where)
+    options = tuple(row.get("choices", ()))
+    split = _label(row, "split", where)
     return Item(
         question_id=row["question_id"],
         video_ids=tuple(row["video_ids"]),
@@ -118,12 +122,15 @@ def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
 
 
 def is_unpublished(item: Item) -> bool:
-    """Return True if the answer to a question with choices is -1, which stands for one that is not published."""
+    """Return True if a question with choices has the answer -1, which means that the answer is not published."""
     return bool(item.options) and item.answer is None and item.expected == NO_ANSWER
 
 
 def clusters_of(items: Sequence[Item]) -> list[Item]:
-    """Fill in missing clusters: questions whose videos are connected through shared questions form one cluster."""
+    """Return the questions with missing clusters filled in: each is the smallest video id of the question's group.
+
+    A group consists of videos that are connected by questions about several videos.
+    """
     groups = _groups([item.video_ids for item in items])
     return [replace(item, cluster=item.cluster or groups[item.video_id]) for item in items]
 
@@ -131,31 +138,32 @@ def clusters_of(items: Sequence[Item]) -> list[Item]:
 def same_text(reply: str, expected: str) -> bool:
     """Return True if a free answer equals the expected one apart from case, punctuation and spaces.
 
-    Numbers are compared by their values: 3.0 is 3 and 1,000 is 1000, but 1.5 is not 15, nor -5 5. A mark between digits
-    separates them: 1/2 is not 12.
+    Numbers are compared by value: 3.0 equals 3 and 1,000 equals 1000, but 1.5 differs from 15, and -5 from 5.
+    Punctuation between digits separates numbers: 1/2 differs from 12. An expected text of punctuation only must be
+    equal as it is.
     """
     bare = _bare(expected)
     return _bare(reply) == bare if bare else reply.strip() == expected.strip()
 
 
 def _bare(text: str) -> str:
-    """Return a text in lower case without punctuation and repeated spaces; the point and sign of a number stay."""
+    """Return a text in lower case without punctuation and repeated spaces; numbers keep point and sign, encoded."""
     marked = _BETWEEN_DIGITS.sub(" ", _NUMBER.sub(_mark_number, text))
     letters = "".join(character for character in marked if not unicodedata.category(character).startswith("P"))
     return " ".join(letters.casefold().split())
 
 
 def _mark_number(number: re.Match[str]) -> str:
-    """Return a number without commas and closing zeros of a fraction, its point and sign as in ``_IN_NUMBERS``."""
+    """Return a number without commas and trailing zeros of its fraction; its point and sign are encoded."""
     digits = number[0].replace(",", "")
     return (digits.rstrip("0").rstrip(".") if "." in digits else digits).translate(_IN_NUMBERS)
 
 
 def _find_choice(answer: str, options: Sequence[str]) -> int | None:
-    """Return the index of the choice that ``answer`` means, or None.
+    """Return the index of the choice that ``answer`` denotes, or None.
 
-    It may be the choice's text, its text in another case, its letter, its text with or without its letter, or its index
-    counted from 0; tried in this order.
+    The first that applies counts: the exact text of a choice, its text in another case, its letter, its text with or
+    without its letter, its index from 0.
     """
     if answer in options:
         return options.index(answer)
@@ -172,9 +180,10 @@ def _find_choice(answer: str, options: Sequence[str]) -> int | None:
 
 
 def _label(row: Mapping[str, object], name: str, where: str) -> str:
-    """Return the carried column ``name`` as text, "" if it is empty; ``where`` names the row in an error.
+    """Return the value of the column ``name`` as text; "" if it is missing or null.
 
-    Raises QuestionsError unless it is text or a whole number.
+    Raises:
+        QuestionsError: it is neither text nor a whole number. The message begins with ``where``.
     """
     value = row.get(name)
     if value is None:
@@ -185,7 +194,7 @@ def _label(row: Mapping[str, object], name: str, where: str) -> str:
 
 
 def _groups(video_lists: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Map each video to the first video of its group: videos in one question, directly or through others."""
+    """Map each video id to the smallest id of its group: videos that questions connect, directly or through others."""
     groups: dict[str, set[str]] = {}
     for ids in video_lists:
         tied = set(ids).union(*(groups.get(name, ()) for name in ids))

@@ -1,7 +1,6 @@
-"""Videos made by ``python -m jobs.testbed make``: shapes on textures, whose place and time in a video are known.
+"""The synthetic videos of ``python -m jobs.testbed make``, in VideoMME's layout.
 
-The layout is VideoMME's (:mod:`pipeline.evaluate.shapes.layout`). It is a toy world: it can show what a method loses
-and why, and says nothing about how a model fares on real videos.
+They can show what a method loses and why, but say nothing about the accuracy of a model on real videos.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import LETTER, FrameRule, ModelRules
 from pipeline.inputs.tables import UserRow
 
-# A frame is a second, and 32 are the longest: every video gives all of its frames, each once.
+# A frame lasts a second, and the longest video has 32: all frames of every video are sampled, each once.
 _EVERY_FRAME = ModelRules(frames=FrameRule(32, "round", even=True))
 
 
 def _bare(row: UserRow, place: AnnotationRow) -> UserRow:
-    """Remove the letters from the options, because the protocol puts its own before them."""
+    """Remove the letters from a row's options, because the protocol adds letters; other values stay unchanged."""
     options = row.get("options")
     if not isinstance(options, list):
         return row

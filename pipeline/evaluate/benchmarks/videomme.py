@@ -1,7 +1,8 @@
-"""Video-MME (Fu et al., CVPR 2025): 900 videos of 11 s to an hour, three questions each, four options each.
+"""Video-MME (Fu et al., CVPR 2025): 900 videos of 11 s to an hour, with three questions of four options each.
 
-The layout is that of the data set on the Hugging Face hub; ``videos_*.zip`` hold a folder ``data``. Prompts:
-``tasks/videomme/utils.py`` and ``videomme.yaml`` of lmms-eval, and the README of github.com/MME-Benchmarks/Video-MME.
+The layout is that of the data set on the Hugging Face hub, whose ``videos_*.zip`` contain a folder ``data``. Sources of
+the prompts: ``tasks/videomme/utils.py`` and ``videomme.yaml`` of lmms-eval, and the README of
+github.com/MME-Benchmarks/Video-MME.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ VIDEOMME = Benchmark(
     title="VideoMME",
     protocols=(
         *lmms_eval(_LMMS_EVAL, "extract-mcq-answer", "videomme-0.5", newer_prompts=_QWEN3),
-        # The authors leave frames, sizes and decoding to each model; those of lmms-eval make the numbers comparable.
+        # The authors leave frames, sizes and decoding to the model; lmms-eval's choices make the numbers comparable.
         Protocol(name="official", prompt=_OFFICIAL, models=LMMS_EVAL_0_7, parser="videomme-0.5"),
     ),
     source="the data set lmms-eval/Video-MME of the Hugging Face hub, with its videos_*.zip unpacked",

@@ -1,4 +1,4 @@
-"""lmms-eval asks, and gets its replies from cached tokens: its model ``gstep_cached``.
+"""The model ``gstep_cached`` of lmms-eval, which answers from cached tokens.
 
-No other package imports lmms_eval, and of this one only ``manifest`` and ``plugin`` do.
+Only ``manifest`` and ``plugin`` import lmms_eval.
 """

@@ -1,4 +1,4 @@
-"""A run of jobs.generate in this very process: the same checks, prompts, answers and commits, without Ray."""
+"""A run of jobs.generate inside lmms-eval's process: the same checks, prompts and commits, without Ray."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from pipeline.rows import AnswerRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_MAX_EXAMPLES = 5  # examples shown in an error
+_MAX_EXAMPLES = 5  # examples in an error message
 
 
 class CachedReplies:
-    """The source of replies to lmms-eval's questions: the cache and answers that ``--model_args`` name.
-
-    Raises UsageError where these do not go together, before a model is loaded.
-    """
+    """Answers questions of lmms-eval from the cache that ``--model_args`` name, and stores the answers."""
 
     def __init__(self, arguments: Arguments, console: Console) -> None:
         """Check the arguments against the cache and the stored answers; load no model yet.
 
         Prints the cache's fingerprint if the arguments name none.
+
+        Raises:
+            UsageError: there is no cache, or the arguments are invalid or contradict the cache or the answers.
+            CorruptShard: a table of the cache or of the answers is damaged.
         """
-        self._arguments, self._console, self._say = arguments, console, speaker(console)
+        self._arguments = arguments
+        self._console = console
+        self._say = speaker(console)
         self._objects = Objects.from_environment()
         self._cache = store_at(arguments.cache, self._objects)
         with store_usage_errors():
@@ -54,10 +57,13 @@ class CachedReplies:
     def replies(self, questions: Sequence[LmmsQuestion]) -> list[str]:
         """Return a reply to each question, in order, cut at its stop texts.
 
-        Only questions without a good answer are asked. ``missing=empty`` gives failed questions an empty reply, with a
-        warning. Answers are committed, so a rerun resumes.
+        Only questions without a good stored answer are asked; new answers are committed in batches. With
+        ``missing=empty``, failed questions get "" and a warning is printed.
 
-        Raises UsageError (nothing was asked), UnknownVideo, or RunFailed if not every question has an answer.
+        Raises:
+            UsageError: the run cannot start; nothing was asked.
+            UnknownVideo: the cache lacks a video, unless ``missing=empty``; nothing was asked.
+            RunFailed: the run stopped, or a question failed (unless ``missing=empty``).
         """
         system = self._config.system
         rows = [
@@ -66,7 +72,7 @@ class CachedReplies:
         ]
         table = pa.Table.from_pylist(rows, schema=LMMS_SCHEMA)
         with explain_flags():
-            # As an evaluation: the texts of a task are not the user's to change.
+            # As an evaluation, because users cannot change the texts of a task.
             answer(self._config, self._console, table, evaluation={}, here=True)
         rows_by_id = self._answer_rows(table)
         if failures := [
@@ -78,7 +84,11 @@ class CachedReplies:
         return [cut_reply(rows_by_id[question.question_id].get("answer", ""), question.until) for question in questions]
 
     def _answer_rows(self, questions: pa.Table) -> dict[str, AnswerRecord]:
-        """Return the committed live answers to these questions, by id. Raise RunFailed if one is missing."""
+        """Return the stored live answers to these questions by question id, including error rows.
+
+        Raises:
+            RunFailed: a question has no row.
+        """
         live = AnswersTable(store_at(self._config.out, self._objects)).live()
         rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in live.to_pylist()}
         if absent := [name for name in questions["question_id"].to_pylist() if name not in rows]:
@@ -86,16 +96,20 @@ class CachedReplies:
         return rows
 
     def _find_videos(self, questions: Sequence[LmmsQuestion]) -> list[str]:
-        """Return the id of each question's video. Raise UnknownVideo if it is missing or failed.
+        """Return the id of each question's video, in order. The first call reads the cache's ids.
 
-        ``missing=empty`` raises nothing for such videos: it returns the key of a missing video, and the id of a failed
-        video. Raises UsageError if a key fits several videos. The cache's ids are read once.
+        With ``missing=empty``, the id of a missing video is the question's key, and a failed video keeps its id.
+
+        Raises:
+            UsageError: a key matches several videos.
+            UnknownVideo: a video is missing or failed, unless ``missing=empty``. The message has up to five examples.
         """
         if self._ids is None:
             with store_usage_errors():
                 cache = TokenCache(self._arguments.cache, store=self._cache)
                 self._ids = CachedIds(cache.video_ids, cache.failed)
-        video_ids, absent = list[str](), list[str]()
+        video_ids = list[str]()
+        absent = list[str]()
         for question in questions:
             try:
                 video = self._ids.find(question.key)
@@ -118,10 +132,7 @@ class CachedReplies:
         return video_ids
 
     def _refuse_or_warn(self, failures: Sequence[str]) -> None:
-        """Raise RunFailed with examples of the questions that failed; with ``missing=empty`` print them as a warning.
-
-        ``failures`` has a line for each failed question, at least one.
-        """
+        """Raise RunFailed with up to five of the ``failures``, a line per question; only warn if ``missing=empty``."""
         message = f"{len(failures)} questions have no answer:\n  " + "\n  ".join(failures[:_MAX_EXAMPLES])
         if self._arguments.missing != EMPTY:
             raise RunFailed(

@@ -1,4 +1,4 @@
-"""``--model_args`` of lmms-eval as typed options, with what its parser does to values undone or refused."""
+"""``--model_args`` of lmms-eval as typed options; undoes what lmms-eval's parser does to values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.rows import JsonObject
 
 EMPTY, ERROR = "empty", "error"
-#: Our name of an option -> its name in GenerateConfig.
+#: Name in ``--model_args`` -> name in GenerateConfig, for options whose names differ.
 _OPTION_NAMES = {"pretrained": "model", "method": "pruner", "answers": "out", "seed": "pruner_seed"}
 _SAME = (
     *("cache", "revision", "retention_ratio", "siglip", "positions", "order", "rule"),
@@ -26,20 +26,20 @@ _SAME = (
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """All options of ``--model_args``. None (and "auto") is the default of jobs.generate.
+    """The options of ``--model_args``. None and "auto" stand for the default of jobs.generate.
 
     Attributes:
         cache: a folder or ``s3://bucket/prefix``.
-        answers: where answers are committed, batch by batch; rerun the command to resume.
-        pretrained: the model that the cache was made with; by default the one that the cache names.
-        method: prunes a cache of all tokens now, by its ``parameters``, at ``retention_ratio``.
-        seed: of methods and answers that are drawn.
-        frame_times: the times of frames that Qwen3-VL reads; None is what lmms-eval's own class has.
-        system: the system message: None is that of lmms-eval's own class, "" is the chat template's.
-        fingerprint: of the cache's identity; another one is refused.
-        video_id: the id of a task's videos, with the fields of its documents in braces: ``videos/{clip}.mp4``.
-        missing: what becomes of a question that has no answer: "error", or an "empty" reply.
-        parameters: of the method, as text; in ``--model_args`` each is a name of its own.
+        answers: a folder or prefix, in which answers are committed batch by batch; a rerun resumes.
+        pretrained: the model that the cache was made with; None is the one that the cache names.
+        method: prunes a cache of all tokens when a question is asked, with ``parameters`` and ``retention_ratio``.
+        seed: seed of random methods and of sampled answers.
+        frame_times: the frame times in prompts of Qwen3-VL; None is the choice of lmms-eval's own class.
+        system: the system message; None is that of lmms-eval's own class, "" is the chat template's.
+        fingerprint: the expected fingerprint of the cache's identity; None accepts any cache.
+        video_id: template of video ids with fields of the document in braces, such as ``videos/{clip}.mp4``.
+        missing: what happens to a question without an answer: "error", or "empty" for an empty reply.
+        parameters: parameters of the method as texts; in ``--model_args``, each is a separate keyword.
     """
 
     cache: str
@@ -66,9 +66,11 @@ class Arguments:
 
     @classmethod
     def read(cls, values: JsonObject) -> Arguments:
-        """Read the keywords that lmms-eval calls a model with; unknown names become parameters of the method.
+        """Read the keywords with which lmms-eval creates a model; unknown names become parameters of the method.
 
-        Raises UsageError that names ``--model_args``.
+        Raises:
+            UsageError: ``cache`` or ``answers`` is missing, a value is invalid, or a name is neither an option nor a
+                parameter of the method.
         """
         for name in ("cache", "answers"):
             if values.get(name) in (None, ""):
@@ -81,9 +83,12 @@ class Arguments:
         return arguments
 
     def config(self, identity: CacheIdentity) -> GenerateConfig:
-        """Return the options of jobs.generate for a cache of this identity, which ask failed questions again.
+        """Return the options of jobs.generate for a cache with this identity; failed questions are asked again.
 
-        ``system`` and ``frame_times`` are lmms-eval's for the model type, unless they were given. Raises UsageError.
+        ``system`` and ``frame_times`` default to those of lmms-eval for the cache's model type.
+
+        Raises:
+            UsageError: the options are invalid or contradict each other.
         """
         model_type = identity["model"]["type"]
         rules = LMMS_EVAL_0_7.get(model_type, ModelRules())
@@ -105,7 +110,11 @@ class Arguments:
         )
 
     def check_fingerprint(self, identity: CacheIdentity) -> str:
-        """Return the fingerprint of a cache's identity. Raise IdentityMismatch if another fingerprint was given."""
+        """Return the fingerprint of a cache's identity.
+
+        Raises:
+            IdentityMismatch: it is not the ``fingerprint`` in ``--model_args``.
+        """
         actual = fingerprint(identity)
         if self.fingerprint not in (None, actual):
             raise IdentityMismatch(
@@ -122,9 +131,9 @@ _NUMBERS: Mapping[str, type] = {"retention_ratio": float, "seed": int, "batch_si
 
 @contextmanager
 def explain_flags() -> Iterator[None]:
-    """Add to errors that name flags of jobs.generate the names that ``--model_args`` has for flags.
+    """Extend a UsageError that is raised inside this context by what its flags are called in ``--model_args``.
 
-    Only a UsageError changes, and keeps its class.
+    The error keeps its class. A message without "--", and other errors, pass unchanged.
     """
     try:
         yield
@@ -136,9 +145,12 @@ def explain_flags() -> Iterator[None]:
 
 
 def _parse_value(name: str, value: Any) -> Any:
-    """Return an option's value in its own type: lmms-eval turns texts into numbers, and keeps quotes.
+    """Convert an option's value to its type, because lmms-eval turns some texts into numbers and keeps quotes.
 
-    None stays None, and ``batch_size=auto`` becomes None. Raises UsageError for a value of another type.
+    None stays None, and ``batch_size=auto`` becomes None.
+
+    Raises:
+        UsageError: a text option got another type, or a number is not of the right kind.
     """
     if value is None:
         return None
@@ -162,15 +174,17 @@ def _parse_value(name: str, value: Any) -> Any:
 
 
 def _unquote(text: str) -> str:
-    """Remove the quotes that keep a comma from ending a value."""
+    """Return a text without the quotes around it, which keep a comma from ending a value; others stay unchanged."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     return text[1:-1] if is_quoted else text
 
 
 def _parameters(values: JsonObject, method: str | None) -> dict[str, str]:
-    """Return the unknown names of ``--model_args`` as parameters of the method, as texts.
+    """Return the values of names that are not options as texts, for the method; the method's code is imported.
 
-    Raises UsageError for a name that the method does not have; without a method, for any name.
+    Raises:
+        UsageError: the method does not exist or has no such parameter; without a method, any name. The message suggests
+            a similar name or lists all.
     """
     accepted_names: list[str] = []
     if method is not None:
@@ -187,7 +201,7 @@ def _parameters(values: JsonObject, method: str | None) -> dict[str, str]:
 
 
 def _as_text(value: Any) -> str:
-    """Return a value of ``--model_args`` as the text a user would type for it."""
+    """Return a value as the text that a user would type for it: True is "true", 2.0 is "2", and quotes are removed."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():

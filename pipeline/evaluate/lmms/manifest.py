@@ -1,4 +1,4 @@
-"""What the entry point ``lmms_eval.models`` names: how lmms-eval finds the model."""
+"""The entry point ``lmms_eval.models``, by which lmms-eval finds the model ``gstep_cached``."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ MODEL = "gstep_cached"
 
 
 def manifest() -> ModelManifest:
-    """Return the manifest of a simple model: a chat model's messages make lmms-eval exit if a video file is gone."""
+    """Return the manifest of a simple model: for a chat model, lmms-eval exits if a video file is missing."""
     return ModelManifest(model_id=MODEL, simple_class_path="pipeline.evaluate.lmms.plugin.GstepCached")

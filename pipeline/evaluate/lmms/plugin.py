@@ -1,4 +1,4 @@
-"""The class that lmms-eval calls: requests in, replies out."""
+"""The class that lmms-eval calls with requests."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from pipeline.evaluate.tasks.questions import LmmsQuestion, make_question, make_
 
 
 class GstepCached(lmms):  # type: ignore[misc]
-    """A model that answers a task's questions from cached tokens; it reads no video file.
+    """A model of lmms-eval that answers a task's questions from cached tokens; it reads no video file.
 
-    Raises UsageError for ``--model_args`` that are unknown or do not go with the cache or the answers.
+    lmms-eval creates it with the keywords of ``--model_args``, see ``Arguments``.
     """
 
     is_simple = True
 
     def __init__(self, **model_args: Any) -> None:
-        """Read ``model_args`` and check them against the cache; no model is loaded yet.
+        """Check ``model_args`` against the cache and the stored answers; load no model yet.
 
-        Raises UsageError if lmms-eval runs in several processes.
+        Raises:
+            UsageError: lmms-eval runs in several processes, or an argument is missing, unknown, invalid or contradicts
+                the cache or the answers.
         """
         super().__init__()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -39,7 +41,13 @@ class GstepCached(lmms):  # type: ignore[misc]
         self._replies = CachedReplies(self._arguments, CleanConsole(stderr=True))
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """Return a reply to each request. Raise UsageError, UnknownVideo or RunFailed."""
+        """Return a reply to each request, in order; answers are stored in batches, so that a rerun resumes.
+
+        Raises:
+            UsageError: a request cannot be converted to a question, or the run cannot start.
+            UnknownVideo: the cache lacks a video, unless ``missing=empty``.
+            RunFailed: the run stopped, or a question has no good answer (unless ``missing=empty``).
+        """
         ids = make_unique(
             f"{task}/{split}/{doc_id}" for *_, doc_id, task, split in (request.args for request in requests)
         )
@@ -48,26 +56,28 @@ class GstepCached(lmms):  # type: ignore[misc]
         )
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Refuse log-likelihoods: lmms-eval 0.7 turns the number into text before a task sees it."""
+        """Raise UsageError: lmms-eval 0.7 turns log-likelihoods into text before a task sees them."""
         raise UsageError(
             "gstep_cached generates replies only: lmms-eval 0.7 cannot score log-likelihoods of any model; ask the "
             "same questions with python -m jobs.generate --choices loglikelihood"
         )
 
     def generate_until_multi_round(self, requests: Sequence[Instance]) -> list[str]:
-        """Refuse tasks of several rounds: further rounds bring images that no cache holds."""
+        """Raise UsageError: later rounds show further images, which no cache holds."""
         raise UsageError("gstep_cached answers one question at a time, and takes no tasks of several rounds")
 
     def _make_question(self, request: Instance, question_id: str) -> LmmsQuestion:
         """Convert a request of lmms-eval to a question.
 
-        Raises UsageError if the task's output_type is not generate_until, if the document names no video, and for
-        settings that are not understood.
+        Raises:
+            UsageError: the task's output_type is not generate_until, the document names no video, or a setting is not
+                supported.
         """
         if len(request.args) != 6 or not isinstance(request.args[1], Mapping):
             raise UsageError("gstep_cached answers tasks whose output_type is generate_until, and no other")
         prompt, settings, doc_to_visual, doc_id, task, split = request.args
-        doc, folder = self.task_dict[task][split][doc_id], _folder(task, doc_to_visual)
+        doc = self.task_dict[task][split][doc_id]
+        folder = _folder(task, doc_to_visual)
         try:
             key = video_key(doc, self._arguments.video_id, folder)
         except UsageError as error:
@@ -76,11 +86,8 @@ class GstepCached(lmms):  # type: ignore[misc]
 
 
 def _folder(task: str, doc_to_visual: Any) -> str | None:
-    """Return the video folder of an MVBench task, also of one that includes it under another name.
-
-    None for other tasks.
-    """
-    from lmms_eval.tasks.mvbench.utils import DATA_LIST  # noqa: PLC0415 - looks for HF_HOME as it is imported
+    """Return the video folder of an MVBench task, or of a local task that includes one; None for other tasks."""
+    from lmms_eval.tasks.mvbench.utils import DATA_LIST  # noqa: PLC0415 - reads HF_HOME when it is imported
 
     settings = getattr(getattr(doc_to_visual, "__self__", None), "lmms_eval_specific_kwargs", None) or {}
     folder: str | None = DATA_LIST.get(settings.get("sub_task", task.removeprefix("mvbench_")))

@@ -1,1 +1,1 @@
-"""A benchmark of made-up videos, all of it from a seed: where and when a thing is seen is known; no model, no run."""
+"""A benchmark of synthetic videos made from seeds, for which the position and time of every thing are known."""

@@ -1,13 +1,14 @@
-"""A folder of videos with questions, as VideoMME is published, and what only made-up videos have beside it.
+"""Writes a benchmark folder of synthetic videos with questions, in the layout of VideoMME with further files.
 
-| file | |
+| file | content |
 |---|---|
 | ``data/shapes-SEED.mp4`` | the videos |
-| ``videomme/test-00000-of-00001.parquet`` | a row a question, the columns of Video-MME; ``domain`` is the hardness, \
-``sub_category`` the kind of the thing that is asked about |
-| ``questions.jsonl`` | the same questions for ``jobs.generate --questions`` and as questions of one's own |
-| ``manifest.jsonl`` | a row a video for ``jobs.prune``: its seed, frames and hardness |
-| ``recipe.json`` | what all of it follows from |
+| ``videomme/test-00000-of-00001.parquet`` | a row per question in the columns of Video-MME |
+| ``questions.jsonl`` | the same questions for ``jobs.generate --questions`` and ``--benchmark FILE`` |
+| ``manifest.jsonl`` | a row per video for ``jobs.prune``, with seed, frames and hardness |
+| ``recipe.json`` | the settings from which the content follows |
+
+In the Parquet file, ``domain`` is the hardness and ``sub_category`` is the kind of thing that the question is about.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from pipeline.evaluate.shapes.render import render
 from pipeline.evaluate.shapes.world import DURATIONS, HARDNESS, SPLIT_NAMES, Hardness, SplitName, Video, benchmark_seeds
 
 Frames = NDArray[np.uint8]
-#: A frame a second, all the same: with ``fps`` 1, or as many frames as the video has, each rendered frame is taken.
+#: Frames per second of the videos. Sampling at ``fps`` 1, or as many frames as a video has, takes each frame once.
 FPS = 1
-#: One thread and no lookahead by the number of CPUs: the same bytes on every run on a machine. No B-frames: the first
-#: frame then is at 0 s without an edit list.
+#: One thread for encoding and for lookahead gives the same bytes on every run on a machine. Without B-frames, the first
+#: frame is at 0 s without an edit list.
 ENCODER = {"crf": "18", "preset": "medium", "bf": "0", "threads": "1", "x264-params": "threads=1:lookahead-threads=1"}
 _MAX_KEYFRAME_S = 10**6  # the encoder counts frames in 32 bits
-_GAP = 4  # pixels between videos of a picture
+_GAP = 4  # pixels between the videos of a picture
 
 
 def write_mp4(target: Path | io.BytesIO, frames: Frames, encoder: Mapping[str, str] = ENCODER) -> None:
-    """Write frames [T,H,W,3] (RGB, even sides) as H.264 in yuv420p, at FPS frames a second."""
+    """Write frames [T, H, W, 3] (RGB, even height and width) as H.264 video in yuv420p, at FPS frames per second."""
     with av.open(target, "w", format="mp4") as out:
         stream = out.add_stream("libx264", rate=FPS, options=dict(encoder))
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
@@ -51,15 +52,18 @@ def write_mp4(target: Path | io.BytesIO, frames: Frames, encoder: Mapping[str, s
 
 
 def read_mp4(source: Path | io.BytesIO) -> Frames:
-    """Decode a video to frames [T,H,W,3] RGB."""
+    """Decode all frames of a video, as RGB [T, H, W, 3]."""
     with av.open(source) as video:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)])
 
 
 def write_picture(path: Path, videos: Sequence[Frames], *, columns: int = 8, scale: int = 2) -> None:
-    """Write a PNG with the frames [T,H,W,3] of each video in rows of ``columns``, each pixel ``scale`` large.
+    """Write a PNG contact sheet of several videos below each other, with a white gap between them.
 
-    All frames have one width.
+    Args:
+        videos: frames [T, H, W, 3] of each video, at least one video; all with the same width.
+        columns: frames per row.
+        scale: side of the square that each pixel becomes.
     """
     sheets = [_sheet(frames, columns) for frames in videos]
     gap = np.full((_GAP, sheets[0].shape[1], 3), 255, np.uint8)
@@ -73,7 +77,10 @@ def write_picture(path: Path, videos: Sequence[Frames], *, columns: int = 8, sca
 
 
 def _sheet(frames: Frames, columns: int) -> Frames:
-    """Arrange frames [T,H,W,3] as one picture, ``columns`` in a row; grey lines cover left and top edges."""
+    """Arrange frames [T, H, W, 3] in rows of ``columns`` as one picture; the last row is filled up with black.
+
+    A gray line replaces the top row and the left column of pixels of each cell.
+    """
     count, height, width = frames.shape[:3]
     rows = -(-count // columns)
     full = np.zeros((rows * columns, height, width, 3), np.uint8)
@@ -83,7 +90,7 @@ def _sheet(frames: Frames, columns: int) -> Frames:
     return by_row.reshape(rows * height, columns * width, 3)
 
 
-#: Counts up when a seed gives another video or other questions.
+#: Increased when seeds give other videos or questions than before.
 WORLD_VERSION = 2
 RECIPE = "recipe.json"
 ANNOTATIONS = "videomme/test-00000-of-00001.parquet"
@@ -95,11 +102,13 @@ _COLUMNS = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusRecipe:
-    """The videos of a benchmark, which take the durations and the kinds of hardness in turn.
+    """The settings of a benchmark, from which all of its videos and questions follow.
 
-    Keyframes are ``keyframe_seconds`` apart; None leaves them to the encoder, which sets one at each change of scene.
-
-    Raises UsageError for names that are not there, or more videos than a seed has.
+    Attributes:
+        seed: the number of the benchmark in its split; benchmarks of other seeds have other videos.
+        durations: names from DURATIONS that the videos take in turn.
+        hardness: names from HARDNESS; each round of durations takes the next one.
+        keyframe_seconds: seconds between keyframes; None lets the encoder set one at each change of scene.
     """
 
     split: SplitName = "development"
@@ -110,7 +119,7 @@ class CorpusRecipe:
     keyframe_seconds: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an unknown or missing split, duration or hardness, or a number out of range."""
+        """Raise UsageError for an unknown or missing split, duration or hardness, or for a number out of range."""
         for option, value, values in (
             ("--split", (self.split,), SPLIT_NAMES),
             ("--durations", self.durations, tuple(DURATIONS)),
@@ -126,33 +135,39 @@ class CorpusRecipe:
 
     @property
     def encoder(self) -> dict[str, str]:
-        """The settings of the H.264 encoder."""
+        """The options of the H.264 encoder."""
         every = self.keyframe_seconds
         return ENCODER if every is None else ENCODER | {"g": str(every * FPS), "sc_threshold": "0"}
 
     def videos(self) -> Iterator[Film]:
-        """Make and yield the videos one after the other.
+        """Yield the videos in the order of their seeds, numbered from "001"; each is made when it is requested.
 
-        The duration changes with each video, and the hardness after each round of durations.
+        The duration changes with each video, the hardness after each round of durations.
         """
         for number, seed in enumerate(benchmark_seeds(self.split, self.seed, self.n_videos)):
             turn, index = divmod(number, len(self.durations))
-            duration, hardness = self.durations[index], HARDNESS[self.hardness[turn % len(self.hardness)]]
+            duration = self.durations[index]
+            hardness = HARDNESS[self.hardness[turn % len(self.hardness)]]
             video = make_video(seed, split=self.split, n_frames=DURATIONS[duration], hardness=hardness)
             yield Film(f"{number + 1:03}", duration, self.split, video)
 
     def as_record(self) -> Row:
-        """Return all settings that decide the folder's content, JSON-able."""
+        """Return all settings that determine the folder's content as JSON values; each hardness is an object."""
         settings: dict[str, Hardness] = {name: HARDNESS[name] for name in self.hardness}
         record = asdict(self) | {"hardness": {name: asdict(hardness) for name, hardness in settings.items()}}
-        del record["keyframe_seconds"]  # the encoder's settings have it, and folders of older recipes stay theirs
+        del record["keyframe_seconds"]  # part of the encoder options; older recipes, which lack it, stay equal
         record = {"world_version": WORLD_VERSION, "fps": FPS, "encoder": self.encoder, **record}
         return dict(json.loads(json.dumps(record)))
 
 
 @dataclass(frozen=True)
 class Film:
-    """A video of the benchmark with the number that VideoMME's layout calls video_id."""
+    """A video of the benchmark, with what the rows of the folder's files say about it.
+
+    Attributes:
+        number: what VideoMME calls ``video_id``.
+        duration: a name from DURATIONS.
+    """
 
     number: str
     duration: str
@@ -166,11 +181,11 @@ class Film:
 
     @property
     def path(self) -> str:
-        """The path below the folder, which is also the video's id in jobs.prune."""
+        """The path of the video's file in the benchmark folder, which is also its id in jobs.prune."""
         return f"data/{self.key}.mp4"
 
     def questions(self) -> list[tuple[str, Question]]:
-        """Return (question id, question) of the video's questions."""
+        """Return (question id, question) for each of the video's questions; ids are NUMBER-1, NUMBER-2 and so on."""
         return [(f"{self.number}-{i}", question) for i, question in enumerate(ask(self.video), 1)]
 
 
@@ -179,13 +194,16 @@ Row = dict[str, str | int | list[str]]
 
 
 def write_benchmark(folder: Path, recipe: CorpusRecipe, progress: Callable[[int], None] = lambda n_done: None) -> int:
-    """Render the videos and write all files of a benchmark; return the number of questions.
+    """Render all videos of a benchmark, write its files, and return the number of questions.
 
-    A folder of the same recipe is written again, so that an unfinished folder becomes whole. Raises UsageError if the
-    folder holds something else.
+    A folder with the same recipe is written again from the first video. The annotations are deleted first and written
+    last, so an unfinished folder has none.
 
     Args:
-        progress: gets the number of videos that are done, after each video.
+        progress: called after each video with the number of finished videos.
+
+    Raises:
+        UsageError: the folder is a file, or holds another recipe or other files.
     """
     _claim(folder, recipe.as_record())
     films = []
@@ -196,16 +214,17 @@ def write_benchmark(folder: Path, recipe: CorpusRecipe, progress: Callable[[int]
     questions = [(film, question_id, question) for film in films for question_id, question in film.questions()]
     _write_lines(folder / "manifest.jsonl", [_manifest_row(film) for film in films])
     _write_lines(folder / "questions.jsonl", [_own_row(*question_row) for question_row in questions])
-    # The annotations are written last: until then evaluate refuses the folder.
+    # The annotations are written last: until then, jobs.evaluate refuses the folder.
     table = pa.Table.from_pylist([_videomme_row(*question_row) for question_row in questions], schema=_COLUMNS)
     pq.write_table(table, folder / ANNOTATIONS)
     return len(questions)
 
 
 def _claim(folder: Path, record: Row) -> None:
-    """Make the folder, write its recipe, and delete its annotations, which are written last.
+    """Create the folder and its subfolders, write its recipe, and delete its annotations.
 
-    Raises UsageError if the folder holds videos of another recipe, or anything else.
+    Raises:
+        UsageError: the path is a file, the folder has another or a damaged recipe, or it has files and no recipe.
     """
     path = folder / RECIPE
     if folder.exists() and not folder.is_dir():
@@ -226,12 +245,15 @@ def _claim(folder: Path, record: Row) -> None:
 
 
 def _write_lines(path: Path, rows: list[Row]) -> None:
-    """Write rows as JSON lines."""
+    """Write rows as a JSON Lines file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _videomme_row(film: Film, question_id: str, question: Question) -> Row:
-    """Return a question as a row in VideoMME's columns."""
+    """Return a question as a row in VideoMME's columns, with lettered options and answer.
+
+    The domain is the hardness, the sub-category is the kind of thing, and the task type is the question's type.
+    """
     return {
         "video_id": film.number,
         "duration": film.duration,
@@ -248,7 +270,10 @@ def _videomme_row(film: Film, question_id: str, question: Question) -> Row:
 
 
 def _own_row(film: Film, question_id: str, question: Question) -> Row:
-    """Return a question as a row of a question file for jobs.generate."""
+    """Return a question as a row of ``questions.jsonl``: choices without letters, and the right answer as text.
+
+    The split is the question's type; duration, hardness and kind are further columns.
+    """
     return {
         "question_id": question_id,
         "video_id": film.path,
@@ -263,7 +288,7 @@ def _own_row(film: Film, question_id: str, question: Question) -> Row:
 
 
 def _manifest_row(film: Film) -> Row:
-    """Return a video as a row of a manifest for jobs.prune."""
+    """Return a video as a manifest row: its path as id and uri, with seed, split, length and hardness."""
     return {
         "video_id": film.path,
         "uri": film.path,

@@ -1,10 +1,9 @@
-"""A video from its seed: what happens in it, then a place for each thing, so that none touches another.
+"""Makes a video from its seed: first the story, then a free position for each thing in each frame.
 
-What a question asks for is drawn so that nothing else that can be read tells it. The eight shapes and the eight colours
-are halved: the four named things have one half, and which of these shapes has which of these colours is drawn apart
-from all else, as are onsets (four different frames, any of them alike) and the order of scenes. Extras have the other
-halves. So all questions about colours can offer the same four, and no question's words, choices or neighbours say
-anything about the answer of another.
+Only what a question asks for tells its answer. Eight shapes and eight colors are split into halves: the four named
+things take one half, the extras the other. Which named shape has which color, the four onsets (distinct frames) and the
+order of scenes are drawn independently. All questions about colors can therefore offer the same four choices, and no
+question says anything about the answer of another.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ T = TypeVar("T")
 
 
 def shuffle(rng: np.random.Generator, items: Sequence[T]) -> list[T]:
-    """Return the items in a random order."""
+    """Return the items in random order, as a new list."""
     return [items[i] for i in rng.permutation(len(items)).tolist()]
 
 
 def one_of(rng: np.random.Generator, items: Sequence[T]) -> T:
-    """Draw one item."""
+    """Draw one of the items."""
     return items[int(rng.integers(len(items)))]
 
 
 def whole(rng: np.random.Generator, limits: tuple[int, int]) -> int:
-    """Draw a whole number from a range, both ends included."""
+    """Draw an integer from a range, both ends included."""
     return int(rng.integers(limits[0], limits[1] + 1))
 
 
 def real(rng: np.random.Generator, limits: tuple[float, float]) -> float:
-    """Draw a number from a range, uniformly."""
+    """Draw a float uniformly from a range."""
     return float(rng.uniform(*limits))
 
 
@@ -63,13 +62,12 @@ _MAX_SCENES = {8: 3, 16: 4, 32: 4}
 
 @dataclass(frozen=True)
 class Sight:
-    """A thing's appearance during successive frames.
+    """An appearance of a thing during consecutive frames.
 
     Attributes:
-        frames: when.
-        colors: one a frame.
-        corner: index into CORNERS where it must be; None: anywhere.
-        walk: frames that its way across the video would take were there no cut; None: it stands.
+        colors: the color in each frame.
+        corner: index into CORNERS of the quadrant it must lie in; None: any.
+        walk: number of frames of its path if no cut ends it earlier; None: it stands still.
     """
 
     frames: range
@@ -80,7 +78,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Role:
-    """A thing of the story and its sights."""
+    """A thing of a story without positions. ``sights`` has one entry, except for copies."""
 
     name: str
     kind: ThingKind
@@ -89,7 +87,12 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """The story of a video: its things, its scenes, and the words that questions offer as choices."""
+    """What happens in a video, before positions: things, scenes, and the choices of its questions.
+
+    Attributes:
+        starts: the first frame of each scene, ascending from 0.
+        scenes: distinct scenes, which take turns if there are more ``starts``.
+    """
 
     starts: tuple[int, ...]
     scenes: tuple[str, ...]
@@ -102,7 +105,7 @@ class Story:
 
 
 def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> Story:
-    """Draw the story of a video of ``n_frames`` frames."""
+    """Draw the scenes, the things and the choices of a video with ``n_frames`` frames (8, 16 or 32)."""
     scenes, shapes, colors, signs = (shuffle(rng, names) for names in (SCENES, SHAPES, COLORS, SIGNS))
     standing = bool(rng.random() < hardness.standing)
     plot = _Plot(rng, hardness, n_frames, _starts(rng, n_frames, hardness))
@@ -119,7 +122,11 @@ def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> S
 
 
 def _starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tuple[int, ...]:
-    """Draw the first frames of scenes that last at least an eighth of the video and two frames; the first is 0."""
+    """Draw the first frame of each scene, ascending from 0.
+
+    Each scene lasts at least two frames and an eighth of the video. Their number is drawn from ``hardness.scenes``,
+    with the upper end lowered to what fits (with ``back``) or to the limit for this length.
+    """
     low, high = hardness.scenes
     least = max(2, n_frames // 8)
     most = n_frames // least if hardness.back else _MAX_SCENES[n_frames]
@@ -132,7 +139,7 @@ def _starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tupl
 
 @dataclass(frozen=True)
 class _Plot:
-    """The generator of a story's things, given the frames and scenes."""
+    """Draws a story's things, given the first frames of the scenes."""
 
     rng: np.random.Generator
     hardness: Hardness
@@ -140,7 +147,11 @@ class _Plot:
     starts: tuple[int, ...]
 
     def named(self, shapes: Sequence[str], colors: Sequence[str], standing: bool) -> list[Role]:
-        """Draw the roles of the four named things: when they appear, and how long they stay."""
+        """Draw the four named things, with distinct onset frames.
+
+        If ``standing``, all are static and stay until the end of the video. Otherwise they have the kinds of
+        ``hardness`` and disappear with their scene at the latest.
+        """
         onsets = self.rng.permutation(self.n_frames)[:4].tolist()
         kinds: Sequence[Kind] = ("static",) * 4 if standing else self.hardness.kinds
         roles = []
@@ -153,7 +164,10 @@ class _Plot:
         return roles
 
     def extras(self, shapes: Sequence[str], colors: Sequence[str], sign: str) -> list[Role]:
-        """Draw up to ``_EXTRAS`` of: a thing that changes at a cut, copies of one thing in several corners, a sign."""
+        """Draw the extra things: ``_EXTRAS`` random kinds out of changing, copies and sign, returned in this order.
+
+        A video with a single scene has no changing thing.
+        """
         kinds = ["copies", "sign", *(["changing"] if len(self.starts) > 1 else [])]
         kinds_chosen = shuffle(self.rng, kinds)[: _EXTRAS[self.n_frames]]
         roles = []
@@ -166,7 +180,10 @@ class _Plot:
         return roles
 
     def _changing(self, shape: str, before: str, after: str) -> Role:
-        """Draw a thing on both sides of a cut, up to four frames each, in another colour after it."""
+        """Draw a thing that appears one to four frames before a random cut and stays one to four frames after it.
+
+        It has the color ``before`` up to the cut, then ``after``, and never leaves these two scenes.
+        """
         scene = int(self.rng.integers(1, len(self.starts)))
         cut = self.starts[scene]
         first = max(self.starts[scene - 1], cut - whole(self.rng, (1, 4)))
@@ -175,56 +192,65 @@ class _Plot:
         return Role(shape, "changing", (Sight(frames, colors),))
 
     def _copies(self, shape: str, color: str) -> Role:
-        """Draw copies in one to four corners, each at a moment of its own."""
+        """Draw copies of a thing in one to four distinct corners, each at its own random time."""
         corners = self.rng.permutation(4)[: whole(self.rng, (1, 4))].tolist()
         return Role(shape, "copies", tuple(self._moment(color, corner) for corner in corners))
 
     def _moment(self, color: str, corner: int | None = None) -> Sight:
-        """Draw a sight within one scene that lasts as long as brief things do."""
+        """Draw a sight that lasts as long as a brief thing, and ends with its scene at the latest."""
         onset = int(self.rng.integers(self.n_frames))
         frames = range(onset, min(self._scene_end(onset), onset + whole(self.rng, self.hardness.brief)))
         return Sight(frames, (color,) * len(frames), corner)
 
     def _scene_end(self, frame: int) -> int:
-        """Return the frame after the last one of the scene that ``frame`` is in."""
+        """Return the frame after the last frame of the scene that contains ``frame``."""
         return next((start for start in self.starts if start > frame), self.n_frames)
 
 
-#: Pixels that the camera goes to each side, and that things then keep from the border of their corner, so that no way
-#: of it carries one out of its corner.
+#: The largest camera offset in pixels. With a moving camera, things keep this distance from the border of their
+#: quadrant, so that no movement carries them out of it.
 REACH = 6
-_BREATH = 8  # frames in which a zoom goes out and back
+_BREATH = 8  # frames per cycle of a zoom, out and back
 _HALF = SIDE // 2
-_APART = 2  # pixels between two things
-_FAR = 30  # pixels that a moving thing goes, at least
+_APART = 2  # minimum distance of two things in pixels
+_FAR = 30  # minimum distance that a moving thing covers, in pixels
 _TRIES = 200
 Place = tuple[int, int]
 
 
 class NoRoom(Exception):  # noqa: N818
-    """An error: a thing finds no free place among those placed before."""
+    """A thing does not fit between the things that were placed before."""
 
 
 class Floor:
-    """The places that things occupy in each frame, before the camera moves.
+    """The occupied squares in each frame, in coordinates without camera movement.
 
-    Args:
-        margin: pixels that things keep from the border of their corner.
+    ``margin`` is the distance in pixels of a thing to the border of its quadrant, or of a moving thing to that of the
+    frame.
     """
 
     def __init__(self, rng: np.random.Generator, margin: int) -> None:
-        self._rng, self._margin = rng, margin
+        self._rng = rng
+        self._margin = margin
         self._occupied: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
 
     def place(self, role: Role, size: int) -> list[list[Place]]:
-        """Draw the top left corners of a thing of ``size`` pixels, per sight and frame, and mark them as occupied.
+        """Draw free positions for a thing of ``size`` pixels and mark them as occupied.
 
-        Raises NoRoom; the places of earlier sights stay occupied then.
+        Returns:
+            The top left corner (x, y) per sight and frame.
+
+        Raises:
+            NoRoom: a sight does not fit. Earlier sights of the thing stay marked as occupied.
         """
         return [self._place(sight, size) for sight in role.sights]
 
     def _place(self, sight: Sight, size: int) -> list[Place]:
-        """Draw a free place in every frame of one sight, and mark it as occupied. Raise NoRoom after ``_TRIES``."""
+        """Draw a free position in every frame of a sight, and mark these as occupied.
+
+        Raises:
+            NoRoom: none of ``_TRIES`` random positions or paths was free.
+        """
         for _ in range(_TRIES):
             if sight.walk is None:
                 places = self._stand(size, sight.corner) * len(sight.frames)
@@ -237,13 +263,13 @@ class Floor:
         raise NoRoom
 
     def _stand(self, size: int, corner: int | None) -> list[Place]:
-        """Draw a place that lies wholly in a corner, as a list of one; a ``corner`` of None is drawn too."""
+        """Draw a position inside a quadrant of the frame, as a list of one; ``corner`` None draws the quadrant too."""
         at = int(self._rng.integers(4)) if corner is None else corner
         x, y = self._rng.integers(self._margin, _HALF - size - self._margin + 1, 2).tolist()
         return [(x + _HALF * (at % 2), y + _HALF * (at // 2))]
 
     def _walk(self, size: int, n_frames: int) -> list[Place]:
-        """Draw a place per frame on a straight line, at least ``_FAR`` pixels long in one direction."""
+        """Draw a straight path, a position per frame, spanning at least ``_FAR`` pixels horizontally or vertically."""
         while True:
             start, end = self._rng.integers(self._margin, SIDE - size - self._margin + 1, (2, 2))
             if np.abs(end - start).max() >= _FAR:
@@ -252,7 +278,7 @@ class Floor:
         return [(x, y) for x, y in way.tolist()]
 
     def _free(self, frames: Sequence[int], places: Sequence[Place], size: int) -> bool:
-        """Return True if a thing at these places keeps its distance to all others in these frames."""
+        """Return True if a thing at these ``places`` stays at least ``_APART`` pixels away from all others."""
         return all(
             x >= other_x + other_size + _APART
             or other_x >= x + size + _APART
@@ -264,11 +290,13 @@ class Floor:
 
 
 def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place, ...]:
-    """Return the camera's (right, down) per frame: to and fro by ``pan`` pixels, vertically at half the speed.
+    """Return the camera offset (right, down) per frame: back and forth within REACH pixels, from a random start.
 
-    A ``pan`` of 0 takes as many numbers from ``rng``.
+    ``pan`` is the horizontal speed in pixels per frame; the vertical speed is half of it. With 0, all offsets are 0,
+    but as many random numbers are drawn, so that later draws stay the same.
     """
-    start, turn = rng.integers(4 * REACH, size=2), rng.choice((-1, 1), size=2)
+    start = rng.integers(4 * REACH, size=2)
+    turn = rng.choice((-1, 1), size=2)
     if pan == 0:
         return ((0, 0),) * n_frames
     times = np.arange(n_frames)
@@ -278,24 +306,30 @@ def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place
 
 
 def shake_way(rng: np.random.Generator, shake: int, n_frames: int) -> tuple[Place, ...]:
-    """Draw (right, down) per frame, up to ``shake`` pixels to each side."""
+    """Draw an independent camera offset (right, down) per frame, from -``shake`` to ``shake`` pixels each."""
     return tuple((x, y) for x, y in rng.integers(-shake, shake + 1, (n_frames, 2)).tolist())
 
 
 def zoom_way(rng: np.random.Generator, smallest: float, n_frames: int) -> tuple[float, ...]:
-    """Return the picture's size per frame as a share, to and fro between ``smallest`` and 1."""
+    """Return the scale of the picture per frame: a cosine between ``smallest`` and 1 with a random phase."""
     turns = np.arange(n_frames) / _BREATH + rng.random()
     return tuple((smallest + (1 - smallest) * (0.5 + 0.5 * np.cos(2 * np.pi * turns))).tolist())
 
 
 def zoom_in(place: Place, size: int, share: float) -> tuple[int, int, int]:
-    """Scale a thing's (x, y, size) around the picture's middle; things that did not touch still do not."""
+    """Scale a thing's square about the center of the frame, and return its new (x, y, size) in whole pixels.
+
+    The size is rounded down, so that things that did not touch still do not touch.
+    """
     x, y = (round(SIDE / 2 + (at + size / 2 - SIDE / 2) * share - int(size * share) / 2) for at in place)
     return x, y, int(size * share)
 
 
 def light_of(starts: Sequence[int], fade: int, n_frames: int) -> tuple[float, ...]:
-    """Return each frame's brightness as a share: scenes fade in and out over ``fade`` frames each."""
+    """Return the brightness of each frame, in (0, 1]: each scene fades in and out over ``fade`` frames.
+
+    A ``fade`` of 0 gives 1 everywhere. A short scene does not reach full brightness.
+    """
     ends = (*starts[1:], n_frames)
     steps = [
         min(t - start, end - 1 - t, fade) for start, end in zip(starts, ends, strict=True) for t in range(start, end)
@@ -303,20 +337,22 @@ def light_of(starts: Sequence[int], fade: int, n_frames: int) -> tuple[float, ..
     return tuple((step + 1) / (fade + 1) for step in steps)
 
 
-#: Pixels of a sign: two to each of its dots, whatever the hardness, or nobody could read it.
+#: Side of a sign in pixels: two per dot, independent of the hardness, because it would be unreadable otherwise.
 SIGN_SIZE = 18
-_STORY, _PLACES, _FILMING = 1, 5, 6  # the numbers of these generators among those of a seed
+_STORY, _PLACES, _FILMING = 1, 5, 6  # distinguish these random generators from the others of a seed
 _ATTEMPTS = 100
 
 
 def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hardness = PLAIN) -> Video:
-    """Make the video of a seed; kinds of hardness share its story as far as they leave it unchanged.
+    """Make the description of the video of a seed; the result is deterministic.
 
     Args:
-        seed: of ``split``; a test video is made only where its split is named.
+        seed: a seed of ``split``. Naming the split prevents making a test video by accident.
         n_frames: one of FRAMES.
 
-    Raises ValueError for a seed of another split, or another length; RuntimeError if the things do not fit.
+    Raises:
+        ValueError: the seed is not of the split, or ``n_frames`` is not one of FRAMES.
+        RuntimeError: the things do not fit after ``_ATTEMPTS`` attempts.
     """
     check_seed(seed, split)
     if n_frames not in FRAMES:
@@ -327,7 +363,7 @@ def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hard
         try:
             return _stage_story(rng, story, seed, n_frames, hardness, attempt)
         except NoRoom:
-            # Only the places are drawn again: another story would make crowded stories rare, and answers uneven.
+            # Only positions are drawn again: a new story would make crowded stories rare and bias the answers.
             continue
     raise RuntimeError(f"seed {seed}, {hardness.name}: not all things fit in {_ATTEMPTS} attempts")
 
@@ -335,9 +371,12 @@ def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hard
 def _stage_story(
     rng: np.random.Generator, story: Story, seed: int, n_frames: int, hardness: Hardness, attempt: int
 ) -> Video:
-    """Place a story's things and camera in the frames; each further attempt makes the things smaller, within limits.
+    """Draw the positions of a story's things, the camera and the looks, and return the video.
 
-    Raises NoRoom.
+    Each failed ``attempt`` lowers the largest size by a pixel, down to the smallest size.
+
+    Raises:
+        NoRoom: a thing does not fit.
     """
     low, high = hardness.size
     sizes = (low, max(low, high - attempt))
@@ -350,13 +389,15 @@ def _stage_story(
     floor = Floor(rng, REACH if pan or shake else 0)
 
     def thing(role: Role) -> Thing:
-        size, contrast = whole(rng, sizes), real(rng, hardness.contrast)
+        """Draw the size, contrast and positions of a role; zoom and hardness do not change the size of signs."""
+        size = whole(rng, sizes)
+        contrast = real(rng, hardness.contrast)
         size = SIGN_SIZE if role.kind == "sign" else size
         scales = (1.0,) * n_frames if role.kind == "sign" else zoom
         shots = _shots(role, size, floor.place(role, size), camera, scales)
         return Thing(name=role.name, kind=role.kind, size=size, contrast=contrast, shots=shots)
 
-    extras = tuple(map(thing, story.extras))  # copies come first, because they cannot choose their corners
+    extras = tuple(map(thing, story.extras))  # before named things, because copies cannot choose their corners
     first, second, third, fourth = map(thing, story.named)
     return Video(
         seed=seed,
@@ -381,7 +422,7 @@ def _stage_story(
 def _shots(
     role: Role, size: int, places: Sequence[Sequence[Place]], camera: Sequence[Place], zoom: Sequence[float]
 ) -> tuple[Shot, ...]:
-    """Return a thing's shots by frame, as the camera sees them."""
+    """Return a thing's shots sorted by frame, with camera and zoom applied to its top left corners ``places``."""
     shots = []
     for sight, at in zip(role.sights, places, strict=True):
         for t, place, color in zip(sight.frames, at, sight.colors, strict=True):

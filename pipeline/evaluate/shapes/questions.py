@@ -1,16 +1,16 @@
-"""Questions about a video, each with four choices.
+"""Questions about a synthetic video, each with four choices.
 
-| type | question | choices | what it asks of the tokens that are kept |
+| type | question | choices | kept tokens that it needs |
 |---|---|---|---|
-| color | What color is the star? | colours of the named things | one token of the thing |
+| color | What color is the star? | colors of the named things | one token of the thing |
 | shape | What shape is colored red? | their shapes | one token of the thing |
-| corner | Which corner has the star? | corners | one token of the thing, and its place |
+| corner | Which corner has the star? | corners | one token of the thing, with its position |
 | scene | Which scene has the star? | four, with those of the video | one token of the thing, and the ground |
 | quarter | Which quarter introduces the star? | quarters | a token of the frame in which it is first seen |
 | order | Which of these appears first? | the shapes of the named things | such a token of each |
-| onset | (the same, where all four stay to the end) | | likewise: one of the many later ones will not do |
+| onset | (the same, where all four stay to the end) | | the same; one of the many later tokens is not enough |
 | count | How many corners have the ring? | one to four | a token of each copy |
-| change | What color is the earlier (later) moon? | colours that no named thing has | a token of that side |
+| change | What color is the earlier (later) moon? | colors that no named thing has | a token before (after) the cut |
 | sign | Which word is on the sign? | four words | tokens of small letters |
 """
 
@@ -26,20 +26,20 @@ from pipeline.evaluate.shapes.making import one_of
 from pipeline.evaluate.shapes.world import CORNERS, NUMBERS, QUARTERS, Thing, ThingKind, Video
 
 QuestionType = Literal["color", "shape", "corner", "scene", "quarter", "order", "onset", "count", "change", "sign"]
-_QUESTIONS = 4  # the number of this generator among those of a seed
+_QUESTIONS = 4  # distinguishes this random generator from the others of a seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question with four choices, one of them right.
+    """A question with four choices, one of which is right.
 
     Attributes:
-        type: of TYPES.
-        prompt: the question.
-        choices: four different ones, in random order.
-        answer: index of the right one.
-        kind: of the thing that is asked about; "several" where it is all named ones.
-        subject: the word of the prompt that says which thing; "" where none does.
+        type: one of TYPES.
+        choices: four distinct texts; in random order from ``ask``.
+        answer: index of the right choice.
+        kind: kind of the thing that the question is about; "static" for onset and "several" for order, which are about
+            all named things.
+        subject: the word in the prompt that identifies the thing; "" if the prompt names none.
     """
 
     type: QuestionType
@@ -56,9 +56,12 @@ class Question:
 
 
 def ask(video: Video) -> list[Question]:
-    """Ask a question of each type that the video allows, in the order of TYPES; a video's questions never change."""
+    """Return a question of each type that the video allows, in the order of TYPES, with shuffled choices.
+
+    The same video always gives the same questions.
+    """
     rng = np.random.default_rng([video.seed, _QUESTIONS, video.n_frames, 0])
-    # The order is drawn for every type, so that a question does not depend on which others the video allows.
+    # Both are drawn for every type, so that a question does not depend on which other types the video allows.
     questions = [(make(video, rng), rng.permutation(4).tolist()) for make in _MAKERS]
     return [
         replace(question, choices=tuple(question.choices[i] for i in order), answer=order.index(question.answer))
@@ -68,9 +71,12 @@ def ask(video: Video) -> list[Question]:
 
 
 def _about(name: QuestionType, thing: Thing, prompt: str, right: str, choices: Sequence[str]) -> Question:
-    """Build a question of type ``name`` about one thing, whose name replaces ``{}`` in the prompt.
+    """Make a question about a thing, with its choices in the given order.
 
-    ``right`` is the text of the right choice.
+    Args:
+        name: the type of the question.
+        prompt: the text; ``{}`` stands for the thing's name.
+        right: the text of the right choice.
     """
     return Question(
         type=name,
@@ -83,13 +89,13 @@ def _about(name: QuestionType, thing: Thing, prompt: str, right: str, choices: S
 
 
 def _color(video: Video, rng: np.random.Generator) -> Question:
-    """Ask for the colour of a named thing."""
+    """Ask for the color of a random named thing."""
     thing = one_of(rng, video.named)
     return _about("color", thing, "What color is the {}?", thing.color, [second.color for second in video.named])
 
 
 def _shape(video: Video, rng: np.random.Generator) -> Question:
-    """Ask for the shape of a named thing, given its colour."""
+    """Ask for the shape of a random named thing, given its color, which is the question's subject."""
     thing = one_of(rng, video.named)
     names = [second.name for second in video.named]
     question = _about("shape", thing, f"What shape is colored {thing.color}?", thing.name, names)
@@ -97,14 +103,14 @@ def _shape(video: Video, rng: np.random.Generator) -> Question:
 
 
 def _corner(video: Video, rng: np.random.Generator) -> Question:
-    """Ask for the corner of a named thing that stands still."""
+    """Ask for the corner of a random named thing that stands still."""
     thing = one_of(rng, [thing for thing in video.named if thing.kind != "moving"])
     return _about("corner", thing, "Which corner has the {}?", CORNERS[thing.shots[0].corner], CORNERS)
 
 
 def _scene(video: Video, rng: np.random.Generator) -> Question | None:
-    """Ask for the scene that shows a named thing; None where things span scenes."""
-    if not video.cuts or video.standing:  # things that stay are in several scenes
+    """Ask for the scene of a random named thing; None if there is only one scene, or named things stay to the end."""
+    if not video.cuts or video.standing:  # standing things are in several scenes
         return None
     thing = one_of(rng, video.named)
     scene = video.scenes[video.scene_of[thing.first]]
@@ -112,14 +118,17 @@ def _scene(video: Video, rng: np.random.Generator) -> Question | None:
 
 
 def _quarter(video: Video, rng: np.random.Generator) -> Question:
-    """Ask for the quarter of the video in which a named thing first appears."""
+    """Ask for the quarter of the video in which a random named thing first appears."""
     thing = one_of(rng, video.named)
     right = QUARTERS[4 * thing.first // video.n_frames]
     return _about("quarter", thing, "Which quarter introduces the {}?", right, QUARTERS)
 
 
 def _first(video: Video, *, standing: bool) -> Question | None:
-    """Ask which named thing appears first; None if ``video.standing`` is another value than ``standing``."""
+    """Ask which named thing appears first: type "onset" if ``standing``, otherwise "order".
+
+    Returns None if ``video.standing`` differs from ``standing``.
+    """
     if video.standing != standing:
         return None
     first = min(video.named, key=lambda thing: thing.first)
@@ -134,7 +143,7 @@ def _first(video: Video, *, standing: bool) -> Question | None:
 
 
 def _count(video: Video, rng: np.random.Generator) -> Question | None:
-    """Ask how many corners hold copies of one thing; None in a video without copies."""
+    """Ask how many corners show copies of a thing; None if the video has no copies."""
     thing = video.extra("copies")
     if thing is None:
         return None
@@ -143,8 +152,9 @@ def _count(video: Video, rng: np.random.Generator) -> Question | None:
 
 
 def _change(video: Video, rng: np.random.Generator) -> Question | None:
-    """Ask for the colour before or after a change; None in a video without a thing that changes."""
-    thing, side = video.extra("changing"), int(rng.integers(2))
+    """Ask for the color of a thing before or after its change, at random; None if no thing changes its color."""
+    thing = video.extra("changing")
+    side = int(rng.integers(2))
     if thing is None:
         return None
     color = (thing.shots[0].color, thing.shots[-1].color)[side]
@@ -153,14 +163,14 @@ def _change(video: Video, rng: np.random.Generator) -> Question | None:
 
 
 def _sign(video: Video, rng: np.random.Generator) -> Question | None:
-    """Ask for the word on the sign; None in a video without one."""
+    """Ask for the word on the sign; None if the video has no sign."""
     thing = video.extra("sign")
     if thing is None:
         return None
     return replace(_about("sign", thing, "Which word is on the sign?", thing.name, video.sign_choices), subject="sign")
 
 
-#: The types of questions, in the order in which they are asked.
+#: The types of questions, in the order in which ``ask`` returns them.
 TYPES: tuple[QuestionType, ...] = get_args(QuestionType)
 _MAKERS: Sequence[Callable[[Video, np.random.Generator], Question | None]] = (
     *(_color, _shape, _corner, _scene, _quarter),

@@ -1,4 +1,4 @@
-"""A video's frames, by numpy."""
+"""Rendering of a video's frames with NumPy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.evaluate.shapes.making import REACH
 from pipeline.evaluate.shapes.world import COLORS, SHAPES, SIDE, Thing, Video
 
 Image = NDArray[np.float32]
-#: Colours brighter than any ground, so that brightness alone shows where a thing is and its shape.
+#: All colors are brighter than any ground, so that brightness alone shows the position and shape of a thing.
 RGB = dict(
     zip(
         COLORS,
@@ -22,13 +22,13 @@ RGB = dict(
         strict=True,
     )
 )
-_LOOKS, _FLICKER = 2, 3  # the numbers of these generators among those of a seed
-_FINE = 4  # samples of a mask along each side of a pixel
+_LOOKS, _FLICKER = 2, 3  # distinguish these random generators from the others of a seed
+_FINE = 4  # samples per side of a pixel when a mask is computed
 _SPECK = 4  # side of a speck in pixels
-_TINT = 12.0  # largest random shift of a thing's colour, of 255
-_GRAIN = 1.5  # spread of the ground's grain, of 255
+_TINT = 12.0  # largest random shift of a thing's color, on a scale of 255
+_GRAIN = 1.5  # standard deviation of the ground's grain, on a scale of 255
 _INK, _PLATE = 225.0, 8.0
-# 3 x 5 dots a letter.
+# 3 x 5 dots per letter.
 _LETTERS = {
     "A": ".#. #.# ### #.# #.#",
     "E": "### #.. ##. #.. ###",
@@ -45,7 +45,7 @@ _LETTERS = {
 
 
 def render(video: Video) -> NDArray[np.uint8]:
-    """Render frames [n_frames,96,96,3] RGB, the same on every run."""
+    """Render a video as uint8 RGB frames [T, 96, 96, 3]; the same video always gives the same frames."""
     rng = np.random.default_rng([video.seed, _LOOKS, video.n_frames])
     grounds = [_ground(name, rng) for name in video.scenes]
     ways = zip(video.scene_of, video.camera, video.zoom, strict=True)
@@ -59,7 +59,10 @@ def render(video: Video) -> NDArray[np.uint8]:
 
 @cache
 def mask_of(shape: str, size: int) -> Image:
-    """Return the share of each pixel that the shape covers, [size,size] in 0 to 1; calls share the array."""
+    """Return the coverage of each pixel by a shape, [size, size] from 0 to 1.
+
+    The array is cached and shared between calls, so callers must not modify it.
+    """
     n = _FINE * size
     down, right = (np.mgrid[:n, :n] + 0.5) / n * 2 - 1
     inside = _inside(shape, right, down)
@@ -68,8 +71,9 @@ def mask_of(shape: str, size: int) -> Image:
 
 
 def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return True if points of the square from -1 to 1 are in the shape; y grows downwards."""
-    far, wide = np.hypot(x, y), np.maximum(abs(x), abs(y))
+    """Return which points (x, y) of the square from -1 to 1 lie in the shape, as a mask; y grows downwards."""
+    far = np.hypot(x, y)
+    wide = np.maximum(abs(x), abs(y))
     # 0 at a tip of the star, 1 halfway between two tips.
     between = 2 * abs((np.arctan2(x, -y) / (2 * np.pi / 5) + 0.5) % 1 - 0.5)
     return {
@@ -86,7 +90,10 @@ def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArr
 
 @cache
 def _plate(word: str, size: int) -> Image:
-    """Draw a framed plate with two letters, nine dots a side, [size,size,1] of 255; calls share the array."""
+    """Draw a sign, a dark framed plate of 9 x 9 dots with two letters, as gray values [size, size, 1] up to 255.
+
+    The array is cached and shared between calls, so callers must not modify it.
+    """
     dots = np.zeros((9, 9), bool)
     dots[[0, -1]] = True
     for column, letter in zip((1, 5), word, strict=True):
@@ -96,18 +103,25 @@ def _plate(word: str, size: int) -> Image:
 
 
 def _draw(frames: Image, thing: Thing, tint: Image) -> None:
-    """Draw a thing into its frames, in place. ``tint`` is added to the colour of a shape; signs have none."""
+    """Blend a thing into the frames that show it, in place, by its coverage and contrast.
+
+    Args:
+        frames: [T, 96, 96, 3] on a scale of 255.
+        tint: RGB offset added to the color of a shape; signs ignore it.
+    """
     for t, x, y, color, size in thing.shots:
         if thing.name in SHAPES:
-            cover, paint = mask_of(thing.name, size)[..., None], np.array(RGB[color], np.float32) + tint
+            cover = mask_of(thing.name, size)[..., None]
+            paint = np.array(RGB[color], np.float32) + tint
         else:
-            cover, paint = np.ones((size, size, 1), np.float32), _plate(thing.name, size)
+            cover = np.ones((size, size, 1), np.float32)
+            paint = _plate(thing.name, size)
         window = frames[t, y : y + size, x : x + size]
         window += np.float32(thing.contrast) * cover * (paint - window)
 
 
 def _ground(scene: str, rng: np.random.Generator) -> Image:
-    """Draw a muted texture with room for the camera, [96 + 2 * REACH,96 + 2 * REACH,3]."""
+    """Draw the dark texture of a scene with a margin for camera movement, [96 + 2 * REACH, 96 + 2 * REACH, 3]."""
     side = SIDE + 2 * REACH
     dark = rng.uniform(18, 42) + rng.uniform(-7, 7, 3)
     light = dark + rng.uniform(20, 34) + rng.uniform(-5, 5, 3)
@@ -122,7 +136,11 @@ def _ground(scene: str, rng: np.random.Generator) -> Image:
 def _texture(
     scene: str, x: NDArray[np.int64], y: NDArray[np.int64], period: int, slope: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the brightness of each pixel of a scene's texture, 0 to 1; the slope of "plain" may go beyond."""
+    """Return the brightness of a scene's texture at pixel coordinates, from 0 to 1; "plain" may exceed this range.
+
+    ``period`` is the pattern's size in pixels. ``slope`` is used only for "plain": the change (right, down) over a
+    frame.
+    """
     brick = x + (y // period % 2) * period
     textures: dict[str, NDArray[np.number | np.bool_]] = {
         "stripes": x // (period // 2) % 2,
@@ -136,16 +154,18 @@ def _texture(
 
 
 def _view(ground: Image, right: int, down: int, share: float) -> Image:
-    """Cut the camera's view, [96,96,3], out of the ground, moved by some pixels or shrunk to a ``share``.
+    """Cut the camera's view [96, 96, 3] out of a ground.
 
-    A shrunk view is not moved.
+    Args:
+        right, down: offset of the picture in pixels, at most REACH. Ignored if ``share`` is not 1.
+        share: scale of the picture; below 1 it shows more of the ground, interpolated, and mirrored beyond the border.
     """
     if share == 1.0:
         return ground[REACH - down : REACH - down + SIDE, REACH - right : REACH - right + SIDE]
     at = REACH + SIDE / 2 - 0.5 + (np.arange(SIDE) + 0.5 - SIDE / 2) / share
     low = np.floor(at).astype(int)
     part = (at - low).astype(np.float32)
-    last = len(ground) - 1  # beyond its border the ground is mirrored
+    last = len(ground) - 1  # beyond its border, the ground is mirrored
     before, after = (last - abs(last - abs(index)) for index in (low, low + 1))
     rows = ground[before] + part[:, None, None] * (ground[after] - ground[before])
     view: Image = rows[:, before] + part[None, :, None] * (rows[:, after] - rows[:, before])
@@ -153,7 +173,10 @@ def _view(ground: Image, right: int, down: int, share: float) -> Image:
 
 
 def _flicker(frames: Image, video: Video) -> None:
-    """Add specks and noise to the frames, in place, different in each frame; no speck touches a thing."""
+    """Add the video's specks and noise to the frames in place, with other random values in each frame.
+
+    A speck that would touch a thing is left out.
+    """
     rng = np.random.default_rng([video.seed, _FLICKER, video.n_frames])
     colors = np.array(list(RGB.values()), np.float32)
     for t, frame in enumerate(frames):

@@ -1,7 +1,7 @@
-"""What is seen in a video, where and when; no pixels yet. Its words, its seeds, and how hard it is to look at.
+"""The world of the synthetic videos: its words, seeds and hardness settings, and the description of a video.
 
-Training, development and test never share a video. Methods and models are tuned on development videos. Those of the
-test are looked at once a result that is published: they are made only where the name of their split is given.
+The seeds of training, development and test videos do not overlap. Methods and models are tuned on development videos.
+Test videos serve only for published results, so the caller must name the test split.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCENES = ("stripes", "checker", "dots", "bricks", "waves", "plain")
 CORNERS = ("top-left", "top-right", "bottom-left", "bottom-right")
 QUARTERS = ("first", "second", "third", "fourth")
 NUMBERS = ("one", "two", "three", "four")
-#: The words of signs, whose letters can be told apart in 3 x 5 pixels.
+#: The words on signs; their letters can be told apart in 3 x 5 dots.
 SIGNS = ("HI", "UP", "AT", "IF", "OX", "HE", "TO", "LO")
 
 
@@ -28,23 +28,30 @@ DEVELOPMENT = range(7_000_000, 8_000_000)
 TEST = range(9_000_000, 10_000_000)
 SEEDS: Mapping[SplitName, range] = {"train": TRAIN, "development": DEVELOPMENT, "test": TEST}
 SPLIT_NAMES: tuple[SplitName, ...] = get_args(SplitName)
-#: Videos of one benchmark at most; benchmarks of other seeds have others.
+#: The maximum number of videos in a benchmark, and the number of seeds that each benchmark reserves.
 BLOCK = 10_000
 
 
 def check_seed(seed: int, split: SplitName) -> None:
-    """Raise ValueError if a seed does not belong to the named split."""
+    """Raise ValueError if a seed is not in the range of the named split.
+
+    The message gives the valid range, and the split that the seed belongs to, if any.
+    """
     if seed not in SEEDS[split]:
         home = next((name for name, seeds in SEEDS.items() if seed in seeds), None)
-        of = f"is of the {home} videos" if home else "is of no split"
+        of = f"belongs to the {home} split" if home else "belongs to no split"
         first, last = SEEDS[split][0], SEEDS[split][-1]
-        raise ValueError(f"seed {seed} {of}; those of split={split!r} are {first} to {last}")
+        raise ValueError(f"seed {seed} {of}; the seeds of split={split!r} are {first} to {last}")
 
 
 def benchmark_seeds(split: SplitName, seed: int, n_videos: int) -> range:
-    """Return the seeds of a benchmark's videos; benchmarks of another ``seed`` or split share none.
+    """Return the consecutive seeds of a benchmark's videos, one per video.
 
-    Raises UsageError if a number is out of range.
+    Each ``seed`` of a split selects its own block of 10,000 video seeds, so benchmarks of different seeds or splits
+    share no video.
+
+    Raises:
+        UsageError: ``seed`` is not the number of a block, or ``n_videos`` is not 1 to 10,000.
     """
     blocks = len(SEEDS[split]) // BLOCK
     if not 0 <= seed < blocks:
@@ -55,7 +62,7 @@ def benchmark_seeds(split: SplitName, seed: int, n_videos: int) -> range:
     return range(first, first + n_videos)
 
 
-#: How a thing that questions name is seen: for a moment, from its onset to the end of its scene, or on its way.
+#: How a named thing appears: for a few frames, from its onset to the end of its scene, or moving across the frame.
 Kind = Literal["brief", "static", "moving"]
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "size": (6, 24),
@@ -70,25 +77,25 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hardness:
-    """The settings of one kind of hardness; a range (low, high) is drawn from uniformly, both ends included.
+    """The settings of one kind of hardness; a value is drawn uniformly from a range (low, high), both ends included.
 
     Attributes:
-        name: in tables and file rows.
-        size: pixels of a thing's side, a thing each.
-        contrast: share of a thing's colour that covers the ground, a thing each; 1 hides the ground.
-        specks: spots of 4 x 4 pixels in the colours of things, in other places in every frame; a video each.
-        pan: pixels that the whole picture moves from a frame to the next, to and fro; a video each.
-        shake: pixels to each side that the whole picture is off, by chance in each frame; a video each.
-        zoom: the smallest size of the picture as a share; it shrinks and grows again; a video each. Signs keep
-            their size, or nobody could read them.
-        noise: standard deviation of each frame's own noise, of 255; a video each.
-        kinds: of the four things that questions name, in any order.
-        brief: frames that a brief thing is there.
-        standing: share of videos in which all four stay from their onset to the end of the video, so that only the
-            frame of its onset says when a thing came.
-        scenes: how many, as far as the video is long enough.
-        back: whether they are two that are cut between, so that each cut but the first shows what was there before.
-        fade: frames over which a scene comes out of black, and goes into it; a video each.
+        name: the name in options, tables and rows.
+        size: side of a thing in pixels, per thing; not of signs.
+        contrast: opacity of a thing's color over the ground, per thing; 1 hides the ground.
+        specks: spots of 4 x 4 pixels in the colors of things, per video; every frame has them elsewhere.
+        pan: pixels that the whole picture moves from frame to frame, back and forth, per video.
+        shake: the largest random offset of the picture in each frame, in pixels, per video.
+        zoom: the smallest scale of the picture, per video; it shrinks to this scale and grows again. Signs keep their
+            size, because they would be unreadable otherwise.
+        noise: standard deviation of the noise in each frame, on a scale of 255, per video.
+        kinds: the kinds of the four named things; their order has no effect.
+        brief: number of frames that show a brief thing, per thing.
+        standing: the share of videos in which all four named things stay from their onset to the end of the video, so
+            that only the onset frame shows when a thing came.
+        scenes: number of scenes, per video; a short video limits the upper end.
+        back: True to alternate between two scenes, so that each cut but the first returns to an earlier scene.
+        fade: number of frames over which each scene fades in and out, per video.
     """
 
     name: str
@@ -107,7 +114,12 @@ class Hardness:
     fade: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a range outside its limits, two camera movements, or ``standing`` outside 0 to 1."""
+        """Check the settings.
+
+        Raises:
+            ValueError: a range is negative, descending or outside its limits; more than one of pan, shake and zoom is
+                on; or ``standing`` is not in [0, 1].
+        """
         for name in (*_LIMITS, "specks", "noise", "fade"):
             low, high = getattr(self, name)
             if not 0 <= low <= high:
@@ -123,7 +135,7 @@ class Hardness:
 
 
 PLAIN = Hardness(name="plain")
-#: What the model ``shapes`` was trained on; it has seen nothing of the others.
+#: The hardness of the training videos of the model ``shapes``, which never saw the others.
 _TRAINED_ON = (
     PLAIN,
     Hardness(name="dim", contrast=(0.25, 0.4)),
@@ -141,22 +153,22 @@ _OTHER_HARDNESS = (
     Hardness(name="fade", fade=(1, 2)),
     Hardness(name="cuts", scenes=(4, 8), back=True),
 )
-#: Name -> setting. "plain" is the one that nothing disturbs; each of the others but "mixed" turns one knob.
+#: Name -> settings. "plain" has no disturbance; each of the others changes one aspect, and "mixed" changes several.
 HARDNESS: Mapping[str, Hardness] = {hardness.name: hardness for hardness in (*_TRAINED_ON, *_OTHER_HARDNESS)}
 
 
-#: Pixels of a frame's side.
+#: Height and width of a frame in pixels.
 SIDE = 96
-#: Lengths of videos by VideoMME's names for them, in frames; a frame is a second.
+#: VideoMME's duration classes -> number of frames; a frame lasts a second.
 DURATIONS: Mapping[str, int] = {"short": 8, "medium": 16, "long": 32}
 FRAMES = tuple(DURATIONS.values())
-#: Kinds of things beside those that questions name by shape and colour: one that is seen in several corners, one whose
-#: colour changes at a cut, and one that says a word.
+#: The kinds of all things. Besides the named things: copies in several corners, a thing whose color changes at a cut,
+#: and a sign with a word.
 ThingKind = Kind | Literal["copies", "changing", "sign"]
 
 
 class Shot(NamedTuple):
-    """A thing in one frame: its top left corner and side in pixels there, and its colour."""
+    """A thing in one frame, as the camera sees it: its top left corner and side in pixels, and its color."""
 
     frame: int
     x: int
@@ -166,21 +178,21 @@ class Shot(NamedTuple):
 
     @property
     def corner(self) -> int:
-        """The index into CORNERS of the corner that holds the middle of the thing."""
-        right, down = 2 * self.x + self.size >= SIDE, 2 * self.y + self.size >= SIDE
+        """The index into CORNERS of the quadrant of the frame that contains the thing's center."""
+        right = 2 * self.x + self.size >= SIDE
+        down = 2 * self.y + self.size >= SIDE
         return 2 * down + right
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thing:
-    """A shape that is seen once or in several frames.
+    """A shape or a sign, with its position in every frame that shows it.
 
     Attributes:
-        name: its shape, or what a sign says; no other thing of the video has it.
-        kind: how it is seen.
-        size: pixels of its side before any zoom.
-        contrast: share of its colour that covers the ground, in (0, 1].
-        shots: by frame; two in the same frame only of ``copies``.
+        name: its shape, or the word on a sign; unique in the video.
+        size: its side in pixels without zoom.
+        contrast: opacity of its color over the ground, in (0, 1].
+        shots: at least one, by ascending frame; only ``copies`` may have several in a frame.
     """
 
     name: str
@@ -196,29 +208,30 @@ class Thing:
 
     @property
     def color(self) -> str:
-        """The thing's colour, the first one where it changes."""
+        """The color of the thing in its first shot."""
         return self.shots[0].color
 
 
 @dataclass(frozen=True, kw_only=True)
 class Video:
-    """A video before rendering, with the words that its questions choose from.
+    """The description of a video, complete for rendering it and asking about it. ``make_video`` creates it.
 
     Attributes:
-        seed: all of it follows from this, ``n_frames`` and ``hardness``.
-        scenes: their grounds, names of SCENES, each another one.
-        scene_of: index into ``scenes``, a frame each.
-        named: the four things that questions name; no other thing has one of their colours, and their onsets differ.
-        extras: other things, one of a kind at most.
-        standing: whether the four stay until the end of the video.
-        spare_colors: the four colours that no named thing has.
-        scene_choices: four scenes, those of the video among them.
-        sign_choices: four words, the sign's among them.
-        camera: (right, down) pixels by which each frame is moved; shots have it in them already.
-        zoom: the size of each frame's picture as a share of its full one; shots have it in them already.
-        light: how bright each frame is, as a share.
-        specks: spots a frame.
-        noise: standard deviation of each frame's own noise.
+        seed: determines the video, together with ``n_frames`` and ``hardness``.
+        scenes: distinct names from SCENES.
+        scene_of: the index into ``scenes``, per frame.
+        named: the four things that questions name. Their colors are distinct and no other thing has them, and their
+            first frames differ.
+        extras: other things, at most one of each kind.
+        standing: True if the named things stay until the end of the video.
+        spare_colors: the four colors that no named thing has.
+        scene_choices: four scenes as choices, including those of the video.
+        sign_choices: four words as choices, including the sign's.
+        camera: offset (right, down) in pixels, per frame; the positions of shots already include it.
+        zoom: scale of the picture, per frame; the positions and sizes of shots already include it.
+        light: brightness of each frame, in (0, 1].
+        specks: number of spots per frame.
+        noise: standard deviation of the noise, on a scale of 255.
     """
 
     seed: int
@@ -245,9 +258,9 @@ class Video:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The frames that begin a scene, without the first."""
+        """The frames at which a new scene begins, without frame 0."""
         return tuple(t for t in range(1, self.n_frames) if self.scene_of[t] != self.scene_of[t - 1])
 
     def extra(self, kind: ThingKind) -> Thing | None:
-        """Return the extra thing of a kind, or None."""
+        """Return the extra thing of a kind, or None if the video has none."""
         return next((thing for thing in self.extras if thing.kind == kind), None)

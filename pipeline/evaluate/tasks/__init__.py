@@ -1,1 +1,1 @@
-"""Tasks of lmms-eval: which ones there are, their documents as questions, and their own rules for replies."""
+"""Tasks of lmms-eval: the list of tasks, their documents as questions, and scoring by their own rules."""

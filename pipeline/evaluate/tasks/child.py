@@ -1,11 +1,10 @@
-"""A process that runs the code of a task of lmms-eval: ``python -m pipeline.evaluate.tasks.child JOB RESULT``.
+"""The process that runs a task's code: ``python -m pipeline.evaluate.tasks.child JOB RESULT``.
 
-JOB is a JSON file with the request, and the answer is written as JSON to RESULT. The modules of tasks read HF_HOME as
-they are imported, end the process where a file is missing, print, sleep between attempts, and post replies to paid
-services. None of that reaches the process that asks: this one has an environment of its own, without keys of services,
-and its sockets reach no network, so that a judge is never paid by accident.
+JOB is a JSON file with the request; the answer is written to RESULT as JSON. Code of tasks ends the process if a file
+is missing, prints, sleeps between attempts, and sends replies to paid services. Here, it has no keys of services, and
+Python code reaches no network, so that no judge is paid by accident.
 
-No other module of the pipeline imports lmms_eval, besides the model ``gstep_cached`` (``pipeline.evaluate.lmms``).
+Apart from the model ``gstep_cached`` (``pipeline.evaluate.lmms``), no other module of the pipeline imports lmms_eval.
 """
 
 from __future__ import annotations
@@ -34,31 +33,39 @@ from gstep.lazy import did_you_mean
 from pipeline.evaluate.tasks.numbers import as_number, explain, number_of
 from pipeline.evaluate.tasks.survey import check_settings, survey_tasks
 
-_MAX_FIELD = 60  # characters of a field's value that may name a part
-_N_PROBED = 5  # documents whose rule is tried before anything is asked
-#: Errors of Hugging Face's libraries for what would have to be downloaded.
+_MAX_FIELD = 60  # characters of a value by which a task may group its documents
+_N_PROBED = 5  # documents on which the rule is tried before anything is asked
+#: Errors of Hugging Face's libraries for files that would have to be downloaded.
 _NOT_HERE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 _NO_ANSWERS = ("", "None", "-1")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
-#: What stands for no reply; the second one for tasks whose aggregation fails on an empty reply.
+#: Texts that stand for no reply; the second one is for tasks whose aggregation fails on empty replies.
 _NOTHING = ("", "-")
 _LETTER = "A"  # a reply that most rules understand
 _TAGS = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'  # the default of lmms-eval's --reasoning_tags
 
 
 class Refusal(Exception):  # noqa: N818
-    """A task that cannot be asked or scored; the message is for the user."""
+    """The task cannot be asked or scored; the message is for the user."""
 
 
 class _Network:
-    """The network of this process: every attempt of Python code to reach it fails, and is counted."""
+    """Blocks the network for Python code in this process, for good, from its creation on.
+
+    Attributes:
+        attempts: number of blocked attempts so far.
+    """
 
     def __init__(self) -> None:
         self.attempts = 0
         sys.addaudithook(self._refuse)
 
     def _refuse(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Raise ConnectionError for a connection or a name to look up; local sockets are let through."""
+        """Count and block an audit event that connects, sends or looks up a name; Unix sockets and other events pass.
+
+        Raises:
+            ConnectionError: the event is blocked.
+        """
         if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
             if arguments[0].family == socket.AF_UNIX:
                 return
@@ -70,7 +77,7 @@ class _Network:
 
 @contextmanager
 def _without_pauses() -> Iterator[None]:
-    """Let ``time.sleep`` return at once: rules wait seconds between attempts to reach a judge."""
+    """Make ``time.sleep`` return at once inside this context: rules wait seconds between attempts to reach a judge."""
     sleep, time.sleep = time.sleep, lambda seconds: None
     try:
         yield
@@ -79,20 +86,35 @@ def _without_pauses() -> Iterator[None]:
 
 
 class LoadedTask:
-    """A task of lmms-eval with its documents."""
+    """A task of lmms-eval with its documents, loaded for one request.
+
+    Attributes:
+        metric: the metric that tables show, METRIC or METRIC/PART.
+    """
 
     def __init__(self, request: Mapping[str, Any], network: _Network) -> None:
-        """Load the task and its annotations. Raises Refusal."""
+        """Import the task's code, load its annotations, and remove all handlers of loguru.
+
+        Args:
+            request: ``task``, ``model_type``, and optionally ``metric`` and ``rows``, a local file in place of the
+                annotations.
+
+        Raises:
+            Refusal: the task is unknown or a group, does not ask one prompt with one reply per document, has several
+                filters or no usable metric, or its code or annotations cannot be loaded.
+        """
         from lmms_eval.tasks import TaskManager  # noqa: PLC0415 - seconds
         from loguru import logger  # noqa: PLC0415
 
         logger.remove()  # every aggregation writes a line
-        self.name, self._network = request["task"], network
+        self.name = request["task"]
+        self._network = network
         places = list(map(str, _find_folders(self.name)))
         manager = TaskManager(include_path=places, include_defaults=False, model_name=request["model_type"])
         if self.name not in manager.all_subtasks:
             _check_name(self.name, manager := TaskManager(model_name=request["model_type"]))
-        rows, config = request.get("rows"), {}
+        rows = request.get("rows")
+        config = {}
         try:
             with _without_pauses():
                 config = manager._get_config(self.name)
@@ -108,20 +130,24 @@ class LoadedTask:
             raise Refusal(_explain_loading(config, error)) from error
         self._aggregations: Mapping[str, Any] = self.task.aggregation()
         self._documents = self.task.eval_docs_no_media
-        # Documents with their media: doc_to_visual may need a column that the others lack.
+        # Documents with their media, because doc_to_visual may need a column that the others lack.
         self._with_media = self.task.test_docs() if self.task.has_test_docs() else self.task.validation_docs()
         if len(self.task._filters) != 1:
             raise Refusal("it reads each reply through several filters")
         self.metric = self._choose_metric(request.get("metric"))
 
     def _choose_metric(self, name: str | None) -> str:
-        """Return the metric of this name, by default the first one of which more is better. Raises Refusal."""
+        """Return ``name`` (METRIC or METRIC/PART); None chooses the first metric for which more is better.
+
+        Raises:
+            Refusal: the task has no such metric, or less is better for it (with None, for all).
+        """
         better = self.task.higher_is_better()
         usable = [metric for metric in self._aggregations if better.get(metric, True)]
         names = f"it has the metrics {', '.join(self._aggregations)}"
         if name is None:
             if not usable:
-                raise Refusal(f"of none of its metrics more is better: {names}")
+                raise Refusal(f"less is better for all of its metrics: {names}")
             return usable[0]
         if name.partition("/")[0] not in self._aggregations:
             raise Refusal(f"{names}, not {name}")
@@ -130,11 +156,17 @@ class LoadedTask:
         return name
 
     def describe(self) -> dict[str, Any]:
-        """Return the documents as questions, and what they have in common. Raises Refusal if only a judge can score."""
+        """Return the fields of ``DescribedTask``, with documents as ``_ask`` returns them.
+
+        If any document has a right answer, those without one (empty, None or -1) get the fault "no-answer".
+
+        Raises:
+            Refusal: the rule sends every reply to a judge.
+        """
         self._refuse_judge()
         documents = [self._ask(number) for number in range(len(self._documents))]
         answered = [self._target(self._document(number)) not in _NO_ANSWERS for number in range(len(documents))]
-        if any(answered):  # else the task does not tell its answers
+        if any(answered):  # otherwise the task does not publish its answers
             for number in [number for number, has_answer in enumerate(answered) if not has_answer]:
                 documents[number] = {"fault": ["no-answer", "it has no right answer"]}
         return {
@@ -146,7 +178,11 @@ class LoadedTask:
         }
 
     def _ask(self, number: int) -> dict[str, Any]:
-        """Return a document's prompt, videos and fields, or the ``fault`` for which it cannot be asked."""
+        """Return a document's ``prompt``, ``video`` and ``fields``, or the ``fault`` (kind, message) that prevents it.
+
+        The kinds are "missing-video" (the task's code exits or reports a missing file), "other-media" (it does not show
+        exactly one path) and "bad-row" (another error, or a prompt that is not text).
+        """
         document = self._document(number)
         try:
             prompt = self.task.fewshot_context(document, 0, None, False, False, None)
@@ -160,16 +196,16 @@ class LoadedTask:
             return {"fault": ["bad-row", f"its prompt is {type(prompt).__name__}, and not text"]}
         shown = list(visuals) if isinstance(visuals, list | tuple) else [visuals]
         if len(shown) != 1 or not isinstance(shown[0], str):
-            kinds = ", ".join(sorted({"a path" if isinstance(one, str) else type(one).__name__ for one in shown}))
+            kinds = ", ".join(sorted({"a path" if isinstance(item, str) else type(item).__name__ for item in shown}))
             return {"fault": ["other-media", f"it shows {len(shown)} ({kinds or 'nothing'}), and not one video file"]}
         return {"prompt": prompt, "video": shown[0], "fields": self._fields(document)}
 
     def _document(self, number: int) -> dict[str, Any]:
-        """Return a fresh copy of a document: rules may write into it."""
+        """Return a shallow copy of a document, because rules may write into it."""
         return dict(self._documents[number])
 
     def _target(self, document: dict[str, Any]) -> str:
-        """Return the right answer as text; "" where the task does not tell it."""
+        """Return a document's right answer as text; "" if the task has none or its code fails."""
         try:
             target = self.task.doc_to_target(document)
         except Exception:  # noqa: BLE001 - the code of a task
@@ -177,14 +213,19 @@ class LoadedTask:
         return "" if target is None else str(target)
 
     def _fields(self, document: dict[str, Any]) -> dict[str, str]:
-        """Return the short texts and whole numbers of a document that are not its right answer."""
+        """Return a document's texts of 1 to 60 characters and whole numbers as texts, without the right answer."""
         target = self._target(document)
         values = {name: str(value) for name, value in document.items() if isinstance(value, str | int)}
         return {name: value for name, value in values.items() if value != target and 0 < len(value) <= _MAX_FIELD}
 
     def _refuse_judge(self) -> None:
-        """Raise Refusal if the rule wants the network for every reply that is tried, before hours go into replies."""
-        before, tried = self._network.attempts, 0
+        """Raise Refusal if the rule needs the network for every reply that is tried, before hours go into replies.
+
+        The right answer and "A" are tried on up to five documents. The first reply that needs no network ends the
+        check, even if the rule fails on it.
+        """
+        before = self._network.attempts
+        tried = 0
         for number in range(min(_N_PROBED, len(self._documents))):
             for reply in (self._target(self._document(number)), _LETTER):
                 attempts = self._network.attempts
@@ -196,9 +237,10 @@ class LoadedTask:
             raise Refusal("its rule sends replies to a judge on the network; lmms-eval's own command can ask it")
 
     def _process(self, number: int, reply: str) -> dict[str, Any] | Exception:
-        """Return what the task's rule makes of a reply: metric -> result of any form; or the error that it raised.
+        """Filter a reply and return the rule's results, metric -> result of any form, or the error that was raised.
 
-        Rules that draw an option where a reply names none draw the same one for every method, and whenever they score.
+        A SystemExit becomes a RuntimeError. The document's number seeds the random generators of Python and NumPy, so
+        that rules that guess an option guess the same one for every method and at every scoring.
         """
         random.seed(number)
         np.random.seed(number)
@@ -209,7 +251,7 @@ class LoadedTask:
             return error if isinstance(error, Exception) else RuntimeError(f"its code ends the process: {error}")
 
     def _filter(self, reply: str) -> Any:
-        """Return a reply as the task's filters and its tags of reasoning leave it, as lmms-eval's evaluator does."""
+        """Apply the task's filter to a reply and, if the result is text, remove its reasoning, as lmms-eval does."""
         from lmms_eval.api.instance import Instance  # noqa: PLC0415
         from lmms_eval.api.reasoning import parse_reasoning_tags_config, strip_reasoning_tags  # noqa: PLC0415
 
@@ -221,10 +263,19 @@ class LoadedTask:
         return strip_reasoning_tags(text, tags) if tags and isinstance(text, str) else text
 
     def score(self, arms: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-        """Return the task's numbers of each arm, and the number of each document where the main one is their mean.
+        """Score the replies of each arm by the task's rules and aggregations.
 
         Args:
-            arms: label -> document number -> reply; every arm has the same documents.
+            arms: label -> document number as text -> reply. All arms have the same documents; there is at least one of
+                each.
+
+        Returns:
+            - ``metric``: METRIC or METRIC/PART, whose number tables show.
+            - ``own``: label -> metric -> number, None or the text of an error.
+            - ``nothing``: what stood for empty replies: "", or "-" if the metric cannot be aggregated with "".
+            - ``judged``: label -> number of replies that the rule tried to send to a judge.
+            - ``errors``: lines about replies on which the rule failed; they are scored as empty replies.
+            - ``scores``, ``mean_over``, ``weights``, ``percent``: from ``_explain``.
         """
         numbers = [int(number) for number in next(iter(arms.values()))]
         for nothing in _NOTHING:
@@ -239,14 +290,17 @@ class LoadedTask:
     def _process_arms(
         self, arms: Mapping[str, Mapping[str, str]], numbers: Sequence[int], nothing: str
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
-        """Return what the rule makes of the replies of each arm, with ``nothing`` for empty replies.
+        """Return (label -> results in the order of ``numbers``, {"judged": label -> count, "errors": lines}).
 
-        The second value has the number of replies for a judge by arm, ``judged``, and the ``errors`` of the rule.
+        ``nothing`` stands for empty replies, and for replies on which the rule fails. A result is {} if it fails again.
+        ``judged`` counts the replies that the rule tried to send to a judge.
         """
         results: dict[str, list[dict[str, Any]]] = {}
-        judged, errors = dict[str, int](), list[str]()
+        judged = dict[str, int]()
+        errors = list[str]()
         for label, replies in arms.items():
-            results[label], judged[label] = [], 0
+            results[label] = []
+            judged[label] = 0
             for number in numbers:
                 attempts = self._network.attempts
                 result = self._process(number, replies[str(number)] or nothing)
@@ -258,7 +312,10 @@ class LoadedTask:
         return results, {"judged": judged, "errors": errors}
 
     def _name_part(self, own: Iterable[Mapping[str, Any]]) -> str:
-        """Return the metric with the part that counts: of one with several numbers the first, if none is named."""
+        """Return the metric that tables show, as METRIC/PART if it has several numbers.
+
+        If the user named no part, it is the first one.
+        """
         if self.metric in self._aggregations:
             for of_arm in own:
                 names = [name for name in of_arm if name.partition("/")[0] == self.metric]
@@ -267,9 +324,10 @@ class LoadedTask:
         return self.metric
 
     def _aggregate_all(self, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the task's own numbers by metric; an error is its text.
+        """Return the task's numbers of an arm by METRIC, or by METRIC/PART for metrics with several numbers.
 
-        Of a metric with several numbers each is METRIC/PART.
+        What is not a finite number is None; a failed aggregation gives the text of its error. Metrics without any
+        result are left out.
         """
         numbers: dict[str, Any] = {}
         for metric in self._aggregations:
@@ -282,26 +340,39 @@ class LoadedTask:
                 numbers[metric] = f"{type(error).__name__}: {error}"
                 continue
             parts = _list_parts(value)
-            numbers |= {f"{metric}/{part}" if part else metric: as_number(one) for part, one in parts.items()}
+            numbers |= {f"{metric}/{part}" if part else metric: as_number(number) for part, number in parts.items()}
         return numbers
 
     def _aggregate(self, metric: str, results: list[Any]) -> Any:
-        """Return what the task's aggregation makes of the results of documents."""
+        """Return what the task's aggregation makes of results; its errors pass, and its files are deleted."""
         function = self._aggregations[metric]
         with _without_pauses():
             if "args" not in inspect.signature(function).parameters:
                 return function(results)
-            # Aggregations that write a file to submit write it below args.output_path: here a folder that is deleted.
+            # Some aggregations write a file for a submission below args.output_path: here a folder that is deleted.
             with tempfile.TemporaryDirectory() as folder:
                 return function(results, args=Namespace(output_path=folder))
 
     def _explain(
         self, name: str, numbers: Sequence[int], results: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> dict[str, Any]:
-        """Return each document's number where the metric is a mean of them: scores, mean_over, weights, percent.
+        """Return the scores of documents if the metric is a mean of them, with the keys below.
 
-        Of a metric that is no mean, ``percent`` says whether it makes numbers above 1. It is none either where the
-        rule gives some arms alone a result for a document: their numbers are about unlike documents.
+        To test this, each document is also scored with its right answer, the times in it, an empty reply and "A". It is
+        no mean if the rule gives only some arms a result for a document, because the arms' numbers are then about
+        different documents.
+
+        Args:
+            name: METRIC or METRIC/PART.
+            results: label -> results in the order of ``numbers``.
+
+        Returns:
+            - ``scores``: label -> document number as text -> score in [0, 1], of documents that count; None if it is no
+              mean.
+            - ``mean_over``: "questions" or a field; None if it is no mean.
+            - ``weights``: weights of the field's values; {} without a field.
+            - ``percent``: whether the number is a percentage; if it is no mean, whether any number is above 1 (None if
+              no document has a result in all arms).
         """
         metric, _, part = name.partition("/")
         has_metric = [[metric in result for result in of_one] for of_one in zip(*results.values(), strict=True)]
@@ -309,12 +380,15 @@ class LoadedTask:
         none: dict[str, Any] = {"scores": None, "mean_over": None, "weights": {}, "percent": None}
         if not places:
             return none
-        is_paired = all(all(of_one) == any(of_one) for of_one in has_metric)  # else numbers are of unlike documents
-        of_documents, keys, fields = [], [], []
+        is_paired = all(all(of_one) == any(of_one) for of_one in has_metric)
+        of_documents = []
+        keys = []
+        fields = []
         for i in places:
-            document, tried = self._document(numbers[i]), []
+            document = self._document(numbers[i])
+            tried = []
             target = self._target(document)
-            span = " - ".join(_NUMBER.findall(target)[:2])  # as rules about times read it
+            span = " - ".join(_NUMBER.findall(target)[:2])  # the form that rules about times read
             for reply in (target, span, "", _LETTER):
                 result = self._process(numbers[i], reply)
                 tried.append(result.get(metric) if isinstance(result, dict) else None)
@@ -340,16 +414,16 @@ class LoadedTask:
 
 
 def _list_parts(value: Any) -> dict[str, Any]:
-    """Return the numbers that an aggregation made, by name: several by place or key; a single one by the name ""."""
+    """Return the numbers of an aggregation by name: a mapping's by key, a list's by index, a single one by ""."""
     if isinstance(value, Mapping):
-        return {str(name): one for name, one in value.items()}
+        return {str(name): number for name, number in value.items()}
     if isinstance(value, list | tuple):
-        return {str(place): one for place, one in enumerate(value)}
+        return {str(index): number for index, number in enumerate(value)}
     return {"": value}
 
 
 def _find_folders(name: str) -> list[Path]:
-    """Return the folders of lmms-eval's tasks with a file that mentions a task; an index of all takes three seconds."""
+    """Return the folders of YAML files that contain a task's name; an index of all tasks takes three seconds."""
     import lmms_eval.tasks  # noqa: PLC0415 - seconds
 
     files = Path(lmms_eval.tasks.__file__).parent.rglob("*.yaml")
@@ -357,30 +431,33 @@ def _find_folders(name: str) -> list[Path]:
 
 
 def _check_name(name: str, manager: Any) -> None:
-    """Raise Refusal if lmms-eval has no task of this name, or a group of tasks has it."""
+    """Raise Refusal if lmms-eval has no task of this name, or if it is the name of a group or tag."""
     if name not in manager.all_tasks:
         near = did_you_mean(name, manager.all_tasks)
         raise Refusal(f"lmms-eval has no such task{near}; --benchmark lmms:list lists those about videos")
     if name in (*manager.all_groups, *manager.all_tags):
         members = manager.task_index[name]["task"]
-        if not isinstance(members, list):  # a group with a file of its own
+        if not isinstance(members, list):  # a group with its own file
             members = manager._get_config(name).get("task", [])
         names = ", ".join(member for member in members if isinstance(member, str))
         raise Refusal(f"it is a group: give each of its tasks an --out, and lay them out with --results ({names})")
 
 
 def _read_from(rows: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a task's config that make it read a local file instead of a data set of the hub."""
+    """Return entries of a task's config that make it read a local .parquet or JSON file as its only split."""
     split = config.get("test_split") or config.get("validation_split")
     kind = "parquet" if rows.suffix == ".parquet" else "json"
     return {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {split: str(rows)}}}
 
 
 def _explain_loading(config: Mapping[str, Any], error: BaseException) -> str:
-    """Return why a task could not be loaded, as far as the errors of its attempts tell."""
+    """Return why a task could not be loaded: its data set is not here, or another error, which is quoted.
+
+    Errors of retries and of the datasets library are replaced by their cause.
+    """
     attempt = getattr(error, "last_attempt", None)
     cause = attempt.exception() if attempt is not None else error
-    if type(cause).__name__ == "DatasetGenerationError":  # says nothing by itself
+    if type(cause).__name__ == "DatasetGenerationError":  # its own message explains nothing
         cause = cause.__cause__ or cause
     if isinstance(cause, ConnectionError) or type(cause).__name__ in _NOT_HERE:
         return f"its annotations, the data set {config.get('dataset_path')} of the Hugging Face hub, are not here"
@@ -388,7 +465,7 @@ def _explain_loading(config: Mapping[str, Any], error: BaseException) -> str:
 
 
 def _list_tasks() -> dict[str, Any]:
-    """Return the tasks about videos."""
+    """Return {"tasks": all tasks about videos, each as a dict of ``TaskFit``}."""
     from lmms_eval.tasks import TaskManager  # noqa: PLC0415 - seconds
 
     with _without_pauses():
@@ -396,10 +473,10 @@ def _list_tasks() -> dict[str, Any]:
 
 
 class _LaterModule(ModuleType):
-    """A package that is imported when a name of it is used: lmms-eval imports some that take seconds, and few need."""
+    """A stand-in that imports a package on first use; lmms-eval imports slow packages that few tasks use."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what the import system asks of a module
+        if name.startswith("__"):  # the import system looks these names up
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
@@ -407,8 +484,13 @@ class _LaterModule(ModuleType):
 
 
 def main(job: str, result: str) -> None:
-    """Do the job in the file ``job``, and write its answer, or the ``refusal``, to the file ``result``."""
-    request, network = json.loads(Path(job).read_text()), _Network()
+    """Carry out the request in the file ``job``, and write the answer, or {"refusal": message}, to the file ``result``.
+
+    {} lists the tasks; a request with ``task`` describes it, or scores its ``arms`` if there are any. Other errors than
+    Refusal pass.
+    """
+    request = json.loads(Path(job).read_text())
+    network = _Network()
     sys.modules["evaluate"] = _LaterModule("evaluate")  # it imports the pipelines of transformers
     try:
         if "task" not in request:

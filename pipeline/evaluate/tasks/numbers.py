@@ -1,11 +1,10 @@
-"""How the number of a task follows from its documents, so that it can have an interval.
+"""Finds out how a task's number follows from its documents, so that it can have an interval.
 
 A task of lmms-eval gives each document a result of any form, and aggregates all results to one number. If that number
-is a mean of numbers that each document has by itself, documents (and so whole videos) can be drawn with replacement,
-and differences between methods have an interval. Nothing in a task says so. It is found out by trying: results of
-different replies to the same document are mixed at random, the task aggregates each mixture, and an explanation counts
-only if it gives the task's own number for every mixture. A single mixture could agree by chance, above all with few
-documents.
+is a mean of numbers of single documents, documents (and so whole videos) can be resampled. No task says whether this is
+so. It is therefore tested: results of different replies to the same document are mixed at random, the task aggregates
+each mixture, and an explanation is accepted only if it reproduces the task's number for every mixture. A single mixture
+could agree by chance, above all with few documents.
 """
 
 from __future__ import annotations
@@ -27,17 +26,15 @@ Floats = NDArray[np.float64]
 
 #: The metric that is the plain mean over all documents.
 QUESTIONS = "questions"
-MAX_PARTS = 30  # parts that a task may average over
-_TOLERANCE = 6e-5  # of a share: tasks round percentages to two decimals
+MAX_PARTS = 30  # largest number of parts that a task may average over
+_TOLERANCE = 6e-5  # absolute error of a share: tasks round percentages to two decimals
 _FEWEST_MIXTURES = 24
-_MOST_ATTEMPTS = 2  # for a mixture, since rules may refuse some
-_SINGLE_TRIALS = (
-    20  # documents that are aggregated by themselves first, since most tasks that cannot do it fail at once
-)
-_MAX_DENOMINATOR = 500  # of the weight of a part
+_MOST_ATTEMPTS = 2  # attempts per mixture, because rules may fail on some
+_SINGLE_TRIALS = 20  # documents tried alone before all are, because most tasks that cannot do it fail at once
+_MAX_DENOMINATOR = 500  # largest denominator of a part's weight
 _SEED = 0
 
-#: Makes one number of the results of several documents, by the task's own rule; it may raise anything.
+#: The task's own rule that makes a number of the results of several documents; it may raise any exception.
 Aggregate = Callable[[list[Any]], Any]
 
 
@@ -46,12 +43,12 @@ class Explanation:
     """How a task's number follows from a number of each document.
 
     Attributes:
-        values: each document's numbers, from 0 to 1, in the order of its results; first those of the methods.
-        counted: whether each document counts. Some metrics are about some documents, and of equal documents some tasks
-            count the last one alone.
+        values: numbers in [0, 1], per document and per usable reply; the replies of the methods come first.
+        counted: whether the document enters the mean. Some metrics use only some documents, and some tasks use only the
+            last of several equal documents.
         mean_over: ``QUESTIONS``, or the field over whose values the task averages.
-        weights: of these values, together 1; {} for ``QUESTIONS``.
-        percent: whether the task's number is a percentage, and not a share.
+        weights: field value -> weight, with the sum 1 and without zeros; {} for ``QUESTIONS``.
+        percent: True if the task's number is a percentage, False if it is a share.
     """
 
     values: Sequence[Sequence[float]]
@@ -63,11 +60,11 @@ class Explanation:
 
 @dataclass(frozen=True)
 class _Mixtures:
-    """Mixtures of results: one of the results of every document, and the task's own number of them.
+    """Mixtures of results, each with one result per document, and the task's own number of each.
 
     Attributes:
-        choices: the place of each document's result among its results, [M, D].
-        own: the task's number of each mixture, [M].
+        choices: index of the chosen result among the results of a document, [M, D].
+        own: the task's number, [M].
     """
 
     choices: NDArray[np.int64]
@@ -81,21 +78,21 @@ def explain(
     keys: Sequence[str],
     n_methods: int,
 ) -> Explanation | None:
-    """Return how the number that ``aggregate`` makes follows from the documents; None if no explanation fits.
+    """Return the first explanation of how ``aggregate`` makes its number from the documents; None if none fits.
 
-    None also if the task makes no number of the results of a method, or the same number of all mixtures, which any
+    None also if the task makes no number of a method's results, or the same number of all mixtures, which any
     explanation would fit.
 
     Args:
-        results: of each document, the results of different replies. Every document has as many: first one for each
-            method, then those of replies that are only tried.
+        results: results per document (at least one) and reply: first one per method, then those of replies that only
+            serve as tests. A test reply of which the task makes no number is dropped.
         aggregate: the task's own rule.
-        fields: of each document, the fields with few values, over which the task may average.
-        keys: of each document; documents with equal keys are the same question.
+        fields: the fields of each document; the task may average over the values of one that has few.
+        keys: a key of each document; documents with equal keys are the same question.
         n_methods: the number of methods, at least 1.
     """
     of_replies = [[of_one[place] for of_one in results] for place in range(len(results[0]))]
-    # The task makes no number of some replies: many rules cannot take an empty one, say.
+    # The task makes no number of some replies: many rules fail on an empty one, for example.
     usable = [place for place, of_reply in enumerate(of_replies) if number_of(of_reply, aggregate) is not None]
     if usable[:n_methods] != list(range(n_methods)):
         return None
@@ -105,7 +102,8 @@ def explain(
     if mixtures is None:
         return None
     last = {key: number for number, key in enumerate(keys)}
-    every, merged = [True] * len(keys), [last[key] == number for number, key in enumerate(keys)]
+    every = [True] * len(keys)
+    merged = [last[key] == number for number, key in enumerate(keys)]
     for numbers in _list_numbers(results, aggregate):
         top = max(map(max, numbers))
         values = np.array(numbers) / (100.0 if top > 1 else 1.0)
@@ -124,7 +122,7 @@ def explain(
 
 
 def as_number(value: Any) -> float | None:
-    """Return a finite number, a bool or a NumPy scalar as a float; None for anything else."""
+    """Return a finite int, float, bool or NumPy scalar as a float; None for anything else."""
     if isinstance(value, np.generic):
         value = value.item()
     is_number = isinstance(value, int | float) and math.isfinite(value)
@@ -132,7 +130,10 @@ def as_number(value: Any) -> float | None:
 
 
 def number_of(results: Sequence[Any], aggregate: Aggregate) -> float | None:
-    """Return the task's own number of the results of all documents; None if there is none."""
+    """Return the task's own number of the results of all documents; None if it raises or makes no finite number.
+
+    The task gets copies of the results.
+    """
     try:
         return as_number(aggregate(_copy(results)))
     except Exception:  # noqa: BLE001 - the code of a task
@@ -140,24 +141,27 @@ def number_of(results: Sequence[Any], aggregate: Aggregate) -> float | None:
 
 
 def _copy(results: Sequence[Any]) -> list[Any]:
-    """Return copies of results, into which rules may write."""
+    """Return deep copies of the results, because rules may modify them."""
     try:
         pickled = pickle.dumps(list(results), pickle.HIGHEST_PROTOCOL)
-        copies: list[Any] = pickle.loads(pickled)  # noqa: S301 - of this very process
+        copies: list[Any] = pickle.loads(pickled)  # noqa: S301 - pickled by this process
     except Exception:  # noqa: BLE001 - results are of any type
-        return deepcopy(list(results))  # takes several times as long
+        return deepcopy(list(results))  # several times slower
     return copies
 
 
 def _mix(results: Sequence[Sequence[Any]], aggregate: Aggregate, count: int) -> _Mixtures | None:
-    """Return mixtures of the results with the task's numbers; None if these are too few, or all the same.
+    """Mix results at random, with a fixed seed, and return the mixtures of which the task makes a number.
 
-    The first mixtures are the results of each reply, unmixed. A mixture that the task refuses is left out.
+    First come the unmixed results of each reply, then up to ``count`` mixtures. Returns None if fewer than
+    ``_FEWEST_MIXTURES`` have a number, or all numbers are the same.
     """
-    n_results, draw = len(results[0]), random.Random(_SEED)
+    n_results = len(results[0])
+    draw = random.Random(_SEED)
     unmixed = [[place] * len(results) for place in range(n_results)]
     mixed = ([draw.randrange(n_results) for _ in results] for _ in range(_MOST_ATTEMPTS * count))
-    kept, own = list[list[int]](), list[float]()
+    kept = list[list[int]]()
+    own = list[float]()
     for choice in chain(unmixed, mixed):
         mixture = [of_one[place] for of_one, place in zip(results, choice, strict=True)]
         if (number := number_of(mixture, aggregate)) is not None:
@@ -170,11 +174,10 @@ def _mix(results: Sequence[Sequence[Any]], aggregate: Aggregate, count: int) -> 
 
 
 def _list_numbers(results: Sequence[Sequence[Any]], aggregate: Aggregate) -> Iterator[list[list[float]]]:
-    """Yield what may be the number of each document's results: [D, number of results] each.
+    """Yield candidates for the numbers of the documents, [D, number of replies] each, without missing numbers.
 
-    It is the result itself; what the task makes of the result alone; or a field of the result. Of the fields those are
-    tried that differ between replies: each by itself, and then whichever of them a result has, since tasks name the
-    fields of different kinds of questions differently.
+    If all results are numbers, these are the only candidate. Otherwise, the candidates are what the task makes of each
+    result alone and, if all results are mappings, numbers from their fields.
     """
     if (complete := _complete([list(map(as_number, of_one)) for of_one in results])) is not None:
         yield complete
@@ -189,7 +192,7 @@ def _list_numbers(results: Sequence[Sequence[Any]], aggregate: Aggregate) -> Ite
 
 
 def _aggregate_alone(results: Sequence[Any], aggregate: Aggregate) -> list[float | None]:
-    """Return what the task makes of each result alone; of equal results, which are many, once. None: no number."""
+    """Return the number that the task makes of each result by itself, or None; equal results are aggregated once."""
     seen = list[tuple[Any, float | None]]()
     for result in results:
         if any(_is_equal(result, other) for other, _ in seen):
@@ -199,7 +202,7 @@ def _aggregate_alone(results: Sequence[Any], aggregate: Aggregate) -> list[float
 
 
 def _is_equal(result: Any, other: Any) -> bool:
-    """Return True for equal results; False also where they cannot be compared, such as arrays."""
+    """Return True for equal results; False if they differ or cannot be compared, as arrays cannot."""
     try:
         return result is other or bool(result == other)
     except Exception:  # noqa: BLE001 - results are of any type
@@ -207,7 +210,11 @@ def _is_equal(result: Any, other: Any) -> bool:
 
 
 def _list_fields_of_results(results: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[list[list[float]]]:
-    """Yield the fields of results that differ between replies: each by itself, then whichever of them a result has."""
+    """Yield numbers [D, number of replies] from each field that differs between replies, then from all of them.
+
+    The latter takes the first number among these fields of a result, since tasks name the fields of different kinds of
+    questions differently. Candidates with a missing number are left out.
+    """
     names = dict.fromkeys(
         name
         for of_one in results
@@ -224,7 +231,7 @@ def _list_fields_of_results(results: Sequence[Sequence[Mapping[str, Any]]]) -> I
 
 
 def _complete(numbers: list[list[float | None]]) -> list[list[float]] | None:
-    """Return the numbers if none is missing."""
+    """Return the numbers if none is None; otherwise None."""
     rows = [[number for number in row if number is not None] for row in numbers]
     return rows if list(map(len, rows)) == list(map(len, numbers)) else None
 
@@ -232,9 +239,10 @@ def _complete(numbers: list[list[float | None]]) -> list[list[float]] | None:
 def _find_means(
     values: Floats, mixtures: _Mixtures, fields: Sequence[Mapping[str, str]], counted: Sequence[bool]
 ) -> tuple[str, dict[str, float], float] | None:
-    """Return by which mean the documents' numbers give the task's number of every mixture: (over, weights, scale).
+    """Return (``QUESTIONS`` or a field, weights of the field's values, scale) of the first mean that fits all mixtures.
 
-    The scale is 1 or 100. Returns None if no mean gives them.
+    The plain mean is tried first, then the fields in the order of ``list_parted_fields``. The scale is 1 for shares and
+    100 for percentages. Returns None if no mean fits.
     """
     drawn_MD = np.take_along_axis(values, mixtures.choices.T, axis=1).T[:, np.array(counted)]
     of_counted = [of_one for of_one, counts in zip(fields, counted, strict=True) if counts]
@@ -251,10 +259,10 @@ def _find_means(
 
 
 def list_parted_fields(fields: Sequence[Mapping[str, str]]) -> list[str]:
-    """List the fields that every document has, with at least two and at most ``MAX_PARTS`` values.
+    """List the fields that every document has, and that have 2 to ``MAX_PARTS`` distinct values.
 
-    Those of fewest values come first, and names before numbers: with few documents, a mean over parts is one over the
-    ids of documents too.
+    Fields with fewer values come first, and texts before numbers: with few documents, a mean over the values of a field
+    is also one over the ids of documents.
     """
     names = [name for name in fields[0] if all(name in of_one for of_one in fields)] if fields else []
     values = {name: {of_one[name] for of_one in fields} for name in names}
@@ -263,12 +271,14 @@ def list_parted_fields(fields: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _find_weights(means_MP: Floats, own_M: Floats) -> Floats | None:
-    """Return the weights of parts, together 1, by which their means give every number; None if there are none.
+    """Return weights [P] with the sum 1 under which the means of parts give every number of the task, or None.
 
-    Weights are computed from the first mixtures as simple fractions, and have to hold for all of them. A part in which
-    no reply scores anything has none: where a number is about some parts, tasks score the others 0.
+    Equal weights are tried first. Others are fitted to the first mixtures, rounded to simple fractions, and must hold
+    for all mixtures; there are none if these mixtures do not determine them. A part in which no reply scores anything
+    gets the weight 0, because tasks give 0 to documents that a metric is not about.
     """
-    n_parts, scores_P = means_MP.shape[1], means_MP.any(0)
+    n_parts = means_MP.shape[1]
+    scores_P = means_MP.any(0)
     equal_P = np.full(n_parts, 1 / n_parts)
     if _agree(means_MP @ equal_P, own_M):
         return equal_P
@@ -276,7 +286,7 @@ def _find_weights(means_MP: Floats, own_M: Floats) -> Floats | None:
     if len(own_M) < n_used + 8 or np.linalg.matrix_rank(means_MP[:n_used]) < scores_P.sum():
         return None
     exact_P = np.linalg.lstsq(means_MP[:n_used, scores_P], own_M[:n_used], rcond=None)[0]
-    # Numbers are rounded, so weights are a little off: 1/24 is 0.0416669.
+    # The task's numbers are rounded, so weights are slightly off: 1/24 becomes 0.0416669.
     weight_P = np.zeros(n_parts)
     weight_P[scores_P] = [float(Fraction(weight).limit_denominator(_MAX_DENOMINATOR)) for weight in exact_P]
     is_mean = weight_P.min() >= 0 and abs(weight_P.sum() - 1) < 1e-6 and _agree(means_MP @ weight_P, own_M)
@@ -284,5 +294,5 @@ def _find_weights(means_MP: Floats, own_M: Floats) -> Floats | None:
 
 
 def _agree(means_M: Floats, own_M: Floats) -> bool:
-    """Return True if the means are the task's numbers, up to the rounding of percentages to two decimals."""
+    """Return True if the means equal the task's numbers, up to the rounding of percentages to two decimals."""
     return bool(np.all(np.abs(means_M - own_M) <= _TOLERANCE))

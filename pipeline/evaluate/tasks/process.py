@@ -1,7 +1,4 @@
-"""The process that runs a task's code, from the side of the run that asks it: a request in, typed records out.
-
-Also the list of tasks for the terminal: ``--benchmark lmms:list``.
-"""
+"""Runs the code of lmms-eval's tasks in child processes, and renders the list of tasks (``--benchmark lmms:list``)."""
 
 from __future__ import annotations
 
@@ -33,23 +30,22 @@ REMEDY = (
     + " in an environment "
     "of its own, see 'In lmms-eval' of pipeline/evaluate/README.md"
 )
-#: Folder below HF_HOME with TASK.parquet or TASK.jsonl, which replace a task's annotations on the hub.
+#: Folder below HF_HOME with TASK.parquet, .jsonl or .json files, which replace a task's annotations on the hub.
 ANNOTATIONS = "annotations"
-_ORDER = (FITS, IN_PART, UNKNOWN, NEEDS_JUDGE, UNFIT, UNLOADABLE)  # of the list of tasks
+_ORDER = (FITS, IN_PART, UNKNOWN, NEEDS_JUDGE, UNFIT, UNLOADABLE)  # order of the list of tasks
 _CHILD = "pipeline.evaluate.tasks.child"
-_LAST_LINES, _LAST_BYTES = 4, 4096  # of what a process said before it died
-_KEYS = ("KEY", "KEY_ID", "SECRET", "TOKEN")  # ends of names of variables that hold keys of services
+_LAST_LINES, _LAST_BYTES = 4, 4096  # limits of the output that the error of a failed process shows
+_KEYS = ("KEY", "KEY_ID", "SECRET", "TOKEN")  # name endings of variables that hold keys of services
 
 
 @dataclass(frozen=True)
 class TaskDocument:
-    """A document of a task: what is asked about which video; or its ``fault``, and then the rest is empty.
+    """A document of a task: a question about a video, or the fault for which it cannot be asked.
 
     Attributes:
         prompt: the whole text of the question.
-        video: the path of its video.
-        fields: its short texts and whole numbers, but not the right answer.
-        fault: kind and message, where it cannot be asked.
+        fields: the document's short texts and whole numbers, as texts, without the right answer.
+        fault: kind and message of the fault, all else is empty then; None if the document can be asked.
     """
 
     prompt: str = ""
@@ -59,7 +55,7 @@ class TaskDocument:
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> TaskDocument:
-        """Read a document as the process describes it."""
+        """Convert a document of the child process's answer; a document with a fault has no other content."""
         if fault := record.get("fault"):
             return cls(fault=(fault[0], fault[1]))
         return cls(record["prompt"], record["video"], record["fields"])
@@ -67,14 +63,13 @@ class TaskDocument:
 
 @dataclass(frozen=True)
 class DescribedTask:
-    """A task for one model type: how and what it asks.
+    """The documents and settings of a task, for one model type.
 
     Attributes:
-        version: of lmms-eval.
-        metric: whose number the tables show.
-        metrics: all that the task has.
-        settings: its ``generation_kwargs``.
-        documents: by their number.
+        version: the version of lmms-eval.
+        metric: the metric that tables show, METRIC or METRIC/PART.
+        settings: the task's ``generation_kwargs``.
+        documents: in the order of the task; the position of a document is its number.
     """
 
     version: str
@@ -85,18 +80,21 @@ class DescribedTask:
 
 
 class TaskProcess:
-    """Runs the code of one task in processes of its own, one for each call. Raises UsageError without lmms-eval.
+    """Runs the code of one task of lmms-eval: each call of a method starts a child process and waits for it.
 
     Args:
-        name: of the task.
-        metric: to be shown; None: the task's first.
-        model_type: whose prompts the task takes, where it has several.
-        home: HF_HOME, an absolute path: the task finds annotations and videos below it.
-        say: prints a line before each process, since importing lmms-eval takes seconds.
+        metric: the metric that tables show; None selects the first one for which more is better.
+        model_type: the model type whose prompts are used, if the task has prompts by model type.
+        home: HF_HOME of the task, an absolute path. A file ``annotations/NAME.parquet`` (.jsonl, .json) in it replaces
+            the task's data set.
+        say: prints a line before each process, because importing lmms-eval takes seconds.
     """
 
     def __init__(self, name: str, metric: str | None, model_type: str, home: Path, say: Say) -> None:
-        self._name, self._home, self._say = name, home, say
+        """Look for a local file of annotations; start nothing."""
+        self._name = name
+        self._home = home
+        self._say = say
         files = [home / ANNOTATIONS / f"{name}{suffix}" for suffix in (".parquet", ".jsonl", ".json")]
         rows = next((str(file) for file in files if file.is_file()), None)
         self._request = {"task": name, "metric": metric, "model_type": model_type, "rows": rows}
@@ -104,7 +102,9 @@ class TaskProcess:
     def describe(self) -> DescribedTask:
         """Return the task's documents and settings.
 
-        Raises UsageError for a task that cannot be asked or scored here.
+        Raises:
+            UsageError: lmms-eval is not installed, or the task cannot be asked or scored here.
+            RunFailed: the task's code ended the process.
         """
         self._say(f"reading the task {self._name} of lmms-eval")
         answer = run_child(self._request, self._home)
@@ -115,7 +115,7 @@ class TaskProcess:
         return DescribedTask(documents=documents, **answer)
 
     def _describe_remedy(self) -> str:
-        """Return what to do where the annotations cannot be loaded."""
+        """Return the end of an error message about annotations: the file that was read, or where they must be."""
         if rows := self._request["rows"]:
             return f". They were read from {rows}, which must have rows in the columns of the data set"
         return (
@@ -124,7 +124,19 @@ class TaskProcess:
         )
 
     def score(self, arms: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-        """Return the task's numbers for the replies of each arm: see ``LoadedTask.score``. Raises RunFailed."""
+        """Score the replies of each arm by the task's own rules, and return the task's numbers.
+
+        Args:
+            arms: label of an arm -> document number as text -> reply. All arms have the same documents.
+
+        Returns:
+            ``own`` (label -> metric -> number), ``scores`` of documents (None if the number is not their mean), and the
+            other keys that ``LoadedTask.score`` of ``child.py`` lists.
+
+        Raises:
+            UsageError: lmms-eval is not installed.
+            RunFailed: the task's code ended the process, or the task can no longer be loaded.
+        """
         n_replies = sum(map(len, arms.values()))
         self._say(f"scoring {n_replies:,} replies by the rules of {self._name}")
         answer = run_child({**self._request, "arms": arms}, self._home)
@@ -134,7 +146,12 @@ class TaskProcess:
 
 
 def list_tasks(say: Say) -> list[TaskFit]:
-    """Return the tasks of lmms-eval about videos, and how far they fit. Raises UsageError without lmms-eval."""
+    """Return the tasks of lmms-eval about videos with their fit, after a line to ``say``; takes a minute.
+
+    Raises:
+        UsageError: lmms-eval is not installed.
+        RunFailed: the child process died.
+    """
     _refuse_without_lmms_eval("list")
     say("reading the tasks of lmms-eval, which takes a minute")
     with tempfile.TemporaryDirectory(prefix="gstep-lmms-") as home:
@@ -142,7 +159,10 @@ def list_tasks(say: Say) -> list[TaskFit]:
 
 
 def render_tasks(tasks: Sequence[TaskFit]) -> RenderableType:
-    """Return a table for each fit. Tasks of a folder that do not fit for the same reason share a row."""
+    """Return a line with counts and a table per fit, the best fit first.
+
+    Tasks of the same folder with the same fit and reason share a row.
+    """
     ordered = sorted(tasks, key=lambda task: (_ORDER.index(task.fit), task.folder, task.reason, task.name))
     counts = Counter(task.fit for task in tasks)
     parts: list[RenderableType] = [
@@ -162,9 +182,15 @@ def render_tasks(tasks: Sequence[TaskFit]) -> RenderableType:
 
 
 def run_child(request: Mapping[str, Any], home: Path) -> dict[str, Any]:
-    """Run the process on a request, with HF_HOME at ``home``, and return its answer.
+    """Run the child process on a request, wait for it, and return its answer, which may be a ``refusal``.
 
-    Raises UsageError without lmms-eval, and RunFailed with the last lines that the process printed if it dies.
+    Args:
+        request: what :mod:`pipeline.evaluate.tasks.child` reads; {} asks for the list of tasks.
+        home: HF_HOME of the process.
+
+    Raises:
+        UsageError: lmms-eval is not installed.
+        RunFailed: the process failed or wrote no answer. The message has the last lines that it printed.
     """
     _refuse_without_lmms_eval(request.get("task", "list"))
     with tempfile.TemporaryDirectory(prefix="gstep-lmms-") as name:
@@ -183,33 +209,35 @@ def run_child(request: Mapping[str, Any], home: Path) -> dict[str, Any]:
         if done.returncode == 0 and result.is_file():
             answer: dict[str, Any] = json.loads(result.read_text())
             return answer
-        said = "\n  ".join(_read_end(log).splitlines()[-_LAST_LINES:])
-        raise RunFailed(f"lmms:{request.get('task', 'list')}: its code ended with {done.returncode}:\n  {said}")
+        last_lines = "\n  ".join(_read_end(log).splitlines()[-_LAST_LINES:])
+        raise RunFailed(f"lmms:{request.get('task', 'list')}: its code ended with {done.returncode}:\n  {last_lines}")
 
 
 def _read_end(log: Path) -> str:
-    """Return the end of a log, which may be long."""
+    """Return the last ``_LAST_BYTES`` bytes of a log as text."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LAST_BYTES))
         return file.read().decode(errors="replace")
 
 
 def _refuse_without_lmms_eval(task: str) -> None:
-    """Raise UsageError if this environment has no lmms-eval."""
+    """Raise UsageError, with the way to install it, if lmms-eval is not installed."""
     if find_spec("lmms_eval") is None:
         raise UsageError(f"--benchmark lmms:{task}: {REMEDY}")
 
 
 def _make_environment(home: Path, cache: Path | None = None) -> dict[str, str]:
-    """Return the environment of the process: HF_HOME as it is named, and nothing of Hugging Face downloaded.
+    """Return the child's environment variables: those of this process, offline, with HF_HOME and without service keys.
 
-    Keys of services are withheld, since not all code of tasks reaches them through Python's sockets. ``cache`` is the
-    folder for converted annotations; None: it is below HF_HOME.
+    Keys are replaced because not all code of tasks uses Python's sockets, which the child blocks.
+
+    Args:
+        cache: folder for annotations that the datasets library converts; None is its default below HF_HOME.
     """
-    root = str(Path(__file__).parents[3])  # the clone or site-packages that this module is from
+    root = str(Path(__file__).parents[3])  # the clone or site-packages that contains this module
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
-    # Each stays, as clients of services are not made without.
+    # The variables stay set, because clients of services cannot be created without them.
     withheld = {name: "withheld" for name in os.environ if name.endswith(_KEYS)}
     cached = {} if cache is None else {"HF_DATASETS_CACHE": str(cache)}
     return {**os.environ, **withheld, **offline, **cached, "HF_HOME": str(home), "PYTHONPATH": paths}

@@ -1,6 +1,6 @@
-"""A request of lmms-eval as a question of jobs.generate, and the cached video that its document is about.
+"""Converts requests of lmms-eval to questions of jobs.generate, and finds the cached video of a document.
 
-The prompt stays as it came. The video follows from the document's fields alone, as no file has to be there.
+Prompts stay unchanged. The video is found by the document's fields alone, so no video file needs to exist.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pipeline.inputs.listings import VIDEO_SUFFIXES
 from pipeline.rows import JsonObject
 
 MAX_NEW_TOKENS = 1024  # the default of lmms-eval's llava_onevision for tasks without a setting
-# lmms-eval gives this stop text to every task that has none of its own. Its models do not stop there: simple classes
-# of Qwen remove it, and the classes of LLaVA-OneVision and of chat models ignore all stop texts.
+# lmms-eval gives this stop text to every task that has none of its own. Its models do not stop there: the simple
+# classes of Qwen remove it, and the classes of LLaVA-OneVision and of chat models ignore all stop texts.
 _EVERY_TASKS = "\n\n"
 LMMS_SCHEMA = pa.schema([*QUESTION_SCHEMA, pa.field("task", pa.string()), pa.field("doc_id", pa.int64())])
 _KNOWN_NAMES = ("max_new_tokens", "temperature", "top_p", "top_k", "do_sample", "num_beams", "until")
@@ -30,11 +30,11 @@ _KNOWN_NAMES = ("max_new_tokens", "temperature", "top_p", "top_k", "do_sample", 
 
 @dataclass(frozen=True)
 class LmmsQuestion:
-    """A question as a task asks it.
+    """A question of a task of lmms-eval.
 
     Attributes:
-        key: what its document calls the video.
-        until: the reply ends before the first of these texts.
+        key: the text by which the document names its video.
+        until: stop texts; the reply ends before the first of them.
     """
 
     question_id: str
@@ -47,11 +47,11 @@ class LmmsQuestion:
 
     @property
     def where(self) -> str:
-        """The task and document, for error messages."""
+        """The task and document number, for error messages."""
         return f"task {self.task}, document {self.doc_id}"
 
     def row(self, video_id: str, system: str | None) -> JsonObject:
-        """Return the question as a row of LMMS_SCHEMA."""
+        """Return the question about a cached video as a row of LMMS_SCHEMA."""
         return {
             "question_id": self.question_id,
             "video_ids": [video_id],
@@ -63,12 +63,12 @@ class LmmsQuestion:
 
 
 def cut_reply(answer: str, stops: Iterable[str]) -> str:
-    """Return an answer up to the first of the texts that end it."""
+    """Return the part of an answer before the first stop text in it; the whole answer if it has none."""
     return min((answer.partition(stop)[0] for stop in stops), key=len, default=answer)
 
 
 def make_unique(names: Iterable[str]) -> list[str]:
-    """Make names unique: append a number to a repeated one, because a task may ask a question several times."""
+    """Return the names in order, with "#1", "#2", ... appended to repetitions, since a task may repeat a question."""
     counts = Counter[str]()
     names_out = []
     for name in names:
@@ -80,23 +80,24 @@ def make_unique(names: Iterable[str]) -> list[str]:
 def make_question(
     question_id: str, task: str, doc_id: int, key: str, prompt: str, settings: Mapping[str, Any], seed: int = 0
 ) -> LmmsQuestion:
-    """Convert a request of lmms-eval to a question.
+    """Convert a request of lmms-eval to a question, with a seed derived from the run's ``seed`` and ``question_id``.
 
     Args:
         key: the text by which the document names its video.
         settings: the request's ``generation_kwargs``.
-        seed: of the run; the question's own seed follows from it and ``question_id``.
 
-    Raises UsageError for settings that are not understood.
+    Raises:
+        UsageError: a setting is unknown, or its value is not supported.
     """
     decoding, stops = read_settings(task, settings, derive_seed(seed, question_id))
     return LmmsQuestion(question_id, task, doc_id, key, prompt, decoding, stops)
 
 
 def read_settings(task: str, settings: Mapping[str, Any], seed: int = 0) -> tuple[Decoding, tuple[str, ...]]:
-    """Convert a task's ``generation_kwargs`` to options of decoding, with ``seed``, and the texts that end a reply.
+    r"""Convert a task's ``generation_kwargs`` to decoding options and stop texts, without lmms-eval's default "\n\n".
 
-    Raises UsageError for settings that are not understood.
+    Raises:
+        UsageError: a setting is unknown, or its value is not supported. The message names the task.
     """
     try:
         return _decoding(settings, seed), _stops(settings)
@@ -105,10 +106,14 @@ def read_settings(task: str, settings: Mapping[str, Any], seed: int = 0) -> tupl
 
 
 def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
-    """Convert a task's settings to decoding options: greedy without ``do_sample`` or a temperature above 0.
+    """Convert a task's settings to decoding options; settings that are None count as absent.
 
-    ``do_sample`` decides if both are there; its temperature is 1 by default. Raises ValueError for an unknown setting,
-    or several beams.
+    Decoding samples if ``do_sample`` is true or, without ``do_sample``, if the temperature is above 0; the default
+    temperature is then 1. Otherwise it is greedy.
+
+    Raises:
+        ValueError: a setting is unknown or out of range, or ``num_beams`` is not 1.
+        TypeError: a value is not a number.
     """
     given_settings = {name: value for name, value in settings.items() if value is not None}
     if unknown := [name for name in given_settings if name not in _KNOWN_NAMES]:
@@ -126,7 +131,12 @@ def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
 
 
 def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a task's stop strings without the string that lmms-eval adds to every task. Raises ValueError."""
+    r"""Return the stop texts in ``until`` (a text, a list or None), without empty ones and lmms-eval's default "\n\n".
+
+    Raises:
+        ValueError: an item is not text.
+        TypeError: ``until`` is not iterable.
+    """
     stops = settings.get("until") or []
     stops = [stops] if isinstance(stops, str) else list(stops)
     if not all(isinstance(stop, str) for stop in stops):
@@ -134,18 +144,22 @@ def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stop for stop in stops if stop and stop != _EVERY_TASKS)
 
 
-#: Fields that name a video: of VideoME, LongVideoBench, MLVU, EgoSchema, and MVBench, whose tasks have a folder each.
+#: Fields that name a video, in VideoMME, LongVideoBench, MLVU, EgoSchema, and MVBench, where each task has a folder.
 FIELDS = ("videoID", "video_path", "video_name", "video_idx", "video")
 
 
 def video_key(doc: JsonObject, template: str | None = None, folder: str | None = None) -> str:
-    """Return the video that a document names: a path or the end of a path, with or without the suffix.
+    """Return the text by which a document names its video: a path or the end of a path, with or without its suffix.
+
+    Without a template, it is the first field of FIELDS that holds text.
 
     Args:
-        template: the id with fields of the document in braces, for tasks that name videos in another way.
-        folder: the task's folder of videos, for the field "video" alone; file names repeat between folders.
+        template: the id with fields of the document in braces, such as ``data/{clip}.mp4``.
+        folder: the folder of the task's videos, put before the field "video" (not others), because file names repeat
+            between folders.
 
-    Raises UsageError if the document has no field that names a video, or not the fields of the template.
+    Raises:
+        UsageError: no field names a video, or the template is malformed or uses a field that the document lacks.
     """
     if template is not None:
         try:
@@ -165,14 +179,17 @@ def video_key(doc: JsonObject, template: str | None = None, folder: str | None =
 
 
 class CachedIds:
-    """The ids of a cache, by the ends of their paths; ``failed`` has the error class of those that failed there.
+    """An index of a cache's video ids by the ends of their paths.
 
-    An id is a path below the folder that was pruned, which may be the one that a task's paths start from or any above
-    it. So a key means the id that equals it, or ends with "/" and it; either without its suffix.
+    The ids may be longer than the paths in a task, depending on the folder that was pruned. A key matches an id that
+    equals it or ends with "/" and the key. The key may lack the suffix of the video file.
+
+    Attributes:
+        failed: the error class of each video that failed in the cache, by id.
     """
 
     def __init__(self, ok: Iterable[str], failed_ids: Mapping[str, str]) -> None:
-        """Index the ids by file name: ``ok``, the ids with tokens, and ``failed_ids``, with their error class."""
+        """Index the ids of videos with tokens (``ok``) and those of failed videos, which map to their error class."""
         self.failed = failed_ids
         self._ids = {*ok, *failed_ids}
         self._by_name: dict[str, list[str]] = defaultdict(list)
@@ -181,13 +198,16 @@ class CachedIds:
                 self._by_name[name].append(video_id)
 
     def near(self, key: str) -> str:
-        """Return ``"; did you mean A?"`` with the ids nearest to a key that means none, or ""."""
+        """Return ``"; did you mean A, B?"`` with up to three ids similar to a key that matches none; "" if none is."""
         return did_you_mean_id(key, pa.chunked_array([sorted(self._ids)], pa.string()))
 
     def find(self, key: str) -> str | None:
-        """Return the id of the cached video that a key means, or None. Raise UsageError if it may be several.
+        """Return the id that a key matches, or None.
 
-        A failed id counts only if no id with tokens fits.
+        An id that equals the key wins, even a failed one. Otherwise failed ids count only if no id with tokens matches.
+
+        Raises:
+            UsageError: the key matches several ids. The remedy names the option ``video_id`` of ``--model_args``.
         """
         path = str(PurePosixPath(key))
         ids = [key] if key in self._ids else self._find_by_ending(path)
@@ -200,7 +220,7 @@ class CachedIds:
         return good[0] if good else None
 
     def _find_by_ending(self, ending: str) -> list[str]:
-        """Return the ids of which a path ends with ``ending``."""
+        """Return the sorted ids that equal ``ending`` or end with "/" and ``ending``, with or without their suffix."""
         return [
             video_id
             for video_id in self._by_name.get(PurePosixPath(ending).name, ())
@@ -209,6 +229,6 @@ class CachedIds:
 
 
 def _paths(video_id: str) -> tuple[str, ...]:
-    """Return the id, and the id without the suffix of a video file."""
+    """Return the id and, if it has the suffix of a video file, also the id without the suffix."""
     bare, dot, suffix = video_id.rpartition(".")
     return (video_id, bare) if bare and f"{dot}{suffix}".lower() in VIDEO_SUFFIXES else (video_id,)

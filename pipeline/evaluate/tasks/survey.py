@@ -1,7 +1,7 @@
-"""Which tasks of lmms-eval fit, as far as their settings and the code of their modules tell; no data is read.
+"""Judges which tasks of lmms-eval fit, by their settings and code; no data is read.
 
 This runs in the process that imports lmms-eval (:mod:`pipeline.evaluate.tasks.child`). What a function of a task uses
-is read from its compiled code, through the functions of lmms-eval that it calls.
+is read from its compiled code, including the functions of lmms-eval that it calls.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from typing import Any
 FITS, IN_PART, UNKNOWN = "fits", "fits in part", "unknown until its data is here"
 NEEDS_JUDGE, UNFIT, UNLOADABLE = "needs a judge", "does not fit", "cannot be loaded here"
 
-# Packages that talk to a server; lmms_eval.llm_judge chooses among them.
+# Packages that talk to a server; lmms_eval.llm_judge uses several of them.
 _JUDGES = (
     *("aiohttp", "anthropic", "dashscope", "google.genai", "google.generativeai", "httpx", "litellm"),
     *("lmms_eval.llm_judge", "openai", "requests", "urllib.request", "zhipuai"),
 )
-# Names of code that shows images or frames, instead of the path of one video.
+# Names in code that returns images or frames instead of the path of one video.
 _MEDIA = frozenset({"VideoReader", "VideoCapture", "cv2", "decord", "convert"})
 
 
 @dataclass(frozen=True)
 class TaskFit:
-    """How far a task fits.
+    """How well a task fits.
 
     Attributes:
-        name: of the task.
-        folder: of lmms-eval's tasks that it is in.
-        fit: one of the constants of this module.
-        reason: why it does not fit wholly; "" where it does.
-        metrics: their names.
+        folder: its folder below lmms-eval's ``tasks``.
+        fit: one of the constants of this module, such as FITS.
+        reason: why it does not fit completely; "" for FITS.
+        metrics: the names of its metrics.
     """
 
     name: str
@@ -48,9 +47,10 @@ class TaskFit:
 
 
 def survey_tasks(manager: Any) -> Iterator[TaskFit]:
-    """Yield the tasks about videos of an lmms_eval.tasks.TaskManager, by name.
+    """Yield the fit of each task about videos, in the order of the ``lmms_eval.tasks.TaskManager``.
 
-    The modules of tasks are imported. One that cannot be imported is named if its settings are about videos.
+    The modules of the tasks are imported. A task whose module fails is UNLOADABLE, or left out if neither its settings
+    nor its name mention video.
     """
     from lmms_eval.utils import load_yaml_config  # noqa: PLC0415 - seconds
 
@@ -61,7 +61,7 @@ def survey_tasks(manager: Any) -> Iterator[TaskFit]:
             config = load_yaml_config(file, mode="full")
             judgement = judge_task(config)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the code of a task
-            config = {}  # without the functions that it names, if it can be read so
+            config = {}  # or the settings without their functions, if these can be read
             with suppress(Exception, SystemExit):
                 config = load_yaml_config(file, mode="simple")
             is_video = (config.get("dataset_kwargs") or {}).get("video") or "video" in name
@@ -72,10 +72,13 @@ def survey_tasks(manager: Any) -> Iterator[TaskFit]:
 
 
 def judge_task(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return how far a task fits, and why not wholly; None for a task that is not about videos.
+    """Return (fit, reason) of a task, or None if neither its settings nor its ``doc_to_visual`` mention video.
+
+    UNFIT follows from its settings. A judge that makes every result or the first metric gives NEEDS_JUDGE, a judge for
+    some replies or metrics IN_PART, and code that may show images or frames UNKNOWN; the reason for FITS is "".
 
     Args:
-        config: its settings, with the functions that they name.
+        config: the task's settings, with the functions that they name.
     """
     shows = list(_walk(config.get("doc_to_visual")))
     words = {word for function in shows for word in (function.__name__, *_list_words(function.__code__))}
@@ -101,10 +104,13 @@ def judge_task(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def check_settings(config: Mapping[str, Any]) -> str:
-    """Return why a task is not asked by one prompt and one reply a document; "" if it is."""
+    """Return why a task is not asked by one prompt with one reply per document; "" if it is.
+
+    Reasons are another output type, examples before the question, repeated questions, and a class of its own.
+    """
     output_type = config.get("output_type") or "generate_until"
     if output_type != "generate_until":
-        return f"it is of the type {output_type}"
+        return f"its output_type is {output_type}"
     if config.get("num_fewshot"):
         return "it shows examples before each question"
     if (config.get("repeats") or 1) > 1:
@@ -113,7 +119,13 @@ def check_settings(config: Mapping[str, Any]) -> str:
 
 
 def _walk(function: Any, seen: set[Any] | None = None) -> Iterator[FunctionType]:
-    """Yield a function, the function of a ``partial``, or the methods of a class, and what they call of lmms-eval."""
+    """Yield a function and all functions of lmms-eval that it uses, each once.
+
+    Args:
+        function: a function, ``partial``, bound method, or a class, of which all methods are walked; nothing for
+            others.
+        seen: what was walked before; extended in place.
+    """
     seen = set() if seen is None else seen
     function = getattr(function, "func", getattr(function, "__func__", function))
     if not isinstance(function, FunctionType | type) or function in seen:
@@ -132,13 +144,13 @@ def _walk(function: Any, seen: set[Any] | None = None) -> Iterator[FunctionType]
 
 
 def _find_source(value: FunctionType | type) -> str:
-    """Return the file of a function, or of the methods of a class; "" if it has none that are written in Python."""
+    """Return the source file of a function, or of the first Python method of a class; "" if there is none."""
     functions = [value] if isinstance(value, FunctionType) else vars(value).values()
-    return next((one.__code__.co_filename for one in functions if isinstance(one, FunctionType)), "")
+    return next((member.__code__.co_filename for member in functions if isinstance(member, FunctionType)), "")
 
 
 def _list_names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function uses, those of functions in it too."""
+    """Yield the global and attribute names that a function uses, also those of functions inside it."""
     yield from code.co_names
     for value in code.co_consts:
         if isinstance(value, CodeType):
@@ -146,7 +158,7 @@ def _list_names(code: CodeType) -> Iterator[str]:
 
 
 def _list_words(code: CodeType) -> Iterator[str]:
-    """Yield the names and the texts in a function."""
+    """Yield the names and the text constants in a function, also those of functions directly inside it."""
     yield from _list_names(code)
     for value in code.co_consts:
         if isinstance(value, str):
@@ -156,18 +168,18 @@ def _list_words(code: CodeType) -> Iterator[str]:
 
 
 def _find_judge(function: Any) -> str | None:
-    """Return the package by which a function, or what it calls, talks to a server."""
+    """Return the package through which a function, or code that it calls, talks to a server; None if it does not."""
     return next((judge for called in _walk(function) for judge in _list_judges(called).values()), None)
 
 
 def _list_judges(function: FunctionType) -> dict[str, str]:
-    """Return the names in a function that stand for packages which talk to a server, with the packages."""
+    """Map each name in a function that refers to a package which talks to a server to that package."""
     judges = {}
     for name in _list_names(function.__code__):
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType):
             module = value.__name__
-        else:  # a class, a function or an object of such a package; or the name of an import in the function
+        else:  # a class, function or object of such a package, or a name that the function itself imports
             module = name if value is None else str(getattr(value, "__module__", None) or type(value).__module__)
         if judge := next((judge for judge in _JUDGES if f"{module}.".startswith(f"{judge}.")), None):
             judges[name] = judge
@@ -175,7 +187,10 @@ def _list_judges(function: FunctionType) -> dict[str, str]:
 
 
 def _asks_in_branches(rule: Any) -> bool:
-    """Return True if a rule asks a judge only behind conditions: other replies are decided before."""
+    """Return True if a rule uses judges only inside ``if`` (or its condition), and decides other replies by itself.
+
+    False if its source cannot be read, or names no judge.
+    """
     function = getattr(rule, "func", rule)
     asking = set(_list_judges(function))
     for name in _list_names(function.__code__):

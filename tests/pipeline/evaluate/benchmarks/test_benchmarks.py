@@ -370,7 +370,7 @@ def test_own_videos_are_looked_for_below_the_data_folder_and_nowhere_else(tmp_pa
         ({"answer": None}, "question 8: answer is missing: a choice, its letter or its index"),
         ({"split": ["x"]}, "question 8: split must be text"),
         ({"cluster": True}, "question 8: cluster must be text"),
-        ({"system": "Be brief."}, "question 8: system, max_new_tokens, temperature, top_p, top_k and seed are of jobs"),
+        ({"system": "Be brief."}, "question 8: system, max_new_tokens, temperature, top_p, top_k and seed are for"),
     ],
 )
 def test_what_is_wrong_with_a_row_of_ones_own_is_said_with_its_place(tmp_path, row, said):

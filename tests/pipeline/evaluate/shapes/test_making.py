@@ -133,12 +133,13 @@ def test_a_video_is_made_for_whoever_names_its_split_and_a_length_that_there_is(
         assert not set(SEEDS[one]) & set(SEEDS[other])
     assert make_video(TEST[0], split="test").seed == TEST[0]
     for split in ("train", "development"):
-        with pytest.raises(ValueError, match=f"seed {TEST[0]} is of the test videos; those of split='{split}' are"):
+        message = f"seed {TEST[0]} belongs to the test split; the seeds of split='{split}' are"
+        with pytest.raises(ValueError, match=message):
             make_video(TEST[0], split=split)
     with pytest.raises(TypeError, match="split"):
         make_video(SEEDS["train"][0])
     for seed in (-1, 0, SEEDS["train"].stop, TEST.stop):
-        with pytest.raises(ValueError, match=f"seed {seed} is of no split"):
+        with pytest.raises(ValueError, match=f"seed {seed} belongs to no split"):
             check_seed(seed, "train")
     with pytest.raises(ValueError, match="videos have 8, 16, 32 frames, got 12"):
         make_video(TRAIN[0], split="train", n_frames=12)

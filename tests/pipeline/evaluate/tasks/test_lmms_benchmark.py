@@ -259,7 +259,7 @@ def test_the_metric_is_the_first_of_which_more_is_better():
     with pytest.raises(child.Refusal, match="less is better for loss"):
         task._choose_metric("loss")
     task._aggregations = {"loss": None}
-    with pytest.raises(child.Refusal, match="of none of its metrics more is better"):
+    with pytest.raises(child.Refusal, match="less is better for all of its metrics"):
         task._choose_metric(None)
 
 
