@@ -32,7 +32,7 @@ def work_dtype(tokens: Tensor) -> torch.dtype:
     return torch.float64 if tokens.dtype == torch.float64 else torch.float32
 
 
-def working_scale(tokens: Tensor) -> float:
+def compute_working_scale(tokens: Tensor) -> float:
     """Compute a power of two such that squares of ``tokens`` times this factor neither overflow nor vanish.
 
     The factor is 1.0 if the largest magnitude is 0 or between about 2^-40 and 2^40 (2^-300 and 2^300 for float64).
@@ -44,17 +44,17 @@ def working_scale(tokens: Tensor) -> float:
     return 1.0 if abs(exponent) <= safe else 2.0 ** max(-furthest, min(furthest, -exponent))
 
 
-def working_copy(tokens: Tensor) -> Tensor:
+def scale_to_work_dtype(tokens: Tensor) -> Tensor:
     """Convert ``tokens``, of any shape, to their work dtype and multiply them by their working scale.
 
     The input itself is returned if it needs neither.
     """
-    scale = working_scale(tokens)
+    scale = compute_working_scale(tokens)
     tokens = tokens.to(work_dtype(tokens))
     return tokens if scale == 1.0 else tokens * scale
 
 
-def row_factors(tokens_MD: Tensor) -> Tensor | None:
+def compute_row_factors(tokens_MD: Tensor) -> Tensor | None:
     """Compute a power of two for each row that keeps the row's squares in the range of float32: [M] float64, or None.
 
     A row whose largest magnitude is below 2^-41 or at least 2^40 gets the factor that brings this magnitude into [1/2,
@@ -71,12 +71,12 @@ def row_factors(tokens_MD: Tensor) -> Tensor | None:
     return torch.where(far_M, power_M, 1.0)
 
 
-def level_copy(tokens_MD: Tensor) -> Tensor:
-    """Convert ``tokens_MD`` to their work dtype and multiply each row by its factor from ``row_factors``.
+def scale_extreme_rows(tokens_MD: Tensor) -> Tensor:
+    """Convert ``tokens_MD`` to their work dtype and multiply each row by its factor from ``compute_row_factors``.
 
     The input itself is returned if it needs neither.
     """
-    return scale_rows(tokens_MD, row_factors(tokens_MD))
+    return scale_rows(tokens_MD, compute_row_factors(tokens_MD))
 
 
 def scale_rows(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
@@ -88,7 +88,7 @@ def scale_rows(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
     return tokens_MD.to(dtype) if factor_M is None else (tokens_MD.double() * factor_M[:, None]).to(dtype)
 
 
-def row_slices(rows: Tensor) -> Iterator[slice]:
+def iter_row_slices(rows: Tensor) -> Iterator[slice]:
     """Yield slices of the first axis, so small that float64 intermediates fit a CPU's cache or spare GPU memory.
 
     A slice has at least one row, and otherwise at most 2^20 elements on a CPU or 2^25 on a GPU.
@@ -98,7 +98,7 @@ def row_slices(rows: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
-def float64_copy(tokens: Tensor) -> Tensor:
+def copy_to_float64(tokens: Tensor) -> Tensor:
     """Return a contiguous float64 copy of ``tokens`` that never shares memory with them, for work in place."""
     return tokens.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
 
@@ -108,7 +108,7 @@ def floor_distance(distance: Tensor) -> Tensor:
     return distance.masked_fill(distance < ZERO_DISTANCE, 0.0)
 
 
-def frame_mean(tokens_TND: Tensor) -> Tensor:
+def compute_frame_means(tokens_TND: Tensor) -> Tensor:
     """Compute the semantic center of each frame, Eq. (2): [T,N,D] -> [T,D] float64.
 
     The mean is relative to the frame's first token, so that the center of identical tokens is exactly that token.
@@ -116,10 +116,10 @@ def frame_mean(tokens_TND: Tensor) -> Tensor:
     n_frames, _, hidden = tokens_TND.shape
     mean_TD = tokens_TND.new_empty(n_frames, hidden, dtype=torch.float64)
     width = hidden if tokens_TND.is_cuda else _COLUMNS
-    for frames in row_slices(tokens_TND):
+    for frames in iter_row_slices(tokens_TND):
         for start in range(0, hidden, width):  # a whole frame would not fit in a core's cache
             columns = slice(start, start + width)
-            part_TNC = float64_copy(tokens_TND[frames, :, columns])
+            part_TNC = copy_to_float64(tokens_TND[frames, :, columns])
             first_TC = part_TNC[:, 0].clone()
             mean_TD[frames, columns] = part_TNC.sub_(first_TC[:, None]).mean(dim=1).add_(first_TC)
     return mean_TD
@@ -139,9 +139,11 @@ def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
     """
     deviation_TN = mean_TD.new_empty(tokens_TND.shape[:2])
     norm_TN = torch.empty_like(deviation_TN)
-    for frames in row_slices(tokens_TND):
-        for rows in row_slices(tokens_TND[frames].transpose(0, 1)):  # a large frame is processed a few tokens at a time
-            part_TRD = float64_copy(tokens_TND[frames, rows])
+    for frames in iter_row_slices(tokens_TND):
+        for rows in iter_row_slices(
+            tokens_TND[frames].transpose(0, 1)
+        ):  # a large frame is processed a few tokens at a time
+            part_TRD = copy_to_float64(tokens_TND[frames, rows])
             norm_TN[frames, rows] = torch.linalg.vector_norm(part_TRD, dim=-1)
             deviation_TN[frames, rows] = torch.linalg.vector_norm(part_TRD.sub_(mean_TD[frames, None]), dim=-1)
     largest_T1 = deviation_TN.amax(dim=1, keepdim=True)
@@ -155,14 +157,14 @@ def describe_frames(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The centers [T,D], multiplied by the tokens' working scale, and the spatial density [T,N], both float64.
     """
-    scale = working_scale(tokens_TND)
+    scale = compute_working_scale(tokens_TND)
     dtype = work_dtype(tokens_TND)
     # Allocated before the loop: results allocated between the temporaries of a slice would keep their memory in use.
     mean_TD = tokens_TND.new_empty(tokens_TND[:, 0].shape, dtype=torch.float64)
     spatial_TN = tokens_TND.new_empty(tokens_TND.shape[:2], dtype=torch.float64)
-    for frames in row_slices(tokens_TND):  # scaled slice by slice; a copy of all tokens would double the memory
+    for frames in iter_row_slices(tokens_TND):  # scaled slice by slice; a copy of all tokens would double the memory
         part_TND = tokens_TND[frames] if scale == 1.0 else tokens_TND[frames].to(dtype) * scale
-        mean_TD[frames] = frame_mean(part_TND)
+        mean_TD[frames] = compute_frame_means(part_TND)
         spatial_TN[frames] = spatial_density(part_TND, mean_TD[frames])
     return mean_TD, spatial_TN
 
@@ -187,7 +189,7 @@ def distance_of_products(product: Tensor, norm_a: Tensor, norm_b: Tensor) -> Ten
     return floor_distance(torch.where((norm_a == 0) & (norm_b == 0), 0.0, 1 - cosine))
 
 
-def centred_change(mean_TD: Tensor) -> Tensor:
+def compute_change_curve(mean_TD: Tensor) -> Tensor:
     """Compute the raw change curve c, Eq. (4), [T,D] -> [T]: each frame center's mean cosine distance to its neighbors.
 
     The first and the last frame have one neighbor. A single frame has none and gets 0.
@@ -221,7 +223,7 @@ def box_kernel(radius: int | None = None) -> Tensor:
     return torch.full((taps,), 1.0 / taps, dtype=torch.float64, device="cpu")
 
 
-def source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:
+def map_to_source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:
     """Map each frame position, inside or outside [0, T), to the frame that the boundary rule puts there.
 
     Args:
@@ -253,7 +255,7 @@ def smooth(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> T
     frame_T1 = torch.arange(n_frames, device=change_T.device)[:, None]
     position_TK = frame_T1 + torch.arange(-radius, radius + 1, device=change_T.device)
     # For zero and renorm, positions are clamped here too; values outside are masked below.
-    smoothed_TK = change_T[source_frame(position_TK, n_frames, boundary)] * kernel_K
+    smoothed_TK = change_T[map_to_source_frame(position_TK, n_frames, boundary)] * kernel_K
     if boundary not in ("zero", "renorm"):
         return smoothed_TK.sum(dim=1)
     inside_TK = (position_TK >= 0) & (position_TK < n_frames)
@@ -261,7 +263,7 @@ def smooth(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> T
     return smoothed_T / (inside_TK * kernel_K).sum(dim=1) if boundary == "renorm" else smoothed_T
 
 
-def mean_normalise(smoothed_T: Tensor, eps: float = 1e-6) -> Tensor:
+def normalize_by_mean(smoothed_T: Tensor, eps: float = 1e-6) -> Tensor:
     """Divide by the mean, Eq. (7): b / (mean(b) + eps), for a tensor of any shape; a tensor of zeros stays zero."""
     return smoothed_T / (smoothed_T.mean() + eps)
 
@@ -287,12 +289,12 @@ def temporal_density(
     """
     if len(mean_TD) == 1:
         return mean_TD.new_ones(1)
-    curve_T = centred_change(mean_TD)
+    curve_T = compute_change_curve(mean_TD)
     if smoothing == "gaussian":
         curve_T = smooth(curve_T, gaussian_kernel(sigma, radius), boundary)
     elif smoothing == "box":
         curve_T = smooth(curve_T, box_kernel(radius), boundary)
-    return mean_normalise(curve_T, eps)
+    return normalize_by_mean(curve_T, eps)
 
 
 def fuse(temporal_T: Tensor, spatial_TN: Tensor, fusion: str = "full") -> Tensor:

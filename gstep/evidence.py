@@ -5,7 +5,8 @@ the evidence that it needs from the vision encoder in ``Pruner.sources``; a mode
 compute in ``ModelFamily.gives``. Evidence is float32, with the axes of :data:`EVIDENCE_SHAPES`.
 
 Evidence is requested as a mapping from label to source. The label is the name of the evidence, or ``<name>_<source>``
-(:func:`make_label`) if the same name is requested from several sources. :func:`name_of` converts a label to the name.
+(:func:`make_label`) if the same name is requested from several sources. :func:`get_evidence_name` converts a label to
+the name.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SOURCES: Mapping[str, str] = {
 PER_FRAME = frozenset({"frame_feature"})
 
 
-def is_per_frame(label: str) -> bool:
+def is_frame_evidence(label: str) -> bool:
     """Return True if evidence with this label has one value per frame instead of one per token."""
     return any(label == name or label.startswith(f"{name}_") for name in PER_FRAME)
 
@@ -59,14 +60,14 @@ def make_label(name: str, source: str) -> str:
     return f"{name}_{source}"
 
 
-def name_of(label: str, source: str) -> str:
+def get_evidence_name(label: str, source: str) -> str:
     """Return the name of evidence: ``label`` without the suffix ``_<source>``, if it has this suffix."""
     return label.removesuffix(f"_{source}")
 
 
 def name_source_pairs(evidence: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     """Convert a mapping of evidence, label -> source, to the set of (name, source) pairs."""
-    return frozenset((name_of(label, source), source) for label, source in evidence.items())
+    return frozenset((get_evidence_name(label, source), source) for label, source in evidence.items())
 
 
 def describe_evidence(evidence: Mapping[str, str]) -> str:

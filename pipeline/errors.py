@@ -372,7 +372,7 @@ def describe_near(wrong: str, near: str) -> str:
     return f"{near} (it differs only by its Unicode form, {form}: {near!a})"
 
 
-def count_of(n: int, noun: str) -> str:
+def format_count(n: int, noun: str) -> str:
     """Format a number with its noun, in the plural unless the number is 1: ``"1 video"``, ``"2,000 videos"``."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{n:,} {noun if n == 1 else plural}"

@@ -15,7 +15,7 @@ ROWS_AT_ONCE = 2**16  # rows that are converted to Python objects at a time
 _SAMPLE_BYTES = 2**14  # bytes of each of the three pieces that stand for a file
 
 
-def keys_of(texts: pa.Array | pa.ChunkedArray) -> Keys:
+def hash_texts(texts: pa.Array | pa.ChunkedArray) -> Keys:
     """Hash each text to 128 bits.
 
     Among 10^8 different texts, the probability that any two share a key is 10^-23.
@@ -115,7 +115,7 @@ def find(keys: Keys, high: Keys, low: Keys) -> NDArray[np.int64]:
 
 def column_keys(texts: pa.ChunkedArray) -> Keys:
     """Hash each text of a chunked column to 128 bits, [n, 2] uint64; an empty column gives [0, 2]."""
-    return np.concatenate([np.empty((0, 2), np.uint64), *map(keys_of, parts_of(texts))])
+    return np.concatenate([np.empty((0, 2), np.uint64), *map(hash_texts, parts_of(texts))])
 
 
 def find_repeated(keys: Keys, is_late: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:

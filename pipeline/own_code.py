@@ -75,7 +75,7 @@ def is_comparable(code: str | None) -> bool:
     return code is not None and code.startswith(_FORM)
 
 
-def file_of(kind: type) -> str:
+def find_class_file(kind: type) -> str:
     """Return the path of the file that defines a class, or "module NAME" if its module has no file."""
     return str(getattr(sys.modules.get(kind.__module__), "__file__", None) or f"module {kind.__module__}")
 

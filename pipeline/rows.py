@@ -16,7 +16,7 @@ from pipeline.errors import (
     QuestionFault,
     QuestionFaultClass,
     VideoFault,
-    count_of,
+    format_count,
     printable,
 )
 
@@ -330,9 +330,9 @@ def describe_frames(row: VideoRow) -> str:
     n_sampled, n_steps = len(row["frame_indices"]), row["n_frames"]
     # A clip of which the rate differs from that of the whole file lies in a file whose rate varies.
     varies = " on average" if row.get("clip_fps") not in (None, row["fps"]) else ""
-    patches = f" in {count_of(n_steps, 'temporal patch')}" if n_sampled > n_steps else ""
+    patches = f" in {format_count(n_steps, 'temporal patch')}" if n_sampled > n_steps else ""
     rates = f"source fps {format_rate(row['fps'])}{varies}, sampled at {format_rate(sampled_fps(row))} fps"
-    return f"{rates}, {count_of(n_sampled, 'frame')}{patches}"
+    return f"{rates}, {format_count(n_sampled, 'frame')}{patches}"
 
 
 class QuestionRecord(TypedDict, total=False):

@@ -24,7 +24,7 @@ from gstep.backbones.siglip import TextTowerSource
 from gstep.checkpoints.source import ModelSource
 from gstep.checkpoints.tensors import read_tensor_types
 from gstep.errors import ModelError, is_out_of_memory
-from gstep.evidence import HEAD_SOURCES, describe_evidence, name_of
+from gstep.evidence import HEAD_SOURCES, describe_evidence, get_evidence_name
 from gstep.types import VisualTokens
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class ModelFamily(ABC):
     def check_gives(cls, evidence: Mapping[str, str]) -> None:
         """Raise ModelError if models of this family cannot compute some evidence, label -> source (gstep.evidence)."""
         if missing := {
-            key: source for key, source in evidence.items() if (name_of(key, source), source) not in cls.gives
+            key: source for key, source in evidence.items() if (get_evidence_name(key, source), source) not in cls.gives
         }:
             raise ModelError(f"the encoder of {cls.model_type} does not give {describe_evidence(missing)}")
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from gstep.backbones.base import ModelFamily
 from gstep.backbones.preprocess import FixedSizePreprocessor
-from gstep.backbones.runtime import NameRule, Runtime, empty_model
+from gstep.backbones.runtime import NameRule, Runtime, build_empty_model
 from gstep.errors import ModelError
 
 # Class defaults of LlavaOnevisionVideoProcessor and InternVLVideoProcessor (models/*/video_processing_*.py), for
@@ -42,7 +42,7 @@ class FixedSizeFamily(ModelFamily):
         return DEFAULTS
 
     def empty_tower(self, runtime: Runtime) -> tuple[Any, NameRule]:
-        model: Any = empty_model(self.source.stock_config(), runtime)
+        model: Any = build_empty_model(self.source.stock_config(), runtime)
         del model.language_model
         return model, self.names_in_memory
 

@@ -1,6 +1,6 @@
 """Faster implementations of the stock vision towers for GPUs, with the same arithmetic in other layouts and kernels.
 
-``suit_llava``, ``suit_internvl`` and ``suit_qwen`` modify the modules of one loaded tower, never a class of
+``optimize_llava``, ``optimize_internvl`` and ``optimize_qwen`` modify the modules of one loaded tower, never a class of
 transformers. The stock towers lose most of a GPU's time to strided layouts (LLaVA-OneVision), to one attention call per
 window and to widths that do not suit tensor cores (Qwen2.5-VL), and to element-wise operations (InternVL; in float32
 both Qwen families).
@@ -33,7 +33,7 @@ _TOLERANCE = 2.0**-6  # relative to the largest value: two bfloat16 roundings
 class FusedSteps:
     """The element-wise steps of one tower, by Triton kernels where they work on its device, otherwise by torch.
 
-    ``suit_llava``, ``suit_internvl`` and ``suit_qwen`` create it, and the layers of the tower share it.
+    ``optimize_llava``, ``optimize_internvl`` and ``optimize_qwen`` create it, and the layers of the tower share it.
 
     Attributes:
         kernels: True if Triton kernels compute the steps; :meth:`prove` sets it.
@@ -157,7 +157,7 @@ def _power_of_2(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def suit_llava(model: Any, vision: Any) -> FusedSteps:
+def optimize_llava(model: Any, vision: Any) -> FusedSteps:
     """Modify a loaded LlavaOnevisionModel in place to run faster on a GPU.
 
     Patches are embedded by one matrix product, element-wise steps are fused, and pooling keeps the channels last. Call
@@ -189,7 +189,7 @@ def suit_llava(model: Any, vision: Any) -> FusedSteps:
     return steps
 
 
-def suit_internvl(tower: Any) -> FusedSteps:
+def optimize_internvl(tower: Any) -> FusedSteps:
     """Modify a loaded InternVLVisionModel in place to run faster on a GPU.
 
     Patches are embedded by one matrix product, and norms are fused. If attention is sdpa without norms of queries and
@@ -223,7 +223,7 @@ def suit_internvl(tower: Any) -> FusedSteps:
     return steps
 
 
-def suit_qwen(tower: Any) -> FusedSteps:
+def optimize_qwen(tower: Any) -> FusedSteps:
     """Modify a loaded vision tower of Qwen2.5-VL or Qwen3-VL in place to run faster on a GPU.
 
     Patches are embedded by one matrix product, element-wise steps are fused, and each layer attends in one call;

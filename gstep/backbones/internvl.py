@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gstep.backbones.base import Backbone, ModelExtra, SampledVideo, StaticParts, TowerWork
 from gstep.backbones.fixed_size import DEFAULTS, FixedSizeFamily
-from gstep.backbones.gpu_forms import FusedSteps, suit_internvl
+from gstep.backbones.gpu_forms import FusedSteps, optimize_internvl
 from gstep.backbones.runtime import Runtime, check_loaded, load_weights
 from gstep.errors import ModelError
 from gstep.types import VisualTokens
@@ -130,7 +130,7 @@ class InternVLBackbone(Backbone):
     """A loaded InternVL vision part: the stock transformers model without its language model."""
 
     def _suit_gpu(self) -> FusedSteps:
-        return suit_internvl(self.model.vision_tower)
+        return optimize_internvl(self.model.vision_tower)
 
     @property
     def hidden_size(self) -> int:

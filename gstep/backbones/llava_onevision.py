@@ -19,13 +19,19 @@ from torch import Tensor, nn
 
 from gstep.backbones.base import Backbone, ModelExtra, SampledVideo, StaticParts, TowerWork
 from gstep.backbones.fixed_size import FixedSizeFamily
-from gstep.backbones.gpu_forms import FusedSteps, suit_llava
+from gstep.backbones.gpu_forms import FusedSteps, optimize_llava
 from gstep.backbones.runtime import Runtime, load_weights, observe_inputs, rebuild_position_ids
-from gstep.backbones.siglip import FrameObserver, PoolingHead, last_layer_evidence, patch_evidence, probe_evidence
+from gstep.backbones.siglip import (
+    FrameObserver,
+    PoolingHead,
+    compute_last_layer_evidence,
+    patch_evidence,
+    probe_evidence,
+)
 from gstep.checkpoints.source import ModelSource, PoolingHeadSource
 from gstep.checkpoints.tensors import read_tensors
 from gstep.errors import ModelError
-from gstep.evidence import HEAD_SOURCES, LAST_LAYER, PER_FRAME, POOLING_HEAD, SINGLE_PATCHES, name_of
+from gstep.evidence import HEAD_SOURCES, LAST_LAYER, PER_FRAME, POOLING_HEAD, SINGLE_PATCHES, get_evidence_name
 from gstep.types import VisualTokens
 
 
@@ -166,7 +172,7 @@ class LlavaOnevisionBackbone(Backbone):
         outputs = {source: observer.evidence() for source, observer in observers.items()}
         evidence_by_label: dict[str, Tensor] = {}
         for key, source in evidence.items():
-            name = name_of(key, source)
+            name = get_evidence_name(key, source)
             values = outputs[source][name]
             evidence_by_label[key] = values if name in PER_FRAME else self._pool_patches(values)
         return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size), evidence_by_label)
@@ -186,7 +192,7 @@ class LlavaOnevisionBackbone(Backbone):
         return pooled.flatten(0, 1)
 
     def _suit_gpu(self) -> FusedSteps:
-        return suit_llava(self.model, self._vision)
+        return optimize_llava(self.model, self._vision)
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
         """Encode the videos, [t,384,384,3] uint8 each, in one pass; return tokens [t,196,D] and evidence for each."""
@@ -215,7 +221,7 @@ class LlavaOnevisionBackbone(Backbone):
         """Create the observer that computes the evidence of ``source`` (gstep.evidence) while the tower runs."""
         if source == LAST_LAYER:
             layer: Any = self.layers[-1].self_attn
-            return FrameObserver(layer, partial(last_layer_evidence, layer))
+            return FrameObserver(layer, partial(compute_last_layer_evidence, layer))
         assert source in HEAD_SOURCES and self.pooling_head is not None
         compute = probe_evidence if source == POOLING_HEAD else patch_evidence
         return FrameObserver(self.model.multi_modal_projector, partial(compute, self.pooling_head))

@@ -22,7 +22,7 @@ class PositionFaults(NamedTuple):
     shared: int | None
 
 
-def position_faults(extra: ModelExtra, timestamps: Sequence[float], *, even: bool) -> PositionFaults:
+def count_position_faults(extra: ModelExtra, timestamps: Sequence[float], *, even: bool) -> PositionFaults:
     """Count the temporal patches of a video whose positions do not match their times; no position is changed.
 
     Positions follow get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py), which multiplies a

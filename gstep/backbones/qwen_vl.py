@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo, StaticParts, TowerWork
-from gstep.backbones.gpu_forms import FusedSteps, suit_qwen
+from gstep.backbones.gpu_forms import FusedSteps, optimize_qwen
 from gstep.backbones.preprocess import DynamicSizePreprocessor, positive_count
 from gstep.backbones.runtime import (
     NameRule,
     Runtime,
+    build_empty_model,
     check_loaded,
-    empty_model,
+    compute_merged_attention,
     load_weights,
-    merged_attention,
     observe_inputs,
     rotated,
     split_heads,
@@ -82,7 +82,7 @@ class QwenVL(ModelFamily):
 
     def empty_tower(self, runtime: Runtime) -> tuple[nn.ModuleDict, NameRule]:
         # The name "visual" makes errors about missing weights show their names on disk.
-        tower = empty_model(self.source.stock_config().vision_config, runtime)
+        tower = build_empty_model(self.source.stock_config().vision_config, runtime)
         return nn.ModuleDict({"visual": tower}), _names_in_memory
 
     def preprocessor(self) -> DynamicSizePreprocessor:
@@ -285,7 +285,7 @@ class QwenBackbone(Backbone):
 
     def _suit_gpu(self) -> FusedSteps:
         self._cached_grid_facts = lru_cache(_MAX_CACHED_GRIDS)(self._compute_grid_facts)
-        return suit_qwen(self.model)
+        return optimize_qwen(self.model)
 
     def _compute_grid_facts(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
         """Compute those keyword arguments of the tower's forward that depend only on the grids (T, H, W) of a pass.
@@ -403,4 +403,4 @@ class MergedAttentionObserver:
                 rotated(split_heads(hidden_SC, weight, bias, n_heads), cos_SE, sin_SE)
                 for weight, bias in zip(qkv.weight.split(width)[:2], qkv.bias.split(width)[:2], strict=True)
             )
-            self.attention.append(merged_attention(query_HSE, key_HSE, self._merge))
+            self.attention.append(compute_merged_attention(query_HSE, key_HSE, self._merge))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 
-from gstep.checkpoints.experts import fuse_experts, fused_name
-from gstep.checkpoints.random_weights import random_tensors
+from gstep.checkpoints.experts import fuse_experts, map_fused_name
+from gstep.checkpoints.random_weights import draw_tensors
 from gstep.checkpoints.tensors import TensorSource, read_tensors, refuse_quantized_tensor
 from gstep.errors import ModelError
 
@@ -149,12 +149,12 @@ def split_heads(hidden_SC: Tensor, weight: Tensor, bias: Tensor | None, n_heads:
     return projected_SC.view(len(hidden_SC), n_heads, -1).transpose(0, 1).float()
 
 
-def attention_received(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
+def compute_received_attention(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
     """Compute the softmax attention that each key receives, averaged over heads and queries: [S]."""
     return _attention_weights(query_HSE, key_HSE).mean(dim=(0, 1))
 
 
-def merged_attention(query_HSE: Tensor, key_HSE: Tensor, group: int) -> Tensor:
+def compute_merged_attention(query_HSE: Tensor, key_HSE: Tensor, group: int) -> Tensor:
     """Compute the attention of the mean query to the mean key of each group, averaged over heads: [S/group].
 
     A group is ``group`` successive keys; S must be a multiple of it.
@@ -175,7 +175,7 @@ def _attention_weights(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
     return torch.softmax(query_HSE @ key_HSE.transpose(1, 2) / math.sqrt(key_HSE.shape[-1]), dim=-1)
 
 
-def empty_model(config: PretrainedConfig, runtime: Runtime) -> PreTrainedModel:
+def build_empty_model(config: PretrainedConfig, runtime: Runtime) -> PreTrainedModel:
     """Build the stock model of a configuration on the meta device, which allocates no memory."""
     from transformers import AutoModel  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
@@ -201,7 +201,7 @@ def load_weights(module: nn.Module, source: TensorSource, names: NameRule, *, de
     """
     expected = module.state_dict()
     if not source.weight_files:
-        module.load_state_dict(random_tensors(expected, device, dtype), assign=True)
+        module.load_state_dict(draw_tensors(expected, device, dtype), assign=True)
         return
 
     def find_name(key: str) -> str | None:
@@ -232,7 +232,7 @@ def check_names(name: str, module: nn.Module, names: NameRule, types: Mapping[st
     names_in_memory = set()
     for key, kind in types.items():
         if (tensor := _find_name(expected, names, name, key)) is not None:
-            names_in_memory |= {tensor, fused_name(tensor)}
+            names_in_memory |= {tensor, map_fused_name(tensor)}
             if kind is not None:
                 refuse_quantized_tensor(name, key, kind)
     _refuse_missing(name, [tensor for tensor in expected if tensor not in names_in_memory])
@@ -249,7 +249,7 @@ def _find_name(expected: Mapping[str, Tensor], names: NameRule, model: str, key:
     weight = _SCALE.sub("", key)
     if weight != key and any(name in expected for name in names(weight)):
         refuse_quantized_tensor(model, weight, f"a product with {key}")
-    return next((name for name in names(key) if name in expected or fused_name(name) in expected), None)
+    return next((name for name in names(key) if name in expected or map_fused_name(name) in expected), None)
 
 
 def _refuse_missing(model: str, missing: Sequence[str]) -> None:

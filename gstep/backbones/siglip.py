@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from gstep.backbones.runtime import attention_received, load_weights, rebuild_position_ids, split_heads
-from gstep.checkpoints.source import PoolingHeadSource, head_identity, read_head
-from gstep.checkpoints.tensors import IRRELEVANT_KEYS, list_files_with, tensor_samples
+from gstep.backbones.runtime import compute_received_attention, load_weights, rebuild_position_ids, split_heads
+from gstep.checkpoints.source import PoolingHeadSource, compute_head_identity, read_head
+from gstep.checkpoints.tensors import IRRELEVANT_KEYS, list_files_to_read, read_tensor_samples
 from gstep.errors import ModelError
 
 
@@ -48,7 +48,7 @@ class PoolingHead(nn.Module):
         from transformers import SiglipVisionConfig  # noqa: PLC0415
 
         tensors = read_head(source)
-        if head_identity(tensors, source.config) != source.identity:
+        if compute_head_identity(tensors, source.config) != source.identity:
             raise ModelError(
                 f"{source.name!r} has another pooling head on this node: copy the checkpoint to every node"
             )
@@ -117,7 +117,7 @@ class FrameObserver:
         return {name: torch.cat([frame[name] for frame in self._outputs]) for name in self._outputs[0]}
 
 
-def last_layer_evidence(layer: Any, hidden_1SC: Tensor) -> dict[str, Tensor]:
+def compute_last_layer_evidence(layer: Any, hidden_1SC: Tensor) -> dict[str, Tensor]:
     """Compute the attention that each patch of a frame receives in an attention layer, and the patches' keys.
 
     Returns:
@@ -126,7 +126,10 @@ def last_layer_evidence(layer: Any, hidden_1SC: Tensor) -> dict[str, Tensor]:
     query_HSE, key_HSE = (
         split_heads(hidden_1SC[0], part.weight, part.bias, layer.num_heads) for part in (layer.q_proj, layer.k_proj)
     )
-    return {"token_attention": attention_received(query_HSE, key_HSE)[None], "token_key": key_HSE.mean(dim=0)[None]}
+    return {
+        "token_attention": compute_received_attention(query_HSE, key_HSE)[None],
+        "token_key": key_HSE.mean(dim=0)[None],
+    }
 
 
 def probe_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]:
@@ -292,8 +295,8 @@ def _compute_identity(head: PoolingHeadSource, config: dict[str, Any]) -> str:
     """
     settings = {name: value for name, value in config.items() if name not in IRRELEVANT_KEYS}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    files = list_files_with(head, lambda key: key if key.startswith(PREFIX) else None)
-    samples = sorted(sample for filename in files for sample in tensor_samples(head.file(filename), PREFIX))
+    files = list_files_to_read(head, lambda key: key if key.startswith(PREFIX) else None)
+    samples = sorted(sample for filename in files for sample in read_tensor_samples(head.file(filename), PREFIX))
     if not samples:
         raise ModelError(f"{head.name!r} holds no tensor of a text tower: name the whole SigLIP checkpoint")
     for name, sample in samples:

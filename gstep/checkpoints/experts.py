@@ -18,7 +18,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _FUSED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
-def fused_name(name: str) -> str | None:
+def map_fused_name(name: str) -> str | None:
     """Map the name on disk of one expert's matrix to the name of the fused tensor in memory; None for other tensors."""
     match = _EXPERT.fullmatch(name)
     return f"{match[1]}.{_FUSED[match[3]]}" if match else None
@@ -33,7 +33,7 @@ def fuse_experts(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -> 
     """
     parts: dict[str, dict[tuple[int, str], str]] = {}
     for name in tensors:
-        if (match := _EXPERT.fullmatch(name)) and (fused := fused_name(name)) in expected and fused is not None:
+        if (match := _EXPERT.fullmatch(name)) and (fused := map_fused_name(name)) in expected and fused is not None:
             parts.setdefault(fused, {})[int(match[2]), match[3]] = name
     for fused, names in parts.items():
         matrices = {key: tensors.pop(name) for key, name in names.items()}

@@ -206,7 +206,7 @@ def _fetch(repo: str, revision: str | None, filename: str, *, required: bool = F
         offline = not _has_address(constants.ENDPOINT)
         return hf_hub_download(repo, filename, revision=revision, dry_run=dry_run, local_files_only=offline)
     except LocalEntryNotFoundError as error:
-        is_present = _recall_file(repo, revision, filename)
+        is_present = _look_up_file(repo, revision, filename)
         if dry_run and is_present:
             return filename
         if is_present or (is_present is None and required):
@@ -235,7 +235,7 @@ def _has_address(endpoint: str) -> bool:
         return False
 
 
-def _recall_file(repo: str, revision: str | None, filename: str) -> bool | None:
+def _look_up_file(repo: str, revision: str | None, filename: str) -> bool | None:
     """Return whether a repository has a file, according to the Hub client's cache; None if the cache does not tell.
 
     The client notes each file that it requested in vain, and newer versions note the names of all files when they

@@ -79,7 +79,7 @@ def identity(config: Mapping[str, Any]) -> str:
     return f"random:{hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:32]}"
 
 
-def random_tensors(shapes: Mapping[str, Tensor], device: str, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+def draw_tensors(shapes: Mapping[str, Tensor], device: str, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     """Draw random tensors with these names and shapes, directly on the device in ``dtype``.
 
     Matrices are normal with the standard deviation of initial weights, norms are 1, and biases 0: activations stay

@@ -21,8 +21,8 @@ from gstep.checkpoints.files import CheckpointFiles
 from gstep.checkpoints.tensors import (
     SERVED,
     TensorSource,
+    compute_folder_identity,
     find_weight_files,
-    folder_identity,
     read_tensors,
     refuse_adapter_files,
     refuse_quantized,
@@ -351,7 +351,7 @@ def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], con
         return f"hub:{files.location}@{files.revision}"
     if files.kind == "tiny":
         return tiny.identity(files.location)
-    identity = folder_identity(files.folder(), weight_files, config)
+    identity = compute_folder_identity(files.folder(), weight_files, config)
     # A shipped model has its name in the identity, since its folder depends on the installation.
     return identity.replace("folder:", f"{files.location}:") if files.kind == "shipped" else identity
 
@@ -464,7 +464,7 @@ class PoolingHeadSource(TensorSource):
                 f"the pooling head of {name!r} is {tensors['head.probe'].shape[-1]} channels wide, the vision tower "
                 f"{width}: name the SigLIP checkpoint that the tower was made of"
             )
-        return replace(source, identity=head_identity(tensors, vision))
+        return replace(source, identity=compute_head_identity(tensors, vision))
 
 
 def read_head(source: PoolingHeadSource) -> dict[str, Tensor]:
@@ -477,7 +477,7 @@ def read_head(source: PoolingHeadSource) -> dict[str, Tensor]:
     return read_tensors(source, rename)
 
 
-def head_identity(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
+def compute_head_identity(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
     """Compute "siglip-head:<hash>" of the head's tensors and of the settings in DEFAULTS, which no tensor shows."""
     settings = {name: config.get(name, default) for name, default in DEFAULTS.items()}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())

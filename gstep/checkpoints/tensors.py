@@ -102,7 +102,7 @@ def iter_tensors(source: TensorSource, rename: Callable[[str], str | None]) -> I
         ModelError: a file is missing or not a safetensors file, a selected tensor is quantized, or an opened file has
             tensors of an adapter.
     """
-    for filename in list_files_with(source, rename):
+    for filename in list_files_to_read(source, rename):
         path = source.file(filename)
         try:
             with safe_open(path, framework="pt") as opened:
@@ -115,7 +115,7 @@ def iter_tensors(source: TensorSource, rename: Callable[[str], str | None]) -> I
             raise ModelError(f"{path} is not a complete safetensors file ({error}): download it again") from error
 
 
-def list_files_with(source: TensorSource, rename: Callable[[str], str | None]) -> list[str]:
+def list_files_to_read(source: TensorSource, rename: Callable[[str], str | None]) -> list[str]:
     """List the safetensors files that may contain a tensor selected by ``rename``; all files if there is no index.
 
     Raises:
@@ -230,7 +230,7 @@ def _refuse_adapter_tensors(
     for key in keys:
         _refuse_adapter_tensor(name, key)
     for key, filename in stray_files.items():
-        if key not in keys and (_tower_name(key) or _ADAPTER.search(key)):
+        if key not in keys and (_map_tower_name(key) or _ADAPTER.search(key)):
             raise ModelError(
                 f"{name!r}: {filename} holds {key}, which no weight file has: merge it into the weights, or remove the "
                 "file"
@@ -298,7 +298,7 @@ class _TensorEntry(TypedDict):
     data_offsets: list[int]
 
 
-def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str, Any]) -> str:
+def compute_folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str, Any]) -> str:
     """Compute "folder:<hash>" of the config and of each safetensors file's name, size, header and samples.
 
     The samples are the first 4 KiB of every tensor. Missing files, and keys of the config that change no token, are
@@ -316,7 +316,7 @@ def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str,
     return f"folder:{digest.hexdigest()[:32]}"
 
 
-def tensor_samples(path: Path, prefix: str) -> list[tuple[str, bytes]]:
+def read_tensor_samples(path: Path, prefix: str) -> list[tuple[str, bytes]]:
     """Read ("name dtype shape", first 4 KiB) of each tensor whose name starts with ``prefix``, sorted by name.
 
     Raises:
@@ -383,19 +383,19 @@ def tower_hash(source: ModelSource) -> str | None:
         return None
     digests = {}
     is_known = source.family in FAMILIES and source.family != GENERIC
-    for name, values in iter_tensors(source, _tower_name if is_known else _name_beside_llm):
+    for name, values in iter_tensors(source, _map_tower_name if is_known else _map_non_llm_name):
         digest = hashlib.blake2b(f"{name} {list(values.shape)} ".encode(), digest_size=16)
         digest.update(values.to(torch.float16).contiguous().reshape(-1).view(torch.uint8).numpy().data)
         digests[name] = digest.hexdigest()
     return f"blake2b-f16:{hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()}"
 
 
-def _tower_name(key: str) -> str | None:
+def _map_tower_name(key: str) -> str | None:
     """Map a name on disk to the name in memory of a tensor that visual tokens depend on; None for other tensors."""
     name = key.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
     return name if name.startswith(_TOWER) and not name.startswith(_UNUSED) else None
 
 
-def _name_beside_llm(key: str) -> str | None:
+def _map_non_llm_name(key: str) -> str | None:
     """Remove "model." from the beginning of a tensor's name; None if the tensor belongs to a language model."""
     return None if _LLM.search(key) else key.removeprefix("model.")

@@ -137,7 +137,7 @@ def _count_tokens(source: ModelSource, n_frames: int, height: int, width: int) -
     """Count a video's visual tokens, (T, N), by running the model's processor on frames that take no memory."""
     reader = VideoReader(source, None)
     frames = torch.zeros(1, dtype=torch.uint8, device="cpu").expand(n_frames, 3, height, width)
-    inputs, _ = reader.read(frames, plain_video(n_frames, height, width))
+    inputs, _ = reader.read(frames, describe_untimed_video(n_frames, height, width))
     layout = Layout.of(source)
     T = max(1, math.ceil(count_units(inputs) / layout.units_per_step))
     n_rows = reader.count_placeholders(inputs)
@@ -145,7 +145,7 @@ def _count_tokens(source: ModelSource, n_frames: int, height: int, width: int) -
     return steps, (n_rows - layout.tail) // steps
 
 
-def plain_video(n_frames: int, height: int, width: int) -> SampledVideo:
+def describe_untimed_video(n_frames: int, height: int, width: int) -> SampledVideo:
     """Describe a video whose times are unknown, as two frames per second."""
     return SampledVideo(height, width, [i / 2 for i in range(n_frames)], None, 2.0, n_frames)
 
@@ -198,7 +198,7 @@ class VideoReader:
         count = f"{video.n_frames} frame{'s' * (video.n_frames != 1)}"
         frames, few = frames[:1].expand(_LONG, -1, -1, -1), len(frames) < _LONG
         try:
-            self._read(frames, plain_video(_LONG, *frames.shape[2:]))
+            self._read(frames, describe_untimed_video(_LONG, *frames.shape[2:]))
         except Exception:  # noqa: BLE001 - of any type: more frames do not help
             few = False
         if few:
@@ -270,7 +270,7 @@ class GenericBackbone(Backbone):
         frames_TCHW = as_frames(frames).permute(0, 3, 1, 2)
         if not len(frames_TCHW):
             raise ValueError("a video needs at least one frame")
-        video = video or plain_video(len(frames_TCHW), *frames_TCHW.shape[2:])
+        video = video or describe_untimed_video(len(frames_TCHW), *frames_TCHW.shape[2:])
         inputs, output = self._reader.read(frames_TCHW, video)
         steps = 1 if self.on_cpu else max(1, self.frame_batch // self.layout.frames_per_step)
         while True:

@@ -36,11 +36,11 @@ from gstep.generic.halves import (
     TOWER,
     WHOLE,
     find_encoder,
-    forward_inputs,
     load_model,
     make_features,
     move,
-    token_columns,
+    select_forward_inputs,
+    select_token_inputs,
 )
 from gstep.generic.layout import (
     Layout,
@@ -231,7 +231,7 @@ def compare(source: ModelSource, model: Any) -> Layout:
     if tail and layout.deepstack_levels:
         raise ModelError(f"{source.name!r} has rows behind a video and deepstack levels, which is not implemented")
     _check_steps(source, reader, model.config, layout, frames, len(levels[0]))
-    stock = model(**forward_inputs(model, inputs)).logits
+    stock = model(**select_forward_inputs(model, inputs)).logits
     replayed = reader.replay(encode_record(recorded))
     _check_replay(source, processed, replayed)
     prompt = _make_prompt(model, replayed, len(levels[0]))
@@ -320,7 +320,7 @@ def _make_prompt(model: Any, inputs: Mapping[str, Any], n_rows: int) -> dict[str
     """
     ids = inputs["input_ids"]
     find_placeholders(model.config, ids, n_rows)
-    prompt = token_columns(model, dict(inputs))
+    prompt = select_token_inputs(model, dict(inputs))
     prompt.setdefault("attention_mask", torch.ones_like(ids))
     positions = prompt_positions(model, inputs, torch.ones_like(ids[0], dtype=torch.bool), "original")
     return prompt | {"position_ids": positions if len(positions) == 1 else positions[:, None]}

@@ -164,16 +164,16 @@ def make_features(method: Callable[..., Any], inputs: dict[str, Any]) -> Any:
     return method(**pixels, return_dict=True)
 
 
-def forward_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def select_forward_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs that a model's ``forward`` accepts; a processor makes more."""
     names = inspect.signature(model.forward).parameters
     return {key: value for key, value in inputs.items() if key in names}
 
 
-def token_columns(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def select_token_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the inputs of a model's ``forward`` that have a value for each token of the prompt, [1, L] each."""
     shape = inputs["input_ids"].shape
-    taken = forward_inputs(model, inputs).items()
+    taken = select_forward_inputs(model, inputs).items()
     return {key: value for key, value in taken if isinstance(value, Tensor) and value.shape == shape}
 
 

@@ -308,7 +308,7 @@ def probe_units(
     return n_rows // (n_rows - last), tail
 
 
-def keep_columns(mask_L: Tensor, rows: Tensor) -> Tensor:
+def mark_kept_columns(mask_L: Tensor, rows: Tensor) -> Tensor:
     """Mark the columns of a prompt to keep, [L] bool: all texts, and the placeholders at the positions ``rows``.
 
     Args:

@@ -18,7 +18,7 @@ from gstep.backbones import family_class
 from gstep.errors import ModelError
 from gstep.families import FAMILIES, GENERIC, choose_family
 from gstep.generic.gate import encodes_in_pieces
-from gstep.generic.halves import find_encoder, keep_positions, make_features, move, replace_method, token_columns
+from gstep.generic.halves import find_encoder, keep_positions, make_features, move, replace_method, select_token_inputs
 from gstep.generic.layout import (
     Layout,
     count_steps,
@@ -26,9 +26,9 @@ from gstep.generic.layout import (
     encode_pieces,
     find_placeholders,
     flatten_features,
-    keep_columns,
     kept_rows,
     list_separators,
+    mark_kept_columns,
     probe_units,
     prompt_positions,
     split_inputs,
@@ -325,9 +325,9 @@ class _PrunedGenerate:
         kept = kept_rows(pruned.index, n_tokens, layout.tail)
         features = [torch.cat([pruned.tokens, levels[0][n_tokens:]]), *(level[kept] for level in levels[1:])]
         mask = find_placeholders(model.config, ids, n_rows)[0]
-        keep = keep_columns(mask, kept.to(ids.device))
+        keep = mark_kept_columns(mask, kept.to(ids.device))
         positions = prompt_positions(model, inputs, keep, None)
-        columns = {name: value[:, keep] for name, value in token_columns(model, inputs).items()}
+        columns = {name: value[:, keep] for name, value in select_token_inputs(model, inputs).items()}
         columns["position_ids"] = positions if len(positions) == 1 else positions[:, None]
         outputs = wrap_features([[level.to(model.dtype)] for level in features], layout)
         return {**columns, "mm_encoder_outputs": outputs}

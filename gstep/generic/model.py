@@ -16,7 +16,7 @@ from gstep.generic.halves import LLM, keep_positions, load_model
 from gstep.generic.layout import Layout
 from gstep.language.batch import Batch
 from gstep.language.model import LanguageModel
-from gstep.language.prompt import text_ids, tokenizer_of
+from gstep.language.prompt import load_tokenizer, tokenize_text
 from gstep.language.types import Answer, Decoding, Prompt, Score
 from gstep.language.weights import generation_config
 from gstep.pruners.base import Pruner
@@ -62,7 +62,7 @@ class GenericLanguageModel(LanguageModel):
         """
         model = load_model(source, runtime, LLM)
         model.generation_config = generation_config(source, model.config)
-        language_model = cls(model, tokenizer_of(source), runtime.device)
+        language_model = cls(model, load_tokenizer(source), runtime.device)
         language_model.layout = Layout.of(source)
         return language_model
 
@@ -109,7 +109,7 @@ class GenericLanguageModel(LanguageModel):
             self._prune_inside(prompts, *inside)
         scores = []
         for prompt, texts in zip(prompts, continuations, strict=True):
-            ids = [text_ids(self.tokenizer, text) for text in texts]
+            ids = [tokenize_text(self.tokenizer, text) for text in texts]
             first = self._logprobs(prompt, 1)[0] if texts else None
             rows = []
             for tokens in ids:

@@ -186,7 +186,7 @@ class _PiecewiseTokenizer:
         return BatchEncoding({k: [e[k] for e in encodings] for k in encodings[0]}, tensor_type=tensors)
 
 
-def special_texts(processor: Any, config: Any) -> list[str]:
+def list_placeholder_texts(processor: Any, config: Any) -> list[str]:
     """List the texts that a processor or model treats as placeholders of images, videos and sounds, sorted."""
     tokenizer = processor.tokenizer
     texts = {getattr(processor, f"{kind}_token", None) for kind in ("video", "image", "audio")}

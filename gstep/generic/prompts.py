@@ -14,10 +14,17 @@ from torch import Tensor
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
 from gstep.generic.family import read_tail
-from gstep.generic.halves import build_shell, token_columns
-from gstep.generic.layout import Layout, default_positions, find_placeholders, keep_columns, kept_rows, prompt_positions
-from gstep.generic.processor import load_processor, render, replay, run_processor, special_texts
-from gstep.language.prompt import PromptBuilder, Segment, chat_template, refuse_omissions, tokenizer_of
+from gstep.generic.halves import build_shell, select_token_inputs
+from gstep.generic.layout import (
+    Layout,
+    default_positions,
+    find_placeholders,
+    kept_rows,
+    mark_kept_columns,
+    prompt_positions,
+)
+from gstep.generic.processor import list_placeholder_texts, load_processor, render, replay, run_processor
+from gstep.language.prompt import PromptBuilder, Segment, chat_template, load_tokenizer, refuse_omissions
 from gstep.language.types import ChatMessage, Prompt, PromptPolicy
 from gstep.types import Visual
 
@@ -42,7 +49,7 @@ class GenericPrompts(PromptBuilder):
         self.layout = Layout.of(source)
         self.policy = policy
         self.deepstack_levels = self.layout.deepstack_levels
-        self.tokenizer = tokenizer_of(source)
+        self.tokenizer = load_tokenizer(source)
         self.chat_template = chat_template(source)
         self._load()
 
@@ -51,7 +58,7 @@ class GenericPrompts(PromptBuilder):
         self._processor = load_processor(self.source)
         self._shell = _load_shell(self.source)
         self.config = self._shell.config
-        self._special = special_texts(self._processor, self.config)
+        self._special = list_placeholder_texts(self._processor, self.config)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"source": self.source, "policy": self.policy}
@@ -129,7 +136,7 @@ class GenericPrompts(PromptBuilder):
             mask = find_placeholders(self.config, inputs["input_ids"], n_tokens + self.layout.tail)[0]
         except ModelError as error:
             raise ValueError(f"the cached tokens of this video do not fit the prompt: {error}") from None
-        keep = keep_columns(mask, kept_rows(visual.index, n_tokens, self.layout.tail))
+        keep = mark_kept_columns(mask, kept_rows(visual.index, n_tokens, self.layout.tail))
         return self._cut(inputs, keep, (visual,), mask)
 
     def _cut(self, inputs: dict[str, Any], keep: Tensor, visuals: tuple[Visual, ...], mask: Tensor) -> Prompt:
@@ -142,7 +149,7 @@ class GenericPrompts(PromptBuilder):
             mask: [L] bool, True for the placeholders in the whole prompt.
         """
         ids = inputs["input_ids"]
-        columns = token_columns(self._shell, inputs)
+        columns = select_token_inputs(self._shell, inputs)
         others = {key: value[0, keep] for key, value in columns.items() if key not in ("input_ids", "attention_mask")}
         columns_kept = mask[keep].nonzero()[:, 0]
         spans = ((int(columns_kept[0]), int(columns_kept[-1]) + 1),) if len(columns_kept) else ()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.language.types import Prompt, placeholder_of
+from gstep.language.types import Prompt, read_placeholder
 from gstep.types import Visual
 
 #: The maximum size of a padded batch's attention mask: 64 MiB as bool, and 256 MiB more as a kernel's float32.
@@ -18,7 +18,7 @@ MASK_ELEMENTS = 2**26
 PADDED_TOKENS = 2**16
 
 
-def batches_by_cost(
+def group_by_cost(
     lengths: Sequence[int], queries: Sequence[int], max_rows: int, mask_elements: int = MASK_ELEMENTS
 ) -> list[list[int]]:
     """Group rows of similar length into batches, longest first; return each batch's row numbers, ascending.
@@ -133,7 +133,7 @@ def encoder_outputs(visuals: Sequence[Visual], model: Any) -> dict[str, Any]:
     from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: PLC0415 - seconds to import
 
     tokens = [visual.tokens.to(model.device, model.dtype) for visual in visuals]
-    modality, _ = placeholder_of(model.config)
+    modality, _ = read_placeholder(model.config)
     if modality == "image":  # InternVL takes the tokens of all frames as one tensor
         return {modality: BaseModelOutputWithPooling(pooler_output=torch.cat(tokens))}
     newlines = [visual.newline for visual in visuals if visual.newline is not None]

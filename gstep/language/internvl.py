@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gstep.language.prompt import PromptBuilder, PromptPart, Segment, indices_in_frame
+from gstep.language.prompt import PromptBuilder, PromptPart, Segment, find_frame_indices
 from gstep.language.types import PromptPolicy
 from gstep.types import Visual
 
@@ -47,7 +47,7 @@ class InternVLPrompts(PromptBuilder):
         Original positions count within the frame, and the segment extends over the whole frame.
         """
         assert frame is not None
-        indices = indices_in_frame(visual, frame)
+        indices = find_frame_indices(visual, frame)
         if self.policy.positions == "contiguous":
             positions = torch.arange(len(indices), device="cpu")
             extent = len(indices)

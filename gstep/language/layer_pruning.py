@@ -118,7 +118,7 @@ class PruneInside:
             return
         keys = keywords[CACHE].layers[attention.layer_idx].keys
         hidden_BLD, cos, sin = self._last
-        row_BL = last_token_attention(attention, hidden_BLD[:, -1:], cos, sin, keys, self.mask.to(keys.device))
+        row_BL = compute_last_token_attention(attention, hidden_BLD[:, -1:], cos, sin, keys, self.mask.to(keys.device))
         self._last = None
         self.short = self._select(hidden_BLD, row_BL)
 
@@ -223,7 +223,7 @@ def select_visual(method: Pruner, hidden_MD: Tensor, attention_M: Tensor, retent
     return method.pack_selection(visual.tokens, method.select(visual, budget, ratio, 0), budget, ratio).index
 
 
-def last_token_attention(
+def compute_last_token_attention(
     attention: Any, hidden_B1D: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, mask_BL: Tensor
 ) -> Tensor:
     """Compute the last token's attention, averaged over heads, [B, L] float32: a row of softmax(q . K / sqrt d).

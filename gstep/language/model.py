@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 from gstep.backbones import ModelSource, Runtime
-from gstep.language.batch import MASK_ELEMENTS, Batch, batches_by_cost, encoder_outputs
+from gstep.language.batch import MASK_ELEMENTS, Batch, encoder_outputs, group_by_cost
 from gstep.language.decoding import RowLimits, SeededSampling, StepWatch
 from gstep.language.layer_pruning import CACHE, PruneInside, mark_prunable
-from gstep.language.prompt import text_ids, tokenizer_of
+from gstep.language.prompt import load_tokenizer, tokenize_text
 from gstep.language.types import (
     Answer,
     Decoding,
     Prompt,
     Score,
     has_linear_attention,
-    placeholder_of,
     read_context_length,
+    read_placeholder,
 )
-from gstep.language.weights import end_ids, load_llm
+from gstep.language.weights import list_end_ids, load_llm
 from gstep.pruners.base import Pruner
 from gstep.types import Visual
 
@@ -57,7 +57,7 @@ class LanguageModel:
             ModelError: weights are missing, quantized, or do not have the shapes of the config; the tokenizer or
                 generation_config.json cannot be loaded; or transformers is too old.
         """
-        return cls(load_llm(source, runtime), tokenizer_of(source), runtime.device)
+        return cls(load_llm(source, runtime), load_tokenizer(source), runtime.device)
 
     @property
     def n_bytes(self) -> int:
@@ -76,7 +76,7 @@ class LanguageModel:
         Raises:
             ValueError: the text has no token.
         """
-        ids = torch.tensor(text_ids(self.tokenizer, text), device=self.device)
+        ids = torch.tensor(tokenize_text(self.tokenizer, text), device=self.device)
         mean: Tensor = self.model.get_input_embeddings()(ids).float().mean(0, keepdim=True)
         return mean
 
@@ -178,7 +178,7 @@ class LanguageModel:
         Raises:
             ValueError: a continuation has no token, or the method cannot prune inside this model (:func:`check_layer`).
         """
-        ids = [[text_ids(self.tokenizer, text) for text in texts] for texts in continuations]
+        ids = [[tokenize_text(self.tokenizer, text) for text in texts] for texts in continuations]
         pruning = self._prune_inside(prompts, *inside).apply_hooks(self.model) if inside else nullcontext()
         with pruning as active:
             batch, cache = (
@@ -242,7 +242,7 @@ class LanguageModel:
         The caller activates it with ``apply_hooks``, which also checks the method.
         """
         batch = Batch.of(prompts)
-        _, video = placeholder_of(self.model.config)
+        _, video = read_placeholder(self.model.config)
         prunable = torch.zeros_like(batch.mask, dtype=torch.bool)
         for row, prompt in enumerate(prompts):
             counts = [len(visual.index) for visual in prompt.visuals]
@@ -268,7 +268,7 @@ class LanguageModel:
                 first_of_group.append(i)
             group.append(number)
         lengths = [len(prompt) for prompt in prompts]
-        batches = batches_by_cost(lengths, lengths, len(lengths), self.mask_elements)
+        batches = group_by_cost(lengths, lengths, len(lengths), self.mask_elements)
         fits_in_one_batch = len(batches) == 1 or not all(p.prefix_length for p in prompts)
         if len(first_of_group) == len(prompts) and fits_in_one_batch:
             return Batch.of(prompts), None
@@ -300,7 +300,7 @@ class LanguageModel:
         order = list[int]()
         for length, rows in texts.items():
             lengths = [prefixes.input_ids.shape[1] + length] * len(rows)
-            for part in batches_by_cost(lengths, [length] * len(rows), len(rows), self.mask_elements):
+            for part in group_by_cost(lengths, [length] * len(rows), len(rows), self.mask_elements):
                 batch_rows = [rows[i] for i in part]
                 order += batch_rows
                 prefix_rows = [group[i] for i in batch_rows]
@@ -319,7 +319,7 @@ class LanguageModel:
         The rows are in the order of the prompts, and padded on the left.
         """
         lengths = [prompt.prefix_length for prompt in prompts]
-        parts = batches_by_cost(lengths, lengths, len(lengths), self.mask_elements)
+        parts = group_by_cost(lengths, lengths, len(lengths), self.mask_elements)
         caches = []
         for part in parts:
             part_prompts = [prompts[i] for i in part]
@@ -386,12 +386,12 @@ class LanguageModel:
     def _pad_id(self) -> int:
         """Return the id that pads generated rows: the first of the model's, the tokenizer's, the end ids, and 0."""
         generation = self.model.generation_config
-        candidates = (generation.pad_token_id, self.tokenizer.pad_token_id, *end_ids(generation), 0)
+        candidates = (generation.pad_token_id, self.tokenizer.pad_token_id, *list_end_ids(generation), 0)
         return next(int(i) for i in candidates if i is not None)
 
     def _make_answer(self, row: list[int], decoding: Decoding, prefill_s: float, decode_s: float) -> Answer:
         """Make the Answer of one row of generated ids, cut at its limit and before its first end token."""
-        ends = end_ids(self.model.generation_config)
+        ends = list_end_ids(self.model.generation_config)
         ids = row[: decoding.max_new_tokens]
         stop = next((i for i, token in enumerate(ids) if token in ends), None)
         ids = ids if stop is None else ids[:stop]

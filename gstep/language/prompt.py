@@ -18,7 +18,7 @@ from torch import Tensor
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
 from gstep.language.rendering import render_chat_template
-from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy, placeholder_of, read_context_length
+from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy, read_context_length, read_placeholder
 from gstep.types import Visual
 
 # A noncharacter that is inserted into placeholders in a user's text, so that the two pieces are tokenized as text.
@@ -84,7 +84,7 @@ class PromptBuilder(ABC):
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.policy = policy
-        self.placeholder_id = placeholder_of(config)[1]
+        self.placeholder_id = read_placeholder(config)[1]
         self._video_token, self._image_token = (
             str(tokenizer.convert_ids_to_tokens(i)) for i in (self.placeholder_id, int(config.image_token_id))
         )
@@ -108,8 +108,8 @@ class PromptBuilder(ABC):
         if not cls.writes_times:  # answers must not differ by a setting that changes no prompt
             policy = replace(policy, frame_times="true")
         config = source.stock_config()
-        tokenizer = tokenizer_of(source)
-        placeholder = placeholder_of(config)[1]
+        tokenizer = load_tokenizer(source)
+        placeholder = read_placeholder(config)[1]
         if tokenizer.convert_ids_to_tokens(placeholder) not in tokenizer.get_added_vocab():
             raise ModelError(
                 f"{source.name!r}: token {placeholder}, the placeholder of videos in config.json, is not a special "
@@ -207,7 +207,7 @@ class PromptBuilder(ABC):
             )
         if self.needs_newline and visual.newline is None:
             raise ValueError("the newline row of this model is missing from the cache")
-        if self.frame_markers and (visual.index.diff() < 0).any():  # indices_in_frame needs ascending indices
+        if self.frame_markers and (visual.index.diff() < 0).any():  # find_frame_indices needs ascending indices
             raise ValueError(
                 "prompts of this model show a video frame by frame, and its tokens are in another order: read them "
                 'with order="index" (--order index)'
@@ -356,7 +356,7 @@ def chat_template(source: ModelSource) -> str:
             both chat_template.json and additional_chat_templates, which transformers refuses.
     """
     files = source.files
-    tokenizer = tokenizer_of(source)  # for a model on the Hub, this also downloads additional templates
+    tokenizer = load_tokenizer(source)  # for a model on the Hub, this also downloads additional templates
     template: Any = (files.read_json("processor_config.json") or {}).get("chat_template")
     if template is None:
         files.require_any("chat_template.jinja", "chat_template.json")
@@ -384,7 +384,7 @@ def chat_template(source: ModelSource) -> str:
     return template
 
 
-def tokenizer_of(source: ModelSource) -> Any:
+def load_tokenizer(source: ModelSource) -> Any:
     """Load the checkpoint's tokenizer, or return the one that this process has loaded; callers must not modify it.
 
     A large vocabulary takes a second. A folder whose files have changed is read again.
@@ -423,7 +423,7 @@ def _load_tokenizer(name: str, revision: str | None, state: FolderState) -> Any:
     return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
-def text_ids(tokenizer: Any, text: str) -> list[int]:
+def tokenize_text(tokenizer: Any, text: str) -> list[int]:
     """Tokenize a text without special tokens around it; ValueError for a text without a token."""
     ids = list(tokenizer(text, add_special_tokens=False).input_ids)
     if not ids:
@@ -431,7 +431,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def indices_in_frame(visual: Visual, frame: int) -> Tensor:
+def find_frame_indices(visual: Visual, frame: int) -> Tensor:
     """Return the flat indices of a video's kept tokens in one frame, by a binary search in the ascending indices."""
     edges = torch.tensor([frame, frame + 1], device=visual.index.device) * visual.tokens_per_frame
     first, end = torch.searchsorted(visual.index, edges)

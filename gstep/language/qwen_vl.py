@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.language.prompt import PromptBuilder, PromptPart, Segment, indices_in_frame
+from gstep.language.prompt import PromptBuilder, PromptPart, Segment, find_frame_indices
 from gstep.language.types import PromptPolicy
 from gstep.types import Visual
 
@@ -172,7 +172,7 @@ class Qwen3Prompts(QwenPrompts):
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         """Make the segment of one temporal patch's kept tokens, which may be empty."""
         assert frame is not None
-        indices = indices_in_frame(visual, frame)
+        indices = find_frame_indices(visual, frame)
         if self.policy.positions == "contiguous":
             return self._make_renumbered_segment(len(indices))
         grid = Grid.of(visual)

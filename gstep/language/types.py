@@ -77,7 +77,7 @@ class PromptPolicy:
         return {name: value for name, value in asdict(self).items() if defaults.get(name) != value}
 
 
-def placeholder_of(config: Any) -> tuple[str, int]:
+def read_placeholder(config: Any) -> tuple[str, int]:
     """Return the modality of a model's video tokens, "video" or "image", and the id of their placeholder token.
 
     The modality is "image" for a config without ``video_token_id``, such as InternVL's, which takes frames as images.

@@ -13,7 +13,7 @@ from gstep.backbones import ModelSource, Runtime
 from gstep.backbones.runtime import check_loaded, load_weights
 from gstep.checkpoints.tensors import read_tensors, refuse_quantized
 from gstep.errors import ModelError
-from gstep.language.prompt import text_ids
+from gstep.language.prompt import tokenize_text
 
 # The modules of each family's vision part, below ``model``. The newline row of LLaVA-OneVision comes with the cache.
 _VISION = ("vision_tower", "multi_modal_projector", "image_newline", "visual")
@@ -140,7 +140,7 @@ def generation_config(source: ModelSource, config: Any) -> Any:
     return generation
 
 
-def end_ids(generation: Any) -> list[int]:
+def list_end_ids(generation: Any) -> list[int]:
     """List the ids of the tokens that end an answer, from a GenerationConfig; empty if it has none."""
     ends = generation.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else sorted(ends)
@@ -174,5 +174,5 @@ class InputEmbeddings:
             ValueError: the text has no token.
             ModelError: the checkpoint has no embedding table.
         """
-        ids = torch.tensor(text_ids(self._tokenizer, text), device="cpu")
+        ids = torch.tensor(tokenize_text(self._tokenizer, text), device="cpu")
         return self._table[ids].float().mean(0, keepdim=True)

@@ -36,7 +36,7 @@ def make_pruner(method: str | Pruner = "gstep", /, **params: Any) -> Pruner:
     """
     if not isinstance(method, Pruner):
         return _build_pruner(find_method(method), params, method)
-    label = method_name(check_method(type(method)))
+    label = get_method_name(check_method(type(method)))
     if params:
         raise ValueError(f"{', '.join(params)}: an object of {label} has its parameters: pass them to its class")
     check_params(type(method), {item.name: getattr(method, item.name) for item in fields(method) if item.init}, label)
@@ -86,7 +86,7 @@ def find_method(method: str) -> type[Pruner]:
     return method_class
 
 
-def method_name(kind: type[Pruner]) -> str:
+def get_method_name(kind: type[Pruner]) -> str:
     """Return the name by which :func:`find_method` finds the class: its key in PRUNERS, or ``module:Class``.
 
     Only a class at the top level of its module can be found.

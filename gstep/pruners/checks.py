@@ -76,7 +76,7 @@ def check_tokens(tokens: Any) -> None:
         )
 
 
-def check_places(grid: Any, times: Any, n_frames: int, per_frame: int) -> None:
+def check_grid_and_times(grid: Any, times: Any, n_frames: int, per_frame: int) -> None:
     """Raise ValueError unless the grid and the times fit T frames of N tokens.
 
     Args:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from gstep.pruners.base import Pruner, Selection
-from gstep.pruners.novelty import token_novelty
+from gstep.pruners.novelty import compute_token_novelty
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens
 
@@ -34,6 +34,6 @@ class EVS(Pruner):
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         per_frame = visual.tokens.shape[1]
-        change_M = token_novelty(visual.tokens)[1:].flatten()
+        change_M = compute_token_novelty(visual.tokens)[1:].flatten()
         index_C = per_frame + largest(change_M, max(0, budget - per_frame))
         return Selection(torch.cat([torch.arange(per_frame, device=index_C.device), index_C]))

@@ -15,13 +15,19 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from gstep.density import working_copy
+from gstep.density import scale_to_work_dtype
 from gstep.evidence import MERGED_QUERIES, POOLING_HEAD
 from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_choice, check_integer, check_number
-from gstep.pruners.segments import adjacent_cosines, cut_segments, density_peaks, scaled_distances, tie_noise
+from gstep.pruners.segments import (
+    compute_adjacent_cosines,
+    compute_scaled_distances,
+    cut_segments,
+    make_tie_noise,
+    score_density_peaks,
+)
 from gstep.pruners.sinks import SinkPruner
-from gstep.pruners.vectors import assigned_mean, unit
+from gstep.pruners.vectors import compute_group_means, unit
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens, budget_for
 
@@ -124,12 +130,12 @@ class FastVID(SinkPruner):
         tokens merged in. ``seed`` breaks ties between density peaks if the evidence has no ``noise``.
         """
         per_frame = visual.tokens.shape[1]
-        tokens_TND = working_copy(visual.tokens)
-        noise_M = tie_noise(visual, seed)
+        tokens_TND = scale_to_work_dtype(visual.tokens)
+        noise_M = make_tie_noise(visual, seed)
         is_llava = self.variant == "llava"
         feature_TV = visual.evidence["frame_feature"] if is_llava else tokens_TND.mean(dim=1)
         frame_budget = budget_for(ratio, per_frame)
-        spans, counts = self._plan(adjacent_cosines(feature_TV), per_frame, frame_budget)
+        spans, counts = self._plan(compute_adjacent_cosines(feature_TV), per_frame, frame_budget)
         attention_TN = visual.evidence["token_attention"]
         frames = choose_tokens(
             tokens_TND,
@@ -245,8 +251,8 @@ def choose_tokens(
         plain_X = order_N[n_salient:].sort().values
         anchors_A = plain_X[:0]
         if n_anchors:
-            peak_X = density_peaks(
-                scaled_distances(tokens_ND[plain_X]), noise_M[n_drawn : n_drawn + len(plain_X)], _NEIGHBOURS
+            peak_X = score_density_peaks(
+                compute_scaled_distances(tokens_ND[plain_X]), noise_M[n_drawn : n_drawn + len(plain_X)], _NEIGHBOURS
             )
             if penalty_N is not None:
                 peak_X = peak_X - penalty_N[plain_X] * (2 if n_anchors > frame_share else 1)
@@ -293,7 +299,7 @@ def merge_into_anchors(
     With n source tokens, the anchor's weight is max(1 / (n + 1), beta). An anchor without source tokens is unchanged.
     """
     nearest_Y = (direction_YD @ direction_YD[anchor_A].T).argmax(dim=1).masked_fill(~is_source_Y, -1)
-    mean_AD, count_A = assigned_mean(nearest_Y, tokens_YD, len(anchor_A))
+    mean_AD, count_A = compute_group_means(nearest_Y, tokens_YD, len(anchor_A))
     # The anchor weighs as much as each token that is merged into it, but never less than beta.
     weight_A1 = (count_A + 1).to(mean_AD.dtype).reciprocal().clamp(min=beta)[:, None]
     anchors_AD = tokens_YD[anchor_A]

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gstep.density import floor_distance, working_copy
+from gstep.density import floor_distance, scale_to_work_dtype
 from gstep.evidence import LAST_LAYER
 from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_integer, check_number
-from gstep.pruners.segments import adjacent_cosines, cut_segments, group_by_peaks, tie_noise
+from gstep.pruners.segments import compute_adjacent_cosines, cut_segments, group_by_peaks, make_tie_noise
 from gstep.pruners.sinks import SinkPruner
-from gstep.pruners.vectors import assigned_mean, unit
+from gstep.pruners.vectors import compute_group_means, unit
 from gstep.types import VisualTokens
 
 _NEIGHBOURS = 7  # nearest tokens whose distances determine a token's density
@@ -98,14 +98,14 @@ class FlashVID(SinkPruner):
         has no ``noise``.
         """
         per_frame = visual.tokens.shape[1]
-        tokens_TND = working_copy(visual.tokens)
+        tokens_TND = scale_to_work_dtype(visual.tokens)
         direction_TND = unit(tokens_TND)
-        noise = tie_noise(visual, seed)
+        noise = make_tie_noise(visual, seed)
         n_drawn = 0
         n_kept = self._frame_budget(per_frame, ratio)
         n_picks = math.ceil(n_kept * self.alpha)
         index, tokens = [], []
-        similarity = adjacent_cosines(tokens_TND.mean(dim=1))
+        similarity = compute_adjacent_cosines(tokens_TND.mean(dim=1))
         for start, end in cut_segments(similarity, self.min_segment_num, self.segment_threshold):
             input_LND = visual.tokens[start:end].to(tokens_TND.dtype)
             index_LN = torch.arange(start * per_frame, end * per_frame, device=input_LND.device).view(-1, per_frame)
@@ -134,7 +134,10 @@ class FlashVID(SinkPruner):
                     n_peaks = math.ceil(len(index_X) * share)
                     peak_C, group_X = group_by_peaks(rows_XD, noise_X, n_peaks, min(n_peaks, _NEIGHBOURS))
                     is_new_C = ~is_pick_N[is_left_N][peak_C]
-                    index_X, rows_XD = index_X[peak_C][is_new_C], assigned_mean(group_X, rows_XD, n_peaks)[0][is_new_C]
+                    index_X, rows_XD = (
+                        index_X[peak_C][is_new_C],
+                        compute_group_means(group_X, rows_XD, n_peaks)[0][is_new_C],
+                    )
                 index.append(index_X)
                 tokens.append(rows_XD)
         index_B, tokens_BD = torch.cat(index), torch.cat(tokens)
@@ -196,7 +199,7 @@ def merge_back(
     n_terms_LN = torch.ones_like(merged_LND[..., 0])
     for frame in range(len(merged_LND) - 1, 0, -1):
         parent_N = parent_UN[frame - 1].masked_fill(~is_merged_LN[frame], -1)
-        mean_ND, n_children_N = assigned_mean(parent_N, merged_LND[frame], len(parent_N))
+        mean_ND, n_children_N = compute_group_means(parent_N, merged_LND[frame], len(parent_N))
         merged_LND[frame - 1] += mean_ND * n_children_N[:, None]
         n_terms_LN[frame - 1] += n_children_N
     return merged_LND / n_terms_LN[..., None], is_free_LN & ~is_merged_LN

@@ -14,13 +14,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gstep.density import working_copy
+from gstep.density import scale_to_work_dtype
 from gstep.evidence import LAST_LAYER
 from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_integer, check_number
-from gstep.pruners.segments import group_by_peaks, tie_noise
+from gstep.pruners.segments import group_by_peaks, make_tie_noise
 from gstep.pruners.sinks import SinkPruner, sink_scores
-from gstep.pruners.vectors import assigned_mean, unit
+from gstep.pruners.vectors import compute_group_means, unit
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens
 
@@ -98,7 +98,7 @@ class HoliTom(SinkPruner):
         ``noise``.
         """
         n_frames, per_frame, _ = visual.tokens.shape
-        tokens_TND = visual.tokens.to(working_copy(visual.tokens[:1]).dtype)
+        tokens_TND = visual.tokens.to(scale_to_work_dtype(visual.tokens[:1]).dtype)
         direction_TND = unit(tokens_TND)
         similarity_UN = (direction_TND[:-1] * direction_TND[1:]).sum(dim=-1)
         is_still_UN = similarity_UN > self.tau
@@ -109,7 +109,7 @@ class HoliTom(SinkPruner):
             is_still_UN = similarity_UN + self.mu_t * sink_scores(attention_TN) > self.tau
         total = n_frames * per_frame
         share = min(1.0, ratio / ((total - n_saved) / total))
-        noise = tie_noise(visual, seed)
+        noise = make_tie_noise(visual, seed)
         n_drawn = 0
         index, tokens, merged = [], [], []
 
@@ -226,7 +226,7 @@ def merge_into_peaks(
         in.
     """
     peak_C, group_X = group_by_peaks(rows_XD, noise_X, count, neighbours, penalty_X=penalty_X)
-    mean_CD, count_C = assigned_mean(group_X.index_fill(0, peak_C, -1), rows_XD, count)
+    mean_CD, count_C = compute_group_means(group_X.index_fill(0, peak_C, -1), rows_XD, count)
     is_grown_C = count_C > 0
     peak_CD = rows_XD[peak_C]
     return peak_C, torch.where(is_grown_C[:, None], beta * peak_CD + (1 - beta) * mean_CD, peak_CD), is_grown_C

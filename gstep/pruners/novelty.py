@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from gstep.density import (
+    compute_working_scale,
+    copy_to_float64,
     describe_frames,
     distance_of_products,
-    float64_copy,
-    mean_normalise,
-    working_scale,
+    normalize_by_mean,
 )
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_number
@@ -61,7 +61,7 @@ class Novelty(Pruner):
 
     def density(self, tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
         """Compute rho of every token, [M] float64, and each frame's mean of n / mean(n), [T] float64."""
-        novelty_TN = mean_normalise(token_novelty(tokens_TND))
+        novelty_TN = normalize_by_mean(compute_token_novelty(tokens_TND))
         _, spatial_TN = describe_frames(tokens_TND)
         return ((novelty_TN + self.floor) * spatial_TN).reshape(-1), novelty_TN.mean(dim=1)
 
@@ -71,7 +71,7 @@ class Novelty(Pruner):
         return Selection(order_B, rho_M, novelty_T)
 
 
-def token_novelty(tokens_TND: Tensor) -> Tensor:
+def compute_token_novelty(tokens_TND: Tensor) -> Tensor:
     """Compute n, the cosine distance to the token at the same position of the previous frame: [T,N] float64 in [0, 2].
 
     All tokens of the first frame get the largest distance in the video, or 1 in a video of one frame. Distances below
@@ -81,12 +81,12 @@ def token_novelty(tokens_TND: Tensor) -> Tensor:
     n_places = per_frame if tokens_TND.is_cuda else max(1, _ELEMENTS // ((_FRAMES + 1) * hidden))
     novelty_TN = tokens_TND.new_ones(n_frames, per_frame, dtype=torch.float64)
     # Squares of 16-bit and float32 tokens neither overflow nor vanish in float64.
-    scale = working_scale(tokens_TND) if tokens_TND.dtype == torch.float64 else 1.0
+    scale = compute_working_scale(tokens_TND) if tokens_TND.dtype == torch.float64 else 1.0
     for start in range(0, n_frames - 1, _FRAMES):
         frames = slice(start, min(start + _FRAMES + 1, n_frames))
         for first in range(0, per_frame, n_places):
             places = slice(first, first + n_places)
-            part_TRD = float64_copy(tokens_TND[frames, places])
+            part_TRD = copy_to_float64(tokens_TND[frames, places])
             novelty_TN[start + 1 : frames.stop, places] = _compute_distances(
                 part_TRD if scale == 1.0 else part_TRD.mul_(scale)
             )

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gstep.density import working_copy
+from gstep.density import scale_to_work_dtype
 from gstep.evidence import LAST_LAYER
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_integer, check_number
@@ -94,7 +94,7 @@ class OTTVid(Pruner):
         """
         n_frames, per_frame, _ = visual.tokens.shape
         n_picks = self._count_picks(n_frames, per_frame, budget, ratio)
-        direction_TND = unit(working_copy(visual.tokens))
+        direction_TND = unit(scale_to_work_dtype(visual.tokens))
         attention_TN = visual.evidence["token_attention"].double().clamp(min=0)
         pick_TK, similarity_TNK = pick_covering(direction_TND, attention_TN, n_picks)
         index_TK = pick_TK + torch.arange(n_frames, device=pick_TK.device)[:, None] * per_frame

@@ -15,7 +15,7 @@ from gstep.selection.reference import largest
 from gstep.types import VisualTokens
 
 
-def adjacent_cosines(feature_TV: Tensor) -> list[float]:
+def compute_adjacent_cosines(feature_TV: Tensor) -> list[float]:
     """Compute the cosine of each frame's feature with the next frame's: T-1 numbers, none for a single frame."""
     direction_TV = unit(feature_TV)
     cosines: list[float] = (direction_TV[:-1] * direction_TV[1:]).sum(dim=1).tolist()
@@ -39,7 +39,7 @@ def cut_segments(similarity: Sequence[float], min_segments: int, threshold: floa
         start = end
 
 
-def tie_noise(visual: VisualTokens, seed: int) -> Tensor:
+def make_tie_noise(visual: VisualTokens, seed: int) -> Tensor:
     """Return noise [T*N] that breaks ties, in the tokens' work dtype and on their device.
 
     It is the evidence ``noise``, or without it random numbers in [0, 1) from ``seed``, the same on every device.
@@ -51,14 +51,14 @@ def tie_noise(visual: VisualTokens, seed: int) -> Tensor:
     return noise_M.to(visual.tokens.device, work_dtype(visual.tokens))
 
 
-def scaled_distances(tokens_XD: Tensor) -> Tensor:
+def compute_scaled_distances(tokens_XD: Tensor) -> Tensor:
     """Compute the Euclidean distances of all pairs of tokens, divided by sqrt(D), [X,X]."""
     # Without a matrix product, whose cancellation would give equal tokens small distances instead of 0.
     distance_XX = torch.cdist(tokens_XD, tokens_XD, compute_mode="donot_use_mm_for_euclid_dist")
     return distance_XX / math.sqrt(tokens_XD.shape[1])
 
 
-def density_peaks(distance_XX: Tensor, noise_X: Tensor, neighbours: int) -> Tensor:
+def score_density_peaks(distance_XX: Tensor, noise_X: Tensor, neighbours: int) -> Tensor:
     """Score each token's centrality, [X]: its density times the distance to the nearest denser token.
 
     The density is exp(-d) + 1e-6 * ``noise_X``, where d is the mean squared distance to the nearest ``neighbours``
@@ -84,8 +84,8 @@ def group_by_peaks(
         The peaks' row numbers [C], ascending, and each row's group [X], a position among these. A peak is always in its
         own group.
     """
-    distance_XX = scaled_distances(rows_XD)
-    score_X = density_peaks(distance_XX, noise_X, neighbours)
+    distance_XX = compute_scaled_distances(rows_XD)
+    score_X = score_density_peaks(distance_XX, noise_X, neighbours)
     peak_C = largest(score_X if penalty_X is None else score_X - penalty_X, count).sort().values
     nearest_X = distance_XX[:, peak_C].argmin(dim=1)
     return peak_C, nearest_X.index_copy(0, peak_C, torch.arange(count, device=peak_C.device))

@@ -14,13 +14,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gstep.density import working_copy
+from gstep.density import scale_to_work_dtype
 from gstep.evidence import MERGED_QUERIES, POOLING_HEAD
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_choice, check_integer, check_number
 from gstep.pruners.holitom import choose_windows
-from gstep.pruners.segments import tie_noise
-from gstep.pruners.vectors import assigned_mean, unit
+from gstep.pruners.segments import make_tie_noise
+from gstep.pruners.vectors import compute_group_means, unit
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens
 
@@ -117,7 +117,7 @@ class Tango(Pruner):
         evidence has no ``noise``.
         """
         n_frames, per_frame, _ = visual.tokens.shape
-        direction_TND = unit(working_copy(visual.tokens))
+        direction_TND = unit(scale_to_work_dtype(visual.tokens))
         rotated_TND = rotate(direction_TND, visual.known_times, visual.known_grid[1])
         attention_TN = visual.evidence["token_attention"]
         if self.variant == "llava" and per_frame == 196:
@@ -125,7 +125,7 @@ class Tango(Pruner):
         similarity_UN = (direction_TND[:-1] * direction_TND[1:]).sum(dim=-1)
         del direction_TND
         tau = (0.65 if ratio <= 0.1 + 1e-9 else 0.8) if self.tau is None else self.tau
-        noise = _NoiseStream(tie_noise(visual, seed))
+        noise = _NoiseStream(make_tie_noise(visual, seed))
         index_TN = torch.arange(n_frames * per_frame, device=visual.tokens.device).view(n_frames, per_frame)
         index, tokens = [], []
         for start, end in choose_windows(similarity_UN > tau, n_frames)[0]:
@@ -177,7 +177,7 @@ class Tango(Pruner):
         if 0 < n_context < len(rest_Y):
             center_C, group_Y = find_groups(rotated_YD[rest_Y], noise.draw(len(rest_Y)), n_context, self.k)
             context_Y = rest_Y[center_C]
-            mean_CD, count_C = assigned_mean(group_Y, rows_YD[rest_Y], n_context)
+            mean_CD, count_C = compute_group_means(group_Y, rows_YD[rest_Y], n_context)
             weight_C1 = count_C.to(mean_CD.dtype).reciprocal().clamp(min=self.beta)[:, None]
             center_CD = rows_YD[context_Y]
             merged_CD = center_CD + (1 - weight_C1) * (mean_CD - center_CD)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gstep.density import frame_mean, row_slices, working_copy
+from gstep.density import compute_frame_means, iter_row_slices, scale_to_work_dtype
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_number
 from gstep.pruners.vectors import unit
@@ -43,8 +43,8 @@ class VCAST(Pruner):
 
         Each frame keeps its tokens of highest ``token_scores``, ties to the lowest index. The indices ascend.
         """
-        tokens_TND = working_copy(visual.tokens)
-        centre_TD = unit(frame_mean(tokens_TND))
+        tokens_TND = scale_to_work_dtype(visual.tokens)
+        centre_TD = unit(compute_frame_means(tokens_TND))
         weight_T = torch.softmax(curvature(centre_TD) / self.tau, dim=0)
         budget_T = frame_budgets(weight_T, budget, tokens_TND.shape[1])
         order_TN = token_scores(tokens_TND, centre_TD).argsort(dim=1, descending=True, stable=True)
@@ -94,7 +94,7 @@ def token_scores(tokens_TND: Tensor, centre_TD: Tensor) -> Tensor:
     """
     cosine_TN = centre_TD.new_empty(tokens_TND.shape[:2])
     norm_TN = torch.empty_like(cosine_TN)
-    for frames in row_slices(tokens_TND):
+    for frames in iter_row_slices(tokens_TND):
         part_TND = tokens_TND[frames].double()
         norm_TN[frames] = torch.linalg.vector_norm(part_TND, dim=-1)
         cosine_TN[frames] = (part_TND * centre_TD[frames, None]).sum(dim=-1) / norm_TN[frames].clamp(min=_EPS)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gstep.density import working_copy
+from gstep.density import scale_to_work_dtype
 
 
 def unit(rows: Tensor) -> Tensor:
     """Divide each row of the last axis by its L2 norm, in the work dtype (float32 for 16 bits); zero rows stay zero."""
-    rows = working_copy(rows)
+    rows = scale_to_work_dtype(rows)
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(rows.dtype)
     return rows / torch.where(norm > 0, norm, 1.0)
 
 
-def assigned_mean(nearest_X: Tensor, rows_XD: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
+def compute_group_means(nearest_X: Tensor, rows_XD: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
     """Compute the mean of each group's rows, [G,D], and the number of its rows, [G] int64; an empty group has mean 0.
 
     The means are computed as a matrix product with weights, because the sums of a scatter would depend on the order in

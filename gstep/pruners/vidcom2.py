@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gstep.density import row_slices, working_copy
+from gstep.density import iter_row_slices, scale_to_work_dtype
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.vectors import unit
 from gstep.types import VisualTokens
@@ -49,11 +49,11 @@ def find_calm_channels(tokens_TND: Tensor) -> Tensor:
     hidden = tokens_TND.shape[-1]
     tokens_MD = tokens_TND.reshape(-1, hidden)
     sum_D = torch.zeros(hidden, dtype=torch.float64, device=tokens_MD.device)
-    for rows in row_slices(tokens_MD):
+    for rows in iter_row_slices(tokens_MD):
         sum_D += tokens_MD[rows].double().sum(dim=0)
     mean_D = sum_D / len(tokens_MD)
     spread_D = torch.zeros_like(sum_D)
-    for rows in row_slices(tokens_MD):
+    for rows in iter_row_slices(tokens_MD):
         spread_D += (tokens_MD[rows] - mean_D).square().sum(dim=0)
     return torch.argsort(spread_D, stable=True)[: max(1, hidden // 2)].sort().values
 
@@ -63,7 +63,7 @@ def similarities(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
 
     Only the channels of ``find_calm_channels`` are compared.
     """
-    tokens_TND = working_copy(tokens_TND)
+    tokens_TND = scale_to_work_dtype(tokens_TND)
     direction_TND = unit(tokens_TND[..., find_calm_channels(tokens_TND)])
     frame_T1D = direction_TND.double().mean(dim=1, keepdim=True)
     video_1D = frame_T1D.mean(dim=0)
@@ -74,7 +74,7 @@ def kernel_sum(direction_TND: Tensor, centre_T1D: Tensor) -> Tensor:
     """Sum exp(-|x - m|^2 / 2w) over w = 1/8, 1/4, ..., 2, for each token x and its frame's center m: [T,N] float64."""
     width_W = torch.tensor(_WIDTHS, dtype=torch.float64, device=direction_TND.device)
     sums = []
-    for frames in row_slices(direction_TND):
+    for frames in iter_row_slices(direction_TND):
         distance_XN = (direction_TND[frames] - centre_T1D[frames]).square().sum(dim=-1)
         sums.append(torch.exp(-distance_XN[..., None] / (2 * width_W)).sum(dim=-1))
     return torch.cat(sums)

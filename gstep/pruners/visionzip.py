@@ -14,12 +14,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gstep.density import row_slices, work_dtype, working_copy
+from gstep.density import iter_row_slices, scale_to_work_dtype, work_dtype
 from gstep.evidence import LAST_LAYER
 from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_choice, check_integer, check_number
 from gstep.pruners.sinks import SinkPruner, find_sinks, move_off_sinks, sink_scores
-from gstep.pruners.vectors import assigned_mean, unit
+from gstep.pruners.vectors import compute_group_means, unit
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens, budget_for
 
@@ -136,7 +136,7 @@ class VisionZip(SinkPruner):
         order_TN = largest(self._suppress_sinks(attention_TN), size)
         dominant_TS = order_TN[:, :n_dominant].sort(dim=1).values
         plain_TX = order_TN[:, n_dominant:].sort(dim=1).values  # in spatial order again, for even strides
-        target_C = evenly_strided(size - n_dominant, n_kept - n_dominant, plain_TX.device)
+        target_C = make_strided_indices(size - n_dominant, n_kept - n_dominant, plain_TX.device)
         target_TC = target_C.expand(n_frames, -1)
         if self.mu_s:
             is_sink_TX = find_sinks(sink_scores(attention_TN))[plain_TX].tolist()
@@ -186,7 +186,7 @@ def frame_budget(size: int, ratio: float) -> int:
     return min(size, max(2, round(size * ratio)))
 
 
-def evenly_strided(size: int, count: int, device: torch.device) -> Tensor:
+def make_strided_indices(size: int, count: int, device: torch.device) -> Tensor:
     """Return ``count`` indices from 0 on with stride max(1, size // count), int64."""
     return torch.arange(count, device=device) * max(1, size // count)
 
@@ -211,7 +211,7 @@ def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
     is_source_X[target_C] = False
     nearest_Y = (key_XE[is_source_X] @ key_XE[target_C].T).argmax(dim=1)
     # The official code adds the mean instead of averaging, so a merged token is longer than the tokens it is made of.
-    mean_CD, _ = assigned_mean(nearest_Y, tokens_XD[is_source_X], len(target_C))
+    mean_CD, _ = compute_group_means(nearest_Y, tokens_XD[is_source_X], len(target_C))
     return tokens_XD[target_C] + mean_CD
 
 
@@ -226,7 +226,7 @@ def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours:
         The indices in the frame [K], dominant tokens first, highest norm first, then contextual tokens in ascending
         index; and their tokens [K,D].
     """
-    rows_ND = working_copy(tokens_ND.double())
+    rows_ND = scale_to_work_dtype(tokens_ND.double())
     order_N = largest(torch.linalg.vector_norm(rows_ND, dim=1), len(rows_ND))
     dominant_S, plain_X = order_N[:n_dominant], order_N[n_dominant:].sort().values
     if n_contextual in (0, len(plain_X)):  # nothing to merge
@@ -234,7 +234,7 @@ def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours:
         return index_K, tokens_ND[index_K]
     direction_XD = unit(rows_ND[plain_X])
     anchor_C = find_densest(direction_XD, n_contextual, neighbours)
-    contextual_CD = mean_of_nearest(tokens_ND[plain_X].double(), direction_XD, anchor_C).to(tokens_ND.dtype)
+    contextual_CD = average_nearest(tokens_ND[plain_X].double(), direction_XD, anchor_C).to(tokens_ND.dtype)
     return torch.cat([dominant_S, plain_X[anchor_C]]), torch.cat([tokens_ND[dominant_S], contextual_CD])
 
 
@@ -245,18 +245,18 @@ def find_densest(direction_XD: Tensor, count: int, neighbours: int) -> Tensor:
     so that ties go to the lowest index. ``direction_XD`` needs at least two vectors.
     """
     density = []
-    for rows in row_slices(direction_XD):
+    for rows in iter_row_slices(direction_XD):
         cosine_RX = direction_XD[rows] @ direction_XD.T
         # The largest cosine is that of the token with itself or an equal token.
         density.append(cosine_RX.topk(min(neighbours + 1, len(direction_XD))).values[:, 1:].mean(dim=1))
     return largest(torch.cat(density).round(decimals=_DIGITS), count).sort().values
 
 
-def mean_of_nearest(tokens_XD: Tensor, direction_XD: Tensor, anchor_C: Tensor) -> Tensor:
+def average_nearest(tokens_XD: Tensor, direction_XD: Tensor, anchor_C: Tensor) -> Tensor:
     """Compute for each anchor the mean of the tokens that are nearest to it, by cosine of directions: [C,D].
 
     An anchor that no token is nearest to, not even itself, is unchanged.
     """
     cosine_XC = direction_XD @ direction_XD[anchor_C].T
-    mean_CD, count_C = assigned_mean(cosine_XC.round(decimals=_DIGITS).argmax(dim=1), tokens_XD, len(anchor_C))
+    mean_CD, count_C = compute_group_means(cosine_XC.round(decimals=_DIGITS).argmax(dim=1), tokens_XD, len(anchor_C))
     return torch.where(count_C[:, None] > 0, mean_CD, tokens_XD[anchor_C])

@@ -35,8 +35,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gstep.density import ZERO_DISTANCE, level_copy, row_factors, scale_rows, work_dtype, working_scale
-from gstep.selection.reference import density_weight, inverse_roots, largest, starting_token
+from gstep.density import (
+    ZERO_DISTANCE,
+    compute_row_factors,
+    compute_working_scale,
+    scale_extreme_rows,
+    scale_rows,
+    work_dtype,
+)
+from gstep.selection.reference import choose_first_token, compute_density_weight, compute_inverse_roots, largest
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -104,7 +111,7 @@ def lazy_density_guided_fps(
     """
     if alpha == 0 and start == "density":
         return largest(density_M, budget)
-    first_1 = starting_token(start, level_copy(tokens_MD) if start == "isolated" else tokens_MD, density_M)
+    first_1 = choose_first_token(start, scale_extreme_rows(tokens_MD) if start == "isolated" else tokens_MD, density_M)
     survey = survey_tokens(ConvertedTokens.of(tokens_MD), dims)
     search = _Search(survey, density_M, budget, alpha, beta, candidates, counts or Counts())
     search.begin(first_1.numpy())
@@ -149,7 +156,7 @@ class _RoundRows:
         """Convert candidates' token indices, ascending or not, to their row numbers in this round's ``tokens``."""
         return indices if self._indices is None else np.searchsorted(self._indices, indices)
 
-    def tokens_of(self, indices: Indices) -> Tensor:
+    def take_rows(self, indices: Indices) -> Tensor:
         """Return copies of the rows of these candidates, [K,D], in the order of ``indices``."""
         return self.tokens.index_select(0, torch.from_numpy(self.rows_of(indices)))
 
@@ -190,7 +197,7 @@ class _Search:
         self.survey = survey
         self.picks = Picks(budget, survey)
         self.block = block or (256 if n_tokens < 16384 else 512 if n_tokens < 49152 else 1024)
-        weight_M = density_weight(density_M, alpha, beta)
+        weight_M = compute_density_weight(density_M, alpha, beta)
         self.uses_key = weight_M is not None
         self.density_term: Floats = (
             (1 - alpha) * np.log(density_M.double().numpy() + beta) if weight_M is None else weight_M.numpy()
@@ -225,7 +232,7 @@ class _Search:
         indices, rival = self._choose_candidates()
         rows = _RoundRows(self.survey.rows, indices)
         self._refresh(rows, indices, rival)
-        self.score[indices] = scores = self._compute_scores_of(indices)
+        self.score[indices] = scores = self._compute_current_scores(indices)
         certain = (self.n_included[indices] == self.picks.count) & (scores >= rival.score) & (scores > -np.inf)
         # The score of a candidate that was not compared with all picks is only an upper bound, and a candidate below
         # the rival cannot be next. If no candidate is certain, the refresh has lowered scores, and the next round takes
@@ -239,7 +246,7 @@ class _Search:
         scores: Floats = distance * term if self.uses_key else self.alpha * np.log(distance) + term
         return scores
 
-    def _compute_scores_of(self, indices: Indices) -> Floats:
+    def _compute_current_scores(self, indices: Indices) -> Floats:
         """Compute the scores of the tokens ``indices`` from ``nearest``, without storing them in ``score``."""
         return self._compute_scores(self.nearest[indices], self.density_term[indices])
 
@@ -275,7 +282,7 @@ class _Search:
             picks = slice(start, min(start + block, count))
             mark = self.n_included[indices]
             waiting = (mark >= picks.start) & (mark < picks.stop)
-            candidates = indices[waiting & (self._compute_scores_of(indices) >= rival.score)]
+            candidates = indices[waiting & (self._compute_current_scores(indices) >= rival.score)]
             if len(candidates) == 0:
                 continue
             if self.uses_bound:
@@ -286,7 +293,7 @@ class _Search:
     def _compare(self, rows: _RoundRows, candidates: Indices, picks: slice) -> None:
         """Update candidates with their distances to all ``picks``, computed in full, and move their marks."""
         scale = np.multiply.outer(self.survey.inverse[candidates], self.picks.inverse[picks])
-        distance = _compute_distance(self._multiply_all(rows.tokens_of(candidates), self.picks.rows[picks]), scale)
+        distance = _compute_distance(self._multiply_all(rows.take_rows(candidates), self.picks.rows[picks]), scale)
         self.counts.products += scale.size
         self.nearest[candidates] = np.minimum(self.nearest[candidates], distance.min(axis=1))
         self.n_included[candidates] = picks.stop
@@ -299,7 +306,7 @@ class _Search:
             return products
         shape = (len(a_XD), len(b_YD))
         row, column = (indices.ravel() for indices in np.indices(shape))
-        return pair_products(a_XD, b_YD, row, column).reshape(shape)
+        return compute_pair_products(a_XD, b_YD, row, column).reshape(shape)
 
     def _compare_by_bound(self, rows: _RoundRows, candidates: Indices, picks: slice, rival: _Rival) -> None:
         """Update candidates with the ``picks`` that the bound does not rule out, and move their marks.
@@ -320,7 +327,7 @@ class _Search:
                 return
             self._measure(rows, candidates[row], likeliest, picks)
             bounds[row, likeliest] = -_OUT_OF_REACH
-            row = row[self._compute_scores_of(candidates[row]) >= rival.score]
+            row = row[self._compute_current_scores(candidates[row]) >= rival.score]
         self.n_unresolved += len(row)
         if len(row):
             self._compare_pairs(rows, candidates[row], bounds[row], picks)
@@ -374,7 +381,7 @@ class _Search:
         Marks are not moved. ``candidates`` are token indices, ascending, with repetitions; ``column`` counts within
         ``picks``.
         """
-        products = pair_products(rows.tokens, self.picks.rows[picks], rows.rows_of(candidates), column)
+        products = compute_pair_products(rows.tokens, self.picks.rows[picks], rows.rows_of(candidates), column)
         scale = self.survey.inverse[candidates] * self.picks.inverse[picks][column]
         np.minimum.at(self.nearest, candidates, _compute_distance(products, scale))
         self.counts.products += len(candidates)
@@ -428,12 +435,12 @@ class _Search:
                 row, column = pairs
         if row is None or column is None:
             self.counts.products += size * (size - 1) // 2
-            tokens_LD = rows.tokens_of(finalists)
+            tokens_LD = rows.take_rows(finalists)
             return _compute_distance((tokens_LD @ tokens_LD.T).numpy(), np.multiply.outer(scale, scale))
         distance_LL = np.full((size, size), np.inf)
         self.counts.products += len(row)
         row_of = rows.rows_of(finalists)
-        products = pair_products(rows.tokens, rows.tokens, row_of[row], row_of[column])
+        products = compute_pair_products(rows.tokens, rows.tokens, row_of[row], row_of[column])
         distance = _compute_distance(products, scale[row] * scale[column])
         distance_LL[row, column] = distance_LL[column, row] = distance
         return distance_LL
@@ -444,7 +451,7 @@ class ConvertedTokens:
     """Tokens of any float dtype, converted to their work dtype and scaled a few at a time, without a whole copy.
 
     Attributes:
-        factor: [M] float64, the factors of gstep.density.row_factors; None if no row needs one.
+        factor: [M] float64, the factors of gstep.density.compute_row_factors; None if no row needs one.
     """
 
     tokens: Tensor
@@ -457,8 +464,8 @@ class ConvertedTokens:
         16-bit and float32 rows that are too small while the largest magnitude is in range get no factors here:
         ``survey_tokens`` detects them.
         """
-        in_range = tokens.dtype != torch.float64 and working_scale(tokens) == 1.0
-        return cls(tokens, None if in_range else row_factors(tokens))
+        in_range = tokens.dtype != torch.float64 and compute_working_scale(tokens) == 1.0
+        return cls(tokens, None if in_range else compute_row_factors(tokens))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -520,8 +527,8 @@ def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
     for part, tokens in rows.chunks():
         squared_M[part] = tokens.square().sum(dim=1)
         if subspace is not None and coordinates is not None:
-            coordinates[part] = subspace.coordinates(tokens, inverse_roots(squared_M[part]).float())
-    if rows.factor is None and squared_M.min() < _FAINT and (factor := row_factors(rows.tokens)) is not None:
+            coordinates[part] = subspace.coordinates(tokens, compute_inverse_roots(squared_M[part]).float())
+    if rows.factor is None and squared_M.min() < _FAINT and (factor := compute_row_factors(rows.tokens)) is not None:
         return survey_tokens(replace(rows, factor=factor), dims)
     # Copies agree in their norm and in their first and last channel; other tokens hardly ever do. Comparing three
     # numbers per token is far cheaper than comparing tokens.
@@ -529,7 +536,7 @@ def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
     traits = torch.cat([squared_M[:, None].double(), ends], dim=1).numpy()
     return Survey(
         rows=rows,
-        inverse=inverse_roots(squared_M).numpy(),
+        inverse=compute_inverse_roots(squared_M).numpy(),
         coordinates=coordinates,
         has_copies=len(np.unique(traits, axis=0)) < n_tokens,
     )
@@ -541,7 +548,7 @@ def _fit_subspace(rows: ConvertedTokens, dims: int) -> Subspace:
     size = min(max(len(rows.tokens) // 24, _SAMPLE[0]), _SAMPLE[1])
     sample = torch.randperm(len(rows.tokens), generator=generator, device="cpu")[:size]
     tokens_SD = rows.take(sample.numpy()).float()
-    return Subspace.of(tokens_SD * inverse_roots(tokens_SD.square().sum(dim=1)).float()[:, None], dims)
+    return Subspace.of(tokens_SD * compute_inverse_roots(tokens_SD.square().sum(dim=1)).float()[:, None], dims)
 
 
 class Picks:
@@ -618,7 +625,7 @@ class Subspace:
         return torch.cat([inside_MK, outside_M[:, None]], dim=1)
 
 
-def pair_products(a_XD: Tensor, b_YD: Tensor, row: Indices, column: Indices) -> NDArray[np.floating]:
+def compute_pair_products(a_XD: Tensor, b_YD: Tensor, row: Indices, column: Indices) -> NDArray[np.floating]:
     """Compute the inner product of ``a[row[i]]`` and ``b[column[i]]`` for each i; ``row`` ascends and may repeat.
 
     A product depends only on the two rows, not on their position: copies of a token have bit-equal products.
@@ -642,7 +649,7 @@ def pair_products(a_XD: Tensor, b_YD: Tensor, row: Indices, column: Indices) -> 
 def _multiply_slowly(
     a_XD: Tensor, b_YD: Tensor, row: Indices, column: Indices, block: int = 256
 ) -> NDArray[np.floating]:
-    """Compute ``pair_products`` in blocks, several times slower, for builds of torch that lack sampled products."""
+    """Compute ``compute_pair_products`` in blocks, several times slower, for torch builds without sampled products."""
     a_P = torch.from_numpy(row)
     b_P = torch.from_numpy(column)
     products = a_XD.new_empty(len(row))

@@ -4,11 +4,11 @@ Shapes: M = T*N tokens of the video, D hidden size, B budget. No step waits for 
 
 How far picks agree on different processors, in this form and in the fast forms:
 
-- Distances, ``density_weight`` and ties by index decide the picks, through sums, products and comparisons in float64.
-  IEEE 754 defines their rounding, so they are the same everywhere. No step takes a logarithm, whose rounding depends on
-  the library and the CPU. Norms use a correctly rounded square root.
-- ``density_weight`` is rho + beta itself at alpha = 0.5, and 1 at alpha = 1. In between it is a power, whose last bit
-  depends on the library: another processor may swap tokens of different rho whose keys agree to about 1e-15.
+- Distances, ``compute_density_weight`` and ties by index decide the picks, through sums, products and comparisons in
+  float64. IEEE 754 defines their rounding, so they are the same everywhere. No step takes a logarithm, whose rounding
+  depends on the library and the CPU. Norms use a correctly rounded square root.
+- ``compute_density_weight`` is rho + beta itself at alpha = 0.5, and 1 at alpha = 1. In between it is a power, whose
+  last bit depends on the library: another processor may swap tokens of different rho whose keys agree to about 1e-15.
 - Dot products are exact if float32 holds all their partial sums, as with small integers. Otherwise their last bits
   depend on the order of summation (about 1e-7 of a distance), and near-ties may be decided differently. rho is a result
   of sums too, but in float64 (gstep.density).
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gstep.density import floor_distance, level_copy, row_slices
+from gstep.density import floor_distance, iter_row_slices, scale_extreme_rows
 
 STARTS = ("density", "first", "isolated")
 
@@ -48,7 +48,7 @@ def inverse(norm: Tensor) -> Tensor:
     return norm.reciprocal().masked_fill(norm == 0, 0.0)
 
 
-def inverse_roots(square: Tensor) -> Tensor:
+def compute_inverse_roots(square: Tensor) -> Tensor:
     """Compute 1 / sqrt(square) in float64, with 0 for 0.
 
     The square root is correctly rounded on every processor. Tensor.sqrt on a CPU is a vector routine of MKL: depending
@@ -58,13 +58,15 @@ def inverse_roots(square: Tensor) -> Tensor:
     return inverse(torch.from_numpy(np.sqrt(square.numpy())) if square.is_cpu else square.sqrt())
 
 
-def inverse_norms(tokens_MD: Tensor) -> Tensor:
+def compute_inverse_norms(tokens_MD: Tensor) -> Tensor:
     """Compute 1 / L2 norm of each row, [M] float64; 0 for a zero row."""
-    norms = [torch.linalg.vector_norm(tokens_MD[rows], dim=-1, dtype=torch.float64) for rows in row_slices(tokens_MD)]
+    norms = [
+        torch.linalg.vector_norm(tokens_MD[rows], dim=-1, dtype=torch.float64) for rows in iter_row_slices(tokens_MD)
+    ]
     return inverse(torch.cat(norms))
 
 
-def distance_to(pick_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
+def compute_distances(pick_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
     """Compute 1 - cosine of every token with the pick, [M] float64, 0 below ZERO_DISTANCE: the inner term of Eq. (10).
 
     The tokens are multiplied as they are, in their own dtype, and the products scaled: rounding normalized tokens would
@@ -72,19 +74,19 @@ def distance_to(pick_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Te
 
     Args:
         pick_1: The pick's index, [1] int64.
-        inverse_norm_M: ``inverse_norms`` of the tokens. A zero token has distance 1 to every token.
+        inverse_norm_M: ``compute_inverse_norms`` of the tokens. A zero token has distance 1 to every token.
     """
     dot_M = torch.mv(tokens_MD, tokens_MD.index_select(0, pick_1).squeeze(0))
     return floor_distance(1 - dot_M * (inverse_norm_M * inverse_norm_M.index_select(0, pick_1)))
 
 
-def isolated_token(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
+def find_isolated_token(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
     """Find the token whose nearest neighbor is farthest away: [1] int64, ties to the lowest index.
 
     All pairs are compared, ``block`` rows at a time, in memory O(M * block). Each pair is measured only once, so that
     two tokens that are each other's nearest neighbors tie exactly.
     """
-    inverse_M = inverse_norms(tokens_MD)
+    inverse_M = compute_inverse_norms(tokens_MD)
     nearest_M = torch.full_like(inverse_M, torch.inf)
     for start in range(0, len(tokens_MD), block):
         rows = slice(start, start + block)
@@ -96,20 +98,20 @@ def isolated_token(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
     return nearest_M.argmax(dim=0, keepdim=True)
 
 
-def starting_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tensor:
+def choose_first_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tensor:
     """Return the first pick, [1] int64: the densest token (Eq. 9), the most isolated token or token 0.
 
     Args:
         start: "isolated" or "first"; any other value means the largest ``density_M``. Ties go to the lowest index.
     """
     if start == "isolated":
-        return isolated_token(tokens_MD)
+        return find_isolated_token(tokens_MD)
     if start == "first":
         return torch.zeros(1, dtype=torch.int64, device=tokens_MD.device)
     return density_M.argmax(dim=0, keepdim=True)
 
 
-def density_weight(density_M: Tensor, alpha: float, beta: float) -> Tensor | None:
+def compute_density_weight(density_M: Tensor, alpha: float, beta: float) -> Tensor | None:
     """Compute w = (rho + beta) ** ((1 - alpha) / alpha), the density's factor in the key (l + beta) * w.
 
     The key is exp(U / alpha) for U of Eq. (11), so the token of highest key has the highest U, without logarithms.
@@ -139,7 +141,8 @@ def density_guided_fps(
 
     Ties go to the lowest index. The selection for a smaller budget is the beginning of this one. alpha = 0 with the
     density start gives the top B by rho, compared without logarithms, which could make different values equal.
-    Logarithms are used only for alpha below about 0.02 or an extreme beta, where ``density_weight`` returns None.
+    Logarithms are used only for alpha below about 0.02 or an extreme beta, where ``compute_density_weight`` returns
+    None.
 
     Args:
         tokens_MD: Finite tokens of any float dtype. No argument is checked.
@@ -153,19 +156,19 @@ def density_guided_fps(
     if alpha == 0 and start == "density":
         return largest(density_M, budget)
     n_tokens = len(tokens_MD)
-    tokens_MD = level_copy(tokens_MD)
-    pick_1 = starting_token(start, tokens_MD, density_M)
+    tokens_MD = scale_extreme_rows(tokens_MD)
+    pick_1 = choose_first_token(start, tokens_MD, density_M)
     rows_PD = pad(tokens_MD, (0, 0, 0, -n_tokens % _ROW_MULTIPLE)) if n_tokens % _ROW_MULTIPLE else tokens_MD
-    inverse_P = inverse_norms(rows_PD)
+    inverse_P = compute_inverse_norms(rows_PD)
     # Picked tokens and padding score -inf.
     density_term_P = torch.full_like(inverse_P, -torch.inf)
-    weight_M = density_weight(density_M, alpha, beta)
+    weight_M = compute_density_weight(density_M, alpha, beta)
     density_term_P[:n_tokens] = (1 - alpha) * torch.log(density_M.double() + beta) if weight_M is None else weight_M
     distance_P = torch.full_like(inverse_P, torch.inf)
     order_B = torch.empty(budget, dtype=torch.int64, device=tokens_MD.device)
     for step in range(budget):
         if step > 0:
-            distance_P = torch.minimum(distance_P, distance_to(pick_1, rows_PD, inverse_P))  # Eq. (10)
+            distance_P = torch.minimum(distance_P, compute_distances(pick_1, rows_PD, inverse_P))  # Eq. (10)
             if weight_M is None:
                 score_P = alpha * torch.log(distance_P + beta) + density_term_P  # Eq. (11)
             else:

@@ -13,7 +13,7 @@ from gstep.backbones import ModelSource, Runtime
 from gstep.checkpoints.tensors import iter_quantizations
 from gstep.errors import ModelError
 from gstep.language.types import Decoding
-from gstep.language.weights import end_ids
+from gstep.language.weights import list_end_ids
 from gstep.serving import ARCHITECTURES, LIVE_ARCHITECTURES, register
 from gstep.serving.live import LIVE, LivePruning
 
@@ -58,7 +58,7 @@ _LINEAR_ATTENTION = ("qwen3_5", "qwen3_5_moe")  # model types whose kernels on a
 ENVIRONMENT = (*_ENVIRONMENT, *_ON_CPU)
 
 
-def engine_options(
+def make_engine_options(
     source: ModelSource, runtime: Runtime, largest_video: int, tensor_parallel: int = 1
 ) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's EngineArgs for serving this model's cached tokens.
@@ -85,7 +85,7 @@ def engine_options(
     }
 
 
-def live_engine_options(
+def make_live_engine_options(
     source: ModelSource, runtime: Runtime, live: LivePruning, num_frames: int, tensor_parallel: int = 1
 ) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's EngineArgs for pruning this model's videos as they are encoded.
@@ -95,14 +95,14 @@ def live_engine_options(
     """
     return {
         **_model_options(source, runtime, tensor_parallel),
-        "hf_overrides": live_overrides(source, live),
+        "hf_overrides": make_live_overrides(source, live),
         "video_pruning_rate": live.rate,
         # This loader takes a number of frames; the Qwen families' own loaders take two frames per second.
         "media_io_kwargs": {"video": {"num_frames": num_frames, "video_backend": "opencv"}},
     }
 
 
-def live_overrides(source: ModelSource, live: LivePruning) -> dict[str, Any]:
+def make_live_overrides(source: ModelSource, live: LivePruning) -> dict[str, Any]:
     """Return the config.json overrides (``hf_overrides``) with which vLLM prunes this model's videos.
 
     Raises:
@@ -211,7 +211,7 @@ def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool 
     register()
 
 
-def max_video_rows(vllm_config: Any) -> int:
+def read_max_video_rows(vllm_config: Any) -> int:
     """Return the maximum number of rows per video, the encoder cache size, for an engine with this configuration."""
     from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: PLC0415 - this module is imported without vLLM, too
     from vllm.multimodal.encoder_budget import MultiModalBudget  # noqa: PLC0415
@@ -228,7 +228,7 @@ def check_video_fits(engine_args: Any, largest_video: int) -> None:
     step = engine_args.max_num_batched_tokens
     if step is None or step >= largest_video:
         return
-    max_rows = max_video_rows(engine_args.create_engine_config())  # loads no weights
+    max_rows = read_max_video_rows(engine_args.create_engine_config())  # loads no weights
     if max_rows < largest_video:
         raise ModelError(
             f"max_num_batched_tokens={step} limits a video to {max_rows:,} tokens in a prompt, and the largest has "
@@ -316,7 +316,7 @@ def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
         "max_tokens": decoding.max_new_tokens,
         "temperature": decoding.temperature,
         "repetition_penalty": generation.repetition_penalty or 1.0,
-        "stop_token_ids": end_ids(generation),
+        "stop_token_ids": list_end_ids(generation),
         "ignore_eos": True,  # only stop_token_ids end an answer, not the tokenizer's end token
         "detokenize": False,
         **sampling,

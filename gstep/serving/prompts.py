@@ -34,7 +34,7 @@ class VideoSpan:
     name: str
 
 
-def engine_input(prompt: Prompt, video_token_id: int) -> Any:
+def make_engine_input(prompt: Prompt, video_token_id: int) -> Any:
     """Convert a prompt to the input of ``add_request`` of vLLM's ``LLMEngine`` and ``AsyncLLM``.
 
     No video processor runs. Videos are items with rows only on LLaVA-OneVision (modality "prompt_embeds"), otherwise
@@ -52,7 +52,7 @@ def engine_input(prompt: Prompt, video_token_id: int) -> Any:
         PlaceholderRange,
     )
 
-    spans = video_spans(prompt, video_token_id)
+    spans = make_video_spans(prompt, video_token_id)
     is_1d = len(prompt.positions) == 1
     if is_1d and not torch.equal(prompt.positions[0], torch.arange(len(prompt), device="cpu")):
         raise ValueError("vLLM counts the positions of this model itself: --positions original needs transformers")
@@ -87,7 +87,7 @@ def engine_input(prompt: Prompt, video_token_id: int) -> Any:
     )
 
 
-def video_spans(prompt: Prompt, video_token_id: int) -> list[VideoSpan]:
+def make_video_spans(prompt: Prompt, video_token_id: int) -> list[VideoSpan]:
     """Return the span of each video of a prompt, in prompt order."""
     return [
         _make_span(prompt, visual, first, end, video_token_id)

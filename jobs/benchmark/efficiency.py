@@ -308,7 +308,7 @@ class Bench:
         for arm in self.arms:
             cache, evidence = TokenCache(str(arm.store)), [*arm.recipe.evidence]
             columns = cache.metadata(row["video_id"])
-            rows = cache.rows_to_read(columns, cache.check_options(None, "index", evidence, False))
+            rows = cache.make_token_request(columns, cache.check_options(None, "index", evidence, False))
             spans = TokenShard(arm.store, columns["token_shard"], columns["footer_hash"]).spans(rows)
             video, read_s, _ = time_work(partial(cache.get, row["video_id"], evidence=evidence), "cpu")
             about = {"read_s": read_s, "bytes_read": sum(end - start for start, end in spans)}

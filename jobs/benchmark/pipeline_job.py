@@ -16,8 +16,8 @@ from jobs.benchmark.sleeping import FAMILY, write_model
 from pipeline.errors import RunFailed
 from pipeline.prune.run import prune_videos
 from pipeline.runner.cluster.address import workers_import_this
-from pipeline.runner.cluster.connection import connect, private_ray
-from pipeline.runner.cluster.prefork.server import forking_workers
+from pipeline.runner.cluster.connection import connect, keep_ray_private
+from pipeline.runner.cluster.prefork.server import fork_workers_from_server
 from pipeline.runner.cluster.session_folder import make_ray_folder
 
 _NODE = {"object_store_memory": 512 * 2**20, "include_dashboard": False, "include_log_monitor": False}
@@ -35,7 +35,7 @@ def run_job(work: Work) -> dict[str, float]:
     with ExitStack() as stack:
         if work.nodes:
             cpus = max(2, 2 * math.ceil((work.encoders + work.workers) / work.nodes))
-            with forking_workers(), private_ray():  # as a job's own Ray
+            with fork_workers_from_server(), keep_ray_private():  # as a job's own Ray
                 cluster = Cluster()
                 stack.callback(cluster.shutdown)
                 folder = str(make_ray_folder())

@@ -240,7 +240,7 @@ def _read_all(items: Iterable[T], read: Callable[[T], object]) -> None:
 def _list_rows(cache: TokenCache, ratio: float | None) -> list[TokenRows]:
     """List the token rows to read at this ratio, for each video of the cache."""
     options = cache.check_options(ratio, "index", (), False)
-    return [cache.rows_to_read(cache.metadata(video_id), options) for video_id in cache.video_ids]
+    return [cache.make_token_request(cache.metadata(video_id), options) for video_id in cache.video_ids]
 
 
 def _count_token_bytes(rows_of_videos: Sequence[TokenRows]) -> int:

@@ -20,10 +20,10 @@ import torch
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, Prompt, Visual, prompt_builder
-from gstep.language.prompt import tokenizer_of
-from gstep.language.types import placeholder_of
+from gstep.language.prompt import load_tokenizer
+from gstep.language.types import read_placeholder
 from gstep.serving.live import LivePruning
-from gstep.serving.options import PRUNING_WORKER, live_overrides
+from gstep.serving.options import PRUNING_WORKER, make_live_overrides
 from pipeline import TokenCache
 from pipeline.errors import UsageError
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, VLLM, load_engine
@@ -108,7 +108,7 @@ class CachedWay:
         self._engine = load_engine(options, source, choose_runtime(), self._cache.max_tokens + 1)
         self._sent = SentBytes(self._engine.client) if isinstance(self._engine, VllmEngine) else None
         self._builder = prompt_builder(source)
-        tokenizer = tokenizer_of(source)
+        tokenizer = load_tokenizer(source)
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self._words = [token for token in range(len(tokenizer)) if token not in special] if mode == "text-vllm" else []
         self._decoding = Decoding(max_new_tokens=job.max_new_tokens)
@@ -212,7 +212,7 @@ class OnlineWay:
         )
         if mode in PRUNING and runtime.device == "cpu":
             self._llm.collective_rpc("enable_pruning")
-        self._video_token = placeholder_of(self._llm.model_config.hf_config)[1]
+        self._video_token = read_placeholder(self._llm.model_config.hf_config)[1]
         self._params = SamplingParams(max_tokens=job.max_new_tokens, temperature=0.0)
         self._sent = SentBytes(self._llm.llm_engine.engine_core)
 
@@ -250,7 +250,7 @@ def _pruning_options(mode: str, source: ModelSource, ratio: float) -> JsonObject
     live = LivePruning("gstep", ratio)
     options: JsonObject = {"video_pruning_rate": live.rate, "worker_extension_cls": PRUNING_WORKER}
     if PRUNING[mode] == live.method:
-        return {**options, "hf_overrides": live_overrides(source, live)}
+        return {**options, "hf_overrides": make_live_overrides(source, live)}
     return {**options, "video_pruning_method": PRUNING[mode]}
 
 

@@ -231,7 +231,7 @@ def _read_own_cpu_s() -> float:
     return time.process_time() + sum(int(fields[0]) for fields in stats if fields) / 1e9
 
 
-def kind_of(command: str) -> str:
+def classify_process(command: str) -> str:
     """Look up the kind of a process by its command line, such as "decode actor"."""
     return next((kind for part, kind in KINDS.items() if part in command), OTHER)
 
@@ -258,7 +258,7 @@ class ProcessTree:
         for pid, seconds in cpu_s_by_pid.items():
             self._cpu_s[pid] = seconds
             if self._kinds.get(pid, OTHER) == OTHER:  # Ray's workers get their names late, and lose them in the end
-                self._kinds[pid] = kind_of(_read(pid, "cmdline"))
+                self._kinds[pid] = classify_process(_read(pid, "cmdline"))
         if memory:
             self.peak_mb = max(self.peak_mb, sum(map(_read_pss, cpu_s_by_pid)) / 1e6)
 

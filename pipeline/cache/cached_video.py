@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gstep.evidence import EVIDENCE_SHAPES, is_per_frame
+from gstep.evidence import EVIDENCE_SHAPES, is_frame_evidence
 from pipeline.cache.header import CacheHeader, deepstack_levels, find_codec
 from pipeline.cache.token_shard import join_vectors
 from pipeline.rows import VideoRow, describe_frames, sampled_fps
@@ -143,8 +143,8 @@ def build_video(
         # index_select takes a fifth of the time of stored[order].
         return stored_rows if frames or order is None else stored_rows.index_select(0, torch.from_numpy(order))
 
-    def evidence_of(column: str) -> Tensor:
-        values = vectors(column, frames=is_per_frame(column))
+    def read_evidence(column: str) -> Tensor:
+        values = vectors(column, frames=is_frame_evidence(column))
         return values.squeeze(1) if column.startswith(ONE_NUMBER) else values  # [K] if there is one number per token
 
     tokens = partial(find_codec(header["identity"]).decode, hidden_size=row["hidden_size"], read_part=vectors)
@@ -161,7 +161,7 @@ def build_video(
         metadata=row,
         deepstack=tuple(tokens(f"deepstack_{i}") for i in range(deepstack_levels(header))),
         header=header,
-        evidence={name: evidence_of(column) for name, column in evidence.items()},
+        evidence={name: read_evidence(column) for name, column in evidence.items()},
     )
 
 

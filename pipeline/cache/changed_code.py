@@ -19,7 +19,7 @@ from pipeline.cache.table import parse_file_name, read_file
 from pipeline.cache.token_shard import is_shard_name
 from pipeline.cache.writer import commit_records
 from pipeline.errors import IdentityMismatch, UsageError, printable
-from pipeline.own_code import file_of, hash_code, is_comparable
+from pipeline.own_code import find_class_file, hash_code, is_comparable
 from pipeline.storage.stores import Store
 
 REDO = "redo"  # the value of --on-changed
@@ -117,7 +117,7 @@ def refuse_changed_code(place: object, methods: Iterable[str], result_name: str)
 def _where(name: str) -> str:
     """Import a user class by its path, and return " in FILE"; return "" if the import fails with any Exception."""
     try:
-        return f" in {file_of(load_object(name))}"
+        return f" in {find_class_file(load_object(name))}"
     except Exception:  # noqa: BLE001 - the import runs the user's code
         return ""
 
@@ -133,8 +133,8 @@ def check_code(kind: type, code: str | None) -> None:
     """
     if code is not None and (current_code := hash_code(kind)) != code:
         raise UsageError(
-            f"{kind.__module__}:{kind.__qualname__} has other code in {file_of(kind)} than at the start of the run "
-            f"({current_code}, not {code}): put the same file on all nodes, do not change it during a run, and rerun"
+            f"{kind.__module__}:{kind.__qualname__} has other code in {find_class_file(kind)} than at the start of the "
+            f"run ({current_code}, not {code}): put the same file on all nodes, do not change it during a run, and rerun"
         )
 
 

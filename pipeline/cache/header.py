@@ -327,9 +327,9 @@ def describe_method(pruner: Pruner) -> PrunerIdentity:
         ValueError: a parameter does not survive a round trip through JSON.
         UsageError: the code of a user method cannot be hashed.
     """
-    from gstep.pruners import PRUNERS, method_name  # noqa: PLC0415 - torch is loaded only where methods are used
+    from gstep.pruners import PRUNERS, get_method_name  # noqa: PLC0415 - torch is loaded only where methods are used
 
-    method = method_name(type(pruner))
+    method = get_method_name(type(pruner))
     params = pruner.params()
     try:
         is_recordable = json.loads(json.dumps(params, allow_nan=False)) == params

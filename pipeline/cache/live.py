@@ -22,12 +22,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.cache.near_ids import did_you_mean_id
+from pipeline.cache.near_ids import suggest_ids
 from pipeline.cache.schema import KEY_COLUMNS
-from pipeline.cache.table import TableFile, VideosTable, add_places, empty_rows, list_table
+from pipeline.cache.table import TableFile, VideosTable, add_places, list_table, make_empty_table
 from pipeline.cache.token_shard import parse_run_id, read_footer_ids
 from pipeline.errors import INFRASTRUCTURE_CLASSES, ON_THE_GPU, CorruptShard
-from pipeline.keys import find, keys_of, tie_keys
+from pipeline.keys import find, hash_texts, tie_keys
 from pipeline.rows import BY_DECODING, PARTLY_READ, SIZES_DIFFER, VideoRow
 from pipeline.storage.stores import Store, request_threads
 
@@ -418,7 +418,7 @@ class Ledger:
 
     def find(self, ids: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
         """Return the row number in ``columns`` of each video id, [n]; -1 for a video without a row."""
-        return find(keys_of(ids), self.columns["high"], self.columns["low"])
+        return find(hash_texts(ids), self.columns["high"], self.columns["low"])
 
     def failed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return a mask over ``rows``, [n]: True for videos that failed."""
@@ -585,7 +585,7 @@ class LiveVideos:
         table = VideosTable(store, made_with, _MAX_OPEN_FILES)
         files, strays = list_table(store)
         small = table.read_small([file.name for file in files if not file.is_sorted], LIVE_COLUMNS)
-        rows = pa.concat_tables([empty_rows(LIVE_COLUMNS), *(add_places(rows, name) for name, rows in small)])
+        rows = pa.concat_tables([make_empty_table(LIVE_COLUMNS), *(add_places(rows, name) for name, rows in small)])
         return cls(table, select_live_rows(rows.combine_chunks()), files, strays)
 
     @classmethod
@@ -631,7 +631,7 @@ class LiveVideos:
             OSError: the store failed.
         """
         try:
-            high = int(keys_of(pa.array([video_id]))[0, 0])
+            high = int(hash_texts(pa.array([video_id]))[0, 0])
         except UnicodeEncodeError:  # a lone surrogate is not valid text, so no id has one
             return None
         places = []
@@ -657,7 +657,7 @@ class LiveVideos:
         sorted_file = self.table.open_sorted(file)
         if sorted_file is None:
             return None
-        for number in sorted_file.groups_of(high, high):
+        for number in sorted_file.find_row_groups(high, high):
             group = self.table.group(file, number)
             ids = group["id_high"].to_numpy()
             for row in range(*np.searchsorted(ids, np.array([high, high + 1], np.uint64)).tolist()):
@@ -701,7 +701,7 @@ class LiveVideos:
         """
         if set(columns) <= set(self.small.column_names):
             return self.small.select([*columns, "file", "row"])
-        tables = [empty_rows(columns)]
+        tables = [make_empty_table(columns)]
         for name, rows in self.table.read_small(sorted(set(self.small["file"].to_pylist())), columns):
             live = self.small["row"].filter(pc.equal(self.small["file"], name))
             tables.append(add_places(rows, name).take(live))
@@ -724,7 +724,7 @@ class LiveVideos:
             n_rows += file.rows
             if n_rows <= _MAX_IDS and (sorted_file := self.table.open_sorted(file)) is not None:
                 parts += sorted_file.parts(columns)
-        return did_you_mean_id(video_id, list_nameable_ids(pa.concat_tables(parts)))
+        return suggest_ids(video_id, list_nameable_ids(pa.concat_tables(parts)))
 
     def rows_of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
         """Return ``columns``, ``file`` and ``row`` of the live rows of some videos, in any order, once per video.
@@ -743,7 +743,7 @@ class LiveVideos:
         places = [place for video_id in ids if (place := self.find(video_id)) is not None]
         rows = [self.table.read_row(place.file, place.row) for place in places]
         with_places = [{**row, "file": place.file, "row": place.row} for row, place in zip(rows, places, strict=True)]
-        return pa.Table.from_pylist(with_places, schema=empty_rows(columns).schema)
+        return pa.Table.from_pylist(with_places, schema=make_empty_table(columns).schema)
 
     def widths(self) -> set[int]:
         """Return the hidden sizes D of the tokens: one number, except in old caches, which could mix widths.
@@ -808,7 +808,7 @@ class LiveShards:
         """Return the name of token shard ``number``."""
         return str(self.names[number].as_py())
 
-    def places_of(self, number: int) -> pa.Table:
+    def get_locations(self, number: int) -> pa.Table:
         """Return the row locations of the videos in token shard ``number``, in the order of their tokens."""
         return self.places.slice(int(self.counts[:number].sum()), int(self.counts[number]))
 

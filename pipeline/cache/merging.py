@@ -232,7 +232,7 @@ def _write(
     for first, end in zip(cuts, [*cuts[1:], 2**64], strict=True):
         last = end - 1
         within = [file for file in sorted_files if file.file.first <= last and file.file.last >= first]
-        tables = (file.read(file.groups_of(first, last), VIDEO_SCHEMA.names) for file in within)
+        tables = (file.read(file.find_row_groups(first, last), VIDEO_SCHEMA.names) for file in within)
         rows = pa.concat_tables([small, *tables])
         at_least = pc.greater_equal(rows["id_high"], pa.scalar(first, pa.uint64()))
         rows = rows.filter(pc.and_(at_least, pc.less_equal(rows["id_high"], pa.scalar(last, pa.uint64()))))

@@ -14,7 +14,7 @@ MAX_SUGGESTIONS = 3  # ids that a message suggests
 _MAX_CANDIDATES = 1000  # ids that are compared letter by letter
 
 
-def did_you_mean_id(wrong: str, ids: pa.ChunkedArray) -> str:
+def suggest_ids(wrong: str, ids: pa.ChunkedArray) -> str:
     """Return ``"; did you mean A, B?"`` with up to three ids similar to ``wrong``, or "" if none is similar."""
     likely = [describe_near(wrong, video_id) for video_id in near_ids(wrong, ids)]
     return f"; did you mean {printable(', '.join(likely))}?" if likely else ""

@@ -39,7 +39,7 @@ class PageSize(NamedTuple):
     is_plain: bool
 
 
-def plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
+def find_plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
     """Map the name of each fixed-size binary column without nulls to (its column number, the bytes of a vector).
 
     Columns whose vectors have an odd number of bytes are left out, since ``put_rows`` writes int16.
@@ -54,11 +54,11 @@ def plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
     }
 
 
-def plain_pages(group: pq.RowGroupMetaData, number: int) -> tuple[int, int] | None:
+def find_plain_pages(group: pq.RowGroupMetaData, number: int) -> tuple[int, int] | None:
     """Return the byte range [start, end) of a column chunk's pages, or None if it is compressed or has a dictionary.
 
     Args:
-        number: the column number, from ``plain_columns``.
+        number: the column number, from ``find_plain_columns``.
     """
     column = group.column(number)
     if column.compression != "UNCOMPRESSED" or column.has_dictionary_page:

@@ -20,14 +20,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from gstep.evidence import name_of
+from gstep.evidence import get_evidence_name
 from gstep.types import budget_for
 from pipeline.cache.bounds import iter_count_faults
 from pipeline.cache.cached_video import CachedVideo, build_video, decode_newline
 from pipeline.cache.codecs import TokenCodec
 from pipeline.cache.header import CacheIdentity, deepstack_levels, find_codec, fingerprint, read_header
 from pipeline.cache.live import ID_COLUMNS, LiveShards, LiveVideos, select_ok
-from pipeline.cache.schema import token_schema
+from pipeline.cache.schema import build_token_schema
 from pipeline.cache.table import VideosTable
 from pipeline.cache.token_shard import TokenRows, TokenShard, sort_by_index
 from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, RatioNotCached, RemovedVideo, UnknownVideo
@@ -99,7 +99,7 @@ class TokenCache:
             self._live = LiveVideos(VideosTable(self.store, fingerprint(self.identity)), live)
         self._n_hints = 0
         self._open_shard = LoadedOnce(partial(TokenShard, self.store), _MAX_OPEN_SHARDS)
-        self._columns = tuple(token_schema(1, self.deepstack_levels, codec=self.codec).names)
+        self._columns = tuple(build_token_schema(1, self.deepstack_levels, codec=self.codec).names)
 
     def refresh(self) -> None:
         """List and read the videos table again, to see later commits and merges.
@@ -289,7 +289,9 @@ class TokenCache:
         columns: dict[str, str] = {}
         for name in names:
             matches = [
-                column for column, source in stored_evidence.items() if name in (column, name_of(column, source))
+                column
+                for column, source in stored_evidence.items()
+                if name in (column, get_evidence_name(column, source))
             ]
             if not matches:
                 raise EvidenceNotCached(
@@ -382,14 +384,14 @@ class TokenCache:
             OSError: the store failed.
         """
         reading = self.check_options(retention_ratio, order, evidence, verify)
-        videos = [self.rows_to_read(row, reading) for row in rows]
+        videos = [self.make_token_request(row, reading) for row in rows]
         try:
             return self._read_videos(videos, reading)
         except CorruptShard as error:
             if error.kind != "missing":
                 raise
         self.refresh()
-        videos = [self.rows_to_read(self.metadata(video.row["video_id"]), reading) for video in videos]
+        videos = [self.make_token_request(self.metadata(video.row["video_id"]), reading) for video in videos]
         return self._read_videos(videos, reading)
 
     def check_options(
@@ -408,7 +410,7 @@ class TokenCache:
         columns = (*(name for name in self._columns if name != "video_id"), *dict.fromkeys(sources.values()))
         return Reading(retention_ratio, order, sources, columns, verify)
 
-    def rows_to_read(self, row: VideoRow, reading: Reading) -> TokenRows:
+    def make_token_request(self, row: VideoRow, reading: Reading) -> TokenRows:
         """Return the request for the token rows of a video, given its live row.
 
         Raises:
@@ -559,7 +561,7 @@ def parse_json_columns(row: VideoRow) -> VideoRow:
 
 def _read_rows(live: LiveVideos, shards: LiveShards, number: int) -> list[VideoRow]:
     """Read the rows of the videos in token shard ``number`` of ``shards``, with JSON columns parsed."""
-    return [parse_json_columns(row) for row in live.table.read_rows(shards.places_of(number))]
+    return [parse_json_columns(row) for row in live.table.read_rows(shards.get_locations(number))]
 
 
 def group_runs(videos: Sequence[TokenRows], limit: int = _MAX_RUN_BYTES) -> list[list[int]]:

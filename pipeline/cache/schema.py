@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gstep.evidence import is_per_frame
+from gstep.evidence import is_frame_evidence
 from gstep.types import budget_for
 from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
 from pipeline.errors import CorruptShard
@@ -38,7 +38,7 @@ def column(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = True)
     return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning})
 
 
-def token_schema(
+def build_token_schema(
     hidden_size: int,
     deepstack_levels: int = 0,
     evidence: Mapping[str, int] = MappingProxyType({}),
@@ -92,7 +92,7 @@ def _vector_columns(name: str, meaning: str, hidden_size: int, codec: TokenCodec
 
 def _evidence_column(name: str, width: int) -> pa.Field:
     """Build the bfloat16 column of an evidence label with ``width`` numbers, nullable if the evidence is per frame."""
-    of_frame = is_per_frame(name)
+    of_frame = is_frame_evidence(name)
     subject = "frame, beside the first of its tokens" if of_frame else "token"
     meaning = f"evidence of the {subject}, little-endian bfloat16"
     return column(name, pa.binary(2 * width), meaning, nullable=of_frame)
@@ -137,7 +137,7 @@ def complete_columns(
     return table.select(list(columns)).replace_schema_metadata(None)
 
 
-def tier_row_counts(n_total: int, n_kept: int, retention_ratio: float, *, nested: bool) -> list[int]:
+def compute_tier_row_counts(n_total: int, n_kept: int, retention_ratio: float, *, nested: bool) -> list[int]:
     """Return the number of rows in each of a video's row groups, for a video with ``n_kept`` of ``n_total`` tokens.
 
     Row groups end at the budgets of TIERS below ``retention_ratio``, so that a reader of a smaller ratio reads a

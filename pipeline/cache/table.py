@@ -46,7 +46,7 @@ from pipeline.cache.schema import (
     write_parquet,
 )
 from pipeline.errors import CorruptShard, ShardFault
-from pipeline.keys import clip_keys, keys_of, tie_keys
+from pipeline.keys import clip_keys, hash_texts, tie_keys
 from pipeline.rows import VideoRecord, VideoRow
 from pipeline.storage.random_access import Fetched, LoadedOnce, Stretch
 from pipeline.storage.stores import Store
@@ -304,7 +304,7 @@ class SortedFile:
         """Build the error for this file; ``damage`` says what is damaged."""
         return CorruptShard(f"{self._store}/{self.file.name}: {damage}; restore the file", "commit")
 
-    def groups_of(self, first: int, last: int) -> range:
+    def find_row_groups(self, first: int, last: int) -> range:
         """Return the row groups that may have rows with ``id_high`` from ``first`` to ``last``, inclusive."""
         return range(max(0, bisect_left(self.firsts, first) - 1), bisect_right(self.firsts, last))
 
@@ -525,7 +525,7 @@ def add_keys(rows: pa.Table) -> pa.Table:
     Args:
         rows: they have all columns of VIDEO_SCHEMA, and may be nullable where VIDEO_SCHEMA is not.
     """
-    keys = keys_of(rows["video_id"])
+    keys = hash_texts(rows["video_id"])
     columns = {
         **dict(zip(rows.schema.names, rows.columns, strict=True)),
         "id_high": pa.array(keys[:, 0]),
@@ -544,12 +544,12 @@ def add_places(table: pa.Table, name: str) -> pa.Table:
     return table.append_column(_PLACE[1], pa.array(np.arange(len(table)), pa.int32()))
 
 
-def empty_rows(columns: Sequence[str]) -> pa.Table:
+def make_empty_table(columns: Sequence[str]) -> pa.Table:
     """Return an empty table with ``columns``, ``file`` and ``row``, with which concatenations begin."""
     return pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *_PLACE]).empty_table()
 
 
-def in_key_order(rows: pa.Table) -> pa.Table:
+def sort_by_key(rows: pa.Table) -> pa.Table:
     """Sort rows by ``id_high`` and ``id_low``, the order of sorted files."""
     order = np.lexsort((rows["id_low"].to_numpy(), rows["id_high"].to_numpy()))
     return rows.take(pa.array(order))

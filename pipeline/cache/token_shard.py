@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 
 from pipeline.cache.bounds import check_unpacked, find_leaves, read_bounded
 from pipeline.cache.codecs import TokenCodec
-from pipeline.cache.pages import plain_columns, plain_pages, put_rows
+from pipeline.cache.pages import find_plain_columns, find_plain_pages, put_rows
 from pipeline.cache.schema import (
     FOOTER_TAIL,
     READ_THREADS,
     TOKENS,
+    build_token_schema,
     digest,
     open_parquet,
     parse_footer,
     parse_footer_length,
-    token_schema,
 )
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
@@ -91,7 +91,7 @@ class TokenShard:
         self.metadata: pq.FileMetaData = parse_footer(footer)
         self.schema: pa.Schema = self.metadata.schema.to_arrow_schema()
         self._names = frozenset(self.schema.names)
-        self._plain_columns = plain_columns(self.metadata)
+        self._plain_columns = find_plain_columns(self.metadata)
         self._thread_local = local()  # a Parquet reader per thread: Arrow does not promise that threads may share one
         self._bounded: set[tuple[int, tuple[str, ...]]] = set()  # row groups and columns that passed _check_bounds
         self._widths: set[int] = set()  # the hidden sizes that passed check_width
@@ -199,7 +199,7 @@ class TokenShard:
         """
         if hidden_size in self._widths:
             return
-        schema = token_schema(hidden_size, levels, codec=codec)
+        schema = build_token_schema(hidden_size, levels, codec=codec)
         self.require(schema.names)
         for column in schema:
             kind = self.schema.field(column.name).type
@@ -276,7 +276,7 @@ class TokenShard:
         view = (fetched or self._source).view
         n_done = 0
         for group in self._groups(rows):
-            pages = plain_pages(self.metadata.row_group(group), number)
+            pages = find_plain_pages(self.metadata.row_group(group), number)
             if pages is None:
                 break
             n_rows = self.metadata.row_group(group).num_rows

@@ -20,17 +20,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gstep.evidence import is_per_frame
+from gstep.evidence import is_frame_evidence
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
 from pipeline.cache.live import select_ok, sort_by_shard
 from pipeline.cache.schema import (
     TOKENS,
     VIDEO_SCHEMA,
+    build_token_schema,
+    compute_tier_row_counts,
     digest,
     hex_digest,
     slice_footer,
-    tier_row_counts,
-    token_schema,
     write_parquet,
 )
 from pipeline.cache.table import VideosTable, add_keys, serialise_small
@@ -158,7 +158,7 @@ def write_token_shard(
         return rows
     first, tokens = ok_videos[0]
     widths = {name: values.shape[1] for name, values in tokens.evidence.items()}
-    schema = token_schema(first["hidden_size"], len(tokens.deepstack), widths, codec)
+    schema = build_token_schema(first["hidden_size"], len(tokens.deepstack), widths, codec)
     tables: list[pa.Table] = []
     checksums: list[Future[str]] = []
     with ThreadPoolExecutor(_HASHERS) as hashers:  # hashlib releases the GIL
@@ -174,7 +174,7 @@ def write_token_shard(
             if codec is not BFLOAT16:
                 row["token_codec"] = codec.name
                 row["token_block"] = codec.group
-            row["row_counts"] = tier_row_counts(
+            row["row_counts"] = compute_tier_row_counts(
                 row["n_total"], row["n_tokens"], row["retention_ratio"], nested=row["nested"]
             )
         put_token_shard(store, run_id, [row for row, _ in ok_videos], tables, checksums)
@@ -353,7 +353,7 @@ def _build_rows(record: VideoRecord, tokens: KeptTokens, vectors: Mapping[str, B
     for name, values in vectors.items():
         data = pa.py_buffer(np.ascontiguousarray(values))
         column = pa.FixedSizeBinaryArray.from_buffers(schema.field(name).type, len(values), [None, data])
-        columns[name] = _place_beside_first(column, columns["frame"].to_numpy()) if is_per_frame(name) else column
+        columns[name] = _place_beside_first(column, columns["frame"].to_numpy()) if is_frame_evidence(name) else column
     return pa.table([columns[name] for name in schema.names], schema=schema)
 
 

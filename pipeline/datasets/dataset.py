@@ -26,9 +26,9 @@ from pipeline.datasets.shares import (
     divide_by_videos,
     divide_evenly,
     find_caller,
-    loader_ahead,
-    ranks_of_process,
-    worker_of_loader,
+    find_prefetching_loader,
+    get_loader_worker,
+    get_ranks,
 )
 from pipeline.errors import RemovedVideo
 from pipeline.rows import VideoRow
@@ -196,7 +196,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         Raises:
             ValueError: a loader of Accelerate starts an epoch other than the one in which a loaded state continues.
         """
-        loader = loader_ahead("__iter__")
+        loader = find_prefetching_loader("__iter__")
         divide_by_videos(loader)  # it calls set_epoch on every process at the start of an epoch
         if self._start is not None and not int(self._shared[_BY_WORKERS]) and loader is not None:
             next_epoch = self._start["epoch"] + int(self._start["finished"])
@@ -229,7 +229,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
                 ranks were given but the loader divides batches too, or ``even`` has fewer shards than ranks.
         """
         state, self._start = self._start, None
-        worker = worker_of_loader()
+        worker = get_loader_worker()
         ranks = self._ranks()
         epoch = int(self._shared[_EPOCH])
         n_done = 0
@@ -251,7 +251,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         shares = self._shares(ranks, epoch)
         shares = divide_evenly(shares, number, n_workers) if self._even else shares[number::n_workers]
         n_videos = sum(share.n_videos for share in shares)
-        loader = loader_ahead() if worker is None else None
+        loader = find_prefetching_loader() if worker is None else None
         self._pass = EpochPass(ranks, epoch, shares, n_videos, n_done, n_removed, loader)
         return self._read(self._pass)
 
@@ -265,7 +265,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             ValueError: the position is unknown: workers read the dataset, a loader that divides batches is in
                 mid-epoch, or videos were removed while a loader of Accelerate read ahead.
         """
-        if worker_of_loader() is None and int(self._shared[_BY_WORKERS]):
+        if get_loader_worker() is None and int(self._shared[_BY_WORKERS]):
             raise ValueError(
                 f"worker processes read this dataset, so its position is not known here: take {STATEFUL_LOADER}"
             )
@@ -276,7 +276,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             return self._state(self._ranks(), int(self._shared[_EPOCH]), 0, False, 0)
         # StatefulDataLoader calls this before a loader of Accelerate reads ahead; other callers call it after that.
         asks_early = find_caller("StatefulDataLoader") is not None
-        n_done = now.done if asks_early else now.given_by_loader()
+        n_done = now.done if asks_early else now.count_yielded()
         if now.ranks.divided and n_done < now.n_videos:
             raise ValueError(
                 "a loader that divides batches among processes reads ahead, so how many videos it gave is not known: "
@@ -292,12 +292,12 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         mid-epoch to other ranks or workers. The state of a finished epoch starts the next epoch.
         """
         self._start = state.copy()
-        self._start_of_worker = worker_of_loader() is not None
+        self._start_of_worker = get_loader_worker() is not None
         self._pass = None
         self._shared[_EPOCH], self._shared[_BY_WORKERS] = state["epoch"], self._start_of_worker
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_parent": ParentRanks(os.getpid(), ranks_of_process(self._parent)), "_pass": None}
+        return {**self.__dict__, "_parent": ParentRanks(os.getpid(), get_ranks(self._parent)), "_pass": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -309,7 +309,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         Removed videos are counted and skipped, with one warning at the end. With ``even``, the last video is then
         repeated once for each of them.
         """
-        worker, _ = worker_of_loader() or (0, 1)
+        worker, _ = get_loader_worker() or (0, 1)
         to_skip = now.done
         last = None
         for start in range(0, len(now.shares), self._mix):
@@ -411,7 +411,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         Raises:
             ValueError: more than one rank was given, but the loader divides batches too.
         """
-        ranks = ranks_of_process(self._parent)
+        ranks = get_ranks(self._parent)
         if self._given_ranks is None:
             return ranks
         rank, world_size = self._given_ranks
@@ -428,7 +428,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             "ids": self._ids,
             "order": [self._seed, self._shuffle, self._mix, self._even],
             "rank": [ranks.rank, ranks.world_size],
-            "worker": [*(worker_of_loader() or (0, 1))],
+            "worker": [*(get_loader_worker() or (0, 1))],
             "epoch": epoch,
             "done": n_done,
             "finished": finished,
@@ -441,7 +441,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         If it continues in mid-epoch (``goes_on``), rank and worker must match too, and a worker must have loaded it
         itself.
         """
-        if goes_on and worker_of_loader() is not None and not self._start_of_worker:
+        if goes_on and get_loader_worker() is not None and not self._start_of_worker:
             raise ValueError(
                 "the state is of a dataset that no worker process read: resume without workers, or save and load the "
                 f"state by {STATEFUL_LOADER}"

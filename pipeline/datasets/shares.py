@@ -45,7 +45,7 @@ class ParentRanks(NamedTuple):
     ranks: Ranks
 
 
-def ranks_of_process(parent: ParentRanks | None) -> Ranks:
+def get_ranks(parent: ParentRanks | None) -> Ranks:
     """Return the rank of this process by torch.distributed, or else by ``parent`` if that process spawned this one.
 
     Without either it is rank 0 of 1. It is also rank 0 of 1, with ``divided`` set, if there are several ranks and a
@@ -61,13 +61,13 @@ def ranks_of_process(parent: ParentRanks | None) -> Ranks:
     return Ranks(0, 1, True) if divides else ranks
 
 
-def worker_of_loader() -> tuple[int, int] | None:
+def get_loader_worker() -> tuple[int, int] | None:
     """Return the id of this DataLoader worker and the number of workers; None outside a worker."""
     info = get_worker_info()
     return None if info is None else (info.id, info.num_workers)
 
 
-def loader_ahead(method: str | None = None) -> Any:
+def find_prefetching_loader(method: str | None = None) -> Any:
     """Return the loader of Accelerate on the call stack, which reads one batch ahead; None if there is none.
 
     ``method`` is the method of the loader that must be on the stack; None accepts any.
@@ -171,7 +171,7 @@ class EpochPass:
     def __post_init__(self) -> None:
         self._start = self.done
 
-    def given_by_loader(self) -> int:
+    def count_yielded(self) -> int:
         """Return the number of videos that the loader has yielded, without the batch that Accelerate reads ahead.
 
         Raises:

@@ -13,9 +13,9 @@ from gstep.backbones import ModelSource, find_family
 from gstep.families import describe_family
 from gstep.lazy import load_object
 from pipeline.doctor.finding import Finding, run_guarded
-from pipeline.doctor.nodes import judge_nodes, look_at_nodes, look_here, on_each_node
-from pipeline.doctor.speed import check_balance, check_decoding, check_device, first_videos
-from pipeline.errors import count_of, usage_errors
+from pipeline.doctor.nodes import judge_nodes, measure_node, measure_nodes, on_each_node
+from pipeline.doctor.speed import check_balance, check_decoding, check_device, read_first_videos
+from pipeline.errors import format_count, usage_errors
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.frame_limits import describe_sampling
 from pipeline.prune.recipe import Recipe, resolve, sampling_settings
@@ -55,7 +55,7 @@ class Doctor:
         yield from run_guarded("ray", self._check_ray)
         if self._cluster:
             self._say("looking at every node")
-            yield from run_guarded("nodes", lambda: judge_nodes(look_at_nodes(), look_here()))
+            yield from run_guarded("nodes", lambda: judge_nodes(measure_nodes(), measure_node()))
         yield from run_guarded("store", self._check_store)
         yield from run_guarded("model", self._check_model)
         if self._source is None:
@@ -78,7 +78,7 @@ class Doctor:
         self._cluster = connect(self._say)
         cpus, gpus = self._cluster.get("CPU", 0), self._cluster.get("GPU", 0)
         nodes = len(list(iter_alive_nodes()))
-        says = f"{count_of(nodes, 'node')}, {cpus:g} CPUs, {gpus:g} GPUs"
+        says = f"{format_count(nodes, 'node')}, {cpus:g} CPUs, {gpus:g} GPUs"
         if self._config.device == "cuda" and gpus < 1:
             yield Finding("ray", "wrong", f"--device cuda, but {says}", "join nodes with GPUs, or use --device auto")
         else:
@@ -141,7 +141,7 @@ class Doctor:
         Raises:
             UsageError: there are no videos.
         """
-        rows = first_videos(self._config, recipe.objects, _VIDEOS)
+        rows = read_first_videos(self._config, recipe.objects, _VIDEOS)
         setup = recipe.decode_setup()
         findings, self._decode_s = check_decoding(setup, rows)
         yield from findings
@@ -150,7 +150,9 @@ class Doctor:
         frame_bytes = 3 * math.prod(shape)
         for host, _, resources in nodes:
             store_bytes = resources.get("object_store_memory", 0.0)
-            capacity = f"{count_of(int(store_bytes / frame_bytes), 'video')} of {n_frames} frames of {width}x{height}"
+            capacity = (
+                f"{format_count(int(store_bytes / frame_bytes), 'video')} of {n_frames} frames of {width}x{height}"
+            )
             says = f"{store_bytes / 2**30:.1f} GiB, which is room for {capacity}"
             remedy = "start the node with a larger --object-store-memory: Ray spills frames to its disk"
             yield Finding.slow_if(store_bytes < _STORED_VIDEOS * frame_bytes, "object store", says, remedy).on(host)

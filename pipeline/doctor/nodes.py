@@ -14,7 +14,7 @@ import ray
 from ray._private.utils import get_system_memory
 
 from pipeline.doctor.finding import Finding
-from pipeline.errors import count_of
+from pipeline.errors import format_count
 from pipeline.runner.cluster.connection import describe_cause, package_version
 from pipeline.runner.cluster.disks import RayDisk
 from pipeline.runner.cluster.nodes import count_cores, iter_alive_nodes, task_on
@@ -50,7 +50,7 @@ class Node(NamedTuple):
     skew_s: float = 0.0
 
 
-def look_here() -> Node:
+def measure_node() -> Node:
     """Measure the node on which this process runs; ``skew_s`` stays 0.0."""
     shm = Path("/dev/shm")
     versions = {name: package_version(name) for name in (*PACKAGES, *OPTIONAL)}
@@ -64,9 +64,9 @@ def look_here() -> Node:
     )
 
 
-def look_at_nodes() -> dict[str, Node | Finding]:
+def measure_nodes() -> dict[str, Node | Finding]:
     """Measure every living node and its clock; return by host the node, or a "wrong" finding if it does not answer."""
-    nodes = on_each_node(look_here)
+    nodes = on_each_node(measure_node)
     for host, node_id, _ in iter_alive_nodes():
         if isinstance(node := nodes.get(host), Node):  # its worker is running by now, so the call is fast
             before = time.time()
@@ -135,7 +135,7 @@ def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
         for names in (("python", *PACKAGES), OPTIONAL)
     )
     other_note = f"; of the driver, not compared: {others}" if others else ""
-    return Finding("versions", "ok", f"{compared}: the same on {count_of(len(nodes), 'node')}{other_note}")
+    return Finding("versions", "ok", f"{compared}: the same on {format_count(len(nodes), 'node')}{other_note}")
 
 
 def _judge_one(node: Node) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ _KERNEL_WIDTH = 3584  # the hidden size of a 7B model
 _ROUNDS = 3
 
 
-def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[TodoRow]:
+def read_first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[TodoRow]:
     """Return the first videos that the options name, at most ``n_videos``; only as many archives are read as needed.
 
     Raises:

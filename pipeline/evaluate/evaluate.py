@@ -28,7 +28,7 @@ from pipeline.evaluate.forms import render_table
 from pipeline.evaluate.page import format_warned_line
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare
-from pipeline.evaluate.results import Presentation, table_options, write_results
+from pipeline.evaluate.results import Presentation, select_table_options, write_results
 from pipeline.evaluate.run import ScoredQuestions, answer_and_score, drop_tokens, score_answers
 from pipeline.evaluate.scores import write_submissions
 from pipeline.evaluate.table import ResultsTable
@@ -84,7 +84,7 @@ class Evaluation:
             **({"notes": []} if self.table is None else self.table.as_record()),
             "out": self.out,
             "files": self.files,
-            "scores": [] if self.table is None else list(scores_of(self.table)),
+            "scores": [] if self.table is None else list(iter_row_scores(self.table)),
             "clusters": {column.key: column.n_videos for column in columns},
             "submission": self.submission or None,
             "left_out": self.done.n_left_out,
@@ -93,7 +93,7 @@ class Evaluation:
         }
 
 
-def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
+def iter_row_scores(table: ResultsTable) -> Iterator[JsonObject]:
     """Yield a record for each row of the table: its unrounded scores by column key, ``rel``, and counts of its answers.
 
     Scores and ``rel`` are percentages. Columns without a score are left out. ``method`` includes the positions unless
@@ -204,7 +204,7 @@ def _make_presentation(request: EvaluateRequest, scored: ScoredQuestions) -> Pre
         facts=[*_list_facts(request, scored), *_machine()],
         token_bytes=request.token_bytes,
         names=request.names,
-        **table_options(request.config),
+        **select_table_options(request.config),
     )
 
 
@@ -216,7 +216,7 @@ def present_answers(config: EvaluateConfig) -> Presentation:
         benchmark=benchmark,
         described={"protocol": "as jobs.generate asked", "parser": LETTER.parser},
         facts=_machine(),
-        **table_options(config),
+        **select_table_options(config),
     )
 
 

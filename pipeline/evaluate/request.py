@@ -44,7 +44,7 @@ from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.benchmarks.own import OwnQuestions
 from pipeline.evaluate.config import ANSWERS_FOLDER, CACHE_FOLDER, RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule, ModelRules, Protocol
-from pipeline.evaluate.scores import question_table
+from pipeline.evaluate.scores import make_question_table
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import (
     PRUNINGS,
@@ -58,12 +58,12 @@ from pipeline.generate.engines import ENGINES, describe_engine
 from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_whole, resolve_pruning
 from pipeline.generate.model import check_model, choose_family, choose_model
 from pipeline.generate.questions import refuse_placeholders
-from pipeline.generate.removal import read_barred
+from pipeline.generate.removal import read_removal_reasons
 from pipeline.generate.request import drop_evidence
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import list_needed_evidence, make_sampling, resolve, sampling_settings
 from pipeline.rows import Json, JsonObject
-from pipeline.runner.run_record import check_out
+from pipeline.runner.run_record import check_out_folder
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 from pipeline.video.sampling import ROUND_EVEN, TRUNCATE
@@ -110,7 +110,7 @@ class EvaluateRequest:
 
         With ``fps``, the frame rate and maximum replace the protocol's frames and pixel limits.
         """
-        frames = frame_options(self.config, self.protocol, self.source)
+        frames = choose_frame_options(self.config, self.protocol, self.source)
         by_time: JsonObject = {"frames": frames, "pixels": None} if "fps" in frames else {}
         thought_entry: JsonObject = {"thought": self.thought} if self.thought == "closed" else {}
         return {
@@ -194,7 +194,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     store = store_at(config.out, objects)
     cache = config.cache or config.in_out(CACHE_FOLDER)
     say = speaker(console)
-    check_out(store)
+    check_out_folder(store)
     cache_store = store_at(cache, objects)
     cache_identity = _read_cache_identity(cache_store, is_named=config.cache is not None)
     source = _model(config, cache_identity)
@@ -212,7 +212,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     with usage_errors():
         builder = prompt_builder(source, thought="closed" if config.close_thought else "open")
     _check_thought(protocol, questions, source, builder)
-    table = question_table(questions.items, protocol, source.model_type)
+    table = make_question_table(questions.items, protocol, source.model_type)
     if isinstance(benchmark, OwnQuestions):
         refuse_placeholders(table, builder, benchmark.files[0])
     grid = _arms(config, source, builder, answers_store)
@@ -249,7 +249,7 @@ def _leave_removed(questions: LoadedQuestions, answers: Store, say: Say) -> Load
         UsageError: no question is left, or the answers' folder cannot be read.
     """
     with store_usage_errors():
-        barred = read_barred(answers)
+        barred = read_removal_reasons(answers)
     items = tuple(item for item in questions.items if barred.keys().isdisjoint(item.video_ids))
     if n_removed := len(questions.items) - len(items):
         line = f"{n_removed} of {len(questions.items)} questions are about videos that were removed from the results"
@@ -498,12 +498,12 @@ def plan_missing_videos(
         retention_ratio=1.0,
         evidence=[f"{name}={where}" for name, where in sorted(evidence)],
         siglip=config.siglip,
-        **frame_options(config, protocol, source),
+        **choose_frame_options(config, protocol, source),
         **config.shared_with(PruneConfig),
     )
 
 
-def frame_options(config: EvaluateConfig, protocol: Protocol, source: ModelSource) -> dict[str, Any]:
+def choose_frame_options(config: EvaluateConfig, protocol: Protocol, source: ModelSource) -> dict[str, Any]:
     """Return the jobs.prune options for frames and their sizes: those that ``config`` names, otherwise the protocol's.
 
     With ``fps``, the checkpoint's size limits apply, and ``max_frames`` defaults to the model family's. Otherwise the
@@ -546,7 +546,7 @@ def check_frames(
     is_requested = (config.num_frames or config.fps) is not None or has_rules
     if not is_requested or "sampling" not in cache_identity:
         return
-    options = PruneConfig(**frame_options(config, protocol, source))
+    options = PruneConfig(**choose_frame_options(config, protocol, source))
     family = family_of(source)
     with usage_errors():
         sampling = make_sampling(options, family.default_max_frames, family.min_frames(), family.min_rule)

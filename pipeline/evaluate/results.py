@@ -29,8 +29,8 @@ from pipeline.evaluate.page import report_page
 from pipeline.evaluate.protocols import QUESTIONS
 from pipeline.evaluate.request import read_results_header, write_results_header
 from pipeline.evaluate.run import ScoredQuestions
-from pipeline.evaluate.scores import FORM, LATER_COLUMNS, SCORE_SCHEMA, SCORES, unknown_names, with_server_scores
-from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, is_named, score_matrix, set_arm_scores
+from pipeline.evaluate.scores import FORM, LATER_COLUMNS, SCORE_SCHEMA, SCORES, apply_server_scores, unknown_names
+from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, is_named, list_arms, score_matrix, set_arm_scores
 from pipeline.evaluate.table import ResultsTable
 from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
 from pipeline.generate.late_pruning import parse_pruning_grid
@@ -107,10 +107,12 @@ def make_tables(answered: ScoredQuestions, presentation: Presentation) -> list[R
     benchmark = replace(
         _make_scored(presentation.benchmark, presentation.described, answered.scores), names=presentation.names
     )
-    return _split_tables(presentation.title, benchmark, presentation.benchmark.splits, **table_options(presentation))
+    return _split_tables(
+        presentation.title, benchmark, presentation.benchmark.splits, **select_table_options(presentation)
+    )
 
 
-def table_options(source: Presentation | EvaluateConfig) -> dict[str, Any]:
+def select_table_options(source: Presentation | EvaluateConfig) -> dict[str, Any]:
     """Return the arguments of ``results_table`` that ``source`` has: reference, ours, draws and seed."""
     return {name: getattr(source, name) for name in ("reference", "ours", "draws", "seed")}
 
@@ -172,7 +174,7 @@ def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -
         present = pc.map_lookup(scores["splits"], split.name, "first").unique().drop_null().to_pylist()
         notes.append(split.describe_parts(present, metric))
     if not (benchmark.scores_questions or benchmark.submission):
-        scores = set_arm_scores(scores, {arm: benchmark.arm_share(arm.label) for arm in arms_of(scores)})
+        scores = set_arm_scores(scores, {arm: benchmark.arm_share(arm.label) for arm in list_arms(scores)})
     return ScoredBenchmark(
         title=benchmark.title,
         scores=scores,
@@ -288,7 +290,7 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
     results = [_read(place, objects) for place in config.results]
     _check_alike(results)
     methods = [spec.method_label for spec in parse_pruning_grid(config.method, [1.0])]
-    arms = dict.fromkeys(arm for result in results for arm in arms_of(result.scores))
+    arms = dict.fromkeys(arm for result in results for arm in list_arms(result.scores))
     ratios = config.retention_ratio or sorted({arm.ratio for arm in arms if arm != ORIGINAL}, reverse=True)
     requested = list[MethodAtRatio]()
     for name, ratio in product(methods, ratios):
@@ -296,7 +298,7 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
         requested += seeds or [MethodAtRatio(name, ratio)]
     missing_lines = [line for result in results for line in _list_missing(result, requested or list(arms))]
     benchmarks = [result.scored(config.retention_ratio) for result in results]
-    options = {**table_options(config), "methods": methods or None, "notes": missing_lines}
+    options = {**select_table_options(config), "methods": methods or None, "notes": missing_lines}
     if len(results) == 1:
         tables = _split_tables(results[0].model, benchmarks[0], results[0].benchmark.splits, **options)
     else:
@@ -352,7 +354,7 @@ def _list_missing(result: _Results, requested: Sequence[MethodAtRatio]) -> list[
 
     At most three arms are named; the others are counted.
     """
-    present = set(arms_of(result.scores))
+    present = set(list_arms(result.scores))
     lacking = [f"{arm.method}@{arm.ratio:g}" for arm in requested if arm not in present]
     more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
     lines = [f"{result.place} ({result.benchmark.title}) has no {', '.join(lacking[:3])}{more}"] if lacking else []
@@ -398,10 +400,10 @@ def _read(place: str, objects: Objects) -> _Results:
     scores = read_scores(place, store, published=benchmark.scores_questions)
     notes = list[str]()
     if benchmark.submission:
-        unknown = unknown_names(store, arms_of(scores))
+        unknown = unknown_names(store, list_arms(scores))
         notes += [f"{place}/{FORM} has a score for {name}, which is not one of its submissions" for name in unknown]
-        scores = with_server_scores(store, scores)
-        if unscored_arms := arms_of(scores.filter(pc.is_null(scores["score"]))):
+        scores = apply_server_scores(store, scores)
+        if unscored_arms := list_arms(scores.filter(pc.is_null(scores["score"]))):
             where = f"type what its server returns into {place}/{FORM}"
             notes.append(f"{place} ({benchmark.title}) has {len(unscored_arms)} submissions without a score: {where}")
     return _Results(place, benchmark, identity, about, scores, notes)
@@ -449,7 +451,7 @@ def read_scores(
     ):
         raise NotResults(f"{place}: {SCORES} has answers without a score from 0 to 1: {remedy}")
     try:
-        score_matrix(scores, arms_of(scores))
+        score_matrix(scores, list_arms(scores))
     except ValueError as error:
         raise NotResults(f"{place}: {SCORES}: {error}; {remedy}") from error
     return scores

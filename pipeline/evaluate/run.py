@@ -38,11 +38,11 @@ from pipeline.errors import NotAnswers, RunFailed, UsageError
 from pipeline.evaluate.benchmarks.annotations import NotAskable
 from pipeline.evaluate.benchmarks.base import OWN_NUMBERS
 from pipeline.evaluate.benchmarks.items import AnnotationFault, Item, LoadedQuestions, QuestionCollector
-from pipeline.evaluate.benchmarks.own import clusters_of
+from pipeline.evaluate.benchmarks.own import assign_clusters
 from pipeline.evaluate.config import ANSWERS_FOLDER, RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import EvaluateRequest, match_results, write_results_header
-from pipeline.evaluate.scores import AnsweredItems, answered_item, mode_of, score_table
+from pipeline.evaluate.scores import AnsweredItems, answered_item, make_answer_mode, score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import (
     ANSWER_SCHEMA,
@@ -56,7 +56,7 @@ from pipeline.generate.answers import (
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.remaining import COMPARED_COLUMNS, describe_change, refuse_changed_questions
-from pipeline.generate.removal import bar_videos, read_barred
+from pipeline.generate.removal import bar_videos, read_removal_reasons
 from pipeline.generate.run import answer
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.prune.config import PruneConfig
@@ -153,7 +153,7 @@ def _answers_store(request: EvaluateRequest) -> Store:
 
 def _live(request: EvaluateRequest) -> pa.Table:
     """Return the live answers to the questions of a request under its grid."""
-    return AnswersTable(_answers_store(request), request.answers.identity).select_live_of(
+    return AnswersTable(_answers_store(request), request.answers.identity).select_live_answers(
         request.questions, request.grid
     )
 
@@ -222,7 +222,7 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
     """
     source = request.source
     options = request.config
-    mode = mode_of(request.protocol, source.model_type)
+    mode = make_answer_mode(request.protocol, source.model_type)
     shared = options.shared_with(GenerateConfig)
     if options.engine == "vllm":
         shared["attn"] = "auto"  # with vLLM, --attn applies to the vision encoder only
@@ -298,7 +298,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     arms = dict[str, MethodAtRatio]()
     settings: JsonObject = {}
     answers = [read_answers(place, store=store_at(place, objects)) for place in config.score]
-    removed_ids = list_removed(answers, read_barred(store_at(config.out, objects)))
+    removed_ids = list_removed(answers, read_removal_reasons(store_at(config.out, objects)))
     for place, rows in zip(config.score, answers, strict=True):
         live = rows.filter(pc.invert(pc.is_in(rows["question_id"], value_set=pa.array(removed_ids, pa.string()))))
         identity = read_answers_header(store_at(place, objects))["identity"]
@@ -320,7 +320,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
         live = live.select(ANSWER_SCHEMA.names)  # the columns that questions carry may differ in type
         tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(place, len(live))))
     questions = first_collector.finish(config.score[0], "give the questions a column answer")
-    items = clusters_of(questions.items)
+    items = assign_clusters(questions.items)
     scores = score_table(AnsweredItems.select(items, arms, pa.concat_tables(tables)), LETTER)
     n_left_out = sum(fault.left_out for fault in questions.faults)
     return ScoredQuestions(loaded=replace(questions, items=tuple(items)), scores=scores, n_left_out=n_left_out)

@@ -24,8 +24,8 @@ from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.benchmarks.own import is_unpublished, item_of, same_text
 from pipeline.evaluate.parsers import Parsed, parse
 from pipeline.evaluate.protocols import Protocol
-from pipeline.evaluate.statistics import MethodAtRatio, arm_by_row, arms_of, set_arm_scores
-from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, derive_seed, without_reasoning
+from pipeline.evaluate.statistics import MethodAtRatio, list_arms, list_row_arms, set_arm_scores
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, derive_seed, strip_reasoning
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 from pipeline.storage.stores import Store
 
@@ -123,7 +123,7 @@ class AnsweredItems(NamedTuple):
         """Return the replies by arm label and question id, without reasoning; questions that failed are left out."""
         return {
             arm.label: {
-                question_id: without_reasoning(row["answer"], protocol.reasoning)
+                question_id: strip_reasoning(row["answer"], protocol.reasoning)
                 for question_id, row in arm_rows.items()
                 if row["status"] == "ok"
             }
@@ -164,7 +164,7 @@ def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
     A choice that the model scored is taken as it is, a generated reply is read by the protocol's rule without its
     reasoning, and a reply to a question without options is compared with the expected text.
     """
-    reply = without_reasoning(row["answer"], protocol.reasoning)
+    reply = strip_reasoning(row["answer"], protocol.reasoning)
     if not item.options:
         right = same_text(reply, item.expected or "")
         return Reply(None, right, float(right))
@@ -200,17 +200,17 @@ def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Pro
     return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **copied}
 
 
-def mode_of(protocol: Protocol, model_type: str) -> AnswerMode:
+def make_answer_mode(protocol: Protocol, model_type: str) -> AnswerMode:
     """Return how the protocol asks this model type: method for choices, system message and decoding."""
     return AnswerMode(protocol.decoding, protocol.choices, protocol.rules(model_type).system)
 
 
-def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:
+def make_question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:
     """Return the items as a table of QUESTION_SCHEMA, one row per item in order.
 
     If a reply is generated, the prompt is the protocol's whole message. If options are scored, it is the bare question.
     """
-    mode = mode_of(protocol, model_type)
+    mode = make_answer_mode(protocol, model_type)
     rows = [_question(item, protocol, model_type, mode) for item in items]
     return pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
 
@@ -272,9 +272,9 @@ def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, 
     same for all methods and in every run.
     """
     items_by_id = {item.question_id: item for item in items}
-    submission_of = {arm: Submission({}, 0) for arm in arms_of(scores)}
+    submission_of = {arm: Submission({}, 0) for arm in list_arms(scores)}
     rows = scores.select(["question_id", "status", "parsed"]).to_pylist()
-    for arm, row in zip(arm_by_row(scores), rows, strict=True):
+    for arm, row in zip(list_row_arms(scores), rows, strict=True):
         if row["status"] == "ok":
             name = row["question_id"]
             choice = row["parsed"]
@@ -305,7 +305,7 @@ def write_submissions(store: Store, items: Sequence[Item], scores: pa.Table, say
             say(f"note: {names[-1]}: {n_drawn} replies name no option; one is drawn for each, by the question's id")
         if missing := len(items) - len(submission.choices):
             say(f"note: {names[-1]}: {missing} questions failed, and are left out")
-    form = {**dict.fromkeys(map(submission_name, arms_of(scores))), **server_scores(store)}
+    form = {**dict.fromkeys(map(submission_name, list_arms(scores))), **read_server_scores(store)}
     store.put(FORM, json.dumps(form, indent=1).encode())
     return [*names, FORM]
 
@@ -315,7 +315,7 @@ def submission_name(arm: MethodAtRatio) -> str:
     return f"{re.sub(r'[^A-Za-z0-9=.,+-]+', '-', arm.method)}@{arm.ratio:g}"
 
 
-def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
+def apply_server_scores(store: Store, scores: pa.Table) -> pa.Table:
     """Return the scores with the percentages from the form; arms without a percentage have null scores.
 
     Every row of an arm gets the same score, since the server returns only the mean. All rows count as questions about
@@ -324,8 +324,8 @@ def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
     Raises:
         UsageError: the form is malformed.
     """
-    typed = server_scores(store)
-    percentages = {arm: typed.get(submission_name(arm)) for arm in arms_of(scores)}
+    typed = read_server_scores(store)
+    percentages = {arm: typed.get(submission_name(arm)) for arm in list_arms(scores)}
     return set_arm_scores(scores, {arm: None if value is None else value / 100 for arm, value in percentages.items()})
 
 
@@ -336,10 +336,10 @@ def unknown_names(store: Store, arms: Iterable[MethodAtRatio]) -> list[str]:
         UsageError: the form is malformed.
     """
     known_names = set(map(submission_name, arms))
-    return [name for name, value in server_scores(store).items() if value is not None and name not in known_names]
+    return [name for name, value in read_server_scores(store).items() if value is not None and name not in known_names]
 
 
-def server_scores(store: Store) -> dict[str, float | None]:
+def read_server_scores(store: Store) -> dict[str, float | None]:
     """Read the form: the server's percentage for each submission, None where none is typed; {} if there is no form.
 
     Raises:

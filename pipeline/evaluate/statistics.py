@@ -180,12 +180,12 @@ class ScoreMatrix:
         return Parts(np.array(part_numbers, np.int64), np.array([weights[value] for value in counted]))
 
 
-def arms_of(scores: pa.Table) -> list[MethodAtRatio]:
+def list_arms(scores: pa.Table) -> list[MethodAtRatio]:
     """Return the distinct arms of a table of scores, in order of first appearance."""
-    return list(dict.fromkeys(arm_by_row(scores)))
+    return list(dict.fromkeys(list_row_arms(scores)))
 
 
-def arm_by_row(scores: pa.Table) -> list[MethodAtRatio]:
+def list_row_arms(scores: pa.Table) -> list[MethodAtRatio]:
     """Return the arm of each row of scores; every row of the method "none" is ORIGINAL, whatever its ratio."""
     rows = zip(scores["method"].to_pylist(), scores["retention_ratio"].to_pylist(), strict=True)
     return [ORIGINAL if method == ORIGINAL.method else MethodAtRatio(method, ratio) for method, ratio in rows]
@@ -204,7 +204,7 @@ def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix
         ValueError: an arm lacks a question that another arm has, or has a question twice, so the scores are not paired.
     """
     number = {arm: i for i, arm in enumerate(arms)}
-    arm_N = np.array([number.get(arm, -1) for arm in arm_by_row(scores)], np.int64)
+    arm_N = np.array([number.get(arm, -1) for arm in list_row_arms(scores)], np.int64)
     scores, arm_N = scores.filter(pa.array(arm_N >= 0)), arm_N[arm_N >= 0]
     questions, first_Q, question_N = np.unique(scores["question_id"].to_numpy(), return_index=True, return_inverse=True)
     count_AQ = np.zeros((len(arms), len(questions)), np.int64)
@@ -259,7 +259,7 @@ def set_arm_scores(scores: pa.Table, shares: Mapping[MethodAtRatio, float | None
 
     All rows are put into one cluster, so that no interval is computed.
     """
-    share_by_row = [shares.get(arm) for arm in arm_by_row(scores)]
+    share_by_row = [shares.get(arm) for arm in list_row_arms(scores)]
     columns = {"score": pa.array(share_by_row, pa.float64()), "cluster": pa.repeat("all", len(share_by_row))}
     for name, values in columns.items():
         place = scores.schema.get_field_index(name)

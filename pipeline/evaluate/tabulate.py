@@ -23,11 +23,11 @@ from pipeline.evaluate.statistics import (
     MethodAtRatio,
     Parts,
     ScoreMatrix,
-    arms_of,
     average,
     count_videos_needed,
     estimates,
     is_named,
+    list_arms,
     relative,
     score_matrix,
     split_seed,
@@ -270,7 +270,7 @@ def group_arms(
             no arm is ignored. None selects all arms.
     """
     seeds: dict[tuple[float, str, str], dict[int, MethodAtRatio]] = {}
-    for arm in (arm for benchmark in benchmarks for arm in arms_of(benchmark.scores) if arm != ORIGINAL):
+    for arm in (arm for benchmark in benchmarks for arm in list_arms(benchmark.scores) if arm != ORIGINAL):
         label, _, positions = arm.method.partition(POSITIONS)
         method, seed = split_seed(label)
         if methods is None or any(is_named(name, arm.method) for name in methods):

@@ -21,7 +21,7 @@ import torch
 from gstep.backbones import choose_runtime
 from gstep.language.decoding import NO_NUMBERS
 from pipeline.generate.answer_setup import AnswerSetup
-from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
+from pipeline.generate.answers import ANSWER_SCHEMA, make_answer_key
 from pipeline.generate.engines import Engine, EngineCrashed, load_engine
 from pipeline.generate.prompts import PreparedQuestion, PromptMaker, convert_error, make_heartbeat_name
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, parse_letter
@@ -115,11 +115,11 @@ class Answerer:
         were made.
         """
         answers_by_key: dict[tuple[str, str | None], AnswerRecord] = {}
-        keys = [answer_key(question) for question in questions]
+        keys = [make_answer_key(question) for question in questions]
         size = self._part_size
         parts = deque(keys[start : start + size] for start in range(0, len(keys), size))
         for answer in self.answer(questions):
-            answers_by_key[answer_key(answer)] = answer
+            answers_by_key[make_answer_key(answer)] = answer
             while parts and all(key in answers_by_key for key in parts[0]):
                 yield [answers_by_key.pop(key) for key in parts.popleft()]
 

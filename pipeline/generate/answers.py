@@ -31,8 +31,8 @@ from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, complete_columns, hex_digest, open_parquet, write_parquet
 from pipeline.cache.table import check_content, has_content_hash, make_small_name
 from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass
-from pipeline.generate.question_columns import add_carried, concat_answers, make_carried_columns
-from pipeline.inputs.tables import carried_json
+from pipeline.generate.question_columns import append_carried_columns, concat_answers, make_carried_columns
+from pipeline.inputs.tables import serialize_carried
 from pipeline.rows import AnswerRecord, Json, JsonObject, QuestionRecord, without_nulls
 from pipeline.storage.stores import Store, store_at
 
@@ -143,7 +143,7 @@ class AnswersHeader(TypedDict):
     identity: AnswersIdentity
 
 
-def answer_key(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
+def make_answer_key(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
     """Return the key of a row within a run: (question id, pruning), None for the single pruning."""
     return row["question_id"], row.get("pruning")
 
@@ -341,7 +341,7 @@ class AnswersTable:
         current_codes = pa.array([codes[name] for name in rows["pruning"].to_pylist()], pa.string())
         return rows.filter(pc.equal(pc.fill_null(rows["method_code"], ""), pc.fill_null(current_codes, "")))
 
-    def select_live_of(self, questions: pa.Table, prunings: Iterable[str]) -> pa.Table:
+    def select_live_answers(self, questions: pa.Table, prunings: Iterable[str]) -> pa.Table:
         """Return the live rows of these questions under these prunings; the name "" is the single pruning."""
         live = self.live()
         is_question = pc.is_in(live["question_id"], value_set=questions["question_id"].combine_chunks())
@@ -444,11 +444,11 @@ def commit_answers(
     """
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     if questions is not None:
-        table = add_carried(table, questions, ANSWER_SCHEMA.names)
+        table = append_carried_columns(table, questions, ANSWER_SCHEMA.names)
     if form == "parquet":
         data = write_parquet(table)
     else:  # strict JSON: a log-probability of minus infinity becomes null
-        data = "".join(carried_json(row, ensure_ascii=False) + "\n" for row in table.to_pylist()).encode()
+        data = "".join(serialize_carried(row, ensure_ascii=False) + "\n" for row in table.to_pylist()).encode()
     store.put(make_small_name(ANSWERS, run_id, number, data, SUFFIXES[form]), data)
 
 

@@ -15,11 +15,11 @@ from pipeline.console import Say
 from pipeline.errors import UsageError
 from pipeline.generate.answer_setup import AnswerSetup
 from pipeline.generate.answerer import STAGE, Answerer, group_by_videos, pack_blocks, unpack_answers
-from pipeline.generate.answers import KEYS, answer_key
+from pipeline.generate.answers import KEYS, make_answer_key
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import choose_batch_size
 from pipeline.rows import QuestionRecord
-from pipeline.runner.cluster.connection import cap_gpus, choose_device, node_selector, sum_resources
+from pipeline.runner.cluster.connection import cap_gpus, choose_device, exclude_nodes, sum_resources
 from pipeline.runner.job import Job
 from pipeline.runner.run_record import RunFile
 from pipeline.runner.shards import RunGraph
@@ -48,7 +48,7 @@ class Questions:
     def without(self, rows: pa.Table) -> Questions:
         """Return the questions without those whose (question_id, pruning) is in ``rows``."""
         keys = set(zip(*(rows[name].to_pylist() for name in self.KEY), strict=True))
-        return Questions([question for question in self.rows if answer_key(question) not in keys])
+        return Questions([question for question in self.rows if make_answer_key(question) not in keys])
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,14 @@ class AnswerJob(Job[Questions]):
         """Build the Ray Data graph that answers the questions on nodes not excluded; its rows have ANSWERED_SCHEMA."""
         assert isinstance(plan, AnswerPlan)
         size = plan.questions_per_block
-        selector = node_selector(self.excluded_nodes)
+        selector = exclude_nodes(self.excluded_nodes)
         blocks = ray.data.from_blocks(pack_blocks(group_by_videos(items.rows, size)))
         answers = add_stage(blocks, Answerer, plan.answer, (self._setup, heartbeats), selector)
         return RunGraph(answers, size, unpack_block=unpack_answers)
 
     def available_resources(self) -> dict[str, float]:
         """Return the resources that the run may use now, counting only GPUs that can serve a whole model."""
-        return sum_for_models(self.options, self.excluded_nodes)
+        return sum_model_resources(self.options, self.excluded_nodes)
 
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
         """Return True if a cluster with these resources has a CPU and, on the device "cuda", the GPUs of a model."""
@@ -148,7 +148,7 @@ class AnswerJob(Job[Questions]):
         return super().can_run_on(cluster) and cluster.get("GPU", 0.0) >= n_gpus
 
 
-def sum_for_models(config: GenerateConfig, excluded_nodes: Mapping[str, str]) -> dict[str, float]:
+def sum_model_resources(config: GenerateConfig, excluded_nodes: Mapping[str, str]) -> dict[str, float]:
     """Add up the resources of the living nodes that are not excluded, counting only GPUs that can serve a whole model.
 
     A model cannot span nodes: with ``tensor_parallel`` 4, a node of 6 GPUs counts as 4. GPUs are capped at
@@ -174,6 +174,6 @@ def choose_device_for_models(config: GenerateConfig, say: Say) -> tuple[str, str
         RunFailed: no cluster can be joined or started.
     """
     device, dtype = choose_device(config, config.dtype, say)
-    if device == "cuda" and sum_for_models(config, {})["GPU"] < config.tensor_parallel:
+    if device == "cuda" and sum_model_resources(config, {})["GPU"] < config.tensor_parallel:
         raise UsageError(f"--tensor-parallel {config.tensor_parallel}: no node of the cluster has that many GPUs")
     return device, dtype

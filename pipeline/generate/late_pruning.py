@@ -16,12 +16,12 @@ from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import ModelFamily, ModelSource, TextTowerSource, family_of
-from gstep.evidence import HEAD_SOURCES, is_per_frame, name_of
+from gstep.evidence import HEAD_SOURCES, get_evidence_name, is_frame_evidence
 from gstep.families import GENERIC
 from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
 from gstep.language.types import POSITIONS
-from gstep.pruners import find_method, method_name, read_pruner
+from gstep.pruners import find_method, get_method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.changed_code import check_code
 from pipeline.cache.header import CacheIdentity, describe_method, read_declared_method
@@ -153,7 +153,7 @@ class LatePruning:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Serialize the method by its name, so that a worker that cannot import it raises a clear error."""
-        method = method_name(type(self.pruner))
+        method = get_method_name(type(self.pruner))
         params = self.pruner.params()
         settings = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions, self.code)
         return _unpickle, (method, params, *settings)
@@ -239,7 +239,7 @@ def make_visual_tokens(visual: Visual, columns: Iterable[tuple[str, str]], devic
         return values.to(device).reshape(visual.n_frames, visual.tokens_per_frame, *values.shape[1:])
 
     evidence = {
-        name: visual.evidence[column].to(device) if is_per_frame(name) else by_frame(visual.evidence[column])
+        name: visual.evidence[column].to(device) if is_frame_evidence(name) else by_frame(visual.evidence[column])
         for name, column in columns
     }
     whole = VisualTokens(by_frame(visual.tokens), evidence)
@@ -349,7 +349,10 @@ def find_evidence_columns(
         raise UsageError(
             f"--pruner {method} needs {' and '.join(missing_sources)}: {family.model_type} does not give it"
         )
-    columns = {(name_of(column, where), where): column for column, where in cache_identity.get("evidence", {}).items()}
+    columns = {
+        (get_evidence_name(column, where), where): column
+        for column, where in cache_identity.get("evidence", {}).items()
+    }
     if not sources.items() <= columns.keys():
         siglip = " --siglip MODEL" if HEAD_SOURCES & {*sources.values()} else ""
         raise UsageError(

@@ -20,8 +20,8 @@ from gstep import PrunedTokens
 from gstep.backbones import TextTower
 from gstep.errors import is_out_of_memory
 from gstep.language import Prompt, Visual
-from gstep.language.prompt import text_ids
-from gstep.pruners import method_name
+from gstep.language.prompt import tokenize_text
+from gstep.pruners import get_method_name
 from gstep.pruners.base import Pruner
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache, TokenOrder
@@ -185,7 +185,7 @@ class VideoMemory:
 def _selection_key(late: LatePruning) -> tuple[str, int, float | None]:
     """Return a key that is equal for prunings that can share one selection of a video."""
     # As JSON, because a user method may have a list as a parameter, which cannot be hashed.
-    method = json.dumps([method_name(type(late.pruner)), late.pruner.params()], sort_keys=True)
+    method = json.dumps([get_method_name(type(late.pruner)), late.pruner.params()], sort_keys=True)
     return method, late.seed, None if late.pruner.nested else late.retention_ratio
 
 
@@ -384,7 +384,7 @@ class PromptMaker:
             row["n_kept"] = late.n_kept_inside(row["n_total"])
         prepared = PreparedQuestion(row, prompt, mode, self.inside(question))
         if mode.scores_choices:
-            n_answer = max(len(text_ids(builder.tokenizer, text)) for text in prepared.continuations())
+            n_answer = max(len(tokenize_text(builder.tokenizer, text)) for text in prepared.continuations())
         else:
             n_answer = mode.decoding.max_new_tokens
         fault = self._size_fault(prompt, n_answer, builder.context_length)

@@ -184,7 +184,7 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) and is_text(value) else json.dumps(value, default=shown_as)
 
 
-def add_carried(answers: pa.Table, questions: pa.Table, own_names: Collection[str]) -> pa.Table:
+def append_carried_columns(answers: pa.Table, questions: pa.Table, own_names: Collection[str]) -> pa.Table:
     """Append to answers the columns of their questions that are not among ``own_names``, matched by question_id.
 
     Removed answers, and answers without a question, get nulls.

@@ -46,8 +46,8 @@ from pipeline.inputs.tables import (
     BadRow,
     UserRow,
     cell_text,
+    convert_given_table,
     given_rows,
-    given_table,
     is_nan,
     is_text,
     parquet_types,
@@ -182,7 +182,7 @@ def read_given_questions(source: object, mode: AnswerMode, limit: int | None = N
     types: dict[str, pa.DataType] = {}
     try:
         if hasattr(source, "__arrow_c_stream__"):
-            source = table = given_table("questions", source, _NEEDED_TEXT)
+            source = table = convert_given_table("questions", source, _NEEDED_TEXT)
             types = dict(zip(table.schema.names, table.schema.types, strict=True))
         return _check_rows(given_rows("questions", source, _NEEDED_TEXT), types, "questions", mode, limit)
     except BadRow as error:
@@ -538,7 +538,7 @@ def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     the answer is the text of a choice, and not a letter; it begins with "B", "(B)" or "B. a dog"; it calls a letter the
     answer, as in "the answer is B"; it has one capital letter that stands alone, except "A" and "I" used as words.
     """
-    text = without_reasoning(answer, REASONING).strip("*").strip()
+    text = strip_reasoning(answer, REASONING).strip("*").strip()
     names = list_letters(len(choices))
     bare_texts = strip_letters(choices)
     same_texts = [
@@ -556,7 +556,7 @@ def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     return names.index(single_letters.pop()) if len(single_letters) == 1 else None
 
 
-def without_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
+def strip_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
     """Return a reply without the text between pairs of tags, stripped of surrounding white space.
 
     Equals ``strip_reasoning_tags`` of lmms-eval 0.7.3. A closing tag without an opening tag removes all text before it,

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import QuestionsChanged, printable
-from pipeline.generate.answers import KEYS, answer_key, iter_answers
+from pipeline.generate.answers import KEYS, iter_answers, make_answer_key
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.conversation import load_messages
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
@@ -52,11 +52,11 @@ def select_remaining_questions(
     for row in iter_answers(live.select(list(dict.fromkeys([*_DECIDING_COLUMNS, *COMPARED_COLUMNS])))):
         # Only these columns stay in memory, because a question may have a hundred answers.
         decision = cast(AnswerRecord, {name: value for name, value in row.items() if name in _DECIDING_COLUMNS})
-        answers_by_key[answer_key(row)] = decision, describe_change(by_id[row["question_id"]], row)
+        answers_by_key[make_answer_key(row)] = decision, describe_change(by_id[row["question_id"]], row)
     remaining: list[QuestionRecord] = []
     changes: list[str] = []
     for question in _pair_with_prunings(by_id.values(), codes):
-        answer, change = answers_by_key.get(answer_key(question), (None, None))
+        answer, change = answers_by_key.get(make_answer_key(question), (None, None))
         if answer is None:
             remaining.append({**question, "attempts": 1})
         elif answer["status"] == "ok":
@@ -140,7 +140,7 @@ def format_answered(
         return
     failed_rows = live.filter(pc.equal(live["status"], "failed"))
     keys = set(zip(*(failed_rows[name].to_pylist() for name in KEYS), strict=True))
-    n_failed = len(keys - {answer_key(question) for question in remaining})
+    n_failed = len(keys - {make_answer_key(question) for question in remaining})
     text = f"{n_with_answers} of {n_questions} questions have their answers already"
     if not n_failed:
         yield text

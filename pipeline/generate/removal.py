@@ -30,8 +30,8 @@ from pipeline.generate.answers import (
     read_answers_header,
 )
 from pipeline.generate.conversation import list_texts, load_messages
-from pipeline.inputs.tables import carried_json
-from pipeline.runner.removal import Removal, delete_unfinished, forget_in_runs, iter_texts, removal_run
+from pipeline.inputs.tables import serialize_carried
+from pipeline.runner.removal import Removal, claim_for_removal, delete_unfinished, forget_in_runs, iter_texts
 from pipeline.runner.run_record import RUNS, new_run_id, now
 from pipeline.storage.stores import Store
 
@@ -61,7 +61,7 @@ class AnswersRemoval(Removal):
         yield from super().lines()
 
 
-def read_barred(store: Store) -> dict[str, str]:
+def read_removal_reasons(store: Store) -> dict[str, str]:
     """Read which videos were removed from answers or results, and why: video id -> reason.
 
     A file without a hash in its name, such as a copy, counts too if it can be read.
@@ -90,7 +90,7 @@ def bar_videos(store: Store, run_id: str, reasons: Mapping[str, str]) -> None:
     Args:
         reasons: video id -> reason, cut to 1 KB. Nothing is written if all are barred already.
     """
-    barred = read_barred(store)
+    barred = read_removal_reasons(store)
     if new := {video_id: printable(reason) for video_id, reason in reasons.items() if video_id not in barred}:
         data = json.dumps({"videos": new, "time": now()}, indent=1).encode()
         store.put(make_small_name(REMOVED, run_id, 0, data, ".json"), data)
@@ -115,7 +115,7 @@ def remove_answers(store: Store, ids: Sequence[str], reason: str, say: Callable[
     """
     read_answers_header(store)
     result = AnswersRemoval(new_run_id(), len(ids))
-    with removal_run(store, result, reason, say):
+    with claim_for_removal(store, result, reason, say):
         bar_videos(store, result.run_id, dict.fromkeys(ids, reason))
         _AnswersRemover(store, frozenset(ids), reason, result).run()
     return result
@@ -211,7 +211,7 @@ class _AnswersRemover:
         if self._ids.isdisjoint(row["video_ids"]):
             return line
         keys = {name: row.get(name) for name in _KEYS}
-        return carried_json({**dict.fromkeys(row), **keys, **self._new_values}, ensure_ascii=False)
+        return serialize_carried({**dict.fromkeys(row), **keys, **self._new_values}, ensure_ascii=False)
 
 
 def _iter_texts(rows: pa.Table) -> Iterator[str]:

@@ -51,9 +51,9 @@ from pipeline.generate.remaining import (
     format_removed,
     select_remaining_questions,
 )
-from pipeline.generate.removal import read_barred
+from pipeline.generate.removal import read_removal_reasons
 from pipeline.rows import QuestionRecord
-from pipeline.runner.run_record import check_out
+from pipeline.runner.run_record import check_out_folder
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
@@ -118,7 +118,7 @@ class AnswerRequest:
         if self.is_code_changed:  # from now on, rows made with other code are not live
             say(f"note: a method has other code now: its questions in {store} are asked again")
             self.write_header()
-        live = table.select_live_of(self.questions, self.setup.prunings)
+        live = table.select_live_answers(self.questions, self.setup.prunings)
         to_ask = self.questions.select(QUESTION_SCHEMA.names)
         codes = {name: find_code(self.identity, name) for name in self.setup.prunings}
         todo = select_remaining_questions(store, live, to_ask, codes, self.config, forecast.cached, forecast.removed)
@@ -174,7 +174,7 @@ def check_request(
         with store_usage_errors():
             questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
     cache, store = store_at(config.cache, objects), store_at(config.out, objects)
-    check_out(store)
+    check_out_folder(store)
     with store_usage_errors():
         header = read_header(cache)
         videos = LiveVideos.open(cache, fingerprint(header["identity"]))
@@ -207,7 +207,7 @@ def check_request(
         say(f"note: --pruner {config.pruner} keeps {shares}")
     order = choose_token_order(config, cache_identity, prunings)
     setup = AnswerSetup(config, source, cache, live.drop_columns(["run_id"]), prunings, order)
-    forecast = PromptForecast(setup, builder, near, read_barred(store))
+    forecast = PromptForecast(setup, builder, near, read_removal_reasons(store))
     forecast.check_ratio(cache_identity["retention_ratio"])
     forecast.check_context(questions, console)
     setup = replace(setup, largest_video=forecast.largest_video())

@@ -31,7 +31,7 @@ from pipeline.console import Say, speaker
 from pipeline.errors import usage_errors
 from pipeline.generate.answer_setup import AnswerSetup
 from pipeline.generate.answerer import Answerer, group_by_videos, pack_blocks, unpack_answers
-from pipeline.generate.answers import AnswersIdentity, answer_key, commit_answers, try_merge_answers
+from pipeline.generate.answers import AnswersIdentity, commit_answers, make_answer_key, try_merge_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.job import ANSWERING, AnswerJob, Questions, choose_device_for_models
 from pipeline.generate.late_pruning import PruningSpec
@@ -94,8 +94,8 @@ def answer(
                 else:  # no cluster, no record
                     check_device(config, say)
             wall_s = time.monotonic() - start
-            live = table.select_live_of(request.questions, request.setup.prunings)
-            summary = summarise_answers(live, request.n_questions, set(map(answer_key, todo)), wall_s)
+            live = table.select_live_answers(request.questions, request.setup.prunings)
+            summary = summarise_answers(live, request.n_questions, set(map(make_answer_key, todo)), wall_s)
             summary = replace(summary, out=str(request.store), log=monitor.log)
             if record is not None:
                 record.save(summary=summary.as_record())
@@ -206,8 +206,8 @@ class CommittedAnswers:
             self._record.save(runtimes=[json.loads(text) for text in self._runtimes])
         answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
         self._write(number, answers)
-        uncounted = [row for row in answers if answer_key(row) not in self.keys]
-        self.keys.update(map(answer_key, uncounted))
+        uncounted = [row for row in answers if make_answer_key(row) not in self.keys]
+        self.keys.update(map(make_answer_key, uncounted))
         n_failed = sum(row["status"] == "failed" for row in uncounted)
         self.n_failed += n_failed
         self._monitor.count_rows(ANSWERING.item, len(uncounted) - n_failed, n_failed)

@@ -35,9 +35,9 @@ from pipeline.inputs.tables import (
     UNREADABLE,
     UserRow,
     batch_rows,
-    carried_json,
     plain_column,
     plain_type,
+    serialize_carried,
     shown_as,
 )
 from pipeline.storage.location import Location
@@ -273,7 +273,7 @@ def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: 
         for key, value in row.items()
         if key != _KEY and value is not None
     }
-    text = carried_json(values) if values else None
+    text = serialize_carried(values) if values else None
     faults = [
         fault("unsupported", f"the clip's {key} is {value}, not a number of seconds")
         for key in clips_from or CLIP_COLUMNS

@@ -11,7 +11,7 @@ from pipeline.errors import VideoFault
 from pipeline.inputs.archive import Archive, ArchiveOptions, RandomFile, merge_spans, open_archive
 from pipeline.inputs.columns import Table
 from pipeline.inputs.listings import find_suffix
-from pipeline.inputs.named_videos import Roots, without_secrets
+from pipeline.inputs.named_videos import Roots, remove_secrets
 from pipeline.inputs.tar_and_zip import Tar, Zip
 from pipeline.keys import mark_key
 from pipeline.rows import VideoRow
@@ -47,7 +47,7 @@ def fetch_again(
     """
     location = Location.parse(row["uri"], row["source_offset"], row["source_size"], row.get("source_mark"))
     if not roots.contains(location.file):
-        shown = without_secrets(location.file) if "://" in location.file else location.file
+        shown = remove_secrets(location.file) if "://" in location.file else location.file
         folder = shown.rpartition("/")[0] or "/"
         reason = "the sources that a cache names are read only below folders and prefixes that you name"
         raise VideoFault("policy", f"{reason}: for this one --video-root {shlex.quote(folder)}")

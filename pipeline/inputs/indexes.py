@@ -285,7 +285,7 @@ class Indexes:
             raise RunFailed(f"{self.store}: the index of {named_file.uri} cannot be kept: {error}") from error
 
 
-def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = ()) -> list[str]:
+def remove_members(store: Store, uris: Collection[str], ids: Collection[str] = ()) -> list[str]:
     """Delete members, and the names of their carried files, from the kept indexes, as ``jobs.remove`` needs.
 
     A whole index is deleted, to be made again on demand, if it is damaged or of another version, or if a member that is

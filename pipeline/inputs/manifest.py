@@ -37,8 +37,16 @@ from pipeline.inputs.listings import (
     root_prefix,
     segments_match,
 )
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, require_unique_ids, without_secrets
-from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, remove_secrets, require_unique_ids
+from pipeline.inputs.tables import (
+    TABLE_SUFFIXES,
+    UNREADABLE,
+    BadRow,
+    TableRows,
+    is_text,
+    iter_given_batches,
+    read_parts,
+)
 from pipeline.keys import ROWS_AT_ONCE, mark_key
 from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import SCHEME, Objects, check_uri, has_query, is_s3
@@ -102,27 +110,27 @@ def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOption
     _refuse_compressed(name)
     forms = frozenset(FORMS) - (TABLE_FORMS if options.column is None else frozenset())
     if name == "sample":
-        return _from_files(_sample_folder(), name, roots.folders, forms, LeftOut())
+        return _list_folder(_sample_folder(), name, roots.folders, forms, LeftOut())
     if is_remote(name):
         if is_s3(name):
             check_uri(name)
-        return _from_store(name, roots, objects, forms, left_out)
+        return _list_store(name, roots, objects, forms, left_out)
     if "://" in name and not name.startswith("file://"):
-        shown_name = without_secrets(name)
+        shown_name = remove_secrets(name)
         raise ManifestError(
             f"{shown_name}: only local paths, s3:// and hf://datasets/ are read, not "
             f"{shown_name.split('://', maxsplit=1)[0]}://"
         )
     path = Path(name.removeprefix("file://"))
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for a name that is too long
-        return _from_files(path, name, roots.folders, forms, left_out)
+        return _list_folder(path, name, roots.folders, forms, left_out)
     if os.path.isfile(path):  # noqa: PTH113
         if (suffix := find_suffix(path.name)) in TABLE_SUFFIXES - forms:
-            return NameContents(_manifest_at(str(path), roots, objects))
+            return NameContents(_read_manifest(str(path), roots, objects))
         file = _make_named_file(path, path.parent, Judge([path.parent, *roots.folders]))
         return _make_contents([file], videos=suffix not in forms)
     if globbing.has_magic(str(path)):
-        return _from_glob(str(path), roots.folders, forms, left_out)
+        return _list_glob(str(path), roots.folders, forms, left_out)
     raise ManifestError(f"{name}: {_why_absent(path)}")
 
 
@@ -155,13 +163,13 @@ def _read_path_tables(contents: NameContents, column: str | None, roots: Roots, 
     first, has_paths = next(readable, (tables[0], False))
     if not has_paths:
         return [contents]
-    manifests = {first.uri: NameContents(_manifest_at(first.uri, roots, objects, column))}
+    manifests = {first.uri: NameContents(_read_manifest(first.uri, roots, objects, column))}
     for table, has_paths in readable:
         if not has_paths:
             raise ManifestError(
                 f"{table.uri}: no column {column} of paths, which {first.uri} has; name such tables alone"
             )
-        manifests[table.uri] = NameContents(_manifest_at(table.uri, roots, objects, column))
+        manifests[table.uri] = NameContents(_read_manifest(table.uri, roots, objects, column))
     return [manifests.get(file.uri, NameContents(None, [file])) for file in contents.archives]
 
 
@@ -174,7 +182,7 @@ def _names_paths(table: NamedFile, column: str, objects: Objects) -> bool | None
         return None
 
 
-def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
+def _read_manifest(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
     """Read a manifest on disk or in a store.
 
     Relative uris start at its folder or prefix, and it may name only videos there and below ``roots``. ``paths`` is the
@@ -234,7 +242,7 @@ def _refuse_compressed(name: str) -> None:
     """Raise ManifestError, with a remedy, for ``pipe:`` commands, compressed tars and Lance tables."""
     if name.startswith("pipe:"):  # the message omits the command, which may hold a token
         raise ManifestError("pipe: no command is run; name the tars themselves, as paths, s3:// or hf://")
-    shown = without_secrets(name) if "://" in name else name
+    shown = remove_secrets(name) if "://" in name else name
     if _COMPRESSED_SUFFIX.search(name):
         raise ManifestError(
             f"{shown}: a compressed tar can only be read from its beginning, and videos do not shrink; make it plain: "
@@ -297,7 +305,7 @@ def _sample_folder() -> Path:
     return folder
 
 
-def _from_files(
+def _list_folder(
     folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut
 ) -> NameContents:
     """List the videos of a folder, or its archives if it has no videos. Raise ManifestError if it has neither."""
@@ -400,7 +408,7 @@ def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) 
                 yield from (Path(parent, name) for name in names)
 
 
-def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> NameContents:
+def _list_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> NameContents:
     """List the videos that match a local glob, or else the archives. Raise ManifestError if nothing matches."""
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
@@ -440,7 +448,7 @@ def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
     return NamedFile(absolute, name, policy)
 
 
-def _from_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:
+def _list_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:
     """Read a manifest in a store, or list the videos of an address there, or its archives if it has no videos.
 
     Ids are relative to the folder of the address. An object with dot segments gets a policy. Archives beside videos,
@@ -450,7 +458,7 @@ def _from_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str]
         ManifestError: there is neither, the store fails, or the manifest is invalid.
     """
     if find_suffix(name) in TABLE_SUFFIXES - forms and not name.endswith("/") and not globbing.has_magic(name):
-        return NameContents(_manifest_at(name, roots, objects))
+        return NameContents(_read_manifest(name, roots, objects))
     folder, infos = list_objects(name, VIDEO_SUFFIXES | forms, reach(name, objects), left_out)
     videos = [info for info in infos if find_suffix(info.uri) not in forms]
     if videos:
@@ -461,7 +469,7 @@ def _from_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str]
     return _make_contents(files, videos=bool(videos))
 
 
-def given_manifest(rows: object, video_roots: Sequence[str] = (), objects: Objects | None = None) -> pa.Table:
+def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects: Objects | None = None) -> pa.Table:
     """Convert videos that a Python caller passes to MANIFEST_SCHEMA, in their order.
 
     Args:
@@ -478,24 +486,22 @@ def given_manifest(rows: object, video_roots: Sequence[str] = (), objects: Objec
     if isinstance(rows, Iterator):
         rows = list(rows)
     if isinstance(rows, list | tuple) and rows and all(isinstance(path, str | os.PathLike) for path in rows):
-        rows, roots = _called_by_name([os.fspath(path) for path in rows], roots)
-    parts = given_parts("videos", rows, "video_id and uri")
+        rows, roots = _make_rows_from_paths([os.fspath(path) for path in rows], roots)
+    parts = iter_given_batches("videos", rows, "video_id and uri")
     videos = _unique_videos(
         "videos", NamedVideos("videos", Path.cwd(), roots), parts, "the list is empty; name at least one video"
     )
     return _decide_access(videos, objects or Objects.from_environment())
 
 
-def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:
+def _make_rows_from_paths(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:
     """Return rows for paths that were named one by one, and ``roots`` with their folders and prefixes added.
 
     Raises:
         ManifestError: two paths have the same last segment, or a prefix is malformed.
         UsageError: an S3 address has a user, host or query, or boto3 is not installed.
     """
-    shown = [
-        without_secrets(path) if "://" in path and (has_query(path) or not is_s3(path)) else path for path in paths
-    ]
+    shown = [remove_secrets(path) if "://" in path and (has_query(path) or not is_s3(path)) else path for path in paths]
     names = [path.rstrip("/").rpartition("/")[2] for path in shown]
     rows = [{"video_id": name, "uri": path} for name, path in zip(names, paths, strict=True)]
     (name, count), *_ = Counter(row["video_id"] for row in rows).most_common(1)

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, printable
 from pipeline.inputs.listings import BAD_ADDRESS, CONTROL, OUTSIDE_PREFIXES, check_named
-from pipeline.inputs.tables import TableRows, UserRow, carried_json, number_of, text_in
+from pipeline.inputs.tables import TableRows, UserRow, number_of, serialize_carried, text_in
 from pipeline.keys import column_keys, find_repeated
 from pipeline.rows import ManifestRow
 from pipeline.storage.hub import is_remote
@@ -217,7 +217,7 @@ class NamedVideos:
             "uri": location,
             "start_s": _seconds(row, "start_s", where),
             "end_s": _seconds(row, "end_s", where),
-            "manifest": carried_json(carried) if carried else None,
+            "manifest": serialize_carried(carried) if carried else None,
             "policy": policy,
             "size": _size(row, where),
         }
@@ -232,21 +232,21 @@ class NamedVideos:
         if is_s3(uri) or (isinstance(base, str) and "://" not in uri and not uri.startswith("/")):
             full_uri = uri if is_s3(uri) else f"{base}{uri}"
             refusal = check_named(full_uri, self._prefixes)
-            return (printable(without_secrets(full_uri)) if refusal == BAD_ADDRESS else full_uri), refusal
+            return (printable(remove_secrets(full_uri)) if refusal == BAD_ADDRESS else full_uri), refusal
         if "://" in uri and not uri.startswith("file://"):
-            shown = without_secrets(uri)
+            shown = remove_secrets(uri)
             return shown, f"{shown.split('://')[0]}:// is not read from a manifest; only files and s3:// objects are"
         if uri.startswith("file://"):
             host, slash, path = uri.removeprefix("file://").partition("/")
             if host not in ("", "localhost") or "?" in path or "#" in path or "%00" in path:
-                return without_secrets(uri), "a file:// URI may hold a path only: no host, user, query, fragment or NUL"
+                return remove_secrets(uri), "a file:// URI may hold a path only: no host, user, query, fragment or NUL"
             uri = unquote(slash + path)
         folder = base if isinstance(base, Path) else Path("/")  # a manifest on S3 names files only by absolute paths
         absolute = os.path.abspath(folder / uri)  # noqa: PTH100 - links are judged below
         return absolute, self._judge(absolute)
 
 
-def without_secrets(uri: str) -> str:
+def remove_secrets(uri: str) -> str:
     """Remove user info, query and fragment, any of which may hold a credential, from a uri with a scheme."""
     scheme, _, address = uri.partition("://")
     address = address.split("?")[0].split("#")[0]

@@ -185,14 +185,14 @@ def _with_paths(batch: pa.RecordBatch, paths: str) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict({"video_id": columns["uri"], **columns})
 
 
-def given_parts(name: str, source: object, needs: str) -> Iterator[TableRows]:
+def iter_given_batches(name: str, source: object, needs: str) -> Iterator[TableRows]:
     """Yield batches of the rows that a caller passes: dicts, or a table that Arrow accepts (its own, pandas', Polars').
 
     Raises:
         BadRow: ``source`` is neither, a row is not a dict, or two columns have one name.
     """
     if hasattr(source, "__arrow_c_stream__"):
-        yield from _arrow_parts(given_table(name, source, needs).to_batches(max_chunksize=_PART_ROWS))
+        yield from _arrow_parts(convert_given_table(name, source, needs).to_batches(max_chunksize=_PART_ROWS))
     else:
         yield from _dict_parts(given_rows(name, source, needs))
 
@@ -209,7 +209,7 @@ def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, Use
         BadRow: ``source`` is neither, a row is not a dict, or two columns have one name.
     """
     if hasattr(source, "__arrow_c_stream__"):
-        source = [row for batch in given_table(name, source, needs).to_batches() for row in batch_rows(batch)]
+        source = [row for batch in convert_given_table(name, source, needs).to_batches() for row in batch_rows(batch)]
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
         raise _no_rows(name, source, needs)
     for number, row in enumerate(source):
@@ -218,7 +218,7 @@ def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, Use
         yield f"row {number}", {key: value for key, value in row.items() if value is not None}
 
 
-def given_table(name: str, source: object, needs: str) -> pa.Table:
+def convert_given_table(name: str, source: object, needs: str) -> pa.Table:
     """Convert an object of the caller to an Arrow table.
 
     Raises:
@@ -334,7 +334,7 @@ TableRows = _ArrowRows | _DictRows
 def _as_json(rows: list[UserRow]) -> pa.Array:
     """Return each row as JSON without its null cells; null for a row without other cells."""
     values = ({name: value for name, value in row.items() if value is not None} for row in rows)
-    return pa.array([carried_json(row) if row else None for row in values], pa.string())
+    return pa.array([serialize_carried(row) if row else None for row in values], pa.string())
 
 
 def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterator[tuple[str, UserRow]]:
@@ -450,7 +450,7 @@ def is_text(name: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
-def carried_json(columns: UserRow, *, ensure_ascii: bool = True) -> str:
+def serialize_carried(columns: UserRow, *, ensure_ascii: bool = True) -> str:
     """Serialize columns that are only carried along as strict JSON.
 
     NaN and infinity become null, a lone surrogate, which cannot be printed, a question mark, and other types text.

@@ -20,7 +20,7 @@ from pipeline.errors import VideoFault
 from pipeline.inputs.archive import Archive, ArchiveOptions, Member, RandomFile, SeekableFile, fault
 from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_apple_double
 from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix, is_taken
-from pipeline.inputs.tables import UserValue, carried_json, parse_json
+from pipeline.inputs.tables import UserValue, parse_json, serialize_carried
 from pipeline.keys import sample_key, sample_spans
 from pipeline.storage.location import Location
 
@@ -309,7 +309,7 @@ class _Sidecars:
                 if (sidecar := next((self._values[each] for each in keys if each in self._values), None)) is not None:
                     name, values[suffix[1:]] = sidecar
                     paired_names.add(name)
-            texts.append(carried_json(values) if values else None)
+            texts.append(serialize_carried(values) if values else None)
         return texts, [name for name, _ in self._values.values() if name not in paired_names]
 
 

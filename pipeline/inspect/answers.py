@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cache.near_ids import did_you_mean_id
+from pipeline.cache.near_ids import suggest_ids
 from pipeline.errors import QUESTION_FAULTS, UsageError
 from pipeline.generate.answers import (
     ANSWER_SCHEMA,
@@ -58,7 +58,7 @@ class Answers:
         if question_id is not None:
             ids, rows = rows["question_id"], rows.filter(pc.equal(rows["question_id"], question_id))
             if not len(rows):
-                near = did_you_mean_id(question_id, ids)
+                near = suggest_ids(question_id, ids)
                 raise UsageError(f"{question_id!r} is not among the {len(ids)} answers in {store}{near}")
         return cls(str(store), identity, sort_naturally(rows))
 

@@ -27,7 +27,7 @@ from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix
 from pipeline.inputs.manifest import sort_roots
 from pipeline.inputs.named_videos import Roots
 from pipeline.inspect.comparison import Comparison, MethodSelection
-from pipeline.inspect.page import grid_of
+from pipeline.inspect.page import get_grid
 from pipeline.inspect.selecting import Wanted, compare_frames, list_wanted, plan_encoding, select
 from pipeline.inspect.thumbnails import source_pictures
 from pipeline.options import check_ratio, make_config
@@ -218,7 +218,7 @@ class CachedComparison:
         identity = self.cache.identity
         pictures = source_pictures(row, identity["sampling"], self.objects, self.roots)
         return Comparison(
-            self.video_id, selections, row, grid_of(row), identity["model"], identity["sampling"], origin, pictures
+            self.video_id, selections, row, get_grid(row), identity["model"], identity["sampling"], origin, pictures
         )
 
     def _encode_again(self, wanted: Sequence[Wanted], lacking: str) -> Comparison:

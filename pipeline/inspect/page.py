@@ -17,7 +17,7 @@ from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TIERS
 from pipeline.errors import UsageError
 from pipeline.inputs.manifest import sort_roots
-from pipeline.inspect.report import frames_of, identity_facts, source_facts, source_frames
+from pipeline.inspect.report import identity_facts, list_step_frames, source_facts, source_frames
 from pipeline.inspect.thumbnails import Pictures, source_pictures
 from pipeline.rows import VideoRow, format_rate, sampled_fps
 from pipeline.storage.s3 import Objects
@@ -123,7 +123,7 @@ def draw_page(
     row = video.metadata
     tiers = [Tier(ratio, f"{100 * ratio:g} %", n_kept) for ratio, n_kept in list_tiers(row, retention_ratio)]
     first = tiers[-1].ratio if retention_ratio is None else retention_ratio
-    grid = grid_of(row)
+    grid = get_grid(row)
     rows, columns = grid or (1, 1)
     script = html_pages.asset(PACKAGE, "page.js")
     template = html_pages.environment(PACKAGE).get_template("page.html")
@@ -148,7 +148,7 @@ def draw_page(
             "grid": grid,
             "perFrame": row["tokens_per_frame"],
             "frames": row["n_frames"],
-            "seconds": [row["timestamps"][members[0]] for members in frames_of(row)],
+            "seconds": [row["timestamps"][members[0]] for members in list_step_frames(row)],
             "density": row["temporal_density"],
             "order": video.index.tolist(),
             "tiers": [tier._asdict() for tier in tiers],
@@ -170,7 +170,7 @@ def shared_values(row: VideoRow, model: ModelIdentity, pictures: Pictures, style
             source_frames(row, members),
             base64.b64encode(pictures.jpegs[members[0]]).decode() if pictures.jpegs else "",
         )
-        for t, members in enumerate(frames_of(row))
+        for t, members in enumerate(list_step_frames(row))
     ]
     return {
         "style": html_pages.asset(PACKAGE, "inspect.css") + html_pages.asset(PACKAGE, style),
@@ -183,7 +183,7 @@ def shared_values(row: VideoRow, model: ModelIdentity, pictures: Pictures, style
     }
 
 
-def grid_of(row: VideoRow) -> tuple[int, int] | None:
+def get_grid(row: VideoRow) -> tuple[int, int] | None:
     """Return the (rows, columns) of a frame's tokens; None where they are no known grid."""
     extra = row.get("model_extra") or {}
     side = math.isqrt(row["tokens_per_frame"])
@@ -215,7 +215,7 @@ def _describe_row(row: VideoRow) -> str:
 
 def _explanation(row: VideoRow) -> str:
     """Return the sentences that explain the page's pictures."""
-    grid = grid_of(row)
+    grid = get_grid(row)
     if grid is None:
         return f"{row['tokens_per_frame']} tokens a frame are no square grid, so only their number is shown."
     words = "Bright: the tokens that were kept. Dimmed: those that were pruned."

@@ -21,7 +21,7 @@ from pipeline.cache.live import HDR_TRANSFERS, Ledger, LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.table import parse_file_name
 from pipeline.console import clean_line
-from pipeline.errors import count_of, name_first
+from pipeline.errors import format_count, name_first
 from pipeline.inspect.watch import latest_run
 from pipeline.prune.frame_limits import describe_limit, describe_sampling
 from pipeline.prune.summary import Summary, render, summarise
@@ -57,20 +57,20 @@ def cache_report(cache: TokenCache, ledger: Ledger, summary: Summary) -> Rendera
     if cache.evidence:
         facts.append(("evidence", describe_evidence(cache.evidence)))
     facts.append(("frames", describe_sampling(cache.identity["sampling"])))
-    files = _files_of(ledger)
-    small, merged = count_of(files["small"], "small file"), count_of(files["sorted"], "merged file")
+    files = _count_table_files(ledger)
+    small, merged = format_count(files["small"], "small file"), format_count(files["sorted"], "merged file")
     facts.append(("table", f"{small} (a commit each) and {merged} in videos/"))
     for names, why in ((ledger.foreign, "made with other settings"), (ledger.strays, "with no name of the table's")):
         if names:
             listed = name_first(sorted(names), len(names))
-            facts.append(("not counted", f"{count_of(len(names), 'file')} in videos/, {why}: {listed}"))
+            facts.append(("not counted", f"{format_count(len(names), 'file')} in videos/, {why}: {listed}"))
     run = latest_run(cache.store, ledger)
     if run is not None:
         facts.append(("last run", run.describe()))
     return Group(facts_table(facts), "", render(summary), "", _videos(cache))
 
 
-def _files_of(ledger: Ledger) -> dict[str, int]:
+def _count_table_files(ledger: Ledger) -> dict[str, int]:
     """Count the sorted files of the videos table, and the small ones that wait to be merged."""
     n_sorted = sum(parse_file_name(name).is_sorted for name in ledger.names)
     return {"small": len(ledger.names) - n_sorted, "sorted": n_sorted}
@@ -83,7 +83,7 @@ def cache_record(cache: TokenCache, ledger: Ledger, summary: Summary) -> JsonObj
         "cache": str(cache.store),
         "identity": cast(JsonObject, cache.identity),
         "table": {
-            **_files_of(ledger),
+            **_count_table_files(ledger),
             "foreign": list(ledger.foreign),
             **({"strays": list(ledger.strays)} if ledger.strays else {}),
         },
@@ -185,11 +185,11 @@ def source_facts(row: VideoRow, sampling: SamplingIdentity) -> list[tuple[str, s
         if limit := describe_limit(row, sampling):
             facts.append(("limit", limit))
         if row["n_repeated"]:
-            repeated = count_of(row["n_repeated"], "sampled frame")
-            facts.append(("repeated", f"{repeated}: the clip has only {count_of(row['clip_frames'], 'frame')}"))
+            repeated = format_count(row["n_repeated"], "sampled frame")
+            facts.append(("repeated", f"{repeated}: the clip has only {format_count(row['clip_frames'], 'frame')}"))
         facts.append(("resized", f"to {row['width']}x{row['height']} for the model"))
     if row["backend"]:
-        warnings_note = f", {count_of(row['decode_warnings'], 'warning')}" if row["decode_warnings"] else ""
+        warnings_note = f", {format_count(row['decode_warnings'], 'warning')}" if row["decode_warnings"] else ""
         facts.append(("decoder", f"{row['backend']} {row['backend_version'] or ''}{warnings_note}"))
     if row["backend_note"]:
         facts.append(("note", row["backend_note"]))
@@ -208,7 +208,7 @@ def _file_facts(row: VideoRow) -> Iterator[tuple[str, str]]:
     """Yield (name, value) pairs of a decoded file: its frames, and what it states about their colors and pixels."""
     seconds = "a length that is not known" if row["duration_s"] is None else f"{row['duration_s']:.2f} s"
     size = f"{row['source_width']}x{row['source_height']} as shown"
-    yield "file", f"{row['codec']}, {size}, {count_of(row['source_frames'] or 0, 'frame')} in {seconds}"
+    yield "file", f"{row['codec']}, {size}, {format_count(row['source_frames'] or 0, 'frame')} in {seconds}"
     if (transfer := row["color_transfer"]) is not None:
         hdr = ", which is HDR: taken as stored, without tone mapping" if transfer in HDR_TRANSFERS else ""
         yield "colors", f"transfer function {transfer}{hdr}"
@@ -222,7 +222,7 @@ def _frames(row: VideoRow, kept_per_frame: list[int]) -> Table:
     for name in ("t", "source frame", "seconds", "temporal density", "kept"):
         table.add_column(name, justify="right")
     table.add_column(f"of {row['tokens_per_frame']} tokens")
-    for t, (count, frames) in enumerate(zip(kept_per_frame, frames_of(row), strict=True)):
+    for t, (count, frames) in enumerate(zip(kept_per_frame, list_step_frames(row), strict=True)):
         density = "" if row["temporal_density"] is None else f"{row['temporal_density'][t]:.3f}"
         bar = "█" * round(BAR * count / row["tokens_per_frame"])
         seconds = f"{row['timestamps'][frames[0]]:.2f}"
@@ -231,7 +231,7 @@ def _frames(row: VideoRow, kept_per_frame: list[int]) -> Table:
     return table
 
 
-def frames_of(row: VideoRow) -> list[list[int]]:
+def list_step_frames(row: VideoRow) -> list[list[int]]:
     """Return the numbers of the sampled frames that make each t: two on Qwen, where the last may be alone."""
     n_frames = len(row["frame_indices"])
     per_t = math.ceil(n_frames / row["n_frames"])

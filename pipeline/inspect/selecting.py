@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from gstep import VisualTokens
 from gstep.backbones import ModelSource, family_of
 from gstep.errors import ModelError
-from gstep.evidence import HEAD_SOURCES, make_label, name_of
-from gstep.pruners import make_pruner, method_name
+from gstep.evidence import HEAD_SOURCES, get_evidence_name, make_label
+from gstep.pruners import get_method_name, make_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import identify_model
@@ -24,7 +24,7 @@ from pipeline.inspect.thumbnails import Pictures, shrink, to_jpegs
 from pipeline.own_method import prune_or_fault
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.encode_stage import VideoEncoder, to_sampled_video
-from pipeline.prune.recipe import Recipe, list_evidence_of, resolve, sampling_settings
+from pipeline.prune.recipe import Recipe, list_method_evidence, resolve, sampling_settings
 from pipeline.rows import Json, VideoRow
 from pipeline.storage.s3 import Objects
 
@@ -71,7 +71,7 @@ def _read_method(method: str | Pruner, ratios: Sequence[float], seed: int, famil
         if isinstance(method, Pruner):
             pruner, defaults = make_pruner(method), {item.name: item.default for item in fields(method)}
             params = [f"{name}={value}" for name, value in pruner.params().items() if value != defaults[name]]
-            label = ",".join([method_name(type(pruner)), *params])
+            label = ",".join([get_method_name(type(pruner)), *params])
             yield from (Wanted(label, pruner, pruner.nominal_ratio(ratio), seed) for ratio in ratios)
             return
         for spec in parse_pruning_grid([method], ratios, seed=seed):
@@ -93,7 +93,7 @@ def select(wanted: Sequence[Wanted], visual: VisualTokens) -> dict[tuple[str, fl
     for row in wanted:
         if row.label not in largest:
             evidence = {
-                label: visual.evidence[make_label(name_of(label, source), source)]
+                label: visual.evidence[make_label(get_evidence_name(label, source), source)]
                 for label, source in row.pruner.sources.items()
             }
             own = replace(visual, evidence=evidence)
@@ -131,7 +131,7 @@ def plan_encoding(config: PruneConfig, source: ModelSource, wanted: Sequence[Wan
                 f"{flag} needs {' and '.join(unknown)} besides the tokens, and does not say where in an encoder to get "
                 "it (Pruner.sources)"
             )
-        needed = list_evidence_of(pruner, flag, source.family, source.model_type)
+        needed = list_method_evidence(pruner, flag, source.family, source.model_type)
         if config.siglip is None:
             try:
                 family_of(source).check_evidence(pruner.sources)

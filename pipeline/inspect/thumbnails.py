@@ -19,7 +19,7 @@ from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.decoders import Frames
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from pipeline.video.source import same_source
+from pipeline.video.source import prepare_unchanged_source
 
 _QUANTISER = 5  # JPEG quality, 2 (best) to 31: no artefacts at this size, half the bytes of 2
 # Up to this many frames get this width, so that the pictures of a long video stay a few megabytes.
@@ -78,7 +78,7 @@ def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects, r
         start_s=row["start_s"],
         end_s=row["end_s"],
     )  # with the default decoder: a row must not choose what code runs here
-    with same_source(row, objects, fetch_again(row, objects, roots)) as source, DecodeSandbox() as sandbox:
+    with prepare_unchanged_source(row, objects, fetch_again(row, objects, roots)) as source, DecodeSandbox() as sandbox:
         video = source.decode(sandbox, request)
     if video.record["source_hash"] != row["source_hash"]:
         raise ReplacedSource("the source file has changed since: its hash is another one")

@@ -53,7 +53,7 @@ def total(*parts: Interval) -> Interval:
     return spread(lambda *ends: math.fsum(ends), *parts)
 
 
-def mean_of(values: Sequence[float], population: int) -> Interval:
+def estimate_mean(values: Sequence[float], population: int) -> Interval:
     """Estimate the mean of a corpus from a sample: two standard errors to either side, but not below 0.
 
     With a single value, the range is from half to twice that value. If the sample is the whole corpus, the mean is

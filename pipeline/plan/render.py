@@ -23,13 +23,13 @@ def number(value: float) -> str:
     return f"{value:.{1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 4}f}".rstrip("0").rstrip(".")
 
 
-def time_text(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Format seconds in days, hours, minutes or seconds: the largest unit of which there are at least two."""
     unit, name = next((unit, name) for least, unit, name in _TIMES if seconds >= least)
     return f"{number(seconds / unit)} {name}"
 
 
-def bytes_text(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Format bytes in the largest decimal unit that fits, up to TB."""
     unit, name = next((unit or 1.0, name) for unit, name in _BYTES if size >= unit)
     return f"{number(size / unit)} {name}"
@@ -37,7 +37,7 @@ def bytes_text(size: float) -> str:
 
 def hours(seconds: float) -> str:
     """Format seconds as hours; below half an hour, in minutes or seconds."""
-    return f"{number(seconds / HOUR)} h" if seconds >= HOUR / 2 else time_text(seconds)
+    return f"{number(seconds / HOUR)} h" if seconds >= HOUR / 2 else format_time(seconds)
 
 
 def format_range(part: Interval, text: Callable[[float], str]) -> str:
@@ -55,16 +55,16 @@ def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
     )
     gpus, kind, cores = plan.cluster
     yield "cluster", f"{gpus} x {kind}, {cores:g} vCPUs" if gpus else f"{cores:g} vCPUs, no GPU"
-    yield "wall time", format_range(plan.wall_s, time_text)
+    yield "wall time", format_range(plan.wall_s, format_time)
     yield "bottleneck", f"{plan.bottleneck}; what removes it: {plan.remedy}"
     for name, interval in plan.stage_s.items():
-        yield f"  {name} alone", "not known" if interval is None else format_range(interval, time_text)
+        yield f"  {name} alone", "not known" if interval is None else format_range(interval, format_time)
     yield "decode", f"{format_range(plan.decode_core_s, hours)} of a core"
     encode, unit = (plan.gpu_s, "GPU") if gpus else (plan.encode_core_s, "core")
     yield "encode", _UNKNOWN if encode is None else f"{format_range(encode, hours)} of a {unit}"
-    yield "output", format_range(plan.output_bytes, bytes_text)
+    yield "output", format_range(plan.output_bytes, format_bytes)
     if plan.input_bytes is not None:
-        yield "input", f"{format_range(plan.input_bytes, bytes_text)} of video files are read"
+        yield "input", f"{format_range(plan.input_bytes, format_bytes)} of video files are read"
     for name, interval in (plan.cost or {}).items():
         yield f"cost, {name.replace('_', ' ')}", format_range(interval, number)
 

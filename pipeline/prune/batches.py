@@ -50,7 +50,7 @@ BUNDLE = pa.schema(
 WRITTEN_SCHEMA = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA])
 
 
-def pack_unit(todo: pa.Table) -> pa.Table:
+def pack_task(todo: pa.Table) -> pa.Table:
     """Pack rows of videos (TODO_SCHEMA) into one row of UNIT, which Ray Data can neither split nor merge.
 
     Raises:
@@ -60,8 +60,8 @@ def pack_unit(todo: pa.Table) -> pa.Table:
     return pa.table([pa.array([batch.serialize().to_pybytes()], BYTES)], schema=UNIT)
 
 
-def unpack_unit(unit: pa.Table) -> pa.RecordBatch:
-    """Return the rows of videos (TODO_SCHEMA) that ``pack_unit`` packed into ``unit``."""
+def unpack_task(unit: pa.Table) -> pa.RecordBatch:
+    """Return the rows of videos (TODO_SCHEMA) that ``pack_task`` packed into ``unit``."""
     return pa.ipc.read_record_batch(unit["videos"][0].as_buffer(), TODO_SCHEMA)
 
 

@@ -23,14 +23,14 @@ from gstep.errors import TooFewFrames, UnsupportedVideo
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import FaultClass, UsageError, VideoFault
 from pipeline.inputs.forms import OpenArchives
-from pipeline.prune.batches import pack, unpack_unit
+from pipeline.prune.batches import pack, unpack_task
 from pipeline.rows import VIDEO_COLUMNS, TodoRow, VideoRecord, failed_video, may_succeed_elsewhere, without_nulls
 from pipeline.runner.worker_heartbeat import Heartbeat, ItemsInHand
 from pipeline.storage.hub import is_remote
 from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
-from pipeline.video.decoders import decoder_version
+from pipeline.video.decoders import find_installed_version
 from pipeline.video.frame_folders import source_bytes
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
@@ -63,7 +63,7 @@ class DecodeSetup:
         """
         return plan_video(self.preprocessor, self.sampling.num_frames or self.sampling.max_frames or 0).shape
 
-    def usual_frames(self) -> tuple[int, int, int]:
+    def typical_frames(self) -> tuple[int, int, int]:
         """Return the (frames, height, width) of a full HD video of typical length, for planning resources.
 
         With ``fps`` it has at most 32 frames, since few videos reach the maximum. If the model does not take full HD, a
@@ -187,7 +187,7 @@ class VideoDecoder:
             video = source.decode(self._sandbox, request)
         except VideoFault as fault:
             failed_record = failed_video(record, fault)
-            if (version := decoder_version(fault.backend)) is not None:
+            if (version := find_installed_version(fault.backend)) is not None:
                 failed_record["backend_version"] = version
             if not row["policy"] and (size := _find_size(source.location)) is not None:
                 failed_record["source_size"] = size
@@ -242,7 +242,7 @@ class Decoder:
         self._decoder.close()
 
     def __call__(self, unit: pa.Table) -> Iterator[pa.Table]:
-        return self.decode(unpack_unit(unit))
+        return self.decode(unpack_task(unit))
 
     def decode(self, todo: pa.Table | pa.RecordBatch) -> Iterator[pa.Table]:
         """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for every ``videos_per_bundle`` of them.

@@ -13,11 +13,11 @@ from rich.text import Text
 from gstep.backbones import family_of
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
-from pipeline.errors import CacheLocked, UsageError, count_of, store_usage_errors, usage_errors
+from pipeline.errors import CacheLocked, UsageError, format_count, store_usage_errors, usage_errors
 from pipeline.inputs.left_out import format_left_out
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import PlannedVideo, plan_video
-from pipeline.prune.frame_limits import describe_sampling, foresee_limits, plan_frames
+from pipeline.prune.frame_limits import describe_future_limits, describe_sampling, plan_frames
 from pipeline.prune.manifest_checks import Example, ListCheck, check_list
 from pipeline.prune.model_checks import check_model
 from pipeline.prune.recipe import Recipe, sampling_settings
@@ -128,7 +128,7 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
         minute_size=minute.size_text,
         one_size=sampling.fps is None and preprocessor.target_size(video.shape[0], 240, 240) == video.shape[1:],
         is_exact=recipe.pruner.exact,
-        frames=[describe_sampling(settings := sampling_settings(sampling)), *foresee_limits(settings, rows)],
+        frames=[describe_sampling(settings := sampling_settings(sampling)), *describe_future_limits(settings, rows)],
         files=list(_describe_files(list_check)),
         checks=checks,
         unlisted=[archive.uri for archive in request.videos.unindexed],
@@ -141,9 +141,9 @@ def _describe_files(check: ListCheck) -> Iterator[str]:
     """Yield a sentence about the existing local files, and one about the videos that were not looked at, if any."""
     if check.n_found:
         verb = "exists" if check.n_found == 1 else "exist"
-        yield f"{count_of(check.n_found, 'local file')} {verb}; whether they decode was not checked"
+        yield f"{format_count(check.n_found, 'local file')} {verb}; whether they decode was not checked"
     if check.n_unseen:
-        yield f"{count_of(check.n_unseen, 'video')} on stores or in archives: not checked"
+        yield f"{format_count(check.n_unseen, 'video')} on stores or in archives: not checked"
 
 
 def _measure_video(recipe: Recipe, n_frames: int) -> tuple[PlannedVideo, tuple[int, int], int, int]:
@@ -156,7 +156,7 @@ def _measure_video(recipe: Recipe, n_frames: int) -> tuple[PlannedVideo, tuple[i
     family = family_of(recipe.source)
     video = plan_video(family.preprocessor(), n_frames)
     T, N = family.token_counts(*video.shape)
-    stored_bytes = recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*video.shape)
+    stored_bytes = recipe.encode_setup(recipe.config.device, recipe.dtype).estimate_stored_bytes(*video.shape)
     return video, (T, N), budget_for(recipe.retention_ratio, T * N), stored_bytes
 
 
@@ -199,7 +199,7 @@ def _list_lines(forecast: Forecast) -> list[tuple[str, str]]:
     n_good = forecast.n_todo - sum(example.n for example in forecast.doomed.values())
     about = "" if forecast.is_exact else "about "
     a_video = f"{T} x {N} = {T * N:,} tokens, {about}{forecast.kept:,} kept in {forecast.video_bytes:,} bytes"
-    in_all = f"{forecast.video_bytes * n_good:,} bytes for {count_of(n_good, 'video')}"
+    in_all = f"{forecast.video_bytes * n_good:,} bytes for {format_count(n_good, 'video')}"
     lines = [
         ("cache", forecast.out),
         (

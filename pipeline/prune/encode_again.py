@@ -17,7 +17,7 @@ from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.rows import VideoRecord, VideoRow, todo_row
 from pipeline.runner.run_record import RUNS, RunRecord
 from pipeline.storage.s3 import Objects
-from pipeline.video.source import same_source
+from pipeline.video.source import prepare_unchanged_source
 
 
 def read_run_config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig:
@@ -54,7 +54,7 @@ def decode_again(
     """
     where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
     todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])
-    with same_source(row, objects, fetch_again(row, objects, roots)) as source:
+    with prepare_unchanged_source(row, objects, fetch_again(row, objects, roots)) as source:
         record, frames = decoder.decode_one(todo, source)
     if frames is None:
         raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, SampledVideo, choose_runtime, family_of
-from gstep.backbones.positions import position_faults
+from gstep.backbones.positions import count_position_faults
 from gstep.backbones.preprocess import as_frames
 from gstep.errors import TooFewFrames, UnsupportedVideo, is_out_of_memory
-from gstep.evidence import is_per_frame, name_of
+from gstep.evidence import get_evidence_name, is_frame_evidence
 from gstep.lazy import pause_garbage_collector
 from pipeline.cache.changed_code import check_code
 from pipeline.cache.codecs import BFLOAT16, CODECS
@@ -64,10 +64,12 @@ class EncodeSetup:
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
         """Estimate the bytes of a video's kept tokens and evidence in bfloat16, as they travel between the stages."""
-        names = tuple(name_of(key, source) for key, source in self.evidence.items())  # twice if from two sources
+        names = tuple(
+            get_evidence_name(key, source) for key, source in self.evidence.items()
+        )  # twice if from two sources
         return round(self.retention_ratio * family_of(self.source).token_bytes(n_frames, height, width, names))
 
-    def stored_bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
+    def estimate_stored_bytes(self, n_frames: int, height: int, width: int) -> int:
         """Estimate the bytes of a video's kept tokens and evidence in the cache; the codec compresses only tokens."""
         tokens = self.retention_ratio * family_of(self.source).token_bytes(n_frames, height, width)
         saved_bytes = tokens * (1 - CODECS[self.codec].share)
@@ -333,7 +335,7 @@ class VideoEncoder:
         # The default stream runs the kernels of the next video now, and these copies would wait for them.
         with torch.cuda.stream(self._copies) if self._copies else nullcontext():
             extra = self.backbone.model_extra(to_sampled_video(record))
-            faults = position_faults(extra, record["timestamps"], even=self._setup.even)
+            faults = count_position_faults(extra, record["timestamps"], even=self._setup.even)
             complete: VideoRecord = {
                 **record,
                 **make_pruning_columns(pruned, visual),
@@ -553,7 +555,7 @@ def collect_kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: It
         return values.flatten(0, 1)[kept_indices]
 
     kept_evidence = {
-        name: visual.evidence[name] if is_per_frame(name) else take(visual.evidence[name]) for name in evidence
+        name: visual.evidence[name] if is_frame_evidence(name) else take(visual.evidence[name]) for name in evidence
     }
     return KeptTokens.of(pruned, map(take, visual.deepstack), kept_evidence, order)
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.header import SamplingIdentity
-from pipeline.errors import count_of, name_first
+from pipeline.errors import format_count, name_first
 from pipeline.rows import VideoRecord, VideoRow, format_rate, sampled_fps
 from pipeline.video.sampling import FRAME_RULES, TRUNCATE, Sampling, count_frames
 
@@ -73,16 +73,16 @@ def plan_frames(sampling: Sampling, seconds: float) -> int:
 def describe_limits(limits: FrameLimits) -> Iterator[str]:
     """Yield a sentence each about the capped, the filled and the unknown videos; none for a count of 0."""
     if limits["n_capped"]:
-        capped = count_of(limits["n_capped"], "video")
+        capped = format_count(limits["n_capped"], "video")
         verb = "was" if limits["n_capped"] == 1 else "were"
         lowest = f"lowest rate {format_rate(limits['lowest_fps'])} frames per second, of {limits['longest']}"
-        yield f"{capped} {verb} capped at {count_of(limits['max_frames'] or 0, 'frame')} ({lowest}); {RAISE}"
+        yield f"{capped} {verb} capped at {format_count(limits['max_frames'] or 0, 'frame')} ({lowest}); {RAISE}"
     if limits["n_filled"]:
-        filled = f"{count_of(limits['n_filled'], 'short video')} got more frames than --fps {limits['fps']:g} gives"
+        filled = f"{format_count(limits['n_filled'], 'short video')} got more frames than --fps {limits['fps']:g} gives"
         names = name_first(limits["filled"], limits["n_filled"])
         yield f"{filled}, since this model takes at least {limits['min_frames']} where a video has them ({names})"
     if limits["n_unknown"]:
-        unknown = count_of(limits["n_unknown"], "row")
+        unknown = format_count(limits["n_unknown"], "row")
         yield f"{unknown} of an older version: whether a limit changed the number of frames is not known"
 
 
@@ -129,7 +129,7 @@ def make_limits(
     }
 
 
-def foresee_limits(sampling: SamplingIdentity, todo: pa.Table) -> Iterator[str]:
+def describe_future_limits(sampling: SamplingIdentity, todo: pa.Table) -> Iterator[str]:
     """Yield sentences about the videos that will get fewer or more frames than ``fps`` gives; none without ``fps``.
 
     Video lengths are unknown before decoding. The sentences state the lengths at which limits apply, and count the
@@ -142,7 +142,7 @@ def foresee_limits(sampling: SamplingIdentity, todo: pa.Table) -> Iterator[str]:
         return
     lengths = pc.subtract(todo["end_s"], pc.fill_null(todo["start_s"], 0.0))
     if (cap := find_cap(sampling)) < math.inf:
-        longer = f"a video of more than {cap / fps:.4g} s is capped at {count_of(int(cap), 'frame')}; {RAISE}"
+        longer = f"a video of more than {cap / fps:.4g} s is capped at {format_count(int(cap), 'frame')}; {RAISE}"
         yield longer + _count_clips(pc.greater(lengths, cap / fps))
     if (least := find_least(sampling)) > 1:
         shorter = f"a video of at most {(least - 1) / fps:.4g} s gets {least} frames if it has them, for this model"
@@ -152,7 +152,7 @@ def foresee_limits(sampling: SamplingIdentity, todo: pa.Table) -> Iterator[str]:
 def _count_clips(is_limited: pa.ChunkedArray) -> str:
     """Return the end of a sentence with the number of clips in a mask that a limit changes; "" if there is none."""
     n_clips = pc.sum(is_limited).as_py() or 0
-    return f"; {count_of(n_clips, 'clip')} by start and end, unless the video ends before" if n_clips else ""
+    return f"; {format_count(n_clips, 'clip')} by start and end, unless the video ends before" if n_clips else ""
 
 
 def describe_sampling(sampling: SamplingIdentity) -> str:
@@ -164,7 +164,7 @@ def describe_sampling(sampling: SamplingIdentity) -> str:
             return "not stated"
         rule = str(sampling.get("rule", TRUNCATE))
         how = "evenly spread" if rule == TRUNCATE else FRAME_RULES.get(rule, rule)
-        return f"{count_of(n_frames, 'frame')} per video (--num-frames): {how}{snapped}"
+        return f"{format_count(n_frames, 'frame')} per video (--num-frames): {how}{snapped}"
     limits = [
         "" if (max_frames := sampling.get("max_frames")) is None else f", at most {max_frames} per video (--max-frames)"
     ]
@@ -180,7 +180,7 @@ def describe_limit(row: VideoRow, sampling: SamplingIdentity) -> str:
     n_frames = len(row["frame_indices"])
     if not by_rate or sampling.get("fps") is None:
         return ""
-    gives = f"--fps {sampling['fps']:g} gives {count_of(by_rate, 'frame')} of this clip"
+    gives = f"--fps {sampling['fps']:g} gives {format_count(by_rate, 'frame')} of this clip"
     if by_rate > find_cap(sampling):
         return f"{gives}, capped at {sampling['max_frames']}; {RAISE}"
     return f"{gives}, filled up to {n_frames}: this model takes at least {find_least(sampling)} where a clip has them"

@@ -27,7 +27,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pipeline.prune.batches import pack_unit
+from pipeline.prune.batches import pack_task
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
@@ -37,7 +37,7 @@ from pipeline.prune.request import Request
 from pipeline.prune.resources import CALLS, PRUNING, Resources, list_shortfalls, plan_workers, total_file_bytes
 from pipeline.prune.todo import Todo
 from pipeline.prune.write_stage import Writer
-from pipeline.runner.cluster.connection import node_selector
+from pipeline.runner.cluster.connection import exclude_nodes
 from pipeline.runner.job import Job
 from pipeline.runner.run_record import RunFile
 from pipeline.runner.shards import RunGraph
@@ -132,7 +132,7 @@ def build_graph(
         heartbeats: the actor that collects the workers' reports; None for no reports.
         without: the ids of nodes on which no worker may run.
     """
-    labels = node_selector(without)
+    labels = exclude_nodes(without)
     # 1. Manifest: blocks small enough to spread. They are cut here and not by from_arrow, which starts a Ray task per
     # block: such a task requests a whole CPU, waits for it forever and is retried forever.
     videos_per_batch = resources.videos_per_bundle
@@ -161,7 +161,7 @@ def _pack_units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> l
     Args:
         later_bytes: bytes of the videos that follow later; while many follow, tasks are larger.
     """
-    return [pack_unit(todo.slice(start, end - start)) for start, end in resources.blocks(todo, later_bytes)]
+    return [pack_task(todo.slice(start, end - start)) for start, end in resources.blocks(todo, later_bytes)]
 
 
 def _add_discovery_stage(todo: Todo, resources: Resources, labels: Mapping[str, str] | None) -> ray.data.Dataset:

@@ -15,7 +15,7 @@ from pipeline.cache.reader import parse_json_columns
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import VideoItem
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
-from pipeline.inputs.tables import given_parts
+from pipeline.inputs.tables import iter_given_batches
 from pipeline.options import make_config
 from pipeline.prune.batches import BYTES, read_cell, unpack
 from pipeline.prune.config import VIDEO_OPTIONS, PruneConfig
@@ -80,7 +80,7 @@ class DecodeVideos:
         Raises:
             ManifestError: a row is not a valid video; for some rows a BadRow, which is a ValueError too.
         """
-        rows = [self._named_videos.convert(part) for part in given_parts("videos", batch, "video_id and uri")]
+        rows = [self._named_videos.convert(part) for part in iter_given_batches("videos", batch, "video_id and uri")]
         videos = pa.Table.from_batches(rows, MANIFEST_SCHEMA)
         todo = videos.append_column("attempts", pa.array([1] * len(videos), pa.int32()))
         for bundle in self._decoder.decode(todo):

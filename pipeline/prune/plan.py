@@ -21,7 +21,7 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
 from gstep.types import budget_for
-from pipeline.errors import UsageError, VideoFault, count_of, store_usage_errors, usage_errors
+from pipeline.errors import UsageError, VideoFault, format_count, store_usage_errors, usage_errors
 from pipeline.plan.estimate import (
     ANY_TOWER,
     CORE_FACTOR,
@@ -35,8 +35,8 @@ from pipeline.plan.estimate import (
     Workload,
     decode_seconds,
     estimate,
+    estimate_mean,
     find_gpu_type,
-    mean_of,
     product,
     total,
 )
@@ -171,14 +171,14 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     unlisted_records = [record for row, record in zip(sample, records, strict=True) if row["size"] is None]
     counted_work = _count_work(recipe, cluster, n_videos, [_read_shape(record) for record in decoded_records])
     if encode_s:  # the seconds of a GPU are measured on the GPU
-        measured = product(mean_of(encode_s, n_videos), GPU_FACTOR if cluster.gpus else factor)
+        measured = product(estimate_mean(encode_s, n_videos), GPU_FACTOR if cluster.gpus else factor)
         counted_work = replace(counted_work, encode_s=measured, notes=())
     return replace(
         counted_work,
         failed=1 - len(decoded_records) / len(records),
-        decode_s=product(mean_of(decode_s, n_videos), factor),
+        decode_s=product(estimate_mean(decode_s, n_videos), factor),
         input_bytes=_estimate_input_bytes(rows["size"], unlisted_records),
-        video_s=mean_of([measure_seconds(record) for record in decoded_records], n_videos),
+        video_s=estimate_mean([measure_seconds(record) for record in decoded_records], n_videos),
         notes=(*notes, *counted_work.notes),
     )
 
@@ -195,7 +195,7 @@ def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Seque
     sizes = [float(size) for record in unlisted_records if (size := record.get("source_size"))]
     if n_unknown and not sizes:
         return None
-    unknown_bytes = mean_of(sizes, n_unknown).scaled(n_unknown) if n_unknown else NONE
+    unknown_bytes = estimate_mean(sizes, n_unknown).scaled(n_unknown) if n_unknown else NONE
     return total(known_bytes, unknown_bytes).scaled(1 / len(listed_sizes))
 
 
@@ -283,7 +283,7 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
         limit = (
             f"capped at {n_frames} {rate}; {RAISE}" if is_capped else f"filled up to {n_frames} {rate} for this model"
         )
-        notes.append(f"--fps {sampling.fps:g} gives {count_of(n_by_rate, 'frame')} of {seconds:g} s, {limit}")
+        notes.append(f"--fps {sampling.fps:g} gives {format_count(n_by_rate, 'frame')} of {seconds:g} s, {limit}")
     if config.snap_to_keyframes is not None:
         notes.append("--snap-to-keyframes is ignored: it makes decoding cheaper than this")
     if config.decoder not in ("auto", "pyav"):
@@ -311,11 +311,11 @@ def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequenc
 
     def mean(values: Iterable[float]) -> Interval:
         numbers = [float(value) for value in values]
-        return mean_of(numbers, n_videos) if len({*numbers}) > 1 else Interval.exactly(numbers[0])
+        return estimate_mean(numbers, n_videos) if len({*numbers}) > 1 else Interval.exactly(numbers[0])
 
     def stored_bytes(shape: Shape) -> float:
         n_kept = budget_for(recipe.retention_ratio, math.prod(family.token_counts(*shape)))
-        return encode.stored_bytes_per_video(*shape) + COLUMN_BYTES * n_kept
+        return encode.estimate_stored_bytes(*shape) + COLUMN_BYTES * n_kept
 
     flops = [count for shape in shapes if (count := family.flops(*shape)) is not None]
     low, expected, high = (f"{100 * end:.0f}" for end in utilisation)

@@ -19,14 +19,14 @@ from gstep.evidence import (
     HEAD_SOURCES,
     PER_FRAME,
     SOURCES,
+    get_evidence_name,
     make_label,
-    name_of,
     name_source_pairs,
 )
 from gstep.families import describe_family
 from gstep.lazy import did_you_mean
 from gstep.methods import METHODS
-from gstep.pruners import method_name, read_pruner
+from gstep.pruners import get_method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.changed_code import REDO, match_cache_code
 from pipeline.cache.header import (
@@ -96,7 +96,7 @@ class Recipe:
     @property
     def method(self) -> str:
         """The method's name in the table of methods, or ``module:Class`` for a user method."""
-        return method_name(type(self.pruner))
+        return get_method_name(type(self.pruner))
 
     def decode_setup(self) -> DecodeSetup:
         """Return the settings of decode workers."""
@@ -223,7 +223,7 @@ class Recipe:
     def token_bytes(self) -> float:
         """Estimate the stored bytes of a kept token with its columns, from the largest planned video."""
         shape = self.decode_setup().largest_frames()
-        video_bytes = self.encode_setup(self.config.device, self.dtype).stored_bytes_per_video(*shape)
+        video_bytes = self.encode_setup(self.config.device, self.dtype).estimate_stored_bytes(*shape)
         return COLUMN_BYTES + video_bytes / self.retention_ratio / math.prod(
             family_of(self.source).token_counts(*shape)
         )
@@ -323,7 +323,9 @@ def _add_pooling_head(
             source = family_of(source).with_pooling_head(config.siglip)
         family_of(source).check_evidence(pruner.sources)
         if stored_evidence:
-            flags = "--evidence " + ",".join(sorted({name_of(key, where) for key, where in stored_evidence.items()}))
+            flags = "--evidence " + ",".join(
+                sorted({get_evidence_name(key, where) for key, where in stored_evidence.items()})
+            )
             family_of(source).check_evidence(stored_evidence)
     except ModelError as error:
         raise UsageError(f"{flags}: {error}{_suggest_models(pruner, source)}") from error
@@ -436,10 +438,10 @@ def list_needed_evidence(
         ValueError: the method or a parameter is invalid.
     """
     pruner = read_pruner(method, params, family=family_class(family).variant)
-    return list_evidence_of(pruner, f"--evidence {method}", family, model_type)
+    return list_method_evidence(pruner, f"--evidence {method}", family, model_type)
 
 
-def list_evidence_of(pruner: Pruner, flag: str, family: str, model_type: str | None = None) -> set[tuple[str, str]]:
+def list_method_evidence(pruner: Pruner, flag: str, family: str, model_type: str | None = None) -> set[tuple[str, str]]:
     """Return the (name, source) pairs of the evidence that a method object needs from the vision encoder of a family.
 
     For a method that compares patches with a question, ``image_embedding`` is left out if the family does not have it:

@@ -15,7 +15,7 @@ from pipeline.cache.header import refuse_occupied_place
 from pipeline.console import Say, speaker
 from pipeline.errors import UsageError, store_usage_errors
 from pipeline.inputs.indexes import Indexes
-from pipeline.inputs.manifest import given_manifest
+from pipeline.inputs.manifest import convert_given_videos
 from pipeline.inputs.video_list import First, VideoList
 from pipeline.options import read_ids
 from pipeline.prune.config import PruneConfig
@@ -24,7 +24,7 @@ from pipeline.prune.recipe import Recipe, resolve
 from pipeline.prune.resume import check_redo, format_skipped, restore_old_ids, select_shard
 from pipeline.prune.table import CacheTable, restart_with_new_code
 from pipeline.prune.todo import Todo, TodoSelection
-from pipeline.runner.run_record import check_out
+from pipeline.runner.run_record import check_out_folder
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
@@ -92,7 +92,8 @@ def check_request(config: PruneConfig, console: Console, given: object = None) -
     """Check the options, list the videos, and resolve model and method; print notes for the user.
 
     Args:
-        given: paths, or rows with video_id and uri (``given_manifest``); None if ``config.videos`` names the videos.
+        given: paths, or rows with video_id and uri (``convert_given_videos``); None if ``config.videos`` names the
+            videos.
 
     Raises:
         UsageError: the request cannot be carried out.
@@ -102,7 +103,7 @@ def check_request(config: PruneConfig, console: Console, given: object = None) -
     say = speaker(console)
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     store = store_at(config.out, objects)
-    check_out(store)
+    check_out_folder(store)
     redo = None if config.redo is None else pa.array(read_ids("redo", config.redo), pa.string())
     with store_usage_errors():
         refuse_occupied_place(store)
@@ -130,7 +131,7 @@ def _list_videos(config: PruneConfig, store: Store, objects: Objects, given: obj
     writes = not (config.dry_run or config.plan)
     indexes = Indexes(config.archive_options(), store, keeps=writes, say=say)
     if given is not None:
-        videos = VideoList(given_manifest(given, config.video_root, objects), indexes, objects)
+        videos = VideoList(convert_given_videos(given, config.video_root, objects), indexes, objects)
     else:
         first: First = "needed"
         if config.dry_run or (config.plan and not is_limited):

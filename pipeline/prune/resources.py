@@ -138,7 +138,7 @@ class Resources(Plan):
         """Yield the (start, stop) of each decode task among ``videos`` (TODO_SCHEMA).
 
         Tasks have ``videos_per_block`` videos, and the last tasks one batch each, so that few videos wait for a slow
-        worker at the end. If any video is in an archive, ``cut_units`` cuts all of them instead.
+        worker at the end. If any video is in an archive, ``cut_tasks`` cuts all of them instead.
 
         Args:
             later_bytes: the bytes of videos in archives that follow later.
@@ -147,7 +147,7 @@ class Resources(Plan):
         if videos["source_offset"].null_count < n_videos:
             max_unit = max(MAX_VIDEOS_PER_UNIT, n_videos // MAX_BLOCKS)
             sizes = self.videos_per_bundle, self.rows_per_group
-            return cut_units(videos, self.decode.workers, max_unit, *sizes, later_bytes)
+            return cut_tasks(videos, self.decode.workers, max_unit, *sizes, later_bytes)
         last = self.decode.workers * (self.decode.in_flight or 1) * self.videos_per_block
         head = max(0, n_videos - last) // self.videos_per_block * self.videos_per_block
         starts = [*range(0, head, self.videos_per_block), *range(head, n_videos, self.videos_per_bundle)]
@@ -261,8 +261,8 @@ def plan_workers(
     """
     shape = setups.decode.largest_frames()
     encode = setups.encode
-    usual_bytes = 3 * math.prod(setups.decode.usual_frames())
-    by_size = count_videos_per_shard(config.target_shard_mb * 10**6, encode.stored_bytes_per_video(*shape), shape[0])
+    usual_bytes = 3 * math.prod(setups.decode.typical_frames())
+    by_size = count_videos_per_shard(config.target_shard_mb * 10**6, encode.estimate_stored_bytes(*shape), shape[0])
     uncapped = plan_resources(
         cluster["CPU"],
         cluster.get("GPU", 0.0) if encode.device == "cuda" else 0.0,
@@ -317,7 +317,7 @@ MAX_UNIT_BYTES = 2**28  # of a decode task with several videos
 UNITS_PER_WORKER = 4  # decode tasks per worker that the remaining videos are divided into
 
 
-def cut_units(
+def cut_tasks(
     videos: pa.Table, workers: int, max_videos: int, bundle: int = 1, row_group: int = 1, later_bytes: int = 0
 ) -> Iterator[tuple[int, int]]:
     """Yield the (start, stop) of each decode task among ``videos`` (MANIFEST_SCHEMA), by their order and sizes alone.

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.live import Ledger
-from pipeline.errors import SourceChanged, UsageError, count_of, describe_near, printable
+from pipeline.errors import SourceChanged, UsageError, describe_near, format_count, printable
 from pipeline.inputs.forms import OpenArchives
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
@@ -23,7 +23,7 @@ from pipeline.rows import ManifestRow, VideoRow
 from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
-from pipeline.video.decoders import CODE, decoder_version
+from pipeline.video.decoders import CODE, find_installed_version
 from pipeline.video.source import Sizes, make_no_answer, sample_source
 
 Mask = NDArray[np.bool_]
@@ -356,7 +356,7 @@ def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
 
     False for built-in decoders, for other user decoders, and if the row does not state the code.
     """
-    current_text = f"{decoder} {decoder_version(decoder)}" if ":" in decoder else ""
+    current_text = f"{decoder} {find_installed_version(decoder)}" if ":" in decoder else ""
     is_recoded = (
         bool(current_text)
         and text.startswith(f"{decoder} ")
@@ -422,7 +422,7 @@ def format_skipped(tally: ManifestCounts, config: PruneConfig) -> list[str]:
         lines.append(f"{n_cached} of {n_cached + tally.n_todo} videos are in the cache already{errors}")
     if tally.unread and not config.retry_failed:
         lines.append(
-            f"note: {count_of(tally.unread, 'video')} failed for infrastructure reasons (I/O) in earlier runs: "
+            f"note: {format_count(tally.unread, 'video')} failed for infrastructure reasons (I/O) in earlier runs: "
             "--retry-failed tries again"
         )
     if tally.failed and config.retry_failed:

@@ -27,7 +27,7 @@ from rich.console import Console
 from gstep.checkpoints.tensors import tower_hash
 from pipeline.cache.header import deepstack_levels, find_codec, read_header
 from pipeline.console import Say, speaker
-from pipeline.errors import LimitReached, UsageError, count_of, usage_errors
+from pipeline.errors import LimitReached, UsageError, format_count, usage_errors
 from pipeline.inputs.forms import FORMS, TABLE_FORMS
 from pipeline.inputs.listings import find_suffix
 from pipeline.options import make_config
@@ -71,7 +71,8 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
     After a run, small files of the videos table are merged.
 
     Args:
-        given: paths, or rows with video_id and uri (``given_manifest``); None if ``config.videos`` names the videos.
+        given: paths, or rows with video_id and uri (``convert_given_videos``); None if ``config.videos`` names the
+            videos.
         list_failed: True to fill ``Summary.failed`` with each failed video.
 
     Raises:
@@ -194,7 +195,7 @@ def _select_second_pass(
         retries = select_existing(select_retries(todo.list_todo(), done.unread, attempts), request.objects)
         why = "could not be read (io), but can be found now. Trying again"
     if len(retries):
-        job.say(f"note: {count_of(len(retries), 'video')} {why}")
+        job.say(f"note: {format_count(len(retries), 'video')} {why}")
     return Todo.of(retries)
 
 

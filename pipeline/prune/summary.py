@@ -16,7 +16,7 @@ from pipeline.cache.codecs import BFLOAT16, TokenCodec
 from pipeline.cache.header import SamplingIdentity
 from pipeline.cache.live import HDR, INFRASTRUCTURE, SHARED, STRETCHED, TIMED_STAGES, UNEVEN, WARNED, Ledger
 from pipeline.cache.schema import VIDEOS
-from pipeline.errors import FAULTS, count_of, name_first
+from pipeline.errors import FAULTS, format_count, name_first
 from pipeline.inputs.left_out import format_left_out
 from pipeline.keys import parts_of
 from pipeline.prune.frame_limits import FrameLimits, describe_limits, find_cap, make_limits
@@ -164,7 +164,7 @@ def _count_rows(
 
 def format_lost(n_lost: int, examples: Sequence[str]) -> str:
     """Format the number of videos that the table has lost, with examples and the remedy."""
-    lost = f"{count_of(n_lost, 'committed video')} without a row in any file of {VIDEOS}/"
+    lost = f"{format_count(n_lost, 'committed video')} without a row in any file of {VIDEOS}/"
     return (
         f"{lost} ({name_first(examples, n_lost)}): restore the files of {VIDEOS}/ from a copy, or let python -m "
         "jobs.verify CACHE --repair mark the videos for another attempt"
@@ -272,13 +272,13 @@ def iter_remarks(summary: Summary) -> Iterator[tuple[str, str]]:
     for line in () if summary.frame_limits is None else describe_limits(summary.frame_limits):
         yield "frames", line
     if summary.n_warned:
-        warned = count_of(summary.n_warned, "video")
+        warned = format_count(summary.n_warned, "video")
         names = name_first(summary.warned, summary.n_warned)
         yield "warnings", f"{warned} decoded with warnings of FFmpeg, whose frames may be damaged: {names}"
     if n_other := sum(summary.other_decoder.values()):
-        reasons = [f"{why} ({count_of(count, 'video')})" for why, count in summary.other_decoder.items()]
+        reasons = [f"{why} ({format_count(count, 'video')})" for why, count in summary.other_decoder.items()]
         more = "; ..." if len(reasons) > _MAX_EXAMPLES else ""
-        others = f"{count_of(n_other, 'video')} by another decoder than the requested one"
+        others = f"{format_count(n_other, 'video')} by another decoder than the requested one"
         yield "decoder", f"{others}: {'; '.join(reasons[:_MAX_EXAMPLES])}{more}"
     hdr, stretched, uneven, shared = (summary.remarks[name] for name in _REMARKS)
     kinds = (
@@ -287,7 +287,7 @@ def iter_remarks(summary: Summary) -> Iterator[tuple[str, str]]:
         ("positions", uneven, "with unevenly spaced frames, where this model's positions in time are evenly spaced"),
         ("positions", shared, "with temporal patches that share a position in time"),
     )
-    yield from ((name, f"{count_of(count, 'video')} {kind}") for name, count, kind in kinds if count)
+    yield from ((name, f"{format_count(count, 'video')} {kind}") for name, count, kind in kinds if count)
 
 
 def render(summary: Summary) -> RenderableType:
@@ -306,7 +306,7 @@ def render(summary: Summary) -> RenderableType:
     if summary.left_out:
         table.add_row("left out", Text(format_left_out(summary.left_out, summary.left_out_names)))
     if summary.n_removed:
-        table.add_row("removed", f"{count_of(summary.n_removed, 'video')}, by jobs.remove")
+        table.add_row("removed", f"{format_count(summary.n_removed, 'video')}, by jobs.remove")
     if summary.n_lost:
         table.add_row("lost", Text(format_lost(summary.n_lost, summary.lost)))
     for name, line in iter_remarks(summary):

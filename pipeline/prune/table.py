@@ -15,7 +15,7 @@ from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_me
 from pipeline.cache.schema import VIDEOS
 from pipeline.cache.writer import commit_rows
 from pipeline.console import Say
-from pipeline.errors import CorruptShard, RunFailed, UsageError, count_of, name_first
+from pipeline.errors import CorruptShard, RunFailed, UsageError, format_count, name_first
 from pipeline.inputs.video_list import VideoList
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import Recipe
@@ -57,12 +57,15 @@ class CacheTable:
         if foreign := [name for name, made in self.ledger.foreign.items() if made not in superseded]:
             names = name_first(foreign, len(foreign))
             say(
-                f"warning: left out: {count_of(len(foreign), 'file')} of {store}/{VIDEOS}, whose rows were made with "
-                f"other settings than those of {HEADER}: {names}"
+                f"warning: left out: {format_count(len(foreign), 'file')} of {store}/{VIDEOS}, whose rows were made "
+                f"with other settings than those of {HEADER}: {names}"
             )
         if strays := self.ledger.strays:
             names = name_first(strays, len(strays))
-            say(f"note: left out: {count_of(len(strays), 'file')} in {VIDEOS}/, with no name of the table's: {names}")
+            say(
+                f"note: left out: {format_count(len(strays), 'file')} in {VIDEOS}/, with no name of the table's: "
+                f"{names}"
+            )
         if lost_ids := self.ledger.lost(self.committed):
             say(f"warning: {format_lost(len(lost_ids), lost_ids)}")
 

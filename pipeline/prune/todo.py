@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from pipeline.cache.live import REMOVED, Ledger
 from pipeline.errors import RunFailed, UsageError
-from pipeline.inputs.indexes import View, forget_members
+from pipeline.inputs.indexes import View, remove_members
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.inputs.video_list import VideoList, find_size
 from pipeline.prune.config import PruneConfig
@@ -76,7 +76,7 @@ class TodoSelection:
         removed_videos = videos.filter(pa.array(is_removed))
         indexes.left_out.forget(removed_videos["video_id"].to_pylist())
         uris = removed_videos["uri"].filter(removed_videos["source_offset"].is_valid()).to_pylist()
-        forget_members(indexes.store, set(uris))
+        remove_members(indexes.store, set(uris))
 
 
 class Part(NamedTuple):

@@ -35,7 +35,9 @@ def compiled_beside(
         return
     with suppress(ImportError):  # without Triton methods compile nothing
         import_module("gstep.selection.gpu.check")  # here, since imports in two threads may deadlock
-    thread = threading.Thread(target=_prune_made_up, args=(pruner, ratio, shape, device), name="compile", daemon=True)
+    thread = threading.Thread(
+        target=_prune_random_video, args=(pruner, ratio, shape, device), name="compile", daemon=True
+    )
     thread.start()
     try:
         yield
@@ -43,7 +45,7 @@ def compiled_beside(
         thread.join()
 
 
-def _prune_made_up(pruner: Pruner, ratio: float, shape: tuple[int, int, int], device: torch.device | str) -> None:
+def _prune_random_video(pruner: Pruner, ratio: float, shape: tuple[int, int, int], device: torch.device | str) -> None:
     """Prune a random video of this shape and wait for the GPU; T is reduced if the video exceeds MAX_TOKENS tokens.
 
     Any exception becomes a RuntimeWarning.

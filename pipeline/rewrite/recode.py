@@ -42,7 +42,7 @@ from pipeline.rewrite.remove import erase_removed
 from pipeline.rows import JsonObject, VideoRecord, failed_video
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster.connection import provenance
-from pipeline.runner.run_record import COMMITTED_KEY, RunFile, check_out, new_run_id, newest_record
+from pipeline.runner.run_record import COMMITTED_KEY, RunFile, check_out_folder, new_run_id, newest_record
 from pipeline.storage.stores import Store
 
 _VERSIONS = ("gstep-cache", "torch", "pyarrow")
@@ -128,7 +128,7 @@ def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
 
     A fit place is empty, or a cache of this header's identity. With ``redo`` it may hold tokens by other code.
     """
-    check_out(out)
+    check_out_folder(out)
     with store_usage_errors():
         refuse_occupied_place(out)
         if not out.names(VIDEOS, ".parquet"):

@@ -23,13 +23,13 @@ from pipeline.cache.live import RULE_COLUMNS, LiveVideos, is_among, list_nameabl
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import map_in_order
 from pipeline.cache.schema import TOKENS, VIDEOS
-from pipeline.cache.table import VideosTable, add_places, empty_rows, is_table_name, list_table_files, read_file
+from pipeline.cache.table import VideosTable, add_places, is_table_name, list_table_files, make_empty_table, read_file
 from pipeline.cache.token_shard import has_shard_form, is_shard_name, read_footer_ids
 from pipeline.cache.writer import commit_records, move_videos
 from pipeline.errors import CorruptShard, name_first, printable
-from pipeline.inputs.indexes import forget_members
+from pipeline.inputs.indexes import remove_members
 from pipeline.rows import VideoRecord
-from pipeline.runner.removal import Removal, delete_unfinished, forget_in_runs, removal_run
+from pipeline.runner.removal import Removal, claim_for_removal, delete_unfinished, forget_in_runs
 from pipeline.runner.run_record import RUNS, new_run_id
 from pipeline.storage.stores import INDEXES, Store
 from pipeline.verify.report import KEPT_IN
@@ -85,7 +85,7 @@ def remove_videos(
     """
     identity = fingerprint(read_header(store)["identity"])
     result = CacheRemoval(new_run_id(), len(ids))
-    with removal_run(store, result, reason, say):
+    with claim_for_removal(store, result, reason, say):
         _VideosRemover(store, identity, result, frozenset(ids)).run(reason, say, keep)
     return result
 
@@ -155,7 +155,7 @@ class _VideosRemover:
         """Read _COLUMNS of all rows, superseded ones too, with each row's file and place."""
         files = list_table_files(self._store)
         tables = [add_places(read_file(self._store, file, _COLUMNS), file.name) for file in files]
-        return pa.concat_tables([empty_rows(_COLUMNS), *tables])
+        return pa.concat_tables([make_empty_table(_COLUMNS), *tables])
 
     def _read_removed(self) -> pa.Table:
         """Select all rows of the removed videos."""
@@ -257,7 +257,7 @@ def _forget_beside_tables(store: Store, ids: Collection[str], uris: Collection[s
     ``uris`` are the places that rows had; where an earlier removal has deleted the rows, ``ids`` alone tell. No run may
     be writing. Raises OSError.
     """
-    deleted_names = forget_members(store, uris, ids)
+    deleted_names = remove_members(store, uris, ids)
     forget_in_runs(store, ids, uris)
     deleted_names += delete_unfinished(store, _FOLDERS)
     for file in store.list_files(KEPT_IN):

@@ -12,7 +12,7 @@ import torch
 
 from gstep.backbones import family_class
 from gstep.evidence import HEAD_SOURCES
-from gstep.pruners import method_name, read_pruner
+from gstep.pruners import get_method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity, change_codec, describe_method
@@ -51,7 +51,7 @@ def repruning(
     left_out = {"evidence"} if HEAD_SOURCES & {*pruner.sources.values()} else {"evidence", "siglip"}
     config: dict[str, Json] = {
         **{name: value for name, value in make_config(source.store).items() if name not in left_out},
-        **{"pruner": method_name(type(pruner)), "retention_ratio": ratio, "seed": seed},
+        **{"pruner": get_method_name(type(pruner)), "retention_ratio": ratio, "seed": seed},
         **{"pruner_param": [f"{name}={value}" for name, value in params.items()], "token_codec": codec},
     }
     device = "cuda" if torch.cuda.is_available() else "cpu"

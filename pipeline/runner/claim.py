@@ -125,7 +125,7 @@ class Claim:
             self._me["checked"] = True
             self._beat(self._store)
         except BaseException as error:
-            self._leave_at(error)
+            self._release_before(error)
             raise
         self._heart.start()
         return self
@@ -134,7 +134,7 @@ class Claim:
         """Delete the note. If that fails, it goes stale by itself, and ``error``, if any, gets a note that says so."""
         self._end_event.set()
         if error is not None:
-            self._leave_at(error)
+            self._release_before(error)
             return
         with suppress(OSError):  # the note goes stale instead
             self._leave()
@@ -143,7 +143,7 @@ class Claim:
         """Set the counts that the next beat writes into the note."""
         self._me["progress"] = asdict(progress)
 
-    def _leave_at(self, error: BaseException) -> None:
+    def _release_before(self, error: BaseException) -> None:
         """Delete this run's note as one of the last writes before ``error`` leaves the run.
 
         Nothing is raised: if the deletion fails, ``error`` gets a note that says so.

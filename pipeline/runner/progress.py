@@ -56,7 +56,7 @@ class Progress:
         return self.ok + self.failed
 
     def __str__(self) -> str:
-        counts = f"{self.done}/{self.total} {self.item}s, {self.failed} failed{stage_counts(self.ahead)}"
+        counts = f"{self.done}/{self.total} {self.item}s, {self.failed} failed{format_stage_counts(self.ahead)}"
         return ", ".join(filter(None, (counts, self.load)))
 
     @property
@@ -67,7 +67,7 @@ class Progress:
         return f"busy: {shares}{limit and f' ({limit})'}" if shares else limit
 
 
-def stage_counts(ahead: Mapping[str, int]) -> str:
+def format_stage_counts(ahead: Mapping[str, int]) -> str:
     """Format the counts of ``Progress.ahead`` so that they can follow other numbers: ", 9 decoded"."""
     return "".join(f", {count} {word}" for word, count in ahead.items())
 
@@ -356,7 +356,9 @@ class BarReporter(Reporter):
     def __str__(self) -> str:
         """Return the text behind the bar: the failed items, the results of the early stages, and the load."""
         progress = self.current
-        return ", ".join(filter(None, (f"{progress.failed} failed{stage_counts(progress.ahead)}", progress.load)))
+        return ", ".join(
+            filter(None, (f"{progress.failed} failed{format_stage_counts(progress.ahead)}", progress.load))
+        )
 
 
 class LineReporter(Reporter):

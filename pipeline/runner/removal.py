@@ -75,7 +75,7 @@ class Removal:
 
 
 @contextmanager
-def removal_run(store: Store, result: Removal, reason: str, say: Callable[[str], object]) -> Iterator[None]:
+def claim_for_removal(store: Store, result: Removal, reason: str, say: Callable[[str], object]) -> Iterator[None]:
     """Claim ``store`` for a removal inside the context, and write the record of its run, with the reason.
 
     Raises:

@@ -213,7 +213,7 @@ def new_run_id() -> str:
     return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z-{secrets.token_hex(3)}"
 
 
-def check_out(store: Store) -> None:
+def check_out_folder(store: Store) -> None:
     """Raise UsageError if the store of ``--out`` is in a folder that Ray deletes after the job.
 
     That is a relative path in a Ray job with a working directory. Absolute paths and object stores pass.

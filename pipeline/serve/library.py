@@ -8,8 +8,8 @@ from typing import Any
 
 from gstep.backbones import choose_runtime
 from gstep.language import PromptBuilder, prompt_builder
-from gstep.serving.options import check_arithmetic, check_connectors, engine_options, prepare_process
-from gstep.serving.prompts import engine_input
+from gstep.serving.options import check_arithmetic, check_connectors, make_engine_options, prepare_process
+from gstep.serving.prompts import make_engine_input
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache
 from pipeline.generate.model import find_model, read_tower_hash, refuse_vllm
@@ -37,7 +37,7 @@ def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "a
     check_arithmetic(source, runtime)
     parallel = int(more.get("tensor_parallel_size", 1))
     prepare_process(runtime.device, parallel)
-    return {**engine_options(source, runtime, cache.max_tokens + 1, parallel), **more}
+    return {**make_engine_options(source, runtime, cache.max_tokens + 1, parallel), **more}
 
 
 def vllm_input(
@@ -76,7 +76,7 @@ def vllm_input(
     builder = _builder(model, *made_with, positions, rule, frame_times)
     builder.refuse_placeholders((prompt, system or ""))
     built = builder.build(prompt, [video.visual for video in videos], system)
-    return engine_input(built, builder.placeholder_id)
+    return make_engine_input(built, builder.placeholder_id)
 
 
 @lru_cache(maxsize=8)

@@ -13,8 +13,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.inputs import MultiModalKwargsItems
 from vllm.renderers.hf import HfRenderer
 
-from gstep.serving.options import check_connectors, max_video_rows
-from gstep.serving.prompts import engine_input
+from gstep.serving.options import check_connectors, read_max_video_rows
+from gstep.serving.prompts import make_engine_input
 from pipeline.errors import CorruptShard, UnknownVideo
 from pipeline.serve.gate import VIDEOS
 from pipeline.serve.prompts import CachedPrompts, Conversation, ServedCache, find_prompts, parts_of
@@ -140,7 +140,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
     @cached_property
     def _room(self) -> int:
         """The visual tokens that a video may have in a prompt; known once the engine has started."""
-        return max_video_rows(self.config)
+        return read_max_video_rows(self.config)
 
     def _get_prompts(self) -> CachedPrompts:
         """Return this process's maker of prompts; the first call opens the caches."""
@@ -178,7 +178,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         """
         prompts = self._get_prompts()
         prompt = prompts.prompt(conversation, videos, self._room)
-        ready = engine_input(prompt, prompts.builder.placeholder_id)
+        ready = make_engine_input(prompt, prompts.builder.placeholder_id)
         messages = [
             {"role": message["role"], "content": "".join(part.get("text", "") for part in message["content"])}
             for message in conversation.messages

@@ -24,8 +24,8 @@ from gstep.serving.options import (
     check_generation_settings,
     check_live_engine,
     check_video_fits,
-    engine_options,
-    live_engine_options,
+    make_engine_options,
+    make_live_engine_options,
     prepare_process,
 )
 from pipeline.cache.header import read_header
@@ -133,11 +133,11 @@ def _live_arguments(config: LiveConfig) -> list[str]:
     check_installed("jobs.serve --live")
     runtime = _prepare(config, source)
     options: dict[str, Any] = {
-        **live_engine_options(source, runtime, live, config.num_frames, config.tensor_parallel),
+        **make_live_engine_options(source, runtime, live, config.num_frames, config.tensor_parallel),
         "allowed_media_domains": config.media_hosts() or [_NO_HOST],
         "allowed_local_media_path": config.media_path,
     }
-    return server_words(config, options, source.name)
+    return make_server_words(config, options, source.name)
 
 
 def check_live(config: LiveConfig) -> tuple[ModelSource, LivePruning]:
@@ -149,7 +149,7 @@ def check_live(config: LiveConfig) -> tuple[ModelSource, LivePruning]:
         UsageError: they do not fit together, or an engine argument is reserved.
     """
     assert config.model is not None
-    params = whole_names(config.engine_params())
+    params = strip_suboptions(config.engine_params())
     refuse_reserved(params, _LIVE_RESERVED, "the model and the other flags")
     with usage_errors():
         check_live_engine(params)
@@ -167,7 +167,7 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
         UsageError: options, caches and model do not fit together, vLLM is missing, or the largest video does not fit.
         CorruptShard: a file of a cache's table is damaged.
     """
-    served_config = served_cache(config)  # raises for a cache that vLLM cannot serve at all
+    served_config = make_served_cache(config)  # raises for a cache that vLLM cannot serve at all
     check_installed("jobs.serve")
     with usage_errors(), store_usage_errors():
         prompts = CachedPrompts(served_config)
@@ -177,12 +177,12 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
     params = config.engine_params()
     with usage_errors():
         check_generation_settings(prompts.source.name, generation_config(prompts.source, prompts.builder.config))
-        refuse_reserved(whole_names(params), _CACHE_RESERVED)
+        refuse_reserved(strip_suboptions(params), _CACHE_RESERVED)
         check_connectors(params)
     runtime = _prepare(config, prompts.source)
     largest = _largest_video(config, prompts)
     with usage_errors():
-        options = engine_options(prompts.source, runtime, largest, config.tensor_parallel)
+        options = make_engine_options(prompts.source, runtime, largest, config.tensor_parallel)
     del options["disable_log_stats"]
     options |= {
         "generation_config": "auto",  # the checkpoint sets what a request leaves open
@@ -193,7 +193,7 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
         # The engine gets a video's rows with the first question, and keeps them for later ones.
         "mm_processor_cache_gb": config.held_bytes / 2**30,
     }
-    arguments = server_words(config, options, config.model or prompts.source.name)
+    arguments = make_server_words(config, options, config.model or prompts.source.name)
     if "max_num_batched_tokens" in params:
         from vllm import AsyncEngineArgs  # noqa: PLC0415 - tens of seconds to import
 
@@ -222,7 +222,7 @@ def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
     return max_tokens + newline
 
 
-def served_cache(config: ServeConfig) -> ServedCache:
+def make_served_cache(config: ServeConfig) -> ServedCache:
     """Return the settings for vLLM's configuration; the header of the first cache names the model.
 
     Raises:
@@ -248,12 +248,12 @@ def served_cache(config: ServeConfig) -> ServedCache:
     )
 
 
-def whole_names(params: JsonObject) -> JsonObject:
+def strip_suboptions(params: JsonObject) -> JsonObject:
     """Return arguments by their names up to the first dot, such as compilation_config of compilation_config.mode."""
     return {name.partition(".")[0]: value for name, value in params.items()}
 
 
-def server_words(config: ServerOptions, options: Mapping[str, Any], model_name: str) -> list[str]:
+def make_server_words(config: ServerOptions, options: Mapping[str, Any], model_name: str) -> list[str]:
     """Return the arguments of ``vllm serve``, with what every server has: gate, limits, name, host and port.
 
     Args:

@@ -11,13 +11,13 @@ from typing import get_args
 import numpy as np
 import pyarrow as pa
 
-from gstep.evidence import is_per_frame
+from gstep.evidence import is_frame_evidence
 from gstep.types import budget_for
 from pipeline.cache.bounds import iter_count_faults
 from pipeline.cache.cached_video import ONE_NUMBER
 from pipeline.cache.header import CacheHeader, deepstack_levels, find_codec, fingerprint, read_declared_method
 from pipeline.cache.live import INDEX_COLUMNS
-from pipeline.cache.schema import LATER, VIDEO_SCHEMA, complete_columns, tier_row_counts, token_schema
+from pipeline.cache.schema import LATER, VIDEO_SCHEMA, build_token_schema, complete_columns, compute_tier_row_counts
 from pipeline.cache.table import (
     SortedFile,
     TableFile,
@@ -79,7 +79,7 @@ class CheckedShard(Checked):
     n_tokens: int = 0
 
 
-def method_of(header: CacheHeader) -> str:
+def read_method(header: CacheHeader) -> str:
     """Return the name of the method that the cache was pruned with."""
     return str(header["identity"].get("pruner", {}).get("method"))
 
@@ -176,10 +176,10 @@ def _ratio_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
         return
     method = read_declared_method(header["identity"])
     if method is not None and method.exact and n_tokens != budget_for(ratio, n_total):
-        yield f"{n_tokens} tokens, where {method_of(header)} keeps {budget_for(ratio, n_total)} of {n_total}"
+        yield f"{n_tokens} tokens, where {read_method(header)} keeps {budget_for(ratio, n_total)} of {n_total}"
     if method is not None and row["nested"] != method.nested:
-        yield f"nested is {row['nested']}, which {method_of(header)} is not"
-    if row["row_counts"] != tier_row_counts(n_total, n_tokens, ratio, nested=row["nested"]):
+        yield f"nested is {row['nested']}, which {read_method(header)} is not"
+    if row["row_counts"] != compute_tier_row_counts(n_total, n_tokens, ratio, nested=row["nested"]):
         yield f"its row groups of {row['row_counts']} rows do not end at the tiers of {n_tokens} tokens"
     if row["hidden_size"] != header.get("hidden_size", row["hidden_size"]):
         yield f"tokens of {row['hidden_size']} numbers, in a cache of {header['hidden_size']}"
@@ -241,7 +241,7 @@ def check_token_shard(
 def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> Iterator[str]:
     """Yield the differences between a token shard's columns and the columns that the header demands."""
     evidence = header["identity"].get("evidence", {})
-    plain = token_schema(hidden_size, deepstack_levels(header), codec=find_codec(header["identity"]))
+    plain = build_token_schema(hidden_size, deepstack_levels(header), codec=find_codec(header["identity"]))
     if sorted(schema.names) != sorted([*plain.names, *evidence]):
         yield f"its columns are {', '.join(schema.names)}, not {', '.join([*plain.names, *evidence])}"
         return
@@ -288,7 +288,7 @@ def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iter
         yield _judge_error(error)
         return
     yield from ((Kind.TOKENS, fault) for fault in token_faults(table, row, header))
-    for name in filter(is_per_frame, table.column_names):
+    for name in filter(is_frame_evidence, table.column_names):
         if len(table) - table[name].null_count != row["n_frames"]:
             yield Kind.TOKENS, f"{name} is not there once for each of {row['n_frames']} frames"
 
@@ -317,7 +317,7 @@ def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterato
         yield f"position {index[order][1:][twice][0]} is there twice"
     method = read_declared_method(header["identity"])
     if method is not None and (table["merged"].null_count == 0) != method.merges:
-        yield f"merged is {'null' if method.merges else 'set'}, against {method_of(header)}"
+        yield f"merged is {'null' if method.merges else 'set'}, against {read_method(header)}"
     if method is not None and not (method.nested or method.reorders) and (np.diff(index) < 0).any():
         yield "rows that are not in ascending index"
     yield from _rank_faults(table, is_nested=row["nested"])

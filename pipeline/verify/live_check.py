@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 from rich.console import Console
 
-from gstep.evidence import is_per_frame
+from gstep.evidence import is_frame_evidence
 from pipeline.cache.cached_video import CachedVideo, bfloat16
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.live import select_ok
@@ -126,7 +126,7 @@ class LiveCheck:
         if encoded.record["frame_indices"] != row["frame_indices"]:
             result = replace(result, note="other frames were sampled")
         run = read_record(self._cache.store, f"{RUNS}/{row['run_id']}.json")
-        return replace(result, versions=versions_of(row, run, encoded.record))
+        return replace(result, versions=list_version_changes(row, run, encoded.record))
 
 
 def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
@@ -141,7 +141,7 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
     if [part.shape[1] for part in old] != [part.shape[1] for part in new]:
         return LiveResult(cached.video_id, "different", "tokens of another size", same_indices=0.0)
     common, cached_places, encoded_places = np.intersect1d(stored.index, encoded.index, return_indices=True)
-    of_frames = [False] * (1 + len(cached.deepstack)) + [is_per_frame(name) for name in names]
+    of_frames = [False] * (1 + len(cached.deepstack)) + [is_frame_evidence(name) for name in names]
     pairs = [
         (a.float(), b.float()) if whole else (a[cached_places].float(), b[encoded_places].float())
         for whole, a, b in zip(of_frames, old, new, strict=True)
@@ -170,7 +170,7 @@ def suspicion(result: LiveResult) -> str:
     return "" if result.versions else f"encoded again by the same versions, it is not the same: {numbers}"
 
 
-def versions_of(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, tuple[str, str]]:
+def list_version_changes(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, tuple[str, str]]:
     """Return the versions, rules and devices that differ from those at encoding time, as name -> (then, now)."""
     then: dict[str, object] = dict(run.get("versions", {}))
     now: dict[str, object] = {name: package_version(name) for name in then}

@@ -30,11 +30,11 @@ from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.cache.table import (
     VideosTable,
     build_table,
-    in_key_order,
     parse_file_name,
     read_file,
     serialise_small,
     serialise_sorted,
+    sort_by_key,
 )
 from pipeline.cache.token_shard import list_videos, parse_run_id
 from pipeline.cache.writer import copy_videos
@@ -185,7 +185,7 @@ class Repair:
         shards = {place.file for video_id in changes if (place := table.find(video_id)) is not None}
         for name in sorted(shards):
             old_rows: list[VideoRow] = read_file(self._store, parse_file_name(name)).to_pylist()
-            rows = in_key_order(build_table([changes.get(row["video_id"], row) for row in old_rows]))
+            rows = sort_by_key(build_table([changes.get(row["video_id"], row) for row in old_rows]))
             level = max(1, parse_file_name(name).level)  # a small file came after the merge
             self._store.put(*serialise_sorted(level, rows, {}, self._made_with))
             self._retire(name)

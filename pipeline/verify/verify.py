@@ -23,7 +23,7 @@ from pipeline.cache.merging import KEEP
 from pipeline.cache.reader import TokenCache, map_in_order
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.cache.strays import StrayFault, find_stray_fault
-from pipeline.cache.table import TableFile, VideosTable, empty_rows, list_unchecked
+from pipeline.cache.table import TableFile, VideosTable, list_unchecked, make_empty_table
 from pipeline.cache.token_shard import parse_run_id, parse_shard_id
 from pipeline.errors import CorruptShard, NotACache
 from pipeline.runner.claim import Claim, describe_holder, find_holder
@@ -39,7 +39,7 @@ from pipeline.verify.checks import (
     Place,
     check_commit,
     check_token_shard,
-    method_of,
+    read_method,
 )
 from pipeline.verify.repair import REPAIRABLE, Repair, clean, list_shard_ids
 from pipeline.verify.report import Kind, Problem, Report
@@ -139,7 +139,7 @@ class _Check:
         self.sound: dict[str, CheckedShard] = {}
         self.report = Report(str(store))
         self.header: CacheHeader | None = None
-        self.live, self.bad = empty_rows(JUDGED_COLUMNS), set[Place]()
+        self.live, self.bad = make_empty_table(JUDGED_COLUMNS), set[Place]()
         self.table_names: list[str] = []
         self._commits: dict[str, CheckedCommit] = {}  # the files of the table that were checked
         self._strays: set[str] = set()  # the files beside it that were checked
@@ -200,8 +200,8 @@ class _Check:
             report.notes.append(f"{HEADER} has no checksum: it was written before headers had one")
         if read_declared_method(header["identity"]) is None:
             report.notes.append(
-                f"the method {method_of(header)} is unknown here, and {HEADER} does not say what it declares: how many "
-                "tokens it keeps, in which order, and whether it merges was not checked"
+                f"the method {read_method(header)} is unknown here, and {HEADER} does not say what it declares: how "
+                "many tokens it keeps, in which order, and whether it merges was not checked"
             )
         if not self.claimed and (holder := find_holder(store)) is not None:
             report.notes.append(
@@ -235,7 +235,7 @@ class _Check:
         self._check_strays(strays, files)
         report.counts["videos_shards"] = len(self._commits)
         tables = [answer.rows for answer in self._commits.values() if answer.rows is not None]
-        rows = pa.concat_tables([empty_rows(JUDGED_COLUMNS), *tables])
+        rows = pa.concat_tables([make_empty_table(JUDGED_COLUMNS), *tables])
         self.live = select_live_rows(rows)
         self.bad = {(name, place) for name, answer in self._commits.items() for place in answer.bad}
         return rows

@@ -99,7 +99,7 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
     """
     start, stop = 0.0 if clip[0] is None else clip[0], math.inf if clip[1] is None else clip[1]
     if not start < stop:
-        return ()  # which ``clip_range`` refuses
+        return ()  # which ``find_clip_range`` refuses
     last = max([index.duration_s, *(hole.end for hole in index.holes)])
     end = min(stop, last)
     inside = tuple(hole for hole in index.holes if hole.start < end and hole.end > start)

@@ -42,7 +42,14 @@ from pipeline.video.frame_folders import (
 )
 from pipeline.video.packets import MAX_PIXELS
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
-from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_frames_by_rate, snap_frames
+from pipeline.video.sampling import (
+    Sampling,
+    choose_frames,
+    count_frames_by_rate,
+    find_clip_range,
+    find_clip_rate,
+    snap_frames,
+)
 from pipeline.video.shared_frames import create_memory
 
 #: Takes the shape [T,h,w,3] of a video's frames and returns an array for them.
@@ -139,7 +146,7 @@ class DecodedVideo:
         return self.add_columns({"backend_note": "; ".join(filter(None, (note, self.record["backend_note"])))})
 
 
-def frames_array(shape: tuple[int, ...]) -> Frames:
+def allocate_frames(shape: tuple[int, ...]) -> Frames:
     """Return a new, uninitialized uint8 array for [T,h,w,3] frames in this process's own memory."""
     return np.empty(shape, np.uint8)
 
@@ -147,7 +154,7 @@ def frames_array(shape: tuple[int, ...]) -> Frames:
 def decode_video(
     request: DecodeRequest,
     announce: Callable[[str], None] = lambda backend: None,
-    allocate: Allocate = frames_array,
+    allocate: Allocate = allocate_frames,
 ) -> DecodedVideo:
     """Decode one video in this process: open it, choose frames, read and resize them.
 
@@ -276,7 +283,7 @@ class _Decoding:
         self._check(index, clip)
         times, *end = index.find_true_times()
         indices = choose_frames(times, sampling, *clip, *end)
-        first, stop = clip_range(times, *clip, *end)
+        first, stop = find_clip_range(times, *clip, *end)
         if sampling.snap_to_keyframes_s is not None and index.pts is not None:
             keyframes = np.searchsorted(index.pts, index.keyframes)
             keyframes = keyframes[(keyframes >= first) & (keyframes < stop)]
@@ -292,7 +299,7 @@ class _Decoding:
             **index.record,
             "codec": index.codec,
             "fps": index.fps,
-            "clip_fps": clip_rate(times, index.fps, *clip, *end),
+            "clip_fps": find_clip_rate(times, index.fps, *clip, *end),
             "duration_s": index.duration_s,
             "source_frames": len(index.timestamps),
             "clip_frames": stop - first,
@@ -340,7 +347,7 @@ class _Decoding:
         """
         unique, inverse = np.unique(indices, return_inverse=True)
         repeats = len(unique) < len(indices)
-        allocate = frames_array if repeats else self._allocate
+        allocate = allocate_frames if repeats else self._allocate
         sizes: list[tuple[int, int]] = []
         n_done = 0
         for chunk in chunks:

@@ -78,7 +78,7 @@ def load_decoder(name: str) -> type[FrameDecoder]:
     return decoder
 
 
-def decoder_version(name: str | None) -> str | None:
+def find_installed_version(name: str | None) -> str | None:
     """Return the version of a decoder; None for None, an unknown name, and a decoder that is not installed.
 
     The library of pyav, decord and torchcodec is not imported; nvdec and a user decoder are.
@@ -221,7 +221,7 @@ class PyavDecoder:
             matrix = f"its color matrix (number {int(frame.colorspace)} of H.273)"
             raise VideoFault("unsupported", f"FFmpeg cannot convert the video to RGB from {matrix}") from error
         rows = np.frombuffer(rgb.planes[0], np.uint8).reshape(height, rgb.planes[0].line_size)
-        return np.ascontiguousarray(turn_frame(rows[:, : 3 * width].reshape(height, width, 3), self._orientation))
+        return np.ascontiguousarray(orient_frame(rows[:, : 3 * width].reshape(height, width, 3), self._orientation))
 
     def _iter_frames(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
         """Yield the decoded frames with the numbers ``indices``, from no more packets than they need.
@@ -312,7 +312,7 @@ def _starts_a_group(frame: av.VideoFrame) -> bool:
     return bool(frame.key_frame) or frame.pict_type in (PictureType.I, PictureType.SI, PictureType.BI)
 
 
-def turn_frame(frame: Frames, orientation: Orientation) -> Frames:
+def orient_frame(frame: Frames, orientation: Orientation) -> Frames:
     """Rotate and mirror a stored [H,W,3] frame as ``orientation`` says; the result is a view."""
     if orientation.transpose:
         frame = frame.transpose(1, 0, 2)

@@ -25,8 +25,8 @@ class _StandBy(NamedTuple):
 _standing_by: _StandBy | None = None
 
 
-def stand_by() -> None:
-    """Fork the process that waits until ``fork_ahead`` makes it the fork server.
+def fork_standby() -> None:
+    """Fork the process that waits until ``use_standby_server`` makes it the fork server.
 
     It ends with this process. Call this once, in a process that was itself forked and has no threads.
     """
@@ -69,7 +69,7 @@ def _show(title: bytes) -> None:
 
 
 @contextmanager
-def fork_ahead() -> Iterator[None]:
+def use_standby_server() -> Iterator[None]:
     """Let the waiting process, if there is one, become the fork server that ``multiprocessing`` starts in this context.
 
     It serves once: a later server is started as usual, as is one whose waiting process was killed. ``multiprocessing``

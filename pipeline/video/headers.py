@@ -52,7 +52,7 @@ class _Bits:
         return (1 << n_zeros) - 1 + self.read(n_zeros)
 
 
-def shows_vp8(data: memoryview) -> bool:
+def is_vp8_shown(data: memoryview) -> bool:
     """Return True if a packet of VP8 shows a frame; alternate reference frames do not.
 
     Keyframes always count as shown: one that says otherwise is damaged. ``data`` must not be empty.
@@ -60,7 +60,7 @@ def shows_vp8(data: memoryview) -> bool:
     return bool(data[0] & 0x10) or not data[0] & 1
 
 
-def shows_vp9(data: memoryview) -> bool:
+def is_vp9_shown(data: memoryview) -> bool:
     """Return True if a packet of VP9 shows at least one of its frames (a superframe has several), or is not VP9."""
     if _shows_vp9_frame(data[0]):
         return True
@@ -81,7 +81,7 @@ def _shows_vp9_frame(byte: int) -> bool:
     return byte >> 6 != 0b10 or bool(byte >> shift & 0b101)  # show_existing_frame, frame_type, show_frame
 
 
-def shows_av1(data: memoryview) -> bool:
+def is_av1_shown(data: memoryview) -> bool:
     """Return True if a frame header in a packet of AV1 shows a frame, or if the packet has no frame header."""
     offset = 0
     has_header = False
@@ -101,7 +101,7 @@ def shows_av1(data: memoryview) -> bool:
     return not has_header
 
 
-_CHECKS = {"vp8": shows_vp8, "vp9": shows_vp9, "av1": shows_av1}
+_CHECKS = {"vp8": is_vp8_shown, "vp9": is_vp9_shown, "av1": is_av1_shown}
 #: Codecs that may store packets that show no frame.
 HIDING_CODECS = (*_CHECKS, "mpeg4")
 

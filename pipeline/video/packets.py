@@ -164,7 +164,7 @@ class VideoPackets:
         return duration_s / self._share if self.has_unread else duration_s
 
     @property
-    def lacks_a_part(self) -> bool:
+    def has_large_gap(self) -> bool:
         """True if a large gap in the file, or its end, has no packet of the stream."""
         gap = max(self._largest_gap, self._container.size - self._end_byte)
         return gap > min(_MAX_GAP, _MAX_GAP_SHARE * self._container.size)
@@ -215,7 +215,7 @@ class VideoPackets:
         Raises:
             MemoryError: the decoder ran out of memory.
         """
-        codec = codec or self._decoder_for(start, stop)
+        codec = codec or self._get_decoder(start, stop)
         codec.flush_buffers()
         gets_stuck = codec.codec.name in _STUCK_AFTER_ERRORS
         has_failed = False
@@ -230,17 +230,17 @@ class VideoPackets:
                     codec.skip_frame = "DEFAULT" if packet.pts in times else "NONREF"
                 fault_before = self.fault
                 failed_before = has_failed
-                frames = self._frames_of(codec, packet)
+                frames = self._decode_packet(codec, packet)
                 has_failed = self.fault is not fault_before
                 if has_failed and failed_before and gets_stuck and packet.is_keyframe:
                     codec.flush_buffers()
-                    frames = self._frames_of(codec, packet)
+                    frames = self._decode_packet(codec, packet)
                 yield from frames
         finally:
             codec.skip_frame = "DEFAULT"  # otherwise frames that the decoder still holds would be lost
-        yield from self._frames_of(codec, None)
+        yield from self._decode_packet(codec, None)
 
-    def _decoder_for(self, start: int, stop: int) -> av.CodecContext:
+    def _get_decoder(self, start: int, stop: int) -> av.CodecContext:
         """Return the stream's decoder; for H.264 and HEVC, a new one if it has already decoded packets after ``start``.
 
         A flush does not make the decoder forget the parameters of later packets (another frame size, for example), and
@@ -297,7 +297,7 @@ class VideoPackets:
             return self._is_packed or (bool(codec.has_b_frames) and is_guessed)
         return self.demuxer in _KEEPING or (self.demuxer, self.codec) == ("mpegvideo", "mpeg1video")
 
-    def _frames_of(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
+    def _decode_packet(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
         """Decode a packet to the frames that it completes; None flushes the decoder.
 
         A packet that does not decode gives no frame, and its error becomes ``fault``. Raises MemoryError.
@@ -430,7 +430,7 @@ def read_packets(path: str, demuxer: str) -> VideoPackets:
     while True:
         packets = VideoPackets(path, demuxer, empty)
         number = packets.stream.index
-        if demuxer == "mpegts" and packets.lacks_a_part:
+        if demuxer == "mpegts" and packets.has_large_gap:
             continuation = find_continuation(path, packets.stream.id)
             if continuation is not None:
                 packets.close()

@@ -109,13 +109,13 @@ def probe(path: str, demuxer: str) -> VideoIndex:
     """
     packets = read_packets(path, demuxer)
     try:
-        return _index_of(path, packets)
+        return _index_packets(path, packets)
     except BaseException:
         packets.close()
         raise
 
 
-def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
+def _index_packets(path: str, packets: VideoPackets) -> VideoIndex:
     """Make the index of a file from its packets, or by decoding all of it if their times are not usable.
 
     Raises:

@@ -88,7 +88,7 @@ class Sampling:
             raise ValueError(f"snap_to_keyframes_s must be a positive number, got {self.snap_to_keyframes_s}")
 
 
-def clip_range(
+def find_clip_range(
     timestamps: NDArray[np.float64],
     start_s: float | None,
     end_s: float | None,
@@ -184,7 +184,7 @@ def _is_near(timestamps: NDArray[np.float64], even: NDArray[np.float64], step: f
     return bool(np.abs(timestamps - even).max() <= min(max(_TICKS * tick_s, _MS) + _EPSILON, step / 2))
 
 
-def clip_rate(
+def find_clip_rate(
     timestamps: NDArray[np.float64],
     fps: float,
     start_s: float | None,
@@ -199,7 +199,7 @@ def clip_rate(
     """
     if is_even(timestamps, tick_s):
         return fps
-    first, stop = clip_range(timestamps, start_s, end_s, duration_s, tick_s)
+    first, stop = find_clip_range(timestamps, start_s, end_s, duration_s, tick_s)
     start, end = _find_bounds(timestamps, start_s, end_s, duration_s)
     return (stop - first) / (end - start)
 
@@ -231,14 +231,14 @@ def choose_frames(
         tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
 
     Raises:
-        VideoFault: "unsupported" if the video or the clip has no frame, or the clip is not valid (``clip_range``).
+        VideoFault: "unsupported" if the video or the clip has no frame, or the clip is not valid (``find_clip_range``).
     """
     if len(timestamps) == 0:
         raise VideoFault("unsupported", "the video holds no frame")
     if duration_s is None:
         duration_s = float(timestamps[-1]) + float(timestamps[-1] - timestamps[0]) / max(1, len(timestamps) - 1)
         duration_s = np.nextafter(duration_s, math.inf)
-    first, stop = clip_range(timestamps, start_s, end_s, duration_s, tick_s)
+    first, stop = find_clip_range(timestamps, start_s, end_s, duration_s, tick_s)
     if sampling.fps is None:
         assert sampling.num_frames is not None
         spread = _spread_frames if sampling.rule == TRUNCATE else _round_frames

@@ -43,7 +43,7 @@ from pipeline.video.child_messages import (
 )
 from pipeline.video.decode import DecodedVideo, DecodeRequest, convert_error, decode_video
 from pipeline.video.decoders import choose_decoders
-from pipeline.video.fork_server import fork_ahead
+from pipeline.video.fork_server import use_standby_server
 from pipeline.video.frame_folders import JPEGS
 from pipeline.video.shared_frames import ReceivedFrames, SharedFrames
 
@@ -206,7 +206,7 @@ class _Child:
         self.process = context.Process(
             target=_serve, args=(child_pipe, memory_mb, on_gpu, gpus), name="decode", daemon=True
         )
-        with _hide_main_module(), fork_ahead():
+        with _hide_main_module(), use_standby_server():
             self.process.start()
         child_pipe.close()  # the child now holds the only other end: when it dies, reading here ends
         try:

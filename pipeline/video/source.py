@@ -120,7 +120,7 @@ def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetc
     return source
 
 
-def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
+def prepare_unchanged_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
     """Prepare the source of a row of the videos table if it still has the recorded size.
 
     ``objects`` and ``fetch`` are those of ``prepare_source``.

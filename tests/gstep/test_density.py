@@ -12,16 +12,16 @@ from gstep.density import (
     FUSIONS,
     ZERO_DISTANCE,
     box_kernel,
-    centred_change,
+    compute_change_curve,
+    compute_frame_means,
     cosine_distance,
-    frame_mean,
     fuse,
     gaussian_kernel,
+    scale_to_work_dtype,
     smooth,
     spatial_density,
     spatio_temporal_density,
     temporal_density,
-    working_copy,
 )
 from tests.gstep.oracle import Array
 from tests.gstep.synthetic import FLOATS, needs_cuda
@@ -61,7 +61,7 @@ def test_mean_and_spatial_density_are_equations_2_and_3_in_blocks_that_change_no
     before = tokens.clone()
     first, whole = tokens[:, 0].double(), tokens.double()
     mean = first + (whole - first[:, None]).mean(dim=1)
-    assert torch.equal(frame_mean(tokens), mean)
+    assert torch.equal(compute_frame_means(tokens), mean)
     deviation = torch.linalg.vector_norm(whole - mean[:, None], dim=-1)
     largest = deviation.amax(dim=1, keepdim=True)
     expected = torch.where(largest > 0, deviation / torch.where(largest > 0, largest, 1.0), 0.0)
@@ -88,8 +88,8 @@ def test_identical_tokens_deviate_by_exactly_0(dtype: torch.dtype, device: str) 
     for n_tokens in (1, 3, 49, 196, 729):
         token = video(4, 1, 33, seed=n_tokens).to(device, dtype)
         tokens = token.expand(4, n_tokens, 33)
-        assert torch.equal(frame_mean(tokens), token[:, 0].double())
-        assert (spatial_density(tokens, frame_mean(tokens)) == 0).all()
+        assert torch.equal(compute_frame_means(tokens), token[:, 0].double())
+        assert (spatial_density(tokens, compute_frame_means(tokens)) == 0).all()
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.float32, 2.0**-23), (torch.float64, 2.0**-52)])
@@ -98,7 +98,7 @@ def test_a_frame_is_constant_up_to_8_eps_of_its_largest_token(dtype: torch.dtype
     tokens[:, :, 0] = 1
     tokens[0, 0, 1] = 15 * eps  # both tokens of a frame lie half of this from the centre
     tokens[1, 0, 1] = 17 * eps
-    spatial = spatial_density(tokens, frame_mean(tokens))
+    spatial = spatial_density(tokens, compute_frame_means(tokens))
     assert spatial.tolist() == [[0, 0], [1, 1]]
 
 
@@ -120,9 +120,9 @@ def test_cosine_distance() -> None:
 def test_centred_change_is_equation_4_and_0_of_a_single_frame_and_of_a_static_video() -> None:
     for n_frames in (2, 3, 4, 9):
         mean = video(n_frames, 12)
-        np.testing.assert_allclose(centred_change(mean), numpy_change(mean.numpy()), rtol=1e-12)
-    assert centred_change(video(1, 12)).tolist() == [0]
-    assert centred_change(video(1, 12).expand(6, 12)).tolist() == [0] * 6
+        np.testing.assert_allclose(compute_change_curve(mean), numpy_change(mean.numpy()), rtol=1e-12)
+    assert compute_change_curve(video(1, 12)).tolist() == [0]
+    assert compute_change_curve(video(1, 12).expand(6, 12)).tolist() == [0] * 6
 
 
 def test_kernels_are_equation_5() -> None:
@@ -181,11 +181,11 @@ def test_extreme_magnitudes_change_nothing(dtype: torch.dtype, exponent: int, si
 
 def test_working_copy_is_finite_at_the_ends_of_float32_and_copies_only_where_it_has_to() -> None:
     for value in (3.4e38, 1e-30, 1e-45, 0.0):
-        copy = working_copy(torch.tensor([value, -value, 0.0]))
+        copy = scale_to_work_dtype(torch.tensor([value, -value, 0.0]))
         assert torch.isfinite(copy @ copy) and (copy[0] > 0) == (value > 0)
     tokens = video(2, 3, 4).float()
-    assert working_copy(tokens) is tokens
-    assert torch.equal(working_copy(tokens.half()), tokens.half().float())
+    assert scale_to_work_dtype(tokens) is tokens
+    assert torch.equal(scale_to_work_dtype(tokens.half()), tokens.half().float())
 
 
 @needs_cuda

@@ -2,8 +2,8 @@
 
 from importlib import import_module
 
-from pipeline.runner.cluster.prefork.server import no_random_ids
+from pipeline.runner.cluster.prefork.server import leave_ray_rng_unseeded
 
-with no_random_ids():
+with leave_ray_rng_unseeded():
     for module in ("jobs.prune", "pipeline.prune.run", "pipeline.prune.summary", "transformers", "tests.jobs.faults"):
         import_module(module)

@@ -10,7 +10,7 @@ from jobs import generate, merge, prune, reprune, verify
 from pipeline.errors import IdentityMismatch, UsageError, VideoFault
 from pipeline.generate.model import find_model
 from pipeline.serve.config import ServeConfig
-from pipeline.serve.server import served_cache
+from pipeline.serve.server import make_served_cache
 from tests.jobs.jobs import run_here
 from tests.pipeline.videos import sample
 
@@ -123,7 +123,7 @@ def test_a_cache_of_the_family_generic(one_ray, tmp_path):
         done = run_here(command, words)
         assert done.returncode == 2 and why in " ".join(done.stdout.split()), done.stdout
     with pytest.raises(UsageError, match="vLLM has no class"):
-        served_cache(ServeConfig(cache=str(cache)))
+        make_served_cache(ServeConfig(cache=str(cache)))
     with pytest.raises(UsageError, match="vLLM has no class"):
         pipeline.vllm_options(tokens)
     with pytest.raises(IdentityMismatch, match="was made with the family qwen3_vl"):

@@ -19,7 +19,7 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import prepare
 from pipeline.evaluate.run import answer_and_score, drop_tokens
 from pipeline.generate.answers import check_place, commit_answers, merge_answers
-from pipeline.generate.removal import read_barred
+from pipeline.generate.removal import read_removal_reasons
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
@@ -202,7 +202,7 @@ def test_unknown_ids_are_barred_and_likely_ones_named(tmp_path, monkeypatch):
     monkeypatch.chdir(unpack(tmp_path, VERSIONS[1]))
     said = " ".join(remove_from("answers", ids="a.mp").split())
     assert "1 of the ids are unknown here" in said and "did you mean a.mp4?" in said
-    assert read_barred(LocalStore("answers")) == {"a.mp": "asked for"}
+    assert read_removal_reasons(LocalStore("answers")) == {"a.mp": "asked for"}
     for place in ("nothing", "videos"):
         Path(place).mkdir()
         done = run_here(remove, [place, "--ids", "ids.txt", "--reason", "asked for"])
@@ -327,7 +327,7 @@ def test_a_cache_below_results_is_removed_from_too_and_one_that_is_dropped_leave
     remove_videos(cache, ["b"], "asked again", lambda line: None, timedelta(0))
     drop_tokens(request(), QUIET)
     assert not cache.exists(HEADER)
-    assert read_barred(LocalStore("r/answers")) == {"a": "asked for", "b": "asked again"}
+    assert read_removal_reasons(LocalStore("r/answers")) == {"a": "asked for", "b": "asked again"}
 
 
 @pytest.mark.parametrize(("place", "damage"), [("results", "read"), ("scored", "read"), ("results", "column")])
@@ -363,7 +363,7 @@ def test_results_of_an_evaluation_that_stopped_before_its_answers_are_removed_fr
     remove_from("results")
     assert "a.mp4" not in TokenCache("results/cache").video_ids
     answers = LocalStore("results/answers")
-    assert read_barred(answers) == {"a.mp4": "asked for"}
+    assert read_removal_reasons(answers) == {"a.mp4": "asked for"}
     check_place(answers)  # a later evaluation may write its answers there
     answers.put("answers/run-000000-0.parquet", b"")  # answers that lost their header may hold texts
     Path("ids.txt").write_text("b.mp4")
@@ -378,9 +378,9 @@ def test_a_copy_in_removed_bars_and_a_damaged_file_there_is_refused(tmp_path, mo
     (bar,) = Path("answers/removed").iterdir()
     copy = bar.with_name("copy.json")
     copy.write_text(bar.read_text().replace("a.mp4", "b.mp4"))
-    assert read_barred(LocalStore("answers")) == {"a.mp4": "asked for", "b.mp4": "asked for"}
+    assert read_removal_reasons(LocalStore("answers")) == {"a.mp4": "asked for", "b.mp4": "asked for"}
     for path, text in ((copy, "{}"), (copy, '{"videos": ["a.mp4"]}'), (bar, bar.read_text().replace("a.mp4", "c.mp4"))):
         path.write_text(text)
         with pytest.raises(CorruptShard, match="does not have the hash"):
-            read_barred(LocalStore("answers"))
+            read_removal_reasons(LocalStore("answers"))
         path.unlink()

@@ -23,8 +23,8 @@ from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import build_graph
 from pipeline.prune.resources import Resources
 from pipeline.prune.todo import Todo
-from pipeline.runner.cluster.connection import private_ray
-from pipeline.runner.cluster.prefork.server import SOCKET, forking_workers
+from pipeline.runner.cluster.connection import keep_ray_private
+from pipeline.runner.cluster.prefork.server import SOCKET, fork_workers_from_server
 from pipeline.runner.shards import TICK_S, RunGraph, Shards
 from pipeline.runner.stages import configure_ray_data
 from pipeline.runner.watchdog import Fetcher
@@ -85,7 +85,7 @@ def _environment_of_nodes() -> Iterator[None]:
         patch.delenv("RAY_ADDRESS", raising=False)
         (Path(private["RAY_TMPDIR"]) / "ray").mkdir()
         patch.setenv(SOCKET, fork_server())
-        with forking_workers():
+        with fork_workers_from_server():
             yield
 
 
@@ -117,7 +117,7 @@ _QUIET = {"include_dashboard": False, "include_log_monitor": False, "no_monitor"
 def _started(nodes: tuple[dict[str, Any], ...]) -> tuple[Cluster, list[str]]:
     cluster = Cluster()
     try:
-        with nullcontext() if "_system_config" in nodes[0] else private_ray():
+        with nullcontext() if "_system_config" in nodes[0] else keep_ray_private():
             return cluster, [cluster.add_node(**{**_QUIET, **node}).node_id for node in nodes]
     except BaseException:
         cluster.shutdown()

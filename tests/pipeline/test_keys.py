@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from pipeline.keys import clip_keys, column_keys, find, find_repeated, keys_of
+from pipeline.keys import clip_keys, column_keys, find, find_repeated, hash_texts
 
 
 def clip(uri: str, start: float | None = None, end: float | None = None) -> int:
@@ -13,10 +13,10 @@ def clip(uri: str, start: float | None = None, end: float | None = None) -> int:
 
 def test_texts_that_differ_have_keys_that_differ():
     texts = [*map(str, range(1000)), "a", "a\0", "\0a", "ä", "a" * 5000]
-    keys = keys_of(pa.array(texts))
+    keys = hash_texts(pa.array(texts))
     assert len({tuple(key) for key in keys.tolist()}) == len(texts)
-    assert (keys_of(pa.chunked_array([texts[:10], texts[10:]])) == keys).all()
-    assert (keys_of(pa.array(texts).slice(5)) == keys[5:]).all()
+    assert (hash_texts(pa.chunked_array([texts[:10], texts[10:]])) == keys).all()
+    assert (hash_texts(pa.array(texts).slice(5)) == keys[5:]).all()
 
 
 def test_a_clip_is_its_uri_and_its_times():

@@ -54,7 +54,7 @@ image_newline text
 _LLAVA: Mapping[str, Any] = {
     "architectures": ["LlavaOnevisionForConditionalGeneration"],
     "image_grid_pinpoints": [[384, 384], [384, 768], [768, 384], [768, 768]],
-    "image_token_index": _TOKENIZER.id_of("<image>"),
+    "image_token_index": _TOKENIZER.find_token_id("<image>"),
     "model_type": "llava_onevision",
     "projector_hidden_act": "gelu",
     "text_config": {
@@ -67,7 +67,7 @@ _LLAVA: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "use_image_newline_parameter": True,
-    "video_token_index": _TOKENIZER.id_of("<video>"),
+    "video_token_index": _TOKENIZER.find_token_id("<video>"),
     "vision_aspect_ratio": "anyres_max_9",
     "vision_config": {  # the real geometry: 27 x 27 patches, 196 tokens per frame
         "hidden_size": 64,

@@ -55,7 +55,7 @@ class TinyTokenizer:
     max_length: int = 32768
     roles: Mapping[str, str] = field(default_factory=dict)
 
-    def id_of(self, token: str) -> int:
+    def find_token_id(self, token: str) -> int:
         """Return the id of a special token: the trainer numbers them first."""
         return self.special.index(token)
 
@@ -75,7 +75,7 @@ def write(folder: Path, kind: TinyTokenizer) -> None:
     )
     tokenizer.train_from_iterator(_TEXT.splitlines(), trainer)
     if kind.chat_template is None:
-        end = (kind.end, kind.id_of(kind.end))
+        end = (kind.end, kind.find_token_id(kind.end))
         tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {kind.end}", special_tokens=[end])
     _save(folder, tokenizer, kind)
 

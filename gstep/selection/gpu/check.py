@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gstep.selection.gpu.gram import Task, Tuning, prepare_task, select_by_gram
 from gstep.selection.gpu.lazy import LazyForm
-from gstep.selection.reference import density_guided_fps, distance_to, inverse_norms
+from gstep.selection.reference import compute_distances, compute_inverse_norms, density_guided_fps
 
 _TOKENS = 1300  # more tokens than a round of the lazy form has candidates
 _BUDGET = 96
@@ -86,14 +86,14 @@ def find_worse_picks(order_B: Tensor, task: Task) -> Tensor:
     start.
     """
     tokens_MD = task.tokens.float()
-    inverse_M = inverse_norms(tokens_MD)
+    inverse_M = compute_inverse_norms(tokens_MD)
     nearest_M = torch.full_like(inverse_M, torch.inf)
     wrong_B = torch.zeros_like(order_B, dtype=torch.bool)
     wrong_B[0] = order_B[0] != task.start[0]
     for step in range(1, len(order_B)):
         previous_1 = order_B[step - 1 : step]
         pick = order_B[step]
-        nearest_M = torch.minimum(nearest_M, distance_to(previous_1, tokens_MD, inverse_M))
+        nearest_M = torch.minimum(nearest_M, compute_distances(previous_1, tokens_MD, inverse_M))
         nearest_M.index_fill_(0, previous_1, -torch.inf)
         best = ((nearest_M + _BETA) * task.weight).amax()
         wrong_B[step] = (nearest_M[pick] + _BETA + _TOLERANCE) * task.weight[pick] < best

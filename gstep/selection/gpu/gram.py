@@ -15,9 +15,9 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gstep.density import ZERO_DISTANCE, row_factors, scale_rows, work_dtype
+from gstep.density import ZERO_DISTANCE, compute_row_factors, scale_rows, work_dtype
 from gstep.selection.gpu import kernels
-from gstep.selection.reference import NO_DISTANCE, density_weight, inverse_roots, starting_token
+from gstep.selection.reference import NO_DISTANCE, choose_first_token, compute_density_weight, compute_inverse_roots
 
 _ROW_MULTIPLE = 16  # the length of matrix rows is a multiple of this, so that 16 bytes can be read at a time
 _GROUP = 8  # rows of tiles that are traversed together
@@ -46,7 +46,7 @@ class Tuning:
     rounds: int = 4
 
 
-def default_tuning(dtype: torch.dtype, n_tokens: int) -> Tuning:
+def choose_tuning(dtype: torch.dtype, n_tokens: int) -> Tuning:
     """Return tile sizes for tensor cores, or smaller ones for float32; above 65,536 tokens, more candidates."""
     candidates = 2048 if n_tokens > 65536 else 1024
     if dtype == torch.float32:
@@ -61,7 +61,7 @@ class Task:
     Attributes:
         tokens: [M,D], contiguous, 16 bits or float32, scaled so that squares neither overflow nor vanish.
         inverse: [M], 1 / L2 norm; 0 for a zero token.
-        weight: [M], the result of ``density_weight`` of gstep.selection.reference.
+        weight: [M], the result of ``compute_density_weight`` of gstep.selection.reference.
         start: [1] int64, the first pick.
         constants: [2], beta and ZERO_DISTANCE.
         budget: B.
@@ -90,7 +90,7 @@ def prepare_task(
     """Prepare a video's tensors for the kernels, on the tokens' device.
 
     The arguments have the meaning that they have in ``density_guided_fps``, and are not checked. ``tuning`` None means
-    ``default_tuning``.
+    ``choose_tuning``.
 
     Returns:
         The task; None if the tokens are float64, or if keys could leave the range of float64 (a tiny alpha or an
@@ -98,16 +98,16 @@ def prepare_task(
     """
     if tokens_MD.dtype == torch.float64:
         return None
-    weight_M = density_weight(density_M, alpha, beta)
+    weight_M = compute_density_weight(density_M, alpha, beta)
     if weight_M is None:
         return None
     tokens_MD = _prepare_tokens(tokens_MD)
-    tuning = tuning or default_tuning(tokens_MD.dtype, len(tokens_MD))
+    tuning = tuning or choose_tuning(tokens_MD.dtype, len(tokens_MD))
     return Task(
         tokens=tokens_MD,
         inverse=_compute_inverse_norms(tokens_MD, tuning),
         weight=weight_M,
-        start=starting_token(
+        start=choose_first_token(
             start, tokens_MD.to(work_dtype(tokens_MD)) if start == "isolated" else tokens_MD, density_M
         ),
         constants=torch.tensor([beta, ZERO_DISTANCE], dtype=torch.float64, device=tokens_MD.device),
@@ -117,14 +117,14 @@ def prepare_task(
 
 
 def _prepare_tokens(tokens_MD: Tensor) -> Tensor:
-    """Return contiguous tokens for the kernels, with rows scaled by ``row_factors`` if any row is out of range.
+    """Return contiguous tokens for the kernels, with rows scaled by ``compute_row_factors`` if any row is out of range.
 
     The dtype stays the same, except that bfloat16 tokens on a CPU become float32.
     """
     dtype = tokens_MD.dtype
     if not tokens_MD.is_cuda and dtype == torch.bfloat16:
         dtype = torch.float32  # Triton's interpreter multiplies bfloat16 by its bits as if they were integers
-    factor_M = row_factors(tokens_MD)
+    factor_M = compute_row_factors(tokens_MD)
     return (tokens_MD if factor_M is None else scale_rows(tokens_MD, factor_M)).to(dtype).contiguous()
 
 
@@ -136,11 +136,11 @@ def _compute_inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
     n_tokens, hidden = tokens_MD.shape
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)
     grid = (triton.cdiv(n_tokens, tuning.block),)
-    kernels.squares_kernel[grid](tokens_MD, square_M, n_tokens, **tile_options(hidden, tuning))
-    return inverse_roots(square_M)
+    kernels.squares_kernel[grid](tokens_MD, square_M, n_tokens, **make_tile_options(hidden, tuning))
+    return compute_inverse_roots(square_M)
 
 
-def gram_width(n_tokens: int) -> int:
+def compute_gram_width(n_tokens: int) -> int:
     """Return S, the row length of the matrix of all pairs: ``n_tokens`` rounded up to a multiple of 16."""
     return -(-n_tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
@@ -151,10 +151,12 @@ def pair_distances(task: Task, row_R: Tensor) -> Tensor:
     Columns from R on are zero. Rows from R on are uninitialized memory.
     """
     n_rows = len(row_R)
-    width = gram_width(len(row_R))
+    width = compute_gram_width(len(row_R))
     gram_SS = torch.empty(width, width, dtype=torch.float32, device=row_R.device)
     kernels.gram_kernel[(triton.cdiv(n_rows, task.tuning.block) ** 2,)](
-        *(task.tokens, row_R, gram_SS, n_rows, width), GROUP=_GROUP, **tile_options(task.tokens.shape[1], task.tuning)
+        *(task.tokens, row_R, gram_SS, n_rows, width),
+        GROUP=_GROUP,
+        **make_tile_options(task.tokens.shape[1], task.tuning),
     )
     distances_SS = torch.empty_like(gram_SS, dtype=torch.float64)
     kernels.fold_kernel[(triton.cdiv(n_rows, _FOLD[0]), triton.cdiv(width, _FOLD[1]))](
@@ -163,7 +165,7 @@ def pair_distances(task: Task, row_R: Tensor) -> Tensor:
     return distances_SS
 
 
-def tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
+def make_tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
     """Return the launch options of all kernels that multiply tokens: tile sizes, warps, stages, no fused multiply-adds.
 
     Only equal options give bit-equal dot products.
@@ -190,11 +192,11 @@ def select_by_gram(task: Task) -> Tensor:
     distance_M = torch.full_like(task.inverse, NO_DISTANCE).index_fill_(0, task.start, torch.inf)
     order_B = torch.empty(task.budget, dtype=torch.int64, device=device)
     count_1 = torch.zeros(1, dtype=torch.int32, device=device)
-    run_greedy(task, row_M, distance_M, no_bar(device), order_B, count_1)
+    run_greedy(task, row_M, distance_M, make_no_bar(device), order_B, count_1)
     return order_B
 
 
-def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
+def make_no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a bar for :func:`run_greedy` that every token passes.
 
     It is the key -inf, [1] float64, and the index 0, [1] int32.

@@ -72,7 +72,7 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
         return None
     if task.tokens.is_cuda:
         check.check_kernels(task.tokens.device, task.tokens.dtype, task.tokens.shape[1])
-    width = gram.gram_width(len(task.tokens))
+    width = gram.compute_gram_width(len(task.tokens))
     if width <= MAX_GRAM_TOKENS and width * width * 12 <= _memory_for_distances(task.tokens.device):
         try:
             return gram.select_by_gram(task)

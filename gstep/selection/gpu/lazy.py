@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from gstep.selection.gpu import kernels
-from gstep.selection.gpu.gram import Task, no_bar, run_greedy, tile_options
+from gstep.selection.gpu.gram import Task, make_no_bar, make_tile_options, run_greedy
 from gstep.selection.reference import NO_DISTANCE
 
 
@@ -89,7 +89,7 @@ class LazyForm:
         n_tokens = len(self.distance_M)
         n_rows = self.task.tuning.candidates
         if n_tokens <= n_rows:
-            return self._every_M, no_bar(self.distance_M.device)
+            return self._every_M, make_no_bar(self.distance_M.device)
         key_M = (self.distance_M + self.task.constants[0]) * self.task.weight
         level = torch.topk(key_M, n_rows, sorted=False).values.amin()
         above_M = key_M > level
@@ -120,5 +120,5 @@ class LazyForm:
             self.count_1,
             task.constants,
             len(row_R),
-            **tile_options(task.tokens.shape[1], task.tuning),
+            **make_tile_options(task.tokens.shape[1], task.tuning),
         )

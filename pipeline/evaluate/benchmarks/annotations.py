@@ -211,7 +211,7 @@ class VideoFolder:
         raise NotAskable("missing-video", f"there is no {paths[0]!r} in the data folder{more}{near}")
 
 
-def text_of(row: UserRow, column: str) -> str:
+def get_text(row: UserRow, column: str) -> str:
     """Return a cell with text or a whole number as text.
 
     Raises:
@@ -229,7 +229,7 @@ def text_of(row: UserRow, column: str) -> str:
     return text
 
 
-def options_of(row: UserRow, column: str) -> tuple[str, ...]:
+def get_options(row: UserRow, column: str) -> tuple[str, ...]:
     """Return a cell with a list of 1 to 26 texts, some of which may be blank.
 
     Raises:
@@ -259,7 +259,7 @@ def seconds_of(row: UserRow, column: str) -> float | None:
     return float(value)
 
 
-def clip_of(row: UserRow, columns: tuple[str, str]) -> tuple[float | None, float | None]:
+def get_clip(row: UserRow, columns: tuple[str, str]) -> tuple[float | None, float | None]:
     """Return the start and end of a clip in seconds; None for an empty cell.
 
     Raises:

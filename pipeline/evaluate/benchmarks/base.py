@@ -18,12 +18,12 @@ from pipeline.evaluate.benchmarks.annotations import (
     Tables,
     VideoFolder,
     answer_index,
-    clip_of,
     data_folder,
-    options_of,
+    get_clip,
+    get_options,
+    get_text,
     read_annotations,
     read_tables,
-    text_of,
 )
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector, clip_id
 from pipeline.evaluate.protocols import ALIASES, QUESTIONS, Protocol
@@ -281,18 +281,18 @@ class Benchmark:
             NotAskable: a cell is invalid, the number of options or a part is wrong, the answer is -1 (not published),
                 or the video is missing or must not be read.
         """
-        options = options_of(row, self.options)
+        options = get_options(row, self.options)
         if self.n_options not in (0, len(options)):
             difference = f"{len(options)} options, and every question of {self.title} has {self.n_options}"
             raise NotAskable("bad-row", f"{difference}: is it another set of questions?")
-        expected_answer = None if self.submission else text_of(row, self.answer)
+        expected_answer = None if self.submission else get_text(row, self.answer)
         answer = None if expected_answer is None else answer_index(self.answer_rule, expected_answer, options)
         if answer is None and expected_answer == NO_ANSWER:
             raise NotAskable("no-answer", f"{self.answer} is {expected_answer}: the right answer is not published")
         values = {
-            "question_id": text_of(row, self.question_id),
-            "question": text_of(row, self.question),
-            "cluster": text_of(row, self.cluster),
+            "question_id": get_text(row, self.question_id),
+            "question": get_text(row, self.question),
+            "cluster": get_text(row, self.cluster),
         }
         splits = {split.name: _part(row, split) for split in self.splits}
         path, (start_s, end_s) = self._video(row, videos)
@@ -316,9 +316,9 @@ class Benchmark:
         Raises:
             NotAskable: a cell is invalid, or the video is missing or must not be read.
         """
-        names = {name: text_of(row, name) for name in self._in_paths}
+        names = {name: get_text(row, name) for name in self._in_paths}
         places = [PurePosixPath(path.format_map(names)).as_posix() for path in (*self.paths, *self.cut_paths)]
-        bounds = (None, None) if self.clip is None else clip_of(row, self.clip)
+        bounds = (None, None) if self.clip is None else get_clip(row, self.clip)
         path = videos.find(places, names.values())
         return path, bounds if places.index(path) < len(self.paths) else (None, None)
 
@@ -329,7 +329,7 @@ def _part(row: UserRow, split: Split) -> str:
     Raises:
         NotAskable: the cell is not text, or the split has no such part.
     """
-    part = text_of(row, split.name)
+    part = get_text(row, split.name)
     if split.parts and part not in split.parts:
         raise NotAskable("bad-row", f"{split.name} must be one of {', '.join(split.parts)}, got {part!r}")
     return part

@@ -64,7 +64,7 @@ class OwnQuestions(Benchmark):
         videos = None if data is None else VideoFolder(data_folder(data, "name the one that the videos are in"), roots)
         rows = [without_nulls(row, QuestionRecord) for row in read_questions(file, _MODE).to_pylist()]
         collector = QuestionCollector()
-        for item in clusters_of([_own_item(file, row) for row in rows]):
+        for item in assign_clusters([_own_item(file, row) for row in rows]):
             where = f"question {item.question_id}"
             try:
                 if is_unpublished(item):
@@ -126,7 +126,7 @@ def is_unpublished(item: Item) -> bool:
     return bool(item.options) and item.answer is None and item.expected == NO_ANSWER
 
 
-def clusters_of(items: Sequence[Item]) -> list[Item]:
+def assign_clusters(items: Sequence[Item]) -> list[Item]:
     """Return the questions with missing clusters filled in: each is the smallest video id of the question's group.
 
     A group consists of videos that are connected by questions about several videos.

@@ -41,7 +41,7 @@ def shuffle(rng: np.random.Generator, items: Sequence[T]) -> list[T]:
     return [items[i] for i in rng.permutation(len(items)).tolist()]
 
 
-def one_of(rng: np.random.Generator, items: Sequence[T]) -> T:
+def draw_item(rng: np.random.Generator, items: Sequence[T]) -> T:
     """Draw one of the items."""
     return items[int(rng.integers(len(items)))]
 
@@ -325,7 +325,7 @@ def zoom_in(place: Place, size: int, share: float) -> tuple[int, int, int]:
     return x, y, int(size * share)
 
 
-def light_of(starts: Sequence[int], fade: int, n_frames: int) -> tuple[float, ...]:
+def compute_brightness(starts: Sequence[int], fade: int, n_frames: int) -> tuple[float, ...]:
     """Return the brightness of each frame, in (0, 1]: each scene fades in and out over ``fade`` frames.
 
     A ``fade`` of 0 gives 1 everywhere. A short scene does not reach full brightness.
@@ -413,7 +413,7 @@ def _stage_story(
         sign_choices=story.sign_choices,
         camera=camera,
         zoom=zoom,
-        light=light_of(story.starts, whole(filming, hardness.fade), n_frames),
+        light=compute_brightness(story.starts, whole(filming, hardness.fade), n_frames),
         specks=whole(rng, hardness.specks),
         noise=real(rng, hardness.noise),
     )

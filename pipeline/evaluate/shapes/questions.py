@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from pipeline.evaluate.shapes.making import one_of
+from pipeline.evaluate.shapes.making import draw_item
 from pipeline.evaluate.shapes.world import CORNERS, NUMBERS, QUARTERS, Thing, ThingKind, Video
 
 QuestionType = Literal["color", "shape", "corner", "scene", "quarter", "order", "onset", "count", "change", "sign"]
@@ -90,13 +90,13 @@ def _about(name: QuestionType, thing: Thing, prompt: str, right: str, choices: S
 
 def _color(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the color of a random named thing."""
-    thing = one_of(rng, video.named)
+    thing = draw_item(rng, video.named)
     return _about("color", thing, "What color is the {}?", thing.color, [second.color for second in video.named])
 
 
 def _shape(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the shape of a random named thing, given its color, which is the question's subject."""
-    thing = one_of(rng, video.named)
+    thing = draw_item(rng, video.named)
     names = [second.name for second in video.named]
     question = _about("shape", thing, f"What shape is colored {thing.color}?", thing.name, names)
     return replace(question, subject=thing.color)
@@ -104,7 +104,7 @@ def _shape(video: Video, rng: np.random.Generator) -> Question:
 
 def _corner(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the corner of a random named thing that stands still."""
-    thing = one_of(rng, [thing for thing in video.named if thing.kind != "moving"])
+    thing = draw_item(rng, [thing for thing in video.named if thing.kind != "moving"])
     return _about("corner", thing, "Which corner has the {}?", CORNERS[thing.shots[0].corner], CORNERS)
 
 
@@ -112,14 +112,14 @@ def _scene(video: Video, rng: np.random.Generator) -> Question | None:
     """Ask for the scene of a random named thing; None if there is only one scene, or named things stay to the end."""
     if not video.cuts or video.standing:  # standing things are in several scenes
         return None
-    thing = one_of(rng, video.named)
+    thing = draw_item(rng, video.named)
     scene = video.scenes[video.scene_of[thing.first]]
     return _about("scene", thing, "Which scene has the {}?", scene, video.scene_choices)
 
 
 def _quarter(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the quarter of the video in which a random named thing first appears."""
-    thing = one_of(rng, video.named)
+    thing = draw_item(rng, video.named)
     right = QUARTERS[4 * thing.first // video.n_frames]
     return _about("quarter", thing, "Which quarter introduces the {}?", right, QUARTERS)
 

@@ -58,7 +58,7 @@ def render(video: Video) -> NDArray[np.uint8]:
 
 
 @cache
-def mask_of(shape: str, size: int) -> Image:
+def render_mask(shape: str, size: int) -> Image:
     """Return the coverage of each pixel by a shape, [size, size] from 0 to 1.
 
     The array is cached and shared between calls, so callers must not modify it.
@@ -111,7 +111,7 @@ def _draw(frames: Image, thing: Thing, tint: Image) -> None:
     """
     for t, x, y, color, size in thing.shots:
         if thing.name in SHAPES:
-            cover = mask_of(thing.name, size)[..., None]
+            cover = render_mask(thing.name, size)[..., None]
             paint = np.array(RGB[color], np.float32) + tint
         else:
             cover = np.ones((size, size, 1), np.float32)

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from gstep.language import Decoding
-from pipeline.cache.near_ids import did_you_mean_id
+from pipeline.cache.near_ids import suggest_ids
 from pipeline.errors import UsageError
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, derive_seed
 from pipeline.inputs.listings import VIDEO_SUFFIXES
@@ -199,7 +199,7 @@ class CachedIds:
 
     def near(self, key: str) -> str:
         """Return ``"; did you mean A, B?"`` with up to three ids similar to a key that matches none; "" if none is."""
-        return did_you_mean_id(key, pa.chunked_array([sorted(self._ids)], pa.string()))
+        return suggest_ids(key, pa.chunked_array([sorted(self._ids)], pa.string()))
 
     def find(self, key: str) -> str | None:
         """Return the id that a key matches, or None.

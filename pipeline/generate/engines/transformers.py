@@ -7,7 +7,7 @@ from typing import Self
 
 from gstep.backbones import ModelSource, Runtime
 from gstep.language import LanguageModel, Prompt, PromptBuilder, load_language_model
-from gstep.language.batch import batches_by_cost
+from gstep.language.batch import group_by_cost
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.options import EngineOptions
 from pipeline.rows import JsonObject
@@ -46,7 +46,7 @@ class TransformersEngine:
         the videos, or all tokens with ``inside``.
         """
         lengths = [len(prompt) for prompt in prompts]
-        return batches_by_cost(
+        return group_by_cost(
             lengths, lengths if inside else [len(prompt) - prompt.prefix_length for prompt in prompts], most
         )
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from gstep.backbones import ModelSource, Runtime, choose_runtime
 from gstep.errors import ModelError
 from gstep.language import BUILDERS, Answer, Decoding, Prompt, PromptBuilder, Score
-from gstep.language.prompt import text_ids, tokenizer_of
-from gstep.language.types import placeholder_of
+from gstep.language.prompt import load_tokenizer, tokenize_text
+from gstep.language.types import read_placeholder
 from gstep.language.weights import InputEmbeddings, generation_config
 from gstep.pruners.base import Pruner
 from gstep.serving.options import (
@@ -26,11 +26,11 @@ from gstep.serving.options import (
     check_connectors,
     check_generation_settings,
     check_video_fits,
-    engine_options,
+    make_engine_options,
     prepare_process,
     sampling_params,
 )
-from gstep.serving.prompts import engine_input
+from gstep.serving.prompts import make_engine_input
 from pipeline.errors import UsageError
 from pipeline.generate.engines import EngineCrashed
 from pipeline.generate.late_pruning import LatePruning
@@ -61,9 +61,9 @@ class VllmEngine:
         self._engine = engine
         self._runtime = runtime
         self._tensor_parallel = tensor_parallel
-        self._tokenizer = tokenizer_of(source)
+        self._tokenizer = load_tokenizer(source)
         self._embeddings = InputEmbeddings(source, self._tokenizer, runtime.dtype)
-        self._video_token = placeholder_of(config)[1]
+        self._video_token = read_placeholder(config)[1]
         self._generation = generation_config(source, config)
         self._n_requests = 0
         # A waiting request keeps its prompt in memory, so only as many wait as the scheduler needs to stay busy.
@@ -89,7 +89,7 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
 
-        arguments = engine_options(source, runtime, largest_video, options.tensor_parallel)
+        arguments = make_engine_options(source, runtime, largest_video, options.tensor_parallel)
         arguments |= options.engine_params()
         engine_args = EngineArgs(**arguments)
         check_video_fits(engine_args, largest_video)
@@ -152,7 +152,7 @@ class VllmEngine:
         prepare_process("cpu", 1)
         from vllm import EngineArgs  # noqa: PLC0415 - as above
 
-        arguments = engine_options(source, choose_runtime("cpu", "bfloat16"), largest_video)
+        arguments = make_engine_options(source, choose_runtime("cpu", "bfloat16"), largest_video)
         arguments |= {name: params[name] for name in _SIZES if name in params}
         try:
             check_video_fits(EngineArgs(**arguments), largest_video)
@@ -209,7 +209,7 @@ class VllmEngine:
             EngineCrashed: the engine failed.
         """
         assert inside is None
-        ids = [[text_ids(self._tokenizer, text) for text in texts] for texts in continuations]
+        ids = [[tokenize_text(self._tokenizer, text) for text in texts] for texts in continuations]
         requests = [(row, *group) for row, sequences in enumerate(ids) for group in _group_next_tokens(sequences)]
         longer = [_append_tokens(prompts[row], beginning) for row, beginning, _ in requests]
         params = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": None}
@@ -268,7 +268,7 @@ class VllmEngine:
         results: dict[str, RequestOutput] = {}
         for name, prompt, sampling in zip(names, prompts, params, strict=True):
             try:
-                request = engine_input(prompt, self._video_token)
+                request = make_engine_input(prompt, self._video_token)
                 waiting[name] = self._engine.add_request(name, request, SamplingParams(**sampling))
             except (ValueError, VLLMValidationError) as error:
                 self._engine.abort_request(list(waiting.values()), internal=True)

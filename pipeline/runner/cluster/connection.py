@@ -38,7 +38,7 @@ from pipeline.runner.cluster.address import (
     workers_import_this,
 )
 from pipeline.runner.cluster.nodes import read_fraction_of_cpu
-from pipeline.runner.cluster.prefork.server import forking_workers
+from pipeline.runner.cluster.prefork.server import fork_workers_from_server
 from pipeline.runner.cluster.session_folder import lock_session, make_ray_folder
 from pipeline.runner.stages import OOM_RETRIES, configure_ray_data
 from pipeline.runner.worker_reports import NodeTally
@@ -98,13 +98,13 @@ def _join_or_start(say: Callable[[str], object]) -> None:
         set_cluster_token()
     else:
         say(f"joining the Ray cluster at {address}")
-        with explained_end(address), _muted_stderr():
+        with explain_native_exit(address), _muted_stderr():
             check_answers(address)
     logging.getLogger("ray._private.worker").addFilter(is_worth_showing)
     for last in (False, True):
         began = time.monotonic()
         try:
-            with explained_end(address):
+            with explain_native_exit(address):
                 _initialise(say, _make_start_options(say) if address is None else {})
             break
         except Exception as error:  # Ray raises plain exceptions if one of its processes does not start
@@ -157,7 +157,7 @@ def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) 
         """Call ``ray.init()``, pass its result or error on, and stay: Ray's processes end with this thread."""
         try:
             options = {"include_dashboard": False, "job_config": job, **start_options}
-            with private_ray(), forking_workers() if forks else nullcontext():
+            with keep_ray_private(), fork_workers_from_server() if forks else nullcontext():
                 ray.init(logging_level="warning", log_to_driver=False, **options)
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
             start_result.set_exception(error)
@@ -213,7 +213,7 @@ def _shut_down() -> None:
 
 
 @contextmanager
-def private_ray() -> Iterator[None]:
+def keep_ray_private() -> Iterator[None]:
     """Make a Ray that starts in this context private to this process: few processes, in their own sessions.
 
     The monitor, which adds nodes, and the dashboard's server are left out, since starting and stopping Ray would wait
@@ -294,7 +294,7 @@ def _muted_stderr() -> Iterator[None]:
 
 
 @contextmanager
-def explained_end(address: str | None) -> Iterator[None]:
+def explain_native_exit(address: str | None) -> Iterator[None]:
     """Print an error with advice if Ray's native code ends this process inside the context, without a message.
 
     It does so if a raylet does not answer for half a minute. A shell, which outlives this process, prints the error.
@@ -468,6 +468,6 @@ def cap_gpus(resources: dict[str, float], max_gpus: int | None) -> dict[str, flo
     return resources if max_gpus is None or gpus <= max_gpus else {**resources, "GPU": float(max_gpus)}
 
 
-def node_selector(nodes: Collection[str]) -> dict[str, str]:
+def exclude_nodes(nodes: Collection[str]) -> dict[str, str]:
     """Return the Ray label selector that keeps workers off these nodes; {} without nodes."""
     return {NODE_LABEL: f"!in({','.join(sorted(nodes))})"} if nodes else {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gstep.backbones import ModelSource, Runtime, family_of, gpu_forms
-from gstep.backbones.gpu_forms import FusedSteps, attend, suit_qwen
+from gstep.backbones.gpu_forms import FusedSteps, attend, optimize_qwen
 from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, QWEN, asked_of, frames_for
 from tests.gstep.synthetic import needs_cuda
 
@@ -55,7 +55,7 @@ def test_the_form_for_gpus_gives_the_stock_tokens_in_bfloat16(name):
 def test_eager_attention_stays_the_stock_one():
     suited = family_of(ModelSource.resolve("tiny-qwen2-5-vl")).load(Runtime("cpu", torch.float32, "eager"))
     stock = suited.model.blocks[0].attn.forward
-    suit_qwen(suited.model)
+    optimize_qwen(suited.model)
     assert suited.model.blocks[0].attn.forward == stock
 
 
@@ -69,7 +69,7 @@ def test_a_gated_mlp_is_padded_once():
             part.out_features = width = len(part.weight)
         mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight[:, :-4], requires_grad=False)
     for _ in range(2):
-        suit_qwen(suited)
+        optimize_qwen(suited)
         mlp = suited.blocks[0].mlp
         assert len(mlp.gate_proj.weight) == len(mlp.up_proj.weight) == mlp.down_proj.weight.shape[1]
         assert len(mlp.gate_proj.weight) == -(-width // 128) * 128 > width

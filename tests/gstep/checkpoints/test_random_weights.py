@@ -7,7 +7,7 @@ import torch
 
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.checkpoints import tiny
-from gstep.checkpoints.random_weights import has_no_weights, random_tensors
+from gstep.checkpoints.random_weights import draw_tensors, has_no_weights
 from gstep.checkpoints.tensors import tower_hash
 from gstep.errors import ModelError
 from gstep.language import BUILDERS, load_language_model, prompt_builder
@@ -79,7 +79,7 @@ def test_a_folder_with_any_weights_is_not_taken_for_one_without(tmp_path):
 
 def test_matrices_are_drawn_norms_are_one_and_biases_zero():
     shapes = {"a.weight": torch.empty(400, 300), "norm.weight": torch.empty(9), "a.bias": torch.empty(9)}
-    made = random_tensors(shapes, "cpu", torch.float16)
+    made = draw_tensors(shapes, "cpu", torch.float16)
     assert 0.019 < float(made["a.weight"].float().std()) < 0.021
     assert bool((made["norm.weight"] == 1).all()) and not made["a.bias"].any()
-    assert not torch.equal(made["a.weight"], random_tensors(shapes, "cpu", torch.float16, seed=1)["a.weight"])
+    assert not torch.equal(made["a.weight"], draw_tensors(shapes, "cpu", torch.float16, seed=1)["a.weight"])

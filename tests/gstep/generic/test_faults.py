@@ -11,7 +11,7 @@ from transformers.video_utils import VideoMetadata
 
 from gstep.backbones import ModelSource, Runtime, SampledVideo, family_of
 from gstep.errors import TooFewFrames, UnsupportedVideo
-from gstep.generic.family import plain_video
+from gstep.generic.family import describe_untimed_video
 from gstep.generic.processor import load_processor, make_metadata, render, run_processor
 from gstep.language import Visual, prompt_builder
 from tests.gstep.generic import tiny_checkpoints
@@ -58,7 +58,7 @@ def test_short_videos_and_odd_frames_give_tokens_that_fit_the_prompt_or_a_fault(
     shapes = {}
     for shape, frames in clips.items():
         try:
-            visual = backbone.encode(frames, video=plain_video(*shape))
+            visual = backbone.encode(frames, video=describe_untimed_video(*shape))
         except (TooFewFrames, UnsupportedVideo) as fault:
             assert "own processor refuses the video" in str(fault)
             with pytest.raises(type(fault)):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from gstep.language.batch import MASK_ELEMENTS, PADDED_TOKENS, Batch, batches_by_cost
+from gstep.language.batch import MASK_ELEMENTS, PADDED_TOKENS, Batch, group_by_cost
 
 
 def test_a_batch_is_padded_on_the_left_with_a_token_of_the_prompt(prompts):
@@ -50,7 +50,7 @@ def masked_elements(lengths, queries):
     ],
 )
 def test_batches_are_made_by_what_they_cost(lengths, queries, batches):
-    assert batches_by_cost(lengths, lengths if queries is None else queries, 8) == batches
+    assert group_by_cost(lengths, lengths if queries is None else queries, 8) == batches
 
 
 def test_no_batch_of_several_rows_costs_more_than_it_may():
@@ -58,7 +58,7 @@ def test_no_batch_of_several_rows_costs_more_than_it_may():
     for _ in range(200):
         lengths = [draw.choice([50, 300, 5000, 30_000]) + draw.randrange(3) for _ in range(draw.randrange(1, 30))]
         queries = [draw.randrange(1, length + 1) for length in lengths]
-        planned = batches_by_cost(lengths, queries, 8)
+        planned = group_by_cost(lengths, queries, 8)
         assert sorted(row for batch in planned for row in batch) == list(range(len(lengths)))
         for batch in planned:
             rows = [lengths[i] for i in batch]

@@ -16,7 +16,7 @@ from gstep.errors import WrongSelection
 from gstep.language import Decoding, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
 from gstep.language.layer_pruning import CACHE, check_layer
-from gstep.language.types import placeholder_of
+from gstep.language.types import read_placeholder
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.fastv import FastV
 from gstep.pruners.random import Random
@@ -131,7 +131,7 @@ def kept_mask(prompt, kept):
 
 def places_of_tokens(name, loaded, prompt):
     """Return the places of visual tokens and of newlines, which on LLaVA-OneVision stand behind each video."""
-    places = (prompt.input_ids == placeholder_of(loaded.model.config)[1]).nonzero()[:, 0]
+    places = (prompt.input_ids == read_placeholder(loaded.model.config)[1]).nonzero()[:, 0]
     ends = torch.tensor([len(v.index) + 1 for v in prompt.visuals]).cumsum(0) - 1
     newlines = torch.isin(torch.arange(len(places)), ends) & (name == "tiny")
     return places[~newlines], places[newlines]

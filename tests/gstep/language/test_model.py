@@ -12,8 +12,8 @@ from transformers import AutoModelForImageTextToText
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, LanguageModel, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
-from gstep.language.types import placeholder_of
-from gstep.language.weights import end_ids
+from gstep.language.types import read_placeholder
+from gstep.language.weights import list_end_ids
 from tests.gstep.llms import (
     DENSE,
     FLOAT32,
@@ -38,7 +38,7 @@ def stock_greedy(name, inputs, n=GREEDY.max_new_tokens, **more):
     """The ids the stock model generates, without the token that ends them."""
     with torch.no_grad():
         output = stock(name).generate(**inputs, do_sample=False, max_new_tokens=n, **more)
-    ends, ids = end_ids(stock(name).generation_config), output[0, inputs["input_ids"].shape[1] :].tolist()
+    ends, ids = list_end_ids(stock(name).generation_config), output[0, inputs["input_ids"].shape[1] :].tolist()
     return tuple(takewhile(lambda token: token not in ends, ids))
 
 
@@ -71,7 +71,7 @@ def masked(name, source, video, index):
     """The unpruned prompt, the pruned one, and the mask [1,L] of the unpruned one that leaves the same tokens."""
     builder = prompt_builder(source, "original")
     whole, pruned = (builder.build(QUESTION, [visual]) for visual in (video.visual, video.keep(index)))
-    places = (whole.input_ids == placeholder_of(stock(name).config)[1]).nonzero()[:, 0]
+    places = (whole.input_ids == read_placeholder(stock(name).config)[1]).nonzero()[:, 0]
     mask = torch.ones(len(whole), dtype=torch.long)
     mask[places[: len(video.visual.index)]] = 0
     mask[places[index]] = 1  # LLaVA-OneVision has the newline behind these
@@ -103,7 +103,7 @@ def test_kept_tokens_are_read_as_the_stock_model_reads_their_vectors(name, sourc
     model, batch = stock(name), Batch.of([prompt])
     vectors = model.get_input_embeddings()(prompt.input_ids).detach().clone()
     lines = [kept.tokens] if kept.newline is None else [kept.tokens, kept.newline[None]]
-    vectors[prompt.input_ids == placeholder_of(model.config)[1]] = torch.cat(lines)
+    vectors[prompt.input_ids == read_placeholder(model.config)[1]] = torch.cat(lines)
     with torch.no_grad():
         inputs = {"inputs_embeds": vectors[None], "attention_mask": batch.mask, "position_ids": batch.position_ids()}
         expected = model(**inputs).logits[0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.pruners.novelty import Novelty, token_novelty
+from gstep.pruners.novelty import Novelty, compute_token_novelty
 from tests.gstep.oracle import exact_tokens, oracle
 from tests.gstep.synthetic import FLOATS, video
 
@@ -13,7 +13,7 @@ from tests.gstep.synthetic import FLOATS, video
 def test_a_tokens_novelty_is_its_distance_to_the_one_before(dtype: torch.dtype) -> None:
     for n_frames in (2, 8, 9, 20):  # frames are taken 8 at a time
         tokens = video(n_frames, 13, 24).to(dtype)
-        exact, novelty = tokens.double(), token_novelty(tokens)
+        exact, novelty = tokens.double(), compute_token_novelty(tokens)
         expected = 1 - torch.cosine_similarity(exact[1:], exact[:-1], dim=-1)
         assert novelty.dtype == torch.float64
         torch.testing.assert_close(novelty[1:], expected, rtol=0, atol=1e-12)
@@ -23,13 +23,15 @@ def test_a_tokens_novelty_is_its_distance_to_the_one_before(dtype: torch.dtype) 
 def test_it_does_not_depend_on_the_scale_of_tokens_or_on_what_comes_later() -> None:
     tokens = video(9, 13, 24).double()
     for scale in (1e-300, 1e-180, 1e160, 1e300):
-        torch.testing.assert_close(token_novelty(tokens * scale), token_novelty(tokens), rtol=1e-12, atol=1e-12)
-    assert torch.equal(token_novelty(tokens)[1:5], token_novelty(tokens[:5])[1:])
+        torch.testing.assert_close(
+            compute_token_novelty(tokens * scale), compute_token_novelty(tokens), rtol=1e-12, atol=1e-12
+        )
+    assert torch.equal(compute_token_novelty(tokens)[1:5], compute_token_novelty(tokens[:5])[1:])
 
 
 def test_the_density_is_its_equation() -> None:
     tokens = video(7, 13, 24)
-    novelty, spatial = token_novelty(tokens), gstep.prune(tokens, 1.0, "topk", fusion="spatial")
+    novelty, spatial = compute_token_novelty(tokens), gstep.prune(tokens, 1.0, "topk", fusion="spatial")
     assert spatial.density is not None
     expected = (novelty / (novelty.mean() + 1e-6) + 0.3).flatten() * spatial.density.double()
     pruned = gstep.prune(tokens, 1.0, "novelty", floor=0.3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.pruners import find_method, method_name
+from gstep.pruners import find_method, get_method_name
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.gstep import GSTEP
 from tests.gstep.synthetic import assert_same, video
@@ -45,10 +45,10 @@ def test_an_object_and_a_path_are_the_same_method() -> None:
 
 
 def test_a_method_is_found_again_by_what_names_it() -> None:
-    assert method_name(Last) == LAST
+    assert get_method_name(Last) == LAST
     for name, kind in gstep.PRUNERS.items():
-        assert method_name(kind) == name
-        assert method_name(find_method(f"{kind.__module__}:{kind.__qualname__}")) == name
+        assert get_method_name(kind) == name
+        assert get_method_name(find_method(f"{kind.__module__}:{kind.__qualname__}")) == name
     with pytest.raises(ValueError, match="alpha: an object of gstep has its parameters: pass them to its class"):
         gstep.prune(video(2, 3, 4), method=GSTEP(), alpha=0.5)
     with pytest.raises(ValueError, match=r"Last is a class: pass an object, Last\(\.\.\.\), or its path"):

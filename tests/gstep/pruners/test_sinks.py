@@ -10,7 +10,7 @@ import gstep
 from gstep.pruners.fastvid import choose_tokens
 from gstep.pruners.flashvid import pick_diverse
 from gstep.pruners.holitom import choose_windows
-from gstep.pruners.segments import density_peaks, scaled_distances
+from gstep.pruners.segments import compute_scaled_distances, score_density_peaks
 from gstep.pruners.sinks import find_sinks, move_off_sinks, sink_scores
 from gstep.pruners.vectors import unit
 from tests.gstep.synthetic import assert_same, evidence_for, prune, video
@@ -115,7 +115,7 @@ def test_visionzip_ranks_by_what_is_left_and_moves_its_targets() -> None:
 def test_fastvid_subtracts_from_the_scores_of_anchors_once_or_twice() -> None:
     tokens, attention = video(1, 12, 16), torch.zeros(1, 12)
     penalty, noise = torch.linspace(0, 3, 12, dtype=torch.float64).flip(0), torch.zeros(12)
-    peak = density_peaks(scaled_distances(tokens[0]), noise, 4)
+    peak = score_density_peaks(compute_scaled_distances(tokens[0]), noise, 4)
     for share, times in ((2, 1), (1, 2)):
         (frame,) = choose_tokens(
             tokens, attention, noise, [(0, 2)], every_frame_draws=True, penalty_N=penalty, frame_share=share
@@ -157,7 +157,7 @@ def test_holitom_takes_sinks_for_static_but_plans_without_them() -> None:
         n_static = max(round(len(static) * share), 0 if moving else 1)
         if n_static:
             mean = tokens[start:end, static].mean(dim=0)
-            peak = density_peaks(scaled_distances(mean), torch.zeros(len(static)), min(7, n_static))
+            peak = score_density_peaks(compute_scaled_distances(mean), torch.zeros(len(static)), min(7, n_static))
             best = (peak - 0.3 * score[static]).topk(n_static).indices.tolist()
             expected += [10 * start + static[place] for place in best]
     evidence = {"token_attention": attention, "noise": torch.zeros(40)}

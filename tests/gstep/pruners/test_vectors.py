@@ -2,7 +2,7 @@
 
 import torch
 
-from gstep.pruners.vectors import assigned_mean, unit
+from gstep.pruners.vectors import compute_group_means, unit
 
 
 def test_unit_of_any_magnitude_and_of_zero() -> None:
@@ -14,6 +14,6 @@ def test_unit_of_any_magnitude_and_of_zero() -> None:
 
 def test_the_mean_of_each_group_and_of_none() -> None:
     rows = torch.tensor([[1.0, 0.0], [3.0, 2.0], [5.0, 5.0], [7.0, 7.0]])
-    mean, count = assigned_mean(torch.tensor([0, 0, -1, 2]), rows, 3)
+    mean, count = compute_group_means(torch.tensor([0, 0, -1, 2]), rows, 3)
     assert mean.tolist() == [[2.0, 1.0], [0.0, 0.0], [7.0, 7.0]]
     assert count.tolist() == [2, 0, 1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.pruners.visionzip import find_densest, frame_budget, mean_of_nearest
+from gstep.pruners.visionzip import average_nearest, find_densest, frame_budget
 from tests.gstep.synthetic import prune, video
 
 
@@ -157,13 +157,13 @@ def test_visionzip_rounding_decides_no_tie() -> None:
     """The second pair is nearer by a part in 10^14, and the second anchor to what lies in the middle."""
     assert find_densest(directions(0, 10, 90, 100 - 1e-11), 2, neighbours=1).tolist() == [0, 1]
     direction = directions(0, 20 - 1e-11, 10)
-    means = mean_of_nearest(direction, direction, torch.tensor([0, 1]))
+    means = average_nearest(direction, direction, torch.tensor([0, 1]))
     assert means.tolist() == [mean(*direction[[0, 2]].tolist()), direction[1].tolist()]
 
 
 def test_visionzip_of_equal_anchors_the_first_gets_everything() -> None:
     tokens = torch.tensor([[1.0, 0.0], [1.0, 0.0], [4.0, 3.0], [0.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
     direction = torch.nn.functional.normalize(tokens, dim=1)
-    means = mean_of_nearest(tokens, direction, torch.tensor([0, 1, 4]))
+    means = average_nearest(tokens, direction, torch.tensor([0, 1, 4]))
     # The zero token, of cosine 0 with every anchor, goes to the first one too.
     assert means.tolist() == [mean(*tokens[:4].tolist()), [1.0, 0.0], [-1.0, 0.0]]

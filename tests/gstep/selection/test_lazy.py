@@ -18,8 +18,8 @@ from gstep.selection.lazy import (
     ConvertedTokens,
     Counts,
     Subspace,
+    compute_pair_products,
     lazy_density_guided_fps,
-    pair_products,
     survey_tokens,
 )
 from gstep.selection.reference import STARTS, density_guided_fps
@@ -188,8 +188,8 @@ def test_products_of_pairs_without_the_sparse_kernel(monkeypatch: pytest.MonkeyP
     rho, picks = density(tokens[None]), []
     for has_kernel in (lazy._has_sampled_products(), False):
         monkeypatch.setattr(lazy, "_has_sampled_products", lambda has_kernel=has_kernel: has_kernel)
-        assert np.abs(pair_products(a, b, row, column) - expected).max() < 1e-5
-        assert len(pair_products(a, b, row[:0], column[:0])) == 0
+        assert np.abs(compute_pair_products(a, b, row, column) - expected).max() < 1e-5
+        assert len(compute_pair_products(a, b, row[:0], column[:0])) == 0
         picks.append(set(lazy_density_guided_fps(tokens, rho, 100).tolist()))
     assert picks[0] == picks[1]
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gstep.selection.reference import STARTS, density_guided_fps, isolated_token
+from gstep.selection.reference import STARTS, density_guided_fps, find_isolated_token
 from tests.gstep.oracle import all_distances, exact_tokens, oracle, oracle_start
 from tests.gstep.synthetic import FLOATS, needs_cuda
 
@@ -86,8 +86,8 @@ def test_most_isolated_does_not_depend_on_the_block() -> None:
         distance = all_distances(tokens.astype(np.float64))
         # The most isolated token and its nearest neighbour are often each other's: an exact tie in exact arithmetic.
         expected = oracle_start("isolated", np.minimum(distance, distance.T), np.zeros(65))
-        assert {isolated_token(torch.from_numpy(tokens), block).item() for block in (1, 7, 64, 1000)} == {expected}
-    assert isolated_token(torch.ones(1, 3)).tolist() == isolated_token(torch.ones(5, 3)).tolist() == [0]
+        assert {find_isolated_token(torch.from_numpy(tokens), block).item() for block in (1, 7, 64, 1000)} == {expected}
+    assert find_isolated_token(torch.ones(1, 3)).tolist() == find_isolated_token(torch.ones(5, 3)).tolist() == [0]
 
 
 @settings(max_examples=40)

@@ -29,7 +29,7 @@ from tests.gstep.quantized import quantize
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_tower_is_built_and_no_processor_asked(name):
     source = ModelSource.resolve(name)
-    told = serving.engine_options(source, choose_runtime("cpu", "bfloat16"), 100)
+    told = serving.make_engine_options(source, choose_runtime("cpu", "bfloat16"), 100)
     assert told["limit_mm_per_prompt"] == {"image": 0, "video": 0} and told["enable_mm_embeds"]
     assert (told["trust_remote_code"], told["load_format"], told["dtype"]) == (False, "safetensors", "bfloat16")
     ours = {"architectures": [ARCHITECTURES[source.model_type]]} if "qwen" in name else {}
@@ -39,11 +39,11 @@ def test_no_tower_is_built_and_no_processor_asked(name):
 
 def test_a_step_takes_the_largest_video():
     source, runtime = ModelSource.resolve("tiny"), choose_runtime("cpu", "float32")
-    assert "max_num_batched_tokens" not in serving.engine_options(
+    assert "max_num_batched_tokens" not in serving.make_engine_options(
         source, runtime, 2048
     )  # vLLM's own limits are for the device
-    assert serving.engine_options(source, runtime, 2049)["max_num_batched_tokens"] == 8192
-    assert serving.engine_options(source, runtime, 75_000)["max_num_batched_tokens"] == 75_000
+    assert serving.make_engine_options(source, runtime, 2049)["max_num_batched_tokens"] == 8192
+    assert serving.make_engine_options(source, runtime, 75_000)["max_num_batched_tokens"] == 75_000
 
 
 OLD_CPU = {"architecture": "x86_64", "avx512_bw": False, "avx512_vnni": False, "avx_vnni": False}

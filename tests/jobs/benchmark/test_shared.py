@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.benchmark import shared
-from jobs.benchmark.shared import MAIN, OTHER, ProcessTree, figures_in_rows, kind_of, run_in_turn
+from jobs.benchmark.shared import MAIN, OTHER, ProcessTree, classify_process, figures_in_rows, run_in_turn
 from tests.waiting import wait_until
 
 RAY = "/venv/lib/python3.11/site-packages/ray"
@@ -38,7 +38,7 @@ def test_a_figure_is_a_row_and_a_missing_one_a_dash():
     ],
 )
 def test_a_process_is_known_by_its_command_line(command, kind):
-    assert kind_of(command) == kind
+    assert classify_process(command) == kind
 
 
 BUSY = "import time; end = time.process_time() + .3\nwhile time.process_time() < end: pass\ntime.sleep(60)"

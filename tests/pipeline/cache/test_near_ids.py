@@ -10,7 +10,7 @@ from pipeline import TokenCache, TokenDataset, UnknownVideo
 from pipeline.cache.header import fingerprint, read_header
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.merging import merge
-from pipeline.cache.near_ids import did_you_mean_id, near_ids
+from pipeline.cache.near_ids import near_ids, suggest_ids
 from pipeline.cache.reader import MAX_HINTS
 from pipeline.errors import describe_near, near_file, near_form, printable
 from pipeline.rewrite.remove import remove_videos
@@ -64,7 +64,7 @@ def test_a_name_that_looks_the_same_is_described(tmp_path, wrong, near, words):
     """Otherwise a message says that there is no X, and asks for X."""
     assert describe_near(wrong, near) == f"{near} {words}".strip()
     (tmp_path / near).touch()
-    for hint in (did_you_mean_id(wrong, pa.chunked_array([[near]])), near_file(tmp_path / wrong)):
+    for hint in (suggest_ids(wrong, pa.chunked_array([[near]])), near_file(tmp_path / wrong)):
         assert printable(f"did you mean {near} {words}") in printable(hint)
     is_form = "Unicode form" in words
     assert ("its Unicode form" in near_form(str(tmp_path / wrong))) == is_form

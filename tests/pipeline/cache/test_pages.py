@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.cache.pages import plain_columns, plain_pages, put_rows
+from pipeline.cache.pages import find_plain_columns, find_plain_pages, put_rows
 from pipeline.cache.schema import write_parquet
 
 N, WIDTH = 3000, 6  # Arrow ends a page where 1,024 rows have gone into it, and it has enough
@@ -26,8 +26,8 @@ def table(nullable: bool = False) -> pa.Table:
 def put(data: bytes, places: np.ndarray, rows: int) -> np.ndarray | None:
     """What ``put_rows`` makes of the column in the file's only row group."""
     metadata = pq.read_metadata(io.BytesIO(data))
-    number, width = plain_columns(metadata)["token"]
-    pages = plain_pages(metadata.row_group(0), number)
+    number, width = find_plain_columns(metadata)["token"]
+    pages = find_plain_pages(metadata.row_group(0), number)
     if pages is None:
         return None
     out = np.zeros((rows, width // 2), np.int16)
@@ -73,7 +73,7 @@ def test_other_pages_are_left_to_arrow(more):
 
 
 def test_a_column_that_may_have_nulls_is_none_of_these():
-    assert plain_columns(pq.read_metadata(io.BytesIO(written(nullable=True)))) == {}
+    assert find_plain_columns(pq.read_metadata(io.BytesIO(written(nullable=True)))) == {}
 
 
 def test_no_flipped_bit_of_header_or_page_goes_unseen():

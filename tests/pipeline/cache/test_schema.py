@@ -5,9 +5,9 @@ import pyarrow as pa
 
 from pipeline.cache.schema import (
     VIDEO_SCHEMA,
+    build_token_schema,
+    compute_tier_row_counts,
     digest,
-    tier_row_counts,
-    token_schema,
 )
 
 #: The columns of the files of the videos table, in their order.
@@ -29,15 +29,15 @@ source_mark uint64, source_sample uint64
 
 
 def test_row_groups_end_at_the_tiers():
-    assert tier_row_counts(6272, 1568, 0.25, nested=True) == [627, 313, 314, 314]
-    assert tier_row_counts(6272, 6272, 1.0, nested=True) == [627, 313, 314, 314, 1568, 3136]
-    assert tier_row_counts(6272, 1568, 0.25, nested=False) == [1568]
-    assert tier_row_counts(4, 1, 0.25, nested=True) == [1]
-    assert all(n > 0 for m in range(1, 60) for n in tier_row_counts(m, max(1, m // 4), 0.25, nested=True))
+    assert compute_tier_row_counts(6272, 1568, 0.25, nested=True) == [627, 313, 314, 314]
+    assert compute_tier_row_counts(6272, 6272, 1.0, nested=True) == [627, 313, 314, 314, 1568, 3136]
+    assert compute_tier_row_counts(6272, 1568, 0.25, nested=False) == [1568]
+    assert compute_tier_row_counts(4, 1, 0.25, nested=True) == [1]
+    assert all(n > 0 for m in range(1, 60) for n in compute_tier_row_counts(m, max(1, m // 4), 0.25, nested=True))
 
 
 def test_every_column_says_what_it_means():
-    for field in (*VIDEO_SCHEMA, *token_schema(8, 2, {"token_key": 4})):
+    for field in (*VIDEO_SCHEMA, *build_token_schema(8, 2, {"token_key": 4})):
         assert field.metadata[b"meaning"], field.name
 
 
@@ -51,7 +51,7 @@ def test_the_columns_of_the_videos_table_keep_their_order_and_types():
 
 
 def test_token_columns_are_as_wide_as_their_vectors():
-    schema = token_schema(8, 2, {"token_key": 4, "token_attention": 1})
+    schema = build_token_schema(8, 2, {"token_key": 4, "token_attention": 1})
     widths = {field.name: field.type.byte_width for field in schema if pa.types.is_fixed_size_binary(field.type)}
     assert widths == {"token": 16, "deepstack_0": 16, "deepstack_1": 16, "token_key": 8, "token_attention": 2}
     assert schema.names[-2:] == ["token_key", "token_attention"]  # who does not ask for them reads none of them

@@ -13,12 +13,12 @@ from pipeline.cache.table import (
     SortedFile,
     add_keys,
     build_table,
-    in_key_order,
     list_table_files,
     parse_file_name,
     read_file,
     serialise_small,
     serialise_sorted,
+    sort_by_key,
 )
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import read_live, write_header
@@ -32,7 +32,7 @@ def rows_of(count: int) -> pa.Table:
         {"video_id": f"folder/v{i}", "run_id": "r", "uri": f"/x/{i}", "status": "failed", "attempts": 1 + i % 3}
         for i in range(count)
     ]
-    return in_key_order(build_table(records))
+    return sort_by_key(build_table(records))
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_columns_and_row_groups_are_read_as_they_were_written(store, monkeypatch
     assert pa.concat_tables(file.parts()).equals(rows)
     high = rows["id_high"].to_numpy()
     for at in (0, 63, 64, 65, 200, N - 1):
-        groups = file.groups_of(int(high[at]), int(high[at]))
+        groups = file.find_row_groups(int(high[at]), int(high[at]))
         assert at // 64 in groups and len(groups) <= 2
 
 
@@ -141,7 +141,7 @@ def test_few_requests_find_a_video(store):
 
 def test_keys_that_share_a_half_are_told_apart(store, monkeypatch):
     """Ids whose keys begin alike, at the end of a row group and the beginning of the next."""
-    monkeypatch.setattr("pipeline.cache.live.keys_of", lambda texts: np.array([[7, 0]], np.uint64))
+    monkeypatch.setattr("pipeline.cache.live.hash_texts", lambda texts: np.array([[7, 0]], np.uint64))
     rows = rows_of(5)
     for name, values in (("id_high", [7] * 5), ("id_low", range(5))):
         rows = rows.set_column(rows.schema.get_field_index(name), rows.field(name), pa.array(values, pa.uint64()))

@@ -14,8 +14,8 @@ import ray
 from pipeline.doctor import nodes as node_checks
 from pipeline.doctor.doctor import check_store, reachable
 from pipeline.doctor.finding import Finding, run_guarded
-from pipeline.doctor.nodes import judge_nodes, look_at_nodes, look_here, on_each_node
-from pipeline.doctor.speed import check_balance, check_decoding, first_videos
+from pipeline.doctor.nodes import judge_nodes, measure_node, measure_nodes, on_each_node
+from pipeline.doctor.speed import check_balance, check_decoding, read_first_videos
 from pipeline.errors import UsageError
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
@@ -27,7 +27,7 @@ from tests.pipeline.rays import ray_here
 from tests.pipeline.tars import write_tar
 from tests.pipeline.videos import sample
 
-HERE = look_here()
+HERE = measure_node()
 
 
 def wrong(findings):
@@ -65,7 +65,7 @@ def test_a_node_that_is_lost_after_it_answered_costs_no_other_nodes_findings(mon
         return time.time()
 
     monkeypatch.setattr(ray, "get", answer)
-    nodes = look_at_nodes()
+    nodes = measure_nodes()
     assert nodes["b"] == HERE and "it does not answer: a is silent" in nodes["a"].says
 
 
@@ -73,7 +73,7 @@ def test_a_container_has_the_cores_and_the_memory_of_its_limit(monkeypatch):
     """As Ray counts them."""
     monkeypatch.setattr("ray._private.utils._get_docker_cpus", lambda: 1.0)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=2**20))
-    node = look_here()
+    node = measure_node()
     assert (node.cores, node.memory) == (1, 2**20)
 
 
@@ -164,21 +164,21 @@ def test_the_videos_are_those_of_the_run_and_no_more_containers_are_opened_than_
         write_tar(tmp_path / f"{name}.tar", {f"{number}.mp4": b"x" for number in range(2)})
     (tmp_path / "d.tar").write_bytes(b"never opened")
     pq.write_table(pa.table({"film": [b"x", b"y"]}), tmp_path / "e.parquet")
-    found = first_videos(PruneConfig(videos=[f"{tmp_path}/*.tar"]), Objects(), 3)
+    found = read_first_videos(PruneConfig(videos=[f"{tmp_path}/*.tar"]), Objects(), 3)
     assert [row["video_id"] for row in found] == ["a.tar/0.mp4", "a.tar/1.mp4", "b.tar/0.mp4"]
     assert opened == [f"{tmp_path}/a.tar", f"{tmp_path}/b.tar"]
-    found = first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"], column="film"), Objects(), 3)
+    found = read_first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"], column="film"), Objects(), 3)
     assert [(row["video_id"], row["attempts"]) for row in found] == [("e.parquet/0", 1), ("e.parquet/1", 1)]
     with pytest.raises(UsageError, match="needs a video_id and a uri"):
-        first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"]), Objects(), 3)
+        read_first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"]), Objects(), 3)
     with zipfile.ZipFile(tmp_path / "f.zip", "w") as file:
         file.writestr("xx.mp4", b"x")
     (tmp_path / "f.zip").write_bytes((tmp_path / "f.zip").read_bytes().replace(b"xx.mp4", "视.mp4".encode("gbk")))
-    (row,) = first_videos(PruneConfig(videos=[f"{tmp_path}/f.zip"], zip_encoding="gbk"), Objects(), 3)
+    (row,) = read_first_videos(PruneConfig(videos=[f"{tmp_path}/f.zip"], zip_encoding="gbk"), Objects(), 3)
     assert row["video_id"] == "f.zip/视.mp4"
     write_tar(tmp_path / "empty.tar", {"a.txt": b"x"})
     with pytest.raises(UsageError, match="holds a video"):
-        first_videos(PruneConfig(videos=[f"{tmp_path}/empty.tar"]), Objects(), 3)
+        read_first_videos(PruneConfig(videos=[f"{tmp_path}/empty.tar"]), Objects(), 3)
 
 
 @pytest.mark.parametrize(

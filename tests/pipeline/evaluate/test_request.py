@@ -17,7 +17,7 @@ from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.request import frame_options, match_results, prepare, write_results_header
+from pipeline.evaluate.request import choose_frame_options, match_results, prepare, write_results_header
 from pipeline.evaluate.run import answers_config
 from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
 from pipeline.generate.late_pruning import PruningSpec, describe_prunings, resolve_pruning
@@ -68,7 +68,7 @@ def test_every_protocol_can_be_asked_of_the_family_generic_and_its_results_say_t
     table, generic = ModelSource.resolve(model), ModelSource.resolve(model, family="generic")
     for name, benchmark in BENCHMARKS.items():
         for protocol in benchmark.protocols:
-            options = frame_options(EvaluateConfig(benchmark=name), protocol, generic)
+            options = choose_frame_options(EvaluateConfig(benchmark=name), protocol, generic)
             resolve(PruneConfig(model=model, **options), source=generic)
             prompt_builder(generic, None, frame_times=protocol.rules(generic.model_type, generic.family).frame_times)
             of_table, of_generic = (protocol.describe(source.model_type, source.family) for source in (table, generic))

@@ -17,14 +17,14 @@ from pipeline.evaluate.scores import (
     AnsweredItems,
     Reply,
     answered_item,
-    mode_of,
-    question_table,
+    make_answer_mode,
+    make_question_table,
     read_reply,
     score_table,
 )
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import ANSWER_SCHEMA
-from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, read_questions, without_reasoning
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, read_questions, strip_reasoning
 from pipeline.rows import AnswerRecord, without_nulls
 from tests.pipeline.asking import write_questions
 
@@ -116,7 +116,7 @@ def test_a_reply_is_right_by_the_option_that_it_names_or_by_its_text(asked, repl
 )
 def test_what_a_reply_thinks_is_not_read_by_the_protocol_of_lmms_eval_073(reply, read):
     newer, older = BENCHMARKS["longvideobench"].protocols
-    assert without_reasoning(f" {reply}", newer.reasoning).strip(" ") == without_reasoning(reply, newer.reasoning)
+    assert strip_reasoning(f" {reply}", newer.reasoning).strip(" ") == strip_reasoning(reply, newer.reasoning)
     if read is not None:
         assert read_reply(item(), row(reply), newer).parsed == read
     assert read_reply(item(), row(reply), older) == read_reply(item(), row(reply), replace(newer, reasoning=()))
@@ -187,16 +187,16 @@ OWN = [
 
 
 def test_all_questions_are_answered_as_the_protocol_says():
-    way = mode_of(VIDEOMME, "llava_onevision")
+    way = make_answer_mode(VIDEOMME, "llava_onevision")
     assert way == AnswerMode(Decoding(16, 0.0), "generate", "You are a helpful assistant.")
-    assert mode_of(VIDEOMME, "qwen2_5_vl").system is None
-    assert mode_of(LETTER, "llava_onevision") == AnswerMode(Decoding(64, 0.0), "letter", None)
+    assert make_answer_mode(VIDEOMME, "qwen2_5_vl").system is None
+    assert make_answer_mode(LETTER, "llava_onevision") == AnswerMode(Decoding(64, 0.0), "letter", None)
 
 
 def test_where_a_reply_is_generated_the_prompt_is_the_protocols_whole_text():
     """Nothing is added to it: choices of its own would be put below once more."""
     asked = item("007-2", ("A. 1900.", "B. 1950."), video_ids=("data/-Ab3.mp4",), expected="B")
-    table = question_table([asked], VIDEOMME, "llava_onevision")
+    table = make_question_table([asked], VIDEOMME, "llava_onevision")
     (row,) = table.to_pylist()
     assert table.schema == QUESTION_SCHEMA
     assert row["prompt"] == VIDEOMME.text(asked, "llava_onevision") and "B. 1950." in row["prompt"]
@@ -209,7 +209,7 @@ def test_where_a_reply_is_generated_the_prompt_is_the_protocols_whole_text():
 
 def test_own_questions_are_asked_as_jobs_generate_asks_them(tmp_path):
     file = str(write_questions(tmp_path / "q.jsonl", OWN))
-    table = question_table(own_benchmark(file).load(None).items, LETTER, "llava_onevision")
+    table = make_question_table(own_benchmark(file).load(None).items, LETTER, "llava_onevision")
     asked = read_questions(file, AnswerMode(Decoding(64)))
     for name in ("question_id", "video_ids", "prompt", "choices", "target", "decoding"):
         assert table[name].to_pylist() == asked[name].to_pylist(), name
@@ -224,7 +224,7 @@ def test_own_conversations_are_asked_scored_and_told_apart(tmp_path):
     file = str(write_questions(tmp_path / "q.jsonl", [*rows, OWN[1]]))
     loaded = own_benchmark(file).load(None)
     assert loaded.faults == ()  # the same last message on the same video is no repetition
-    table = question_table(loaded.items, LETTER, "llava_onevision")
+    table = make_question_table(loaded.items, LETTER, "llava_onevision")
     asked = read_questions(file, AnswerMode(Decoding(64)))
     for name in ("prompt", "conversation", "choices", "decoding"):
         assert table[name].to_pylist() == asked[name].to_pylist(), name

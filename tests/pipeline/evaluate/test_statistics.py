@@ -14,11 +14,11 @@ from pipeline.evaluate.statistics import (
     Estimate,
     MethodAtRatio,
     Parts,
-    arms_of,
     average,
     count_videos_needed,
     estimates,
     is_named,
+    list_arms,
     relative,
     score_matrix,
     split_seed,
@@ -194,8 +194,8 @@ def test_scores_do_not_depend_on_the_order_of_rows():
         matrix = score_matrix(scores, [ORIGINAL, GSTEP])
         assert matrix.scores.tolist() == [[1, 1, 0], [1, 0, 0.2]]  # a failed answer scores 0
         assert matrix.clusters.tolist() == [1, 0, 1] and matrix.splits == SPLITS
-    assert arms_of(rows) == [GSTEP, ORIGINAL]
-    assert arms_of(score_table(score_rows("none", 0.999, [1.0]))) == [ORIGINAL]  # whatever its ratio says
+    assert list_arms(rows) == [GSTEP, ORIGINAL]
+    assert list_arms(score_table(score_rows("none", 0.999, [1.0]))) == [ORIGINAL]  # whatever its ratio says
 
 
 def test_parts_of_columns():

@@ -192,7 +192,11 @@ def test_a_changed_turn_is_a_changed_question_and_the_same_conversation_is_not_a
 
     def remaining(row):
         job = request_about(tmp_path / "c", [{**BASE, **row}], format=form)
-        live = AnswersTable(job.store).select_live_of(job.questions, [""]) if job.store.exists("answers.json") else None
+        live = (
+            AnswersTable(job.store).select_live_answers(job.questions, [""])
+            if job.store.exists("answers.json")
+            else None
+        )
         if live is None:
             return job
         return select_remaining_questions(job.store, live, job.questions, {"": None}, job.config, {"a"})

@@ -18,7 +18,7 @@ from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs import archive
 from pipeline.inputs.archive import Archive, ArchiveOptions, Member
 from pipeline.inputs.forms import FORMS, OpenArchives
-from pipeline.inputs.indexes import Indexes, forget_members
+from pipeline.inputs.indexes import Indexes, remove_members
 from pipeline.inputs.video_list import VideoList
 from pipeline.storage import downloads
 from pipeline.storage.location import Location
@@ -126,7 +126,7 @@ def test_members_with_any_name_are_read_and_forgotten_and_an_archive_with_a_hash
     found = rows(str(path), store=store, keeps=True)
     assert [row["uri"] for row in found] == [f"{path}#{member_name}" for member_name in ODD]
     assert contents(found) == [*ODD.values()]
-    forget_members(store, {row["uri"] for row in found[:2]})
+    remove_members(store, {row["uri"] for row in found[:2]})
     assert rows(str(path), store=store, first="kept") == found[2:]
     with pytest.raises(ManifestError, match=r"a#\..*rename it: uris put a # between"):
         rows(str(path.rename(tmp_path / name.replace("?", "#"))))
@@ -180,12 +180,12 @@ def test_a_kept_index_of_names_with_backslashes_is_made_again_and_forgets_member
     facts, *members = json.loads(zlib.decompress(kept.read_bytes()))
     kept.write_bytes(zlib.compress(json.dumps([facts, *(member[:9] for member in members)]).encode()))  # as before
     assert rows(str(tmp_path / "a.zip"), store=store, keeps=True) == first
-    forget_members(store, {first[0]["uri"]})
+    remove_members(store, {first[0]["uri"]})
     found = rows(str(tmp_path / "a.zip"), store=store, first="kept")
     assert [row["video_id"] for row in found] == ["a.zip/clips/b.mp4"]
     for video_id in ("a.zip/clips/b.mp4", "a.zip/clips\\b.mp4"):
         rows(str(tmp_path / "a.zip"), store=store, keeps=True)
-        assert forget_members(store, (), {video_id}) == [f"sources/{kept.name}"]
+        assert remove_members(store, (), {video_id}) == [f"sources/{kept.name}"]
 
 
 @pytest.mark.parametrize(

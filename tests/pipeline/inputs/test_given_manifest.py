@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.manifest import given_manifest
+from pipeline.inputs.manifest import convert_given_videos
 from tests.pipeline.lists import read_manifest
 
 
@@ -22,8 +22,8 @@ def here(tmp_path, monkeypatch) -> Path:
 def test_paths_are_called_by_their_names_and_may_be_anywhere_but_behind_a_link(tmp_path, here):
     (tmp_path / "other").mkdir()
     paths = [tmp_path / "other" / "a.mp4", "b.mp4", "s3://bucket/far/c.mp4"]
-    given = given_manifest(paths).to_pylist()
-    assert given == given_manifest(iter(paths)).to_pylist()
+    given = convert_given_videos(paths).to_pylist()
+    assert given == convert_given_videos(iter(paths)).to_pylist()
     assert [(row["video_id"], row["uri"], row["policy"]) for row in given] == [
         ("a.mp4", str(tmp_path / "other" / "a.mp4"), None),
         ("b.mp4", str(here / "b.mp4"), None),
@@ -31,12 +31,14 @@ def test_paths_are_called_by_their_names_and_may_be_anywhere_but_behind_a_link(t
     ]
     (tmp_path / "secret.mp4").write_text("x")
     (here / "a.mp4").symlink_to(tmp_path / "secret.mp4")
-    assert "outside" in given_manifest(["a.mp4"])["policy"][0].as_py()
-    assert given_manifest(["a.mp4"], [str(tmp_path)])["policy"][0].as_py() is None
+    assert "outside" in convert_given_videos(["a.mp4"])["policy"][0].as_py()
+    assert convert_given_videos(["a.mp4"], [str(tmp_path)])["policy"][0].as_py() is None
 
 
 def test_the_name_of_a_signed_address_is_without_its_secret():
-    rows = given_manifest(["https://host/a.mp4?sig=SEC", "s3://bucket/b.mp4?sig=SEC", "s3://bucket/c#1.mp4", "d?.mp4"])
+    rows = convert_given_videos(
+        ["https://host/a.mp4?sig=SEC", "s3://bucket/b.mp4?sig=SEC", "s3://bucket/c#1.mp4", "d?.mp4"]
+    )
     assert rows["video_id"].to_pylist() == ["a.mp4", "b.mp4", "c#1.mp4", "d?.mp4"]
     assert [bool(policy) for policy in rows["policy"].to_pylist()] == [True, True, False, False]
     assert "SEC" not in str(rows)
@@ -47,7 +49,7 @@ def test_a_file_uri_holds_a_path_alone(here):
     refused = ["file://[x/a.mp4", "file://key@host/a.mp4", f"file://{here}/a.mp4?key=1", f"file://{here}/a.mp4#1"]
     refused.append("file:///x%00/a.mp4")
     uris = [f"file://{here}/a%20b.mp4", f"file://localhost{here}/a%20b.mp4", *refused]
-    rows = given_manifest(
+    rows = convert_given_videos(
         [{"video_id": str(number), "uri": uri} for number, uri in enumerate(uris)], [str(here)]
     ).to_pylist()
     assert [row["policy"] for row in rows[:2]] == [None, None] and rows[0]["uri"] == rows[1]["uri"] == f"{here}/a b.mp4"
@@ -67,7 +69,7 @@ def test_rows_are_those_of_a_manifest_in_the_current_folder(here, kind):
     (here / "m.jsonl").write_text(
         '{"video_id": "a", "uri": "x.mp4", "start_s": 1, "topic": "cats"}\n{"video_id": "b", "uri": "y.mp4"}'
     )
-    assert given_manifest(kind(ROWS)).equals(read_manifest("m.jsonl"))
+    assert convert_given_videos(kind(ROWS)).equals(read_manifest("m.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -89,4 +91,4 @@ def test_rows_are_those_of_a_manifest_in_the_current_folder(here, kind):
 )
 def test_what_is_no_list_of_videos_is_refused_by_name(given, said):
     with pytest.raises(ManifestError, match=said):
-        given_manifest(given)
+        convert_given_videos(given)

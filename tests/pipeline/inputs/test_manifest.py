@@ -16,7 +16,7 @@ from pipeline.errors import ManifestError
 from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
 from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.indexes import Indexes
-from pipeline.inputs.manifest import given_manifest
+from pipeline.inputs.manifest import convert_given_videos
 from tests.pipeline.lists import read_manifest
 
 
@@ -128,7 +128,7 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path, double):
         with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
             read_manifest(str(path))
     with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
-        given_manifest(table)
+        convert_given_videos(table)
     with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
         read_manifest(str(tmp_path / "m.parquet"), indexes=Indexes(ArchiveOptions(double)))
     (tmp_path / "m.csv").write_text("video_id,uri,,\na,a.mp4,,\n")  # spreadsheets write such
@@ -210,7 +210,7 @@ def test_parts_know_where_their_rows_stand(tmp_path, end):
         read_manifest(str(write_jsonl(tmp_path / "m.jsonl", rows(2**13 + end))))
     table = pa.Table.from_pylist(rows(2**16 + end))
     pq.write_table(table, tmp_path / "m.parquet")
-    for read in (lambda: read_manifest(str(tmp_path / "m.parquet")), lambda: given_manifest(table)):
+    for read in (lambda: read_manifest(str(tmp_path / "m.parquet")), lambda: convert_given_videos(table)):
         with pytest.raises(ManifestError, match=f"row {2**16 + end}: no uri"):
             read()
 
@@ -220,7 +220,11 @@ def test_ids_and_uris_of_bytes_are_text(tmp_path, kind):
     """pyarrow and pandas write text as bytes in places; an id of ``b'a'`` would never match the user's own."""
     table = pa.table({name: pa.array([b"a", b"b"], kind) for name in ("video_id", "uri", "note")})
     pq.write_table(table, tmp_path / "m.parquet")
-    for rows in (read_manifest(str(tmp_path / "m.parquet")), given_manifest(table), given_manifest(table.to_pylist())):
+    for rows in (
+        read_manifest(str(tmp_path / "m.parquet")),
+        convert_given_videos(table),
+        convert_given_videos(table.to_pylist()),
+    ):
         assert rows["video_id"].to_pylist() == ["a", "b"]
         assert [uri.rpartition("/")[2] for uri in rows["uri"].to_pylist()] == ["a", "b"]
         assert [json.loads(text) for text in rows["manifest"].to_pylist()] == [{"note": "a"}, {"note": "b"}]
@@ -240,7 +244,7 @@ def test_a_time_that_python_has_no_date_for_is_carried_as_text(tmp_path, kind):
     times = pa.array([864 * 10**15, 0, None], pa.int64()).cast(kind)
     table = pa.table({"video_id": ["a", "b", "c"], "uri": ["a", "b", "c"], "at": times})
     pq.write_table(table, tmp_path / "m.parquet")
-    for rows in (read_manifest(str(tmp_path / "m.parquet")), given_manifest(table)):
+    for rows in (read_manifest(str(tmp_path / "m.parquet")), convert_given_videos(table)):
         assert rows["video_id"].to_pylist() == ["a", "b", "c"]
         infinite, zero, none = (text and json.loads(text) for text in rows["manifest"].to_pylist())
         assert isinstance(infinite["at"], str) and isinstance(zero["at"], str) and none is None
@@ -267,7 +271,7 @@ def test_a_whole_number_is_the_same_id_as_a_number_of_any_type_and_as_text(tmp_p
     table = pa.table({"video_id": WHOLE[kind], "question_id": WHOLE[kind], "uri": ["a", "b"], "prompt": ["x", "y"]})
     pq.write_table(table, tmp_path / "m.parquet")
     dicts = table.to_pylist()
-    for rows in (read_manifest(str(tmp_path / "m.parquet")), given_manifest(table), given_manifest(dicts)):
+    for rows in (read_manifest(str(tmp_path / "m.parquet")), convert_given_videos(table), convert_given_videos(dicts)):
         assert rows["video_id"].to_pylist() == ["1", "20"]
     mode = AnswerMode(Decoding())
     lists = [{**row, "video_id": [row["video_id"]]} for row in dicts]
@@ -323,6 +327,6 @@ def test_a_cell_of_a_csv_has_a_bound(tmp_path):
 def test_what_is_no_text_is_refused_by_column_and_row(tmp_path, column, values, row, why):
     table = pa.table({"video_id": ["a", "b"], "uri": ["a", "b"], column: values})
     pq.write_table(table, tmp_path / "m.parquet")
-    for read in (lambda: read_manifest(str(tmp_path / "m.parquet")), lambda: given_manifest(table.to_pylist())):
+    for read in (lambda: read_manifest(str(tmp_path / "m.parquet")), lambda: convert_given_videos(table.to_pylist())):
         with pytest.raises(ManifestError, match=f"row {row}: the {column} is .*{why}"):
             read()

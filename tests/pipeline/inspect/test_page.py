@@ -14,7 +14,7 @@ from gstep.types import budget_for
 from pipeline import TokenCache
 from pipeline.cache.header import serialise_header
 from pipeline.html_pages import environment
-from pipeline.inspect.page import draw_page, grid_of, list_tiers, video_page, write_page
+from pipeline.inspect.page import draw_page, get_grid, list_tiers, video_page, write_page
 from pipeline.inspect.thumbnails import Pictures, Thumbnails
 from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.video.decode import DecodeRequest, decode_video
@@ -141,8 +141,8 @@ def test_tiers_end_at_what_is_stored():
     assert list_tiers(row) == [(0.10, 10), (0.15, 15), (0.20, 20), (0.25, 25), (0.3, 30)]
     assert list_tiers({**row, "retention_ratio": 0.05, "n_tokens": 5}) == [(0.05, 5)]
     assert list_tiers({**row, "nested": False}, 0.1) == [(0.3, 30)]
-    assert grid_of({"tokens_per_frame": 196}) == (14, 14) and grid_of({"tokens_per_frame": 195}) is None
-    assert grid_of({"tokens_per_frame": 195, "model_extra": {"grid": [13, 15]}}) == (13, 15)
+    assert get_grid({"tokens_per_frame": 196}) == (14, 14) and get_grid({"tokens_per_frame": 195}) is None
+    assert get_grid({"tokens_per_frame": 195, "model_extra": {"grid": [13, 15]}}) == (13, 15)
 
 
 def lit_in_path(d: str) -> list[int]:

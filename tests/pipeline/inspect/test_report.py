@@ -7,7 +7,15 @@ import pytest
 
 from pipeline import TokenCache
 from pipeline.errors import RatioNotCached, UnknownVideo
-from pipeline.inspect.report import cache_report, count, flat, frames_of, source_facts, source_frames, video_report
+from pipeline.inspect.report import (
+    cache_report,
+    count,
+    flat,
+    list_step_frames,
+    source_facts,
+    source_frames,
+    video_report,
+)
 from pipeline.rewrite.remove import remove_videos
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.pipeline.pages import FRAMES, VIDEO, build, shown
@@ -85,9 +93,13 @@ def test_facts_name_the_clip_and_what_was_repeated(cache):
 
 def test_frames_of_a_pair_stand_together_and_the_last_may_be_alone():
     row = {"frame_indices": [0, 3, 7, 9, 12], "n_frames": 3}
-    assert frames_of(row) == [[0, 1], [2, 3], [4]]
-    assert [source_frames(row, frames) for frames in frames_of(row)] == ["frames 0, 3", "frames 7, 9", "frame 12"]
-    assert frames_of({"frame_indices": [4, 5], "n_frames": 2}) == [[0], [1]]
+    assert list_step_frames(row) == [[0, 1], [2, 3], [4]]
+    assert [source_frames(row, frames) for frames in list_step_frames(row)] == [
+        "frames 0, 3",
+        "frames 7, 9",
+        "frame 12",
+    ]
+    assert list_step_frames({"frame_indices": [4, 5], "n_frames": 2}) == [[0], [1]]
 
 
 def test_flat_leaves_out_what_is_not_set():

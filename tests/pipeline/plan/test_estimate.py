@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from pipeline.plan.estimate import Cluster, Interval, Prices, Workload, decode_seconds, estimate, find_gpu_type, mean_of
+from pipeline.plan.estimate import (
+    Cluster,
+    Interval,
+    Prices,
+    Workload,
+    decode_seconds,
+    estimate,
+    estimate_mean,
+    find_gpu_type,
+)
 from pipeline.plan.render import list_rows
 
 A100S = Cluster(4, "A100", 48.0)
@@ -83,12 +92,12 @@ def test_the_record_is_json_with_ranges_in_order():
 
 
 def test_a_mean_is_surer_of_more_values_and_sure_of_all():
-    few, many = mean_of([1, 3], 10**6), mean_of([1, 3] * 20, 10**6)
+    few, many = estimate_mean([1, 3], 10**6), estimate_mean([1, 3] * 20, 10**6)
     assert few.expected == many.expected == 2
     assert few.high - few.low > 3 * (many.high - many.low) > 0
-    assert mean_of([1, 3], population=2) == Interval(2, 2, 2)
-    assert mean_of([2, 2, 2], 10**6) == Interval(2, 2, 2)
-    assert mean_of([2], 10) == Interval(1, 2, 4) and mean_of([2], population=1) == Interval(2, 2, 2)
+    assert estimate_mean([1, 3], population=2) == Interval(2, 2, 2)
+    assert estimate_mean([2, 2, 2], 10**6) == Interval(2, 2, 2)
+    assert estimate_mean([2], 10) == Interval(1, 2, 4) and estimate_mean([2], population=1) == Interval(2, 2, 2)
 
 
 @pytest.mark.parametrize(

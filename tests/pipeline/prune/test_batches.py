@@ -14,11 +14,11 @@ from pipeline.prune.batches import (
     BUNDLE,
     WRITTEN_SCHEMA,
     pack,
-    pack_unit,
+    pack_task,
     pack_written,
     unpack,
     unpack_failed,
-    unpack_unit,
+    unpack_task,
 )
 from pipeline.rows import VideoRecord, failed_video
 from tests.pipeline.caches import encoded, random_tokens, source_record
@@ -139,5 +139,5 @@ def test_a_unit_holds_its_rows_and_no_others():
     rows = [{"video_id": f"v{number}", "uri": "/v.mp4", "attempts": number, "size": number} for number in range(9)]
     todo = pa.Table.from_pylist(rows, TODO_SCHEMA)
     parts = pa.concat_tables([todo.slice(0, 4), todo.slice(4)])
-    assert unpack_unit(pack_unit(parts.slice(2, 5))).to_pylist() == todo.slice(2, 5).to_pylist()
-    assert len(pack_unit(todo)) == 1 and len(pack_unit(todo.slice(0, 1))["videos"][0].as_py()) < 2000
+    assert unpack_task(pack_task(parts.slice(2, 5))).to_pylist() == todo.slice(2, 5).to_pylist()
+    assert len(pack_task(todo)) == 1 and len(pack_task(todo.slice(0, 1))["videos"][0].as_py()) < 2000

@@ -12,7 +12,7 @@ from pipeline import TokenCache
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
-from pipeline.prune.frame_limits import describe_sampling, foresee_limits
+from pipeline.prune.frame_limits import describe_future_limits, describe_sampling
 from pipeline.prune.recipe import Recipe, resolve, sampling_settings
 from pipeline.rows import VideoRecord, describe_frames, format_rate, todo_row
 from pipeline.video.sampling import Sampling, choose_frames, count_frames_by_rate
@@ -137,15 +137,15 @@ def test_a_dry_run_tells_at_which_lengths_limits_begin_and_which_clips_of_the_li
     clips = [(None, 60.0), (10.0, 20.0), (10.0, 11.0), (None, None), (3.0, None)]
     rows = [todo_row(f"v{i}", "/v.mp4", start, end) for i, (start, end) in enumerate(clips)]
     todo = pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
-    lines = list(foresee_limits({"fps": 2.0, "max_frames": 32, "min_frames": 4}, todo))
+    lines = list(describe_future_limits({"fps": 2.0, "max_frames": 32, "min_frames": 4}, todo))
     assert lines == [
         "a video of more than 16 s is capped at 32 frames; --max-frames raises it, in a new cache; 1 clip by start and "
         "end, unless the video ends before",
         "a video of at most 1.5 s gets 4 frames if it has them, for this model; 1 clip by start and end, unless the "
         "video ends before",
     ]
-    assert len(list(foresee_limits({"fps": 2.0, "max_frames": None}, todo))) == 0
-    assert list(foresee_limits({"num_frames": 8}, todo)) == []
+    assert len(list(describe_future_limits({"fps": 2.0, "max_frames": None}, todo))) == 0
+    assert list(describe_future_limits({"num_frames": 8}, todo)) == []
 
 
 @pytest.mark.parametrize(

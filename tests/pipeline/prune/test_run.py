@@ -41,9 +41,9 @@ IO = {"error_class": "io", "error_message": "gone", "retryable": True}
 def setups(device: str, token_bytes: int, frame_bytes: int = 10**6) -> PruneStages:
     """Setups that tell the sizes of videos of 32 frames, and no more."""
     decode = create_autospec(DecodeSetup, instance=True)
-    decode.largest_frames.return_value = decode.usual_frames.return_value = 32, 1, frame_bytes // 32 // 3
+    decode.largest_frames.return_value = decode.typical_frames.return_value = 32, 1, frame_bytes // 32 // 3
     encode = create_autospec(EncodeSetup, instance=True, device=device)
-    encode.bytes_per_video.return_value = encode.stored_bytes_per_video.return_value = token_bytes
+    encode.bytes_per_video.return_value = encode.estimate_stored_bytes.return_value = token_bytes
     return PruneStages(decode, encode)
 
 
@@ -79,7 +79,7 @@ def test_large_frames_fill_neither_the_object_stores_nor_the_memory(frame_bytes,
 
 def test_a_number_of_frames_that_few_videos_reach_holds_no_decoder_back():
     stages = setups("cuda", 11_239_424, 768 * 600_000 * 3)
-    stages.decode.usual_frames.return_value = 32, 600, 1000
+    stages.decode.typical_frames.return_value = 32, 600, 1000
     cluster = {"CPU": 64.0, "GPU": 8.0, "object_store_memory": 5e9, "memory": 256e9}
     _, plan = plan_workers(PruneConfig(), stages, cluster, 10**5)
     assert (plan.decode.workers, plan.decode.in_flight) == (64, 4)

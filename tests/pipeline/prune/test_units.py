@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.prune.resources import MAX_UNIT_BYTES, cut_units
+from pipeline.prune.resources import MAX_UNIT_BYTES, cut_tasks
 
 
 def members(sizes, shard="a.tar"):
@@ -25,7 +25,7 @@ def rows_of_a_table(*places):
 
 def cut(videos, workers, most=256, **more):
     """The units, which are checked to be all of the videos, in order."""
-    found = list(cut_units(videos, workers, most, **more))
+    found = list(cut_tasks(videos, workers, most, **more))
     assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])] and found[-1][1] == len(videos)
     assert all(stop - start > 0 for start, stop in found)
     return found

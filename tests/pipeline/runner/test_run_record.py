@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.errors import FAULTS, UsageError
-from pipeline.runner.run_record import Outcome, RunFile, check_out, count_failures, new_run_id
+from pipeline.runner.run_record import Outcome, RunFile, check_out_folder, count_failures, new_run_id
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 
@@ -82,13 +82,13 @@ UPLOADED = {"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}
 def test_a_relative_place_in_an_uploaded_folder_would_be_lost(monkeypatch, out, job):
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(UPLOADED))
     with pytest.raises(UsageError, match=r"--out cache: .*name an absolute path"):
-        check_out(LocalStore("cache"))
-    check_out(ObjectStore("s3://bucket/cache", Objects()))
+        check_out_folder(LocalStore("cache"))
+    check_out_folder(ObjectStore("s3://bucket/cache", Objects()))
     if job is None:
         monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
     else:
         monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
-    check_out(LocalStore(out))
+    check_out_folder(LocalStore(out))
 
 
 @pytest.mark.parametrize(

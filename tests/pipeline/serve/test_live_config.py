@@ -11,7 +11,7 @@ from pipeline.errors import UsageError
 from pipeline.serve import LIMITS
 from pipeline.serve.config import KEY, LiveConfig, ServeConfig
 from pipeline.serve.gate import RequestGate
-from pipeline.serve.server import check_live, server_words
+from pipeline.serve.server import check_live, make_server_words
 from tests.ports import free_ports
 
 MODEL = "tiny-qwen3-vl"
@@ -80,10 +80,10 @@ def test_hosts_are_compared_in_lower_case():
 
 def test_the_server_that_has_no_gate_is_refused(monkeypatch):
     config = LiveConfig(model=MODEL, port=8001)
-    assert "--port=8001" in server_words(config, {"model": "m"}, "m")
+    assert "--port=8001" in make_server_words(config, {"model": "m"}, "m")
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(UsageError, match="Unset VLLM_USE_RUST_FRONTEND"):
-        server_words(config, {"model": "m"}, "m")
+        make_server_words(config, {"model": "m"}, "m")
 
 
 def test_a_good_request_is_resolved():

@@ -14,7 +14,7 @@ import pytest
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.errors import ModelError
 from gstep.serving.live import LIVE, LivePruning
-from gstep.serving.options import live_engine_options, prepare_process
+from gstep.serving.options import make_live_engine_options, prepare_process
 from pipeline import TokenCache
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
 from tests.pipeline.serve.live_cases import N_FRAMES, NAMES, SHORT, pruned_cache
@@ -53,7 +53,7 @@ def case(request, make_cache):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LivePruning, "select_mask", spy)
-        options = live_engine_options(source, choose_runtime("cpu", "float32"), LivePruning(), N_FRAMES)
+        options = make_live_engine_options(source, choose_runtime("cpu", "float32"), LivePruning(), N_FRAMES)
         options |= {"limit_mm_per_prompt": {"image": 1, "video": 2}, "allowed_local_media_path": str(videos)}
         options |= {"max_num_batched_tokens": STEP, "block_size": 32, "max_num_seqs": 4, "max_model_len": 2048}
         engine = LLM(**options)
@@ -121,7 +121,7 @@ def test_the_model_refuses_a_connector_in_whatever_way_it_came():
 def test_names_of_videos_in_caches_of_vllm_say_how_they_were_pruned():
     from gstep.serving import live_models  # noqa: PLC0415 - as above
 
-    def name_of(live):
+    def get_evidence_name(live):
         processor = object.__new__(live_models._Qwen2Processor)
         config = SimpleNamespace(**{LIVE: live.as_options()})
         context = SimpleNamespace(get_mm_config=lambda: SimpleNamespace(mm_hasher_algorithm="sha256"))
@@ -130,7 +130,9 @@ def test_names_of_videos_in_caches_of_vllm_say_how_they_were_pruned():
         inputs = SimpleNamespace(get_mm_hashes=lambda *_: hashes)
         return processor._get_mm_hashes(inputs)["video"][0]
 
-    names = [name_of(live) for live in (LivePruning(), LivePruning("novelty"), LivePruning(retention_ratio=0.5))]
+    names = [
+        get_evidence_name(live) for live in (LivePruning(), LivePruning("novelty"), LivePruning(retention_ratio=0.5))
+    ]
     assert len(set(names)) == 3 and all(name.endswith("-pixels") for name in names)
 
 

@@ -15,7 +15,7 @@ from pipeline.errors import UnknownVideo, UsageError
 from pipeline.generate.prompts import count_bytes
 from pipeline.serve.config import ServeConfig
 from pipeline.serve.prompts import CachedPrompts, CacheLink, ServedCache
-from pipeline.serve.server import served_cache
+from pipeline.serve.server import make_served_cache
 from pipeline.serve.videos import StoreAway, TooLarge, VideoGone
 from tests.pipeline.asking import tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -302,7 +302,7 @@ def test_the_flag_decides_the_times_of_every_prompt(tmp_path):
         return re.findall(r"<([0-9.]+) seconds>", prompts.builder.tokenizer.decode(ids))
 
     place = str(tmp_path / "c")
-    settings = json.loads(json.dumps(asdict(served_cache(ServeConfig(cache=place, frame_times="stock")))))
+    settings = json.loads(json.dumps(asdict(make_served_cache(ServeConfig(cache=place, frame_times="stock")))))
     assert settings["frame_times"] == "stock"  # as it reaches the renderer
     assert times(ServedCache(**settings)) == ["0.3", "1.4", "2.2"]
     assert times(ServedCache(cache=place, model="tiny-qwen3-vl")) == ["0.2", "1.0", "2.2"]

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
-from pipeline.inputs.manifest import given_manifest
+from pipeline.inputs.manifest import convert_given_videos
 from pipeline.storage.hub import HubFiles
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
@@ -338,7 +338,7 @@ def test_the_driver_decides_for_the_objects_that_a_local_manifest_names(server, 
     (tmp_path / "config").write_text(f"[default]\nendpoint_url = {server.url}\n")
     for read in (
         lambda objects: read_manifest(str(tmp_path / "m.parquet"), [server.uri()], objects),
-        lambda objects: given_manifest(table, [server.uri()], objects),
+        lambda objects: convert_given_videos(table, [server.uri()], objects),
     ):
         objects = Objects.from_environment()
         read(objects)

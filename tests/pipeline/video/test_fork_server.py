@@ -25,7 +25,7 @@ from tests.pipeline.videos import KeepSize
 variables = dict(os.environ)
 os.environ.clear()
 os.environ.update(variables)
-fork_server.stand_by()
+fork_server.fork_standby()
 waits = fork_server._standing_by.pid
 if "killed" in sys.argv:
     os.kill(waits, signal.SIGKILL)

@@ -12,7 +12,7 @@ import pytest
 from pipeline.video import decode, probe
 from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.headers import H264Headers, read_clock_bits, shows_av1, shows_vp8, shows_vp9
+from pipeline.video.headers import H264Headers, is_av1_shown, is_vp8_shown, is_vp9_shown, read_clock_bits
 from pipeline.video.packets import VideoPackets, open_container
 from pipeline.video.sampling import Sampling
 from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
@@ -118,7 +118,7 @@ def test_a_parameter_set_that_states_2_to_the_60_bits_costs_no_memory():
 
 def test_zeros_are_damage_and_no_hidden_frame():
     zeros = memoryview(bytes(100))
-    assert shows_vp8(zeros) and shows_vp9(zeros) and shows_av1(zeros)
+    assert is_vp8_shown(zeros) and is_vp9_shown(zeros) and is_av1_shown(zeros)
 
 
 @pytest.mark.parametrize("max_kept_bytes", [2**20, 0])

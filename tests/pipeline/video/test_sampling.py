@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import VideoFault
-from pipeline.video.sampling import Sampling, choose_frames, clip_range, snap_frames
+from pipeline.video.sampling import Sampling, choose_frames, find_clip_range, snap_frames
 
 TS = np.arange(250) / 25  # 10 s at 25 frames a second
 
@@ -21,11 +21,11 @@ def test_uniform_is_the_integer_linspace_of_lmms_eval(total, count):
 
 
 def test_a_clip_is_half_open_and_sampled_on_its_own():
-    assert clip_range(TS, 2.0, 4.0, 10.0) == (50, 100)
+    assert find_clip_range(TS, 2.0, 4.0, 10.0) == (50, 100)
     chosen = choose_frames(TS, Sampling(num_frames=5), 2.0, 4.0)
     assert chosen.tolist() == (50 + np.linspace(0, 49, 5, dtype=int)).tolist()
-    assert clip_range(TS, None, None, 10.0) == (0, 250)
-    assert clip_range(TS, 9.0, 99.0, 10.0) == (225, 250)  # an end behind the video is its end
+    assert find_clip_range(TS, None, None, 10.0) == (0, 250)
+    assert find_clip_range(TS, 9.0, 99.0, 10.0) == (225, 250)  # an end behind the video is its end
 
 
 @pytest.mark.parametrize("fps", [0.5, 1.0, 3.0, 10.0, 25.0, 30.0])

@@ -20,8 +20,8 @@ from pipeline.video.probe import VideoIndex, probe
 from pipeline.video.sampling import (
     Sampling,
     choose_frames,
-    clip_range,
-    clip_rate,
+    find_clip_range,
+    find_clip_rate,
     find_tolerances,
     find_true_times,
 )
@@ -68,7 +68,7 @@ FAST_S, SLOW_S = 2, 10  # a video of 30 frames a second for two seconds, then of
 
 def range_of(index: VideoIndex, start: float | None, end: float | None) -> tuple[int, int]:
     times, *duration = index.find_true_times()
-    return clip_range(times, start, end, *duration)
+    return find_clip_range(times, start, end, *duration)
 
 
 def chosen_of(index: VideoIndex, sampling: Sampling, start: float | None = None, end: float | None = None) -> list[int]:
@@ -226,7 +226,7 @@ def uneven(path: Path) -> Path:
 def test_a_header_that_states_a_thousand_frames_a_second_is_not_believed(tmp_path, name):
     index = index_of(write_times(tmp_path / name, [40 * number for number in range(50)], 1000))
     assert index.fps == pytest.approx(25.0, abs=1e-9)
-    assert clip_rate(index.timestamps, index.fps, None, None, index.duration_s, index.tick_s) == index.fps
+    assert find_clip_rate(index.timestamps, index.fps, None, None, index.duration_s, index.tick_s) == index.fps
 
 
 @pytest.mark.parametrize("name", UNEVEN)
@@ -238,7 +238,7 @@ def test_a_variable_rate_is_that_of_the_timestamps_and_its_cap_is_even_over_time
     seconds = {(None, None): FAST_S + SLOW_S, (0.0, 2.0): 2, (0.5, 1.5): 1, (4.0, 10.0): 6}
     for clip, length in seconds.items():
         first, stop = range_of(index, *clip)
-        rate = clip_rate(index.timestamps, index.fps, *clip, index.duration_s, index.tick_s)
+        rate = find_clip_rate(index.timestamps, index.fps, *clip, index.duration_s, index.tick_s)
         assert rate == pytest.approx((stop - first) / length, rel=0.02)
     chosen = chosen_of(index, Sampling(None, 4.0, 12))
     steps = np.diff(index.timestamps[chosen])
@@ -285,7 +285,7 @@ def test_no_tolerance_reaches_another_frame(steps, tick_s, data):
     number = data.draw(st.integers(0, len(times) - 1))
     for bound in (times[number] - 0.9 * allowed[number], times[number] + 0.9 * allowed[number]):
         if 0 <= bound < times[-1] + 1:
-            assert clip_range(times, float(bound), None, times[-1] + 1, tick_s)[0] == number
+            assert find_clip_range(times, float(bound), None, times[-1] + 1, tick_s)[0] == number
 
 
 def test_a_bound_between_frames_of_a_coarse_tick_is_no_frame(even):

@@ -121,7 +121,7 @@ class WorkerRequest(NamedTuple):
 
 
 @contextmanager
-def forking_workers() -> Iterator[None]:
+def fork_workers_from_server() -> Iterator[None]:
     """Let a Ray that starts in this context fork its workers from a server.
 
     The server is the one that SOCKET names, otherwise one that this process starts and keeps for later contexts.
@@ -268,7 +268,7 @@ def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> No
     Path("/proc/self/oom_score_adj").write_text(request.oom_score, encoding="ascii")
     os.write(answer, b"1")
     os.close(answer)
-    import_module("pipeline.video.fork_server").stand_by()  # in case this worker becomes a decoder
+    import_module("pipeline.video.fork_server").fork_standby()  # in case this worker becomes a decoder
     program, *arguments = request.program
     sys.argv = [program, *arguments]
     sys.path.insert(0, str(Path(program).parent))
@@ -276,7 +276,7 @@ def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> No
 
 
 @contextmanager
-def no_random_ids() -> Iterator[None]:
+def leave_ray_rng_unseeded() -> Iterator[None]:
     """Keep Ray's generator of random ids unseeded inside the context, in which classes of actors may be defined.
 
     Ray seeds the generator at the first draw, which is the id of a class of actors, and each fork inherits its state.
@@ -299,7 +299,7 @@ def import_ray() -> None:
     Raises:
         SystemExit: the process has threads or has started CUDA afterwards, so it cannot be forked.
     """
-    with no_random_ids():
+    with leave_ray_rng_unseeded():
         _import(_WITH_RAY, optional=_OF_RAY)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gstep.selection import reference
 from gstep.selection.gpu import check, gram, launch
 from gstep.selection.gpu.check import check_forms
-from gstep.selection.gpu.gram import Task, Tuning, default_tuning, prepare_task, select_by_gram
+from gstep.selection.gpu.gram import Task, Tuning, choose_tuning, prepare_task, select_by_gram
 from gstep.selection.gpu.launch import select_on_gpu
 from gstep.selection.gpu.lazy import LazyForm
 from gstep.selection.reference import STARTS, density_guided_fps
@@ -33,7 +33,7 @@ cuda_only = pytest.mark.skipif(INTERPRETED, reason="too large for the interprete
 def tuning(dtype: torch.dtype, candidates: int = 16, rounds: int = 1) -> Tuning:
     if INTERPRETED:
         return Tuning(block=32, block_hidden=16, candidates=candidates, rounds=rounds)
-    return replace(default_tuning(dtype, 0), candidates=candidates, rounds=rounds)
+    return replace(choose_tuning(dtype, 0), candidates=candidates, rounds=rounds)
 
 
 def select(
@@ -222,7 +222,7 @@ def test_a_static_video_on_tensor_cores_is_selected_as_by_the_plain_form_and_che
 def test_with_norms_taken_elsewhere_a_static_video_is_selected_by_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test before this one would show; and that the check of a process shows it."""
     truncate(monkeypatch, 8)
-    exact = lambda tokens, tuning: reference.inverse_norms(tokens)  # noqa: E731
+    exact = lambda tokens, tuning: reference.compute_inverse_norms(tokens)  # noqa: E731
     monkeypatch.setattr(gram, "_compute_inverse_norms", exact)
     tokens, rho = static_video(2048), torch.zeros(30, dtype=torch.float64)
     assert select("gram", tokens, rho, 20) != density_guided_fps(tokens, rho, 20).tolist()

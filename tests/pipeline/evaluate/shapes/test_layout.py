@@ -10,7 +10,7 @@ import pytest
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.request import frame_rule
-from pipeline.evaluate.scores import question_table
+from pipeline.evaluate.scores import make_question_table
 from pipeline.evaluate.shapes.layout import (
     ANNOTATIONS,
     CorpusRecipe,
@@ -64,7 +64,7 @@ def test_columns_and_cells_are_those_of_videomme_and_every_row_is_a_question_of_
 def test_choices_are_asked_with_one_letter_each_and_every_frame_is_taken(folder):
     protocol, items = SHAPES.protocol(), SHAPES.load(folder).items
     assert protocol.name == "letter"
-    asked = question_table(items, protocol, "llava_onevision").to_pylist()
+    asked = make_question_table(items, protocol, "llava_onevision").to_pylist()
     assert asked[0]["choices"] == list(items[0].options)
     for family in ("llava_onevision", "qwen2_5_vl", "qwen3_vl"):
         rule = protocol.rules(family).frames

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.evaluate.shapes.render import RGB, mask_of, render
+from pipeline.evaluate.shapes.render import RGB, render, render_mask
 from pipeline.evaluate.shapes.world import COLORS, SIDE
 from tests.interpreter import run_python
 from tests.pipeline.evaluate.shapes.shape_videos import through_h264, videos
@@ -46,7 +46,7 @@ def test_the_color_of_a_thing_can_be_read_from_its_pixels_after_h264(hardness, s
         frames = through_h264(render(video))
         for thing in video.things:
             if thing.kind != "sign":
-                inside = mask_of(thing.name, thing.size) > 0.9
+                inside = render_mask(thing.name, thing.size) > 0.9
                 for shot in thing.shots:
                     mean = np.median(window(frames, shot)[inside], axis=0)
                     right.append(COLORS[np.linalg.norm(PALETTE - mean, axis=1).argmin()] == shot.color)

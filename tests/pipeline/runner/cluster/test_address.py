@@ -17,7 +17,7 @@ from pipeline.runner.cluster.address import (
     set_cluster_token,
     workers_import_this,
 )
-from pipeline.runner.cluster.connection import explained_end
+from pipeline.runner.cluster.connection import explain_native_exit
 from tests.paths import ROOT
 from tests.waiting import wait_until
 
@@ -108,7 +108,7 @@ def test_a_process_that_ray_ends_without_a_word_is_explained(tmp_path, ends):
     child = os.fork()
     if child == 0:
         os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
-        with explained_end("h:1"):
+        with explain_native_exit("h:1"):
             if ends:
                 os._exit(1)
         os._exit(0)
