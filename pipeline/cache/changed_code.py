@@ -134,7 +134,8 @@ def check_code(kind: type, code: str | None) -> None:
     if code is not None and (current_code := hash_code(kind)) != code:
         raise UsageError(
             f"{kind.__module__}:{kind.__qualname__} has other code in {find_class_file(kind)} than at the start of the "
-            f"run ({current_code}, not {code}): put the same file on all nodes, do not change it during a run, and rerun"
+            f"run ({current_code}, not {code}): put the same file on all nodes, do not change it during a run, and "
+            "rerun"
         )
 
 
