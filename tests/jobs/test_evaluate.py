@@ -59,7 +59,7 @@ def results(data, tmp_path_factory) -> Path:
     return out
 
 
-def iter_row_scores(out: Path) -> pa.Table:
+def scores_of(out: Path) -> pa.Table:
     return pq.read_table(out / "scores.parquet")
 
 
@@ -71,7 +71,7 @@ def everything_asked(out: Path) -> Counter:
 
 def test_every_question_is_answered_under_every_pruning_from_one_encode(results, data):
     questions = N_VIDEOS * PER_VIDEO
-    scores = iter_row_scores(results)
+    scores = scores_of(results)
     assert scores.schema.equals(SCORE_SCHEMA) and len(scores) == questions * len(ARMS)
     assert set(scores["status"].to_pylist()) == {"ok"}
     assert set(everything_asked(results).values()) == {1} and len(everything_asked(results)) == questions * len(ARMS)
@@ -99,7 +99,7 @@ def test_tables_and_page_are_written(results):
     assert {f"{row['method']}@{row['retention_ratio']:g}": row["n_cut"] for row in rows} == {
         arm: cut[arm] for arm in ARMS
     }
-    assert sum(cut.values()) > 0 and f"Cut: {sum(cut.values())} of {len(iter_row_scores(results))} replies" in latex
+    assert sum(cut.values()) > 0 and f"Cut: {sum(cut.values())} of {len(scores_of(results))} replies" in latex
     page = (results / "report.html").read_text()
     assert "VideoMME" in page and "missing-video" in page and "http://" not in page.replace("http://www.w3.org", "")
 
@@ -107,12 +107,12 @@ def test_tables_and_page_are_written(results):
 def test_the_same_command_again_asks_nothing_and_more_methods_join_those_there(results, data, tmp_path, monkeypatch):
     out = tmp_path / "r"
     shutil.copytree(results, out)
-    before = iter_row_scores(out)
+    before = scores_of(out)
     with monkeypatch.context() as patch:
         forbid_ray(patch)
         forbid_models(patch)
         said = evaluated(data, out, *GRID)
-    assert iter_row_scores(out).equals(before)
+    assert scores_of(out).equals(before)
     assert f"{N_VIDEOS * PER_VIDEO} questions to ask; {N_VIDEOS * PER_VIDEO + LEFT_OUT} annotated of 2,700" in said
     for line in ("3 missing-video, left out", "1 repeated-candidate, kept", "1 answer-no-candidate, kept", "1 policy"):
         assert line in said
@@ -124,10 +124,10 @@ def test_the_same_command_again_asks_nothing_and_more_methods_join_those_there(r
     assert set(more.values()) == {1}
     kept = {row["pruning"]: row["kept_per_frame"] for row in read_answers(out / "answers").to_pylist()}
     assert kept["random@0.25"] != kept["random,seed=1@0.25"]
-    assert {row["method"] for row in iter_row_scores(out).to_pylist()} == {"none", "gstep", "random", "random,seed=1"}
+    assert {row["method"] for row in scores_of(out).to_pylist()} == {"none", "gstep", "random", "random,seed=1"}
     assert "| Random, 2 seeds |" in (out / "tables.md").read_text()
     evaluated(data, out, *GRID)  # nothing is lost by having asked for less in between
-    assert everything_asked(out) == more and iter_row_scores(out).equals(before)
+    assert everything_asked(out) == more and scores_of(out).equals(before)
 
 
 def test_a_grid_that_is_killed_goes_on_and_answers_nothing_twice(one_ray, results, data, tmp_path):
@@ -145,7 +145,7 @@ def test_a_grid_that_is_killed_goes_on_and_answers_nothing_twice(one_ray, result
     assert (out / "tables.md").read_text() == (results / "tables.md").read_text()
     assert (out / "tables.tex").read_text() == (results / "tables.tex").read_text()
     drawn = ["choice_scores"]  # none here; the rest does not depend on what was asked beside it
-    assert iter_row_scores(out).drop_columns(drawn).equals(iter_row_scores(results).drop_columns(drawn))
+    assert scores_of(out).drop_columns(drawn).equals(scores_of(results).drop_columns(drawn))
 
 
 def test_full_retention_replies_as_the_model_does_on_all_tokens(tmp_path):
@@ -181,7 +181,7 @@ def test_every_method_of_the_table_joins_by_its_name_and_those_that_need_evidenc
     new = {f"{name}@0.25" for name in methods} - set(ARMS)
     assert {pruning for _, pruning in everything_asked(out) - everything_asked(results)} == new
     assert set(everything_asked(out).values()) == {1}
-    scores = iter_row_scores(out)
+    scores = scores_of(out)
     assert set(scores["method"].to_pylist()) == {"none", *methods} and set(scores["status"].to_pylist()) == {"ok"}
     config = EvaluateConfig(benchmark="x", method=methods, retention_ratio=[0.25])
     assert set(config.grid()) == {"none@1", *(f"{name}@0.25" for name in methods)}
@@ -215,7 +215,7 @@ def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
     argv = ["--benchmark", str(file), "--cache", str(results / "cache"), "--out", str(tmp_path / "r"), "--draws", "200"]
     done = run_here(evaluate, [*argv, "--method", "gstep", "--retention-ratio", "0.25"])
     assert done.returncode == 0, done.stdout
-    scores = iter_row_scores(tmp_path / "r").to_pylist()
+    scores = scores_of(tmp_path / "r").to_pylist()
     assert len(scores) == 2 * len(rows)
     chosen = [row for row in scores if row["question_id"] != "free"]
     for row in chosen:  # the likeliest letter
@@ -266,10 +266,10 @@ def test_a_video_that_cannot_be_decoded_costs_its_own_questions_alone(tmp_path):
     data, out = write_videomme(tmp_path / "d", n_videos=2, faults=False), tmp_path / "r"
     (data / video_id(1)).write_bytes(b"no video at all" * 99)
     evaluated(data, out, "--method", "gstep", "--retention-ratio", "0.25")
-    scores = iter_row_scores(out).to_pylist()
+    scores = scores_of(out).to_pylist()
     failed = Counter((row["video_id"], row["error_class"]) for row in scores if row["status"] == "failed")
     assert failed == {(video_id(1), "failed-video"): 2 * PER_VIDEO}
     assert all(row["score"] == 0 for row in scores if row["status"] == "failed") and len(scores) == 2 * PER_VIDEO * 2
     shutil.copy(sample("bikes.mp4"), data / video_id(1))
     evaluated(data, out, "--method", "gstep", "--retention-ratio", "0.25", "--retry-failed")
-    assert {row["status"] for row in iter_row_scores(out).to_pylist()} == {"ok"}
+    assert {row["status"] for row in scores_of(out).to_pylist()} == {"ok"}

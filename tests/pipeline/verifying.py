@@ -28,7 +28,7 @@ def kinds(report: Report) -> list[str]:
     return [problem.kind for problem in report.problems]
 
 
-def take_rows(root: Path) -> dict[str, torch.Tensor]:
+def tokens_of(root: Path) -> dict[str, torch.Tensor]:
     """Read the tokens of all videos, each compared with its checksum."""
     cache = TokenCache(root)
     return {name: cache.get(name, verify=True, order="selection").tokens for name in cache.video_ids}
@@ -36,7 +36,7 @@ def take_rows(root: Path) -> dict[str, torch.Tensor]:
 
 def assert_tokens(root: Path, expected: dict[str, torch.Tensor]) -> None:
     """Check that a cache has these videos, bit for bit, and that nothing is wrong with it."""
-    tokens = take_rows(root)
+    tokens = tokens_of(root)
     assert tokens.keys() == expected.keys()
     assert all(torch.equal(tokens[name], expected[name]) for name in tokens)
     assert kinds(verified(LocalStore(root))) == []

@@ -33,7 +33,7 @@ def builder(name, positions=None, rule="transformers-5", frame_times="true"):
     return prompt_builder(ModelSource.resolve(name), positions, rule, frame_times)
 
 
-def get_text(name, prompt):
+def text_of(name, prompt):
     """Return the prompt as text, with a star for each placeholder."""
     token = {"tiny": "<video>", "tiny-internvl": "<IMG_CONTEXT>"}.get(name, "<|video_pad|>")
     return builder(name).tokenizer.decode(prompt.input_ids).replace(token, "*")

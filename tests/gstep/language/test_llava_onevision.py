@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.gstep.language.prompts import builder, get_text, video
+from tests.gstep.language.prompts import builder, text_of, video
 
 
 def test_the_prompt_of_llava_onevision():
-    assert get_text("tiny", builder("tiny").build("Why?", [video("tiny", index=[4, 9])])) == (
+    assert text_of("tiny", builder("tiny").build("Why?", [video("tiny", index=[4, 9])])) == (
         "<|im_start|>user ***\nWhy?<|im_end|><|im_start|>assistant\n"  # two tokens and the newline
     )
 

@@ -19,7 +19,7 @@ from gstep.errors import ModelError
 from gstep.language import prompt_builder, rendering
 from gstep.language.prompt import chat_template
 from gstep.language.types import read_placeholder
-from tests.gstep.language.prompts import QWEN, builder, get_text, video
+from tests.gstep.language.prompts import QWEN, builder, text_of, video
 from tests.gstep.llms import FAMILIES, RECURRENT, stock
 from tests.gstep.synthetic import defaults
 
@@ -66,7 +66,7 @@ def test_where_frames_get_their_times_from_is_told_only_where_prompts_tell_times
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_system_message_comes_first(name):
-    text = get_text(name, builder(name).build("Why?", [video(name, index=[1])], system="Be brief."))
+    text = text_of(name, builder(name).build("Why?", [video(name, index=[1])], system="Be brief."))
     assert text.startswith("<|im_start|>system") and "Be brief." in text and "helpful" not in text
 
 
@@ -238,7 +238,7 @@ def test_a_tag_that_the_template_opens_is_known_and_closed_where_that_is_asked_f
     open_, closed = (prompt_builder(source, thought=thought) for thought in ("open", "closed"))
     assert open_.open_tag == closed.open_tag == "<think>"
     question = "Why? <think>"  # what a user writes is left alone
-    texts = [get_text("tiny", one.build(question, [visual])) for one in (open_, closed)]
+    texts = [text_of("tiny", one.build(question, [visual])) for one in (open_, closed)]
     assert texts[0].endswith(end) and texts[1] == f"{texts[0].rstrip()}\n\n</think>\n\n"
     assert closed.policy.describe() == {**open_.policy.describe(), "thought": "closed"}
     assert "thought" not in open_.policy.describe()  # answers from before there was a choice are asked for so again

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.video_utils import VideoMetadata
 
-from tests.gstep.language.prompts import GRID, PER_FRAME, QWEN, builder, get_text, video
+from tests.gstep.language.prompts import GRID, PER_FRAME, QWEN, builder, text_of, video
 from tests.gstep.llms import stock
 from tests.gstep.stock import stock_video_text
 
@@ -82,7 +82,7 @@ def test_every_patch_of_qwen3_has_its_time_also_with_no_token_left(rule, outer):
     first = frame("0.2", 2) + frame("1.6", 0) + frame("2.9", 0) + frame("4.2", 1)  # 0.25 is shown as 0.2
     videos = [first, frame("0.2", PER_FRAME)]
     shown = "".join(f"{start}{v}{end}" if outer else v for v in videos)
-    assert get_text(name, prompt) == f"<|im_start|>user\n{shown}What is happening?<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(name, prompt) == f"<|im_start|>user\n{shown}What is happening?<|im_end|>\n<|im_start|>assistant\n"
     # A patch without tokens still takes its place: positions go on as in the whole video.
     whole = builder(name, rule=rule).build("What is happening?", [video(name, 4), video(name, 1)])
     assert torch.equal(prompt.positions[:, -1], whole.positions[:, -1])
@@ -110,7 +110,7 @@ def test_true_times_come_from_the_cache_under_every_rule():
     clip = sampled([0, 50, 99], 10.0)
     for rule in ("transformers-5", "transformers-4.57", "vllm"):
         makers = [builder(QWEN[1], None, rule, times) for times in ("true", "stock")]
-        true, other = (get_text(QWEN[1], maker.build("Why?", [clip])) for maker in makers)
+        true, other = (text_of(QWEN[1], maker.build("Why?", [clip])) for maker in makers)
         assert "<0.2 seconds>" in true and "<1.6 seconds>" in true
         assert other == true.replace("<0.2 seconds>", "<2.5 seconds>").replace("<1.6 seconds>", "<9.9 seconds>")
 
@@ -123,7 +123,7 @@ def test_a_cache_that_does_not_tell_the_frames_says_what_to_do(indices, fps):
 
 
 def test_the_prompt_of_qwen2_5():
-    assert get_text(QWEN[0], builder(QWEN[0]).build("Why?", [video(QWEN[0], index=[4, 9])])) == (
+    assert text_of(QWEN[0], builder(QWEN[0]).build("Why?", [video(QWEN[0], index=[4, 9])])) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
         "<|vision_start|>**<|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n"
     )

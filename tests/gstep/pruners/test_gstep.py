@@ -33,7 +33,7 @@ def read_cases() -> list[dict[str, Any]]:
 CASES = read_cases()
 
 
-def take_rows(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def tokens_of(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return (torch.from_numpy(INPUTS[name]).double() / 64).to(dtype)
 
 
@@ -56,7 +56,7 @@ def test_all_cases_are_here() -> None:
 def test_selection(name: str, dtype: torch.dtype, step: int) -> None:
     wrong = []
     for case in (case for case in CASES[::step] if case["input"] == name):
-        tokens = take_rows(name, dtype)
+        tokens = tokens_of(name, dtype)
         order, golden = picks(prune_case(case, tokens)), case["order"].tolist()
         if (name, case["params"].get("start")) in TIED_START:
             assert order[0] == 0
@@ -73,7 +73,7 @@ def test_selection(name: str, dtype: torch.dtype, step: int) -> None:
 
 def test_bfloat16_selects_what_the_same_values_in_float64_do() -> None:
     for case in CASES[::7]:
-        tokens = take_rows(case["input"], torch.bfloat16)
+        tokens = tokens_of(case["input"], torch.bfloat16)
         assert picks(prune_case(case, tokens)) == picks(prune_case(case, tokens.double())), case["case"]
 
 
@@ -82,7 +82,7 @@ def test_bfloat16_selects_what_the_same_values_in_float64_do() -> None:
 def test_selection_on_cuda(dtype: torch.dtype) -> None:
     wrong = []
     for case in CASES:
-        order, golden = picks(prune_case(case, take_rows(case["input"], dtype).cuda())), case["order"].tolist()
+        order, golden = picks(prune_case(case, tokens_of(case["input"], dtype).cuda())), case["order"].tolist()
         prefix = case["reliable_prefix"] or 0
         tied = (case["input"], case["params"].get("start")) in TIED_START
         if not tied and (sorted(order) != sorted(golden) or order[:prefix] != golden[:prefix]):
@@ -110,5 +110,5 @@ def our_curve(name: str, kind: list[str], tokens: torch.Tensor) -> torch.Tensor:
 def test_curves(dtype: torch.dtype) -> None:
     for key in CURVES:
         _, name, *kind = key.split("/")
-        ours = our_curve(name, kind, take_rows(name, dtype)).numpy().reshape(DATA[key].shape)
+        ours = our_curve(name, kind, tokens_of(name, dtype)).numpy().reshape(DATA[key].shape)
         np.testing.assert_allclose(ours, DATA[key], rtol=1e-9, atol=1e-12, err_msg=key)

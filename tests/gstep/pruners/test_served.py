@@ -29,7 +29,7 @@ def read_cases() -> list[dict[str, Any]]:
 CASES = read_cases()
 
 
-def take_rows(case: dict[str, Any], dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+def tokens_of(case: dict[str, Any], dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
     return (torch.from_numpy(TOKENS[case["input"]]).double() / 64).to(device, dtype)  # exact in float16
 
 
@@ -46,7 +46,7 @@ def test_the_same_tokens_are_kept(method: str, dtype: torch.dtype, device: str) 
     wrong = []
     for case in (case for case in CASES if case["method"] == method and case["stable"]):
         amount = {"budget": case["n_kept"]} if method == "vcast" else {"retention_ratio": case["ratio"]}
-        pruned = gstep.prune(take_rows(case, dtype, device), method=method, **amount)
+        pruned = gstep.prune(tokens_of(case, dtype, device), method=method, **amount)
         wrong += [] if pruned.index.tolist() == case["index"] else [case]
     assert wrong == []
 
@@ -54,7 +54,7 @@ def test_the_same_tokens_are_kept(method: str, dtype: torch.dtype, device: str) 
 def test_vidcom2_and_vllm_keep_the_same_tokens_up_to_their_number() -> None:
     """VLLM brings the number to floor(r x M), at least one a frame, where the authors' code rounds frame by frame."""
     for case in (case for case in CASES if case["method"] == "vidcom2" and case["stable"]):
-        tokens = take_rows(case)
+        tokens = tokens_of(case)
         ours, theirs = set(gstep.prune(tokens, case["ratio"], "vidcom2").index.tolist()), set(case["index"])
         assert len(theirs) == max(len(tokens), int(case["ratio"] * tokens[..., 0].numel() + 1e-9))
         if case["input"] != "edge_T3":  # there a token moves to another frame

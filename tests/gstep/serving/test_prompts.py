@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gstep.serving.prompts import make_video_spans, prompt_positions
-from tests.gstep.language.prompts import builder, get_text, video
+from tests.gstep.language.prompts import builder, text_of, video
 from tests.gstep.llms import FAMILIES
 
 MARKERS = "<|vision_start|> and <|vision_end|>, <0.2 seconds>"
@@ -49,7 +49,7 @@ def test_the_span_of_a_video_holds_the_markers_of_frames_that_keep_nothing():
     assert inside.count(start_id) == inside.count(end_id) == clip.n_frames
     # Outside are the template's own pair of markers, and those of the question.
     assert ids.count(start_id) == clip.n_frames + 2
-    assert "and" in get_text(name, prompt)
+    assert "and" in text_of(name, prompt)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -20,7 +20,7 @@ from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.pipeline.caches import write_shard
 from tests.pipeline.damage import flip, shards
-from tests.pipeline.verifying import kinds, six_videos, take_rows, verified, video_of
+from tests.pipeline.verifying import kinds, six_videos, tokens_of, verified, video_of
 
 NOW = timedelta(0)
 SECRET = "a caption of the takedown"
@@ -43,14 +43,14 @@ NAMES = ["copy.parquet", "part-0.parquet", "{} (1).parquet", "{}.bak.parquet", "
 @pytest.mark.parametrize("after", [lambda store: None, as_sorted], ids=["", "merged later"])
 def test_a_copy_of_a_table_s_file_is_left_out_with_a_note(store, capsys, before, name, after):
     """Even a byte-identical copy made the whole cache unreadable."""
-    tokens = take_rows(store.root)
+    tokens = tokens_of(store.root)
     before(store)
     file = shards(store, "videos")[0]
     copy = file.with_name(name.format(file.stem))
     shutil.copy(file, copy)
     after(store)
     assert TokenCache(store.root).stray_files == [f"videos/{copy.name}"] == Ledger(store).refresh().strays
-    assert take_rows(store.root).keys() == tokens.keys() and TokenCache(store.root).failed == {"bad": "corrupt"}
+    assert tokens_of(store.root).keys() == tokens.keys() and TokenCache(store.root).failed == {"bad": "corrupt"}
     report = verified(store, clean=True, keep=NOW)
     assert kinds(report) == [] and any(f"{copy.name} is no file of the videos table" in note for note in report.notes)
     assert (

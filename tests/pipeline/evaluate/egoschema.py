@@ -24,7 +24,7 @@ ANSWERS: dict[str, int] = {UIDS[0]: 3, UIDS[2]: 0, UIDS[3]: 5}
 OPTIONS = ("C cooks.", "C cleans. It shines.", "C reads.", "C paints.", "C sleeps.")
 
 
-def get_options(uid: str) -> tuple[str, ...]:
+def options_of(uid: str) -> tuple[str, ...]:
     """Return the options of a question; those of the third question have the same text twice."""
     return (*OPTIONS[:4], OPTIONS[0]) if uid == UIDS[2] else OPTIONS
 
@@ -64,7 +64,7 @@ def question_of(uid: str) -> str:
 
 
 def _hub_row(number: int, uid: str, published: bool) -> dict[str, Any]:
-    has_letters = [f"{letter}. {text}" for letter, text in zip("ABCDE", get_options(uid), strict=True)]
+    has_letters = [f"{letter}. {text}" for letter, text in zip("ABCDE", options_of(uid), strict=True)]
     answer = str(ANSWERS[uid]) if published else None
     return {
         **{"question_idx": f"{number:05}", "question": question_of(uid), "video_idx": uid},
@@ -73,4 +73,4 @@ def _hub_row(number: int, uid: str, published: bool) -> dict[str, Any]:
 
 
 def _options(uid: str) -> dict[str, str]:
-    return {f"option {number}": text for number, text in enumerate(get_options(uid))}
+    return {f"option {number}": text for number, text in enumerate(options_of(uid))}

@@ -73,7 +73,7 @@ def items_of(n_videos, per_video=3):
     return items
 
 
-def iter_row_scores(items, methods, ratios, *, failed=(), seed=0):
+def scores_of(items, methods, ratios, *, failed=(), seed=0):
     """Make rows of ``scores.parquet``: full retention, then every method at every ratio; ``failed`` are questions."""
     random, rows = np.random.default_rng(seed), []
     for method, ratio in [("none", 1.0), *product(methods, ratios)]:

@@ -17,7 +17,7 @@ from pipeline.evaluate.shapes.questions import QuestionType
 from pipeline.evaluate.shapes.world import HARDNESS
 
 
-def classify_process(benchmark, rules=BUILT_IN, **splits):
+def kind_of(benchmark, rules=BUILT_IN, **splits):
     return classify_questions(rules, benchmark, [splits])[0]
 
 
@@ -34,7 +34,7 @@ def written(tmp_path):
 
 
 def test_every_question_of_shapes_has_its_ability_and_a_needle_is_one_whatever_is_asked():
-    kinds = {name: classify_process("shapes", task_type=name, domain="plain") for name in get_args(QuestionType)}
+    kinds = {name: kind_of("shapes", task_type=name, domain="plain") for name in get_args(QuestionType)}
     assert kinds == {
         **dict.fromkeys(("color", "shape", "corner", "scene", "change"), "general"),
         **dict.fromkeys(("order", "onset", "quarter"), "order"),
@@ -42,7 +42,7 @@ def test_every_question_of_shapes_has_its_ability_and_a_needle_is_one_whatever_i
         "sign": "OCR",
     }
     assert "needle" in HARDNESS
-    assert {classify_process("shapes", task_type=name, domain="needle") for name in kinds} == {"needle"}
+    assert {kind_of("shapes", task_type=name, domain="needle") for name in kinds} == {"needle"}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_every_question_of_shapes_has_its_ability_and_a_needle_is_one_whatever_i
     ],
 )
 def test_built_in_rows(benchmark, splits, ability):
-    assert classify_process(benchmark, **splits) == ability
+    assert kind_of(benchmark, **splits) == ability
 
 
 def test_the_built_in_rows_name_splits_and_parts_that_the_benchmarks_have():
@@ -86,10 +86,10 @@ def test_a_users_rows_come_first_in_the_files_order_and_may_name_kinds_of_their_
         written("video*,task_type,Counting Problem,Sums", "videomme,,,ocr", "mlvu-dev,task_type,ego,GROUNDING")
     )
     rules = [*own, *BUILT_IN]
-    assert classify_process("videomme", rules, task_type="Counting Problem") == "Sums"
-    assert classify_process("videomme", rules, task_type="Temporal Perception") == "OCR"  # the first row that matches
-    assert classify_process("mlvu-dev", rules, task_type="ego") == "grounding"
-    assert classify_process("mlvu-dev", rules, task_type="count") == "counting"
+    assert kind_of("videomme", rules, task_type="Counting Problem") == "Sums"
+    assert kind_of("videomme", rules, task_type="Temporal Perception") == "OCR"  # the first row that matches
+    assert kind_of("mlvu-dev", rules, task_type="ego") == "grounding"
+    assert kind_of("mlvu-dev", rules, task_type="count") == "counting"
     assert order_abilities(["general", "Sums", "OCR", "counting", "Sums"]) == ["counting", "OCR", "Sums", "general"]
 
 

@@ -26,7 +26,7 @@ from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
 from pipeline.generate.summary import AnswerSummary
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.evaluate.layouts import commit_replies, generated
-from tests.pipeline.evaluate.score_tables import items_of, iter_row_scores, score_rows, score_table
+from tests.pipeline.evaluate.score_tables import items_of, score_rows, score_table, scores_of
 
 QUIET = Console(quiet=True)
 OWN = Benchmark(name="q", title="Q", protocols=(LETTER,))
@@ -44,7 +44,7 @@ def answers(n_ok=10, n_missing=0, **failures) -> AnswerSummary:
 def done() -> Evaluation:
     """Made-up scores of a few questions, as scored alone."""
     items = items_of(6)
-    scores = iter_row_scores(items, ["gstep", "fastv,K=3"], [0.25, 0.1])
+    scores = scores_of(items, ["gstep", "fastv,K=3"], [0.25, 0.1])
     evaluated = ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (), len(items)), scores=scores)
     shown = Presentation(title="T", benchmark=OWN, described={}, draws=100)
     return Evaluation(done=evaluated, table=make_tables(evaluated, shown)[0], out="there", files=["a.md", "b.html"])

@@ -7,7 +7,7 @@ from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
 from pipeline.evaluate.page import report_page
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
-from tests.pipeline.evaluate.score_tables import items_of, iter_row_scores
+from tests.pipeline.evaluate.score_tables import items_of, scores_of
 
 HOSTILE = "</script><script>x()</script> {{ 7 * 7 }} <!-- &amp; 'a' \"b\""
 METHODS, RATIOS = ("fastv,K=3", "vidcom2", "gstep", "gstep,positions=original"), (0.25, 0.1)
@@ -15,7 +15,7 @@ ITEMS = items_of(24)
 
 
 def made(title="VideoMME, a model", faults=(), **options):
-    scores = iter_row_scores(ITEMS, METHODS, RATIOS, failed=("001-1",))
+    scores = scores_of(ITEMS, METHODS, RATIOS, failed=("001-1",))
     parts = [("duration=short", "Short"), ("duration=long", "Long")]
     table = results_table(title, [ScoredBenchmark("VideoMME", scores, parts)], draws=200)
     split = results_table(f"{title}: Domain", [ScoredBenchmark("VideoMME", scores)], draws=200)

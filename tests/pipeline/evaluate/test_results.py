@@ -20,7 +20,7 @@ from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.evaluate.paper_tables import paper_rows
-from tests.pipeline.evaluate.score_tables import items_of, iter_row_scores, score_rows, score_table, thousand
+from tests.pipeline.evaluate.score_tables import items_of, score_rows, score_table, scores_of, thousand
 
 VIDEOMME = BENCHMARKS["videomme"]
 FAULT = AnnotationFault("missing-video", "9-1", "row 9: there is no data/nine.mp4", True)
@@ -28,7 +28,7 @@ FILES = ["tables.md", "tables.tex", "tables.json", "report.html"]
 
 
 def done_with(items) -> ScoredQuestions:
-    scores = iter_row_scores(items, ["gstep", "uniform"], [0.25])
+    scores = scores_of(items, ["gstep", "uniform"], [0.25])
     return ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (FAULT,), len(items) + 1), scores=scores)
 
 
@@ -141,7 +141,7 @@ def test_what_is_said_below_tables_stands_once_and_no_table_is_the_whole_again(t
 def test_another_pair_is_asked_of_results_that_are_there_and_has_the_numbers_it_would_have_had(tmp_path, capsys):
     own_name = "mine:Mine,p=2"
     items, store = items_of(60), LocalStore(tmp_path / "r")
-    scores = iter_row_scores(items, ["gstep", "uniform", own_name], [0.25])
+    scores = scores_of(items, ["gstep", "uniform", own_name], [0.25])
     done = ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (), len(items)), scores=scores)
     identity = {"benchmark": "videomme", "model": MODEL, "num_frames": 32, "protocol": "p"}
     named = {"names": {"mine:Mine": "my-method"}}

@@ -27,7 +27,7 @@ from pipeline.runner.worker_heartbeat import Heartbeat
 from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.gstep.language.prompts import get_text
+from tests.gstep.language.prompts import text_of
 from tests.pipeline.asking import lines_of, request_about, setup_of, thinking_model, tiny_cache
 from tests.pipeline.caches import write_shard
 from tests.pipeline.videos import sample
@@ -206,7 +206,7 @@ def test_a_thought_is_closed_in_the_prompt_and_in_the_identity_of_the_answers(tm
         prompts = PromptMaker(job.setup, SimpleNamespace(context_length=10**6), "cpu", Heartbeat("answer"))
         prompt = prompts.make({**question, "attempts": 1}, AnswerMode.parse(question["decoding"])).prompt
         told = any("ends with <think>, so the model reasons first" in line for line in lines_of(job))
-        return get_text("tiny", prompt), job.identity, told
+        return text_of("tiny", prompt), job.identity, told
 
     (plain, before, told), (closed, identity, told_too) = made(), made(close_thought=True)
     assert told and not told_too

@@ -47,15 +47,15 @@ def job_of(tmp_path):
     return job
 
 
-def select_live_answers(job):
+def select_live_of(job):
     """The live answers to what a job asks."""
-    return AnswersTable(job.store).select_live_answers(job.questions, job.setup.prunings)
+    return AnswersTable(job.store).select_live_of(job.questions, job.setup.prunings)
 
 
 def unanswered(job):
     """What a job is left to ask."""
     codes, cached = dict.fromkeys(job.setup.prunings), job.forecast.cached
-    return select_remaining_questions(job.store, select_live_answers(job), job.questions, codes, job.config, cached)
+    return select_remaining_questions(job.store, select_live_of(job), job.questions, codes, job.config, cached)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_questions_whose_rows_are_committed_are_not_asked_again_after_the_nodes_
 def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered):
     def said(rows=ROWS, **options):
         job = job_of(rows, **options)
-        return list(format_answered(select_live_answers(job), job.n_questions, unanswered(job), job.config))
+        return list(format_answered(select_live_of(job), job.n_questions, unanswered(job), job.config))
 
     assert said() == [
         "5 of 6 questions have their answers already, 4 of them as errors (--retry-failed asks them again)"
@@ -286,8 +286,8 @@ def test_every_question_is_left_under_each_pruning_that_it_has_no_row_of(grid_jo
     job = grid_job()
     left = [("ok", "fastv,K=1@0.1"), *(("bad", pruning) for pruning in GRID)]
     assert under(unanswered(job)) == left
-    assert under(select_live_answers(job).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
-    lines = list(format_answered(select_live_answers(job), job.n_questions, unanswered(job), job.config))
+    assert under(select_live_of(job).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
+    lines = list(format_answered(select_live_of(job), job.n_questions, unanswered(job), job.config))
     assert lines == [
         "2 of 6 questions have their answers already, 1 of them as errors (--retry-failed asks them again)"
     ]
@@ -318,6 +318,6 @@ def test_seconds_of_a_batch_count_once(job_of):
     assert (summary.n_ok, summary.n_new, summary.exit_code(0)) == (2, 2, 0)
     assert summary.n_cut == 1 and "6 tokens generated; 1 answers were cut by max_new_tokens" in str(summary)
     assert "crashed workers are in [old]/r.log" in str(replace(summary, log="[old]/r.log"))  # a path is no markup
-    first = AnswersTable(job.store).select_live_answers(job.questions.slice(0, 1), job.setup.prunings)
+    first = AnswersTable(job.store).select_live_of(job.questions.slice(0, 1), job.setup.prunings)
     part = summarise_answers(first, 1, {("ok", None)}, 2.0)
     assert (part.n_ok, part.n_missing, part.new_tokens) == (1, 0, 3)  # of this file of questions alone

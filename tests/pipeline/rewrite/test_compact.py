@@ -11,7 +11,7 @@ from pipeline.rewrite.compact import join_tokens
 from pipeline.runner.claim import CacheLocked, Claim
 from tests.pipeline.caches import encoded_failure, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, say_what_was_committed, shards
-from tests.pipeline.verifying import assert_tokens, take_rows, verified, video_of
+from tests.pipeline.verifying import assert_tokens, tokens_of, verified, video_of
 
 NOW, LATER = timedelta(0), timedelta(hours=1)
 
@@ -42,7 +42,7 @@ def size_of(store, n):
 
 
 def test_all_become_one_and_the_old_ones_go_when_readers_had_time(store):
-    before, reader = take_rows(store.root), TokenCache(store.root)
+    before, reader = tokens_of(store.root), TokenCache(store.root)
     done = join(store, LATER)
     assert (done.videos, len(done.read), len(done.written), done.deleted) == (7, 7, 1, [])
     assert_same(store, before)
@@ -55,7 +55,7 @@ def test_all_become_one_and_the_old_ones_go_when_readers_had_time(store):
 
 
 def test_large_ones_stay_and_bundles_are_of_the_size(store):
-    before = take_rows(store.root)
+    before = tokens_of(store.root)
     done = join(store, NOW, size_of(store, 3))
     assert (len(done.read), len(done.written)) == (6, 2)  # the seventh has none to join
     assert_same(store, before)
@@ -63,7 +63,7 @@ def test_large_ones_stay_and_bundles_are_of_the_size(store):
 
 
 def test_what_is_damaged_or_written_to_is_left_as_it_was(store):
-    before, file = take_rows(store.root), shards(store)[2]
+    before, file = tokens_of(store.root), shards(store)[2]
     flip(file, 100)
     with pytest.raises(CorruptShard, match=file.name):
         join(store)
@@ -75,7 +75,7 @@ def test_what_is_damaged_or_written_to_is_left_as_it_was(store):
 
 def test_the_same_command_ends_what_was_stopped_anywhere(store):
     """It stops before each change of the store once; the tokens are the same after each stop."""
-    before, size = take_rows(store.root), size_of(store, 3)
+    before, size = tokens_of(store.root), size_of(store, 3)
     for allowed in range(100):
         stopped = Dying(store.root, spared=r".*\.running")
         stopped.left = allowed

@@ -18,7 +18,7 @@ from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import write_header, write_shard
 from tests.pipeline.damage import Dying
-from tests.pipeline.verifying import assert_tokens, kinds, six_videos, take_rows, verified, video_of
+from tests.pipeline.verifying import assert_tokens, kinds, six_videos, tokens_of, verified, video_of
 
 NOW = timedelta(0)
 
@@ -50,7 +50,7 @@ def mentions(root: Path, video_id: str) -> list[str]:
 
 
 def assert_removed(store: LocalStore, sound: Path, *ids: str) -> None:
-    assert_tokens(store.root, {name: values for name, values in take_rows(sound).items() if name not in ids})
+    assert_tokens(store.root, {name: values for name, values in tokens_of(sound).items() if name not in ids})
     cache = TokenCache(store.root)
     for video_id in ids:
         assert video_id not in cache and video_id not in cache.failed and mentions(store.root, video_id) == []
@@ -116,7 +116,7 @@ def test_what_old_code_stored_of_a_video_is_gone_too_and_takes_no_other_video_s_
     pruner = {**header["identity"]["pruner"], "code": "2"}
     store.put(HEADER, serialise_header({**header, "identity": {**header["identity"], "pruner": pruner}}))
     write_shard(store, "new", video_of("a", 30), video_of("b", 31))
-    new = take_rows(store.root)
+    new = tokens_of(store.root)
     for steps in range(40):
         dying = Dying(store.root, spared="runs/.*")
         dying.left = steps
@@ -134,7 +134,7 @@ def test_what_old_code_stored_of_a_video_is_gone_too_and_takes_no_other_video_s_
 
 
 def assert_tokens_of_new_code(store, expected):
-    tokens = take_rows(store.root)
+    tokens = tokens_of(store.root)
     assert tokens.keys() == expected.keys() and all(tokens[name].equal(expected[name]) for name in tokens)
 
 

@@ -26,7 +26,7 @@ def make(store, **more) -> None:
         write_shard(store, f"run{start}", *videos)
 
 
-def take_rows(row) -> torch.Tensor:
+def tokens_of(row) -> torch.Tensor:
     return torch.frombuffer(bytearray(row["tokens"]), dtype=torch.bfloat16).view(-1, int(row["hidden_size"]))
 
 
@@ -34,7 +34,7 @@ def check(rows, cache: TokenCache, ratio: float | None) -> None:
     assert [row["video_id"] for row in rows] == IDS
     for row in rows:
         video = cache.get(row["video_id"], ratio)
-        assert torch.equal(take_rows(row).view(torch.int16), video.tokens.view(torch.int16))
+        assert torch.equal(tokens_of(row).view(torch.int16), video.tokens.view(torch.int16))
         assert np.array_equal(row["index"], video.index) and np.array_equal(row["rank"], video.rank)
         assert np.array_equal(row["frame"], video.frame) and row["merged"] is None
         assert np.array_equal(row["density"], video.density) and json.loads(row["metadata"]) == video.metadata

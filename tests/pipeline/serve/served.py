@@ -114,7 +114,7 @@ def fetched(url, body=None, method="GET", key=None):
         return error.code, error.read().decode()
 
 
-def format_count(address, name):
+def count_of(address, name):
     """The sum of a metric."""
     lines = fetched(f"{address}/metrics", key=KEY)[1].splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))

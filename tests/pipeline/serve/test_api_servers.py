@@ -17,10 +17,10 @@ from tests.pipeline.serve.served import (
     N_TOKENS,
     Admitted,
     ask,
+    count_of,
     ended,
     expected,
     fetched,
-    format_count,
     parts,
     same,
     serving,
@@ -80,10 +80,10 @@ def test_all_of_them_answer_and_sigterm_lets_their_requests_end(cache):
         assert fetched(f"{address}/v1/models")[0] == 401
         # All are let in before the signal: a server without a request ends at once, and who is about to ask is cut off.
         asked = [Admitted(address, body) for _ in range(20)]
-        before = format_count(address, "vllm:generation_tokens_total")
+        before = count_of(address, "vllm:generation_tokens_total")
         for one in asked:
             one.send_body()
-        wait_until(lambda: format_count(address, "vllm:generation_tokens_total") > before, "requests that run")
+        wait_until(lambda: count_of(address, "vllm:generation_tokens_total") > before, "requests that run")
         process.terminate()
         assert [one.status() for one in asked] == [200] * 20
         assert process.wait(60) == 0
@@ -103,7 +103,7 @@ def test_an_api_server_that_is_killed_under_load_ends_the_server(cache):
 
         asked = [pool.submit(ask_until_the_kill) for _ in range(20)]
         try:
-            wait_until(lambda: format_count(address, "vllm:generation_tokens_total") > 0, "requests that run")
+            wait_until(lambda: count_of(address, "vllm:generation_tokens_total") > 0, "requests that run")
             os.kill(servers_of(process)[0], signal.SIGKILL)
         finally:
             killed.set()

@@ -121,7 +121,7 @@ def test_the_model_refuses_a_connector_in_whatever_way_it_came():
 def test_names_of_videos_in_caches_of_vllm_say_how_they_were_pruned():
     from gstep.serving import live_models  # noqa: PLC0415 - as above
 
-    def get_evidence_name(live):
+    def name_of(live):
         processor = object.__new__(live_models._Qwen2Processor)
         config = SimpleNamespace(**{LIVE: live.as_options()})
         context = SimpleNamespace(get_mm_config=lambda: SimpleNamespace(mm_hasher_algorithm="sha256"))
@@ -130,9 +130,7 @@ def test_names_of_videos_in_caches_of_vllm_say_how_they_were_pruned():
         inputs = SimpleNamespace(get_mm_hashes=lambda *_: hashes)
         return processor._get_mm_hashes(inputs)["video"][0]
 
-    names = [
-        get_evidence_name(live) for live in (LivePruning(), LivePruning("novelty"), LivePruning(retention_ratio=0.5))
-    ]
+    names = [name_of(live) for live in (LivePruning(), LivePruning("novelty"), LivePruning(retention_ratio=0.5))]
     assert len(set(names)) == 3 and all(name.endswith("-pixels") for name in names)
 
 

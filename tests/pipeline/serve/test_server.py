@@ -26,10 +26,10 @@ from tests.pipeline.serve.served import (
     N_TOKENS,
     Admitted,
     ask,
+    count_of,
     ended,
     expected,
     fetched,
-    format_count,
     parts,
     same,
     serving,
@@ -361,7 +361,7 @@ def test_sigterm_lets_requests_end_and_takes_no_other(cache):
         *running, held = [Admitted(address, body) for _ in range(20)]
         for one in running:
             one.send_body()
-        wait_until(lambda: format_count(address, "vllm:generation_tokens_total") > 0, "requests that run")
+        wait_until(lambda: count_of(address, "vllm:generation_tokens_total") > 0, "requests that run")
         server.terminate()
         # It is there to refuse others as long as it waits for the body of one that it has let in.
         wait_until(lambda: fetched(f"{address}/v1/models", key=KEY)[0] == 503, "the server to drain")

@@ -16,7 +16,7 @@ from pipeline.rewrite.compact import join_tokens
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.damage import shards
-from tests.pipeline.verifying import kinds, take_rows, verified
+from tests.pipeline.verifying import kinds, tokens_of, verified
 
 NOW = timedelta(0)
 
@@ -58,7 +58,7 @@ def test_a_linked_folder_is_refused_by_commands_that_write_or_delete(store, tmp_
     assert main(arguments) == 2
     assert f"{store.root}/{folder} is a symbolic link" in capsys.readouterr().err
     assert (read_all(tmp_path / "elsewhere"), read_all(store.root)) == before
-    assert take_rows(store.root).keys() == {"a", "b"}  # reading goes on
+    assert tokens_of(store.root).keys() == {"a", "b"}  # reading goes on
 
 
 def test_the_store_itself_writes_and_deletes_nothing_there(store, tmp_path):

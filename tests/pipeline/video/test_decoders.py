@@ -68,7 +68,7 @@ def index_of(path):
     return probe(str(path), sniff(path))
 
 
-def list_step_frames(decoder_class, index, indices):
+def frames_of(decoder_class, index, indices):
     decoder = decoder_class(index)
     try:
         size = index.height, index.width  # to which frames of another one are resized here
@@ -78,7 +78,7 @@ def list_step_frames(decoder_class, index, indices):
 
 
 def read_numbers(index, indices):
-    return numbers(list_step_frames(PyavDecoder, index, indices))
+    return numbers(frames_of(PyavDecoder, index, indices))
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -92,9 +92,7 @@ def test_every_frame_of_every_kind(name, tmp_path):
     for wanted in (range(30), [0, 13, 14, 29], [29], [21, 22]):
         assert read_numbers(index, wanted) == list(wanted)
         if not not_for_decord:
-            assert np.array_equal(
-                list_step_frames(DecordDecoder, index, wanted), list_step_frames(PyavDecoder, index, wanted)
-            )
+            assert np.array_equal(frames_of(DecordDecoder, index, wanted), frames_of(PyavDecoder, index, wanted))
     if not_for_decord:
         with pytest.raises(IndexMismatch, match=not_for_decord):
             DecordDecoder(index)
@@ -119,7 +117,7 @@ def test_what_decord_would_read_otherwise_is_read_as_ffmpeg_does(tmp_path, why, 
     index = index_of(make(tmp_path / "a.mp4"))
     with pytest.raises(IndexMismatch, match=why):
         DecordDecoder(index)
-    frames = list_step_frames(PyavDecoder, index, np.arange(len(index.timestamps)))
+    frames = frames_of(PyavDecoder, index, np.arange(len(index.timestamps)))
     turns = 0 if shown is not None else 2 if (index.height, index.width) == (64, 96) else 1
     stored = np.stack([np.rot90(frame, -turns) for frame in frames])  # set_display_rotation: anticlockwise
     assert numbers(stored) == list(range(30) if shown is None else shown)
@@ -129,10 +127,10 @@ def test_what_decord_would_read_otherwise_is_read_as_ffmpeg_does(tmp_path, why, 
 def test_frames_are_the_same_after_later_ones_of_another_size(tmp_path, codec):
     """What a decoder learns of later frames stays with it, and the first ones state nothing of their own."""
     index, number = index_of(two_sizes_clip(tmp_path / "a.mp4", codec)), np.arange(30)
-    frames = list_step_frames(PyavDecoder, index, number)
+    frames = frames_of(PyavDecoder, index, number)
     assert numbers(frames) == list(range(30))
-    assert np.array_equal(list_step_frames(PyavDecoder, index, number), frames)
-    assert np.array_equal(list_step_frames(PyavDecoder, scan(index_of(tmp_path / "a.mp4")), number), frames)
+    assert np.array_equal(frames_of(PyavDecoder, index, number), frames)
+    assert np.array_equal(frames_of(PyavDecoder, scan(index_of(tmp_path / "a.mp4")), number), frames)
 
 
 def mark_all_keyframes(path):
@@ -152,7 +150,7 @@ def test_decord_reads_no_file_whose_keyframes_are_none(tmp_path, name):
         path, why = mark_all_keyframes(write_clip(tmp_path / name, **(closed if "hevc" in name else {}))), "keyframe"
     index = index_of(path)
     with pytest.raises(IndexMismatch, match=why):
-        list_step_frames(DecordDecoder, index, [13, 29])
+        frames_of(DecordDecoder, index, [13, 29])
     for start in (13, 29):
         video = decode_video(DecodeRequest(path, Sampling(1), KeepSize(), start / 25, decoder="decord"))
         assert (video.record["backend"], numbers(video.frames)) == ("pyav", [start])
@@ -175,9 +173,7 @@ def test_interlaced_frames_are_one_picture_as_in_the_loaders_of_the_models(tmp_p
     marks = ("-flags", "+ilme+ildct", "-x264-params", "tff=1")
     index = index_of(make_clip(tmp_path / "a.mp4", "-c:v", "libx264", "-pix_fmt", "yuv420p", *marks, count=12))
     assert index.packets.first_frame().interlaced_frame
-    with_decord, with_pyav = (
-        list_step_frames(decoder, index, np.arange(12)) for decoder in (DecordDecoder, PyavDecoder)
-    )
+    with_decord, with_pyav = (frames_of(decoder, index, np.arange(12)) for decoder in (DecordDecoder, PyavDecoder))
     assert np.array_equal(with_decord, with_pyav)
 
 

@@ -37,7 +37,7 @@ def reload(tmp_path, rows):
     return VIDEOMME.load(tmp_path / "v")
 
 
-def list_step_frames(path):
+def frames_of(path):
     with av.open(str(path)) as file:
         return sum(1 for _ in file.decode(video=0))
 
@@ -84,7 +84,7 @@ def test_videos_are_found_with_any_of_their_suffixes_under_the_ids_that_pruning_
     assert found == [video_id(number) for number in range(4)]
     assert {Path(name).suffix for name in found} == {".mp4", ".MP4", ".mkv"}
     assert sorted(found) == sorted(read_manifest(str(tmp_path))["video_id"].to_pylist())
-    assert [list_step_frames(tmp_path / name) for name in found] == [16, 17, 18, 19]
+    assert [frames_of(tmp_path / name) for name in found] == [16, 17, 18, 19]
 
 
 @pytest.mark.parametrize("videos", ["videos", "video", "."])

@@ -39,7 +39,7 @@ def cut(tmp_path_factory):
     return MVBENCH.load(write_revision_video(tmp_path_factory.mktemp("video")))
 
 
-def list_step_frames(item, data, num_frames):
+def frames_of(item, data, num_frames):
     """The numbers in the frames that jobs.prune is told to take."""
     (told,) = item.manifest_rows(data)
     clip = {name: told.get(name) for name in ("start_s", "end_s")}
@@ -77,7 +77,7 @@ def test_a_clip_has_the_published_frames_of_its_file_or_of_its_folder(loaded, da
         ("episodic_reasoning-0", range(1, 13)),
         ("episodic_reasoning-1", range(12, 31)),
     ):
-        assert list_step_frames(items[name], data, len(frames)) == list(frames)
+        assert frames_of(items[name], data, len(frames)) == list(frames)
     assert items["action_sequence-0"].manifest_rows(Path("/d")) == [
         {"video_id": f"{STAR}#t=1.5,9", "uri": f"/d/{STAR}", "start_s": 1.5, "end_s": 9.0}
     ]

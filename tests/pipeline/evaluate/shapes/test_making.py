@@ -30,7 +30,7 @@ ALL = [pytest.param(name, id=name) for name in HARDNESS]
 DIGEST = "103a16629dfb421d791c5e12b3879c060b257c169d39e7e622b28bdcca37b6c7"
 
 
-def list_step_frames(thing):
+def frames_of(thing):
     return [shot.frame for shot in thing.shots]
 
 
@@ -62,7 +62,7 @@ def test_kinds_are_what_they_say():
     for video in videos(300):
         assert len({thing.first for thing in video.named}) == 4
         for thing in video.named:
-            frames = list_step_frames(thing)
+            frames = frames_of(thing)
             assert frames == list(range(frames[0], frames[-1] + 1))
             end = next((cut for cut in video.cuts if cut > frames[0]), video.n_frames)
             seen.add((thing.kind, video.standing))

@@ -67,7 +67,7 @@ def own_of(out):
     return json.loads((out / "lmms.json").read_text())
 
 
-def iter_row_scores(out):
+def scores_of(out):
     return pq.read_table(out / "scores.parquet").to_pylist()
 
 
@@ -92,7 +92,7 @@ def test_documents_that_cannot_be_asked_are_counted_and_named(results):
     answers = read_answers(done.out / "answers").to_pylist()
     assert {row["question_id"] for row in answers} == set("012345678")
     # Of the two equal documents the task counts the later one.
-    assert {row["question_id"] for row in iter_row_scores(done.out)} == set("01345678")
+    assert {row["question_id"] for row in scores_of(done.out)} == set("01345678")
     assert "document 2: the task leaves it out" in (done.out / "report.html").read_text()
 
 
@@ -129,7 +129,7 @@ def test_a_number_that_is_no_mean_is_shown_without_an_interval(results):
     own = own_of(done.out)
     assert (own["metric"], own["mean_over"], own["percent"]) == ("temporalbench_score/1", None, True)
     assert "temporalbench_score/1 is the task's own number of a whole method: no mean over questions" in done.said
-    assert {row["score"] for row in iter_row_scores(done.out)} == {None} and len(iter_row_scores(done.out)) == 30
+    assert {row["score"] for row in scores_of(done.out)} == {None} and len(scores_of(done.out)) == 30
     shown = {label: f"{numbers['temporalbench_score/1']:.1f}" for label, numbers in own["numbers"].items()}
     assert {label: printed for label, (printed, _) in table_of(done.out).items()} == shown
     assert {low for _, low in table_of(done.out).values()} == {None}
@@ -168,9 +168,9 @@ def remove_video(out, tmp_path, video_id):
 def test_scores_of_questions_are_left_without_those_of_a_removed_video(copied, tmp_path):
     out = copied(CHARADES)
     remove_video(out, tmp_path, "charades_sta/Charades_v1_480/AO8RW.mp4")
-    assert {row["question_id"] for row in iter_row_scores(out)} == set("345678")
+    assert {row["question_id"] for row in scores_of(out)} == set("345678")
     by_arm = {}
-    for row in iter_row_scores(out):
+    for row in scores_of(out):
         by_arm.setdefault(f"{row['method']}@{row['retention_ratio']:g}", []).append(row["score"])
     means = {label: f"{100 * sum(scores) / len(scores):.1f}" for label, scores in by_arm.items()}
     assert {label: printed for label, (printed, _) in table_of(out).items()} == means
@@ -180,13 +180,13 @@ def test_scores_of_questions_are_left_without_those_of_a_removed_video(copied, t
 def test_a_removed_video_is_in_no_number(home, copied, tmp_path, monkeypatch):
     out = copied(VIDEOS_RIGHT)
     remove_video(out, tmp_path, "temporalbench/short_video/Charades/1.mp4")
-    assert len({row["question_id"] for row in iter_row_scores(out)}) == 4
+    assert len({row["question_id"] for row in scores_of(out)}) == 4
     assert own_of(out)["numbers"] == {} and set(table_of(out).values()) == {None}
     assert "temporalbench_score/1 was about removed questions too" in (out / "report.html").read_text()
     forbid_models(monkeypatch)
     forbid_ray(monkeypatch)
     evaluated(home, out, VIDEOS_RIGHT)
-    assert {row["question_id"] for row in iter_row_scores(out)} == {"0", "1", "4", "5"}
+    assert {row["question_id"] for row in scores_of(out)} == {"0", "1", "4", "5"}
     numbers = [numbers["temporalbench_score/1"] for numbers in own_of(out)["numbers"].values()]
     assert all(number in (0.0, 50.0, 100.0) for number in numbers)
 
