@@ -410,8 +410,8 @@ class Backbone(ABC):
         """Encode one video of resized frames, [t,h,w,3] uint8, to tokens [T,N,D] in the compute dtype.
 
         Frames are encoded in fixed chunks of this video alone, so its tokens depend neither on other videos nor on the
-        requested evidence, and on a CPU not on ``frame_batch``. Other kinds of CPU or GPU round differently. If GPU
-        memory runs out, the whole video is encoded again in chunks of half the size, until one fits.
+        requested evidence, and on a CPU not on ``frame_batch``. If GPU memory runs out, the whole video is encoded
+        again in chunks of half the size, until one fits.
 
         Args:
             frames: frames as ``preprocessor.resize`` returns them.

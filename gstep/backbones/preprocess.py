@@ -145,7 +145,7 @@ def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ModelError if a preprocessor setting that changes pixel values has a value that is not implemented.
+    """Raise ModelError unless the settings in _IMPLEMENTED and rescale_factor (1/255) have values that are implemented.
 
     Missing settings pass. The message has the setting and the expected value.
     """
@@ -327,8 +327,8 @@ class PerFramePreprocessor(DynamicSizePreprocessor):
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Choose the (height, width) in pixels to which frames are resized, multiples of ``factor``.
 
-        If ``max_video_tokens`` is set, the limit per frame shrinks with the number of frames, down to 1.05
-        ``min_pixels``.
+        If ``max_video_tokens`` is set, all frames together have at most 0.9 of these tokens, but a frame's limit never
+        falls below 1.05 ``min_pixels``.
 
         Raises:
             UnsupportedVideo: the aspect ratio of the frames is above 200.
@@ -347,8 +347,8 @@ class PerVideoPreprocessor(DynamicSizePreprocessor):
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Choose the (height, width) in pixels to which frames are resized, multiples of ``factor``.
 
-        If ``max_video_tokens`` is set, it also limits each frame, but not below 1.05 ``min_pixels``. Frames with a side
-        below ``factor`` are scaled up first.
+        If ``max_video_tokens`` is set, each frame is also limited to that many tokens, but not below 1.05
+        ``min_pixels``. Frames with a side below ``factor`` are scaled up first.
 
         Raises:
             TooFewFrames: the video has fewer frames than a temporal patch.

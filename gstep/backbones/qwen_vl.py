@@ -252,7 +252,7 @@ class QwenBackbone(Backbone):
         return visual
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
-        """Encode videos of [t,h,w,3] uint8, which may differ in size, in one pass of the tower.
+        """Encode videos of [t,h,w,3] uint8, which may differ in size, in one pass of the tower; return tokens for each.
 
         No patch attends to another video. All requested evidence, whatever its label, is the attention of the mean
         query to each token, [T,N] in spatial order: this is the only evidence of these families.
@@ -292,7 +292,7 @@ class QwenBackbone(Backbone):
 
         They are the position ids and the bounds of pieces, of windows too if the tower has windows, and the
         interpolation of learned positions if it has these. The stock functions compute them, and on a GPU several make
-        the CPU wait. ``_suit_gpu`` caches this method, because most videos of a corpus share a few grids.
+        the CPU wait. ``_suit_gpu`` caches this method.
         """
         from transformers import vision_utils as stock  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 

@@ -74,8 +74,7 @@ def choose_runtime(device: str = "auto", dtype: str = "auto", attn: str = "auto"
     Args:
         device: "auto" (cuda if available, otherwise cpu), "cpu", "cuda" or "cuda:<i>"; ``<i>`` is not checked.
         dtype: "auto" (bfloat16 on cuda, float32 on the CPU) or a key of DTYPES.
-        attn: "auto" (flash_attention_2 if it is installed and can run, otherwise sdpa) or a name in ATTENTION. "auto"
-            never chooses newer versions of flash attention, which were not faster in measurements.
+        attn: "auto" (flash_attention_2 if it is installed and can run, otherwise sdpa) or a name in ATTENTION.
 
     Raises:
         ModelError: the device, dtype or attention implementation is unknown, not available, or cannot run with the

@@ -82,7 +82,6 @@ class PoolingHead(nn.Module):
 
         Attention over a single position is 1 for any query, so its result is the patch's value; the other steps are
         those of SiglipMultiheadAttentionPoolingHead.forward (transformers, models/siglip/modeling_siglip.py).
-        CDPruner's official code does the same with CLIP's post_layernorm and visual projection.
         """
         attention = self.head.attention
         weight_CC, bias_C = attention.in_proj_weight.chunk(3)[2], attention.in_proj_bias.chunk(3)[2]

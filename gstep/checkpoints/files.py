@@ -58,6 +58,8 @@ class CheckpointFiles:
     def locate(cls, model: str, revision: str | None = None) -> CheckpointFiles:
         """Find the files of a model argument; a Hugging Face id is resolved to its commit, on the Hub or in its cache.
 
+        Of an id, config.json is downloaded. A folder has precedence over an id, and a model of this package over both.
+
         Raises:
             ModelError: it is neither a folder, nor a model of this package, nor a Hugging Face id with a config.json in
                 reach; or a revision is given for anything but a Hugging Face id.
@@ -192,8 +194,7 @@ def _fetch(repo: str, revision: str | None, filename: str, *, required: bool = F
     """Download a file of a repository unless it is cached; return its path, or None if there is no such file.
 
     If the Hub is unreachable (HF_HUB_OFFLINE is set, or there is no network), its cache decides. A file that the cache
-    does not know counts as absent unless it is ``required``: the download of a whole repository leaves no notes about
-    files that the repository does not have.
+    does not know counts as absent unless it is ``required``.
 
     Args:
         dry_run: True downloads nothing; the result is then not a path, but anything except None if the file exists.

@@ -52,9 +52,10 @@ def has_no_weights(model: str) -> bool:
 def write_stand_ins(files: CheckpointFiles, config: Mapping[str, Any], folder: Path) -> CheckpointFiles:
     """Copy a checkpoint's small files into an empty ``folder``, and write stand-ins for missing ones.
 
-    Stand-ins for preprocessor files use the defaults of the stock classes. A stand-in for a tokenizer has a token for
-    each byte, and special tokens with the ids of config.json: texts take several times more tokens. Model types without
-    a tiny model get no tokenizer.
+    Files on the Hub are downloaded. If there is no preprocessor file, an empty one stands for the defaults of the stock
+    classes. If there is neither tokenizer.json nor vocab.json, the stand-in has a token for each byte, and special
+    tokens with the ids of config.json: texts take several times more tokens. Model types without a tiny model get no
+    tokenizer.
 
     Returns:
         The files in ``folder``.
@@ -82,8 +83,9 @@ def identity(config: Mapping[str, Any]) -> str:
 def draw_tensors(shapes: Mapping[str, Tensor], device: str, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     """Draw random tensors with these names and shapes, directly on the device in ``dtype``.
 
-    Matrices are normal with the standard deviation of initial weights, norms are 1, and biases 0: activations stay
-    finite through any number of layers. The same seed gives the same values on one kind of device.
+    Matrices are normal with the standard deviation of initial weights, vectors are 1, or 0 if their names end in
+    "bias": activations stay finite through any number of layers. The same seed gives the same values on one kind of
+    device.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}

@@ -145,7 +145,8 @@ class ModelSource(TensorSource):
         """Return the local path of a file, downloaded or built on this node if necessary.
 
         Raises:
-            ModelError: there is no such file, or this node's shipped or tiny model differs from the driver's.
+            ModelError: there is no such file, it cannot be downloaded, or this node's shipped or tiny model differs
+                from the driver's.
         """
         if self.files.kind in {"shipped", "tiny"}:
             identity = _compute_identity(self.files, self.weight_files, self.config)
@@ -315,7 +316,9 @@ _MAX_LAYERS, _MAX_SIZE = 2**12, 2**31
 def _check_numbers(name: str, config: Mapping[str, Any]) -> None:
     """Raise ModelError for a part of config.json that is not an object, or an invalid size, id or number of layers.
 
-    ``name`` is the model's. A huge number of layers would keep transformers busy forever.
+    Only the top level, text_config and vision_config are checked, for the keys in _SIZES, _LAYERS, _IDS and _LISTS.
+    Layers must be below 4096, because more would keep transformers busy forever, and other numbers below 2^31. Null
+    passes outside vision_config, except for hidden_size. ``name`` is the model's.
     """
 
     def is_number(value: object, least: int, end: int) -> bool:

@@ -195,8 +195,8 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
 def refuse_adapter_files(name: str, files: CheckpointFiles) -> None:
     """Raise ModelError if the checkpoint has files of an adapter, which transformers would apply but this project not.
 
-    They are adapter_config.json and non_lora_trainables.bin. ``name`` is the model's, for the message. If the Hub is
-    unreachable, nothing is checked.
+    They are adapter_config.json and non_lora_trainables.bin. ``name`` is the model's, for the message. Errors of the
+    Hub are ignored; if it is unreachable, its cache decides.
     """
     for filename in ("adapter_config.json", "non_lora_trainables.bin"):
         try:
@@ -212,7 +212,8 @@ def _refuse_adapter_tensors(
 ) -> None:
     """Raise ModelError for tensors of an adapter, and for tensors of the vision part that only a stray file has.
 
-    Tensors of files on the Hub without an index are checked when they are read; damaged files are ignored here.
+    A stray file is a safetensors file in the folder that is not in ``weight_files``. Tensors of files on the Hub
+    without an index are checked when they are read; damaged files are ignored here.
 
     Args:
         name: the model's name, for messages.

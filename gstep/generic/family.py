@@ -134,7 +134,12 @@ class GenericFamily(ModelFamily):
 
 @lru_cache(maxsize=64)
 def _count_tokens(source: ModelSource, n_frames: int, height: int, width: int) -> tuple[int, int]:
-    """Count a video's visual tokens, (T, N), by running the model's processor on frames that take no memory."""
+    """Count a video's visual tokens, (T, N), by running the model's processor on frames that take no memory.
+
+    Raises:
+        UnsupportedVideo: the processor refuses the video.
+        ModelError: the processor cannot be loaded, or its prompt does not divide into steps.
+    """
     reader = VideoReader(source, None)
     frames = torch.zeros(1, dtype=torch.uint8, device="cpu").expand(n_frames, 3, height, width)
     inputs, _ = reader.read(frames, describe_untimed_video(n_frames, height, width))
@@ -179,13 +184,16 @@ class VideoReader:
         """Prepare the frames of a video, [F, 3, H, W] uint8.
 
         If the processor fails, it is tried again with the first frame repeated 16 times, to find out whether more
-        frames would help. Out of memory, import errors and a broken GPU are passed on unchanged.
+        frames would help. Out of memory, ImportError, NotImplementedError and a broken GPU are passed on unchanged.
+
+        Args:
+            video: the size and times of the frames, for the processor's metadata.
 
         Returns:
             The processor's output, and the output of its video processor.
 
         Raises:
-            TooFewFrames: the processor refuses the frames, but accepts more of them.
+            TooFewFrames: the processor refuses these frames, fewer than 16, but accepts 16.
             UnsupportedVideo: the processor refuses the frames for another reason; the message has its error.
         """
         try:
@@ -253,16 +261,17 @@ class GenericBackbone(Backbone):
     ) -> VisualTokens:
         """Encode one video of frames in their source size, uint8 [t, H, W, 3], to tokens [T, N, D].
 
-        The processor prepares the whole video. If the gate found that the model can encode in pieces, a CPU encodes
-        single steps, so that tokens do not depend on the length of the video, and a GPU ``frame_batch`` frames at once,
-        halved when memory runs out. Tokens have the compute dtype.
+        The processor prepares the whole video; its record is in ``extra``. If the gate found that the model can encode
+        in pieces, a CPU encodes single steps, so that tokens do not depend on the length of the video, and a GPU
+        ``frame_batch`` frames at once, halved when memory runs out. Tokens have the compute dtype.
 
         Args:
             video: the facts that the processor writes into prompts, such as times; None assumes two frames per second.
 
         Raises:
             ValueError: ``frames`` is not uint8 [t, H, W, 3], or has no frame.
-            ModelError: evidence is requested, which no generic model gives.
+            ModelError: evidence is requested, which no generic model gives; the tokens do not divide into steps; or the
+                processor's output lacks an input of the encoder or cannot be recorded.
             UnsupportedVideo: the processor refuses the video; TooFewFrames if more frames would help.
             torch.OutOfMemoryError: even the smallest piece does not fit.
         """

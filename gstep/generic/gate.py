@@ -70,9 +70,10 @@ BATCH_TOLERANCE = 0.1
 def check_model(source: ModelSource) -> dict[str, Any]:
     """Check a model of the generic family, and return what was found: the fields of a Layout as JSON values.
 
-    A result for the same class, config and versions is read from disk if there is one, and only the names of other
-    weights are checked then. Otherwise the model is checked, which may take a minute or two, with messages on stderr,
-    and the result is stored. ``parity["names"]`` is False if the weights are not on this machine.
+    A result for the same config, processor, prompt files, code and versions is read from the user's cache folder if
+    there is one, and only the names of other weights are checked then. Otherwise the model is checked, which may take a
+    minute or two, with messages on stderr, and the result is stored; a failure is not stored. ``parity["names"]`` is
+    False if the weights are not on this machine.
 
     Raises:
         ModelError: the model cannot be used, or its own code fails in the check; the message has the reason.
@@ -111,7 +112,7 @@ def _check(source: ModelSource, kept: dict[str, Any] | None) -> dict[str, Any]:
 
 @contextmanager
 def _refusing(source: ModelSource) -> Iterator[None]:
-    """Convert any error inside this context to a ModelError, since a model may fail anywhere in its own code."""
+    """Convert any error inside this context to a ModelError."""
     try:
         yield
     except ModelError:
@@ -124,14 +125,13 @@ def _refusing(source: ModelSource) -> Iterator[None]:
 
 
 def check_weights(source: ModelSource) -> tuple[str, str, str]:
-    """Compare the stock model with cached tokens on the checkpoint's real weights, for ``jobs.doctor``.
+    """Compare the stock model with cached tokens on the checkpoint's real weights, on the CPU, for ``jobs.doctor``.
 
-    If they agree and :func:`check_model` has no result, this result is stored for it: some configs allow no reduced
-    model.
+    If they agree and :func:`check_model` has no result, this result is stored for it.
 
     Returns:
         (state, what was measured, the remedy). The state is "ok", "wrong" (the model cannot be used, with the reason),
-        or "unknown" if the weights are not on this machine or memory is short.
+        or "unknown" if no weights are on this machine or need more than MEMORY_SHARE of the free memory.
     """
     needed = sum(_file_bytes(source))
     if not needed or needed > MEMORY_SHARE * free_bytes():
@@ -203,8 +203,9 @@ def compare(source: ModelSource, model: Any) -> Layout:
         The layout of the model, with the measurements in ``parity``.
 
     Raises:
-        ModelError: the results differ by more than TOLERANCE, or a wrong token, position or weight does not show; or
-            the model's tokens, steps or prompts have a form that is not supported.
+        ModelError: the results differ by more than TOLERANCE, or a wrong token, position or weight does not show
+            (except positions without any effect); or the model's tokens, steps or prompts have a form that is not
+            supported.
     """
     modality, method = find_encoder(model)
     reader = VideoReader(source, None)
@@ -275,7 +276,10 @@ def compare(source: ModelSource, model: Any) -> Layout:
 def _check_steps(
     source: ModelSource, reader: VideoReader, config: Any, layout: Layout, frames: Tensor, n_rows: int
 ) -> None:
-    """Raise ModelError unless the steps counted from prompts match the frames that are encoded together."""
+    """Raise ModelError unless prompts of 8 and 5 frames have the steps that the frames encoded together make.
+
+    Nothing is checked if all frames of the clip are encoded together.
+    """
     if layout.frames_per_step == _FRAMES:  # frames attend to each other: only the processor defines a step
         return
     for n_frames in (_FRAMES, _FRAMES - 3):
@@ -291,7 +295,7 @@ def _check_steps(
 
 
 def _check_replay(source: ModelSource, made: Mapping[str, Any], replayed: Mapping[str, Any]) -> None:
-    """Raise ModelError unless the processor writes the same prompt from its record as from the video."""
+    """Raise ModelError unless the processor makes the same inputs per token from its record as from the video."""
     shape = made["input_ids"].shape
     for name, value in made.items():
         if not isinstance(value, Tensor) or value.shape != shape:
@@ -331,7 +335,8 @@ def _measure_sensitivity(
 ) -> dict[str, float]:
     """Measure how much a swapped token, a shifted position and a zeroed weight change the result: name -> difference.
 
-    Up to four of the decoder's largest matrices are zeroed in turn, until one shows, and restored.
+    Up to _ZEROED of the decoder's largest matrices are zeroed in turn, until one changes it by more than TOLERANCE, and
+    restored.
 
     Args:
         run: maps features and changed inputs to logits.
@@ -360,7 +365,7 @@ def _measure_sensitivity(
 
 
 def encodes_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Tensor], layout: Layout) -> bool:
-    """Return True if the steps of a video, encoded one by one, give the features of the whole video, ``levels``.
+    """Return True if a video's steps, encoded one by one, give the features of the whole, ``levels``, within TOLERANCE.
 
     False also if the inputs cannot be split, or the encoder fails on pieces.
     """
@@ -383,7 +388,7 @@ def _answers_in_batches(
 ) -> bool:
     """Return True if two prompts of different videos and lengths give the same results in a batch as alone.
 
-    False also if the model fails on the batch.
+    False also if the model fails on the batch. The tolerance is BATCH_TOLERANCE.
     """
     longer = {name: torch.cat([value[..., -3:], value], dim=-1) for name, value in prompt.items()}
     padded = {name: torch.cat([torch.zeros_like(value[..., :3]), value], dim=-1) for name, value in prompt.items()}
@@ -456,7 +461,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, kept: Mapping[str, Any]) -> None:
-    """Store a result; if the disk cannot be written, only print a message, since the next run can check again."""
+    """Store a result; if the disk cannot be written, only print a message to stderr."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}-{time.time_ns()}")

@@ -19,10 +19,10 @@ WHOLE, TOWER, LLM = "whole", "tower", "llm"
 
 
 def load_model(source: ModelSource, runtime: Runtime, part: str = WHOLE) -> Any:
-    """Load a model in eval mode, onto the runtime's device, whole or half.
+    """Load a model in eval mode, onto the runtime's device, whole or half, from safetensors files.
 
     The modules that are left out are empty: their tensors are neither allocated nor read. On the device "meta", only
-    names and shapes are read.
+    names and shapes are read. Missing files are downloaded.
 
     Args:
         part: WHOLE; TOWER, all but the language model; or LLM, the language model.
@@ -152,7 +152,8 @@ def make_features(method: Callable[..., Any], inputs: dict[str, Any]) -> Any:
     """Run a model's own encoder on the inputs that its signature names; return its output, a ModelOutput.
 
     Raises:
-        ModelError: the processor did not make an input that the encoder needs, or the encoder reads the question.
+        ModelError: the processor did not make an input that the encoder needs, or the encoder reads the question
+            (``input_ids``).
     """
     names = inspect.signature(method).parameters
     pixels = {key: value for key, value in inputs.items() if key in names}
@@ -204,8 +205,7 @@ def replace_method(model: Any, name: str, method: Callable[..., Any]) -> Iterato
 def keep_positions(model: Any) -> Iterator[None]:
     """Make the model's ``generate`` pass its ``position_ids`` on to ``forward`` inside this context.
 
-    Some classes (EXAONE 4.5, HyperCLOVA X) replace them by positions that count the tokens, which would renumber a
-    pruned prompt.
+    Some classes (EXAONE 4.5, HyperCLOVA X) replace them by positions that count the tokens.
     """
     stock = model.prepare_inputs_for_generation
 

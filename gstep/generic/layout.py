@@ -75,6 +75,8 @@ def flatten_features(output: Any) -> list[Tensor]:
 def count_units(inputs: Mapping[str, Any]) -> int:
     """Count the units of time of a video in a processor's output: T of its grids, or otherwise its frames of pixels.
 
+    If one row has the pixels of all frames (MiniCPM), ``video_metadata`` counts them.
+
     Raises:
         ModelError: the output has neither a grid nor pixels.
     """
@@ -101,7 +103,7 @@ def find_pixels(inputs: Mapping[str, Any]) -> tuple[str, Tensor]:
 def count_steps(config: Any, inputs: Mapping[str, Any], units_per_step: float, n_rows: int, tail: int) -> int:
     """Count the steps T of a video: the runs of placeholders in its prompt, or its units of time in steps.
 
-    Runs count only if they are of equal length and not more than the units.
+    Runs count only if there are several, of equal length, and not more than the units.
 
     Args:
         n_rows: the number of rows of features, including the ``tail``.
@@ -168,7 +170,7 @@ def split_inputs(inputs: Mapping[str, Any], units: int) -> list[dict[str, Any]]:
     """Split a processor's output for one video into pieces of ``units`` units of time; the last may be shorter.
 
     Pixels, other tensors of the same length, the grid and frame counts are split; other values are shared. The result
-    is a single copy if the video is not longer, or its pixels have no known form.
+    is a single copy if the video is not longer, its grid has several rows, or its pixels have no known form.
     """
     grid = inputs.get("video_grid_thw")
     name, pixels = find_pixels(inputs)
@@ -221,11 +223,11 @@ def encode_pieces(
 
 
 def find_dependence(encode: Callable[[Tensor], tuple[list[Tensor], float]], frames: Tensor) -> tuple[int, int, float]:
-    """Find the frames behind each row of features, by changing one frame at a time and comparing the rows.
+    """Find the frames behind each row of tokens, by changing one frame at a time and comparing the rows.
 
     Args:
-        encode: maps frames, [F, 3, H, W] uint8, to the rows of features of each level, and the processor's units of
-            time.
+        encode: maps frames, [F, 3, H, W] uint8, to the rows of features of each level, of which only the first is
+            compared, and the processor's units of time.
         frames: the frames to change; F should be a multiple of the frames that may be encoded together.
 
     Returns:
@@ -265,15 +267,14 @@ def probe_units(
 ) -> tuple[int, int]:
     """Find the steps of a video without its frames, by changing the pixels of its first and last unit of time.
 
-    :func:`find_dependence` finds more, but needs the frames.
-
     Args:
-        encode: maps a processor's output to the rows of features of each level.
+        encode: maps a processor's output to the rows of features of each level; it is called three times.
         inputs: the processor's output for the video.
         base: its rows of features.
 
     Returns:
-        (T, rows behind the last step). T is 1 if every frame changes every row.
+        (T, rows behind the last step). T is 1 if every frame changes every row. (units, 0), without a probe, if one row
+        has the pixels of all frames.
 
     Raises:
         ModelError: rows mix frames in another way, or do not depend on them.

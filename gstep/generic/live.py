@@ -156,11 +156,11 @@ class _PrunedGenerate:
         """Generate from the kept tokens of the video, if there is one, with the arguments and result of ``generate``.
 
         Scores, hidden states and the cache in the result are those of the pruned prompt. The model's ``rope_deltas``
-        are restored at the end.
+        are restored at the end. ``video_metadata`` is not passed on.
 
         Raises:
             ValueError: there are several prompts or videos, images or sounds, or an option that is refused.
-            ModelError: the model's tokens do not belong to single frames.
+            ModelError: the model's tokens do not belong to single frames, or do not fit the prompt.
         """
         bound = inspect.signature(type(self._model).generate).bind_partial(self._model, *args, **options).arguments
         given = {**bound.pop("kwargs", {}), **bound}
@@ -192,7 +192,10 @@ class _PrunedGenerate:
         return output
 
     def _has_video(self, ids: Any, options: Mapping[str, Any]) -> bool:
-        """Return True if there is a video, or what looks like several frames on a model that takes frames as images."""
+        """Return True if the options have pixels that look like a video.
+
+        On a model that takes frames as images, a single prompt must have several images, with text between all of them.
+        """
         if not isinstance(options.get(self._pixels), Tensor):
             return False
         if self._modality == "video" or not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) > 1:
@@ -205,8 +208,8 @@ class _PrunedGenerate:
         """Return the ids of the prompt, after checking that it can be pruned.
 
         Raises:
-            ValueError: ``ids`` is not one prompt [1, L]; an option of _REFUSED, several beams or sequences, or no cache
-                is requested; or the prompt has images, sounds or several videos.
+            ValueError: ``ids`` is not one prompt [1, L]; the call or a generation config sets an option of _REFUSED,
+                several beams or sequences, no cache or a paged one; or the prompt has images, sounds or several videos.
         """
         if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1:
             raise ValueError("gstep.pruning takes one prompt at a time, input_ids [1,L]: call generate for each prompt")
@@ -229,7 +232,7 @@ class _PrunedGenerate:
         return ids
 
     def _check_frames(self, inputs: Mapping[str, Any], ids: Tensor) -> None:
-        """Raise ValueError if nothing says which patches belong to a frame: MiniCPM has all of them in one row."""
+        """Raise ValueError if all patches are in one row (MiniCPM) and no ``video_metadata`` counts the frames."""
         pixels = inputs[self._pixels]
         in_one_row = pixels.ndim == 4 and len(pixels) == 1 and "video_grid_thw" not in inputs
         if in_one_row and "video_metadata" not in inputs and list_separators(self._model.config, ids):
@@ -239,7 +242,11 @@ class _PrunedGenerate:
             )
 
     def _refuse_several(self, options: Mapping[str, Any], ids: Tensor) -> None:
-        """Raise ValueError for several videos, and for several images on a model that takes frames as images."""
+        """Raise ValueError for several videos, and for several images on a model that takes frames as images.
+
+        On such a model, a text that stands between all images (at least twice) means several images, and a text that
+        recurs after another text means several videos. Elsewhere, inputs with an entry per video count them.
+        """
         counts = [len(options[name]) for name in _PER_VIDEO if isinstance(options.get(name), Tensor)]
         if self._in_table and (grid := options.get("video_grid_thw")) is not None:
             counts.append(len(grid))
@@ -270,6 +277,9 @@ class _PrunedGenerate:
 
     def _find_layout(self, inputs: Mapping[str, Any]) -> Layout:
         """Return the layout of a video, from the table of families or found by changing pixels, and store it.
+
+        Runs the encoder, unless a stored layout applies. A layout found with T = 1 applies only to videos with as many
+        units of time.
 
         Raises:
             ModelError: the rows of features mix frames.

@@ -141,7 +141,11 @@ class GenericLanguageModel(LanguageModel):
         return Batch.of(prompts), None
 
     def _encoder_outputs(self, visuals: Sequence[Visual]) -> dict[str, Any]:
-        """Make the ``mm_encoder_outputs`` for a batch's videos, in the order of its rows, tails included."""
+        """Make the ``mm_encoder_outputs`` for a batch's videos, in the order of its rows, tails included.
+
+        Raises:
+            ValueError: a video's tail is missing or has another size.
+        """
 
         def place(rows: Tensor) -> Tensor:
             return rows.to(self.device, self.model.dtype)
@@ -157,7 +161,7 @@ class GenericLanguageModel(LanguageModel):
 
 
 def _extend(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """Append text tokens to a prompt; their positions continue after its last, and their ``token_inputs`` are 0."""
+    """Return a prompt with more text tokens, at positions after its last; their ``token_inputs`` are 0."""
     n = len(ids)
     new = torch.tensor(ids, dtype=torch.int64, device="cpu")
     positions = prompt.positions[:, -1:] + 1 + torch.arange(n, device="cpu")

@@ -34,10 +34,9 @@ _INSTALL = f"pip install torch=={_TORCH} 'gstep-cache[generic]' (in a clone: -e 
 
 
 def load_processor(source: ModelSource) -> Any:
-    """Load the checkpoint's processor, or return a copy of the one that this process has loaded.
+    """Load the checkpoint's processor, or return a shallow copy if it is one of the last two loaded in this process.
 
-    If the processor itself can compress visual tokens (VideoLLaMA3), this is turned off, since the pruning method
-    replaces it.
+    Its own compression of visual tokens (VideoLLaMA3) is turned off.
 
     Raises:
         ModelError: a package that it needs is missing or broken, or the checkpoint's files do not make a processor for
@@ -122,11 +121,11 @@ class _ProcessorTemplate:
 def run_processor(processor: Any, text: str, video: Any, metadata: Any, device: str | None = None) -> dict[str, Any]:
     """Run a processor on the text of a prompt, and on the video whose placeholder the text contains, if any.
 
-    The processor's own errors are passed on.
+    The frames are not sampled again. MARK splits the text and gives no token. The processor's own errors are passed on.
 
     Args:
         video: the frames, [F, 3, H, W] uint8; None for a prompt without a video.
-        metadata: their VideoMetadata of transformers.
+        metadata: their VideoMetadata of transformers; None without a video.
         device: where the frames are resized and normalized; None keeps them where they are.
     """
     processor = copy.copy(processor)

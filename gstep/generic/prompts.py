@@ -36,7 +36,7 @@ class GenericPrompts(PromptBuilder):
 
     The model's own rule gives the positions of the whole prompt. Then the columns of the tokens that the pruning method
     dropped are removed from token ids, token types and positions. By default, positions are renumbered if they have one
-    axis, and original if they have three (time, height, width), as in the families with their own code.
+    axis, and original if they have three (time, height, width).
     """
 
     def __init__(self, source: ModelSource, policy: PromptPolicy) -> None:
@@ -102,7 +102,7 @@ class GenericPrompts(PromptBuilder):
         return sum(len(visual.index) + self.layout.tail for visual in visuals)
 
     def check(self, visual: Visual) -> None:
-        """Raise ValueError if a video's cached tokens do not fit this model, or lack its record or tail."""
+        """Raise ValueError if a video's tokens do not fit this model or their order, record or tail is wrong."""
         super().check(visual)
         if "record" not in visual.extra:
             raise ValueError("the cache lacks the processor's record of this video: prune it with --family generic")
@@ -114,8 +114,10 @@ class GenericPrompts(PromptBuilder):
         """Build the prompt of a conversation with one video or none, up to the start of the model's next message.
 
         Raises:
-            ValueError: there are several videos; the cached tokens or the record of the video do not fit the model; or
-                the template refuses the conversation or omits the text of a message.
+            ValueError: there are several videos; the cached tokens or the record of the video do not fit the model; a
+                text is not valid Unicode or contains U+10FFFE; or the template refuses the conversation or omits a
+                message's text.
+            ModelError: the template exceeds the limits of rendering.
         """
         if len(visuals) > 1:
             raise ValueError(

@@ -62,7 +62,7 @@ def build_reduced(source: ModelSource) -> Any:
 
 
 def remove_head(model: Any) -> None:
-    """Replace the output layer, which is large, by a random projection to few values, in place.
+    """Replace the output layer, which is large, by a fixed random projection to _PROJECTION values, in place.
 
     An output layer that is not linear is kept.
     """
@@ -76,6 +76,9 @@ def remove_head(model: Any) -> None:
 
 def _reduce_config(config: Any, reduce_vision: bool) -> Any:
     """Copy a config with few layers and experts, and without quantization; widths and the vocabulary are kept.
+
+    The language model keeps at least _MIN_LAYERS layers, one more than deepstack levels, and one of each kind, and at
+    most _MAX_EXPERTS experts, or as many as a token uses. Other parts, such as audio, are unchanged.
 
     Args:
         reduce_vision: False keeps the layers of the vision part.

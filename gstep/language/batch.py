@@ -23,8 +23,9 @@ def group_by_cost(
 ) -> list[list[int]]:
     """Group rows of similar length into batches, longest first; return each batch's row numbers, ascending.
 
-    A batch ends when the next row would exceed a limit: ``max_rows``, PADDED_TOKENS or ``mask_elements``. A row that
-    exceeds a limit by itself is a batch of one row, which has no padding and needs no mask.
+    A batch ends when the next row would exceed ``max_rows``, PADDED_TOKENS (rows * longest row) or ``mask_elements``
+    (rows * longest row * most queries; no limit if the rows have equal lengths and nothing is cached). A row that
+    exceeds a limit by itself is a batch of one row.
 
     Args:
         lengths: tokens of each row.
@@ -69,7 +70,7 @@ class Batch:
     def of(cls, prompts: Sequence[Prompt], spans: Sequence[slice] | None = None) -> Batch:
         """Pad prompts, or a span of each prompt, to the longest and stack them in order.
 
-        Padding of ``input_ids`` repeats the prompt's first token.
+        Padding of ``input_ids`` repeats the prompt's first token. ``spans`` None takes whole prompts.
         """
         spans = spans or [slice(None)] * len(prompts)
         ids = [prompt.input_ids[span] for prompt, span in zip(prompts, spans, strict=True)]
@@ -124,11 +125,12 @@ def encoder_outputs(visuals: Sequence[Visual], model: Any) -> dict[str, Any]:
     """Make the ``mm_encoder_outputs`` of a transformers model for a batch, on its device and in its dtype.
 
     Args:
-        visuals: all videos of the batch, from its first row to its last.
+        visuals: all videos of the batch, at least one, from its first row to its last.
 
     Returns:
-        {modality: ModelOutput}; ``pooler_output`` is [sum K, D] on InternVL, [1, sum (K + 1), D] with newlines on
-        LLaVA-OneVision, and a tuple of [K, D] on Qwen.
+        {modality: ModelOutput}; ``pooler_output`` is [sum K, D] on InternVL, [1, sum (K + 1), D] if the videos have
+        newlines (LLaVA-OneVision), and otherwise a tuple of [K, D], with such a tuple per level in
+        ``deepstack_features`` if there are deepstack levels (Qwen).
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: PLC0415 - seconds to import
 

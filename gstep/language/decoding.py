@@ -32,7 +32,10 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
         self._generators = {row: torch.Generator("cpu").manual_seed(d.seed) for row, d in self._rows}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores [B, V], with fresh noise in sampled rows and unchanged in greedy rows."""
+        """Return the scores [B, V], with fresh noise in sampled rows and unchanged in greedy rows.
+
+        If a row is sampled, the result is a float32 copy; otherwise ``scores`` itself.
+        """
         if not self._rows:
             return scores
         noisy = scores.float().clone()
@@ -43,7 +46,8 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
     def _draw(self, scores: Tensor, input_ids: Tensor, decoding: Decoding, generator: torch.Generator) -> Tensor:
         """Apply temperature, top-k, top-p and Gumbel noise to one row's scores [1, V]; return [V].
 
-        The argmax of the result is a random draw.
+        The argmax of the result is a random draw. The temperature is clamped to _TEMPERATURES, and the noise is drawn
+        on the CPU.
         """
         coldest, hottest = _TEMPERATURES
         scores = scores / min(max(decoding.temperature, coldest), hottest)
@@ -87,7 +91,7 @@ class StepWatch(LogitsProcessor):  # type: ignore[misc]
         The first call also waits for the GPU and sets ``first``.
 
         Raises:
-            FloatingPointError: scores of the first token are NaN in any row, so that the token would be arbitrary.
+            FloatingPointError: scores of the first token are NaN in any row.
         """
         self._has_nan.append(scores.isnan().any(dim=-1))
         if self.first is None:

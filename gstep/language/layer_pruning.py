@@ -74,6 +74,8 @@ class PruneInside:
     def apply_hooks(self, model: Any) -> Iterator[PruneInside]:
         """Prune the calls of ``model`` inside this context, by hooks: first a prefill, then calls with further tokens.
 
+        The hooks are removed at the end; ``short`` stays, so that an object serves a single prefill.
+
         Raises:
             ValueError: the method cannot prune inside this model (:func:`check_layer`).
         """
@@ -91,7 +93,7 @@ class PruneInside:
 
     @contextmanager
     def for_rows(self, rows: Sequence[int]) -> Iterator[None]:
-        """Apply the pruning to a batch of these prefilled rows, which may repeat, inside this context."""
+        """Apply the pruning to a batch of these prefilled rows, which may repeat; ``short`` is replaced meanwhile."""
         batch_rows = self.short
         self.short = None if batch_rows is None else batch_rows.repeat_rows(rows)
         try:
@@ -112,7 +114,7 @@ class PruneInside:
     def _choose_tokens(self, attention: Any, args: Any, keywords: dict[str, Any], output: Any) -> None:
         """In the prefill, set ``short`` from the stored inputs and the keys that layer K-1 has just cached.
 
-        A hook after attention.
+        A hook after attention. The stored inputs are dropped.
         """
         if self._last is None:
             return
@@ -123,7 +125,11 @@ class PruneInside:
         self.short = self._select(hidden_BLD, row_BL)
 
     def _select(self, hidden_BLD: Tensor, row_BL: Tensor) -> ShortRows:
-        """Return the indices of all text and of the visual tokens that the method selects in each row, with seed 0."""
+        """Return the indices of all text and of the visual tokens that the method selects in each row, with seed 0.
+
+        Raises:
+            WrongSelection: the method returned an invalid selection.
+        """
         indices = []
         for hidden_LD, row, prunable, mask in zip(hidden_BLD, row_BL, self.prunable, self.mask, strict=True):
             visual = prunable.nonzero()[:, 0].to(row.device)
@@ -175,7 +181,8 @@ def check_layer(method: Pruner, config: Any) -> int:
 
     Raises:
         ValueError: the method has no layer or layer 0, merges tokens, or needs evidence other than INSIDE_EVIDENCE; or
-            the model has linear attention, no layer K, or deepstack levels that enter at layer K or later.
+            the model has linear attention, K or fewer layers, or more than K deepstack levels, which enter after its
+            first layers.
     """
     text = config.get_text_config()
     n_layers = text.num_hidden_layers
@@ -254,10 +261,12 @@ def make_short_mask(valid_BS: Tensor, past: int, hidden_BLD: Tensor, implementat
     Args:
         valid_BS: ``ShortRows.valid``.
         past: the number of tokens in the layer's cache; 0 in the prefill.
+        hidden_BLD: the layer's input; only its shape, dtype and device matter.
 
     Returns:
         [B, keys] bool for flash attention; otherwise [B, 1, queries, keys], added to the scores for "eager" and bool
-        for the rest. None if nothing is padded and the implementation masks by itself.
+        for the rest. None if nothing is padded and the implementation masks by itself: flash, or "sdpa" in the prefill
+        or with one query.
     """
     batch, length = hidden_BLD.shape[:2]
     n_new = past + length - valid_BS.shape[1]  # tokens after the prefill

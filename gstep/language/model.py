@@ -49,9 +49,7 @@ class LanguageModel:
 
     @classmethod
     def load(cls, source: ModelSource, runtime: Runtime) -> Self:
-        """Load the model, without its vision part, and its tokenizer.
-
-        :func:`gstep.language.load_language_model` also checks that the family can answer questions.
+        """Load the model, without its vision part, and its tokenizer, for any family.
 
         Raises:
             ModelError: weights are missing, quantized, or do not have the shapes of the config; the tokenizer or
@@ -85,8 +83,8 @@ class LanguageModel:
         """Compute the logits of each prompt: a list of [L, V] in the compute dtype, without padding.
 
         Args:
-            last: if not 0, only the logits of each prompt's ``last`` tokens, which must follow its last video; videos
-                that prompts share are then computed once.
+            last: if not 0, only the logits of each prompt's ``last`` tokens, which must follow its last video; prompts
+                that begin with the same videos then share their computation.
         """
         batch, cache = self._make_batch_and_cache(prompts, last) if last else (Batch.of(prompts), None)
         output = self._forward(batch, prompts=prompts if cache is None else (), past=cache, logits_to_keep=last)
@@ -106,8 +104,8 @@ class LanguageModel:
         """Answer a batch of prompts, which may differ in length and in their options; one Answer per prompt, in order.
 
         Args:
-            share_prefix: if True, videos that prompts share (the same Visual objects) are computed once for all of
-                them.
+            share_prefix: if True, prompts with the same Visual objects and the same tokens up to the end of their last
+                video share the computation of these tokens.
             inside: a method with a ``layer``, before which it prunes, and the share of visual tokens to keep. The kept
                 tokens depend on the question, so nothing is shared then.
 
@@ -165,12 +163,10 @@ class LanguageModel:
         share_prefix: bool = True,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """Compute the log-probability of each continuation of each prompt.
+        """Compute the log-probability of each continuation of each prompt; NaN scores are not refused.
 
         Args:
-            share_prefix: if True, videos that prompts share (the same Visual objects) are computed once for all of
-                them.
-            inside: a method with a ``layer``, before which it prunes, and the share of visual tokens to keep.
+            share_prefix, inside: those of :meth:`generate`.
 
         Returns:
             A list per prompt with a Score per continuation, in order.
@@ -253,8 +249,9 @@ class LanguageModel:
     def _make_batch_and_cache(self, prompts: Sequence[Prompt], last: int = 1) -> tuple[Batch, DynamicCache | None]:
         """Make the batch of all prompts, and compute the key-value cache of their videos if that saves work.
 
-        It saves work if prompts share videos, or if all prompts have videos and together exceed the limits of a batch.
-        On models with linear attention, the cache also contains the texts, except the ``last`` tokens of each prompt.
+        It saves work if prompts have a common beginning (:func:`_has_same_prefix`), or if all prompts have videos and
+        together exceed the limits of a batch. On models with linear attention, the cache also contains the texts,
+        except the ``last`` tokens of each prompt.
 
         Returns:
             The batch with all tokens of the prompts, and the cache of its first columns or None.
@@ -425,7 +422,10 @@ def _copy_rows(cache: DynamicCache, index: Sequence[int]) -> DynamicCache:
 
 
 def _stack_caches(caches: Sequence[DynamicCache], length: int) -> DynamicCache:
-    """Join the rows of several caches, in order, into a cache of ``length`` tokens, padded or cut on the left."""
+    """Join the rows of several caches, in order, into a new cache of ``length`` tokens, padded or cut on the left.
+
+    States of linear attention are joined without padding.
+    """
     stack = _copy_rows(caches[0], range(1))
     for layer, parts in zip(stack.layers, zip(*(cache.layers for cache in caches), strict=True), strict=True):
         if hasattr(layer, "conv_states"):

@@ -123,7 +123,7 @@ class PromptBuilder(ABC):
         return builder
 
     def _check_template(self) -> None:
-        """Render a question without a video once; a template may refuse it.
+        """Render a question without a video once; a ValueError of the template, which may refuse it, is ignored.
 
         Raises:
             ModelError: the template is not valid or exceeds the limits of rendering.
@@ -160,6 +160,7 @@ class PromptBuilder(ABC):
         Raises:
             ValueError: a video's cached tokens do not fit the model, a text is not valid Unicode or contains U+10FFFE,
                 or the template refuses or omits a message.
+            ModelError: the template exceeds the limits of rendering.
         """
         content: list[ChatPart] = [*[ChatPart(type="video")] * len(visuals), {"type": "text", "text": text}]
         messages: list[ChatMessage] = [{"role": "user", "content": content}]
@@ -176,6 +177,7 @@ class PromptBuilder(ABC):
         Raises:
             ValueError: a video's cached tokens do not fit the model, a text is not valid Unicode or contains U+10FFFE,
                 or the template refuses or omits a message, or does not write a placeholder for each video.
+            ModelError: the template exceeds the limits of rendering.
         """
         for visual in visuals:
             self.check(visual)
@@ -317,9 +319,9 @@ class PromptBuilder(ABC):
 
 
 def refuse_omissions(messages: Sequence[ChatMessage], prompt_text: str) -> None:
-    """Check that a rendered prompt contains the text of each message.
+    """Check that a rendered prompt contains the text of each message, at any place.
 
-    Templates may move a text, strip white space around it, and omit the thoughts of earlier messages of the model.
+    Only the text after a message's last ``</think>`` is compared, without white space around it.
 
     Raises:
         ValueError: a text is missing, or the template wrote a list of parts as text.
@@ -349,7 +351,7 @@ def chat_template(source: ModelSource) -> str:
 
     As in ``ProcessorMixin.get_processor_dict``, whose import would take seconds, the order is processor_config.json,
     chat_template.json, chat_template.jinja with additional_chat_templates. Of several templates, it is the one named
-    "default".
+    "default". Files are downloaded if needed.
 
     Raises:
         ModelError: there is no default template, a file is not valid or cannot be downloaded, or the checkpoint has
@@ -385,9 +387,9 @@ def chat_template(source: ModelSource) -> str:
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """Load the checkpoint's tokenizer, or return the one that this process has loaded; callers must not modify it.
+    """Load the checkpoint's tokenizer, or return it if it is one of the last two loaded; callers must not modify it.
 
-    A large vocabulary takes a second. A folder whose files have changed is read again.
+    Files are downloaded if needed; a folder whose files have changed is read again.
 
     Raises:
         ModelError: the tokenizer cannot be loaded.

@@ -105,7 +105,7 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
         """Make the segment of a whole video, with the positions of the policy; ``frame`` is ignored.
 
         Raises:
-            ValueError: the cache lacks the seconds of a temporal patch.
+            ValueError: original positions are needed, and the cache lacks the seconds of a temporal patch.
         """
         if self.policy.positions == "contiguous":
             return self._make_renumbered_segment(len(visual.index))
@@ -147,7 +147,7 @@ class Qwen3Prompts(QwenPrompts):
     def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPart]:
         """Make a part for each temporal patch, with its time and vision markers around it, and a last text.
 
-        If the rule has no outer markers, the template's markers around each video are removed.
+        If the rule has no outer markers, and the template writes them around every video, they are removed.
 
         Raises:
             ValueError: the cache lacks a video's times.
@@ -197,11 +197,11 @@ class Qwen3Prompts(QwenPrompts):
     def _compute_stock_seconds(self, visual: Visual) -> list[float]:
         """Compute the times of Qwen3VLProcessor._calculate_timestamps of transformers, to the last bit.
 
-        A patch has the mean of the times of its first and last frame. Frame indices count from the start of the file,
-        even for a clip: qwen-vl-utils subtracts no start.
+        A patch has the mean of the times of its first and last frame; the video's last frame fills up the last patch.
+        Frame indices count from the start of the file, even for a clip: qwen-vl-utils subtracts no start.
 
         Raises:
-            ValueError: the cache lacks the frame indices or the frame rate.
+            ValueError: the cache lacks the frame rate, or its frame indices do not make the video's patches.
         """
         frames = int(self.config.vision_config.temporal_patch_size)
         if not visual.fps or -(-len(visual.frame_indices) // frames) != visual.n_frames:

@@ -40,8 +40,8 @@ def render_chat_template(tokenizer: Any, template: str, messages: Sequence[ChatM
     The thread's trace function is replaced meanwhile, to check the limits. Works in any thread.
 
     Raises:
-        ModelError: the template is not valid, has the operator ``**``, or exceeds MAX_RENDER_S, MAX_RENDER_BYTES or
-            Python's recursion limit.
+        ModelError: the template is not valid, has the operator ``**``, or exceeds MAX_RENDER_S (plus 5 ms per message
+            part), MAX_RENDER_BYTES, the free memory or Python's recursion limit.
         ValueError: the template raises an error for this conversation.
     """
     earlier_tracer = sys.gettrace()
@@ -89,8 +89,8 @@ class _LimitTracer:
     def __call__(self, frame: FrameType, event: str, arg: object) -> _LimitTracer | None:
         """Check the limits; return the tracer for template code, so that its lines are traced, and None for other code.
 
-        Memory is only read after a slow step. Raises _LimitReachedError if the CPU time or the growth of the process
-        exceeds its limit.
+        Memory is only read after a step of more than _SLOW_STEP_S. Raises _LimitReachedError if the CPU time or the
+        growth of the process exceeds its limit.
         """
         now_s = time.thread_time()
         if now_s - self._start_s > self._max_s:

@@ -51,7 +51,7 @@ def load_llm(source: ModelSource, runtime: Runtime) -> Any:
 
 
 def build_without_vision(config: Any, runtime: Runtime) -> Any:
-    """Build the model on the meta device without its vision part, and without a tied head (``lm_head`` is None)."""
+    """Build the model on the meta device without its vision part; ``lm_head`` is None if the config ties it."""
     from transformers import AutoModelForImageTextToText  # noqa: PLC0415 - seconds to import
 
     with torch.device("meta"):

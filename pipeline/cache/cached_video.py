@@ -112,7 +112,7 @@ def build_video(
     order: NDArray[np.int64] | None,
     vectors_in_order: Mapping[str, NDArray[np.int16]],
 ) -> CachedVideo:
-    """Build a CachedVideo from the token rows of a video.
+    """Build a CachedVideo from the token rows of a video; ``rank``, ``merged`` and ``density`` with a null become None.
 
     Args:
         row: the video's row of the videos table.

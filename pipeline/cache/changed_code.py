@@ -43,8 +43,8 @@ def match_identity(
         has: the words before each old value in the error.
 
     Raises:
-        IdentityMismatch: the identities differ in anything but code. The parameters of a method with changed code are
-            not compared.
+        IdentityMismatch: the identities differ in anything but code. The parameters, seed and declarations of a method
+            with changed code are not compared.
     """
     changed_methods = list[str]()
 
@@ -166,6 +166,9 @@ def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, ru
     The rows of removed videos are committed again under the new identity, so that these videos stay removed. Then the
     new header is written; it lists the old fingerprint as superseded. No file is deleted: ``delete_superseded`` does
     that at the end of the run. The caller must hold the cache's claim.
+
+    Args:
+        run_id: the run that commits the rows of removed videos.
 
     Raises:
         UsageError: the table has rows of an old version, which do not name their identity.

@@ -288,7 +288,7 @@ class Ledger:
 
         Raises:
             CorruptShard: a file is damaged.
-            OSError: the store failed, or files vanished at every try. After any error the ledger is as before the call,
+            OSError: the store failed, or files vanished at every try. After any error the rows are as before the call,
                 and the next call reads all new files again.
         """
         self._newer = None
@@ -349,7 +349,8 @@ class Ledger:
         """Convert rows with _LEDGER_READS to columns of the ledger.
 
         Adds new texts to ``runs``, ``classes``, ``notes`` and ``decoders``, and sets ``hidden_size`` if it is still 0.
-        ``attempts``, ``earlier`` and ``rewritten`` are clipped to the range of their types.
+        ``attempts``, ``earlier`` and ``rewritten`` are clipped to the range of their types. A failed row without a
+        class counts as "internal".
 
         Args:
             first: the number of the first row.

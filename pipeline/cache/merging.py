@@ -249,8 +249,8 @@ def _delete_old_sources(
 ) -> set[str]:
     """Delete the sources of merges whose files are all at least ``keep`` old; return the sources of younger merges.
 
-    A merge of which a written file is missing is ignored: it was interrupted, or its files were merged again. Deleted
-    names are added to ``result.deleted``.
+    A merge of which a written file is missing, or vanishes meanwhile, is ignored: it was interrupted, or its files were
+    merged again. Deleted names are added to ``result.deleted``.
 
     Args:
         keep: zero deletes the sources whatever their age.

@@ -25,7 +25,8 @@ def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
 
     The order is: ids that look the same (in another Unicode form, for example); the only id with the same base name,
     with or without its suffix; ids that contain ``wrong``. Only if there are none of these, ids with similar letters
-    are returned. The result is [] for an empty text and for a text that is not valid Unicode.
+    are returned (``difflib``); of more than 1,000 ids, only the first 1,000 that begin with its first half or end with
+    its second are compared. The result is [] for an empty text and for a text that is not valid Unicode.
     """
     try:
         wrong.encode()

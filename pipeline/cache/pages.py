@@ -40,7 +40,7 @@ class PageSize(NamedTuple):
 
 
 def find_plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
-    """Map the name of each fixed-size binary column without nulls to (its column number, the bytes of a vector).
+    """Map the name of each fixed-size binary column that is not nullable to (its number, the bytes of a vector).
 
     Columns whose vectors have an odd number of bytes are left out, since ``put_rows`` writes int16.
     """
@@ -75,6 +75,7 @@ def put_rows(data: memoryview, n_rows: int, targets: NDArray[np.int64], out: NDA
 
     Args:
         data: the pages of the column chunk, from their first header on.
+        n_rows: the number of rows in the chunk.
         targets: [n] the row of ``out`` for each of the first n vectors; pages after these vectors are not read.
         out: [K, width / 2] int16 with the width of a vector in bytes; modified in place.
     """

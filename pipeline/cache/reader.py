@@ -184,8 +184,8 @@ class TokenCache:
         """Return the video's live row, whether it is ok, failed or removed, with JSON columns parsed.
 
         Raises:
-            UnknownVideo: the video has no row; the message suggests similar ids.
-            CorruptShard: a file of the videos table is damaged or missing.
+            UnknownVideo: the video has no row, or the id is not a str; the first few messages suggest similar ids.
+            CorruptShard: a file of the videos table is damaged or missing, or a JSON column is not an object.
             OSError: the store failed.
         """
         row = self._with_refresh(lambda live: live.row(video_id)) if isinstance(video_id, str) else None
@@ -221,7 +221,8 @@ class TokenCache:
     def _unknown(self, video_id: str) -> UnknownVideo:
         """Build the error for a video that is not in the cache.
 
-        Only the first MAX_HINTS errors of this object suggest similar ids, since that reads the ids of the table.
+        Only the first MAX_HINTS errors of this object suggest similar ids, since that reads the ids of the table; if
+        this fails, the suggestion is left out.
         """
         suggestion = ""
         if self._n_hints < MAX_HINTS and isinstance(video_id, str):
@@ -372,8 +373,8 @@ class TokenCache:
     ) -> list[CachedVideo]:
         """Read videos with the options of ``get``, given their rows from ``metadata`` or ``rows_of``, in their order.
 
-        If a token shard is missing, the cache refreshes itself and reads the rows again, since their videos may have
-        moved to another shard.
+        If a token shard is missing, the cache refreshes itself and reads the rows again, once, since their videos may
+        have moved to another shard.
 
         Raises:
             UnknownVideo: a video was removed or failed.

@@ -153,6 +153,8 @@ def write_parquet(
 ) -> pa.Buffer:
     """Serialize a table to a Parquet file in memory, with page checksums.
 
+    Fixed-size binary columns are not compressed; all others get zstd and statistics.
+
     The file is serialized completely before it is written to a store, so that a truncated file never has a final name.
 
     Args:

@@ -193,9 +193,12 @@ class TokenShard:
             raise CorruptShard(f"{self._label}: it has no column {', '.join(lacking)}", "schema")
 
     def check_width(self, hidden_size: int, levels: int, codec: TokenCodec) -> None:
-        """Raise CorruptShard if the shard lacks a column for tokens of this width, or one has another type.
+        """Raise CorruptShard if the shard lacks a column for tokens of this width and codec, or one has another type.
 
-        A width that passed once is not checked again.
+        A width that passed once is not checked again, whatever the levels and codec.
+
+        Args:
+            levels: the number of deepstack levels.
         """
         if hidden_size in self._widths:
             return
@@ -235,6 +238,9 @@ class TokenShard:
 
     def _read_columns(self, rows: TokenRows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
         """Read columns of the requested rows with Arrow, as stored; Arrow verifies the checksum of every page.
+
+        Args:
+            fetched: the bytes from ``fetch_all``; None for a local file.
 
         Raises:
             CorruptShard: the pages are damaged, or the number of rows is wrong.

@@ -141,8 +141,8 @@ def write_token_shard(
     """Write the tokens of all videos that have tokens as one shard; return a copy of every video's record, in order.
 
     The copies of ok videos get ``row_counts``, ``first_row_group``, ``checksum``, ``token_shard``, ``footer_hash``, an
-    equal share of the wall time as ``write_s``, and, unless it is bfloat16, the codec. No shard is written if no video
-    has tokens.
+    equal share of the wall time as ``write_s``, and, unless the codec is bfloat16, ``token_codec`` and ``token_block``.
+    No shard is written if no video has tokens.
 
     Args:
         codec: the codec of the cache's identity.
@@ -244,7 +244,7 @@ def put_token_shard(
     tables: Sequence[pa.Table],
     checksums: Sequence[Future[str]] = (),
 ) -> None:
-    """Write the token rows of videos as one shard, named by its content, and complete their records in place.
+    """Write the token rows of videos as one shard, named by run and content, and complete their records in place.
 
     Each record gets ``first_row_group``, ``token_shard``, ``footer_hash`` and, if ``checksums`` are given,
     ``checksum``.

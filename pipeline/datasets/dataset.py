@@ -306,8 +306,8 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     def _read(self, now: EpochPass) -> Iterator[CachedVideo]:
         """Yield the remaining videos of a pass in order, and count each in ``now`` before it is yielded.
 
-        Removed videos are counted and skipped, with one warning at the end. With ``even``, the last video is then
-        repeated once for each of them.
+        Removed videos are counted and skipped, with one warning at the end. With ``even``, the last video that was
+        yielded, if any, is then repeated once for each of them.
         """
         worker, _ = get_loader_worker() or (0, 1)
         to_skip = now.done

@@ -144,6 +144,8 @@ class Packed(Mapping[str, Tensor]):
 def pack(videos: Sequence[CachedVideo]) -> Packed:
     """Concatenate one or more videos into a batch without padding; use it as the ``collate_fn`` of a DataLoader.
 
+    Evidence that the first video lacks is dropped.
+
     Raises:
         KeyError: a video lacks evidence that the first video has.
         ValueError: videos have different numbers of deepstack levels.

@@ -38,6 +38,7 @@ class Doctor:
     """
 
     def __init__(self, config: PruneConfig, say: Callable[[str], object]) -> None:
+        """Keep the arguments; ``findings`` runs the checks."""
         self._config = config
         self._say = say
         self._cluster: dict[str, float] = {}
@@ -189,8 +190,8 @@ def reachable(store: Store) -> Store:
 def check_store(store: Store) -> Iterator[Finding]:
     """Put, list, read and delete a test file of 8 MiB; yield one finding.
 
-    It is "wrong" after an OSError, for wrong data or a wrong listing, and if the store's clock is off by more than 5 s;
-    "slow" if writing or reading takes more than 2 s.
+    It is "wrong" after an OSError, for wrong data or a wrong listing, if the deleted file still exists, and if the
+    store's clock is off by more than 5 s; "slow" if writing or reading takes more than 2 s.
     """
     name = f".doctor-{secrets.token_hex(6)}"
     data = secrets.token_bytes(_TEST_FILE_BYTES)

@@ -139,7 +139,11 @@ def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
 
 
 def _judge_one(node: Node) -> Iterator[Finding]:
-    """Yield findings about one node: codecs, memory, each disk, and its clock if that is off by more than 2 s."""
+    """Yield findings about one node: codecs, memory, each disk, and its clock if that is off by more than 2 s.
+
+    A clock, a missing codec, and a disk to which Ray may write nothing more, are "wrong". Less than 8 GiB of memory, 2
+    GiB of free /dev/shm or 5 GiB that Ray may write to a disk are "slow".
+    """
     if node.missing_codecs:
         says = f"PyAV has no decoder for {', '.join(node.missing_codecs)}"
         yield Finding("codecs", "wrong", says, "pip install --force-reinstall av, whose wheel has them all")

@@ -134,10 +134,11 @@ def fault(fault_class: FaultClass, message: str) -> str:
 
 
 def check_name(member: Member, seen_names: set[str]) -> Member:
-    """Return the member unchanged if its name is safe in an id; otherwise with a fault and a printable NAME@OFFSET.
+    """Return the member unchanged if its name is safe in an id; otherwise with a new fault and the name NAME@OFFSET.
 
-    A name is unsafe if it is not UTF-8, is absolute, has empty or dot segments or control characters, is longer than
-    1,024 characters, or is in ``seen_names``. The name is added to ``seen_names``.
+    Its name is the ``shown_name`` if it has one. A name is unsafe ("policy") if it is not UTF-8, is absolute, has empty
+    or dot segments or control characters, is longer than 1,024 characters; or ("corrupt") if it is in ``seen_names``,
+    to which it is added.
     """
     name = member.shown_name or member.name
     is_repeated = name in seen_names
@@ -250,6 +251,7 @@ class _Range:
     """
 
     def __init__(self, files: Files, uri: str, start: int, end: int, *, whole: bool, gap: int = _MAX_GAP_BYTES) -> None:
+        """Describe the range; nothing is requested."""
         self._files = files
         self._uri = uri
         self.start = start
@@ -263,6 +265,8 @@ class _Range:
 
     def read(self, start: int, end: int) -> bytes:
         """Read bytes [start, end) of the range, fewer if the object ends before ``end``.
+
+        The first read of a ``whole`` range, or after ``close``, fetches all of it.
 
         Raises:
             OSError: the request fails.
@@ -350,7 +354,7 @@ class RemoteFile:
 
     @property
     def mark(self) -> str:
-        """The object's ETag or hash, which changes with its content; "" if it is unknown."""
+        """The object's ETag or hash, which changes with its content; "" if unknown, or once read without ``info``."""
         return self._ask_info().mark
 
     def _ask_info(self) -> ObjectInfo:
@@ -386,7 +390,7 @@ class RemoteFile:
         return self._read_range(self._last, start, end)
 
     def _read_range(self, coming: _Range, start: int, end: int) -> bytes:
-        """Read bytes [start, end), which start inside ``coming`` and may end after it.
+        """Read bytes [start, end), which start inside ``coming``; those after its end take further requests.
 
         If an unplanned slice fails, it is retried as a small request, and no slices are used from then on.
 
@@ -421,8 +425,8 @@ class RemoteFile:
     def _next(self, start: int, end: int, *, forward: bool) -> _Range:
         """Return the range to request for an unplanned read of bytes [start, end).
 
-        With ``forward`` it is a slice of 32 MiB, streamed. Otherwise it has at least 16 KiB, or near the end of the
-        object all of its last 64 KiB, and is buffered whole.
+        With ``forward`` it is a slice of 32 MiB, streamed; the size of the object may cost a request. Otherwise it has
+        at least 16 KiB and is buffered whole. If ``start`` is in the last 64 KiB, the range begins with these.
         """
         if forward:
             return _Range(self._files, self.uri, start, min(start + _SLICE, self.size), whole=False, gap=_SLICE)

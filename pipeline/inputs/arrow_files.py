@@ -87,7 +87,8 @@ class RecordBatches:
     def _read_batch(self, piece: int, columns: tuple[int, ...]) -> pa.RecordBatch:
         """Read the columns with these numbers of one batch; the reader is kept while the columns stay the same.
 
-        No other batch is decompressed, except in a stream with dictionaries, where all batches before it are read.
+        No other batch is decompressed, except in a stream with dictionaries, where all batches since the last one read
+        are read, or to go back, all from the first.
         """
         if self._reader is None or columns != self._columns or (self._has_dictionaries and piece < self._next):
             self._source.seek(0)
@@ -120,7 +121,11 @@ def _check_values(batch: pa.RecordBatch) -> None:
 
 
 def _find_batches(source: pa.MemoryMappedFile) -> list[int]:
-    """Return the positions of a file's record batches, from its footer (a flatbuffer that pyarrow has validated)."""
+    """Return the positions of a file's record batches, from its footer (a flatbuffer that pyarrow has validated).
+
+    Raises:
+        struct.error: the footer is truncated.
+    """
     end = source.size() - _FOOTER_END.size
     length, _ = _FOOTER_END.unpack(source.read_at(_FOOTER_END.size, end))
     footer = source.read_at(length, end - length)

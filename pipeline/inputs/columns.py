@@ -72,7 +72,8 @@ class Table(Archive):
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
         """Yield a member for each row in order, also for a row without bytes; set ``rows_per_group`` before the first.
 
-        A damaged piece ends the rows with a last member "@0" that has a fault.
+        The names are HASH/COLUMN/NUMBER. Damage of the table or a piece ends the rows with a last member "@0" that has
+        a fault.
 
         Raises:
             ManifestError: ``options.column`` is missing, repeated or not of bytes, or an Arrow file is in a store.
@@ -94,7 +95,7 @@ class Table(Archive):
             yield Member("@0", number, fault=fault("corrupt", f"the table cannot be read: {error}"))
 
     def _read_rows(self, piece: int, names: Sequence[str], column: str) -> Iterator[tuple[UserRow, str | None]]:
-        """Yield, for each row of a piece, its small columns, and the path of its video if it has no bytes."""
+        """Yield, for each row of a piece, the columns ``names``, and the path of its video, or None if it has bytes."""
         batches = self._open_pieces()
         kind = plain_type(batches.schema.field(column).type)
         paths_column = list[str]()
@@ -137,7 +138,12 @@ class Table(Archive):
         yield value.as_buffer().to_pybytes()
 
     def _value(self, column: str, row: int) -> pa.Scalar:
-        """Return a cell. Reading continues in the current piece if the previous cell was before it."""
+        """Return a cell; if the previous one was before it, in the same piece and column, reading continues there.
+
+        Raises:
+            StopIteration, LookupError: there is no such row.
+            ArrowException, OSError: the table is damaged or cannot be read.
+        """
         batches = self._open_pieces()
         starts = [*accumulate(batches.lengths, initial=0)]
         piece = bisect_right(starts, row) - 1
@@ -163,7 +169,7 @@ class Table(Archive):
         return self._pieces
 
     def _names(self, schema: pa.Schema, options: ArchiveOptions) -> list[str]:
-        """Return the columns that the index reads: small columns, and ``video_id`` unless it is nested.
+        """Return the columns that the index reads: small columns, and ``video_id`` unless nested or ``options.column``.
 
         Raises:
             ManifestError: the column of videos is missing, repeated, or not of bytes.
@@ -235,7 +241,7 @@ class _RowGroups:
 
 
 def _list_paths(column: pa.Array) -> list[str | None]:
-    """Return the path of each row of a column of structs; None for a row with bytes or no path."""
+    """Return the path of each row of a column of structs; None for a row with bytes, or a null or empty path."""
     column = plain_column(column)
     fields = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
     rows = _rows(pa.RecordBatch.from_arrays([fields[_PATH]], [_PATH]))
@@ -263,7 +269,7 @@ def _rows(batch: pa.RecordBatch) -> list[UserRow]:
 
 
 def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: tuple[str, str] | None) -> Member:
-    """Return the member of a row, with all columns except ``video_id`` carried as JSON.
+    """Return the member of a row, with all columns that are not null, except ``video_id``, carried as JSON.
 
     A NaN or infinite clip time, which carried JSON cannot hold, and a path with a NUL become a fault.
     """

@@ -36,8 +36,8 @@ def fetch_again(
     """Return a function ``fetch(write, limit)`` that fetches a row's video from its archive; None for a separate file.
 
     ``fetch`` passes the bytes of the video, at its current position in the archive, to ``write``, and returns their
-    number. Call this function before reading any file that a row names: whoever made the cache chose the address, and
-    this user's credentials would be sent there.
+    number; it raises what ``OpenArchives.fetch`` raises. Call this function before reading any file that a row names:
+    whoever made the cache chose the address, and this user's credentials would be sent there.
 
     Args:
         row: a row of the videos table.
@@ -103,6 +103,8 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
 
     def find_again(self, location: Location) -> Location:
         """Return the current location of a member, found by its name; ``location`` itself if no member has the name.
+
+        Only its offset and size are updated; the mark stays.
 
         ``location`` is also returned, without listing the archive, if it has no mark (rows of tables), or for a tar
         whose mark still equals it. The mark of a zip's member is a CRC-32, so a zip is always listed.

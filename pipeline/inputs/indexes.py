@@ -129,7 +129,8 @@ class Indexes:
     ) -> Iterator[View]:
         """Yield the videos of an archive, from its kept index if that fits, otherwise by indexing the archive.
 
-        An archive that must not or cannot be read gives a view of a single row with the reason.
+        An archive that must not be read (a policy), or that raises an OSError when it is opened or read, also with
+        "skip", gives a view of a single row with the reason, in place of the whole view.
 
         Args:
             missing: what to do if no kept index fits the archive. "make" makes one. "renew" makes one if an index that
@@ -168,7 +169,9 @@ class Indexes:
             yield self._make_view(named_file, _Index([Member("", 0, fault=wrong)], LeftOut()))
 
     def _make(self, named_file: NamedFile, file: RandomFile, in_views: bool) -> Iterator[View]:
-        """Index an open archive, and yield its views; the index is kept if the whole archive was read.
+        """Index an open archive, and yield its views; write the index if the whole archive was read.
+
+        A partial view is left out while the clip of a member is unknown.
 
         This ends without a whole view once ``stopped`` is set.
 
@@ -216,12 +219,15 @@ class Indexes:
         return View(table, left_out, is_whole)
 
     def _mark(self, named_file: NamedFile, file: RandomFile) -> str:
-        """Return a text that changes with an archive or the options for reading it; "" if it has no mark."""
+        """Return a text that changes with an archive or a zip's ``zip_encoding``; "" if the file has no mark."""
         encoding = self.options.zip_encoding if find_suffix(named_file.uri) == ".zip" else None
         return f"{file.mark} {encoding}" if encoding and file.mark else file.mark
 
     def _make_index(self, named_file: NamedFile, file: RandomFile, archive: Archive, members: list[Member]) -> _Index:
-        """Return the index of the members read so far, with faults for unsafe names; print a form's note once."""
+        """Return the index of the members read so far, with faults for the unsafe names of tars and zips.
+
+        This raises ``rows_per_group`` to the archive's, and passes the archive's note to ``say``, once per form.
+        """
         form = find_suffix(named_file.uri)
         with self._counting:
             self.rows_per_group = max(self.rows_per_group, archive.rows_per_group)
@@ -235,19 +241,19 @@ class Indexes:
         return _Index(members, left_out, self._mark(named_file, file))
 
     def _clips_known(self, named_file: NamedFile, index: _Index) -> bool:
-        """Return True if the clips of all members are known.
+        """Return True unless ``--clips-from`` needs sidecars, and a member has neither these nor a fault yet.
 
-        With ``--clips-from``, a tar's sidecar with the clip of a video may come long after the video.
+        A tar's sidecar with the clip of a video may come long after the video.
         """
         if self.options.clips_from is None or named_file.is_table:
             return True
         return all(member.carried is not None or member.fault is not None for member in index.members)
 
     def _kept_index(self, named_file: NamedFile) -> _Index | None:
-        """Return the kept index of an archive, or None if none is kept; tables have none.
+        """Return the kept index of an archive, or None if none is kept or it is a table.
 
-        An index that is damaged, of another version, or unreadable is returned as an empty index, which a new one
-        replaces.
+        Errors of the store are ignored: an index that cannot be read, is damaged, or is of another version is returned
+        as an empty one without a mark, which a new index replaces.
         """
         if self.store is None or named_file.is_table:
             return None
@@ -269,10 +275,11 @@ class Indexes:
     def _write_index(self, named_file: NamedFile, index: _Index) -> None:
         """Write the index of a tar or zip to the cache; do nothing if this run keeps none or the archive has no mark.
 
-        Concurrent runs write the same index.
+        Concurrent runs write the same index. An index has up to 100 names of left-out files per kind.
 
         Raises:
             RunFailed: the store fails.
+            UsageError: the folder of the cache cannot be created.
         """
         if self.store is None or not self.keeps or named_file.is_table or not index.mark:
             return
@@ -288,8 +295,9 @@ class Indexes:
 def remove_members(store: Store, uris: Collection[str], ids: Collection[str] = ()) -> list[str]:
     """Delete members, and the names of their carried files, from the kept indexes, as ``jobs.remove`` needs.
 
-    A whole index is deleted, to be made again on demand, if it is damaged or of another version, or if a member that is
-    not in ``uris`` may have an id of ``ids``: an index does not tell the folder to which ids are relative.
+    A whole index is deleted, to be made again on demand, if it is damaged or of another version, or if the archive and
+    name of a member that is not in ``uris`` end in one of ``ids`` after a slash: an index does not tell the folder to
+    which ids are relative.
 
     Args:
         uris: the uris of the members. Without ``ids``, only the indexes of their archives are read.
@@ -349,7 +357,7 @@ def _name(uri: str) -> str:
 def _table(named_file: NamedFile, members: Sequence[Member], options: ArchiveOptions, mark: str) -> pa.Table:
     """Convert the members of an archive to MANIFEST_SCHEMA, with their clips.
 
-    Sizes, offsets and clips that are out of range become faults.
+    Offsets or sizes of 2^53 or more, and clips that are not finite numbers, become faults.
 
     Args:
         mark: the mark of the archive, for members without one.
@@ -379,7 +387,7 @@ def _table(named_file: NamedFile, members: Sequence[Member], options: ArchiveOpt
 
 
 def _check_bounds(member: Member) -> Member:
-    """Return the member, with a fault, offset 0 and no size if its offset or size is larger than any file."""
+    """Return the member; if its offset or size is 2^53 or more, with a fault, offset 0 and no size."""
     if max(member.offset, member.size or 0) < _BEYOND:
         return member
     wrong = member.fault or fault("corrupt", "its size or its offset is beyond any file")
@@ -391,6 +399,9 @@ def _add_clip(member: Member, names: tuple[str, str] | None, of_row: bool) -> Me
 
     With ``names``, both values must be finite numbers. Without, a row may have ``start_s``, ``end_s``, both or none.
     Any other value becomes a fault. A member that already has a fault gets no clip.
+
+    Args:
+        of_row: True for a row of a table, whose carried columns have the values themselves.
     """
     values = json.loads(member.carried or "{}")
     values = values if of_row else values.get("json")

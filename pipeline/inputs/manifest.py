@@ -71,6 +71,9 @@ def list_names(
 
     A table whose ``--column`` holds paths counts as a manifest. ``left_out`` counts the other files.
 
+    Args:
+        roots: what manifests and links may name besides their own folders.
+
     Raises:
         ManifestError: a name stands for nothing or cannot be read; ``column`` is given without a table; or
             ``clips_from`` is given and some videos are not in archives.
@@ -101,7 +104,8 @@ def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOption
     """List the videos of one name, or if it has none, its archives; tables are archives only with a ``--column``.
 
     A name is "sample", an address, a folder, a file or a glob. A single .parquet, .jsonl or .csv is read as a manifest
-    unless it is an archive. ``left_out`` counts the other files, except for "sample".
+    unless it is an archive; a local file of any other suffix that is not an archive is a video. ``left_out`` counts the
+    other files, except for "sample".
 
     Raises:
         ManifestError: the name stands for nothing, is unsupported, or cannot be read.
@@ -135,7 +139,7 @@ def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOption
 
 
 def _why_absent(path: Path) -> str:
-    """Describe why nothing can be listed at a path, and suggest a file with a similar name."""
+    """Describe why nothing can be listed at a path; if nothing is there, suggest a similar name in its folder."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -149,8 +153,8 @@ def _read_path_tables(contents: NameContents, column: str | None, roots: Roots, 
     """Read the tables of a name as manifests if the ``column`` of the first readable table holds paths.
 
     Returns:
-        ``[contents]`` if it does not. Otherwise an item per archive, in order; a table that cannot be read stays an
-        archive, whose index has the reason.
+        ``[contents]`` if it does not. Otherwise an item per archive, in order; a table that cannot or must not be read
+        stays an archive, whose index has the reason.
 
     Raises:
         ManifestError: a later table has no such column of paths, or a manifest is invalid.
@@ -321,6 +325,10 @@ def _videos_or_archives(
 
     Archives beside videos, and other files, are counted in ``left_out``; folders are ignored.
 
+    Args:
+        roots: further folders to which links may lead.
+        forms: the suffixes of archives.
+
     Raises:
         ManifestError: there is neither; the message is ``none``, followed by what was left out.
     """
@@ -420,7 +428,8 @@ def _list_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_
 def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
     """Yield every file that matches the segments of a local glob; also folders, if the glob has no ``**``.
 
-    With ``**``, each folder is entered once, since links can form a cycle.
+    With ``**``, each folder is entered once, since links can form a cycle; names that begin with a dot match only
+    segments that do.
     """
     depth = pattern.index("**") if "**" in pattern else len(pattern)
     tops = globbing.glob(str(Path(*pattern[:depth])))  # noqa: PTH207 - Path.glob refuses absolute patterns
@@ -476,6 +485,7 @@ def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects:
         rows: a list or tuple of paths or s3:// objects, each of which may be read, with its last segment as
             ``video_id``; or rows (dicts, or a table that Arrow accepts) with video_id and uri, as in a manifest in the
             current folder. An iterator is consumed.
+        video_roots: folders and prefixes that rows may name too.
         objects: the access to S3; None reads it from the environment.
 
     Raises:
@@ -495,7 +505,7 @@ def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects:
 
 
 def _make_rows_from_paths(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:
-    """Return rows for paths that were named one by one, and ``roots`` with their folders and prefixes added.
+    """Return rows for paths that were named one by one, and ``roots`` with their folders and S3 prefixes added.
 
     Raises:
         ManifestError: two paths have the same last segment, or a prefix is malformed.

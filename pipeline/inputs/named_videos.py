@@ -136,6 +136,7 @@ class NamedVideos:
             ManifestError: a row has no ``video_id`` or ``uri``, or a time or size that is not a number; names the first
                 one.
             BadRow: an id or uri is not text.
+            ArrowInvalid: an id or uri in an Arrow batch is not UTF-8.
         """
         if (batch := self._convert_at_once(rows)) is not None:
             return batch

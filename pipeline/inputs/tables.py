@@ -93,7 +93,7 @@ def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of a column's values: without dictionaries, extension types and views, also when nested.
+    """Return the type of a column's values: without dictionaries, extension types and views, also in structs and lists.
 
     Arrow cannot filter or join views of text and bytes, which Polars writes.
     """
@@ -124,6 +124,7 @@ def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
 
     Raises:
         OverflowError: the time is in a nested column.
+        UnicodeDecodeError: text is not UTF-8.
     """
     try:
         rows: list[UserRow] = batch.to_pylist()
@@ -136,10 +137,14 @@ def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
 def read_parts(
     name: str, file: BinaryIO, needs: str, key: str | None = None, paths: str | None = None
 ) -> Iterator[TableRows]:
-    """Yield the rows of a file, as ``read_rows`` does, in batches that fit in memory.
+    """Yield the rows of a file, as ``read_rows`` does, in batches of up to 65,536 rows.
 
     The rows of a .parquet stay in Arrow. With ``paths``, the column of this name serves as ``uri``, and as ``video_id``
-    if the file has none; a file that is not a .parquet is then an Arrow file.
+    if the file has none; a file that is not a .parquet is then an Arrow file, which is opened by its ``name``.
+
+    Args:
+        needs: what a row must have, for error messages.
+        key: a column that the header of a .csv must have.
 
     Raises:
         BadRow: two columns have one name, or a line of a .jsonl or .csv is invalid.
@@ -198,7 +203,7 @@ def iter_given_batches(name: str, source: object, needs: str) -> Iterator[TableR
 
 
 def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, UserRow]]:
-    """Yield the position ("row 0") and the dict of each row that a caller passes; nulls in dicts are left out.
+    """Yield the position ("row 0") and the dict of each row that a caller passes, without its nulls.
 
     Args:
         name: the name of the rows, for error messages.
@@ -219,7 +224,7 @@ def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, Use
 
 
 def convert_given_table(name: str, source: object, needs: str) -> pa.Table:
-    """Convert an object of the caller to an Arrow table.
+    """Convert an object of the caller to an Arrow table; ``name`` and ``needs`` (the columns of a row) are for errors.
 
     Raises:
         BadRow: Arrow cannot convert it, or two columns have one name.
@@ -407,7 +412,8 @@ def cell_text(value: object, name: str) -> str:
     """Return an id or an address as text: text itself, a whole number (1.0 is "1"), a path, a UUID, or UTF-8 bytes.
 
     Raises:
-        ValueError: the value is of another type; the message begins with ``name``.
+        ValueError: the value is of another type, a fraction, bytes that are not UTF-8, or an int of too many digits;
+            the message begins with ``name``.
     """
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
@@ -454,6 +460,9 @@ def serialize_carried(columns: UserRow, *, ensure_ascii: bool = True) -> str:
     """Serialize columns that are only carried along as strict JSON.
 
     NaN and infinity become null, a lone surrogate, which cannot be printed, a question mark, and other types text.
+
+    Args:
+        ensure_ascii: True escapes characters that are not ASCII.
     """
     try:
         text = json.dumps(columns, default=shown_as, ensure_ascii=ensure_ascii, allow_nan=False)

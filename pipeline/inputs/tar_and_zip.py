@@ -65,7 +65,8 @@ class Tar(Archive):
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
         """Yield the videos in order; broken places of the tar are members with a fault, named by their offset.
 
-        Carried and left-out members are collected for ``pair_sidecars``.
+        Carried and left-out members are collected for ``pair_sidecars``; the former are read. A video that is a link or
+        device has a fault; other links, devices and folders are ignored, and so are the ``options``.
 
         Raises:
             OSError: the tar cannot be read.
@@ -102,7 +103,7 @@ class Tar(Archive):
         """Yield a member's bytes in pieces of at most 1 MiB.
 
         Raises:
-            VideoFault: "io" if the tar has changed.
+            VideoFault: "io" if the tar has changed: it is too short, or no header of this size is before the data.
             OSError: the tar cannot be read.
         """
         offset, end = self.span(location)
@@ -205,7 +206,7 @@ class Tar(Archive):
         return any(block[257:262] == b"ustar" and _parse_header(block) is not None for block in blocks)
 
     def _next_header(self, offset: int) -> int:
-        """Return the offset of the next valid header at or after ``offset``.
+        """Return the offset of the next valid ustar header, ``offset`` or a multiple of 512 bytes after it.
 
         If there is none within 256 MiB, the size of the tar is returned.
         """
@@ -342,10 +343,11 @@ class Zip(Archive):
         self._left_out = LeftOut()
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
-        """Yield the videos in the order of the directory at the end of the zip.
+        """Yield the videos in the order of the directory at the end of the zip, and count other files as left out.
 
-        A zip without a valid directory gives a single member "@0" with a fault. This sets ``note`` if the encoding of a
-        name is unknown.
+        A member that is encrypted, a link or device, or neither stored nor deflated has a fault. A zip without a valid
+        directory gives a single member "@0" with a fault. This sets ``note`` if the encoding of a name is unknown. Of
+        the options, only ``zip_encoding`` is used.
 
         Raises:
             OSError: the zip cannot be read.
@@ -387,8 +389,9 @@ class Zip(Archive):
         """Yield a member's bytes, decompressed, in pieces of at most 1 MiB.
 
         Raises:
-            VideoFault: "io" if the zip has changed; "corrupt" if the data is damaged, or has another size or CRC-32
-                than stated.
+            VideoFault: "io" if the header at the offset is missing or has another size; "corrupt" if the data is
+                damaged, has another size than indexed, or another CRC-32 than the header states, which is not checked
+                if the size follows the data.
             OSError: the zip cannot be read.
         """
         size = location.size or 0
@@ -444,6 +447,7 @@ class _WithoutUtf8Flags(SeekableFile):
     """A zip file whose directory entries, when read, have no UTF-8 flag."""
 
     def read(self, size: int = -1) -> bytes:
+        """Read bytes, and clear the UTF-8 flag of the directory entries with which they begin."""
         data = bytearray(super().read(size))
         offset = 0
         while offset + _ENTRY.size <= len(data):
@@ -459,7 +463,8 @@ def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool
     """Return the name of a member, True if its encoding is known, and its fault or None.
 
     The encoding is known if the name is ASCII, has the UTF-8 flag or a Unicode field of Info-ZIP, or is valid UTF-8.
-    Other names are decoded by ``encoding`` (--zip-encoding); without it, or with a fault if that fails, by cp437.
+    Other names are decoded by ``encoding`` (--zip-encoding); without it, or with a fault if that fails, by cp437. A
+    name of known encoding has no fault.
     """
     name = info.orig_filename
     if info.flag_bits & _UTF8_FLAG or name.isascii():

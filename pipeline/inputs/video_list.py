@@ -124,8 +124,8 @@ class VideoList:
 
         Raises:
             ManifestError (a UsageError): the list cannot be made: a folder is missing or has no video, a manifest
-                cannot be read, a ``video_id`` is missing or repeated, or an archive is named twice or has only repeated
-                ids.
+                cannot be read, a ``video_id`` is missing or repeated, an archive is named twice or, without a limit,
+                has only repeated ids, no archive has a video, or the only row of the only name has a fault.
             RunFailed: an index cannot be written.
         """
         objects, indexes = objects or Objects.from_environment(), indexes or Indexes()
@@ -162,6 +162,9 @@ class VideoList:
     def read_unindexed(self) -> Generator[View, None, None]:
         """Index the archives in ``unindexed``, and yield their views in order. Call this once.
 
+        A video with the id of an earlier one becomes an error row with the id ID@URI. Progress lines go to
+        ``Indexes.say``.
+
         Without a limit, 32 archives are read at once, and each gives one view of all its videos. With a limit, archives
         are read one by one, and a large one gives several views, each with all videos of the previous view. To leave
         the rest unread, close the generator, or call ``close`` from another thread.
@@ -195,6 +198,8 @@ class VideoList:
     def _read_first(self, archives: Sequence[NamedFile], missing: Missing, *, in_order: bool) -> list[pa.Table]:
         """Return a table of videos per archive; it is empty for an archive that waits, which is added to ``unindexed``.
 
+        The left-out files of the other archives are counted.
+
         With ``in_order``, every archive after one that waits is added too; its view is dropped, and read again later.
         """
         tables = list[pa.Table]()
@@ -213,7 +218,10 @@ class VideoList:
     ) -> Generator[View | None, None, None]:
         """Yield the whole view of each archive in order; None for an archive that waits, or after ``close``.
 
-        If the generator is closed or an archive raises an error, the threads that still read end at their next member.
+        ``missing`` says what to do if no kept index fits: "make", "renew" or "skip", as in ``Indexes.read``.
+
+        If the generator is closed or an archive raises an error, it calls ``close``, so that the threads that still
+        read end at their next member.
         """
         with request_threads(_AT_ONCE) as pool:
             begun = (pool.submit(list, self.indexes.read(archive, self.objects, missing)) for archive in archives)

@@ -209,9 +209,9 @@ class RunEstimate:
     """The forecast of a run. Seconds and bytes are totals of the run.
 
     Attributes:
-        gpu_s: GPU-seconds of encoding and pruning; None without GPUs or if the work of the model is unknown.
-        encode_core_s: core-seconds of encoding and pruning; None with GPUs or if the work of the model is unknown.
-        wall_s: the duration, which does not include encoding if the work of the model is unknown.
+        wall_s: the duration, 0 without videos. It does not include encoding if the work of the model is unknown.
+        encode_core_s: core-seconds of encoding and pruning; 0 with GPUs, None if the work of the model is unknown.
+        gpu_s: GPU-seconds of encoding and pruning; 0 without GPUs, None if the work of the model is unknown.
         stage_s: stage -> seconds of wall time that it would take alone; None for unknown encoding. Without GPUs, "cpus"
             replaces "decode" and "encode", if both are known.
         bottleneck: the slowest known stage; "nothing" without videos.
@@ -251,6 +251,8 @@ class RunEstimate:
 
 def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str, ...] = ()) -> RunEstimate:
     """Estimate a run of this work on this cluster.
+
+    Unreadable videos cost decoding, but no encoding or output. Without GPUs, encoding shares the cores with decoding.
 
     Args:
         notes: added to the notes of ``work``, as is a note on prices that are missing.
@@ -301,7 +303,10 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
 
 
 def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> str:
-    """Describe how many more cores, GPUs or drivers would make the bottleneck as fast as the next slowest stage."""
+    """Describe how many more cores, GPUs or drivers would make the bottleneck as fast as the next slowest stage.
+
+    For "cpus" it is "more cores, or a GPU", without a number.
+    """
     if slowest == "nothing":
         return "nothing is left to do"
     if slowest == "cpus":

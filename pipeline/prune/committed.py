@@ -34,14 +34,15 @@ class CommittedVideos:
         record: the record of the run.
         facts: the seconds and bytes of the run.
         failed: id -> attempts so far, of each video that failed in this run and has not succeeded since.
-        retryable: the same for each video that had a retryable fault, even if it succeeded later.
-        unread: the same for each video that could not be read (io).
+        retryable: id -> attempts, of each video that had a retryable fault, even if it succeeded later.
+        unread: id -> attempts, of each video that could not be read (io), even if it succeeded later.
         infrastructure_errors: class -> number of infrastructure errors, over all attempts.
         examples: class -> "ID: MESSAGE" of the last such error.
-        fetched: the bytes of the videos that were read from remote stores.
+        fetched: the sizes of the videos from remote stores, summed over all attempts.
     """
 
     def __init__(self, table: CacheTable, record: RunFile, monitor: Monitor, facts: Facts) -> None:
+        """Start with empty counts. ``table`` must have begun."""
         self.facts = facts
         self.failed: dict[str, int] = {}
         self.retryable: dict[str, int] = {}
@@ -59,8 +60,9 @@ class CommittedVideos:
     def commit(self, number: int, rows: pa.Table) -> None:
         """Commit the rows of a shard (WRITTEN_SCHEMA) to the videos table, and count them.
 
-        An interrupted driver may commit the same rows twice in succession; they are counted once. The method also saves
-        the run's record about once a minute, and merges the small files of the table when there are many.
+        An interrupted driver may commit the same rows twice in succession: rows whose id and attempt were in the
+        previous commit are not counted again. The method also saves the run's record about once a minute, and merges
+        the small files of the table when there are many.
 
         Args:
             number: the number of the shard, which numbers the commit.
@@ -86,7 +88,7 @@ class CommittedVideos:
         self.unread |= _list_attempts(record for record in failed_records if record["error_class"] == "io")
 
     def _count(self, rows: pa.Table, failed_records: Sequence[VideoRecord]) -> None:
-        """Add newly committed rows to the facts, the metrics and the counts of infrastructure errors.
+        """Add newly committed rows to the facts, the metrics, ``fetched`` and the counts of infrastructure errors.
 
         Args:
             failed_records: the records of the failed videos among ``rows``.

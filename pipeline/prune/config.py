@@ -282,7 +282,8 @@ class PruneConfig(PlanOptions, PrunerOptions):
         """Check all options, and convert ``videos`` from a single string to a list.
 
         Raises:
-            UsageError: an option is invalid; the message names it and the values that it accepts.
+            UsageError: an option is invalid or contradicts another; the message names it and the values that it
+                accepts.
         """
         super().__post_init__()
         if isinstance(self.videos, str):  # older records of runs have a string

@@ -96,7 +96,8 @@ class PlannedVideo(NamedTuple):
 def plan_video(preprocessor: Preprocessor, n_frames: int, size: tuple[int, int] = _FULL_HD) -> PlannedVideo:
     """Return a hypothetical video of this size, or of the largest smaller standard size that the model takes.
 
-    A model that takes frames in their source size limits their bytes, and a long full HD video exceeds the limit.
+    A model that takes frames in their source size limits their bytes, and a long full HD video exceeds the limit. The
+    standard sizes are those of 1080p, 720p, 480p and 240p.
 
     Args:
         size: (width, height) in the file.
@@ -145,10 +146,11 @@ class VideoDecoder:
         self._sandbox.close()
 
     def open(self, row: TodoRow, archives: OpenArchives) -> Source:
-        """Open the source of a video. Remote files and members of archives are fetched into memory.
+        """Open the source of a video; a local path is only looked up.
 
-        An error is not raised, but becomes the ``fault`` of the source. A row with a policy or a known fault is not
-        opened and gets that fault.
+        Remote files and members of archives, of at most ``fetch_mb``, are fetched into memory. An error is not raised,
+        but becomes the ``fault`` of the source. A row with a policy or a known fault gets that fault, and nothing is
+        read.
 
         Args:
             archives: the result of ``open_archives``.
@@ -171,7 +173,7 @@ class VideoDecoder:
         return OpenArchives(self._setup.objects, locations)
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
-        """Decode the video of an opened source, and set ``cpu_s``. The source stays open.
+        """Decode the video of an opened source, and set ``cpu_s`` if that succeeds. The source stays open.
 
         Returns:
             (record, frames [t,h,w,3] uint8, resized by the preprocessor), or (error record, None) if the video has a
@@ -226,6 +228,10 @@ class Decoder:
     def __init__(self, setup: DecodeSetup, heartbeats: ActorHandle | None = None, videos_per_bundle: int = 1) -> None:
         """Start the heartbeat and prepare the decoder. The child process starts with the first video.
 
+        Args:
+            heartbeats: the actor that collects the workers' reports; None for no reports.
+            videos_per_bundle: the number of videos in a batch.
+
         Raises:
             WorkerGivenUp: too many processes of this worker have crashed.
         """
@@ -248,7 +254,7 @@ class Decoder:
         """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for every ``videos_per_bundle`` of them.
 
         The last batch may have fewer videos. A failed video becomes an error record without frames. The videos of a
-        batch are reported as in hand while they are decoded.
+        batch are reported as in hand while they are decoded. Blocks while this worker is excluded.
         """
         rows: list[TodoRow] = todo.to_pylist()
         with self._decoder.open_archives(rows) as archives:

@@ -87,13 +87,15 @@ class Forecast:
 
 
 def make_forecast(config: PruneConfig, console: Console) -> Forecast:
-    """Check a request as a run does, and count its work, without starting Ray, decoding or writing.
+    """Check a request as a run does, and count its work, without starting Ray, decoding or writing to the cache.
 
-    Prints the notes that a run prints before it starts.
+    Prints the notes that a run prints before it starts. Imports user code, and downloads small files of a Hugging Face
+    model if they are missing.
 
     Raises:
         UsageError: a run would refuse the request; this includes CacheLocked if another run writes to the cache and
             ``--join`` is not given.
+        CorruptShard: a file of the videos table is damaged.
     """
     request = check_request(config, console)
     store = request.store
@@ -161,7 +163,7 @@ def _measure_video(recipe: Recipe, n_frames: int) -> tuple[PlannedVideo, tuple[i
 
 
 def _check_writable(store: Store) -> None:
-    """Raise UsageError if permissions do not allow writing to the cache's folder, or creating it.
+    """Raise UsageError if the cache's folder, or the nearest parent that exists, is not a writable folder.
 
     Writes nothing. An object store is not checked.
     """

@@ -49,8 +49,8 @@ def decode_again(
 
     Raises:
         VideoFault: class "policy" if the source is not below ``roots``; "io" if it is missing or cannot be read, or the
-            row does not state its size and hash; "internal" if it does not decode.
-        ReplacedSource: the source is now a different file.
+            row does not state its size and hash; "internal" for any fault of decoding.
+        ReplacedSource: the source has another size or hash, or fetching it failed with a fault other than "io".
     """
     where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
     todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])

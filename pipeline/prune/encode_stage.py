@@ -110,6 +110,7 @@ class VideoEncoder:
         Raises:
             ModelError: the tower cannot be loaded.
             UsageError: the code of a user method on this node is not the run's.
+            ValueError: the method cannot be imported or created.
         """
         self._setup = setup
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
@@ -163,8 +164,8 @@ class VideoEncoder:
     def group_by_pass(self, videos: Iterable[VideoItem]) -> Iterator[list[VideoItem]]:
         """Yield the videos of a batch in order, in groups that can share a pass of the vision tower.
 
-        The shares of a group add up to at most one pass, or less after memory ran out. A failed video is a group of its
-        own. Without ``batch_frames``, so is every video.
+        The shares of a group add up to at most one pass, which halves each time memory runs out; a video with a larger
+        share is a group of its own, and so is a failed video. Without ``batch_frames``, so is every video.
         """
         group, group_share = list[VideoItem](), Fraction(0)
         for video in videos:
@@ -183,9 +184,9 @@ class VideoEncoder:
     def encode_together(self, videos: Sequence[VideoItem]) -> list[VideoItem | None]:
         """Encode decoded videos in one pass of the vision tower, and prune each of them.
 
-        No failure is raised, since another video of the pass may have caused it: the caller encodes the failed videos
-        one by one. If GPU memory runs out in the pass, later passes are limited to half the frames. If the GPU's
-        context is broken, the process ends.
+        No failure is raised, not even MethodFails, since another video of the pass may have caused it: the caller
+        encodes the failed videos one by one. If GPU memory runs out in the pass, later passes are limited to half the
+        frames. If the GPU's context is broken, the process ends.
 
         Returns:
             An item per video in order; None for a video that failed, and for all videos if the pass failed.
@@ -201,9 +202,10 @@ class VideoEncoder:
         return [None] * len(videos)
 
     def _encode_pass(self, videos: Sequence[VideoItem], names: str) -> list[VideoItem | None]:
-        """Encode videos in one pass and prune each of them; None for a video whose rounding or pruning failed.
+        """Encode videos in one pass and prune each of them; None for a video that fails after the pass.
 
-        The seconds of the pass are divided among the videos by their tokens. Errors of the pass itself are raised.
+        The seconds of the pass are divided among the videos by their tokens. Errors of the pass itself and MethodFails
+        are raised.
 
         Args:
             names: the ids of the videos, printed if the process ends.
@@ -234,8 +236,8 @@ class VideoEncoder:
         """Encode frames to all tokens and the evidence that is needed, rounded for the cache; return (tokens, seconds).
 
         Raises:
-            VideoFault: class "too-short" or "unsupported" if the model does not take the video; "internal" if values
-                are not finite.
+            VideoFault: class "too-short" or "unsupported" if the model does not take the video; "internal" if deepstack
+                or stored evidence is not finite, or the codec cannot represent the tokens.
         """
         try:
             with self._turn(self._encoding) as turn:
@@ -301,7 +303,7 @@ class VideoEncoder:
         turn.seconds = first.elapsed_time(last) / 1e3
 
     def _load_frames(self, frames: NDArray[np.uint8]) -> Tensor:
-        """Copy the frames to the GPU from pinned memory, in parallel with the kernels of another video.
+        """Copy the frames to the GPU from pinned memory, and wait for the copy, while kernels of another video run.
 
         On a CPU, the frames are only wrapped as a tensor.
         """
@@ -373,7 +375,8 @@ class VideoEncoder:
         """Round tokens and evidence to bfloat16, and add the grid and times of the tokens if ``video`` is given.
 
         Raises:
-            VideoFault: deepstack or stored evidence is not finite, or the codec cannot represent the tokens.
+            VideoFault: deepstack or stored evidence is not finite, or the codec cannot represent the tokens. With
+                bfloat16, the tokens are not checked here, but by the pruning.
         """
         # Tokens are rounded to storage precision before pruning, so the selection can be derived again from the cache.
         tokens_TND, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
@@ -445,6 +448,9 @@ class Encoder:
     def __init__(self, setup: EncodeSetup, heartbeats: ActorHandle | None = None) -> None:
         """Start the heartbeat, and load the model. After a crash, ``encode`` will try about CAREFUL videos one by one.
 
+        Args:
+            heartbeats: the actor that collects the workers' reports; None for no reports.
+
         Raises:
             WorkerGivenUp: too many processes of this worker have crashed.
             ModelError: the model cannot be loaded.
@@ -462,6 +468,8 @@ class Encoder:
 
     def encode(self, videos: Sequence[VideoItem]) -> list[VideoItem]:
         """Encode and prune the videos of a batch, and return them in order; a failed video becomes its error row.
+
+        Reports each outcome to the heartbeat. Blocks while this worker is excluded.
 
         Raises:
             MethodFails: a user method would fail for every video.
@@ -492,7 +500,7 @@ class Encoder:
     def _encode_suspect(self, video: VideoItem) -> VideoItem:
         """Encode one video while no other is in hand, so that a crash is certainly its own.
 
-        A video that was in hand in POISON crashes is not tried again: it gets an error row of class "crash".
+        A video that was in hand in POISON (2) crashes is not tried again: it gets an error row of class "crash".
         """
         with self._heartbeat.holding(video.record["video_id"]) as items:
             crashes = self._heartbeat.find_crashes(video.record["video_id"])
@@ -505,7 +513,8 @@ class Encoder:
     def _encode_reported(self, video: VideoItem, items: ItemsInHand) -> VideoItem:
         """Encode one video, and report its outcome to the heartbeat. Blocks while this worker is excluded.
 
-        A video without frames, which failed in decoding, keeps its error record. A fault becomes an error record.
+        A video without frames, which failed in decoding, keeps its error record. A VideoFault becomes an error record;
+        MethodFails is raised.
         """
         self._heartbeat.wait_while_excluded()
         if video.frames is None:

@@ -63,8 +63,8 @@ class Facts:
     def add(self, rows: pa.Table) -> None:
         """Add the rows of a shard (columns of WRITTEN_SCHEMA), including failed videos.
 
-        Rows are added one by one in order, because a sum of floats depends on the order: the figures must not depend on
-        how the rows are divided into shards.
+        Rows are added one by one in order, so that sums of floats do not depend on how the rows are divided into
+        shards.
         """
         self.videos += len(rows)
         for row in rows.select(_COLUMNS).to_pylist():

@@ -89,6 +89,9 @@ def describe_limits(limits: FrameLimits) -> Iterator[str]:
 def count_limits(rows: Iterable[VideoRecord], sampling: SamplingIdentity) -> FrameLimits | None:
     """Count the videos whose number of frames a limit changed; None unless the cache is sampled with ``fps``.
 
+    A row is capped if its ``frames_by_rate`` is above ``find_cap``, unknown if it is None, unchanged if it is 0, and
+    filled otherwise. The longest video has the largest ``frames_by_rate``.
+
     Args:
         rows: rows of ok videos.
     """

@@ -62,6 +62,7 @@ class PruneJob(Job[Todo]):
     options: PruneConfig
 
     def __init__(self, request: Request, stages: PruneStages, run_id: str, record: RunFile, facts: Facts) -> None:
+        """Keep the arguments; nothing is planned or started."""
         super().__init__(request.config, request.console)
         self._request = request
         self._stages = stages
@@ -78,6 +79,8 @@ class PruneJob(Job[Todo]):
 
     def plan(self, items: Todo) -> Resources:
         """Plan the workers for the current nodes, print notes on what the cluster cannot hold, and save the plan.
+
+        Blocks until an archive that has videos to process is indexed, if archives are left.
 
         Raises:
             RunFailed: the nodes that the run needs are gone, or an archive cannot be indexed.
@@ -126,7 +129,8 @@ def build_graph(
 ) -> RunGraph:
     """Build the graph that turns the videos of ``todo`` into written records; it runs once its batches are read.
 
-    If archives still have to be indexed, this starts an actor and a thread at once, which pass on their videos.
+    It limits the object store memory of Ray Data to what ``resources`` plans. If archives still have to be indexed,
+    this starts an actor and a thread at once, which pass on their videos.
 
     Args:
         heartbeats: the actor that collects the workers' reports; None for no reports.

@@ -40,7 +40,8 @@ class Example(NamedTuple):
 def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
     """Raise ManifestError if videos of the manifest (MANIFEST_SCHEMA) may not be read, that is, have a ``policy``.
 
-    The message counts the reasons, and suggests ``--video-root`` flags that would allow these videos.
+    The message lists the five most frequent reasons, each with a count and an example, and suggests ``--video-root``
+    flags for videos outside of the allowed roots.
     """
     forbidden = manifest.filter(manifest["policy"].is_valid())
     if not len(forbidden):
@@ -65,7 +66,7 @@ def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
     """Yield the common folder of the forbidden local files, and the common prefix of the forbidden S3 objects.
 
     Only files outside of the allowed roots count, and only the first _MAX_ROOT_PATHS of them. The root folder "/" is
-    not suggested.
+    not suggested, and no prefix for objects of several buckets.
     """
     outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE_PREFIXES, OUTSIDE_FOLDERS])))
     paths: list[str] = outside["uri"].slice(0, _MAX_ROOT_PATHS).to_pylist()
@@ -93,10 +94,11 @@ def refuse_other_file(name: str) -> None:
 def refuse_other_files(manifest: pa.Table, name: str, objects: Objects) -> None:
     """Raise ManifestError if the only name of VIDEOS is a file or an object that is not a video.
 
-    An object with a suffix of videos passes without a request. OSError of a store passes unchanged.
+    The first bytes are read; an object with a suffix of videos passes without a request. OSError of a store passes
+    unchanged.
 
     Args:
-        manifest: the result of reading ``name``. It passes unless its first row is ``name`` itself.
+        manifest: the result of reading ``name``. It passes unless its first row is ``name`` itself and may be read.
     """
     path = name if is_remote(name) else os.path.abspath(name.removeprefix("file://"))  # noqa: PTH100 - links stay
     row = manifest.slice(0, 1).to_pylist()[0] if len(manifest) else None
@@ -160,8 +162,8 @@ def _is_local_file(row: TodoRow) -> bool:
 def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
     """Return (problem, details) if a video is sure to fail; None if not.
 
-    The problem completes a sentence "3 videos ...", such as "do not exist on this machine (io)". A local file is looked
-    up on disk.
+    It fails if it has a policy or a known fault, if its clip starts before 0 or has no length, or if its local file
+    does not exist. The problem completes a sentence "3 videos ...", such as "do not exist on this machine (io)".
     """
     if row["policy"] is not None:
         return "may not be read (policy)", row["policy"]

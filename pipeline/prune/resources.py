@@ -92,9 +92,10 @@ class Resources(Plan):
     ) -> Resources:
         """Return a copy with the sizes of batches, shards and queues fitted to the object stores.
 
-        - Videos share a batch while there are enough batches for all workers and the object stores hold them.
-        - The queue of an encoder is long enough that it does not wait for the driver, which looks ten times a second.
-          It is at most an eighth of the encoder's share, since other encoders may finish earlier.
+        - A batch has at most MAX_VIDEOS_PER_BUNDLE videos and MAX_BUNDLE_BYTES of frames, unless one video has more.
+          There are at least 16 batches per worker, if possible, and the object stores hold those of all workers.
+        - An encoder queues about VIDEOS_AHEAD_PER_ENCODER videos, so that it does not wait for the driver, which looks
+          ten times a second; at most an eighth of its share, since other encoders may finish earlier.
         - All queues together take at most a quarter of the object stores, unless that is less than the minimum of 2 *
           CALLS batches per encoder. All shards in memory take at most half, which is Ray's own limit.
         - Ray starts calls before it knows the size of their results. If a typical video has more than MAX_BUNDLE_BYTES
@@ -137,8 +138,9 @@ class Resources(Plan):
     def blocks(self, videos: pa.Table, later_bytes: int = 0) -> Iterator[tuple[int, int]]:
         """Yield the (start, stop) of each decode task among ``videos`` (TODO_SCHEMA).
 
-        Tasks have ``videos_per_block`` videos, and the last tasks one batch each, so that few videos wait for a slow
-        worker at the end. If any video is in an archive, ``cut_tasks`` cuts all of them instead.
+        Tasks have ``videos_per_block`` videos. The videos of the last ``in_flight`` tasks per decoder are cut into
+        single batches, so that few videos wait for a slow worker. If any video is in an archive, ``cut_tasks`` cuts all
+        instead.
 
         Args:
             later_bytes: the bytes of videos in archives that follow later.
@@ -211,10 +213,11 @@ def plan_resources(
     Args:
         cpus, gpus: of the cluster. By default there is a decoder per CPU and an encoder per GPU; if ``gpus`` is below
             1, an encoder per four CPUs.
-        memory: the bytes of memory for decoders.
-        total_file_bytes: the bytes of all videos' files, which limit the decoders; infinite if unknown.
+        memory: the bytes of memory for decoders, of which each needs DECODER_BYTES, or more for large videos.
+        total_file_bytes: the bytes of all videos' files, which allow a decoder per DECODER_FILES_BYTES; infinite if
+            unknown.
         usual_bytes: the bytes of the frames of a typical video.
-        videos_per_shard: the maximum; small runs get smaller shards.
+        videos_per_shard: the maximum; small runs get at least 16 shards, and 4 per encoder.
         decode_workers, encode_workers: the maximum; None for the default.
         decode_on_gpus: True if decoders reserve a share of the GPUs, by default NVDEC_DECODERS_PER_GPU on each.
     """
@@ -300,6 +303,8 @@ def _measure_file_bytes(path: str, listed_bytes: int | None) -> float:
 def list_shortfalls(config: PruneConfig, uncapped: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
     """Yield a note for each option about workers that the cluster cannot satisfy, and one if shards became smaller.
 
+    Fewer workers than requested are no shortfall if there are only so many videos.
+
     Args:
         uncapped, plan: the results of ``plan_workers``.
     """
@@ -323,8 +328,8 @@ def cut_tasks(
     """Yield the (start, stop) of each decode task among ``videos`` (MANIFEST_SCHEMA), by their order and sizes alone.
 
     A task has at most about MAX_UNIT_BYTES (a larger video is alone) and about ``max_videos`` videos, and whole
-    batches. If possible it also has whole row groups. Tasks become smaller towards the end, so that few videos wait for
-    a slow worker.
+    batches. If possible it also has whole row groups. It takes at most 1 / (UNITS_PER_WORKER * ``workers``) of the
+    remaining bytes and videos, so tasks become smaller, and few videos wait for a slow worker at the end.
 
     Args:
         workers: the number of decoders.

@@ -38,7 +38,7 @@ class ManifestCounts(NamedTuple):
         new: videos without a row, which the run processes.
         retried: failed videos that the run processes again.
         redone: changed videos and videos of ``--redo`` that the run processes again.
-        done: cached videos that the run skips.
+        done: cached and removed videos, which the run skips.
         failed: failed videos that the run skips.
         unread: the videos among ``failed`` that could not be read (io) and have attempts left.
     """
@@ -74,9 +74,8 @@ def select_shard(manifest: pa.Table, shard: tuple[int, int] | None) -> pa.Table:
 def restore_old_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
     """Return the videos, with the old id of each member of a zip that the cache has under an id with backslashes.
 
-    Older versions used a member's name as it is written in the zip, which is still the end of its URI. Without the old
-    id, the video would be encoded again and be in the cache twice. A video that has a row under its new id keeps that
-    id.
+    Older versions used a member's name as it is written in the zip, which is still the end of its URI. A video that has
+    a row under its new id keeps that id.
     """
     has_backslash = pc.match_substring(videos["uri"], "\\")
     if not len(ledger) or not pc.any(has_backslash, min_count=0).as_py():
@@ -100,8 +99,7 @@ def restore_old_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
 def check_redo(ids: pa.Array, videos: pa.Table | None, ledger: Ledger, config: PruneConfig) -> None:
     """Raise UsageError if ids of ``--redo`` have no row in the cache, were removed, or are not among ``videos``.
 
-    Without this check, a mistyped id would be ignored. The message has one example, and suggests an id that differs
-    only by its Unicode form or blanks.
+    The message has one example, and suggests an id in the cache that differs only by its Unicode form or blanks.
 
     Args:
         videos: the videos of the run; None skips that check.
@@ -136,8 +134,9 @@ def select_remaining(
 ) -> Remaining:
     """Select the videos that this run must process, in order, with the number of their next attempt; count all videos.
 
-    A video with a row is skipped, except: failed videos with attempts left or with a changed file under
-    ``--retry-failed``, changed videos under ``--on-changed redo``, and videos in ``redo``.
+    A video with a row is skipped, except: under ``--retry-failed``, a failed video that has attempts left or whose URI,
+    clip or file has changed; changed videos under ``--on-changed redo``; and videos in ``redo``. Removed videos are
+    always skipped. A missing file does not count as changed.
 
     Current sizes and marks come from the listing, index or manifest. If these state none, a local file is looked up,
     and an object costs a HEAD (for ok rows, and for failed rows without attempts left under ``--retry-failed``); with
@@ -145,7 +144,7 @@ def select_remaining(
 
     Args:
         objects: the access to S3; None creates it from the environment when it is needed.
-        redo: the ids of ``--redo``.
+        redo: the ids of ``--redo``; None without it.
 
     Raises:
         SourceChanged: the URI, file or clip of a cached video, or the code of its user decoder, has changed, and
@@ -307,8 +306,7 @@ def _find_replaced(locations: Sequence[Location], samples: Sequence[int], object
     """Return a bool per location: True if its content differs from that of its cached video, False if the file is gone.
 
     Reads a few bytes of each file, of many files in parallel. It is called for files with their old size and another
-    mark: a copy has another modification time, an object uploaded in parts has another ETag, and a rebuilt tar has
-    another mark although most of its members are the same.
+    mark, since a mere copy has another mark too.
 
     Args:
         locations: the locations of the videos, with their sizes.
@@ -368,7 +366,12 @@ def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
 
 
 def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced: bool) -> str:
-    """Describe the first difference between a manifest row, whose file has ``size`` bytes now, and its cached row."""
+    """Describe the first difference of a manifest row from its cached row: URI, clip, content, decoder's code or size.
+
+    Args:
+        size: the current bytes of the file; -1 if unknown.
+        is_replaced: True if the file has its old size but other content.
+    """
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:
             return f"{row['video_id']}: {name} was {old[name]!r}, is {row[name]!r}"

@@ -67,8 +67,9 @@ MIN_ALIKE_FAILURES = 50
 def prune(config: PruneConfig, console: Console, given: object = None, *, list_failed: bool = False) -> Summary:
     """Decode, encode and prune the requested videos that the cache does not have yet, and return the summary.
 
-    Prints the options and notes. If nothing is left to process, no worker starts and no record of the run is written.
-    After a run, small files of the videos table are merged.
+    Prints the options and notes, and claims the cache. If nothing is left to process, no worker starts and no record of
+    the run is written. After a run, small files of the videos table are merged, and those of a user method's old code
+    deleted.
 
     Args:
         given: paths, or rows with video_id and uri (``convert_given_videos``); None if ``config.videos`` names the
@@ -107,8 +108,8 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
 def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monitor: Monitor) -> CommittedVideos:
     """Process the videos and commit their rows, then try failed videos once more; return the counts.
 
-    Joins or starts Ray, and writes the header of a new cache and the run's record. Archives are indexed meanwhile.
-    ``--max-hours`` ends the run without an error.
+    Joins or starts Ray and waits for ``--min-gpus``; writes the header of a new cache and the run's record. Archives
+    are indexed meanwhile. ``--max-hours`` ends the run with a note instead of an error.
 
     Raises:
         UsageError: the cluster lacks what the options require, or no archive holds a video.
@@ -288,6 +289,7 @@ def prune_videos(
     Raises:
         UsageError: the request cannot be carried out, and no video was processed.
         RunFailed: the run stopped; committed rows stay.
+        CorruptShard: a file of the videos table is damaged.
         TooManyFailed: (a RunFailed) the run finished, but more videos failed than ``max_failed`` allows, all failed, a
             video failed because of a bug, or rows are lost. Its ``summary`` is the summary of the run.
     """

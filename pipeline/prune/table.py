@@ -72,6 +72,8 @@ class CacheTable:
     def begin(self, recipe: Recipe, dtype: str) -> None:
         """Write the header if the cache has no rows, and remember it, so that commits can tell if it was replaced.
 
+        A new header also replaces ``ledger`` by an empty one.
+
         Raises:
             OSError: the store fails.
             ModelError: the checkpoint lacks a tensor for the header.
@@ -102,7 +104,7 @@ class CacheTable:
         commit_rows(self.store, self._run_id, number, rows, made_with=self._made_with)
 
     def merge_some(self) -> None:
-        """Merge small files of the table if this was called often since the last time. A failure only warns."""
+        """Merge small files of the table once in MAX_WAITING_FILES + 1 calls. A failure only warns."""
         self._n_unmerged += 1
         if self._n_unmerged > MAX_WAITING_FILES:
             try_merge(self.store, self._made_with, MAX_WAITING_FILES, self._say)

@@ -195,7 +195,8 @@ class Todo(AbstractContextManager["Todo"]):
     def estimate_count(self) -> int:
         """Estimate the number of videos to process, at least 1; block until an archive with such videos is indexed.
 
-        The estimate assumes that all archives have as many videos per byte as those indexed so far.
+        The estimate assumes that all archives have as many videos per byte as those indexed so far, and is capped by
+        ``--limit``.
 
         Raises:
             RunFailed: an archive cannot be indexed, or its videos have changed.

@@ -101,7 +101,7 @@ class Claim:
         self._heart = threading.Thread(target=self._live, name="claim", daemon=True)
 
     def __enter__(self) -> Claim:
-        """Write the note, check for other runs, and start the thread that renews the note.
+        """Write the note, check for other runs unless ``join``, and start the thread that renews the note.
 
         Checking may take a minute per other note, to wait for a sign of life. Notes of runs that have ended are
         deleted.
@@ -131,7 +131,10 @@ class Claim:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Delete the note. If that fails, it goes stale by itself, and ``error``, if any, gets a note that says so."""
+        """Stop the thread, and delete the note. If that fails, nothing is raised: the note goes stale.
+
+        An ``error`` that leaves the block then gets a note that says so.
+        """
         self._end_event.set()
         if error is not None:
             self._release_before(error)
@@ -156,11 +159,7 @@ class Claim:
             )
 
     def _leave(self) -> None:
-        """Wait up to one interval for the last beat, then delete this run's note.
-
-        Raises:
-            OSError: the store fails.
-        """
+        """Wait up to one interval for the last beat, then delete this run's note."""
         _OPEN.discard(self._me["run_id"])
         if self._heart.ident is not None:
             self._heart.join(self._heartbeat_s)
@@ -252,9 +251,6 @@ def find_holder(store: Store) -> Holder | None:
 
     A run counts if its process is alive on this machine, or if its note is fresh and its process cannot be checked from
     here. This reads notes only; nothing is waited for or deleted.
-
-    Raises:
-        OSError: the store fails.
     """
     for name, holder in _iter_notes(store):
         runs_here = _runs_here(holder)
@@ -279,11 +275,7 @@ def _iter_notes(store: Store) -> Iterator[tuple[str, Holder]]:
 
 
 def _read_note(store: Store, name: str) -> Holder | None:
-    """Return the content of a note; None if it was deleted. A damaged note gives only the ``run_id`` from its name.
-
-    Raises:
-        OSError: the store fails.
-    """
+    """Return the content of a note; None if it was deleted. A damaged note gives only the ``run_id`` from its name."""
     try:
         content = json.loads(store.read(name))
     except FileNotFoundError:

@@ -42,7 +42,7 @@ class GraphExecution(Generic[T]):
     """
 
     def __init__(self, job: Job[T], items: T, watch: Watch, resources: ExitStack) -> None:
-        """Plan the workers for ``items``, build the graph, and start it in a thread.
+        """Plan the workers for ``items``, print a line about them, build the graph, and start it in a thread.
 
         Args:
             resources: gets the contexts to leave after ``close``, so that an interrupt half-way does not lose them.
@@ -140,7 +140,10 @@ class GraphExecution(Generic[T]):
             self._job.say(f"note: excluded worker: {worker}")
 
     def _next_last(self) -> Shard | None:
-        """Return the next shard that is written within the time limit of ``end_input``; None if there is none."""
+        """Return the next shard that is written within the time limit of ``end_input``; None if there is none.
+
+        RayErrors are ignored: a shard whose writer fails is left out.
+        """
         assert self._last_writes_until is not None
         with suppress(ray.exceptions.RayError):  # no writer takes the rest
             while self.shards.finish() and (left_s := self._last_writes_until - time.monotonic()) > 0:
@@ -153,7 +156,8 @@ class GraphExecution(Generic[T]):
         """Return the error that ends the graph because of ``error``, with the reason that a worker gave, if any.
 
         It is HeadLost if the head does not answer, and DiskFull if nodes have full disks and the others can run all
-        stages. Otherwise it is RunFailed, whose message also names nodes that may have full disks.
+        stages. Otherwise it is RunFailed, whose message also names nodes that may have full disks. An OSError of the
+        driver is always a RunFailed. Errors of the search for full disks are ignored.
         """
         is_of_ray = isinstance(error, ray.exceptions.RayError)
         if is_of_ray and not self._head.answers():
@@ -188,7 +192,7 @@ class GraphExecution(Generic[T]):
         """Read and show the workers' report at intervals while the head answers, and end the graph if necessary.
 
         This also logs changed nodes and full disks, passes the report to the watch, and may ask an autoscaler for
-        nodes.
+        nodes. Errors of planning for the current nodes are ignored.
 
         Raises:
             RunFailed: nothing moved for too long, or the watch ended the run.
@@ -214,11 +218,12 @@ class GraphExecution(Generic[T]):
             self._growth.look(display.progress, speed, today)
 
     def _look_at_disks(self, report: WorkerReport) -> None:
-        """Log full disks once nothing has moved for SHRUNK_S seconds.
+        """Log full disks, once until there are none, after nothing has moved for SHRUNK_S seconds.
 
         Raises:
             DiskFull: nothing has moved for _FULL_S seconds, no worker has an item in hand, and the other nodes can run
-                all stages. If they cannot, RunFailed.
+                all stages.
+            RunFailed: the same, but they cannot.
         """
         still_s = self._watchdog.still_s
         full = dict[str, str]()

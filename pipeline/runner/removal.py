@@ -121,9 +121,6 @@ def delete_unfinished(store: Store, folders: Iterable[str]) -> list[str]:
     """Delete the temporary files that stopped writers left in these folders, and return their names.
 
     No run may be writing meanwhile.
-
-    Raises:
-        OSError: the store fails.
     """
     names = [file.name for folder in folders for file in store.list_files(folder)]
     unfinished_names = [name for name in names if PurePosixPath(name).name.startswith(TEMPORARY)]

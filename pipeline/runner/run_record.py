@@ -104,11 +104,7 @@ class RunFile:
         self._record |= news
 
     def save(self, **news: Json) -> None:
-        """Add or replace fields of the record, and write it to the store.
-
-        Raises:
-            OSError: the store fails.
-        """
+        """Add or replace fields of the record, and write it to the store."""
         self.note(**news)
         self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
 
@@ -284,7 +280,10 @@ class Outcome:
         return 1 if bad else 0
 
     def iter_troubles(self, item: str, n_items: int) -> Iterator[str]:
-        """Yield a text for each trouble of a run of ``n_items`` items: failed items, missing rows, no result at all."""
+        """Yield a text for each trouble of a run of ``n_items`` items: failed items, missing rows, no result at all.
+
+        If no failure stands, the failed redos of this run are named instead. Infrastructure limits are not.
+        """
         if self.failures:
             example, message = next(iter(self.examples.values()))
             classes = ", ".join(f"{count} {name}" for name, count in self.failures.items())

@@ -107,8 +107,8 @@ class Shards:
 
     An interrupt (KeyboardInterrupt) may hit between any two statements. It loses no shard, and counts none twice.
 
-    A job slower than a shard in ``age_s`` seconds writes small shards of two files each: 2,880 files a day at a minute.
-    Nothing joins token shards later.
+    A job slower than a shard in ``age_s`` seconds writes small shards of two files each. Nothing joins token shards
+    later.
 
     Attributes:
         n_taken: the number of items that were taken; for shards that are not acknowledged it is an upper bound.

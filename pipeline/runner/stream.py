@@ -35,14 +35,15 @@ _END_S = 60.0  # the limit for the end of an interrupted graph's thread, as this
 def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> None:
     """Commit every shard of a stream. On an error or an interrupt, write and commit finished work before raising it.
 
-    If the store failed, nothing more is written. Exceptions that are not listed here (bugs) pass through at once.
+    If the store failed, nothing more is written. The first error of these last writes ends them, and is only noted on
+    the raised error. Exceptions that are not listed here (bugs) pass through at once.
 
     Args:
         commit: called with the number and the rows of a shard; makes the rows visible. After an interrupt it may get
             the same rows again, together with others; that must change nothing.
 
     Raises:
-        RunFailed: the graph or the store failed, nothing moved for too long, or rows are missing.
+        RunFailed: the graph or the store (OSError) failed, nothing moved for too long, or rows are missing.
         KeyboardInterrupt: the run was interrupted. Notes tell how many items have rows or were not written.
     """
     with stream:
@@ -195,7 +196,7 @@ class Stream(Generic[T]):
         return shard._replace(number=self._job.n_shards + shard.number)
 
     def _acknowledge(self) -> None:
-        """Count the shard that was returned last, if any, as committed."""
+        """Count the shard that was returned last, if any, as committed, and keep the KEY columns of its rows."""
         shard = self._shard
         execution = self._execution
         if shard is not None and execution is not None:

@@ -55,6 +55,7 @@ def ray_dataset(
         ids: the videos to read, each once; None for all videos that have tokens.
         retention_ratio: the share of all T*N tokens to read; None for all stored tokens.
         order: "index" for ascending index, "selection" for the stored order.
+        evidence: the names of stored evidence to read too.
         blocks: the number of read tasks, at most one per token shard; None leaves it to Ray.
 
     Raises:
@@ -111,7 +112,11 @@ class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
 
 
 def _read_shards(cache_ref: ray.ObjectRef, numbers: Sequence[int], options: ReadOptions) -> Iterator[pa.Table]:
-    """Yield a one-row table for each video of the token shards with these numbers. Runs in a read task."""
+    """Yield a one-row table for each video of the token shards with these numbers. Runs in a read task.
+
+    Raises:
+        FailedVideo, RatioNotCached, EvidenceNotCached: a video cannot be read with these options.
+    """
     cached: tuple[TokenCache, LiveShards] = ray.get(cache_ref)
     cache, shards = cached
     for number in numbers:

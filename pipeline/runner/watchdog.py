@@ -291,9 +291,8 @@ class Fetcher(Generic[T]):
         Further calls do not interrupt again and share these seconds. A thread that still runs afterwards is left
         behind.
 
-        Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, and shutting
-        Ray down could end a head that others use. Ray waits in Python code, and shuts the execution down at any
-        exception.
+        Ray Data has no public way to stop a waiting iteration, but it waits in Python code, and shuts its execution
+        down at any exception.
         """
         with self._interrupt_lock:
             if self._may_interrupt and self._thread.ident is not None:

@@ -120,14 +120,14 @@ class WorkerReport:
         failure: the reason of the first worker that ended the run; None without one.
         tallies: stage -> node id -> its tally.
         excluded_workers: descriptions of the workers that were excluded at some time.
-        failing: the stages in which all workers at work fail nearly every item.
+        failing: the stages whose workers at work have all failed at least 7 of their last 8 items (RECENT).
         up_s: stage -> seconds in which its workers could work, summed over them.
         busy_s: stage -> seconds of ``up_s`` in which they had items in hand.
         faults: failed items by stage, host and error class. A retried item counts again.
-        crashed_processes: the last crashed processes of workers, oldest first.
+        crashed_processes: the last 100 crashed processes of workers, oldest first.
         outages: stores that do not answer a worker, each since the first worker noticed.
         workers: node id -> stage -> number of its workers there.
-        full_disks: node id -> the disk there that is too full to start a worker, by the last report of a worker.
+        full_disks: node id -> the disk there that is too full to start a worker, by a report of the last ten minutes.
     """
 
     inside: dict[str, list[str]] = field(default_factory=dict)
@@ -462,7 +462,8 @@ class Heartbeats:
 def heartbeats_of(stages: Sequence[str]) -> Iterator[ActorHandle]:
     """Run the heartbeats actor for these stages inside the context, and yield its handle.
 
-    It runs on this node if possible. After a crash it restarts without its counts. It is killed at the end.
+    It runs on this node if possible. After each of its first three crashes it restarts without its counts. It is killed
+    at the end.
     """
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "max_restarts": _RESTARTS, "max_pending_calls": _BACKLOG, "scheduling_strategy": strategy}

@@ -80,6 +80,7 @@ class HubDownload(Iterator[bytes]):
     """
 
     def __init__(self, files: HubFiles, uri: str, start: int, end: int | None) -> None:
+        """Fetch the size and hash of the file with one request."""
         self._files = files
         self._uri = uri
         self._at = start

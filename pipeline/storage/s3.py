@@ -481,7 +481,8 @@ def is_s3(uri: str) -> bool:
 def has_query(uri: str) -> bool:
     """Return True if a URI ends in a query such as ``?versionId=1``, which may hold a secret.
 
-    Question marks in file names are not a query: ``who?.mp4`` and ``watch?v=1.mp4`` give False.
+    A query has a parameter of S3 or of a signature, or begins with NAME= and does not end in a file suffix:
+    ``who?.mp4`` and ``watch?v=1.mp4`` give False.
     """
     query = uri.partition("?")[2]
     if any(map(_QUERY.match, query.split("&"))):

@@ -141,6 +141,7 @@ def explain_refusal(status: int, code: str, credentials: Any, profile: str | Non
         status: the HTTP status.
         code: the error code in the reply; the status as text if the reply has none.
         credentials: the botocore credentials that signed the request; None if it was unsigned.
+        profile: the profile of the settings; None for the default.
     """
     is_silent = code == str(status)  # the reply to HEAD has no text
     is_refusal = status in (401, 403) or (status == 400 and is_silent) or code in EXPIRED_CODES | _WRONG_CODES

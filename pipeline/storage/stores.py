@@ -166,7 +166,7 @@ class LocalStore:
         """Write a file in one atomic step, replacing a file of that name: afterwards it is complete, or unchanged.
 
         Missing folders are created. The root is created too, unless this store has written before or came from another
-        process. The file and its folder are synced to disk.
+        process. The file and its folder are synced to disk; a file system that cannot sync folders is accepted.
 
         Raises:
             OSError: the write failed, the root was deleted or replaced, or (ELOOP) a folder below the root is a
@@ -294,7 +294,11 @@ class LocalStore:
         return sorted(files)
 
     def exists(self, name: str) -> bool:
-        """Return True if ``name`` is a regular file; False for a folder, and for a name that is too long."""
+        """Return True if ``name`` is a regular file; False for a folder, and for a name that is too long.
+
+        Raises:
+            OSError: any other failure, such as a lack of permission.
+        """
         check_name(name)
         try:
             return stat.S_ISREG(self._stat(name).st_mode)
@@ -405,6 +409,7 @@ class ObjectStore:
         """Do nothing: prefixes need not be created."""
 
     def has_other_files(self) -> bool:
+        """Return True if there are such files among the first 10,000 objects below the root."""
         first = islice(self.objects.list(f"{self.root}/", deep=True), 10_000)
         names = (info.uri.removeprefix(f"{self.root}/") for info in first)
         return any(not name.endswith(NOTE) and name.partition("/")[0] not in {INDEXES, CARD} for name in names)

@@ -84,7 +84,7 @@ def write(name: str, folder: Path) -> None:
 def identity(name: str) -> str:
     """Compute "<name>:<version>-<hash>"; the hash covers the config and every weight, so that nodes can be compared.
 
-    The first call for a name draws all its weights.
+    The first call for a name in a process draws all its weights.
     """
     model = _ALL[name]
     digest = hashlib.sha256(json.dumps(model.config, sort_keys=True).encode())

@@ -115,10 +115,7 @@ def _save(folder: Path, tokenizer: Tokenizer, kind: TinyTokenizer) -> None:
 
 
 def _make_normalizer() -> normalizers.Normalizer:
-    """Make a normalizer equal to canonicalize_text of transformers' SiglipTokenizer.
-
-    See models/siglip/tokenization_siglip.py in transformers.
-    """
+    """Make a normalizer equal to canonicalize_text of transformers' SiglipTokenizer (models/siglip)."""
     punctuation = "".join(f"\\{mark}" for mark in string.punctuation)
     return normalizers.Sequence(
         [

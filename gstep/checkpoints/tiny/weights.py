@@ -77,8 +77,9 @@ def _read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
 def _draw(name: str, shape: tuple[int, ...], mean: float | None = None) -> Array:
     """Draw a tensor, seeded by its name and scaled so that the tokens of a video differ clearly.
 
-    With plain small weights, all tokens would look alike, and a pruning method would see rounding noise. The values are
-    uniform, each from 16 bits of PCG64's stream, which takes only exact operations: the same bits on every machine.
+    The values are uniform, each from 16 bits of PCG64's stream, which takes only exact operations: the same bits on
+    every machine. Half of a patch embedding, and of a matrix behind a GELU, is the negated other half; in ``lm_head``,
+    special tokens are halved.
 
     Args:
         mean: None uses 1 for the weight of a norm and 0 for other tensors.

@@ -97,8 +97,8 @@ def _is_this_machine(host: str) -> bool:
 def check_answers(address: str) -> None:
     """Raise RunFailed if the cluster at ``address`` does not answer, or requires a token that is missing.
 
-    Ray itself would ask twenty times and say only that it failed. An address of Ray Client or without a port is not
-    checked, nor is a cluster found on this machine if this user has a token.
+    It is asked up to three times. An address of Ray Client or without a port is not checked, nor is a cluster found on
+    this machine if this user has a token.
     """
     mode = os.environ.get("RAY_AUTH_MODE")
     is_discovered = not os.environ.get("RAY_ADDRESS")

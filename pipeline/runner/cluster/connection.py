@@ -81,8 +81,9 @@ def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float
 def _join_or_start(say: Callable[[str], object]) -> None:
     """Join the cluster that ``find_address`` returns, or start Ray here if it returns None.
 
-    This sets Ray's variables in this process's environment, and registers an exit handler that shuts Ray down. Starting
-    Ray is tried once more if it fails after SLOW_START_S or later.
+    This sets Ray's variables in this process's environment, filters its log lines, keeps this process's SIGTERM
+    handler, and registers an exit handler that shuts Ray down. A session that is started is locked against deletion.
+    Starting Ray is tried once more if it fails after SLOW_START_S or later.
 
     Raises:
         RunFailed: Ray cannot be joined or started.
@@ -328,7 +329,8 @@ def _describe_cluster() -> str:
 def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object]) -> tuple[str, str]:
     """Join or start the cluster, wait for ``--min-gpus``, and return the (device, dtype) to compute with.
 
-    The device is "cuda" or "cpu". If ``--device auto`` finds no GPU, the user is told.
+    The wait lasts at most ``--stall-timeout`` seconds. The device is "cuda" or "cpu". If ``--device auto`` finds no
+    GPU, the user is told.
 
     Args:
         dtype: the dtype of the flags or of earlier rows; "auto" means bfloat16 on a GPU and float32 on CPUs.

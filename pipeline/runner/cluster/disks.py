@@ -96,7 +96,7 @@ class DiskSearch(NamedTuple):
 def find_known_full_disks(without: Collection[str], reported: Mapping[str, str]) -> dict[str, str]:
     """Return the living nodes, except ``without``, that are known to have a disk too full to start a worker.
 
-    No node is asked: the driver measures the disks of its own node only.
+    No node is asked: the driver measures the disks of its own node only (less than MIN_FREE_BYTES is too full).
 
     Args:
         reported: the full disks that the workers' heartbeats report, node id -> description of the disk.
@@ -118,8 +118,9 @@ def find_full_disks(
 ) -> DiskSearch:
     """Search the living nodes, except ``without``, for disks that are too full for Ray; wait up to half a minute.
 
-    A task on each node measures its disks. A node whose disk is full may be unable to start this task. Some of these
-    nodes are known already (``find_known_full_disks``) and are not asked.
+    A task on each node measures its disks; a disk is full if Ray may write nothing more to it. A node whose task fails
+    or does not answer is ``silent``: its disk may be too full to start the task. Nodes that are known already
+    (``find_known_full_disks``) are not asked.
 
     Args:
         reported: the full disks that the workers' heartbeats report, node id -> description of the disk.

@@ -105,9 +105,10 @@ def _is_own(info: os.stat_result) -> bool:
 
 
 def _delete_ended_sessions(folder: Path) -> None:
-    """Delete the spilled objects of ended sessions, and all but the newest _KEPT_SESSIONS ended sessions.
+    """Delete the spilled objects of ended sessions, and ended sessions that are not among the newest _KEPT_SESSIONS.
 
-    Sessions that are locked, younger than _LOCKED_S, or without a lock file are kept. Nothing is raised.
+    Running sessions count among the newest. Sessions that are locked, younger than _LOCKED_S, or without a lock file
+    are kept. Nothing is raised.
     """
     for number, lock in enumerate(sorted(folder.glob(f"session_2*/{_LOCK}"), reverse=True)):
         session = lock.parent

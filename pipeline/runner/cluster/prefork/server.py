@@ -185,7 +185,7 @@ def serve(listening: socket.socket, path: list[str]) -> None:
     """Pass each request to the process of its job and raylet, until stdin closes; also return in each forked worker.
 
     A request from another Python, or with other variables that imports read, gets no answer: ``worker.py`` then starts
-    Ray's own worker. Ended workers are not waited for, as this process ignores SIGCHLD.
+    Ray's own worker.
 
     Args:
         listening: the socket on which requests arrive.
