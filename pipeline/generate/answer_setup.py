@@ -132,7 +132,8 @@ class PromptForecast:
     def check_ratio(self, stored_ratio: float) -> None:
         """Raise UsageError if the cache cannot serve the ratio that is read.
 
-        The ratio must not exceed ``stored_ratio``; a smaller one needs a nested method.
+        The ratio must not exceed ``stored_ratio``; a smaller one needs a nested method. Nothing is checked if all
+        stored tokens are read.
         """
         ratio = self._setup.read_ratio
         if ratio is None:
@@ -187,8 +188,9 @@ class PromptForecast:
     def _settle(self, question: QuestionRecord) -> AnswerRecord | None:
         """Return the finished row of a question that needs no model, or None if the model must answer it.
 
-        A question about a removed video gets a removed row. It fails if a video is not in the cache or failed there, or
-        if its visual tokens alone exceed the context of the model.
+        A question about a removed video gets a removed row, whatever its other videos. Otherwise it fails if a video is
+        not in the cache or failed there (the first of them is named), or if its visual tokens alone exceed the model's
+        context.
         """
         cache = self._setup.cache
         rows = []

@@ -160,7 +160,6 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
     Raises:
         NotAnswers: the location does not hold answers.
         CorruptShard: a file of answers is damaged.
-        OSError: the store failed.
     """
     store = store or store_at(path)
     identity = read_answers_header(store)["identity"]
@@ -181,7 +180,6 @@ def read_answers_header(store: Store) -> AnswersHeader:
 
     Raises:
         NotAnswers: it is missing, damaged, or has another version.
-        OSError: the store failed.
     """
     absent = f"no answers (no {HEADER}); python -m jobs.generate makes some"
     header = read_header_file(store, HEADER, (ANSWERS_VERSION,), NotAnswers, absent, of="answers of ")
@@ -225,7 +223,7 @@ def match_answers(
         compared_keys: the keys to compare besides PRUNINGS; None compares all.
 
     Raises:
-        IdentityMismatch: the settings differ.
+        IdentityMismatch: the settings differ, or good answers were made with other code.
         NotAnswers: answers.json is damaged or has another version.
         CorruptShard: a file of answers is damaged.
     """
@@ -306,11 +304,11 @@ class AnswersTable:
     def rows(self) -> pa.Table:
         """Return all committed rows, with the columns of ANSWER_SCHEMA and then the carried columns.
 
-        Reads only shards that were not read before.
+        Reads only shards that were not read before. If one was merged and deleted after the listing, it lists and reads
+        once more.
 
         Raises:
             CorruptShard: a shard is damaged.
-            OSError: the store failed.
         """
         try:
             names = self._read()
@@ -331,7 +329,6 @@ class AnswersTable:
 
         Raises:
             CorruptShard: a shard is damaged.
-            OSError: the store failed.
         """
         rows = select_live(self.rows())
         identity = self._identity
@@ -437,10 +434,8 @@ def commit_answers(
         run_id: the run, which every row gets.
         number: the number of the shard in this run, used in the file's name.
         form: "parquet" or "jsonl". In JSON lines, infinite log-probabilities become null.
-        questions: the questions whose carried columns the rows get, by question_id; removed rows get nulls.
-
-    Raises:
-        OSError: the store failed.
+        questions: the questions whose carried columns the rows get, by question_id; removed rows get nulls. None adds
+            no columns.
     """
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     if questions is not None:

@@ -68,8 +68,8 @@ def _parse_message(value: UserValue, where: str, *, is_first: bool) -> ChatMessa
     """Check one message, and return it with its content as a list of parts; ``where`` names it in an error.
 
     Raises:
-        QuestionsError: it has unknown keys or roles, a system message that is not first, empty content, an invalid
-            part, or a video outside of a user message.
+        QuestionsError: it has an unknown role, an unknown key with a value other than None, a system message that is
+            not first, empty content, an invalid part, or a video outside of a user message.
     """
     if not isinstance(value, Mapping):
         raise QuestionsError(f"{where} must be an object like {_FORM}, got {value!r}")

@@ -70,8 +70,9 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
     """Plan how many language models start, what each of them reserves, and how many questions a block has.
 
     Each model takes ``tensor_parallel`` GPUs, or one CPU. There are at least one and at most as many models as fit and
-    as there are questions. By default all GPUs are used, but only one CPU. Blocks grow with the number of questions, up
-    to ``questions_per_shard``, and beyond it if there would be more than MAX_BLOCKS blocks.
+    as there are questions. By default all GPUs are used, but only one CPU. A block has whole batches, about an eighth
+    of a model's questions up to ``questions_per_shard``, but at least one batch, and more if there would be more than
+    MAX_BLOCKS blocks.
 
     Args:
         gpus: the GPUs of the cluster; 0 if models run on CPUs.

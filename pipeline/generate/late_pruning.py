@@ -70,7 +70,7 @@ class PruningSpec:
         """Create the method; return (a copy of this spec with the seed that is used, the method).
 
         In the copy, a parameter ``seed`` is moved to the field ``seed``, unless the method itself has a parameter of
-        this name. The field is 0 for a method that draws nothing.
+        this name. The field is 0 for a method that draws nothing. A user method is imported.
 
         Args:
             family: the model's family, the default of a method's family parameter.
@@ -228,7 +228,7 @@ class LatePruning:
 def make_visual_tokens(visual: Visual, columns: Iterable[tuple[str, str]], device: str) -> VisualTokens:
     """Return the cached tokens of a whole video as the input of a method, [T,N,D] on the device.
 
-    Deepstack levels are left out, since no method uses them.
+    The result has the grid and times of the frames, but no deepstack levels, which no method uses.
 
     Args:
         visual: all tokens of the video in ascending index, with the evidence.
@@ -273,10 +273,10 @@ def resolve_pruning(
 
     Raises:
         UsageError: the cache does not hold all tokens or the evidence; the method prunes inside the model and has a
-            seed or the family is generic; or a SigLIP checkpoint is missing (IdentityMismatch: differs from the
-            cache's).
-        ValueError: the method, a parameter or the ratio is invalid, or the model cannot be pruned inside by this
-            method.
+            seed or the family is generic; a SigLIP checkpoint is missing (IdentityMismatch: differs from the cache's);
+            or the code of a user method cannot be hashed.
+        ValueError: the method, a parameter or the ratio is invalid, or the model cannot be pruned inside by this method
+            (ModelError: the SigLIP checkpoint cannot be used).
     """
     spec, pruner = spec.read(family_of(source).variant)
     method = spec.method
@@ -332,6 +332,9 @@ def find_evidence_columns(
     The text embedding is not among them. Neither is the image embedding if the family gives none to a method that needs
     both: the tokens themselves take its place.
 
+    Args:
+        method: the name of the method, for errors.
+
     Raises:
         UsageError: the method does not say where its evidence comes from, or the family or this cache lacks it.
     """
@@ -375,6 +378,7 @@ def _find_text_tower(
     Returns None for any other method.
 
     Args:
+        method: the name of the method, for errors.
         evidence: pairs of a name and its column.
 
     Raises:

@@ -80,6 +80,7 @@ def find_model(
 
     Args:
         model: a Hugging Face id or folder; None uses the one that the cache names.
+        revision: of the model; None uses the commit that made the cache, if ``model`` is None or the same id.
         read_tower: reads the hash of the vision encoder that made the cache; given for vLLM, which may use other or
             quantized weights with the same vision encoder.
         family: the user family with which the cache was made; it is imported.

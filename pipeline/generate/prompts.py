@@ -118,6 +118,7 @@ class VideoMemory:
             order: the order in which tokens are read, "index" or "selection".
             own_order: whether pruned tokens keep the order that a method defines for prompts.
             device: the device on which methods select.
+            heartbeat: reports the video that is being read; None reports to nobody.
             max_bytes: the bytes of videos in memory; the last video stays even if it is larger.
         """
         rising = sorted(prunings, key=attrgetter("retention_ratio"))
@@ -310,7 +311,8 @@ class PromptMaker:
         """Return the question with its prompt, or its error row if no prompt can be made.
 
         A video that was removed since the run began gives a removed row. A question that was in hand at POISON crashes
-        gets an error row without another try. An error that broke the GPU ends this process with exit code 70.
+        gets an error row without another try. Any other Exception becomes an error row too (an OSError "io", a
+        ValueError "bad-prompt"), but one that broke the GPU ends this process with exit code 70.
 
         Raises:
             MethodFails: a user method fails for every video.

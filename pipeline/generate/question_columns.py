@@ -60,10 +60,11 @@ _PREFIX = "question_"  # of a carried column whose name is a column of the answe
 def refuse_near_names(row: UserRow, where: str) -> None:
     """Raise QuestionsError if a column seems to be meant for a known column that the row lacks.
 
-    A name is near a known one if it differs only by case, underscores, a plural s or, among names of at least five
-    letters, one edit; or if it is the name in other tools. If the row has the known column too, the near name is
-    accepted as the user's. Settings of other tools that questions do not have, such as ``stop``, are refused as well.
-    Empty cells count as missing.
+    A name is near a known one if it is its name in other tools, or differs only by case, separators, a plural s or one
+    edit (the last only between names of at least five letters, no digits, and equally many words). If the row has the
+    known column too (for ``prompt`` also: has messages), the near name is accepted as the user's. Settings of other
+    tools that questions do not have (_UNKNOWN_SETTINGS) are refused as well, but ``stop`` and ``until`` with a number
+    are times. Empty cells count as missing.
     """
     filled_cells = {  # pandas writes NaN for an empty cell
         str(name): value
@@ -92,7 +93,8 @@ def refuse_near_names(row: UserRow, where: str) -> None:
 def find_near(name: str) -> str | None:
     """Return the known column that a column named ``name`` seems to be meant for, or None; results are cached.
 
-    Names in other tools are tried first, then equal names but for case, separators and a plural s, then one edit.
+    Names in other tools (_SYNONYMS) are tried first, then equal names but for case, separators and a plural s, then
+    names that differ by one edit, have the same number of words, only letters and at least five of them.
     """
     folded = _fold(name)
     if folded in _SYNONYMS:
@@ -165,7 +167,8 @@ def make_carried_columns(
 def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -> pa.Array:
     """Convert values to an array of the declared type if they fit, else of their common type, else of text.
 
-    As text, None and NaN become null, and values that are not text become JSON.
+    Objects with different keys have no common type. As text, None and NaN become null, and values that are not text
+    become JSON.
     """
     for kind in () if declared_type is None else (plain_type(declared_type),), ():
         try:

@@ -267,7 +267,8 @@ def _open_file(place: str, objects: Objects | None) -> BinaryIO:
     """Open a local file of questions, or read one on S3 whole, as a binary file.
 
     Raises:
-        QuestionsError: the suffix is unknown, or the file cannot be opened; a similar name in its folder is suggested.
+        QuestionsError: the suffix is unknown, or the file cannot be opened (for a local file, a similar name in its
+            folder is suggested).
     """
     if find_suffix(place) not in TABLE_SUFFIXES:
         raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
@@ -333,7 +334,10 @@ def _parse_conversation(row: UserRow, where: str, n_videos: int) -> list[ChatMes
 
 
 def _check_columns(row: UserRow, where: str) -> None:
-    """Raise QuestionsError if a needed column is missing or a name is a misspelled one; the error suggests a column."""
+    """Raise QuestionsError if a needed column is missing or a name is a misspelled one (``refuse_near_names``).
+
+    For a missing column, a similar other name in the row is suggested, if there is one.
+    """
     refuse_near_names(row, where)
     other_names = [str(name) for name in row if name not in KNOWN_COLUMNS]
     needed_names = ("question_id", "video_id", *(("prompt",) if "messages" not in row else ()))
@@ -423,12 +427,12 @@ def _parse_json_list(text: str) -> list[Any] | None:
 
 
 def _parse_mode(row: UserRow, question_id: str, where: str, mode: AnswerMode, has_choices: bool) -> AnswerMode:
-    """Return the mode of a row's question: the row's options, and those of the run for the others.
+    """Return the mode of a row's question: the row's options, otherwise those of ``mode``, the run's.
 
     The seed is the row's, or is derived from the run's seed and the id. A question without choices is always generated.
 
     Raises:
-        QuestionsError: an option of the row is invalid.
+        QuestionsError: an option or the system message of the row is invalid.
     """
     own_options = {
         name: _parse_number(row[name], kind, name, where)

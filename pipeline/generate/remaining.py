@@ -126,7 +126,8 @@ def format_answered(
 ) -> Iterator[str]:
     """Yield a line for the user with the number of answered questions, if any, and how many of them failed.
 
-    It says how failed questions can be asked again: with ``--retry-failed``, or by a larger ``--max-attempts``.
+    Removed rows are not counted. The line, or a second one, says how failed questions can be asked again: with
+    ``--retry-failed``, or by a larger ``--max-attempts``.
 
     Args:
         live: the live rows of the questions.

@@ -137,9 +137,10 @@ class _AnswersRemover:
         }
 
     def run(self) -> None:
-        """Clean the records of runs, rewrite the files of answers without the texts, and delete the old files.
+        """Clean the records of runs, rewrite the files of answers without the texts, and delete the old ones.
 
-        Texts that other answers have too stay in the records. Fills in the result.
+        Texts that other answers have too stay in the records. Copies of the old files and unfinished files are deleted
+        too. Fills in the result.
 
         Raises:
             CorruptShard: a file of answers is damaged.
@@ -215,9 +216,10 @@ class _AnswersRemover:
 
 
 def _iter_texts(rows: pa.Table) -> Iterator[str]:
-    """Yield the texts of answers that must be forgotten: all columns, carried ones too, except keys and status.
+    """Yield the texts of answers that must be forgotten: all columns, carried ones too, but not keys, status or finish.
 
-    Each text is yielded twice: unchanged, and as messages print it. Blank texts are skipped.
+    Of ``decoding`` only the system message counts, of conversations the texts. Each text is yielded twice: unchanged,
+    and as messages print it. Blank texts are skipped.
     """
     names = {*rows.column_names} - {*_KEYS, "run_id", "status", "error_class", "finish"}
     for batch in rows.select(sorted(names)).to_batches(max_chunksize=_MAX_ROWS_AS_OBJECTS):

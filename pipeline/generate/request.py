@@ -95,12 +95,13 @@ class AnswerRequest:
         Raises:
             IdentityMismatch: the stored answers were made with other settings, or good ones with other code of a user
                 method (unless ``--on-changed redo``).
+            NotAnswers, CorruptShard: the stored answers are damaged.
         """
         identity, is_changed = match_answers(self.store, self.identity, redo=self.config.on_changed == REDO)
         return replace(self, identity=identity, is_code_changed=is_changed)
 
     def select_todo(self) -> tuple[AnswersTable, list[QuestionRecord]]:
-        """Read the stored answers, print notes about answered questions, and select the questions still to ask.
+        """Read the stored answers, print notes about answered or removed questions, and select those still to ask.
 
         If the code of a user method has changed, this writes the header with the new code, so that answers made with
         the old code are no longer live.
@@ -159,13 +160,15 @@ def check_request(
 
     Args:
         questions: table with the columns of QUESTION_SCHEMA and carried columns. None reads the file
-            ``config.questions``, or makes the questions of ``config.ask``.
+            ``config.questions``, or makes the questions of ``config.ask``, up to ``config.limit``.
         specs: name -> pruning under which every question is asked. None uses the pruning of the options, named "".
-        evaluation: the entries that an evaluation adds to the identity of the answers.
+        evaluation: the entries that an evaluation adds to the identity of the answers. Its questions may have the
+            model's placeholders, and get no notes about the model.
 
     Raises:
         UsageError: the request cannot be carried out, or a file or store cannot be read.
-        CorruptShard: a file of the cache's table or of the answers is damaged.
+        CorruptShard: a file of the cache's table, of the answers or of the bars is damaged.
+        OSError: the bars of removed videos cannot be read.
     """
     say = speaker(console)
     specs = {"": make_spec(config)} if specs is None else specs

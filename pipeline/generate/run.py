@@ -62,7 +62,8 @@ def answer(
 ) -> AnswerSummary:
     """Ask the questions that have no answer in ``config.out`` yet, and return the counts over all questions.
 
-    Prints the options, notes and progress. If no question is left, no cluster is started and no record is written.
+    Prints the options, notes and progress, creates the folder, and may merge small files at the end. If no question is
+    left, no cluster is started and no record is written.
 
     Args:
         questions: table with the columns of QUESTION_SCHEMA and carried columns. None reads ``config.questions``, or

@@ -65,6 +65,8 @@ def summarise_answers(
 ) -> AnswerSummary:
     """Count the live rows of a run's questions; ``out`` and ``log`` of the summary stay empty.
 
+    If a question failed under several prunings, ``failed`` has one of the classes.
+
     Args:
         live: the live rows of these questions under the run's prunings.
         n_questions: the number of questions times prunings.

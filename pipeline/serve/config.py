@@ -214,7 +214,7 @@ class LiveConfig(ServerOptions):
 
 
 def _is_loopback(host: str) -> bool:
-    """Return True if every address of a host is a loopback address, False if the host does not exist.
+    """Return True if every address of a host, which is looked up, is a loopback address; False if it does not exist.
 
     An empty host stands for all addresses of the machine.
     """

@@ -139,11 +139,12 @@ class RequestGate:
         return scheme.lower() == b"bearer" and secrets.compare_digest(client_key, self._key)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read a request's body, and pass the request on to vLLM; refuse a body that is too large (413).
+        """Read a request's body, and pass the request on to vLLM; refuse one that is too large (413).
 
-        The answer gets a header for each cached video that it was made from, and "retry-after" if it is a 503. A
-        request that vLLM's engine ended because it lacked a video's rows is passed on a second time. On a live server,
-        a video that cannot be read gets a 400. If the client disconnects while it sends the body, nothing is sent.
+        A body that is too large is first read to its end, or to _MAX_SKIPPED_BODIES times the limit. The answer gets a
+        header for each cached video that it was made from, and "retry-after" if it is a 503. A request that vLLM's
+        engine ended because it lacked a video's rows is passed on a second time. On a live server, a video that cannot
+        be read gets a 400. If the client disconnects while it sends the body, nothing is sent.
         """
         max_bytes = self._limits.max_request_bytes
         parts = []

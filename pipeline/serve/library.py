@@ -18,17 +18,18 @@ from pipeline.generate.model import find_model, read_tower_hash, refuse_vllm
 def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "auto", **more: Any) -> dict[str, Any]:
     """Return arguments for vLLM's ``EngineArgs`` or ``AsyncEngineArgs`` that serve a cache.
 
-    Call it before vLLM is imported: it sets environment variables for vLLM in this process.
+    Call it before vLLM is imported: it sets environment variables and registers model classes for vLLM in this process.
 
     Args:
-        model: the folder with the weights that made the cache, if the cache does not name the model.
+        model: a folder or Hugging Face id, needed if the cache does not name the model; other weights with the cache's
+            vision encoder fit too.
         dtype: "auto" is bfloat16 on GPUs and float32 on CPUs.
         more: further arguments of EngineArgs; they replace those made here.
 
     Raises:
         UsageError: the cache was made with another model, or vLLM does not support the model.
-        ModelError: there is no such checkpoint, this CPU cannot run it, or a KV connector (``kv_transfer_config``)
-            cannot tell videos apart.
+        ModelError: there is no such checkpoint, this CPU cannot run it, a KV connector (``kv_transfer_config``) cannot
+            tell videos apart, or several GPUs are used and this package is not installed.
     """
     check_connectors(more)
     runtime = choose_runtime("auto", dtype)
@@ -55,7 +56,7 @@ def vllm_input(
     Args:
         video: from :meth:`TokenCache.get`; several videos appear in the prompt in this order.
         prompt: the question, as a user's message.
-        model: the folder with the weights that made the cache, if the cache does not name the model.
+        model: a folder or Hugging Face id, needed if the cache does not name the model.
         system: a system message; None leaves it to the chat template.
         positions, rule, frame_times: the arguments of :func:`gstep.language.prompt_builder`.
 
@@ -96,6 +97,7 @@ def _builder(
 
     Raises:
         IdentityMismatch: ``model`` has another vision encoder.
+        ModelError: there is no such checkpoint, or it cannot be used.
     """
     source = find_model("the cache", {"type": model_type, "weights": weights}, model, read_tower=lambda: tower)
     return prompt_builder(source, positions, rule, frame_times)

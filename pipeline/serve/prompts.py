@@ -159,7 +159,7 @@ class CachedPrompts:
         """Open a cache, check that it fits the model, and start the thread that refreshes it.
 
         Raises:
-            UsageError: the cache was made with another model, or cannot serve the server's ratio.
+            UsageError: the cache does not exist, was made with another model, or cannot serve the server's ratio.
         """
         # If the store does not answer, a request gets its 503 soon instead of after minutes.
         open_token_cache = partial(TokenCache, place, store=store_at(place).impatient())
@@ -241,7 +241,7 @@ class CachedPrompts:
 def _check_ratio(cache: TokenCache, ratio: float | None) -> None:
     """Raise UsageError if the cache cannot serve the ratio: it is above the stored one, or the method is not nested.
 
-    None and the stored ratio always pass.
+    None and the stored ratio always pass, and smaller ones for a method whose declarations are not known.
     """
     stored_ratio = cache.retention_ratio
     method = read_declared_method(cache.identity)

@@ -69,6 +69,7 @@ def serve(config: ServeConfig | LiveConfig) -> None:
 
     Raises:
         UsageError: the options, the model or a cache do not fit together; nothing was loaded.
+        CorruptShard: a file of a cache's table is damaged.
     """
     arguments = server_arguments(config)
     if config.print_command:
@@ -89,6 +90,7 @@ def server_arguments(config: ServeConfig | LiveConfig) -> list[str]:
 
     Raises:
         UsageError: they do not fit together, or vLLM is missing.
+        CorruptShard: a file of a cache's table is damaged.
     """
     os.environ.update(_list_variables(config))
     if config.api_key is not None:
@@ -161,10 +163,11 @@ def check_live(config: LiveConfig) -> tuple[ModelSource, LivePruning]:
 
 
 def _cache_arguments(config: ServeConfig) -> list[str]:
-    """Return the arguments of ``vllm serve`` for cached videos; the caches are opened for checks and closed again.
+    """Return the arguments of ``vllm serve`` for cached videos; the caches are opened for checks, and closed.
 
     Raises:
-        UsageError: options, caches and model do not fit together, vLLM is missing, or the largest video does not fit.
+        UsageError: options, caches and model do not fit together, vLLM is missing, or the largest video does not fit
+            (checked, by importing vLLM, only with ``max_num_batched_tokens``).
         CorruptShard: a file of a cache's table is damaged.
     """
     served_config = make_served_cache(config)  # raises for a cache that vLLM cannot serve at all

@@ -96,10 +96,11 @@ class ServedVideos:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def find(self, video_id: str, retention_ratio: float | None) -> Future[ServedVideo]:
-        """Return a future of the video, done already if memory has the current content; otherwise a thread reads it.
+        """Return a future of the video, done if memory has it as of the last refresh; otherwise a thread gets it.
 
-        Callers that ask while a thread reads the video share the read. The future raises UnknownVideo, RatioNotCached,
-        CorruptShard, VideoGone or StoreAway.
+        The thread reads the tokens only if their content has changed. Callers that ask meanwhile share the read. None
+        for ``retention_ratio`` reads all stored tokens. The future raises UnknownVideo, RatioNotCached, CorruptShard,
+        VideoGone or StoreAway.
         """
         key = (video_id, retention_ratio)
         with self._lock:  # videos are stored under this lock, so that none is read twice
@@ -117,7 +118,8 @@ class ServedVideos:
     def refresh(self) -> None:
         """Open the table again if its files have changed, or if the store was away.
 
-        If that fails, this sets ``away`` instead of raising; videos in memory are still served.
+        If that fails (OSError, NotACache, CorruptShard, UnknownVideo), this sets ``away`` instead of raising; videos in
+        memory are still served.
         """
         try:
             if self.away or _file_names(self.cache) != self._snapshot.files:

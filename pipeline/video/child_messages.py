@@ -85,12 +85,13 @@ def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | Vi
         max_frame_bytes: the largest allowed size of all frames of a video together.
 
     Returns:
-        A printable text, the fault of a video (it is not raised), or the message about a decoded video.
+        A text, made printable; the fault of a video, which is not raised; or the message about a decoded video.
 
     Raises:
         TimeoutError: the message is not complete at the deadline.
         EOFError, OSError: the pipe has ended.
-        WrongMessage: the data is not a valid message, or exceeds a limit.
+        WrongMessage: the data is not a valid message, its JSON exceeds _MAX_BYTES, or a shape exceeds _MAX_FRAMES or
+            ``max_frame_bytes``.
     """
     try:
         (size,) = struct.unpack("!i", _read(pipe, deadline, 4))
@@ -151,7 +152,7 @@ def _check_shape(shape: list[Any], max_frame_bytes: int) -> tuple[int, int, int,
     """Return the shape [T, h, w, 3] of a video's frames as a tuple.
 
     Raises:
-        WrongMessage: it is not four positive integers that end in 3, or there are too many frames or bytes.
+        WrongMessage: it is not four positive integers that end in 3, or exceeds _MAX_FRAMES or ``max_frame_bytes``.
     """
     if len(shape) != 4 or not all(_is_int(n, 1, 2**31) for n in shape) or shape[3] != 3 or shape[0] > _MAX_FRAMES:
         raise WrongMessage("the shape of its frames is invalid")
@@ -174,7 +175,7 @@ def _check_handover(handover: list[Any]) -> Handover:
 
 
 def _make_video(fields: dict[Any, Any], n_frames: int, arrays: bytes) -> DecodedVideo:
-    """Make the video of a message, with an empty array in place of its frames.
+    """Make the video of a message, with an empty array in place of its frames and printable texts.
 
     Args:
         arrays: T frame indices (int64), then T timestamps (float64), both little-endian.
@@ -203,8 +204,8 @@ def _make_video(fields: dict[Any, Any], n_frames: int, arrays: bytes) -> Decoded
 def _is_valid(value: object, column: Column) -> bool:
     """Return True if the decode process may send this value of a column.
 
-    The value must have the column's type. Integers must not be negative, and other numbers must be finite. None is
-    valid only in a column that ``may_be_unstated``.
+    The value must have the column's type and fit into it. Integers must not be negative, floats must be finite, and
+    True and False are not valid. None is valid only in a column that ``may_be_unstated``.
     """
     match value:
         case None:

@@ -122,16 +122,16 @@ def sniff(path: str | Path) -> str:
 def recognise(head: bytes, path: str | Path) -> str:
     """Return the name of the FFmpeg demuxer for a file that begins with ``head``.
 
-    Known containers come first. A stream behind other bytes is searched for only in data of unknown format, and behind
-    MP3 audio, PNG and JPEG images.
+    Formats in _REFUSED are tried first, then known containers. A stream behind other bytes is searched for only in data
+    of unknown format and behind MP3 audio, and a transport stream also behind PNG and JPEG images.
 
     Args:
         head: the first HEAD_BYTES bytes, or the whole of a smaller file.
         path: a name for error messages; it is not opened.
 
     Raises:
-        VideoFault: "policy" if the data is, or has before the stream, a list of other files or addresses; "unsupported"
-            for other data that is not a known video container.
+        VideoFault: "policy" if the data is a list of other files or addresses, or has one in the searched bytes before
+            the stream; "unsupported" for other data that is not a known video container.
     """
     start = head[:_MAGIC_BYTES]
     text = head.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
@@ -157,8 +157,8 @@ def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading in binary mode; the caller closes it.
 
     Raises:
-        VideoFault: "io" if it is missing, cannot be opened or has a NUL byte in its name; "unsupported" for a folder;
-            "policy" for a FIFO, socket or device.
+        VideoFault: "io" if it is missing (a file under another Unicode form of the name is suggested), cannot be opened
+            or has a NUL byte in its name; "unsupported" for a folder; "policy" for a FIFO, socket or device.
     """
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - first, since opening a FIFO would block
@@ -238,7 +238,8 @@ def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
 def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield (four-letter type, start, length) of each top-level box of an MP4 file, in bytes.
 
-    It ends before a box that states no length. A length may reach beyond ``size``, the bytes of the file.
+    It ends before a box that states a length below 8 (0: up to the end of the file). A length may reach beyond
+    ``size``, the bytes of the file.
     """
     start = 0
     while start + 8 <= size:
@@ -284,7 +285,8 @@ def _read_ebml_length(data: bytes) -> tuple[int, int]:
 def _describe_content(head: bytes) -> str:
     """Describe data of unknown format for an error message: "an empty file", "text" or "unknown binary data".
 
-    Text is printable UTF-8.
+    Text is printable UTF-8. In a ``head`` of _MAGIC_BYTES or more, invalid bytes are ignored, since the end may cut a
+    character.
     """
     if not head:
         return "an empty file"

@@ -114,9 +114,10 @@ class ContinuedFile:
 def find_continuation(path: str, pid: int) -> Continuation | None:
     """Find the other PIDs of a transport stream that carry the same film as ``pid``, before or behind it.
 
-    They have the same codec, take turns in the file, and never share a table. If several compete, those of the PID's
-    own program come first, then those that begin earlier. All get the PID of the earliest one; tables are hidden from
-    the first announcement of another PID on. PIDs of another codec are only named in ``note``. The file is read twice.
+    They have the same codec, take turns with all PIDs of the film (``_alternate``), and never share a table with one.
+    If several compete, those of the PID's own program come first, then those that begin earlier. All get the PID of the
+    earliest one; tables are hidden from the first announcement of another PID on. PIDs of another codec are only named
+    in ``note``. The file is read twice if other PIDs are found.
 
     Returns:
         None if ``pid`` is not announced as video, or nothing was found. If there is only a note, the arrays are empty.
@@ -337,9 +338,9 @@ def _is_mostly_video(path: str | Path, place: int) -> bool:
 
 
 def _has_packets(path: str | Path, place: int, pid: int, continuation: Continuation | None) -> bool:
-    """Return True if video of ``pid`` or of new PIDs fills most of a transport stream behind the offset ``place``.
+    """Return True if over half of a transport stream's packets from ``place`` on are of ``pid`` or new PIDs with video.
 
-    New PIDs have no video before ``place``.
+    New PIDs have no video before ``place``. PIDs are those after the replacements of ``continuation``, if it is given.
     """
     before, behind = set[int](), set[int]()  # PIDs with video
     counts = np.zeros(2**13, np.int64)

@@ -84,18 +84,20 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
 
     A clip is damaged if FFmpeg reported errors, if part of a file of stated length was not read, if its codec's decoder
     reports no errors (AV1), or if it has no frame. In a clip with frames, holes before the video's first frame do not
-    count, since a recording may begin anywhere.
+    count, since a recording may begin anywhere; nor do holes that the file does not list, unless FFmpeg reported errors
+    or a part was not read.
 
     Args:
         clip: start and end in seconds; None for the video's start or end.
         warnings: the number of errors that FFmpeg logged while it read the file.
 
     Returns:
-        The holes that overlap the clip; an empty tuple if the clip is not damaged or does not start before its end.
+        The holes in the clip that count; an empty tuple if the clip is not damaged or does not start before its end.
 
     Raises:
         VideoFault: "corrupt" if more than MAX_LOST of a damaged clip or MAX_UNSHOWN of another clip does not decode, or
-            if FFmpeg reported errors and no frame lies in the clip (within the stated length).
+            if there are errors or an unread part, and the clip has no frame although it starts before the video's end
+            (unknown if the video goes on without a stated length).
     """
     start, stop = 0.0 if clip[0] is None else clip[0], math.inf if clip[1] is None else clip[1]
     if not start < stop:

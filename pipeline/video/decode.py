@@ -238,11 +238,11 @@ class _Decoding:
         return self._read(index, JPEGS, clip).add_columns(source)
 
     def _read_by_any(self, index: VideoIndex) -> DecodedVideo:
-        """Read the frames with the first decoder of the request that succeeds.
+        """Read the frames with the first decoder of the request that succeeds; errors of earlier ones are only noted.
 
         If PyAV is last and its frames do not match the index, the whole file is decoded once to make another index, and
-        PyAV tries again. ``backend_note`` says why an earlier decoder or the first index failed, and which video was
-        not read.
+        PyAV tries again. ``backend_note`` says why the earlier decoder failed, or else the first index, and which video
+        was not read.
 
         Raises:
             Exception: the error of the last attempt, whatever it is.
@@ -331,8 +331,9 @@ class _Decoding:
     ) -> tuple[Frames, list[tuple[int, int]]]:
         """Resize frames as they arrive, so that full-size frames never pile up, and copy repeated frames.
 
-        The size that the model wants follows from the largest frame. If a frame is larger than all before it, the
-        resized frames before it are resized once more. The final frames are in an array from ``allocate``.
+        The size that the model wants follows from the largest frame. Only frames of the largest size so far go through
+        the preprocessor. If a frame is larger than all before it, the resized frames before it are resized once more.
+        The final frames are in an array from ``allocate``.
 
         Args:
             chunks: arrays [k,H,W,3] of the distinct frames of ``indices``.
@@ -449,7 +450,8 @@ def count_warnings() -> Iterator[Callable[[], int]]:
 def convert_error(error: Exception, backend: str | None) -> VideoFault:
     """Convert an exception that was raised while a video was read to a VideoFault of the fitting class.
 
-    An error in the code of a user decoder gets the class "own-code", and its message begins with FILE:LINE.
+    An otherwise "internal" error in the code of a user decoder, which is imported to find out, gets the class
+    "own-code", and its message begins with FILE:LINE. If the import fails, the class stays "internal".
 
     Args:
         backend: the decoder that was reading; None if there was none.

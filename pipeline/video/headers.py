@@ -118,7 +118,7 @@ class ShownPackets:
         self._clock_bits = read_clock_bits(extradata)
 
     def shows(self, packet: av.Packet) -> bool:
-        """Return True if a packet shows a frame, or is too short to tell."""
+        """Return True if a packet, which must not be empty, shows a frame, or if its headers do not tell."""
         if self._check is not None:
             return self._check(memoryview(packet))
         if packet.is_keyframe:

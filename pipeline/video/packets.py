@@ -165,7 +165,7 @@ class VideoPackets:
 
     @property
     def has_large_gap(self) -> bool:
-        """True if a large gap in the file, or its end, has no packet of the stream."""
+        """True if a gap between or after the stream's packets exceeds _MAX_GAP or _MAX_GAP_SHARE of the file."""
         gap = max(self._largest_gap, self._container.size - self._end_byte)
         return gap > min(_MAX_GAP, _MAX_GAP_SHARE * self._container.size)
 
@@ -244,7 +244,8 @@ class VideoPackets:
         """Return the stream's decoder; for H.264 and HEVC, a new one if it has already decoded packets after ``start``.
 
         A flush does not make the decoder forget the parameters of later packets (another frame size, for example), and
-        the earlier packets may have none of their own. A new decoder opens the file again.
+        the earlier packets may have none of their own. A new decoder opens the file again. Records that packets up to
+        ``stop`` are decoded.
         """
         if start < self._decoded and self._decoded > 1 and self.codec in _KEEPING:
             if self._decoder_file is not None:
@@ -257,8 +258,9 @@ class VideoPackets:
     def runs(self, times: Sequence[int]) -> Iterator[Run]:
         """Yield the runs of packets to decode for the frames shown at ``times`` (ascending, not empty).
 
-        Each run starts at a keyframe that is shown no later than its frames, and runs do not overlap. If the decoder
-        cannot start at keyframes, there is one run from the first packet.
+        Each run starts at a keyframe that is shown no later than its frames, and runs do not overlap. There is one run
+        from the first packet if parameters change, or if neither the demuxer (_SEEKABLE) nor the codec (_PARSED_CODECS)
+        makes keyframes reliable.
 
         Raises:
             KeyError: no shown packet has one of the times.
@@ -351,7 +353,7 @@ class VideoPackets:
     def _readable(self) -> Iterator[av.Packet]:
         """Yield the packets of the stream up to the end of the file or the first error of the demuxer.
 
-        That error becomes ``fault`` and counts as a corrupt packet. Raises MemoryError.
+        That error is not raised: it becomes ``fault`` and counts as a corrupt packet. Raises MemoryError.
         """
         try:
             yield from self._iter_packets(self._container, self.stream)
@@ -363,8 +365,8 @@ class VideoPackets:
     def _read_again(self, start: int, may_seek: bool = True) -> Iterator[av.Packet]:
         """Yield the packets from number ``start`` on, from a second opening of the file that stays open.
 
-        If ``may_seek``, it seeks in containers where that is reliable, otherwise it reads up to the packet. If a seek
-        goes past the packet, it reads from the beginning.
+        If ``may_seek``, it seeks to the packet's presentation time, if known, in containers in _SEEKABLE; otherwise it
+        reads up to the packet. If a seek goes past the packet, it reads from the beginning.
         """
         if self._second_file is None or start < self._next:
             self._second_file, self._next = self._open(), 0
@@ -420,7 +422,8 @@ def open_container(path: str, demuxer: str, continuation: Continuation | None = 
 def read_packets(path: str, demuxer: str) -> VideoPackets:
     """Read the packets of the best video stream that has any, or of an empty stream if none has.
 
-    A transport stream with large gaps is read again with the film's other PIDs. The caller closes the result.
+    A transport stream with large gaps (``has_large_gap``) is read again with the film's other PIDs, if it has any.
+    ``note`` of the result says what is not read. The caller closes the result.
 
     Raises:
         VideoFault: "unsupported" if no stream can be decoded (``pick_stream``).

@@ -116,7 +116,7 @@ def probe(path: str, demuxer: str) -> VideoIndex:
 
 
 def _index_packets(path: str, packets: VideoPackets) -> VideoIndex:
-    """Make the index of a file from its packets, or by decoding all of it if their times are not usable.
+    """Make the index of a file from its packets, or by decoding all of it unless ``_timestamps_usable``.
 
     Raises:
         VideoFault: "corrupt" if no frame comes out, "unsupported" for an odd angle of rotation.

@@ -89,15 +89,15 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
     def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
         """Decode one video in the child, which is started if there is none.
 
-        If a built-in decoder other than PyAV ends the child, PyAV tries once more in the remaining time; the result
-        then has 2 ``attempts`` and a note.
+        If a built-in decoder other than PyAV ends the child or sends an invalid message, PyAV tries once more in the
+        remaining time; the result then has 2 ``attempts`` and a note.
 
         Args:
             descriptor: an open file to read instead of ``request.path``. It stays the caller's.
 
         Raises:
-            VideoFault: a fault of the video from ``decode_video``; "timeout" (the child is killed); "crash", with
-                ``exit_signal`` if a signal ended it, also for an invalid message; or "internal" if no child starts.
+            VideoFault: a fault of the video from ``decode_video``; "timeout" (the child is killed); "crash" if it
+                ended, with ``exit_signal`` for a signal, or sent an invalid message; or "internal" if no child starts.
                 ``attempts`` is 2 after a second attempt.
         """
         # Absolute, because the child's working folder is the one this process started in.
@@ -366,10 +366,11 @@ def _confine(memory_mb: int, on_gpu: bool) -> str:
 
 
 def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
-    """Let this process grow by ``memory_mb`` MiB from now on; return a note if the platform has no such limit.
+    """Let this process grow by ``memory_mb`` MiB from now on; return a note if that cannot be limited.
 
     If ``on_gpu``, only private writable memory counts, otherwise the whole address space. Files that it writes,
-    including memory that it shares with other processes, cannot exceed ``memory_mb`` MiB either.
+    including memory that it shares with other processes, cannot exceed ``memory_mb`` MiB either. Lower hard limits
+    stay.
     """
     kind, field = (resource.RLIMIT_DATA, 5) if on_gpu else (resource.RLIMIT_AS, 0)
     try:

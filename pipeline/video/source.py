@@ -99,8 +99,8 @@ class Source(AbstractContextManager["Source"]):
 def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetch | None = None) -> Source:
     """Fetch a remote file or a member of an archive into a Source, or look up the mark of a local path.
 
-    A local path is not opened: if it does not exist, the decode process raises the fault. A failed fetch raises
-    nothing: it becomes the source's ``fault``.
+    A local path is not opened: if it does not exist, it keeps the mark of ``location``, and the decode process raises
+    the fault. A failed fetch raises nothing: any Exception becomes the source's ``fault``.
 
     Args:
         objects: the client for remote files; each is one GET.
@@ -121,7 +121,7 @@ def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetc
 
 
 def prepare_unchanged_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
-    """Prepare the source of a row of the videos table if it still has the recorded size.
+    """Prepare the source of a row of the videos table if it still has the recorded size; the caller closes it.
 
     ``objects`` and ``fetch`` are those of ``prepare_source``.
 
@@ -276,7 +276,7 @@ class Sizes:
         """Request an object's state from the store.
 
         Returns:
-            MISSING_STATE if the object is gone; the OSError if the request was refused.
+            MISSING_STATE if the object is gone; any other OSError, which is not raised.
         """
         try:
             _, size, mark = reach(uri, self.objects).info(uri)

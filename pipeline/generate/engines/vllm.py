@@ -80,8 +80,8 @@ class VllmEngine:
         default arguments.
 
         Raises:
-            ModelError: the largest video does not fit, this CPU cannot run the model, or this package is not installed
-                (several GPUs).
+            ModelError: the largest video does not fit, this CPU cannot run the model, or several GPUs are used and this
+                package is not installed.
         """
         check_arithmetic(source, runtime)
         prepare_process(runtime.device, options.tensor_parallel)
