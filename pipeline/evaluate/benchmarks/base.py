@@ -278,8 +278,8 @@ class Benchmark:
         Benchmarks with a ``submission`` have neither ``answer`` nor ``expected``.
 
         Raises:
-            NotAskable: a cell is invalid, the number of options or a part is wrong, the answer is -1 (not published),
-                or the video is missing or must not be read.
+            NotAskable: a cell is invalid, the number of options or a part is wrong, the answer is -1 (not published)
+                and denotes no option, or the video is missing or must not be read.
         """
         options = get_options(row, self.options)
         if self.n_options not in (0, len(options)):

@@ -33,7 +33,10 @@ _NEWER, _OLDER = lmms_eval(
 
 
 def _any_row(row: UserRow, place: AnnotationRow) -> UserRow:
-    """Convert a row of either layout to the hub's, and add ``cluster``: the Ego4D video, or else the clip."""
+    """Add ``cluster`` to a row: the Ego4D video, or the clip itself if that is unknown.
+
+    A row of the authors also gets the hub's columns ``video_idx`` and ``option`` (with letters).
+    """
     if "q_uid" in row:
         names = zip(list_letters(5), (row.get(f"option {number}") for number in range(5)), strict=True)
         options = [f"{letter}. {text}" if isinstance(text, str) else text for letter, text in names]

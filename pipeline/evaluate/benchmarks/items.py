@@ -159,8 +159,8 @@ class QuestionCollector:
             remedy: the end of the error if no question is left.
 
         Raises:
-            UsageError: no question is left, or most right answers are not among the options or seem to be counted from
-                1.
+            UsageError: no question is left, or more than half of the right answers are not among the options, or they
+                seem to be counted from 1.
         """
         self._check_answers(place)
         if self.items:
@@ -175,7 +175,7 @@ class QuestionCollector:
         )
 
     def _check_answers(self, place: str) -> None:
-        """Raise UsageError if most right answers are not among the options, or seem to be counted from 1.
+        """Raise UsageError if more than half of the right answers are not options, or they seem to be counted from 1.
 
         The file then has another form. Only questions with options and an answer count, and a single one is not
         checked.
@@ -195,8 +195,8 @@ class QuestionCollector:
     def _oddities(self, item: Item) -> Iterator[tuple[FaultKind, str]]:
         """Yield (kind, description) of the faults of a question that can still be asked, and remember the question.
 
-        The faults are: the same text and videos as an earlier question, repeated or blank options, and an answer that
-        is not among the options.
+        The faults are: the same text (without options at its end), messages and videos as an earlier question, options
+        that are equal without their letters, blank options, and an answer that is not among the options.
         """
         text = item.question
         if item.options:  # MLVU's texts end with the list of options

@@ -59,15 +59,15 @@ class LmmsTask(Benchmark):
     def open(self, model_type: str, data: Path | str | None, say: Say) -> LmmsTask:
         """Describe the task in a child process; return the benchmark with protocol, splits, process and documents.
 
-        The splits are up to six document fields with few values, except fields whose values every prompt contains.
+        The splits are the first six of ``list_parted_fields``, not counting fields whose values every prompt contains.
 
         Args:
             data: HF_HOME, the folder with annotations and videos.
 
         Raises:
-            UsageError: ``data`` is not a folder, lmms-eval is not installed, or the task is unknown or cannot be asked
-                or scored here.
-            RunFailed: the task's code ended the process.
+            UsageError: ``data`` is None or not a folder, lmms-eval is not installed, the task is unknown or cannot be
+                asked or scored here, or its decoding options are not supported.
+            RunFailed: the child process failed.
         """
         remedy = "it must be HF_HOME, the folder below which lmms-eval keeps its videos"
         if data is None:
@@ -134,10 +134,10 @@ class LmmsTask(Benchmark):
 
         Replies are cut at the task's stop texts first. Documents that the task's number leaves out get no score. There
         are no scores at all if the number is not a mean over questions, or is one over a field that not all of
-        ``items`` have. The notes are about judges, failures, and points for failed questions.
+        ``items`` have. The notes are those of ``_describe_scoring``, and one about points for failed questions.
 
         Raises:
-            RunFailed: the task's code ended the process, or the task can no longer be loaded.
+            RunFailed: the child process failed, or the task can no longer be loaded.
         """
         assert self.process is not None and self.task is not None  # it was opened
         _, stops = read_settings(self.task_name, self.task.settings)
@@ -248,7 +248,7 @@ def _make_split(name: str) -> Split:
 
 
 def _describe_scoring(answer: dict[str, Any], numbers: dict[str, Any]) -> Iterator[str]:
-    """Yield lines about judges, replaced empty replies, failed rules and aggregations, and a number that is no mean.
+    """Yield lines about judges, replaced empty replies, failed rules, missing numbers, and a number that is no mean.
 
     Args:
         answer: what ``TaskProcess.score`` returned.

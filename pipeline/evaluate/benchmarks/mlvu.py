@@ -38,7 +38,7 @@ _TEST = {
 def _row(row: UserRow, place: AnnotationRow) -> UserRow:
     """Convert a row of either layout to lmms-eval's, and add the task's ``folder`` and an id (task and row number).
 
-    The folder of a test task is the name of the task.
+    The folder of a test task is the name of the task. The task "findNeedle" becomes "needle".
     """
     if "question_type" in row:
         row = _add_letters(row)

@@ -53,8 +53,9 @@ _BOUNDS = re.compile(r"_\d+(?:\.\d+)?_\d+(?:\.\d+)?(?=\.mp4$)")
 def _with_folders(row: UserRow, place: AnnotationRow) -> UserRow:
     """Add the task, the id, the folders of both layouts (``whole``, ``cut``, ``prefix``) and the cluster to a row.
 
-    The cluster is the source video, without the bounds in the name of a cut clip. A ``prefix`` in the row is kept. The
-    folder of an unknown task is "?"; its rows are recorded as bad rows later.
+    The task is the row's ``part``. The cluster is the source video with its folder, without the bounds in the name of a
+    cut clip. A ``prefix`` in the row is kept. The folder of an unknown task is "?"; its rows are recorded as bad rows
+    later.
     """
     _, whole, cut = _TASKS.get(place.part, ("", "?", ""))
     has_clip = cut.endswith("_segment")

@@ -81,7 +81,8 @@ def _own_item(file: str, row: QuestionRecord) -> Item:
     """Convert a row of the file to a question, whose cluster is "" if the row names none.
 
     Raises:
-        QuestionsError: the row has no right answer or sets options of decoding, or its split or cluster is not text.
+        QuestionsError: the row has no right answer or sets options of decoding, or its split or cluster is neither text
+            nor a whole number.
     """
     where = f"{file}, question {row['question_id']}"
     if "target" not in row:

@@ -33,7 +33,8 @@ class CachedReplies:
         Prints the cache's fingerprint if the arguments name none.
 
         Raises:
-            UsageError: there is no cache, or the arguments are invalid or contradict the cache or the answers.
+            UsageError: there is no cache, it has another fingerprint, or the arguments are invalid or contradict the
+                cache or the answers.
             CorruptShard: a table of the cache or of the answers is damaged.
         """
         self._arguments = arguments
@@ -63,7 +64,7 @@ class CachedReplies:
         Raises:
             UsageError: the run cannot start; nothing was asked.
             UnknownVideo: the cache lacks a video, unless ``missing=empty``; nothing was asked.
-            RunFailed: the run stopped, or a question failed (unless ``missing=empty``).
+            RunFailed: the run stopped, a question has no row, or one failed (unless ``missing=empty``).
         """
         system = self._config.system
         rows = [

@@ -68,6 +68,8 @@ class Arguments:
     def read(cls, values: JsonObject) -> Arguments:
         """Read the keywords with which lmms-eval creates a model; unknown names become parameters of the method.
 
+        The method's code is imported. Only the types of other values are checked, and ``missing``.
+
         Raises:
             UsageError: ``cache`` or ``answers`` is missing, a value is invalid, or a name is neither an option nor a
                 parameter of the method.
@@ -85,7 +87,8 @@ class Arguments:
     def config(self, identity: CacheIdentity) -> GenerateConfig:
         """Return the options of jobs.generate for a cache with this identity; failed questions are asked again.
 
-        ``system`` and ``frame_times`` default to those of lmms-eval for the cache's model type.
+        ``system`` and ``frame_times`` default to those of lmms-eval for the cache's model type. ``seed`` is passed only
+        with a method, since questions bring their own seeds.
 
         Raises:
             UsageError: the options are invalid or contradict each other.
@@ -147,7 +150,7 @@ def explain_flags() -> Iterator[None]:
 def _parse_value(name: str, value: Any) -> Any:
     """Convert an option's value to its type, because lmms-eval turns some texts into numbers and keeps quotes.
 
-    None stays None, and ``batch_size=auto`` becomes None.
+    None stays None, ``batch_size=auto`` becomes None, and outer quotes of text are removed.
 
     Raises:
         UsageError: a text option got another type, or a number is not of the right kind.

@@ -28,8 +28,9 @@ class GstepCached(lmms):  # type: ignore[misc]
         """Check ``model_args`` against the cache and the stored answers; load no model yet.
 
         Raises:
-            UsageError: lmms-eval runs in several processes, or an argument is missing, unknown, invalid or contradicts
-                the cache or the answers.
+            UsageError: WORLD_SIZE is above 1 (several processes), or an argument is missing, unknown, invalid or
+                contradicts the cache or the answers.
+            CorruptShard: a table of the cache or of the answers is damaged.
         """
         super().__init__()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:

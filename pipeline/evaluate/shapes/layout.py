@@ -7,8 +7,6 @@
 | ``questions.jsonl`` | the same questions for ``jobs.generate --questions`` and ``--benchmark FILE`` |
 | ``manifest.jsonl`` | a row per video for ``jobs.prune``, with seed, frames and hardness |
 | ``recipe.json`` | the settings from which the content follows |
-
-In the Parquet file, ``domain`` is the hardness and ``sub_category`` is the kind of thing that the question is about.
 """
 
 from __future__ import annotations

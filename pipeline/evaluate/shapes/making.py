@@ -105,7 +105,10 @@ class Story:
 
 
 def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> Story:
-    """Draw the scenes, the things and the choices of a video with ``n_frames`` frames (8, 16 or 32)."""
+    """Draw the scenes, the things and the choices of a video with ``n_frames`` frames (8, 16 or 32).
+
+    Two scenes take turns with ``hardness.back``; otherwise all are distinct.
+    """
     scenes, shapes, colors, signs = (shuffle(rng, names) for names in (SCENES, SHAPES, COLORS, SIGNS))
     standing = bool(rng.random() < hardness.standing)
     plot = _Plot(rng, hardness, n_frames, _starts(rng, n_frames, hardness))
@@ -125,7 +128,7 @@ def _starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tupl
     """Draw the first frame of each scene, ascending from 0.
 
     Each scene lasts at least two frames and an eighth of the video. Their number is drawn from ``hardness.scenes``,
-    with the upper end lowered to what fits (with ``back``) or to the limit for this length.
+    with the upper end lowered to what fits (with ``back``) or to ``_MAX_SCENES``, but not below the lower end.
     """
     low, high = hardness.scenes
     least = max(2, n_frames // 8)
@@ -150,7 +153,8 @@ class _Plot:
         """Draw the four named things, with distinct onset frames.
 
         If ``standing``, all are static and stay until the end of the video. Otherwise they have the kinds of
-        ``hardness`` and disappear with their scene at the latest.
+        ``hardness``: static ones stay until their scene ends, and moving ones (3 or 4 frames) and brief ones
+        (``hardness.brief``) at most until then.
         """
         onsets = self.rng.permutation(self.n_frames)[:4].tolist()
         kinds: Sequence[Kind] = ("static",) * 4 if standing else self.hardness.kinds
@@ -389,7 +393,13 @@ def _stage_story(
     floor = Floor(rng, REACH if pan or shake else 0)
 
     def thing(role: Role) -> Thing:
-        """Draw the size, contrast and positions of a role; zoom and hardness do not change the size of signs."""
+        """Draw the size, contrast and positions of a role, and occupy these in ``floor``.
+
+        Signs have ``SIGN_SIZE`` and ignore the zoom.
+
+        Raises:
+            NoRoom: the thing does not fit.
+        """
         size = whole(rng, sizes)
         contrast = real(rng, hardness.contrast)
         size = SIGN_SIZE if role.kind == "sign" else size

@@ -101,7 +101,8 @@ class LoadedTask:
 
         Raises:
             Refusal: the task is unknown or a group, does not ask one prompt with one reply per document, has several
-                filters or no usable metric, or its code or annotations cannot be loaded.
+                filters, lacks the metric or counts less of it as better, or its code exits or cannot load its
+                annotations.
         """
         from lmms_eval.tasks import TaskManager  # noqa: PLC0415 - seconds
         from loguru import logger  # noqa: PLC0415
@@ -137,7 +138,9 @@ class LoadedTask:
         self.metric = self._choose_metric(request.get("metric"))
 
     def _choose_metric(self, name: str | None) -> str:
-        """Return ``name`` (METRIC or METRIC/PART); None chooses the first metric for which more is better.
+        """Return ``name``, METRIC or METRIC/PART; None chooses the first metric for which more is better.
+
+        PART is not checked. More is better for metrics about which the task says nothing.
 
         Raises:
             Refusal: the task has no such metric, or less is better for it (with None, for all).
@@ -158,10 +161,10 @@ class LoadedTask:
     def describe(self) -> dict[str, Any]:
         """Return the fields of ``DescribedTask``, with documents as ``_ask`` returns them.
 
-        If any document has a right answer, those without one (empty, None or -1) get the fault "no-answer".
+        If any document has a right answer, those without one (empty, None or -1) get only the fault "no-answer".
 
         Raises:
-            Refusal: the rule sends every reply to a judge.
+            Refusal: the rule sends every reply that is tried to a judge.
         """
         self._refuse_judge()
         documents = [self._ask(number) for number in range(len(self._documents))]
@@ -180,8 +183,9 @@ class LoadedTask:
     def _ask(self, number: int) -> dict[str, Any]:
         """Return a document's ``prompt``, ``video`` and ``fields``, or the ``fault`` (kind, message) that prevents it.
 
-        The kinds are "missing-video" (the task's code exits or reports a missing file), "other-media" (it does not show
-        exactly one path) and "bad-row" (another error, or a prompt that is not text).
+        The kinds are "missing-video" (the task's code exits, or raises an OSError or an error with "not exist" in its
+        text), "other-media" (it does not show exactly one path) and "bad-row" (another error, or a prompt that is not
+        text).
         """
         document = self._document(number)
         try:
@@ -293,7 +297,7 @@ class LoadedTask:
         """Return (label -> results in the order of ``numbers``, {"judged": label -> count, "errors": lines}).
 
         ``nothing`` stands for empty replies, and for replies on which the rule fails. A result is {} if it fails again.
-        ``judged`` counts the replies that the rule tried to send to a judge.
+        ``judged`` counts the replies for which the rule tried to reach a judge.
         """
         results: dict[str, list[dict[str, Any]]] = {}
         judged = dict[str, int]()
@@ -314,7 +318,7 @@ class LoadedTask:
     def _name_part(self, own: Iterable[Mapping[str, Any]]) -> str:
         """Return the metric that tables show, as METRIC/PART if it has several numbers.
 
-        If the user named no part, it is the first one.
+        If the user named no part, it is the first part of the first arm in ``own`` that has any.
         """
         if self.metric in self._aggregations:
             for of_arm in own:
@@ -344,7 +348,10 @@ class LoadedTask:
         return numbers
 
     def _aggregate(self, metric: str, results: list[Any]) -> Any:
-        """Return what the task's aggregation makes of results; its errors pass, and its files are deleted."""
+        """Return what the task's aggregation makes of results; its errors pass.
+
+        If it takes ``args``, it may write files below their ``output_path``, a folder that is deleted afterwards.
+        """
         function = self._aggregations[metric]
         with _without_pauses():
             if "args" not in inspect.signature(function).parameters:
@@ -358,9 +365,9 @@ class LoadedTask:
     ) -> dict[str, Any]:
         """Return the scores of documents if the metric is a mean of them, with the keys below.
 
-        To test this, each document is also scored with its right answer, the times in it, an empty reply and "A". It is
-        no mean if the rule gives only some arms a result for a document, because the arms' numbers are then about
-        different documents.
+        To test this, each document is also scored with its right answer, the first two numbers in it as "X - Y", an
+        empty reply and "A". It is no mean if only some arms have a result for a document, because the arms' numbers are
+        then about different documents.
 
         Args:
             name: METRIC or METRIC/PART.
@@ -371,8 +378,8 @@ class LoadedTask:
               mean.
             - ``mean_over``: "questions" or a field; None if it is no mean.
             - ``weights``: weights of the field's values; {} without a field.
-            - ``percent``: whether the number is a percentage; if it is no mean, whether any number is above 1 (None if
-              no document has a result in all arms).
+            - ``percent``: whether the number is a percentage; if it is no mean, whether any number, of an arm or of a
+              test reply, is above 1 (None if no document has a result in all arms).
         """
         metric, _, part = name.partition("/")
         has_metric = [[metric in result for result in of_one] for of_one in zip(*results.values(), strict=True)]
@@ -453,7 +460,8 @@ def _read_from(rows: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _explain_loading(config: Mapping[str, Any], error: BaseException) -> str:
     """Return why a task could not be loaded: its data set is not here, or another error, which is quoted.
 
-    Errors of retries and of the datasets library are replaced by their cause.
+    The former is a ConnectionError or an error of Hugging Face's libraries about files to download. Errors of retries
+    and DatasetGenerationError are replaced by their cause.
     """
     attempt = getattr(error, "last_attempt", None)
     cause = attempt.exception() if attempt is not None else error
@@ -486,8 +494,8 @@ class _LaterModule(ModuleType):
 def main(job: str, result: str) -> None:
     """Carry out the request in the file ``job``, and write the answer, or {"refusal": message}, to the file ``result``.
 
-    {} lists the tasks; a request with ``task`` describes it, or scores its ``arms`` if there are any. Other errors than
-    Refusal pass.
+    {} lists the tasks; a request with ``task`` describes it, or scores its ``arms`` if it has this key. Other errors
+    than Refusal pass. The network stays blocked in this process, and the package ``evaluate`` is imported lazily.
     """
     request = json.loads(Path(job).read_text())
     network = _Network()

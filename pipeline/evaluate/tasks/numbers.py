@@ -3,8 +3,8 @@
 A task of lmms-eval gives each document a result of any form, and aggregates all results to one number. If that number
 is a mean of numbers of single documents, documents (and so whole videos) can be resampled. No task says whether this is
 so. It is therefore tested: results of different replies to the same document are mixed at random, the task aggregates
-each mixture, and an explanation is accepted only if it reproduces the task's number for every mixture. A single mixture
-could agree by chance, above all with few documents.
+each mixture, and an explanation is accepted only if it reproduces the task's number for every mixture, because it could
+fit a single one by chance.
 """
 
 from __future__ import annotations
@@ -80,15 +80,16 @@ def explain(
 ) -> Explanation | None:
     """Return the first explanation of how ``aggregate`` makes its number from the documents; None if none fits.
 
-    None also if the task makes no number of a method's results, or the same number of all mixtures, which any
-    explanation would fit.
+    None also if the task makes no number of a method's results or of enough mixtures, or the same number of all
+    mixtures, which any explanation would fit. Numbers of documents count as percentages if any is above 1; those
+    outside [0, 1] or [0, 100] fit nothing.
 
     Args:
         results: results per document (at least one) and reply: first one per method, then those of replies that only
             serve as tests. A test reply of which the task makes no number is dropped.
         aggregate: the task's own rule.
-        fields: the fields of each document; the task may average over the values of one that has few.
-        keys: a key of each document; documents with equal keys are the same question.
+        fields: the fields of each document; the task may average over the values of one that has 2 to ``MAX_PARTS``.
+        keys: a key of each document; if no mean over all documents fits, only the last of those with equal keys counts.
         n_methods: the number of methods, at least 1.
     """
     of_replies = [[of_one[place] for of_one in results] for place in range(len(results[0]))]
@@ -153,8 +154,9 @@ def _copy(results: Sequence[Any]) -> list[Any]:
 def _mix(results: Sequence[Sequence[Any]], aggregate: Aggregate, count: int) -> _Mixtures | None:
     """Mix results at random, with a fixed seed, and return the mixtures of which the task makes a number.
 
-    First come the unmixed results of each reply, then up to ``count`` mixtures. Returns None if fewer than
-    ``_FEWEST_MIXTURES`` have a number, or all numbers are the same.
+    First come the unmixed results of each reply, then random ones, until ``count`` more than the replies are kept or
+    ``_MOST_ATTEMPTS * count`` were drawn. Returns None if fewer than ``_FEWEST_MIXTURES`` have a number, or all numbers
+    are the same.
     """
     n_results = len(results[0])
     draw = random.Random(_SEED)
@@ -210,7 +212,7 @@ def _is_equal(result: Any, other: Any) -> bool:
 
 
 def _list_fields_of_results(results: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[list[list[float]]]:
-    """Yield numbers [D, number of replies] from each field that differs between replies, then from all of them.
+    """Yield numbers [D, number of replies] from each field with several numbers in a document, then from all of them.
 
     The latter takes the first number among these fields of a result, since tasks name the fields of different kinds of
     questions differently. Candidates with a missing number are left out.
@@ -243,6 +245,10 @@ def _find_means(
 
     The plain mean is tried first, then the fields in the order of ``list_parted_fields``. The scale is 1 for shares and
     100 for percentages. Returns None if no mean fits.
+
+    Args:
+        values: [D, number of replies].
+        counted: the documents that enter the mean.
     """
     drawn_MD = np.take_along_axis(values, mixtures.choices.T, axis=1).T[:, np.array(counted)]
     of_counted = [of_one for of_one, counts in zip(fields, counted, strict=True) if counts]
@@ -273,9 +279,10 @@ def list_parted_fields(fields: Sequence[Mapping[str, str]]) -> list[str]:
 def _find_weights(means_MP: Floats, own_M: Floats) -> Floats | None:
     """Return weights [P] with the sum 1 under which the means of parts give every number of the task, or None.
 
-    Equal weights are tried first. Others are fitted to the first mixtures, rounded to simple fractions, and must hold
-    for all mixtures; there are none if these mixtures do not determine them. A part in which no reply scores anything
-    gets the weight 0, because tasks give 0 to documents that a metric is not about.
+    Equal weights are tried first. Others are fitted to the first 2P + 4 mixtures, rounded to fractions with
+    denominators up to ``_MAX_DENOMINATOR``, and must hold for all mixtures; there are none without 8 further mixtures,
+    or if the first ones do not determine them. Among these weights, a part in which no reply scores anything has 0,
+    because tasks give 0 to documents that a metric is not about.
     """
     n_parts = means_MP.shape[1]
     scores_P = means_MP.any(0)

@@ -104,7 +104,7 @@ class TaskProcess:
 
         Raises:
             UsageError: lmms-eval is not installed, or the task cannot be asked or scored here.
-            RunFailed: the task's code ended the process.
+            RunFailed: the child process failed.
         """
         self._say(f"reading the task {self._name} of lmms-eval")
         answer = run_child(self._request, self._home)
@@ -135,7 +135,7 @@ class TaskProcess:
 
         Raises:
             UsageError: lmms-eval is not installed.
-            RunFailed: the task's code ended the process, or the task can no longer be loaded.
+            RunFailed: the child process failed, or the task can no longer be loaded.
         """
         n_replies = sum(map(len, arms.values()))
         self._say(f"scoring {n_replies:,} replies by the rules of {self._name}")
@@ -182,7 +182,7 @@ def render_tasks(tasks: Sequence[TaskFit]) -> RenderableType:
 
 
 def run_child(request: Mapping[str, Any], home: Path) -> dict[str, Any]:
-    """Run the child process on a request, wait for it, and return its answer, which may be a ``refusal``.
+    """Run the child process on a request in a temporary folder, and return its answer, which may be a ``refusal``.
 
     Args:
         request: what :mod:`pipeline.evaluate.tasks.child` reads; {} asks for the list of tasks.
@@ -227,12 +227,13 @@ def _refuse_without_lmms_eval(task: str) -> None:
 
 
 def _make_environment(home: Path, cache: Path | None = None) -> dict[str, str]:
-    """Return the child's environment variables: those of this process, offline, with HF_HOME and without service keys.
+    """Return the child's environment: this process's, offline, with HF_HOME, and with this package in PYTHONPATH.
 
-    Keys are replaced because not all code of tasks uses Python's sockets, which the child blocks.
+    Variables whose names end in one of ``_KEYS`` become "withheld", because not all code of tasks uses Python's
+    sockets, which the child blocks.
 
     Args:
-        cache: folder for annotations that the datasets library converts; None is its default below HF_HOME.
+        cache: folder for annotations that the datasets library converts; None keeps this process's setting.
     """
     root = str(Path(__file__).parents[3])  # the clone or site-packages that contains this module
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))

@@ -189,7 +189,10 @@ class CachedIds:
     """
 
     def __init__(self, ok: Iterable[str], failed_ids: Mapping[str, str]) -> None:
-        """Index the ids of videos with tokens (``ok``) and those of failed videos, which map to their error class."""
+        """Index the ids of videos with tokens (``ok``) and those of failed videos, which map to their error class.
+
+        An id in both counts as failed.
+        """
         self.failed = failed_ids
         self._ids = {*ok, *failed_ids}
         self._by_name: dict[str, list[str]] = defaultdict(list)

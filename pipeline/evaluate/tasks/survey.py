@@ -119,7 +119,9 @@ def check_settings(config: Mapping[str, Any]) -> str:
 
 
 def _walk(function: Any, seen: set[Any] | None = None) -> Iterator[FunctionType]:
-    """Yield a function and all functions of lmms-eval that it uses, each once.
+    """Yield a function and the functions of lmms-eval that it uses, directly or through others, each once.
+
+    Functions that it reaches as attributes of a module are not found.
 
     Args:
         function: a function, ``partial``, bound method, or a class, of which all methods are walked; nothing for
@@ -173,7 +175,11 @@ def _find_judge(function: Any) -> str | None:
 
 
 def _list_judges(function: FunctionType) -> dict[str, str]:
-    """Map each name in a function that refers to a package which talks to a server to that package."""
+    """Map each name in a function that refers to one of the packages ``_JUDGES`` to that package.
+
+    The name is a global (such a package, or an object from it), or the name of a package that the function itself
+    imports.
+    """
     judges = {}
     for name in _list_names(function.__code__):
         value = function.__globals__.get(name)
@@ -187,7 +193,7 @@ def _list_judges(function: FunctionType) -> dict[str, str]:
 
 
 def _asks_in_branches(rule: Any) -> bool:
-    """Return True if a rule uses judges only inside ``if`` (or its condition), and decides other replies by itself.
+    """Return True if a rule names judges only in ``if`` statements and expressions, conditions and ``else`` included.
 
     False if its source cannot be read, or names no judge.
     """
