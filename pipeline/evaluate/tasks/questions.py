@@ -70,11 +70,15 @@ def cut_reply(answer: str, stops: Iterable[str]) -> str:
 def make_unique(names: Iterable[str]) -> list[str]:
     """Return the names in order, with "#1", "#2", ... appended to repetitions, since a task may repeat a question."""
     counts = Counter[str]()
-    names_out = []
+    names_out = dict[str, None]()
     for name in names:
-        names_out.append(f"{name}#{counts[name]}" if counts[name] else name)
+        unique_name = f"{name}#{counts[name]}" if counts[name] else name
+        while unique_name in names_out:  # a name may itself end in a number
+            counts[name] += 1
+            unique_name = f"{name}#{counts[name]}"
+        names_out[unique_name] = None
         counts[name] += 1
-    return names_out
+    return list(names_out)
 
 
 def make_question(
@@ -164,7 +168,7 @@ def video_key(doc: JsonObject, template: str | None = None, folder: str | None =
     if template is not None:
         try:
             return template.format_map(doc)
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(
                 f"video_id={template} is not made of fields of the document ({error}): it has {', '.join(doc)}"
             ) from error

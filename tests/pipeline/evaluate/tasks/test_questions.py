@@ -5,7 +5,14 @@ import json
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.tasks.questions import MAX_NEW_TOKENS, CachedIds, cut_reply, make_question, video_key
+from pipeline.evaluate.tasks.questions import (
+    MAX_NEW_TOKENS,
+    CachedIds,
+    cut_reply,
+    make_question,
+    make_unique,
+    video_key,
+)
 
 STOCK = {"max_new_tokens": 16, "temperature": 0, "top_p": 1.0, "num_beams": 1, "do_sample": False, "until": ["\n\n"]}
 
@@ -82,6 +89,8 @@ def test_other_tasks_say_how():
     assert video_key({"videoID": "x", "part": 3}, "{videoID}-{part}") == "x-3"
     with pytest.raises(UsageError, match=r"video_id=\{vid\} .*it has clip"):
         video_key({"clip": "x"}, "{vid}")
+    with pytest.raises(UsageError, match="is not made of fields"):
+        video_key({"n": 1}, "{n[0]}")
     with pytest.raises(UsageError, match=r"no field names a video .* it has clip, n\): say how with video_id=TEMPLATE"):
         video_key({"clip": "x", "n": 1})
     with pytest.raises(UsageError, match="no field"):
@@ -115,3 +124,8 @@ def test_several_are_refused_and_one_that_failed_is_told():
         CachedIds(["a/v.mp4", "b/v.mp4"], {}).find("v")
     ids = CachedIds(["a/v.mp4"], {"b/v.mp4": "corrupt", "c/w.mp4": "timeout"})
     assert (ids.find("v"), ids.find("w.mp4"), ids.failed["c/w.mp4"]) == ("a/v.mp4", "c/w.mp4", "timeout")
+
+
+def test_ids_are_unique_where_a_question_repeats_or_its_name_ends_like_a_repeated_one():
+    assert make_unique(["a", "b", "a", "a"]) == ["a", "b", "a#1", "a#2"]
+    assert make_unique(["a#1", "a", "a", "a#1"]) == ["a#1", "a", "a#2", "a#1#1"]
