@@ -286,6 +286,7 @@ def temporal_density(
         sigma: The standard deviation in frames, only for gaussian smoothing.
         radius: The kernel's radius in frames; None means ceil(3 * sigma) for gaussian and 1 for box.
         boundary: A rule of ``smooth``.
+        eps: Added to the mean in Eq. (7).
     """
     if len(mean_TD) == 1:
         return mean_TD.new_ones(1)

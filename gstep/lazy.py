@@ -48,7 +48,10 @@ def find_torchvision_mismatch() -> str | None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return ``" (did you mean NAME?)"`` for the name in ``names`` that is most similar to ``name``; "" if none is."""
+    """Return ``" (did you mean NAME?)"`` for the name most similar to ``name``; "" if none is similar.
+
+    Similar names have a ratio of at least 0.6 in difflib.
+    """
     matches = get_close_matches(name, list(names), 1)
     return f" (did you mean {matches[0]}?)" if matches else ""
 

@@ -170,7 +170,8 @@ class PrunedTokens(_TensorFields):
             retention_ratio: A share of all T*N tokens, not of the kept ones.
 
         Returns:
-            A copy of the first B ranks, or this object itself if the method is not nested and the ratio is its own.
+            A copy with the first B ranks and this nominal ratio, without ``order``; or this object itself if the method
+            is not nested and the ratio is its own.
 
         Raises:
             ValueError: The ratio is outside (0, 1], is larger than this selection's ratio, or differs from it although

@@ -140,7 +140,7 @@ class _Version(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **options)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        """Print the versions of VERSIONED_PACKAGES and exit with code 0."""
+        """Print the versions of VERSIONED_PACKAGES, or "not installed", and exit with code 0."""
         from importlib import metadata  # noqa: PLC0415 - nothing else needs it
 
         for name in VERSIONED_PACKAGES:
@@ -168,6 +168,8 @@ def run_command(
     :func:`run_to_exit_code` prints the result and handles signals.
 
     Args:
+        work: gets the configuration and a console for messages on stderr.
+        argv: None for the arguments of the process.
         find_overridden: returns the options of the file that the parsed flags replace, besides the options of the flags
             themselves.
         usual: the options that ``--help`` shows; ``--help-all`` then shows all. If empty, ``--help`` shows all.
@@ -228,17 +230,19 @@ def run_to_exit_code(
 ) -> int:
     """Do the work with handlers of SIGINT and SIGTERM, print its result or error, and return the exit code.
 
-    Call it in the main thread. The signal handlers stay installed.
+    Call it in the main thread. The signal handlers stay installed, and stdout escapes characters that its encoding
+    lacks.
 
     Args:
         work: returns an exit code or a CommandResult.
+        console: for errors and the interrupt message.
         failures: exceptions of the work that are printed in one line and lead to exit code 1.
         refusals: exceptions of the work that are printed in one line and lead to exit code 2.
         document: True for ``--json``: stdout gets only the JSON document of the result or the error.
 
     Returns:
         The exit code of the work; 1 after ``failures`` and if the output cannot be written, 2 after ``refusals``, and
-        130 after an interrupt.
+        130 if an interrupt came, unless the work still ended with 0.
 
     Raises:
         Exception: any other exception of the work, unless an interrupt came before it.
@@ -281,7 +285,9 @@ def run_to_exit_code(
 def _finish(
     work: Callable[[], int | CommandResult], console: Console, failures: Errors, refusals: Errors
 ) -> CommandResult:
-    """Do the work and print its output. Exceptions of ``failures`` and ``refusals`` are printed with their notes.
+    """Do the work and print its output, then its ``failure`` line in red, if any.
+
+    Exceptions of ``failures``, with their notes, and of ``refusals``, without, are printed; all others pass.
 
     Returns:
         The result, with "exit_code" in its record unless that is a list. After ``failures`` (exit code 1) and
@@ -351,7 +357,12 @@ def throttle(say: Callable[[str], object], every_s: float, last: float = -math.i
 
 
 def count(text: str) -> int:
-    """Parse an integer of at least 1, as the type of a flag."""
+    """Parse an integer of at least 1, as the type of a flag.
+
+    Raises:
+        ValueError: the text is not an integer.
+        argparse.ArgumentTypeError: the integer is below 1.
+    """
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
@@ -359,7 +370,12 @@ def count(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """Parse a number in (0, 1] or a percentage, as the type of a flag."""
+    """Parse a number in (0, 1] or a percentage, as the type of a flag.
+
+    Raises:
+        argparse.ArgumentTypeError: the number is out of range.
+        ValueError: the text is not a number.
+    """
     value = share_or_percent(text)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}{likely_share(value)}")
@@ -367,7 +383,11 @@ def share(text: str) -> float:
 
 
 def file_in_folder(text: str) -> Path:
-    """Parse the path of a file to write, as the type of a flag; it must not be a folder, and its folder must exist."""
+    """Parse the path of a file to write, as the type of a flag.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a folder, or its folder does not exist.
+    """
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder: name a file")
@@ -403,8 +423,9 @@ class _Interruption:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: print the message, start the time limit and raise KeyboardInterrupt.
 
-        A second signal ends the process with code 130, unless it comes within a second of the first. After :meth:`end`
-        a signal ends the process with the command's exit code.
+        If the signal interrupts a print, the message is left to a later :meth:`say`. A second signal ends the process
+        with code 130, unless it comes within a second of the first. After :meth:`end` a signal ends the process with
+        the command's exit code.
         """
         if self.has_come:
             if time.monotonic() - self._first >= _SAME_SIGNAL_S:
@@ -419,9 +440,10 @@ class _Interruption:
         raise KeyboardInterrupt
 
     def end(self, exit_code: int) -> None:
-        """Record the exit code of the finished command, so that a later signal ends the process with it.
+        """Flush stdout and record the finished command's exit code, with which a later signal ends the process.
 
-        Does nothing in a process that is not a command's own, such as a test or a program that calls ``main``.
+        An error of a closed stdout is ignored. Does nothing in a process that is not a command's own, such as a test or
+        a program that calls ``main``.
         """
         spec = sys.modules["__main__"].__spec__
         if (spec and spec.name.startswith("jobs.")) or Path(sys.argv[0]).name == "gstep-cache":
@@ -452,7 +474,7 @@ class _Interruption:
             self._leave(f"exiting {time.monotonic() - self._first:.0f} s after the signal: a request does not finish")
 
     def _leave(self, message: str) -> NoReturn:
-        """Print a last line and end the process with code 130, without waiting for threads."""
+        """Print a last line, if possible, and end the process with code 130, without waiting for threads."""
         with suppress(Exception):
             self._say(message)
         os._exit(130)

@@ -322,7 +322,8 @@ def near_file(path: Path) -> str:
     suggestion says how it differs.
 
     Returns:
-        ``" (did you mean NAME?)"``, to be appended to a message, or "" without a suggestion.
+        ``" (did you mean NAME?)"``, to be appended to a message; "" without a suggestion or if the folder cannot be
+        read.
     """
     try:
         names = [entry.name for entry in islice(path.parent.iterdir(), _LOOKED_AT)]

@@ -178,7 +178,12 @@ class RunOptions(S3Options):
     log_interval: float = option(30.0, "print progress every S seconds where the output is not a terminal", metavar="S")
 
     def __post_init__(self) -> None:
-        """Check all options; UsageError names the flag of the first invalid value."""
+        """Check all options.
+
+        Raises:
+            UsageError: the first invalid value, whose flag it names; also an integer of 2^63 or more, and ``min_gpus``
+                with ``device`` "cpu".
+        """
         check_choices(self)
         check(self.max_attempts >= 1, "max_attempts", "at least 1", self.max_attempts)
         check(self.min_gpus >= 0, "min_gpus", "at least 0", self.min_gpus)
@@ -279,7 +284,12 @@ class EngineOptions(RunOptions, CodeOptions):
     )
 
     def __post_init__(self) -> None:
-        """Check all options; UsageError names the flag of the first invalid value."""
+        """Check all options.
+
+        Raises:
+            UsageError: the first invalid value, whose flag it names; ``max_gpus`` below ``tensor_parallel``; or an
+                option of vLLM with another engine.
+        """
         super().__post_init__()
         check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
         check(self.batch_size is None or self.batch_size >= 1, "batch_size", "at least 1", self.batch_size)
@@ -330,7 +340,7 @@ def read_ids(flag: str, name: str) -> list[str]:
         The different ids in their order in the file.
 
     Raises:
-        UsageError: the file cannot be read, has no id, or holds JSON.
+        UsageError: the file cannot be read, has no id, or its first id begins with ``{"``, as JSON does.
     """
     try:
         lines = Path(name).read_text(encoding="utf-8-sig").split("\n")

@@ -141,9 +141,10 @@ def _list_imports(module: str, statements: list[ast.stmt]) -> Iterator[str]:
 
 
 def _find_spec(module: str) -> Any:
-    """Find the import spec of a module, or the module itself if it is loaded without one; None if it cannot be found.
+    """Find the import spec of a module, or the module itself if it is loaded without one.
 
-    Finding it may import the packages that contain it, which runs user code.
+    Finding it may import the packages that contain it, which runs user code; None if that raises any exception, or if
+    the module cannot be found.
     """
     if module in sys.modules:
         return getattr(sys.modules[module], "__spec__", None) or sys.modules[module]

@@ -51,6 +51,8 @@ def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, s
 def prune_or_fault(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> PrunedTokens:
     """Prune the tokens of a video, and convert errors that concern only this video to faults of the stage "prune".
 
+    All other errors, such as those of a GPU, pass unchanged.
+
     Raises:
         VideoFault: class own-code if the user's code failed for this video; class internal for any ValueError.
         MethodFails: the user's method would fail for every video (``prune_tokens``).
@@ -73,7 +75,9 @@ def _may_be_gpu_fault(error: Exception) -> bool:
 
 
 def _place_with_drawn_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> str | None:
-    """Prune random tokens and evidence with another number of frames than ``visual`` has.
+    """Prune random tokens and evidence with another number of frames than ``visual`` has; any exception is caught.
+
+    Evidence whose name is not in EVIDENCE_SHAPES is left out.
 
     Returns:
         FILE:LINE of the user's code that failed, or None if nothing failed or the user's code is not to blame.

@@ -325,7 +325,7 @@ def describe_frames(row: VideoRow) -> str:
     """Describe the frame rates and the number of frames of an ok video in one line.
 
     The names of these columns are easily confused. For example: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16
-    temporal patches"``.
+    temporal patches"``. "on average" follows a source rate that differs from the clip's.
     """
     n_sampled, n_steps = len(row["frame_indices"]), row["n_frames"]
     # A clip of which the rate differs from that of the whole file lies in a file whose rate varies.
@@ -442,7 +442,7 @@ def removed_answer(question: QuestionRecord | AnswerRecord, reason: str) -> Answ
 
 
 def failed_answer(question: QuestionRecord | AnswerRecord, fault: QuestionFault) -> AnswerRecord:
-    """Create the error row of a question: a copy of ``question`` with the class and message of the fault."""
+    """Create the error row of a question: a copy of ``question`` with the fault's class, message and retryability."""
     return {
         **cast(AnswerRecord, question),
         "status": "failed",

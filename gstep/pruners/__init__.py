@@ -122,7 +122,8 @@ def _build_pruner(kind: type[Pruner], params: Mapping[str, Any], label: str) -> 
     """Check the parameters and construct the method; ``label`` is its name for error messages.
 
     Raises:
-        ValueError: A parameter is unknown, missing or of the wrong type, or the constructor raises any exception.
+        ValueError: A parameter is unknown, missing or of the wrong type, or the constructor raises any exception; its
+            own ValueError passes unchanged.
     """
     values = check_params(kind, params, label)
     try:

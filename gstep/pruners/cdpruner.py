@@ -95,8 +95,8 @@ def greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
         quality_M: The relevance q of each token.
 
     Returns:
-        Indices in order of selection, int64: at most min(budget, D, M), fewer if no independent token is left. If all
-        tokens are zero, only the most relevant one.
+        Indices in order of selection, int64: at most min(budget, D, M), fewer if every other token has less than
+        SPANNED of its squared length outside the picks' span. If all tokens are zero, only the most relevant one.
     """
     n_total, hidden = direction_MD.shape
     weight_M = quality_M.to(direction_MD.dtype).square()

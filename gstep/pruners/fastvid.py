@@ -200,10 +200,11 @@ def count_qwen_tokens(
 ) -> list[tuple[int, int]]:
     """Compute (number of salient tokens, number of anchors) for each frame of a segment by variant qwen.
 
-    The segment's salient tokens are divided evenly among the frames ``last``, which end its inner segments, and its
-    anchors among every p-th of these frames, counted from the end. A remainder goes one by one to the first frames for
-    salient tokens, and to the last frames for anchors. What exceeds the limits of a frame is dropped. ``size`` is N,
-    ``budget`` is K.
+    Of the segment's K*length tokens, floor(K*length*d), but at least 1, are anchors. Its salient tokens are divided
+    evenly among the frames ``last``, which end its inner segments, and its anchors among every p-th of these frames,
+    counted from the end. A remainder goes one by one to the first frames for salient tokens, and to the last frames for
+    anchors. A frame takes at most ``size`` = N tokens, of which at most N // 2 (and at least 1) are anchors unless the
+    segment is one frame; what exceeds this is dropped. ``budget`` is K.
     """
     n_anchors = min(budget * length, max(1, math.floor(budget * length * d + 1e-9)))
     salient = even_shares(budget * length - n_anchors, len(last))
@@ -242,7 +243,8 @@ def choose_tokens(
             salient.
         counts: (number of salient tokens, number of anchors) for each frame.
         every_frame_draws: True if every frame consumes noise (llava), False if only frames with anchors do (qwen).
-        penalty_N: Subtracted from the scores of anchors, twice in frames with more than ``frame_share`` anchors.
+        penalty_N: Subtracted from the scores of anchors, twice in frames with more than ``frame_share`` anchors; None
+            for no penalty.
     """
     order_TN = largest(attention_TN, attention_TN.shape[1])
     frames = []
@@ -265,9 +267,10 @@ def choose_tokens(
 def compress_segment(
     tokens_LND: Tensor, direction_LND: Tensor, frames: Sequence[FrameTokens], beta: float, *, merge_anchors: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge one segment's tokens into its anchors.
+    """Merge a segment's tokens, except salient ones, into the anchors of each frame (``merge_into_anchors``).
 
     Args:
+        direction_LND: The tokens as unit vectors.
         frames: The chosen tokens of each frame of the segment.
         merge_anchors: True if the anchors of a frame are themselves among the tokens that are merged into them.
 

@@ -197,6 +197,8 @@ def compute_costs(picked_TKD: Tensor, pick_TK: Tensor, alikeness_P: Tensor, grid
     diagonal is 1. alpha falls from 1 for pairs of frames with ``alikeness_P`` <= 0 to 1/2 at 1.
 
     Args:
+        picked_TKD: The picked tokens as unit vectors.
+        pick_TK: Their indices in the frame.
         alikeness_P: The mean cosine at equal positions of the two frames.
         grid: (rows, columns) of a frame.
     """

@@ -152,10 +152,13 @@ class Tango(Pruner):
     ) -> tuple[Tensor, Tensor]:
         """Select salient tokens of each frame, and merge the remaining tokens of all frames into context.
 
+        If the context takes all remaining tokens, they stay unchanged.
+
         Args:
             rotated_LXD: The rotated directions of the tokens ``rows_LXD``.
             score_LX: Their attention.
-            share: The share of each frame to keep, rounded up, salient tokens and context together.
+            share: The share of each frame to keep, rounded up: 1 - ``context`` of it, rounded down, are salient tokens.
+            noise: Consumed by each grouping, one number per row that it groups.
 
         Returns:
             The numbers [Y] of the kept rows among L*X, salient rows first, and their tokens [Y,D].

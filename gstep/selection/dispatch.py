@@ -29,8 +29,8 @@ def fast_density_guided_fps(
 
     The arguments have the meaning that they have in gstep.selection.reference.density_guided_fps, and are not checked.
     The picks are the same up to near-ties: distances differ by rounding, about 1e-7 on a CPU and up to 1e-5 on a GPU.
-    If the kernels fail on a GPU, a warning is issued and the reference selects. The reference also serves small
-    selections on a CPU, and devices that are neither.
+    If the kernels fail on a GPU, the first failure of the process issues a warning and the reference selects. The
+    reference also serves selections on a CPU with M * D * B up to MAX_PLAIN_PRODUCTS, and devices that are neither.
     """
     if tokens_MD.is_cuda:
         select = select_on_gpu

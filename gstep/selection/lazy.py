@@ -311,8 +311,9 @@ class _Search:
     def _compare_by_bound(self, rows: _RoundRows, candidates: Indices, picks: slice, rival: _Rival) -> None:
         """Update candidates with the ``picks`` that the bound does not rule out, and move their marks.
 
-        The picks of highest bound come first. Candidates that fall below the rival on the way keep their marks. If the
-        bound leaves too many candidates to be compared in full, it is switched off for the rest of the search.
+        The picks of highest bound come first. Candidates that fall below the rival on the way keep their marks. If more
+        than ``_USELESS`` of the candidates, counted over at least ``_TRIAL`` rounds' worth, remain after these, the
+        bound is switched off for the rest of the search.
         """
         bounds = self._bound_cosines(candidates, picks)
         self.n_bounded += len(candidates)
@@ -337,6 +338,8 @@ class _Search:
 
     def _compare_pairs(self, rows: _RoundRows, candidates: Indices, bounds: NDArray[np.float32], picks: slice) -> None:
         """Update candidates with every pick that ``bounds`` does not rule out, and move their marks.
+
+        If these are more than ``_DENSE`` of the pairs and there are no copies, all pairs are multiplied instead.
 
         Args:
             bounds: [candidates, picks], the cosines' upper bounds.
@@ -417,9 +420,10 @@ class _Search:
         self.n_included[finalists] = self.picks.count
 
     def _measure_mutual_distances(self, rows: _RoundRows, finalists: Indices) -> Floats:
-        """Compute the finalists' mutual distances, [L,L]; inf for pairs too far apart to matter to either.
+        """Compute the finalists' mutual distances, [L,L]; inf for pairs that the bound rules out for both.
 
-        They are computed in one matrix product unless there are copies or the bound rules out most pairs.
+        All pairs are computed in one matrix product unless there are copies or the bound leaves less than ``_DENSE`` of
+        them.
         """
         scale = self.survey.inverse[finalists]
         size = len(finalists)
@@ -511,8 +515,8 @@ def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
     """Compute inverse norms and subspace coordinates, and detect copies, in one pass over all tokens.
 
     A second pass with row factors is made if a row turns out to be too small for float32. ``dims`` is k of the bound's
-    subspace: 0 for no bound, None to choose by M and D. There is no bound either if the subspace holds too little of
-    the tokens' lengths.
+    subspace: 0 for no bound, None to choose 32, 48 or 64 by M, or 0 if D < 8k or M <= 384. There is no bound either if
+    more than ``_NO_SUBSPACE`` of the tokens' squared lengths lie outside the subspace.
     """
     n_tokens, hidden = rows.tokens.shape
     if dims is None:

@@ -218,13 +218,13 @@ def timed_positions(is_visual: Tensor, is_start: Tensor, index: Tensor, height: 
 def place_rows(positions: Tensor, parts: list[Tensor], starts: list[int], n_computed: int) -> Tensor:
     """Return a copy of a prompt's positions [3,L], updated with the positions that a step's rows carry.
 
-    A slice whose first row is not row 0 continues an item from the step before, at ``n_computed``; any other begins at
-    the next start. Positions count from the one after the token before the item.
+    A slice whose first row is not row 0 continues a video or image from the step before, at ``n_computed``; any other
+    begins at the next start. Positions count from the one after the token before the video or image.
 
     Args:
         positions: [3,L], already right for text.
-        parts: in prompt order, the columns of ``to_digits`` for each slice of a video or image in the step. A slice
-            that does not fit the prompt is skipped, because an error would stop the engine.
+        parts: in prompt order, the columns of ``to_digits`` for each slice of a video or image in the step. An empty
+            slice, and one that does not fit the prompt, is skipped, because an error would stop the engine.
         starts: the first prompt token of each video and image, ascending.
         n_computed: the first prompt token of the step.
     """

@@ -40,7 +40,7 @@ _MASKS = ("compute_retention_mask", "vidcom2_compute_retention_mask")
 def replace_names(function: Any, names: tuple[str, ...], replacement: Callable[..., Any]) -> Any:
     """Return a copy of ``function`` in which ``replacement`` takes the place of the globals ``names`` that it reads.
 
-    The original function and its module stay unchanged.
+    The original function and its module stay unchanged; the copy does not see later changes of the module's globals.
 
     Raises:
         ImportError: the function reads none of ``names``: this version of vLLM is not supported.
@@ -181,6 +181,11 @@ class _Live:
         """Compute the positions [3,S+1] of a video or image from its start; the last is that of the text after it.
 
         For a video, all others are 0, because its kept tokens are not known yet.
+
+        Args:
+            modality: "video" or "image".
+            data: the item's fields from vLLM's processor, with its grid in patches.
+            span: its PlaceholderRange.
         """
         n_frames, height, width = self._merge_grid(data[f"{modality}_grid_thw"].data.flatten().tolist())
         if modality == "video":

@@ -69,6 +69,7 @@ def make_engine_options(
     Args:
         largest_video: the maximum number of visual tokens of one video in a prompt; above 2048,
             ``max_num_batched_tokens`` is set to it or to 8192, whichever is larger.
+        tensor_parallel: the number of GPUs per model.
     """
     architecture = ARCHITECTURES.get(source.model_type)
     return {
@@ -92,6 +93,9 @@ def make_live_engine_options(
 
     Args:
         num_frames: the number of evenly spaced frames that the loader takes of a video; all frames if it has fewer.
+
+    Raises:
+        KeyError: the model type has no live class.
     """
     return {
         **_model_options(source, runtime, tensor_parallel),
@@ -193,6 +197,8 @@ def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool 
     Call it before vLLM is imported elsewhere. Variables that are set already keep their values.
 
     Args:
+        device: with "cpu", the variables of ``_ON_CPU`` are set too.
+        tensor_parallel: the number of GPUs per model; above 1, vLLM starts processes.
         multiprocessing: True if the engine runs in a separate process.
 
     Raises:
@@ -273,7 +279,8 @@ def check_live_engine(arguments: Mapping[str, Any]) -> None:
 
     A connector takes a video's rows, keys and values from other servers, which may have pruned it by another method
     under the same hash. Later stages of a pipeline see no rows, so they get no positions. vLLM derives the number of
-    tokens for a LoRA of the vision tower from the kept tokens.
+    tokens for a LoRA of the vision tower from the kept tokens. ``kv_offloading_size`` is refused because it is not
+    tested.
 
     Args:
         arguments: arguments of EngineArgs, plus ``enable_tower_connector_lora``.
@@ -324,7 +331,11 @@ def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
 
 
 def check_generation_settings(name: str, generation: Any) -> None:
-    """Raise ModelError if a checkpoint's GenerationConfig has a setting that changes answers and vLLM lacks."""
+    """Raise ModelError if a checkpoint's GenerationConfig has a setting that changes answers and vLLM lacks.
+
+    Settings that are absent or have a value without effect (``_UNSUPPORTED``) pass. ``name`` is the model's, for the
+    message.
+    """
     for setting, neutral in _UNSUPPORTED.items():
         value = getattr(generation, setting, None)
         if value not in neutral:

@@ -40,6 +40,9 @@ def make_engine_input(prompt: Prompt, video_token_id: int) -> Any:
     No video processor runs. Videos are items with rows only on LLaVA-OneVision (modality "prompt_embeds"), otherwise
     with rows and positions (modality "video").
 
+    Args:
+        video_token_id: the token id of the placeholders.
+
     Raises:
         ValueError: the prompt has 1-D positions with gaps, which vLLM does not support.
     """
@@ -116,6 +119,7 @@ def prompt_positions(videos: Iterable[tuple[int, Tensor]], n_tokens: int, axes: 
 
     Args:
         videos: (first token, positions [A,S+1] of VideoSpan) of each video, in any order.
+        axes: A.
 
     Returns:
         The positions, and their delta: the position of a token after the prompt minus its index.

@@ -76,7 +76,7 @@ def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
 def discard_after_fault(file: TextIO) -> Iterator[None]:
     """If the context raises OSError, redirect the file to the null device, and let the error pass.
 
-    Python would otherwise try to flush the file's buffer at exit and fail again.
+    Python would otherwise try to flush the file's buffer at exit and fail again. A file in memory is left as it is.
     """
     try:
         yield

@@ -177,9 +177,9 @@ class Verdict:
     def reason(self) -> str:
         """The reason for the answer, with "; " between its clauses.
 
-        It says what ended the test, or that the lowest tested ratio passed, then which ratios have no number. If no
-        ratio has a number, it says only why. If too few videos or a full score of at most ``within`` ruled out the
-        test, it says only that.
+        It says if no answer's score changed at the named ratio, then what ended the test, or that the lowest tested
+        ratio passed, then which ratios have no number. If no ratio has a number, it says only why. If too few videos or
+        a full score of at most ``within`` ruled out the test, it says only that.
         """
         if not self.tested:
             return "; ".join(dict.fromkeys(loss.lacking for loss in self.losses))
@@ -284,7 +284,10 @@ class Breaks:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences to print below the verdicts: the abilities that were not measured, if any, then the notes."""
+        """Sentences to print below the verdicts: the abilities that were not measured, if any, then the notes.
+
+        For grounding and hallucination, the sentence also says how to measure them.
+        """
         lines = []
         if self.not_measured:
             sentence = f"Not measured here: {', '.join(self.not_measured)}."

@@ -269,9 +269,10 @@ class EvaluateConfig(EngineOptions):
     def grid(self) -> dict[str, PruningSpec | None]:
         """Return the prunings that every question is asked under, by label; the first is full retention, which is None.
 
-        The other methods follow in the given order, each at every ratio from the largest. A method that names positions
-        gets one arm per ratio; otherwise it gets one for each kind of positions that ``positions`` stands for. The
-        method ``none`` adds no arm, since full retention is always included. Methods are parsed but not looked up.
+        The other methods follow in the given order, by default DEFAULT_METHODS and DEFAULT_RATIOS, each at every ratio
+        from the largest. A range of seeds gives one method per seed. A method that names positions gets one arm per
+        ratio; otherwise it gets one for each kind of positions that ``positions`` stands for. The method ``none`` adds
+        no arm, since full retention is always included. Methods are parsed but not looked up.
 
         Raises:
             UsageError: a method is not of the form METHOD[,NAME=VALUE...], or its positions or range of seeds are

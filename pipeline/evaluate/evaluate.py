@@ -62,8 +62,8 @@ class Evaluation:
     def exit_code(self, config: EvaluateConfig) -> int:
         """Return 1 if too many answers failed, one is missing, none is good, or a bug made something fail; otherwise 0.
 
-        With ``--score``, only the number of failed answers counts. With ``--benchmark``, a video that failed by a bug
-        counts too.
+        Too many are more than ``config.failure_limit`` allows. With ``--score``, only this counts. With
+        ``--benchmark``, a video that failed by a bug counts too.
         """
         answers, videos = self.done.answers, self.done.videos
         if answers is None:
@@ -114,11 +114,13 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
     """Run the evaluation: encode missing videos, answer unanswered questions, score all answers and write the results.
 
     With ``config.score``, only score existing answers of jobs.generate and write the results. Progress and notes go to
-    the console; the last note concerns answers from frames that may be damaged.
+    the console; a last note names answers from frames that may be damaged, if there are any.
 
     Raises:
         UsageError: the request cannot be carried out; nothing was started.
-        RunFailed: a run stopped, and a rerun resumes from its committed rows; or the results cannot be written.
+        RunFailed: a run stopped, and a rerun resumes from its committed rows; or any OSError, such as for results that
+            cannot be written.
+        CorruptShard: a stored file of videos or answers is damaged.
     """
     try:
         evaluation = _evaluate_answers(config, console) if config.score else _evaluate_benchmark(config, console)
@@ -133,11 +135,12 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
     """Encode, answer and score a benchmark, and write the results, or submissions if its answers are not published.
 
     Prints notes about the annotations first. With ``--drop-tokens``, the cached tokens are deleted at the end, unless
-    answers are missing or failed in a way that another attempt may fix; a note then says so.
+    answers are missing or failed with a class of ``_MAY_SUCCEED``; a note then says so.
 
     Raises:
         UsageError: the request cannot be carried out; nothing was started.
         RunFailed: a run stopped; committed rows stay.
+        CorruptShard: a stored file of videos or answers is damaged.
         OSError: the results cannot be written.
     """
     request = prepare(config, console)
@@ -164,11 +167,12 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
 def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
     """Score answers of jobs.generate, and write the scores, tables and report page.
 
-    Prints how many questions were left out because they have no right answer.
+    Prints how many questions were left out because they have no right answer, if any.
 
     Raises:
-        UsageError: ``out`` holds other results, or the answers cannot be read, scored or compared.
-        OSError: the results cannot be written.
+        UsageError: ``out`` holds other results, or the answers cannot be scored or compared.
+        CorruptShard: a file of answers is damaged.
+        OSError: the answers cannot be read, or the results cannot be written.
     """
     store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_requester_pays))
     identity = {"scored": config.score}
@@ -181,9 +185,11 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
 
 
 def describe_data(questions: LoadedQuestions, benchmark: Benchmark) -> Iterator[str]:
-    """Yield lines for the user: the number of questions, split values without a question, and the faults by kind.
+    """Yield lines for the user: the number of questions, a note on each split, and the faults by kind.
 
-    A fault's line has its count, an example, and whether its questions are kept or left out.
+    The note names the values of the split without a question and, if the score is a mean over the split's values, how
+    many they are; a split with neither gets none. A fault's line has its count, an example, and whether its questions
+    are kept or left out.
     """
     whole = f" of {benchmark.n_questions:,} in the whole benchmark" if benchmark.n_questions else ""
     yield f"{benchmark.title}: {len(questions.items):,} questions to ask; {questions.n_annotated:,} annotated{whole}"
@@ -223,8 +229,8 @@ def present_answers(config: EvaluateConfig) -> Presentation:
 def _list_facts(request: EvaluateRequest, scored: ScoredQuestions) -> Iterator[tuple[str, str]]:
     """Yield (name, value) facts for the report page: model, weights, number of videos, cache size, seconds of runs.
 
-    The cache is read only if it still exists, and the seconds are those of runs that took place now. The last fact is
-    the mean number of visual tokens per question before pruning, if known.
+    The cache is read only if it still exists; its size is that of a video on average. The seconds are those of runs
+    that took place now. The last fact is the mean number of visual tokens per question before pruning, if known.
     """
     yield "model", request.source.name
     yield "weights", request.source.identity

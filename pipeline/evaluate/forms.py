@@ -43,7 +43,8 @@ def percent(share: float | None) -> str:
 def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
     """Return the tables as one GitHub Markdown text, each with a heading, followed by the legend and *Where it breaks*.
 
-    The remarks of a table stand below it, except those that an earlier table has already shown.
+    The remarks of a table stand below it, except those that an earlier table has already shown. ``breaks`` None leaves
+    that section out.
     """
     sections = list[str]()
     written_titles = set[str]()
@@ -66,7 +67,7 @@ def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
 
 
 def _breaks_sections(breaks: Breaks) -> list[str]:
-    """Return the Markdown sections of *Where it breaks*: the heading, a table of all verdicts, and the remarks.
+    """Return the Markdown sections of *Where it breaks*: heading, table of verdicts, explanation, kinds and remarks.
 
     Without verdicts there is no table.
     """
@@ -136,9 +137,10 @@ def escape_latex(text: str) -> str:
 
 
 def latex(table: ResultsTable) -> str:
-    """Return the table as a LaTeX ``tabular`` in the paper's layout, with the remarks below it.
+    """Return the table as a LaTeX ``tabular`` in the paper's layout.
 
-    It needs the packages booktabs and multirow. The method ``table.ours`` is bold and marked "(Ours)".
+    Rows below it say what the scores were made with, then the remarks and the legend of the marks. It needs the
+    packages booktabs and multirow. The method ``table.ours`` is bold and marked "(Ours)".
     """
     width = len(table.titles) + 1
     lines = [
@@ -229,7 +231,7 @@ def _join_columns(columns: Sequence[Column], texts: Sequence[str]) -> list[str]:
 
 
 def render_table(results: ResultsTable) -> Iterator[RenderableType]:
-    """Yield the table of results for the terminal, then its remarks.
+    """Yield the table of results for the terminal, then its remarks and the legend of its marks.
 
     With more than ``_TERMINAL_COLUMNS`` score columns, only the overall scores, the mean and Rel. are shown, and a last
     line names the file with the other columns. The remark on too few videos is left out if no shown column has too few.
@@ -258,7 +260,7 @@ def render_table(results: ResultsTable) -> Iterator[RenderableType]:
 
 
 def render_breaks(breaks: Breaks) -> Iterator[RenderableType]:
-    """Yield *Where it breaks* for the terminal: a table with a row for each kind and method, then its remarks.
+    """Yield *Where it breaks* for the terminal: a table by kind and method, then kinds, explanation and remarks.
 
     Without verdicts, the title stands in place of the table.
     """

@@ -168,9 +168,12 @@ def _measure_loss(
     """Return the loss of a row against full retention on the tasks of a kind, with the outcome of its test.
 
     The first of these outcomes that applies counts: "not run" if a score is missing, which has a reason and no
-    difference; "few videos"; "nothing to lose" if full retention scores at most ``within``; "no change" if no
-    question's score changed; "no interval" if no draw is defined; otherwise that of ``_judge``. Only the last has an
-    interval, which is a single number if all draws have the same difference.
+    difference; "few videos" below FEWEST_VIDEOS; "nothing to lose" if full retention scores at most ``within``; "no
+    change" if no question's score changed; "no interval" if no draw is defined; otherwise that of ``_judge``. Only the
+    last has an interval, which is a single number if all draws have the same difference.
+
+    Args:
+        estimate: the mean of the tasks' estimates.
     """
     difference = estimate.difference(row, FULL_ROW)
     if math.isnan(difference.value):

@@ -108,8 +108,8 @@ def report_page(
         facts: (name, value) about model, data and run.
         token_bytes: the bytes that a cache stores per token, for labels in megabytes; None if unknown.
         scored: questions and scores, for the lists of annotation faults and failed answers and the note on decode
-            warnings.
-        identity: the JSON-able settings that all results share.
+            warnings; None leaves these out.
+        identity: the JSON-able settings that all results share; None leaves them out.
         breaks: the section *Where it breaks*; None leaves it out.
     """
     pruned_titles = [row.title for row in tables[0].rows if row.method != ORIGINAL.method]
@@ -163,7 +163,10 @@ def _assign_styles(titles: Iterable[str]) -> dict[str, Style]:
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Return at least two ascending round numbers, spaced by 1, 2 or 5 times a power of ten, around the values."""
+    """Return ascending round numbers that enclose the values: at least two, spaced by 1, 2 or 5 times a power of ten.
+
+    There are about ``_STEPS`` steps; values less than 0.5 apart count as 0.5 apart.
+    """
     low, high = min(values), max(values)
     rough = max(high - low, 0.5) / _STEPS
     power = 10.0 ** math.floor(math.log10(rough))
@@ -199,6 +202,7 @@ def _chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, St
     tokens.
 
     Args:
+        token_bytes: the bytes per token; None leaves the labels in megabytes empty.
         styles: a style for each title of a pruned row; lines are in this order.
     """
 
@@ -318,7 +322,7 @@ def _failure_lines(scores: pa.Table) -> Iterator[tuple[str, str, int, str]]:
 
 
 def _flatten(identity: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, text) for every leaf of a nested mapping.
+    """Yield (dotted name, text) for every leaf of a nested mapping, each name after ``prefix``.
 
     Text stays as it is, None becomes "not set: the checkpoint's own", and other values, empty mappings included, become
     JSON.

@@ -76,10 +76,12 @@ def remove_results(
     """Remove videos from the results of an evaluation; after an interruption, the same call resumes.
 
     Questions about a removed video lose their answers and scores, and the video is barred from later runs. Tables and
-    report page are made again from the other scores, or deleted if no question is left. The pages of older results are
+    report page are made again from the other scores, or deleted with the scores and submissions (but not the form of
+    server scores) if no question is left. The pages of older results and temporary files of stopped writers are
     deleted. A cache below the results is not touched.
 
     Args:
+        ids: the ids of the videos; unknown ids are barred too.
         reason: stored with each barred video.
         say: gets notes for the user.
 
@@ -130,8 +132,11 @@ def _find_questions(
 ) -> list[str]:
     """Return the sorted ids of the questions whose answers were removed or are about one of these videos.
 
-    Reads the answers below the results, or the folders whose answers were scored. A folder that cannot be read is
-    skipped with a note.
+    Reads the answers below the results, or the folders whose answers were scored. A folder that holds no answers or
+    cannot be read is skipped with a note.
+
+    Raises:
+        CorruptShard: a file of answers is damaged.
     """
     scored_places = cast(Sequence[str], identity.get("scored", [f"{store}/{ANSWERS_FOLDER}"]))
     tables = list[pa.Table]()
@@ -147,7 +152,10 @@ def _find_questions(
 
 
 def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]) -> None:
-    """Rewrite the manifest without these videos, and submissions without these questions; absent files are skipped."""
+    """Rewrite the manifest without these videos, and submissions without these questions, if these files exist.
+
+    The form of server scores stays unchanged.
+    """
     if store.exists(MANIFEST):
         lines = store.read(MANIFEST).decode().split("\n")
         other_lines = [line for line in lines if not line or json.loads(line)["video_id"] not in ids]

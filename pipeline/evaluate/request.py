@@ -183,11 +183,14 @@ def _read_cache_identity(cache_store: Store, *, is_named: bool) -> CacheIdentity
 def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     """Check the options against the data, the model and all existing files, and return the request.
 
-    Starts no run, writes nothing, and reads neither weights nor videos; user methods are imported. Prints notes:
-    questions that are left out because their videos were removed, and questions whose videos an existing cache lacks.
+    Starts no run, writes nothing to the results, and reads no videos; of the weights it reads at most headers and
+    samples, and SigLIP's pooling head. Missing small files of a Hugging Face model are downloaded, the check of the
+    family ``generic`` may take minutes, and user methods and families are imported. Prints notes: questions that are
+    left out because their videos were removed, and questions whose videos an existing cache lacks.
 
     Raises:
         UsageError: the request cannot be carried out, or existing answers, results or cache do not match it.
+        CorruptShard: a file of the cache's videos table, or of earlier removals, is damaged.
     """
     assert config.benchmark is not None  # the config refuses a request without it
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
@@ -243,10 +246,11 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
 
 
 def _leave_removed(questions: LoadedQuestions, answers: Store, say: Say) -> LoadedQuestions:
-    """Return the questions without those about videos that were removed from the results; print how many are left out.
+    """Return the questions without those about videos that were removed from the results; print how many, if any.
 
     Raises:
         UsageError: no question is left, or the answers' folder cannot be read.
+        CorruptShard: a file of earlier removals is damaged.
     """
     with store_usage_errors():
         barred = read_removal_reasons(answers)
@@ -416,7 +420,8 @@ def _require_whole(cache_identity: CacheIdentity | None, cache: str) -> CacheIde
     """Return ``cache_identity`` if it describes a cache of all tokens.
 
     Raises:
-        UsageError: there is no cache and no data to make one from, or the cache holds only a part of the tokens.
+        UsageError: there is no cache and no data to make one from, or the cache holds only a part of the tokens or may
+            hold merged ones.
     """
     if cache_identity is None:
         raise UsageError(
@@ -478,6 +483,9 @@ def plan_missing_videos(
     There is no run without ``config.data``, and none if the existing cache has SigLIP evidence while no --siglip names
     the checkpoint to make more. The run samples frames as the protocol says, and stores the evidence that the methods
     need. Its manifest is not set yet.
+
+    Args:
+        cache_identity: None if there is no cache yet.
 
     Raises:
         UsageError: --siglip is given but no method uses it, the cache lacks evidence, or an option is invalid.
@@ -593,6 +601,7 @@ def identify_cache(videos: PruneConfig, cache_store: Store, objects: Objects, co
     Raises:
         IdentityMismatch: the existing cache has another identity.
         UsageError: the options cannot be resolved, or the store cannot be read.
+        CorruptShard: a file of the cache's videos table is damaged.
     """
     with usage_errors():
         recipe = resolve(videos, objects)

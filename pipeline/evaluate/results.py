@@ -103,7 +103,11 @@ def write_results(
 
 
 def make_tables(answered: ScoredQuestions, presentation: Presentation) -> list[ResultsTable]:
-    """Compute the tables of one evaluation: the main table, then one for each further split of the benchmark."""
+    """Compute the tables of one evaluation: the main table, then one for each further split that can have columns.
+
+    Raises:
+        UsageError: the reference or ``ours`` is no row of the table.
+    """
     benchmark = replace(
         _make_scored(presentation.benchmark, presentation.described, answered.scores), names=presentation.names
     )
@@ -120,7 +124,7 @@ def select_table_options(source: Presentation | EvaluateConfig) -> dict[str, Any
 def _split_tables(title: str, scored: ScoredBenchmark, splits: Sequence[Split], **options: Any) -> list[ResultsTable]:
     """Compute a benchmark's tables: the main one with the values of its first split, then one for each other split.
 
-    A further split whose values cannot be columns gets no table. ``options`` go to ``results_table``.
+    A further split for which ``_split_scores`` makes no columns gets no table. ``options`` go to ``results_table``.
     """
     tables = [results_table(title, [_split_scores(scored, splits[0]) if splits else scored], **options)]
     by_part = [(split.title, _split_scores(scored, split)) for split in splits[1:]]
@@ -128,10 +132,10 @@ def _split_tables(title: str, scored: ScoredBenchmark, splits: Sequence[Split], 
 
 
 def _split_scores(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
-    """Return the benchmark with a column for each value of ``split`` that has questions; known values come first.
+    """Return the benchmark with a column for each value of ``split`` that has questions.
 
-    It gets no such columns if there are more than ``_MAX_PARTS`` values, if all questions have the same value, or if
-    the benchmark has only one number per method.
+    Known values come first, then others in sorted order. It gets no such columns if there are more than ``_MAX_PARTS``
+    values, if all questions have the same value, or if the benchmark has only one number per method.
     """
     values = pc.map_lookup(scored.scores["splits"], split.name, "first")
     present = values.unique().drop_null().to_pylist()
@@ -163,7 +167,7 @@ def _record(table: ResultsTable, breaks: Breaks | None) -> JsonObject:
 
 
 def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -> ScoredBenchmark:
-    """Return a benchmark's scores for a table, with its metric, its notes, and notes on split values without questions.
+    """Return a benchmark's scores for a table, with its metric, its notes, and the notes of ``Split.describe_parts``.
 
     If a task of lmms-eval has only one number per arm, every score of the arm is replaced by it.
     """
@@ -258,7 +262,10 @@ class _Results:
         return PurePath(name).name if name.startswith(("/", ".")) else name
 
     def scored(self, ratios: Sequence[float]) -> ScoredBenchmark:
-        """Return the scores at these ratios and at full retention as a benchmark of a table; [] selects all ratios."""
+        """Return the scores at these ratios and at full retention as a benchmark of a table; [] selects all ratios.
+
+        ``made_of`` gets the first 8 digits of the annotations' hash, and a note on scores from a server.
+        """
         rounded_ratios = {round(ratio, 9) for ratio in (*ratios, 1.0)}
         rows = [not ratios or round(ratio, 9) in rounded_ratios for ratio in self.scores["retention_ratio"].to_pylist()]
         benchmark = _make_scored(self.benchmark, self.identity, self.scores.filter(pa.array(rows)))
@@ -272,9 +279,10 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
     """Write one table of the results in several folders, in their order, as Markdown, LaTeX, JSON and a report page.
 
     ``config.method`` and ``config.retention_ratio`` choose the rows and their order. A method or ratio that some
-    results lack becomes a line of ``missing``. *Where it breaks* is added to all files but LaTeX. If ``config.results``
-    names a single folder, its table has the values of its first split as columns, and each further split gets its own
-    table.
+    results lack becomes a line of ``missing``. *Where it breaks* is added to all files but LaTeX. In a table of several
+    benchmarks, only those of ``_SPLIT_IN_PAPER`` have columns for their first split. If ``config.results`` names a
+    single folder, its table has them, and each further split gets its own table. The files of an earlier table in
+    ``out`` are replaced.
 
     Raises:
         UsageError: results are missing or damaged, two folders hold the same benchmark, models, frames or protocols

@@ -102,12 +102,15 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     """Encode missing videos, answer unanswered questions, and return the scores of all answers, which are not written.
 
     Writes the header of the results before the first run, and again when the scores are ready, with the facts behind
-    them; also the numbers that a benchmark's own code computes. If questions are unanswered and an earlier run was
-    killed while it deleted the cache, this deletion is finished first.
+    them; also the numbers that a benchmark's own code computes, whose notes are printed. Questions that this code
+    leaves out become faults of ``loaded``. If questions are unanswered and an earlier run was killed while it deleted
+    the cache, this deletion is finished first. Answers made with other method code (``request.answers.changed``) are
+    made again.
 
     Raises:
         UsageError: the request cannot be carried out, or every question is about a removed video.
         RunFailed: a run stopped. Committed rows stay, and a rerun resumes.
+        CorruptShard: a file of the cache's videos table or of answers is damaged.
     """
     match_results(request.store, request.identity)
     if not request.store.exists(RESULTS_HEADER):
@@ -161,7 +164,7 @@ def _live(request: EvaluateRequest) -> pa.Table:
 def _find_unanswered(request: EvaluateRequest) -> list[Item]:
     """Return the questions that lack an answer under some arm, in order; without stored answers, all of them.
 
-    With ``--retry-failed``, a failed answer counts as missing.
+    With ``--retry-failed``, a failed answer counts as missing. The row of a removed question counts as an answer.
 
     Raises:
         QuestionsChanged: a question with a good answer now has another text, other videos, choices or decoding.
@@ -207,7 +210,10 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
 
 
 def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
-    """Answer every question under the whole grid in one run of jobs.generate, and return its counts."""
+    """Answer every question under the whole grid in one run of jobs.generate, and return its counts.
+
+    Prints how many answers these are.
+    """
     config = answers_config(request)
     evaluation: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
     n_questions = len(request.questions) * len(request.grid)
@@ -247,7 +253,8 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
 
     Videos that were removed from the cache are first barred from the answers, because no other file will name them. The
     mark DROPPING is written next and deleted last, so that a later run can finish an interrupted deletion. The header
-    is deleted before other files, so that a half-deleted cache is not mistaken for a cache.
+    is deleted before other files, so that a half-deleted cache is not mistaken for a cache. Folders of runs that are
+    then empty are removed; others stay.
 
     Raises:
         CacheLocked: a run is writing to the cache.
@@ -283,8 +290,8 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
 def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     """Score answers of jobs.generate to questions with a right answer, by the rule of the protocol ``letter``.
 
-    Each folder of ``config.score`` is one arm, so that several are compared. Questions that were removed in one folder
-    are left out of all.
+    Each folder of ``config.score`` is one arm, so that several are compared. Questions that were removed in one folder,
+    or are about a video barred in ``config.out``, are left out of all.
 
     Raises:
         UsageError: a folder has no answers or none to score, its method and ratio occur twice, its questions or
@@ -339,7 +346,11 @@ def list_removed(answers: Iterable[pa.Table], barred: Collection[str]) -> list[s
 
 
 def _collect_answered(live: pa.Table) -> QuestionCollector:
-    """Collect the questions of these answers; a question without a published right answer is left out as a fault."""
+    """Collect the questions of these answers; a repeated id or a question without a published answer becomes a fault.
+
+    Raises:
+        QuestionsError: a split or cluster is neither text nor a whole number.
+    """
     collector = QuestionCollector()
     for row in live.to_pylist():
         item = answered_item(without_nulls(row, AnswerRecord))

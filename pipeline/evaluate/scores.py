@@ -97,7 +97,8 @@ class AnsweredItems(NamedTuple):
 
     Attributes:
         items: the questions, without those that were removed under any arm.
-        rows: for each arm, the good and failed answers by question id; missing answers have no entry.
+        rows: for each arm, its answers by question id, including those of removed questions; missing answers have no
+            entry.
     """
 
     items: Sequence[Item]
@@ -179,7 +180,8 @@ def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
 def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Protocol) -> JsonObject:
     """Return the row of one question under one arm.
 
-    If ``row`` is None or failed, the score is 0, or None if the right answer is not published.
+    If ``row`` is None, the row fails as "unanswered". The score of a failed row is 0, or None if the right answer is
+    not published.
     """
     common = {
         "question_id": item.question_id,

@@ -128,8 +128,8 @@ def results_table(
     Args:
         title: the title of the table, such as the model.
         benchmarks: in the order of their columns.
-        methods: the methods to show, in order; a name without a seed or positions selects all of them. None shows all
-            methods in order of first appearance.
+        methods: the methods to show, in order; a name without a seed or positions selects all of them, and a name that
+            matches nothing is ignored. None shows all methods in order of first appearance.
         reference: the method that each row is compared with, at the row's own ratio. None is gstep if it has rows, or
             else the first method; with a single method, it is full retention.
         ours: the method that LaTeX marks as ours.
@@ -352,6 +352,8 @@ def row_title(group: ArmGroup, names: Mapping[str, str]) -> str:
 
 def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, str, Parts]]:
     """Return (key, title, parts) of each column of a benchmark, the overall score last.
+
+    Its title is "Overall", or that of the benchmark if there is no other column.
 
     Raises:
         ValueError: a column is not SPLIT=VALUE, or a question lacks the split that the benchmark averages over.
