@@ -30,9 +30,11 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command of the first word with the other words; return its exit code. Imports no other command.
+    """Run the command that the first word names with the other words; return its exit code.
 
-    Without a word it prints the help and returns 0. The current folder is appended to ``sys.path``.
+    Only the module of that command is imported. Without a word, the help is printed and 0 is returned; an unknown
+    command ends the process with code 2. The current folder is appended to ``sys.path``, so that user methods can be
+    imported.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     # A console script has its own folder first on the path; ``module:Class`` may be a file in the current folder.

@@ -27,7 +27,7 @@ Exit code: 0 merged; 1 a file is damaged, rows of committed videos are lost, or 
 
 @dataclass(frozen=True, kw_only=True)
 class CompactConfig(CacheOptions):
-    """All options of ``python -m jobs.compact``. Raises UsageError for an invalid value."""
+    """All options of ``python -m jobs.compact``. An invalid value raises UsageError."""
 
     tokens: bool = option(
         False,
@@ -37,7 +37,7 @@ class CompactConfig(CacheOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Merge the files of a cache's videos table; return the exit code."""
+    """Merge the files of a cache's videos table, and its small token shards with ``--tokens``; return the exit code."""
     parser = Parser("python -m jobs.compact", description=__doc__, epilog=EPILOG)
     interrupt_message = "interrupted: nothing is lost"
     return run_command(
@@ -48,7 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compact(config: CompactConfig, console: Console) -> CommandResult:
     """Merge the videos table, and the token shards with ``--tokens``; print the results and return their record.
 
-    The exit code is 1 if rows of committed videos are lost.
+    The exit code is 1, with a line about them, if committed videos have lost their rows.
+
+    Raises:
+        UsageError: a folder of the cache is a symbolic link, there is no cache (NotACache), or with ``--tokens`` a run
+            writes to it (CacheLocked).
+        CorruptShard: a file of the cache is damaged.
+        OSError: the store fails.
     """
     from pipeline.cache.header import fingerprint, read_header  # noqa: PLC0415
     from pipeline.cache.live import Ledger  # noqa: PLC0415
@@ -59,11 +65,13 @@ def _compact(config: CompactConfig, console: Console) -> CommandResult:
     from pipeline.runner.run_record import list_committed_shards  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    store, say = store_at(config.cache, make_objects(config)), speaker(console)
+    store = store_at(config.cache, make_objects(config))
+    say = speaker(console)
     refuse_links(store)
     identity = fingerprint(read_header(store)["identity"])
     committed = list_committed_shards(store)
-    merged, joined = merge(store, identity, everything=True, keep=config.keep), JoinResult()
+    merged = merge(store, identity, everything=True, keep=config.keep)
+    joined = JoinResult()
     report(merged, say)
     if config.tokens:
         joined = join_tokens(store, say, config.keep)

@@ -41,9 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(config: PruneConfig, console: Console) -> CommandResult:
-    """Check the settings and machines of a run, print each finding, and return all findings and their table.
+    """Check the settings and machines of a run, and print each finding; return all findings and their table.
 
-    The exit code is 1 if a finding is wrong. Raises UsageError for ``--plan`` and ``--dry-run``.
+    The exit code is 1 if any finding is "wrong".
+
+    Raises:
+        UsageError: ``--plan`` or ``--dry-run`` is set.
     """
     with pause_garbage_collector():
         from pipeline.doctor.doctor import Doctor  # noqa: PLC0415 - --help needs neither torch nor Ray
@@ -60,7 +63,7 @@ def _check(config: PruneConfig, console: Console) -> CommandResult:
 
 
 def _format_finding(finding: Finding) -> Text:
-    """Format a finding as a line: its coloured state and its name."""
+    """Format a finding as a line: its state in color, and its name."""
     return Text.assemble((f"{finding.state:8}", _COLOURS[finding.state]), finding.name)
 
 

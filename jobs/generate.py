@@ -37,7 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(config: GenerateConfig, console: Console) -> CommandResult:
-    """Answer the questions; return the exit code, the record and the summary to print."""
+    """Answer the questions; return the exit code, the record, and the summary with a command that reads the answers.
+
+    The exit code depends on how many questions failed.
+
+    Raises:
+        UsageError: the questions, the cache or an option cannot be used.
+        RunFailed: the run stopped before every question had an answer.
+    """
     # Ray, torch and transformers load only now: --help and a mistyped flag answer at once.
     with import_libraries(console):
         from pipeline.generate.run import answer  # noqa: PLC0415
@@ -49,8 +56,8 @@ def _generate(config: GenerateConfig, console: Console) -> CommandResult:
     )
     code = f'from pipeline import read_answers; print(*{rows}, sep="\\n")'
     read = f"read the first: python -c {shlex.quote(code)}"
-    ended = summary.exit_code(config.failure_limit(summary.n_questions))
-    return CommandResult(ended, {"out": config.out, **summary.as_record()}, [render_answers(summary), "", read])
+    exit_code = summary.exit_code(config.failure_limit(summary.n_questions))
+    return CommandResult(exit_code, {"out": config.out, **summary.as_record()}, [render_answers(summary), "", read])
 
 
 if __name__ == "__main__":

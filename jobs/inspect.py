@@ -50,7 +50,7 @@ _ENCODING_FLAGS = ENCODING_OPTIONS - set(S3Options.__dataclass_fields__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Show a cache or answers, one item, the failed items or the run under way, or write a video's page.
 
-    ``--method`` compares methods on one video. Returns the exit code.
+    With ``--method``, the tokens that methods keep of one video are compared. Returns the exit code.
     """
     parser = Parser("python -m jobs.inspect", description=__doc__, epilog=EPILOG)
     parser.add_argument(
@@ -112,9 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_ratios(parser: Parser, arguments: argparse.Namespace) -> None:
-    """Read the words after ``--retention-ratio`` as numbers; the last word is the ID if it is none, and none was given.
+    """Parse the words after ``--retention-ratio`` into ``retention_ratios``, and set ``retention_ratio`` to the first.
 
-    Sets ``retention_ratios``, and ``retention_ratio`` to the first of them or None.
+    ``retention_ratio`` is None without the flag. The last of several words becomes the ID if it is not a share and no
+    ID was given; any other word that is not a share ends the process with a usage error.
     """
     words, arguments.retention_ratios = arguments.retention_ratio or [], []
     for number, word in enumerate(words, start=1):
@@ -128,39 +129,45 @@ def _read_ratios(parser: Parser, arguments: argparse.Namespace) -> None:
 
 
 def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
-    """End the program with a usage error if flags exclude each other."""
+    """End the process with a usage error if flags exclude each other."""
     if arguments.method:
-        alone = [flag for flag in ("failed", "watch") if getattr(arguments, flag)]
-        if alone:
-            parser.error(f"--{alone[0]} goes with no --method")
+        excluded_flags = [flag for flag in ("failed", "watch") if getattr(arguments, flag)]
+        if excluded_flags:
+            parser.error(f"--{excluded_flags[0]} cannot be combined with --method")
         return
-    encoding = sorted(name for name in _ENCODING_FLAGS if hasattr(arguments, name))
-    if encoding:
-        parser.error(f"--{encoding[0].replace('_', '-')} goes with --method")
+    encoding_flags = sorted(name for name in _ENCODING_FLAGS if hasattr(arguments, name))
+    if encoding_flags:
+        parser.error(f"--{encoding_flags[0].replace('_', '-')} goes with --method")
     if len(arguments.retention_ratios) > 1:
         parser.error("several values of --retention-ratio go with --method")
     _check_item(parser, arguments)
 
 
 def _check_item(parser: Parser, arguments: argparse.Namespace) -> None:
-    """End the program with a usage error for flags that do not go with an ID, or not without it."""
+    """End the process with a usage error for flags that need an ID and have none, or exclude an ID and have one.
+
+    Without ``--method`` only. Also refuses ``--video-root`` without ``--html``, and ``--failed`` with ``--watch``.
+    """
     for flag in ("retention_ratio", "html"):
         if getattr(arguments, flag) is not None and arguments.item is None:
-            parser.error(f"--{flag.replace('_', '-')} goes with a video: name its ID")
+            parser.error(f"--{flag.replace('_', '-')} needs a video: name its ID")
     for flag in ("failed", "watch"):
         if getattr(arguments, flag) and arguments.item is not None:
-            parser.error(f"--{flag} goes with no ID")
+            parser.error(f"--{flag} cannot be combined with an ID")
     if arguments.video_root and arguments.html is None:
         parser.error("--video-root goes with --html or --method")
     if arguments.failed and arguments.watch:
-        parser.error("--failed goes with no --watch")
+        parser.error("--failed cannot be combined with --watch")
 
 
 def _inspect(arguments: argparse.Namespace) -> CommandResult:
-    """Open the folder or prefix as a cache or as answers, and show it; ``--watch`` first waits for a cache.
+    """Open the location as a cache or as answers, and show it; ``--watch`` first waits for a cache to begin.
 
-    Raises NotACache if it is neither, with a hint if it holds results of jobs.evaluate, and ValueError for flags that
-    do not go with its kind.
+    Raises:
+        NotACache: it is neither; the message has a hint if it holds results of jobs.evaluate.
+        ValueError: a flag does not apply to answers.
+        CorruptShard: a file is damaged.
+        OSError: the store fails.
     """
     from pipeline.cache.header import HEADER  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
@@ -184,7 +191,15 @@ def _inspect(arguments: argparse.Namespace) -> CommandResult:
 
 
 def _compare(arguments: argparse.Namespace) -> CommandResult:
-    """Show which tokens of a video several methods keep, and write their page with ``--html``."""
+    """Show which tokens of a video several methods keep, and write their page with ``--html``.
+
+    Whether the page can be written is checked before the video is encoded.
+
+    Raises:
+        UsageError: an option or method cannot be used, or the page cannot be written.
+        VideoFault: the video cannot be read or pruned; UnknownVideo if the cache has no tokens of it.
+        MethodFails: a user method fails for every video.
+    """
     from pipeline.inspect.compare import compare  # noqa: PLC0415 - torch and the decoders load after the flags
     from pipeline.inspect.page import check_page_file  # noqa: PLC0415
 
@@ -206,9 +221,13 @@ def _compare(arguments: argparse.Namespace) -> CommandResult:
 
 
 def _show_answers(store: Store, arguments: argparse.Namespace) -> CommandResult:
-    """Show a folder of answers: a summary, one question or the failed questions.
+    """Show answers: a summary, one question or the failed questions.
 
-    With ``--json`` the result has the record, else the report to print. Raises ValueError for flags of a cache.
+    With ``--json`` the result has a record, otherwise a report to print.
+
+    Raises:
+        ValueError: a flag applies to caches only.
+        UsageError: the question has no answer.
     """
     from pipeline.inspect.answers import Answers, answers_report, question_report  # noqa: PLC0415
 
@@ -232,8 +251,12 @@ def _show_answers(store: Store, arguments: argparse.Namespace) -> CommandResult:
 def _show_cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> CommandResult:
     """Show a cache: a summary, one video, the failed videos or its run, or write a video's page.
 
-    With ``--json`` the result has the record, else the report to print. The exit code of a summary is 1 if rows of
-    committed videos are lost.
+    With ``--json`` the result has a record, otherwise a report to print. The exit code of a summary is 1 if committed
+    videos have lost their rows, and that of ``--watch`` 1 if the run did not finish.
+
+    Raises:
+        UnknownVideo: the cache has no such video.
+        ValueError: the ratio cannot be served (RatioNotCached) or the page cannot be written (UsageError).
     """
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415
     from pipeline.inspect import report  # noqa: PLC0415
@@ -261,7 +284,7 @@ def _show_cache(store: Store, arguments: argparse.Namespace, objects: Objects) -
 
 
 def _show_run(cache: TokenCache, arguments: argparse.Namespace) -> CommandResult:
-    """Show the cache's run until it ends, and return its last state.
+    """Show the cache's run until it ends, on stderr with ``--json``, and return its last state.
 
     The exit code is 1 if the run did not finish, and 0 if the cache has no run.
     """
@@ -275,7 +298,10 @@ def _show_run(cache: TokenCache, arguments: argparse.Namespace) -> CommandResult
 
 
 def _show_failures(failures: Failures, record: JsonObject, arguments: argparse.Namespace) -> CommandResult:
-    """Print the failed items unless ``--json`` is given, and return their record; the exit code is 0 in any case."""
+    """Print a line per failed item unless ``--json`` is set, and return ``record`` with their number and the items.
+
+    The exit code is always 0.
+    """
     from pipeline.inspect.report import failed_lines  # noqa: PLC0415
 
     if not arguments.json:

@@ -28,7 +28,7 @@ ids with --on-equal refuse: nothing is written; 130 interrupted: rerun the same 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeConfig(S3Options):
-    """All options of ``python -m jobs.merge``. Raises UsageError for an invalid value."""
+    """All options of ``python -m jobs.merge``. An invalid value raises UsageError."""
 
     caches: list[str] = option(
         [], "two or more folders, or prefixes of a store", positional=True, metavar="CACHE", group="caches"
@@ -41,7 +41,7 @@ class MergeConfig(S3Options):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, and if fewer than two caches are named."""
+        """Raise UsageError for an invalid value, or if fewer than two caches are named, counting ``out``."""
         check_choices(self)
         if not self.caches or len({*self.caches, self.out}) < 2:
             raise UsageError("name two caches, or one cache and another --out")
@@ -54,11 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _merge(config: MergeConfig, console: Console) -> CommandResult:
-    """Merge the caches, print the result, and return its record."""
+    """Merge the caches, print the result, and return its record.
+
+    Raises:
+        UsageError: the caches cannot be merged (NotACache, IdentityMismatch, CacheLocked).
+        CorruptShard: a file is damaged.
+        OSError: a store fails.
+    """
     from pipeline.rewrite.merge import merge_caches  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    objects, say = make_objects(config), speaker(console)
+    objects = make_objects(config)
+    say = speaker(console)
     sources = [store_at(place, objects) for place in config.caches]
     on_equal: Literal["rule", "refuse"] = "refuse" if config.on_equal == "refuse" else "rule"
     result = merge_caches(sources, store_at(config.out, objects), say, on_equal)

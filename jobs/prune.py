@@ -38,7 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prune(config: PruneConfig, console: Console) -> CommandResult:
-    """Run or forecast the pruning that ``config`` describes; return the exit code, the record and what to print."""
+    """Run the pruning that ``config`` describes, or forecast it; return the exit code, the record and what to print.
+
+    The exit code of a run depends on how many videos failed, and on how many of them for infrastructure reasons.
+
+    Raises:
+        UsageError: an input is not a list of videos, or the run is refused.
+        RunFailed: the run stopped before every video had a row.
+    """
     from pipeline.prune.manifest_checks import refuse_other_file  # noqa: PLC0415
 
     for video in config.videos:

@@ -29,7 +29,7 @@ store failed; 2 usage or refused; 130 interrupted: rerun the same command to res
 
 @dataclass(frozen=True, kw_only=True)
 class RecodeConfig(RewriteOptions):
-    """All options of ``python -m jobs.recode``. Raises UsageError for an invalid value."""
+    """All options of ``python -m jobs.recode``. An invalid value raises UsageError."""
 
     role: ClassVar[str] = "cache"
 
@@ -44,13 +44,20 @@ class RecodeConfig(RewriteOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Store the tokens of a cache by another codec in another cache; return the exit code."""
+    """Write the tokens of a cache in another codec to another cache; return the exit code."""
     parser = Parser("python -m jobs.recode", description=__doc__, epilog=EPILOG)
     return run_command(parser, RecodeConfig, _recode, argv, interrupt_message=RERUN, failures=STORE_FAILURES)
 
 
 def _recode(config: RecodeConfig, console: Console) -> CommandResult:
-    """Rewrite the cache with another codec into ``--out``, print the result, and return its record."""
+    """Rewrite the cache in another codec into ``--out``, print the result, and return its record.
+
+    Raises:
+        UsageError: the source does not store bfloat16, or ``--out`` cannot be used.
+        RunFailed: another cache was begun at ``--out`` meanwhile.
+        CorruptShard: the source is damaged.
+        OSError: a store fails.
+    """
     from pipeline.rewrite.recode import recoding  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 
     return rewrite_cache(config, console, lambda source: recoding(source, config.token_codec))

@@ -40,7 +40,7 @@ writes to it; 130 interrupted: rerun the same command to finish.
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveConfig(CacheOptions):
-    """All options of ``python -m jobs.remove``. Raises UsageError for an invalid value."""
+    """All options of ``python -m jobs.remove``. An invalid value raises UsageError."""
 
     cache: str = option(
         REQUIRED,
@@ -53,9 +53,9 @@ class RemoveConfig(CacheOptions):
     reason: str = option(REQUIRED, "why; it stays with the ids", metavar="TEXT")
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value."""
+        """Raise UsageError for an invalid value, and for a blank reason."""
         super().__post_init__()
-        # An empty text, as of a shell's variable that is not set, would stay in the cache for good.
+        # An empty text, from a shell variable that is not set, would stay in the cache for good.
         check(bool(self.reason.strip()), "reason", "a text", self.reason)
 
 
@@ -68,8 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _remove(config: RemoveConfig, console: Console) -> CommandResult:
     """Remove the videos listed in ``--ids`` for ``--reason``, print what was done, and return its record.
 
-    Removal from results includes the cache below them. Waits ``--keep-minutes`` for readers before it deletes files
-    of a cache. Raises as ``remove_videos``, ``remove_answers`` and ``remove_results``, and UsageError.
+    Removal from results includes the cache below them, even if the removal from the results themselves fails. For a
+    cache, the command waits ``--keep-minutes`` for readers before it deletes files.
+
+    Raises:
+        UsageError: the ids cannot be read, there is no cache (NotACache), scores are damaged, or a run writes there
+            (CacheLocked).
+        CorruptShard: a file is damaged.
+        OSError: a store fails.
     """
     # Arrow loads after the flags are checked.
     from pipeline.cache.header import HEADER  # noqa: PLC0415
@@ -79,8 +85,11 @@ def _remove(config: RemoveConfig, console: Console) -> CommandResult:
     from pipeline.rewrite.remove import remove_videos  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    objects, say = make_objects(config), speaker(console)
-    store, ids, reason = store_at(config.cache, objects), read_ids("ids", config.ids), config.reason
+    objects = make_objects(config)
+    say = speaker(console)
+    store = store_at(config.cache, objects)
+    ids = read_ids("ids", config.ids)
+    reason = config.reason
 
     def remove_from_cache(cache: Store) -> CommandResult:
         return report(remove_videos(cache, ids, reason, say, config.keep), say, cache=str(cache))

@@ -31,7 +31,7 @@ failed; 2 usage or refused; 130 interrupted: rerun the same command to resume.
 
 @dataclass(frozen=True, kw_only=True)
 class RepruneConfig(RewriteOptions):
-    """All options of ``python -m jobs.reprune``. Raises UsageError for an invalid value."""
+    """All options of ``python -m jobs.reprune``. An invalid value raises UsageError."""
 
     role: ClassVar[str] = "whole"
 
@@ -54,14 +54,18 @@ class RepruneConfig(RewriteOptions):
     token_codec: str = option(BFLOAT16.name, "the codec of the new cache", choices=tuple(CODECS))
 
     def __post_init__(self) -> None:
-        """Check the options. Raises UsageError; unknown methods and parameters are refused later."""
+        """Raise UsageError for an invalid value; unknown methods and parameters are refused later."""
         super().__post_init__()
         check_ratio("retention_ratio", self.retention_ratio)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         self.pruner_params()
 
     def pruner_params(self) -> dict[str, str]:
-        """Parse ``--pruner-param`` into texts by name."""
+        """Return the texts of ``--pruner-param`` by name.
+
+        Raises:
+            UsageError: an entry is not NAME=VALUE.
+        """
         return named_values(self.pruner_param, "--pruner-param")
 
 
@@ -72,7 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reprune(config: RepruneConfig, console: Console) -> CommandResult:
-    """Prune a cache of all tokens into ``--out``, print the result, and return its record."""
+    """Prune a cache of all tokens into ``--out``, print the result, and return its record.
+
+    Raises:
+        UsageError: the source does not have all tokens in bfloat16, or the method or ``--out`` cannot be used.
+        RunFailed: another cache was begun at ``--out`` meanwhile, or a user method fails for every video.
+        CorruptShard: the source is damaged.
+        OSError: a store fails.
+    """
     from pipeline.rewrite.reprune import repruning  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 
     method, params, codec = config.pruner, config.pruner_params(), config.token_codec

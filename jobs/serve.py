@@ -51,7 +51,7 @@ LIVE_USUAL = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start the chat server on a cache, or with ``--live`` without one; return the exit code."""
+    """Start the chat server on a cache, or without one if ``--live`` is among the words; return the exit code."""
     if "--live" in (sys.argv[1:] if argv is None else argv):
         parser = Parser("python -m jobs.serve --live", description=LIVE_DESCRIPTION, epilog=LIVE_EPILOG)
         return run_command(parser, LiveConfig, _serve, argv, usual=LIVE_USUAL, interrupt_message="interrupted")
@@ -60,9 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(config: ServeConfig | LiveConfig, console: Console) -> int:
-    """Check that the port is free, and serve until interrupted; return 0.
+    """Serve until interrupted, and return 0; with ``--print-command`` only print vLLM's command.
 
-    With ``--print-command`` it only prints vLLM's command.
+    Raises:
+        UsageError: the port is in use, or an option, the cache or the model cannot be used.
     """
     if not config.print_command:
         check_port(config.host, config.port)

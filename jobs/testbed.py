@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``make``."""
+    """Add the flags of ``make`` to a parser."""
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="the folder to make: new, empty, or of the same recipe"
     )
@@ -76,9 +76,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _make(arguments: argparse.Namespace, console: Console) -> CommandResult:
-    """Make the videos, their questions and the overview picture of ``--picture``; return a line that says so.
+    """Write the videos and questions, and the overview picture of ``--picture``; return a line that says so.
 
-    Prints progress to ``console``.
+    Prints progress to ``console``, at most every ten seconds.
+
+    Raises:
+        UsageError: the folder has other files, or a testbed of another recipe.
+        OSError: a file cannot be written.
     """
     from pipeline.evaluate.shapes.layout import CorpusRecipe, read_mp4, write_benchmark, write_picture  # noqa: PLC0415 - not needed for --help
 

@@ -26,7 +26,7 @@ Exit code: 0 nothing is damaged (orphaned files are a note), after --repair or -
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig(CacheOptions):
-    """All options of ``python -m jobs.verify``. Raises UsageError for an invalid value."""
+    """All options of ``python -m jobs.verify``. An invalid value raises UsageError."""
 
     jobs: int = option(
         min(8, os.cpu_count() or 1), "files read at a time (default: CPUs, 8 at most)", metavar="N", group="cache"
@@ -59,7 +59,7 @@ class VerifyConfig(CacheOptions):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value and for flags that exclude each other."""
+        """Raise UsageError for an invalid value, and for flags that exclude or require each other."""
         super().__post_init__()
         check(self.jobs >= 1, "jobs", "at least 1", self.jobs)
         for name in ("sample", "live", "seed"):
@@ -72,13 +72,13 @@ class VerifyConfig(CacheOptions):
         if self.video_root and not self.live:
             raise UsageError("--video-root goes with --live")
         if self.repair and self.live:
-            raise UsageError("--repair and --live do not go together: repair first")
+            raise UsageError("--repair cannot be combined with --live: repair first")
         if self.sample and (self.repair or self.clean):
-            raise UsageError("--sample goes with neither --repair nor --clean, which need all damage")
+            raise UsageError("--sample cannot be combined with --repair or --clean, which must find all damage")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check every file of a cache, and repair or clean it if asked; return the exit code."""
+    """Check every file of a cache, and repair or clean it on request; return the exit code."""
     parser = Parser("python -m jobs.verify", description=__doc__, epilog=EPILOG)
     interrupt_message = "interrupted: the cache was not read to its end"
     return run_command(
@@ -87,7 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(config: VerifyConfig, console: Console) -> CommandResult:
-    """Run the verification; return the exit code, the record and the lines of its report."""
+    """Run the verification; return the exit code, the record and the lines of its report.
+
+    The exit code is 1 if problems remain.
+
+    Raises:
+        UsageError: there is no cache (NotACache), a run writes to it (CacheLocked), or ``--live`` cannot encode its
+            videos.
+        RunFailed: a repair would leave no video.
+        CorruptShard: bytes changed during a repair.
+        OSError: the store fails as a whole.
+    """
     from pipeline.storage.stores import store_at  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.verify.verify import VerifyRequest, verify  # noqa: PLC0415
 

@@ -1,1 +1,1 @@
-"""Measurements of this package on this machine, a module for each, and the command that runs them."""
+"""Measurements of this package on this machine, one module each, and the command that runs them."""

@@ -25,13 +25,17 @@ MEASUREMENTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the measurement of the first word; return the exit code."""
+    """Run the measurement that the first word names; return the exit code.
+
+    Only the module of that measurement is imported. 1 is returned for missing sample clips, a failed run and an
+    unreadable video, and 2 for a UsageError.
+    """
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser("python -m jobs.benchmark", description=__doc__)
     parsers = parser.add_subparsers(required=True, metavar="|".join(MEASUREMENTS))
     for name, line in MEASUREMENTS.items():
         flags = parsers.add_parser(name, help=line, description=line)
-        if name in argv:  # only the requested measurement: most import torch, which takes seconds
+        if name in argv:  # only the requested one: most import torch, which takes seconds
             measurement = import_module(f"jobs.benchmark.{name}")
             measurement.add_flags(flags)
             add_json(flags)

@@ -1,4 +1,4 @@
-"""The cost of decoding: CPU seconds a clip beside other libraries, and beside the minimum that its frames need."""
+"""The cost of decoding: CPU seconds per clip, beside other libraries and beside the minimum that its frames need."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SIZE = (384, 384)  # frame size of LLaVA-OneVision
 IN_PROCESS, IN_CHILD, FLOOR = "ours, in this process", "ours, with the child process", "the least"
 _FLOOR_PARTS = ("needed packets decoded", "converted and resized")
 _PREPROCESSOR = FixedSizePreprocessor(image_mean=(0.5,) * 3, image_std=(0.5,) * 3, height=SIZE[0], width=SIZE[1])
-FPS = 24  # frames a second of the clips
+FPS = 24  # frames per second of the clips
 _SOURCE = "bigbuckbunny.mp4"  # repeated forwards and backwards to the length of a clip
-#: Codec -> FFmpeg's encoder, and its options; {0}: frames from a keyframe to the next.
+#: Codec -> FFmpeg's encoder and its options; {0} is the number of frames from one keyframe to the next.
 _ENCODERS = {
     "h264": (
         "libx264",
@@ -50,13 +50,13 @@ _ENCODERS = {
 
 
 class Clip(NamedTuple):
-    """The settings of a clip to encode, 16:9 and with 24 frames a second.
+    """The settings of a synthetic clip, which is 16:9 and has 24 frames per second.
 
     Attributes:
-        codec: a key of the encoders.
-        height: height in pixels.
-        seconds: length in seconds.
-        group: frames from a keyframe to the next.
+        codec: a key of _ENCODERS.
+        height: the height in pixels, a multiple of 18.
+        seconds: the length in seconds.
+        group: the number of frames from one keyframe to the next.
     """
 
     codec: str
@@ -66,11 +66,15 @@ class Clip(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Clip:
-        """Parse a name such as h264-720p-10s-g250, as a flag's type."""
+        """Parse a name such as h264-720p-10s-g250.
+
+        Raises:
+            argparse.ArgumentTypeError: the text is not such a name.
+        """
         settings = re.fullmatch(rf"({'|'.join(_ENCODERS)})-([1-9]\d*)p-([1-9]\d*)s-g([1-9]\d*)", name)
         if settings is None or int(settings[2]) % 18:
             raise argparse.ArgumentTypeError(
-                f"{name} is no clip: write CODEC-HEIGHTp-SECONDSs-gFRAMES such as {CLIPS[0]}, with a codec of "
+                f"{name} is not a clip: write CODEC-HEIGHTp-SECONDSs-gFRAMES such as {CLIPS[0]}, with a codec of "
                 f"{', '.join(_ENCODERS)} and a height in steps of 18"
             )
         return cls(settings[1], *(int(settings[number]) for number in (2, 3, 4)))
@@ -92,29 +96,37 @@ CLIPS = [
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``decode``."""
+    """Add the flags of ``decode`` to a parser."""
     clips = "clips to make, CODEC-HEIGHTp-SECONDSs-gFRAMES with FRAMES from a keyframe to the next"
     add_flag(parser, "--clips", CLIPS, clips, "NAME", Clip.parse)
-    add_flag(parser, "--frames", 32, "frames a clip", "T")
-    add_flag(parser, "--fps", None, "instead of --frames: F frames a second", "F", _parse_positive)
+    add_flag(parser, "--frames", 32, "frames per clip", "T")
+    add_flag(parser, "--fps", None, "instead of --frames: F frames per second", "F", _parse_positive)
     add_flag(parser, "--snap", 5.0, "the seconds of --snap-to-keyframes", "S", _parse_positive)
     add_flag(parser, "--repeats", 3, "measure N times, and show the best", "N")
     add_flag(parser, "--folder", None, "make the clips there, and keep them", "DIR", Path)
 
 
 def _parse_positive(text: str) -> float:
-    """Parse a finite number above 0, as a flag's type."""
+    """Parse a finite number above 0 for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: the number is not positive or not finite.
+        ValueError: the text is not a number.
+    """
     number = float(text)
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
     """Measure the CPU seconds of decoding synthetic clips in several ways, and return the table.
 
-    The clips stay in ``--folder`` if it is given, and a clip that is there already is used as it is. Sets torch to one
-    thread in this process. Raises ManifestError if the sample clips are not installed.
+    Clips are made in ``--folder``, where they stay and existing ones are used as they are, or in a temporary folder.
+    Sets torch to one thread in this process.
+
+    Raises:
+        ManifestError: the sample clips are not installed.
     """
     sampling = Sampling(None if arguments.fps else arguments.frames, arguments.fps)
     torch.set_num_threads(1)
@@ -132,9 +144,12 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def make_clip(folder: Path, clip: Clip) -> Path:
-    """Make a clip in ``folder``, unless it is there; return its path.
+    """Encode a clip to ``folder``, which is created if needed, and return its path; an existing file is not made again.
 
-    Raises ManifestError if the sample clips are not installed.
+    The frames are those of a sample clip, repeated forwards and backwards. The file appears when it is complete.
+
+    Raises:
+        ManifestError: the sample clips are not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{clip}.mp4"
@@ -161,11 +176,15 @@ def make_clip(folder: Path, clip: Clip) -> Path:
 
 
 def measure(path: Path, sampling: Sampling, repeats: int, snap_s: float) -> tuple[int, dict[str, float | None]]:
-    """Measure all ways of decoding a clip, in turns; return the bytes of its frames, and CPU seconds by way.
+    """Measure all ways of decoding a clip in turn, some of them in a child process.
 
-    A way has its best of ``repeats`` rounds, because other work only adds, and None if its library is not installed or
-    cannot read the clip. The floor is the sum of its two parts. ``snap_s`` is the --snap-to-keyframes of one way. A
-    child process is started for the decode and ended.
+    Args:
+        repeats: the number of rounds; the best one counts, because other work on the machine only adds time.
+        snap_s: the --snap-to-keyframes of one way.
+
+    Returns:
+        The bytes of the decoded frames, and CPU seconds by way: None for a library that is not installed or cannot read
+        the clip. FLOOR is the sum of its two parts.
     """
     index = probe(str(path), sniff(path))
     assert index.packets is not None and index.pts is not None
@@ -188,7 +207,7 @@ def measure(path: Path, sampling: Sampling, repeats: int, snap_s: float) -> tupl
             f"ours, within {snap_s:g} s of keyframes": partial(decode_video, snap_request),
         }
         for library, decode in LIBRARIES.items():
-            with suppress(Exception):  # a library that is not here, or cannot read this clip, has no figure
+            with suppress(Exception):  # a library that is not installed, or cannot read this clip, has no figure
                 decode(str(path), indices.tolist())
                 ways[library] = partial(decode, str(path), indices.tolist())
         turns = run_in_turn(ways, repeats)
@@ -198,9 +217,10 @@ def measure(path: Path, sampling: Sampling, repeats: int, snap_s: float) -> tupl
 
 
 def decode_needed_frames(path: str, pts: Sequence[int], keys: Sequence[int]) -> list[Any]:
-    """Decode the frames of ``pts`` from the fewest packets that they need, by PyAV alone: the floor.
+    """Decode the frames at ``pts`` from the fewest packets that they need, with PyAV alone; return PyAV's frames.
 
-    Returns PyAV's frames, unconverted. ``keys`` are the pts of the keyframes, ascending.
+    Args:
+        keys: the pts of the clip's keyframes, ascending.
     """
     decoded: list[Any] = []
     groups: dict[int, set[int]] = {}
@@ -224,14 +244,14 @@ def decode_needed_frames(path: str, pts: Sequence[int], keys: Sequence[int]) -> 
 
 
 def _decode_by_decord(path: str, frames: list[int]) -> torch.Tensor:
-    """Decode and resize frames with decord: [T,h,w,3] uint8."""
-    import decord  # noqa: PLC0415 - not there on every platform
+    """Decode frames by number with decord, and resize them to SIZE: [T,h,w,3] uint8."""
+    import decord  # noqa: PLC0415 - not available on every platform
 
     return resize_frames(decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1).get_batch(frames).asnumpy(), SIZE)
 
 
 def _decode_by_torchcodec(path: str, frames: list[int]) -> torch.Tensor:
-    """Decode and resize frames with torchcodec: [T,h,w,3] uint8."""
+    """Decode frames by number with torchcodec, and resize them to SIZE: [T,h,w,3] uint8."""
     from torchcodec.decoders import VideoDecoder  # noqa: PLC0415 - an extra
 
     video = VideoDecoder(path, num_ffmpeg_threads=1, dimension_order="NHWC", seek_mode="approximate")
@@ -254,7 +274,7 @@ def _read_index(path: Path) -> None:
 
 
 def make_figures(n_bytes: int, cpu_s: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return a clip's column of the table: CPU seconds of each way, some of them divided by the least, and MB."""
+    """Return a clip's column of the table: CPU seconds by way, ratios to the floor, and MB of frames."""
     floor_s = cpu_s[FLOOR] or 1e-9
     ratios = {way: cpu_s[way] for way in (IN_PROCESS, IN_CHILD, *LIBRARIES)}
     return {

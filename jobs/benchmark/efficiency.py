@@ -1,8 +1,8 @@
-"""The paper's efficiency figures (Table 3): E2E and LLM seconds, peak memory, KV cache, tokens a second.
+"""The paper's efficiency figures (Table 3): E2E and LLM seconds, peak memory, KV cache, tokens per second.
 
 Each method answers questions from the videos, and from a cache of their tokens. Decoding and encoding depend neither on
-the question nor on the retention ratio: they are measured once for each video, repeat and kind of evidence, and count
-for every online question. A cache is read from files that were just written and are still in the system's memory.
+the question nor on the retention ratio: they are measured once per video, repeat and kind of evidence, and count for
+every online question. A cache is read from files that were just written and are still in the system's page cache.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from pipeline.prune.recipe import Recipe, list_needed_evidence, resolve
 from pipeline.rows import ManifestRow, TodoRow, VideoRecord
 from pipeline.storage.stores import LocalStore
 
-Figures = dict[str, Any]  # of a question, or of an arm; JSON-able
+Figures = dict[str, Any]  # figures of a question or of an arm, JSON-able
 METHODS = ["fastv", "fastvid", "cdpruner", "vidcom2", "gstep"]  # methods of the paper's Table 3, in its order
 FULL = "none"
 ONLINE, CACHED = "online", "cached"
@@ -92,7 +92,7 @@ _TABLES = {
         "break-even": (ONLINE, "break_even"),
     },
 }
-#: End of a figure's name -> its printed unit and digits; other figures are whole numbers.
+#: End of a figure's name -> its printed unit and decimals; other figures are whole numbers.
 _UNITS = {"_s": (1, 3), "_rate": (1, 1), "peak_bytes": (GIB, 2), "kv_bytes": (MIB, 1), "bytes_read": (10**6, 2)}
 
 
@@ -102,9 +102,9 @@ class Arm:
 
     Attributes:
         method: the method with its parameters.
-        recipe: of the rows of the arm's cache: kept tokens, or all tokens for full retention and for a ``late`` method,
-            whose evidence is stored with them.
-        late: the pruning that each question makes; None if tokens are pruned once for all questions, or not at all.
+        recipe: the recipe of the arm's cache, which has kept tokens. For full retention and for a ``late`` method it
+            has all tokens, with the evidence of that method.
+        late: the pruning that is done anew for each question; None if tokens are pruned once per video, or not at all.
         store: the arm's cache.
     """
 
@@ -116,10 +116,10 @@ class Arm:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``efficiency``."""
+    """Add the flags of ``efficiency`` to a parser."""
     model = (
         "a Hugging Face id or folder; a folder with a config.json and no weights gets random weights. The default is "
-        "random and small: its figures compare methods, they are no speeds of a real model"
+        "random and small: its figures compare methods; they are not speeds of a real model"
     )
     add_flag(parser, "--model", "tiny-qwen2-5-vl", model, "MODEL")
     random = "use seeded random weights instead of the model's"
@@ -129,8 +129,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--method", METHODS, methods, "METHOD")
     add_flag(parser, "--retention-ratio", [0.25, 0.15], "kept shares; the defaults are the paper's", "R", share)
     add_flag(parser, "--videos", "sample", "the videos, as VIDEOS of jobs.prune", "VIDEOS")
-    add_flag(parser, "--num-frames", 32, "frames a video", "T")
-    add_flag(parser, "--questions", 1, "questions a video", "Q")
+    add_flag(parser, "--num-frames", 32, "frames per video", "T")
+    add_flag(parser, "--questions", 1, "questions per video", "Q")
     add_flag(parser, "--max-new-tokens", 16, "exact number of tokens of every answer", "N")
     add_flag(parser, "--device", "auto", "device of the model", choices=DEVICES)
     add_flag(parser, "--dtype", "auto", "auto: bfloat16 on GPUs, else float32", choices=DTYPES)
@@ -140,14 +140,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """Run the benchmark, write the paper's table to the file of ``--latex``, and return the tables to print.
+    """Measure all methods, write the paper's table to the file of ``--latex``, and return the tables to print.
 
-    Raises RunFailed, UsageError, and OSError if the file cannot be written.
+    Raises:
+        UsageError: an option cannot be used, or a prompt does not fit the model.
+        RunFailed: a video cannot be decoded.
+        VideoFault: a video cannot be encoded or pruned.
+        OSError: the file of ``--latex`` cannot be written.
     """
     with TemporaryDirectory() as folder:
         bench = Bench(arguments, Path(folder), throttle(say, _PROGRESS_S))
         samples = bench.run()
-    rows, runtime = [summarise(arm, samples) for arm in bench.arms], bench.runtime
+    rows = [summarise(arm, samples) for arm in bench.arms]
+    runtime = bench.runtime
     n_tokens, n_videos = rows[0][ONLINE]["visual_tokens"], len(bench.videos)
     title = (
         f"{bench.source.name}{' with random weights' if bench.random else ''} on {machine_line(runtime.device)}, "
@@ -170,26 +175,29 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 class Bench:
-    """The run of a measurement: its arms and videos, its models, and the caches that it makes.
+    """One run of the measurement: its arms and videos, its models, and the caches that it makes.
 
-    A sample is the figures of one question in one mode: seconds of each step, 0 for a step that the mode skips, and
-    sums of them. ``llm_s`` is the whole ``generate``, ``llm_with_tower_s`` is with encoding and pruning as in the
-    paper's harness, and ``total_s`` is all; online that is the paper's E2E. ``peak_bytes`` is of torch's memory on a
-    GPU, or of this process on a CPU, weights included; None if unknown.
+    A sample has the figures of one question in one mode: seconds of each step, 0 for a step that the mode skips, and
+    sums. ``llm_s`` is the whole ``generate`` call, ``llm_with_tower_s`` adds encoding and pruning as the paper's
+    harness does, and ``total_s`` adds all other steps (online, the paper's E2E). ``peak_bytes`` is the peak of torch's
+    memory on a GPU, or of this process on a CPU, including weights; None if unknown.
     """
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> None:
-        """Resolve the model, the videos and the methods of the arguments; then load the models.
+        """Resolve the model, videos and methods of the arguments, load the models, and begin the arms' caches.
 
-        Every answer gets its full length, as the end token is removed from the language model's generation config.
+        The end token is removed from the language model's generation config, so that every answer has its full length.
 
         Args:
-            folder: gets the arms' caches, and the small files of a model with random weights.
-            say: gets lines of progress.
+            folder: receives the arms' caches, and the files of a model with random weights.
+            say: receives lines of progress.
 
-        Raises UsageError, with the remedy, before anything is loaded if something cannot be used.
+        Raises:
+            UsageError: an option cannot be used; raised with its remedy before the models are loaded.
         """
-        model, self._arguments, self._say = arguments.model, arguments, say
+        model = arguments.model
+        self._arguments = arguments
+        self._say = say
         with usage_errors():
             self.runtime = choose_runtime(arguments.device, arguments.dtype, arguments.attn)
             self.random = arguments.random_weights or has_no_weights(model)
@@ -205,15 +213,22 @@ class Bench:
         # Every answer has its full length: random weights, or another method, would end some answers sooner.
         self.llm.model.generation_config.eos_token_id = None
         self._embedders = TextEmbeddings(self.llm, self._device, [arm.late for arm in self.arms if arm.late])
-        self._decoding, self._commits = Decoding(max_new_tokens=arguments.max_new_tokens), count()
+        self._decoding = Decoding(max_new_tokens=arguments.max_new_tokens)
+        self._commits = count()
         static = StaticParts(self.tower.hidden_size, self.tower.newline(), self.builder.deepstack_levels)
         for arm in self.arms:
             arm.store.make()
             arm.store.put(HEADER, serialise_header(arm.recipe.header(self.runtime.dtype_name, static)))
 
     def _resolve_arms(self, source: ModelSource, folder: Path) -> list[Arm]:
-        """Resolve full retention, and each method at each ratio. Raises UsageError, ValueError and ModelError."""
-        arguments, siglip = self._arguments, self._arguments.siglip
+        """Resolve full retention and each method at each ratio; an explicit "none" is not repeated.
+
+        Raises:
+            UsageError: a method or option cannot be used.
+            ValueError: a method has an invalid parameter (ModelError: the model lacks its evidence).
+        """
+        arguments = self._arguments
+        siglip = self._arguments.siglip
         grid = parse_pruning_grid(arguments.method, arguments.retention_ratio, siglip)
         if any(point.positions for point in grid):
             raise UsageError("--method: positions change no cost: use them in jobs.evaluate")
@@ -246,12 +261,16 @@ class Bench:
         return arms
 
     def run(self) -> list[Figures]:
-        """Measure all arms in turns, so that disturbances of the machine affect all arms equally; return the samples.
+        """Measure all arms in both modes, and return the samples; call it only once, since it frees the vision tower.
 
-        All arms first answer from the videos, which fills the caches. Then the vision tower is freed, and all arms
-        answer from caches: it can run only once. In both modes the first video is asked about once more as a warm-up.
+        All arms first answer from the videos, which fills the caches, and then from the caches. In both modes,
+        questions about the first video are asked once more at the beginning, as a warm-up. Within a video, the arms
+        take turns, so that disturbances of the machine affect all of them.
 
-        Raises RunFailed, UsageError, VideoFault.
+        Raises:
+            RunFailed: a video cannot be decoded.
+            UsageError: a prompt does not fit the model.
+            VideoFault: a video cannot be encoded or pruned.
         """
         with closing(VideoDecoder(self.arms[0].recipe.decode_setup())) as decoder:
             samples = self._measure(ONLINE, partial(self._ask_online, decoder))
@@ -261,7 +280,7 @@ class Bench:
         return samples + self._measure(CACHED, self._ask_cached)
 
     def _measure(self, mode: str, ask: Callable[[ManifestRow, int], Iterator[Figures]]) -> list[Figures]:
-        """Ask about the first video as a warm-up, then about all videos in every repeat; return their samples."""
+        """Ask about the first video to warm up, then about all videos in every repeat; return the latter samples."""
         self._say(f"{mode}: to warm up")
         list(ask(self.videos[0], 0))
         samples = []
@@ -272,7 +291,15 @@ class Bench:
         return samples
 
     def _ask_online(self, decoder: VideoDecoder, row: ManifestRow, repeat: int) -> Iterator[Figures]:
-        """Decode a video; for every arm encode it, write it into the arm's cache, and ask the questions."""
+        """Decode a video; for each arm encode it, write it to the arm's cache, and yield a sample per question.
+
+        Arms with the same evidence share the encode seconds that were measured first. The questions are asked about the
+        tokens as they were stored, moved to the model's device.
+
+        Raises:
+            RunFailed: the video cannot be decoded.
+            VideoFault: the video cannot be encoded or pruned.
+        """
         todo: TodoRow = {**row, "attempts": repeat + 1}  # a later repeat replaces the row of an earlier one
 
         def decode() -> tuple[VideoRecord, NDArray[np.uint8] | None]:
@@ -298,13 +325,13 @@ class Bench:
             yield from (self.ask(arm, visual, number, about) for number in range(self._arguments.questions))
 
     def _write(self, arm: Arm, item: VideoItem) -> None:
-        """Write an encoded video into an arm's cache."""
+        """Write an encoded video to an arm's cache, and commit it."""
         rows = write_token_shard([item], store=arm.store, run_id="efficiency")
         identity = fingerprint(arm.recipe.identity(self.runtime.dtype_name))
         commit_records(arm.store, "efficiency", next(self._commits), rows, made_with=identity)
 
     def _ask_cached(self, row: ManifestRow, repeat: int) -> Iterator[Figures]:
-        """Read a video from every arm's cache, and ask the questions."""
+        """Read a video from each arm's cache, and yield a sample per question."""
         for arm in self.arms:
             cache, evidence = TokenCache(str(arm.store)), [*arm.recipe.evidence]
             columns = cache.metadata(row["video_id"])
@@ -315,11 +342,17 @@ class Bench:
             yield from (self.ask(arm, video.visual, number, about) for number in range(self._arguments.questions))
 
     def ask(self, arm: Arm, visual: Visual, question: int, about: Figures) -> Figures:
-        """Ask a question about a video's tokens, prune them if the arm prunes for each question; return the sample.
+        """Ask one question about a video's tokens, pruned before if the arm prunes per question; return the sample.
 
-        ``about`` has the figures of the steps before. Raises UsageError if the prompt is too long.
+        Args:
+            question: the number of the question, which makes its text unique.
+            about: the figures of the steps before.
+
+        Raises:
+            UsageError: the prompt and the answer exceed the model's context.
         """
-        late, text = arm.late, _QUESTION.format(number=question)
+        late = arm.late
+        text = _QUESTION.format(number=question)
         inside = None if late is None else late.inside
 
         def prune() -> Visual:
@@ -340,7 +373,8 @@ class Bench:
         n_visual, layer, dropped = len(kept.index), 0, 0  # visual tokens that the model drops before the layer
         if late is not None and inside is not None:
             layer, dropped = late.pruner.layer or 0, n_visual - late.n_kept_inside(n_visual)
-        text_config, number_bytes = self.builder.config.get_text_config(), self.runtime.dtype.itemsize
+        text_config = self.builder.config.get_text_config()
+        number_bytes = self.runtime.dtype.itemsize
         sample = {"video_decode_s": 0.0, "encode_s": 0.0, "prune_s": 0.0, "read_s": 0.0, "bytes_read": 0, **about}
         sample["prune_s"] += prune_s if late is not None else 0.0
         llm_with_tower_s = sample["encode_s"] + sample["prune_s"] + llm_s
@@ -366,7 +400,11 @@ class Bench:
 
 
 def kv_bytes(text_config: Any, number_bytes: int, tokens: int, *, layer: int = 0, dropped: int = 0) -> int:
-    """Compute the bytes of keys and values of ``tokens``, of which ``dropped`` are missing from ``layer`` on."""
+    """Compute the bytes of keys and values of ``tokens``, of which ``dropped`` are missing from ``layer`` on.
+
+    Args:
+        number_bytes: bytes per value.
+    """
     width = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     layers = text_config.num_hidden_layers
     numbers = layers * tokens - (layers - layer) * dropped
@@ -374,9 +412,10 @@ def kv_bytes(text_config: Any, number_bytes: int, tokens: int, *, layer: int = 0
 
 
 def summarise(arm: Arm, samples: Sequence[Figures]) -> Figures:
-    """Summarise an arm's samples of each mode: medians, and peaks of memory; None for what is unknown.
+    """Summarize an arm's samples: {"method", "retention_ratio", ONLINE: figures, CACHED: figures}.
 
-    ``break_even`` of the online figures is the number of questions about a video from which a cache takes less time.
+    A figure is the median over the mode's samples, for memory the maximum, and None if it is unknown in all of them.
+    The online figures also have ``break_even``.
     """
     row: Figures = {"method": arm.method, "retention_ratio": arm.retention_ratio}
     of_arm = [sample for sample in samples if sample.items() >= row.items()]
@@ -392,17 +431,22 @@ def summarise(arm: Arm, samples: Sequence[Figures]) -> Figures:
 
 
 def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
-    """Compute the number of questions from which building and asking a cache takes less time than asking videos.
+    """Return the number of questions from which building and asking a cache takes no longer than asking the videos.
 
-    None if a cached answer is not faster.
+    At least 1; None if an answer from the cache is not faster.
     """
     return max(1, math.ceil(build_s / (online_s - cached_s))) if online_s > cached_s else None
 
 
 def format_row(row: Figures, columns: Iterable[tuple[str, str]], full: Figures | None = None) -> list[str]:
-    """Format the figures of a row in the units of their names, after the method as the paper writes it.
+    """Format the figures of a row in their units, after the method's name in the paper and the ratio in percent.
 
-    The change to ``full``, the row of full retention, is appended to figures with a unit; "-" is an unknown figure.
+    Full retention is named "Original".
+
+    Args:
+        columns: pairs of a mode and the name of a figure, one for each further cell; "-" if the figure is unknown.
+        full: the row of full retention; other rows have the relative change to it after figures with decimals. None for
+            no changes.
     """
     cells = ["Original" if row["method"] == FULL else method_title(row["method"]), f"{100 * row['retention_ratio']:g}%"]
     for mode, name in columns:
@@ -416,9 +460,9 @@ def format_row(row: Figures, columns: Iterable[tuple[str, str]], full: Figures |
 
 
 def format_latex(heads: Sequence[str], lines: Sequence[Sequence[str]], title: str) -> str:
-    """Return a table as a LaTeX tabular, which needs the package booktabs.
+    """Format a table as a LaTeX tabular for the package booktabs, with ``title`` in a comment.
 
-    Lines with the same second cell, the retention ratio, are together. ``title`` is the text of a comment above them.
+    Lines are grouped by their second cell, the retention ratio, in order of first occurrence.
     """
     blocks: dict[str, list[str]] = {"": []}
     for line in (heads, *lines):

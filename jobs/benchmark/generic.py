@@ -1,7 +1,7 @@
-"""Seconds and bytes of a video by the family generic, beside the family with code of its own.
+"""Seconds and bytes per video with the family generic, beside the model's own family.
 
-The two differ in where frames are resized: in the decoder, or by the checkpoint's own processor in the encoder. Frames
-travel to that processor in their source size.
+They differ in where frames are resized: in the decoder, or by the checkpoint's processor in the encoder, to which
+frames travel in their source size.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ HEIGHTS = (360, 720, 1080, 2160)
 
 @dataclass(frozen=True)
 class VideoCost:
-    """The cost of one video by one way: median seconds of one thread, or of the GPU.
+    """The cost of one video with one family: median seconds of one thread, or of the GPU.
 
     Attributes:
-        way: FAST or GENERIC.
+        way: FAST (the model's own family) or GENERIC.
         frame_bytes: bytes of the frames on their way from the decoder to the encoder.
-        decode_s: decoding in a child process, with the resizing of the family with code of its own.
-        copy_s: a copy of the frames into the object store.
-        same: whether both ways give the same tokens, bit for bit.
-        prepare_s: the checkpoint's own processor, a part of ``encode_s``; None for the family with code of its own.
+        decode_s: decoding in a child process, including the resizing of the model's own family.
+        copy_s: one copy of the frames, as into the object store.
+        same: True if both families give the same tokens, bit for bit.
+        prepare_s: the checkpoint's processor, which is included in ``encode_s``; None for FAST.
     """
 
     model: str
@@ -65,19 +65,19 @@ class VideoCost:
 
     @property
     def total_s(self) -> float:
-        """All seconds of a video."""
+        """The seconds of all steps of a video."""
         return self.decode_s + self.copy_s + self.encode_s + self.prune_s
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``generic``."""
+    """Add the flags of ``generic`` to a parser."""
     models = (
         "Hugging Face ids or folders of families with code of their own; the defaults are random and small: only "
         "frames have real sizes"
     )
     add_flag(parser, "--model", ["tiny", "tiny-qwen3-vl"], models, "MODEL")
     add_flag(parser, "--height", [360, 1080, 2160], "sizes of clips", kind=int, choices=HEIGHTS)
-    add_flag(parser, "--num-frames", 32, "frames a video", "T")
+    add_flag(parser, "--num-frames", 32, "frames per video", "T")
     add_flag(parser, "--device", "cpu", "device of the model", choices=DEVICES)
     add_flag(parser, "--dtype", "auto", "auto: bfloat16 on GPUs, else float32", choices=DTYPES)
     add_flag(parser, "--threads", 1, "threads of the encoder", "N")
@@ -85,9 +85,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """Measure every model and size both ways; return the table. Sets torch's number of threads for the process.
+    """Measure every model and size with both families, and return the table; sets torch's number of threads.
 
-    Raises UsageError for a model that cannot be used both ways, ManifestError if the sample clips are not installed.
+    Raises:
+        UsageError: a model cannot be loaded with both families.
+        ManifestError: the sample clips are not installed.
     """
     torch.set_num_threads(arguments.threads)
     with usage_errors():
@@ -119,9 +121,11 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def _resolve_ways(model: str) -> dict[str, ModelSource]:
-    """Resolve a model in both families.
+    """Resolve a model with its own family (FAST) and with the family generic (GENERIC).
 
-    Raises UsageError for a model that has no family with code of its own, ModelError if it cannot be used.
+    Raises:
+        UsageError: the model has no family of its own.
+        ModelError: the model cannot be used.
     """
     source = ModelSource.resolve(model, gate=False)
     if isinstance(family_of(source), GenericFamily):
@@ -132,7 +136,10 @@ def _resolve_ways(model: str) -> dict[str, ModelSource]:
 def measure(
     ways: dict[str, ModelSource], height: int, path: Path, n_frames: int, runtime: Runtime, repeats: int
 ) -> list[VideoCost]:
-    """Measure a clip both ways, in turns, so that disturbances affect both alike."""
+    """Measure a clip with both families, in turn so that disturbances affect both; return the costs, FAST first.
+
+    The models are loaded before, which is not measured. Both costs say whether the families' tokens are equal.
+    """
     steps: dict[tuple[str, str], Callable[[], Any]] = {}
     with DecodeSandbox(timeout_s=3600) as sandbox:
         for way, source in ways.items():
@@ -167,17 +174,17 @@ def measure(
 
 
 def _encode(backbone: Backbone, frames: NDArray[np.uint8], sampled: SampledVideo) -> Tensor:
-    """Encode a video to tokens [T,N,D] on the CPU: a GPU queues its work."""
+    """Encode a video to tokens [T,N,D], and copy them to the CPU, which waits for a GPU to finish."""
     return backbone.encode(frames, video=sampled).tokens.cpu()
 
 
 def _prune(visual: VisualTokens) -> Tensor:
-    """Prune a video's tokens, and return the kept index on the CPU."""
+    """Prune a video's tokens with gstep, and return the kept indices on the CPU."""
     return make_pruner("gstep").prune(visual, RATIO).index.cpu()
 
 
 def format_row(cost: VideoCost, fast: VideoCost) -> tuple[str, ...]:
-    """Format the row of the table; ``fast`` is the cost of the same video by the family's own code."""
+    """Format a row of the table; its last cell is the total relative to ``fast``, the model's own family."""
     steps = (cost.decode_s, cost.copy_s, cost.encode_s, cost.prepare_s, cost.prune_s, cost.total_s)
     seconds = ("" if value is None else f"{value:.3g}" for value in steps)
     about = (f"{cost.model}, {cost.way}", str(cost.height), f"{cost.n_tokens:,}", f"{cost.frame_bytes / 1e6:,.0f}")

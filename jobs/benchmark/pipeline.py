@@ -1,7 +1,7 @@
 """The whole job beside a plain DataLoader loop on the same videos, with an encoder that only sleeps.
 
-Both run in turns as child processes, over few and over many videos. A figure is the cost of one more video, so that
-the start cancels out.
+Both run in turn as child processes, over few and over many videos. A figure is the cost per further video, so that the
+time to start cancels out.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from jobs.command import count
 from jobs.frame.json_document import CommandResult
 from pipeline.errors import RunFailed, UsageError
 
-#: Figures of a child process, or of each further video: "seconds", "peak MB", "store MB", "store objects" (objects
+#: Figures of a child process, or growth per further video: "seconds", "peak MB", "store MB", "store objects" (objects
 #: above 100 kB; smaller objects travel with their calls), and CPU milliseconds of each kind of process.
 Figures = Mapping[str, float]
 _CPU = "CPU ms: "  # beginning of a figure's name, before the kind of process
 _CHILD = "from jobs.benchmark.pipeline_work import main; main()"
-_MIN_VIDEO_S = 0.03  # assumed minimum time of a video, to compute the number of videos from the seconds
+_MIN_VIDEO_S = 0.03  # assumed minimum time per video, to compute the number of videos from the seconds
 _MIN_VIDEOS = 16  # fewer videos would not fill every stage
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``pipeline``."""
+    """Add the flags of ``pipeline`` to a parser."""
     add_flag(parser, "--frames", [2, 32], "frames of a video, 0.44 MB each", "N")
     add_flag(parser, "--encode-ms", [15, 60, 250], "milliseconds that an encoder sleeps for a video", "N")
     add_flag(parser, "--nodes", [], "logical nodes; each has a worker of each kind, and a loop beside it", "N")
@@ -65,7 +65,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """Measure job and loop for every combination, or the driver; return the table. Raises RunFailed, UsageError."""
+    """Measure the job and the loop for every combination of flags, or the driver with ``--driver``; return the table.
+
+    Raises:
+        RunFailed: a run fails, or more videos took no more time.
+        UsageError: the flags of ``--driver`` cannot be used.
+    """
     if arguments.driver is not None:
         return _measure_driver(arguments)
     cells: dict[str, dict[str, float]] = {}
@@ -90,20 +95,24 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def _measure_driver(arguments: argparse.Namespace) -> CommandResult:
-    """Measure the driver's CPU time for a video, and the videos a second on this machine, whose CPUs all share.
+    """Measure the driver's CPU time per video, and this machine's videos per second with shared CPUs.
 
-    The encoders sleep for no time. The result has a line to print instead of a table. Raises UsageError if both numbers
-    of ``--driver`` are equal, and RunFailed if they are too small.
+    The encoders do not sleep. The result has a line to print instead of a table.
+
+    Raises:
+        UsageError: both numbers of ``--driver`` are equal.
+        RunFailed: a run fails, or the numbers are too close to measure a difference.
     """
     n_few, n_many = sorted(arguments.driver)
     if n_few == n_many:
         raise UsageError("--driver takes two different numbers of videos: the difference is measured")
-    encoders, place = arguments.encoders, str(arguments.folder or "")
+    encoders = arguments.encoders
+    place = str(arguments.folder or "")
     work = Work(JOB, min(arguments.frames), 0.0, arguments.workers, encoders, int(encoders > 1), place)
     growth = measure(work, n_few, n_many)
     driver_ms = growth[_CPU + MAIN]
     if driver_ms <= 0:
-        raise RunFailed(f"{n_many - n_few} videos more took the driver no more of a CPU: give larger numbers")
+        raise RunFailed(f"{n_many - n_few} more videos took the driver no more CPU time: give larger numbers")
     line = (
         f"{encoders} encoders, a video more from {n_few} to {n_many}: {1 / growth['seconds']:.0f} videos/s with all "
         f"processes on {os.cpu_count()} CPUs; {driver_ms:.2f} CPU ms of the driver, so {1e3 / driver_ms:.0f} videos/s "
@@ -114,9 +123,12 @@ def _measure_driver(arguments: argparse.Namespace) -> CommandResult:
 
 
 def measure(work: Work, n_few: int, n_many: int) -> dict[str, float]:
-    """Run a work over few and over many videos; return each figure's growth a video, and the larger run's memory.
+    """Run the work over few and over many videos; return the growth of each figure per video.
 
-    ``work.videos`` is not used. Raises RunFailed if a run fails, or if more videos took no more time.
+    "peak MB" is instead the memory of the run over many videos. ``work.videos`` is ignored.
+
+    Raises:
+        RunFailed: a run fails, or more videos took no more time.
     """
     short_run, long_run = (run_child(replace(work, videos=videos)) for videos in (n_few, n_many))
     growth = {
@@ -124,21 +136,24 @@ def measure(work: Work, n_few: int, n_many: int) -> dict[str, float]:
         for name in {**short_run, **long_run}
     }
     if growth["seconds"] <= 0:
-        raise RunFailed(f"{n_many - n_few} videos more took no longer: give more --seconds, or larger numbers")
+        raise RunFailed(f"{n_many - n_few} more videos took no more time: give more --seconds, or larger numbers")
     return {**growth, "peak MB": long_run["peak MB"]}
 
 
 def medians(turns: Sequence[Figures]) -> dict[str, float]:
-    """Compute the median of each figure over all turns; a figure that a turn lacks counts as 0."""
+    """Return the median of each figure over all turns; a figure that is missing from a turn counts as 0."""
     return {
         name: median(turn.get(name, 0.0) for turn in turns) for name in {name: 0 for turn in turns for name in turn}
     }
 
 
 def run_child(work: Work) -> dict[str, float]:
-    """Run a work in a child process that starts its own Ray, and return its figures.
+    """Run a work in a child process that starts its own Ray; return its figures, memory and CPU time.
 
-    The videos are made first, in a temporary folder below ``work.folder``. Raises RunFailed if the child fails.
+    The videos are made first, in a temporary folder below ``work.folder``, which is deleted at the end.
+
+    Raises:
+        RunFailed: the child fails.
     """
     private = TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # ending processes may still write there
     with TemporaryDirectory(dir=work.folder or None) as temporary, private as ray_folder:
@@ -154,14 +169,17 @@ def run_child(work: Work) -> dict[str, float]:
 
 
 def _make_environment(ray_folder: str) -> dict[str, str]:
-    """Make the child's environment: no inherited Ray, and Ray workers at the same priority as a DataLoader's."""
+    """Return the child's environment: without this process's RAY_ variables, and with settings of Ray.
+
+    Ray's workers get the same priority as a DataLoader's.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     ray = {"TMPDIR": ray_folder, "AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}
     return inherited | {f"RAY_{name}": value for name, value in ray.items()} | {"RAY_ENABLE_AUTO_CONNECT": "0"}
 
 
 def make_videos(work: Work) -> None:
-    """Write the work's manifest and a still clip beside it, which all rows name; it decodes fast."""
+    """Write the work's manifest, and one still clip beside it that all rows name and that decodes fast."""
     picture = np.full((SIDE, SIDE, 3), np.linspace(32, 224, SIDE, dtype=np.uint8)[:, None], dtype=np.uint8)
     with av.open(str(work.manifest.with_name("clip.mp4")), "w") as container:
         stream = container.add_stream("libx264", rate=30)
@@ -174,11 +192,11 @@ def make_videos(work: Work) -> None:
 
 
 def compute_figures(work: Work, by_kind: Mapping[str, Figures], first: Figures | None = None) -> dict[str, float]:
-    """Compute the table's figures of one combination of frames, encoder seconds and nodes: title of a row -> number.
+    """Compute the figures of one combination of frames, encoder seconds and nodes: title of a row -> number.
 
     Args:
-        by_kind: the growth a video of each kind of work; JOB and LOOP are needed.
-        first: the result for the fewest nodes, the base of scaling; None computes no scaling.
+        by_kind: the growth per video of each kind of work; must have JOB and LOOP.
+        first: the result for the fewest nodes, the base of scaling; None to leave out scaling.
     """
     row = {"MB": work.frames * FRAME_BYTES / 1e6, "encode ms": 1e3 * work.encode_s, "nodes": work.nodes or 1}
     for kind, figures in by_kind.items():

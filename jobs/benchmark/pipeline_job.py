@@ -1,4 +1,4 @@
-"""The whole job with encoders that sleep instead of computing."""
+"""The whole job, ``prune_videos``, with encoders that sleep instead of computing."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ _NODE = {"object_store_memory": 512 * 2**20, "include_dashboard": False, "includ
 
 
 def run_job(work: Work) -> dict[str, float]:
-    """Prune the videos; return the seconds, and the bytes and objects that Ray's object stores got.
+    """Prune the videos of the work; return the seconds, and the MB and objects that went into Ray's object stores.
 
-    The tokens to keep are drawn at random, which takes no time worth measuring. Ray is started here and shut down at
-    the end, on ``nodes`` logical nodes if there are any.
+    Starts Ray, on ``nodes`` logical nodes or as the job itself does, and shuts it down at the end. The method is
+    "random", which takes no time worth measuring.
 
-    Raises RunFailed if a video failed.
+    Raises:
+        RunFailed: a video failed.
     """
     model = write_model(Path(work.folder) / "model", work.encode_s)
     with ExitStack() as stack:
         if work.nodes:
             cpus = max(2, 2 * math.ceil((work.encoders + work.workers) / work.nodes))
-            with fork_workers_from_server(), keep_ray_private():  # as a job's own Ray
+            with fork_workers_from_server(), keep_ray_private():  # as for the Ray that a job starts itself
                 cluster = Cluster()
                 stack.callback(cluster.shutdown)
                 folder = str(make_ray_folder())

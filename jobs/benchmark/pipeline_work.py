@@ -1,4 +1,4 @@
-"""The child processes of ``pipeline``: their work, and the plain loop, DataLoader -> model -> Parquet."""
+"""The work of the child processes of ``pipeline``, and the plain loop: DataLoader -> model -> Parquet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOP, JOB = "plain loop", "job"
 SIDE = 384  # pixels of a clip's side, which is the size of LLaVA-OneVision's frames
 FRAME_BYTES = 3 * SIDE**2
 RATIO = 0.25
-KEPT_BYTES_PER_FRAME = 49 * 64 * 2  # of 196 tokens of 64 numbers, as of the model "tiny"
+KEPT_BYTES_PER_FRAME = 49 * 64 * 2  # a quarter of 196 bfloat16 tokens with hidden size 64, as of the model "tiny"
 _VIDEOS_PER_FILE = 16
 _PREFETCH = 4
 
@@ -33,13 +33,13 @@ class Work:
     """The work of one child process.
 
     Attributes:
-        kind: LOOP is a DataLoader in front of a model, JOB is ``jobs.prune``.
-        frames: the number of frames of each video.
-        encode_s: seconds that an encoder sleeps for each video.
+        kind: LOOP for a DataLoader in front of a model, JOB for ``jobs.prune``.
+        frames: the number of frames per video.
+        encode_s: seconds that an encoder sleeps per video.
         workers: the number of decode workers.
-        encoders: the number of encoders; the plain loop has a process for each.
-        nodes: the number of logical nodes; 0 is the Ray that the job starts itself.
-        folder: the folder with the videos, which gets the results.
+        encoders: the number of encoders; the plain loop has one process for each.
+        nodes: the number of logical Ray nodes; 0 for the Ray that the job starts itself.
+        folder: the folder with the videos, which receives the results.
         videos: the number of videos.
     """
 
@@ -54,17 +54,17 @@ class Work:
 
     @property
     def manifest(self) -> Path:
-        """The manifest of the videos, in their folder."""
+        """The path of the manifest of the videos."""
         return Path(self.folder) / "manifest.jsonl"
 
     @property
     def out(self) -> Path:
-        """The folder for results."""
+        """The path of the folder for results."""
         return Path(self.folder) / "out"
 
 
 class VideoDataset(Dataset[tuple[str, torch.Tensor]]):
-    """A dataset of one encoder's share of the videos, each item an id and its frames, [t,h,w,3] uint8."""
+    """Every ``work.encoders``-th video, beginning at number ``encoder``: ids and frames [t,h,w,3] uint8."""
 
     def __init__(self, work: Work, encoder: int) -> None:
         self._work = work
@@ -75,7 +75,7 @@ class VideoDataset(Dataset[tuple[str, torch.Tensor]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> tuple[str, torch.Tensor]:
-        """Decode the first frames of a video: (video_id, frames [t,384,384,3] uint8)."""
+        """Decode the first ``work.frames`` frames of a video: (video_id, frames [t,384,384,3] uint8)."""
         row, size = self._rows[index], {"width": SIDE, "height": SIDE, "interpolation": "BICUBIC"}
         with av.open(str(self._work.manifest.with_name(row["uri"]))) as container:
             frames = [frame.to_ndarray(format="rgb24", **size) for frame in container.decode(video=0)]
@@ -83,9 +83,10 @@ class VideoDataset(Dataset[tuple[str, torch.Tensor]]):
 
 
 def run_loop(work: Work) -> dict[str, float]:
-    """Run the plain loop over all videos, in a process for each of several encoders; return the seconds.
+    """Run the plain loop over all videos, in one process per encoder if there are several; return the seconds.
 
-    Makes the folder for results, which must not exist.
+    Raises:
+        FileExistsError: the folder for results exists already.
     """
     work.out.mkdir()
     started = time.perf_counter()
@@ -98,13 +99,18 @@ def run_loop(work: Work) -> dict[str, float]:
 
 
 def encode_share(work: Work, encoder: int) -> None:
-    """Decode an encoder's share of the videos by a DataLoader, sleep for each video, and write tokens to Parquet.
+    """Decode one encoder's share of the videos with a DataLoader, sleep for each, and write tokens to Parquet files.
 
-    ``encoder`` is the number of the encoder. The tokens are random bytes, as many as a video's kept tokens have.
+    The tokens are random bytes, as many as a video's kept tokens have.
+
+    Args:
+        encoder: the number of the encoder, from 0.
     """
-    tokens, batch = os.urandom(work.frames * KEPT_BYTES_PER_FRAME), dict[str, bytes]()
-    videos, workers = VideoDataset(work, encoder), max(1, work.workers // work.encoders)
-    # No batches: videos differ in length. Frames would go to the GPU unchanged, so nothing is computed of them here.
+    tokens = os.urandom(work.frames * KEPT_BYTES_PER_FRAME)
+    batch = dict[str, bytes]()
+    videos = VideoDataset(work, encoder)
+    workers = max(1, work.workers // work.encoders)
+    # No batches: videos differ in length. Frames would go to the GPU unchanged, so nothing is computed from them here.
     loader = DataLoader(videos, batch_size=None, num_workers=workers, prefetch_factor=_PREFETCH)
     for number, (video_id, _) in enumerate(loader, start=1):
         time.sleep(work.encode_s)
@@ -116,9 +122,9 @@ def encode_share(work: Work, encoder: int) -> None:
 
 
 def main() -> None:
-    """Measure a loop or the job in this child process; print the figures as JSON on the last line.
+    """Run the loop or the job in this child process, and print its figures as JSON on the last line of stdout.
 
-    The first argument is the fields of a ``Work``, as JSON.
+    ``sys.argv[1]`` has the fields of a ``Work`` as JSON.
     """
     work = Work(**json.loads(sys.argv[1]))
     if work.kind == LOOP:

@@ -1,6 +1,6 @@
 """The cost of reading a cache, beside plain pyarrow, and on S3 beside plain GETs of the same bytes.
 
-Each way reads all videos of a synthetic cache once a round, in turn.
+Each way reads all videos of a synthetic cache once per round; the ways take turns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Ways = dict[
     str, Callable[[], object]
 ]  # name -> reads all videos once; its result is the number of requests, if counted
 STORED, TIER = 0.25, 0.10
-OF_TIER = ", 10 % of 25 %"  # end of the names of ways that read the tier
+OF_TIER = ", 10 % of 25 %"  # end of the names of ways that read a smaller ratio
 S3 = "S3: "  # beginning of the names of ways that read from S3
 MAPPED, GETS, WORKERS = "pyarrow, mapped", "S3: boto3, a GET a video", "DataLoader, 2 workers"
 BATCH = 8
@@ -63,10 +63,10 @@ _IDENTITY: CacheIdentity = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``read``."""
+    """Add the flags of ``read`` to a parser."""
     add_flag(parser, "--videos", 66, "synthetic videos", "N")
-    add_flag(parser, "--tokens", 1568, "stored tokens of a video, a quarter of all", "K")
-    add_flag(parser, "--hidden", 3584, "numbers a token", "D")
+    add_flag(parser, "--tokens", 1568, "stored tokens per video, a quarter of all", "K")
+    add_flag(parser, "--hidden", 3584, "hidden size", "D")
     add_flag(parser, "--videos-per-shard", 22, "videos of a token shard", "N")
     add_flag(parser, "--repeats", 5, "measure N times, and show medians", "N")
     place = "make the cache in DIR, and remove it at the end (default: a temporary folder)"
@@ -75,10 +75,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """Make the cache in a temporary folder, read it in every way, and return the table.
+    """Make a cache in a temporary folder (and on S3 with ``--s3``), read it in every way, and return the table.
 
-    Limits torch and pyarrow's CPU pool to one thread in this process; threads for reading files stay. Raises RunFailed,
-    UsageError.
+    Limits torch and pyarrow's CPU pool to one thread in this process; threads that read files stay.
+
+    Raises:
+        RunFailed: the S3 server does not start.
+        UsageError: the packages for ``--s3`` are not installed.
     """
     torch.set_num_threads(1)
     pa.set_cpu_count(1)
@@ -120,13 +123,16 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def find_baseline(name: str) -> str:
-    """Return the name of the plain way that a way is compared with; "" for a plain way."""
+    """Return the name of the plain way that a way is compared with; "" if it is itself such a way."""
     baseline = GETS if name.startswith(S3) else MAPPED + OF_TIER * name.endswith(OF_TIER)
     return "" if name == baseline else baseline
 
 
 def make_row(way: Mapping[str, Any], plain: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Make the row of a way in the table; a share of ``plain`` is a median of shares of the same round of both ways."""
+    """Format the row of a way: GB/s and GB per CPU second, each with its share of ``plain``, and the number of GETs.
+
+    A share is the median over rounds of the ratio of both ways in the same round; "" without ``plain``.
+    """
 
     def rates(of: Mapping[str, Any], clock: str) -> list[float]:
         return [of["n_bytes"] / 1e9 / max(seconds, 1e-9) for seconds in of[clock]]
@@ -140,7 +146,7 @@ def make_row(way: Mapping[str, Any], plain: Mapping[str, Any] | None) -> tuple[s
 
 
 def make_cache(store: Store, job: argparse.Namespace) -> None:
-    """Write a cache in the layout of GSTEP at 25 %: the same random tokens, in random order, for each video."""
+    """Write a cache of random tokens in the layout of GSTEP at 25 %; all videos have the same tokens."""
     store.make()
     header: CacheHeader = {"schema_version": SCHEMA_VERSION, "identity": _IDENTITY, "newline": None}
     store.put(HEADER, serialise_header({**header, "hidden_size": job.hidden}))
@@ -161,17 +167,20 @@ def make_cache(store: Store, job: argparse.Namespace) -> None:
 
 
 def _read_in_turn(ways: Ways, repeats: int) -> dict[str, Turns]:
-    """Read in every way once to warm up, which opens shards and brings files to memory, then ``repeats`` times."""
+    """Read in every way once as a warm-up, which opens shards and fills the page cache, then ``repeats`` times."""
     run_in_turn(ways, 1)
     return run_in_turn(ways, repeats)
 
 
 def _make_pyarrow_ways(store: LocalStore, cache: TokenCache) -> Ways:
-    """Make the plain ways, which read the same row groups and columns with pyarrow alone, from open files."""
+    """Make the plain ways, which read the same row groups and columns with pyarrow alone, from files opened before.
+
+    Memory-mapped files with and without checksums, files that are not mapped, and mapped files at the smaller ratio.
+    """
     all_rows, tier_rows = (_list_rows(cache, ratio) for ratio in (None, TIER))
 
     def make_way(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
-        """Open the shards with these options of ParquetFile; return a function that reads the rows from them."""
+        """Open the shards with these options of ParquetFile, and return a function that reads the rows from them."""
         names = {rows.row["token_shard"] for rows in rows_of_videos}
         files = {name: pq.ParquetFile(store.root / name, **options) for name in names}
         groups = [(files[rows.row["token_shard"]], _list_row_groups(rows)) for rows in rows_of_videos]
@@ -188,7 +197,7 @@ def _make_pyarrow_ways(store: LocalStore, cache: TokenCache) -> Ways:
 
 
 def _make_ways(cache: TokenCache) -> Ways:
-    """Make this package's own ways of reading: single videos, batches, a data loader."""
+    """Make this package's ways of reading: single videos in two orders, batches, and data loaders."""
     ids = cache.video_ids
     shuffled_ids = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]
     batches = [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
@@ -207,9 +216,9 @@ def _make_ways(cache: TokenCache) -> Ways:
 
 
 def _make_s3_ways(store: ObjectStore, objects: _CountedObjects, client: Any) -> Ways:
-    """Make the plain way, one S3 GET for each video's bytes and nothing else, and this package's own ways.
+    """Make the plain way, one S3 GET for each video's bytes, and this package's ways, with their requests counted.
 
-    The shards' footers are read here. Requests are counted where this process makes them.
+    The footers of the shards are read here. Requests that DataLoader workers make in other processes are not counted.
     """
     cache = TokenCache(store.root, store=store)
     rows_of_videos = _list_rows(cache, None)
@@ -238,29 +247,29 @@ def _read_all(items: Iterable[T], read: Callable[[T], object]) -> None:
 
 
 def _list_rows(cache: TokenCache, ratio: float | None) -> list[TokenRows]:
-    """List the token rows to read at this ratio, for each video of the cache."""
+    """List the token rows to read for each video of the cache; None as the ratio means all that is stored."""
     options = cache.check_options(ratio, "index", (), False)
     return [cache.make_token_request(cache.metadata(video_id), options) for video_id in cache.video_ids]
 
 
 def _count_token_bytes(rows_of_videos: Sequence[TokenRows]) -> int:
-    """Count the bytes of the bfloat16 tokens in these rows."""
+    """Return the bytes of the bfloat16 tokens in these rows."""
     return sum(2 * rows.keep * int(rows.row["hidden_size"]) for rows in rows_of_videos)
 
 
 def _list_row_groups(rows: TokenRows) -> list[int]:
-    """List the numbers of the row groups that have the rows."""
+    """List the numbers of the row groups to read for these rows."""
     ends, first = np.cumsum(rows.row["row_counts"]), rows.row["first_row_group"]
     return list(range(first, first + int(np.searchsorted(ends, rows.keep)) + 1))
 
 
 class _CountedObjects(Objects):
-    """A reader of objects that counts its requests."""
+    """An S3 client that counts its requests in ``requests``."""
 
     requests = 0
 
     def count(self, read: Callable[[], object]) -> int:
-        """Call ``read``, and return the number of its requests."""
+        """Call ``read``, and return the number of requests that it made."""
         before = self.requests
         read()
         return self.requests - before
@@ -276,9 +285,11 @@ class _CountedObjects(Objects):
 
 @contextmanager
 def _run_s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
-    """Run moto's S3 server with an empty bucket; yield a counting reader and boto3's client of it.
+    """Run moto's S3 server with an empty bucket in a child process; yield a counting client and boto3's client.
 
-    Raises UsageError if moto is not installed, RunFailed if it does not start.
+    Raises:
+        UsageError: moto or boto3 is not installed.
+        RunFailed: the server does not start within _START_S seconds.
     """
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("boto3") is None:
         raise UsageError("--s3 needs moto and boto3: pip install 'moto[server]' boto3")

@@ -1,6 +1,6 @@
 """The selection of GSTEP: the paper's loop, the fast form of gstep.prune, and whole methods, on the same tokens.
 
-Shapes: T frames, N tokens a frame, M = T*N tokens, D hidden size, B budget.
+Shapes: T frames, N tokens per frame, M = T*N tokens, D hidden size, B budget.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from pipeline.errors import usage_errors
 NOTES = {"structured": "low-rank content plus noise, made up", "iid": "standard normal numbers, the worst case"}
 ALPHA, BETA = 0.5, 1e-6  # the defaults of gstep.prune
 PREFIX = 200  # steps of the loop that are timed if all steps would take too long; all steps cost the same
-# The loop runs whole up to here: about 20 s at 10 GB/s.
+# Limits up to which all steps of the loop run: about 20 s at 10 GB/s.
 _WHOLE_TOKENS, _WHOLE_BYTES = 25_000, 2e11
 
 
 @dataclass(frozen=True)
 class SelectionTimes:
-    """The median times of one input, size and ratio, in seconds.
+    """The median times in seconds for one input, size and ratio.
 
     Attributes:
-        loop: Eqs. (9)-(12) with a matrix-vector product a step, extrapolated from the first ``loop_steps`` steps.
+        loop: Eqs. (9)-(12) with one matrix-vector product per step, extrapolated from the first ``loop_steps`` steps.
         selection: the selection of gstep.prune, given the density.
-        gstep: the whole of gstep.prune, with the density and the copy of the kept tokens.
-        vidcom2: the whole of another method.
-        same: the share of the loop's picks that the selection has among its first picks of the same number.
+        gstep: all of gstep.prune, with the density and the copy of the kept tokens.
+        vidcom2: all of another method.
+        same: the share of the selection's first ``loop_steps`` + 1 picks that the loop picked too.
     """
 
     input: str
@@ -57,21 +57,22 @@ class SelectionTimes:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``selection``."""
+    """Add the flags of ``selection`` to a parser."""
     add_flag(parser, "--frames", [8, 32, 128, 384], "frames, a synthetic video for each number", "T")
     add_flag(parser, "--tokens-per-frame", 196, "tokens of a frame", "N")
-    add_flag(parser, "--hidden", 3584, "numbers a token", "D")
+    add_flag(parser, "--hidden", 3584, "hidden size", "D")
     add_flag(parser, "--retention-ratios", [0.25, 0.10], "kept shares", "R", share)
     add_flag(parser, "--inputs", [*INPUTS], "kinds of tokens", choices=INPUTS)
-    add_flag(parser, "--threads", 1, "threads of the processor", "N")
+    add_flag(parser, "--threads", 1, "CPU threads", "N")
     add_flag(parser, "--device", "cpu", "device of the tokens", choices=("cpu", "cuda"))
     add_flag(parser, "--repeats", 3, "measure N times, and show medians", "N")
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """Measure every input, size and ratio; return the table. Sets torch's number of threads for the process.
+    """Measure every input, size and ratio, and return the table; sets torch's number of threads.
 
-    Raises UsageError if the device is not available.
+    Raises:
+        UsageError: the device is not available.
     """
     with usage_errors():
         choose_runtime(arguments.device)
@@ -96,9 +97,10 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> SelectionTimes:
-    """Time the loop, the selection and whole methods on one video, in turns, so that disturbances affect all alike.
+    """Time the loop, the selection and whole methods on one video, in turn so that disturbances affect all of them.
 
-    ``name`` is the kind of input, for the result.
+    Args:
+        name: the kind of input, for the result.
     """
     tokens_MD = tokens_TND.flatten(0, 1)
     density_M = spatio_temporal_density(tokens_TND)[0].flatten()
@@ -128,13 +130,20 @@ def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Select
 
 
 def loop_steps(n_tokens: int, hidden: int, budget: int) -> int:
-    """Compute the number of steps of the paper's loop to time: B - 1, or at most PREFIX if all would take too long."""
+    """Return the number of steps of the paper's loop to time: B - 1, or at most PREFIX if all would take too long.
+
+    At least 1.
+    """
     fits = n_tokens <= _WHOLE_TOKENS and 4.0 * n_tokens * hidden * budget <= _WHOLE_BYTES
     return max(1, budget - 1 if fits else min(budget - 1, PREFIX))
 
 
 def select_by_loop(unit_DM: Tensor, density_M: Tensor, steps: int) -> Tensor:
-    """Select by a literal loop of Eqs. (9)-(12) in float32: [steps + 1] int64; ties go to the lowest index."""
+    """Select by a literal loop of Eqs. (9)-(12) in float32: [steps + 1] int64; ties go to the lowest index.
+
+    Args:
+        unit_DM: unit vectors of the tokens, one per column.
+    """
     term_M = (1 - ALPHA) * torch.log(density_M.float() + BETA)
     nearest_M = torch.full_like(term_M, torch.inf)
     order = torch.empty(steps + 1, dtype=torch.int64, device=unit_DM.device)
@@ -148,7 +157,7 @@ def select_by_loop(unit_DM: Tensor, density_M: Tensor, steps: int) -> Tensor:
 
 
 def format_row(item: SelectionTimes) -> tuple[str, ...]:
-    """Format the row of the table; a ~ marks an extrapolated time of the loop."""
+    """Format a row of the table; a ~ marks a loop time that was extrapolated."""
     mark = "~" if item.loop_steps < item.n_kept - 1 else ""
     seconds = (f"{value:.3g}" for value in (item.selection, item.loop / item.selection, item.gstep, item.vidcom2))
     about = (item.input, f"{item.n_tokens:,}", f"{100 * item.ratio:g}%", f"{mark}{item.loop:.3g}")

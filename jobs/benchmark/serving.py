@@ -1,6 +1,6 @@
-"""Answers from a cache beside answers from the videos: requests a second, time to the first token, reuse, memory.
+"""Answers from a cache beside answers from the videos: requests per second, time to first token, reuse, memory.
 
-Every way runs in a separate process, and answers the same questions about the same videos.
+Each way runs in its own process, and answers the same questions about the same videos.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ _CAUSE = re.compile(r"^.*?\b([A-Z]\w*(?:Error|Exception): .+)$", re.M)  # the la
 
 @dataclass(frozen=True)
 class WayResult:
-    """The median measurements of one way, ratio and number of questions a video.
+    """The median measurements for one way, ratio and number of questions per video.
 
     Attributes:
         requests: the number of requests of a pass, all sent at once.
-        requests_per_s: requests a second if nothing of their videos is cached, with reading tokens (or decoding and
-            encoding videos).
-        warm_requests_per_s: requests a second of the same requests once more.
+        requests_per_s: requests per second if nothing of their videos is cached, including reading tokens (or decoding
+            and encoding videos).
+        warm_requests_per_s: requests per second when the same requests are repeated.
         first_token_s: seconds to the first token of the median request if nothing is cached; None if unknown.
         reused: the share of the prompts' tokens that the prefix cache had; None if unknown.
-        visual_tokens: visual tokens of a prompt, on average.
-        prefilled_tokens: tokens that the model reads for a request if nothing is cached before, on average.
-        sent_kb: kilobytes (10^3) sent to the engine's process for a question; None for an engine in this process.
+        visual_tokens: mean visual tokens per prompt.
+        prefilled_tokens: mean tokens per request that the model reads if nothing is cached before.
+        sent_kb: kilobytes (10^3) per question sent to the engine's process; None for an engine in this process.
         peak_mb: the maximum over passes of the memory of all processes together, with the model (PSS, in which shared
             pages count once).
         gpu_mb: the peak of torch's GPU memory in the benchmark's process, without vLLM's engine; None without a GPU.
@@ -86,12 +86,12 @@ class WayResult:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``serving``."""
+    """Add the flags of ``serving`` to a parser."""
     parser.add_argument(
         "--model",
         default="tiny-qwen2-5-vl",
         metavar="MODEL",
-        help="a Hugging Face id or folder; the default is random and small: its figures compare ways, they are no "
+        help="a Hugging Face id or folder; the default is random and small: its figures compare ways; they are not "
         "speeds of a real model [tiny-qwen2-5-vl]",
     )
     parser.add_argument(
@@ -99,7 +99,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="CACHE",
         help="a cache of the model; online-vllm needs its videos as local files [made of the sample clips, all tokens]",
     )
-    parser.add_argument("--num-frames", type=count, default=16, metavar="T", help="frames a video [16]")
+    parser.add_argument("--num-frames", type=count, default=16, metavar="T", help="frames per video [16]")
     parser.add_argument(
         "--retention-ratio",
         type=share,
@@ -109,7 +109,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="kept shares [1.0 0.25 0.1]",
     )
     parser.add_argument(
-        "--questions", type=count, nargs="+", default=[1, 8], metavar="Q", help="questions a video [1 8]"
+        "--questions", type=count, nargs="+", default=[1, 8], metavar="Q", help="questions per video [1 8]"
     )
     parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="tokens of an answer [16]")
     parser.add_argument(
@@ -124,17 +124,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """Measure every mode in a process of its own; return the table of results.
+    """Measure every mode in its own process, and return the table of results.
 
-    Makes a temporary cache of the sample clips without ``--cache``, and writes the picture of ``--plot``. Raises
-    RunFailed, UsageError.
+    Without ``--cache``, a temporary cache of the sample clips is made. With ``--plot``, a picture is written.
+
+    Raises:
+        UsageError: a package is not installed, or a mode cannot be used with the model or the cache.
+        RunFailed: a process fails.
     """
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
     modes = choose_modes(arguments.modes, arguments.model)
     if any(VLLM in mode for mode in modes):
         check_installed("jobs.benchmark serving")
-    device, results = "cuda" if torch.cuda.is_available() else "cpu", list[WayResult]()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    results = list[WayResult]()
     with TemporaryDirectory() as folder:
         cache = arguments.cache
         if cache is None:
@@ -162,9 +166,12 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def choose_modes(names: Sequence[str] | None, model: str) -> list[str]:
-    """Return the ways to measure: those that are named, or all that the model has.
+    """Return the modes to measure: the named ones, or without names all that work with the model.
 
-    Raises UsageError for a way with pruning inside vLLM and a model that vLLM does not prune.
+    The model is looked up only if a mode prunes inside vLLM.
+
+    Raises:
+        UsageError: vLLM cannot prune this model and a pruning mode is named, or the model cannot be found.
     """
     if not set(names or PRUNING) & PRUNING.keys():
         return list(names or MODES)
@@ -180,7 +187,10 @@ def choose_modes(names: Sequence[str] | None, model: str) -> list[str]:
 
 
 def split_work(mode: str, job: ServingWork) -> list[ServingWork]:
-    """Return the parts of the work that are measured in a process each: an engine that prunes has a single ratio."""
+    """Split the work into the tasks that each get a process, since an engine that prunes has a single ratio.
+
+    The way without pruning has the ratio 1 only; pruning ways skip the ratio 1, so that the list may be empty.
+    """
     if mode == ONLINE:
         return [replace(job, ratios=(1.0,))]
     if mode in PRUNING:
@@ -189,7 +199,11 @@ def split_work(mode: str, job: ServingWork) -> list[ServingWork]:
 
 
 def make_cache(folder: Path, model: str, num_frames: int) -> str:
-    """Make a cache of the sample clips with all tokens in GSTEP's order, for any ratio. Raises RunFailed."""
+    """Make a cache of all tokens of the sample clips in GSTEP's order, which serves any ratio; return its path.
+
+    Raises:
+        RunFailed: jobs.prune failed; the message has the end of its output.
+    """
     command = [sys.executable, "-m", "jobs.prune", "sample", "--out", str(folder), "--model", model]
     command += ["--retention-ratio", "1.0", "--num-frames", str(num_frames)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -199,9 +213,10 @@ def make_cache(folder: Path, model: str, num_frames: int) -> str:
 
 
 def measure(mode: str, job: ServingWork) -> list[WayResult]:
-    """Measure one way of answering in a child process, which frees its memory at its end.
+    """Measure one mode in a child process, so that its memory is freed at the end.
 
-    Raises RunFailed, with the cause from the child's log, if the child fails.
+    Raises:
+        RunFailed: the child failed; the message has the cause from its log.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -226,7 +241,10 @@ def measure(mode: str, job: ServingWork) -> list[WayResult]:
 
 
 def _measure_in_child(mode: str, job: ServingWork, pipe: Connection, log: str) -> None:
-    """Measure in the child process, and send the results or the error's text into ``pipe``; output goes to ``log``."""
+    """Measure in the child process, and send the results, or the text of the error, through ``pipe``.
+
+    Stdout and stderr of the process go to the file ``log``.
+    """
     with Path(log).open("a") as log_file:
         for stream in (1, 2):
             os.dup2(log_file.fileno(), stream)
@@ -245,9 +263,9 @@ def _measure_in_child(mode: str, job: ServingWork, pipe: Connection, log: str) -
 
 
 def _measure_way(way: ServingWay, mode: str, job: ServingWork) -> Iterator[WayResult]:
-    """Yield a result for each ratio and number of questions; every round asks cold, and then the same again.
+    """Yield a result for each ratio and number of questions; every round asks cold, and then the same again warm.
 
-    One question a video is asked first and not measured.
+    One question per video is asked before, to warm up; it is not measured.
     """
     way.make_ask(job.ratios[0], 1)()  # loading and compiling on first use are not measured
     memory = ProcessTree(os.getpid())
@@ -281,7 +299,10 @@ def _measure_way(way: ServingWay, mode: str, job: ServingWork) -> Iterator[WayRe
 
 
 def as_table(results: Sequence[WayResult], title: str) -> Table:
-    """Make a table with a row for each result; "times" is the speed-up over vLLM on videos with as many questions."""
+    """Make a table with a row per result, whose cells are "" for unknown figures.
+
+    "times" is the speed relative to online vLLM with as many questions, if that was measured.
+    """
     columns = (
         *("way", "retention", "questions a video", "visual tokens", "requests/s", "warm", "times"),
         *("first token s", "prefilled", "reused", "kB sent", "peak MB"),
@@ -300,7 +321,7 @@ def as_table(results: Sequence[WayResult], title: str) -> Table:
 
 
 def write_plot(results: Sequence[WayResult], title: str, file: Path) -> None:
-    """Write a PNG of requests a second by questions a video, cold and warm; colours are ways, dashes are ratios."""
+    """Write a PNG of requests per second by questions per video, cold and warm; colors are ways, dashes are ratios."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - the extra ``benchmark``
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")

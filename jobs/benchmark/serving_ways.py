@@ -1,4 +1,4 @@
-"""Ways of answering questions about every video: from a cache, from texts of the same length, from the videos.
+"""Ways of answering questions about every video: from a cache, from texts of equal length, from the videos.
 
 Each way answers cold, when nothing of a video is cached anywhere, and then the same questions again.
 """
@@ -41,10 +41,7 @@ MODES = (*CACHED, ONLINE, *PRUNING)
 
 @dataclass(frozen=True)
 class ServingWork:
-    """The work of the benchmark: the model, the cache, and the ratios and numbers of questions a video to try.
-
-    Pickles.
-    """
+    """The work of the benchmark: model, cache, ratios, numbers of questions per video. It can be pickled."""
 
     model: str
     cache: str
@@ -60,11 +57,11 @@ class Pass(NamedTuple):
 
     Attributes:
         requests: the number of requests.
-        seconds: seconds of the pass, with reading tokens (or decoding and encoding videos).
+        seconds: wall seconds of the pass, including reading tokens (or decoding and encoding videos).
         first_token_s: seconds to the first token of the median request; None if unknown.
         prompt_tokens: prompt tokens of all requests.
         reused_tokens: prompt tokens that the prefix cache had; None without a prefix cache.
-        visual_tokens: visual tokens of a prompt, on average; None for texts.
+        visual_tokens: mean visual tokens per prompt; None for texts.
         sent_bytes: bytes sent to the engine's process; None for an engine in this process.
     """
 
@@ -81,10 +78,10 @@ Ask = Callable[[], Pass]
 
 
 class ServingWay(Protocol):
-    """One way of answering, with its engine loaded."""
+    """One way of answering, with its engine loaded; ``close`` must be called at the end."""
 
     def make_ask(self, ratio: float, questions: int) -> Ask:
-        """Make a function that asks so many questions about every video; its first call finds nothing cached."""
+        """Make a function that asks ``questions`` questions about every video; its first call is cold."""
 
     def close(self) -> None:
         """End the engine and its process."""
@@ -93,17 +90,18 @@ class ServingWay(Protocol):
 class CachedWay:
     """The way of answering from a cache with an engine of this package.
 
-    Every ``make_ask`` takes another number of tokens of each video, a few more or less than the ratio gives. Rows and
-    prefixes of another number have other hashes, so that no engine finds them in its caches.
+    Each ``make_ask`` for a ratio uses a slightly different number of tokens per video. Rows and prefixes of another
+    number have other hashes, so that no engine finds them in its caches.
     """
 
     def __init__(self, mode: str, job: ServingWork) -> None:
         """Load the engine of ``mode``, a key of CACHED, with its model.
 
-        "text-vllm" replaces visual tokens by random words. Nothing checks that ``job.cache`` was made with
-        ``job.model``.
+        With "text-vllm", visual tokens are replaced by random words. Whether ``job.cache`` was made with ``job.model``
+        is not checked.
         """
-        source, self._cache = ModelSource.resolve(job.model), TokenCache(job.cache)
+        source = ModelSource.resolve(job.model)
+        self._cache = TokenCache(job.cache)
         options = EngineOptions(engine=CACHED[mode])
         self._engine = load_engine(options, source, choose_runtime(), self._cache.max_tokens + 1)
         self._sent = SentBytes(self._engine.client) if isinstance(self._engine, VllmEngine) else None
@@ -115,7 +113,7 @@ class CachedWay:
         self._rounds: Counter[float] = Counter()
 
     def make_ask(self, ratio: float, questions: int) -> Ask:
-        """Make a function that asks about every video, with a number of its tokens that no earlier call has used."""
+        """Make a function that asks about every video, with a number of tokens not used before at this ratio."""
         number = self._rounds[ratio]
         self._rounds[ratio] += 1
         # Later rounds take one token more, one less, two more and so on; they only take fewer if the ratio is the
@@ -129,7 +127,7 @@ class CachedWay:
         self._engine.close()
 
     def _read(self, ratio: float, n_fewer: int, video_id: str) -> Visual:
-        """Read a video's Visual with ``n_fewer`` tokens fewer than the ratio gives; a negative number takes more."""
+        """Read a video with ``n_fewer`` tokens fewer than the ratio gives (more if negative), at least one."""
         row = self._cache.metadata(video_id)
         tokens = max(1, int(ratio * row["n_total"]) - n_fewer)
         share = (tokens + 0.5) / row["n_total"] if tokens < row["n_tokens"] else None
@@ -138,10 +136,13 @@ class CachedWay:
     def _ask(self, read: Callable[[str], Visual], questions: int, seed: str) -> Pass:
         """Read all videos, build all prompts and generate the answers, timed as one pass.
 
-        ``seed`` names the ratio and the round: texts of equal words would find each other's prefixes. An engine in this
-        process gets batches of its usual size.
+        An engine in this process gets batches of its usual size, vLLM all prompts at once.
+
+        Args:
+            seed: ratio and round, from which random words are drawn, so that texts of other rounds share no prefix.
         """
-        start_s, sent_before = time.perf_counter(), self._sent.total if self._sent else 0
+        start_s = time.perf_counter()
+        sent_before = self._sent.total if self._sent else 0
         before = getattr(self._engine, "reused_tokens", 0)
         prompts: list[Prompt] = []
         for number_of_video, video_id in enumerate(self._cache.video_ids):
@@ -169,7 +170,7 @@ class CachedWay:
         )
 
     def _replace_by_words(self, prompts: Sequence[Prompt], generator: Random) -> list[Prompt]:
-        """Replace the video's tokens by random words, the same in all ``prompts``, which are about the same video."""
+        """Replace the video's tokens by random words, the same ones in all ``prompts``, which are about one video."""
         first, end = prompts[0].spans[0]
         words = torch.tensor(generator.choices(self._words, k=end - first))
         word_prompts = []
@@ -181,20 +182,24 @@ class CachedWay:
 
 
 class OnlineWay:
-    """The way of answering by vLLM alone, whose own loader decodes every video and whose model encodes it.
+    """The way of answering with vLLM alone: its loader decodes every video, and its model encodes it.
 
-    The model may prune each video as it encodes it.
+    The model may also prune each video as it encodes it.
     """
 
     def __init__(self, mode: str, job: ServingWork) -> None:
-        """Load vLLM with its model, to answer from the video files that ``job.cache`` was made of.
+        """Load vLLM with its model, to answer from the video files that ``job.cache`` was made from.
 
-        vLLM may read all files below their common folder. It takes ``job.num_frames`` frames of a video. A ``mode`` of
-        PRUNING prunes to the first of ``job.ratios``. Raises UsageError as ``list_whole_files``.
+        vLLM may read all files below the common folder of the videos. It samples ``job.num_frames`` frames per video. A
+        ``mode`` of PRUNING prunes to the first of ``job.ratios``.
+
+        Raises:
+            UsageError: a video of the cache is not a whole local file.
         """
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - tens of seconds to import
 
-        source, runtime = ModelSource.resolve(job.model), choose_runtime()
+        source = ModelSource.resolve(job.model)
+        runtime = choose_runtime()
         name, revision = source.pretrained()
         self._files = list_whole_files(TokenCache(job.cache))
         self._llm = LLM(
@@ -217,7 +222,10 @@ class OnlineWay:
         self._sent = SentBytes(self._llm.llm_engine.engine_core)
 
     def make_ask(self, ratio: float, questions: int) -> Ask:
-        """Empty all caches of vLLM; make a function that asks so many questions about every video."""
+        """Empty all caches of vLLM, and make a function that asks ``questions`` questions about every video.
+
+        The ratio is that of the engine; ``ratio`` is ignored.
+        """
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
@@ -229,8 +237,9 @@ class OnlineWay:
         self._llm.llm_engine.engine_core.shutdown()
 
     def _ask(self, messages: list[list[JsonObject]]) -> Pass:
-        """Ask all messages at once."""
-        start, sent_before = time.perf_counter(), self._sent.total
+        """Send all messages at once, and measure until the last answer."""
+        start = time.perf_counter()
+        sent_before = self._sent.total
         outputs = self._llm.chat(messages, self._params, use_tqdm=False)
         return Pass(
             requests=len(messages),
@@ -244,7 +253,7 @@ class OnlineWay:
 
 
 def _pruning_options(mode: str, source: ModelSource, ratio: float) -> JsonObject:
-    """Return the arguments of vLLM for a mode of PRUNING; none for another mode."""
+    """Return the additional arguments of vLLM's LLM for a mode of PRUNING; {} for another mode."""
     if mode not in PRUNING:
         return {}
     live = LivePruning("gstep", ratio)
@@ -255,9 +264,10 @@ def _pruning_options(mode: str, source: ModelSource, ratio: float) -> JsonObject
 
 
 def list_whole_files(cache: TokenCache) -> list[Path]:
-    """Return the local files of which the videos of a cache are made.
+    """Return the local files that the videos of a cache were made from, in the cache's order.
 
-    Raises UsageError for a video that is no local file, or a clip of it.
+    Raises:
+        UsageError: a video is not a local file, or is a clip of a file.
     """
     files = []
     for video_id in cache:
@@ -279,10 +289,10 @@ def _make_message(file: Path, text: str) -> JsonObject:
 
 
 class SentBytes:
-    """The count of bytes sent to an engine's process, in ``total``; it wraps the encoder of the engine's client."""
+    """A counter of the bytes sent to an engine's process, in ``total``; it wraps the encoder of the engine's client."""
 
     def __init__(self, client: Any) -> None:
-        """Count the bytes of each later message of ``client``, whose encoder is replaced for good."""
+        """Replace the encoder of ``client`` for good, to count the bytes of each later message."""
         self.total = 0
         encode = client.encoder.encode
 
@@ -295,5 +305,5 @@ class SentBytes:
 
 
 def make_questions(count: int) -> list[str]:
-    """Make ``count`` different questions."""
+    """Return ``count`` different questions."""
     return [f"Question {number}: what happens in this video, and why?" for number in range(count)]

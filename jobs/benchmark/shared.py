@@ -1,7 +1,8 @@
 """The harness of all measurements: flags, ways that run in turn, the result, and CPU and memory of processes.
 
-A measurement is a module with ``add_flags`` and ``run``. It names its flags (``add_flag``), runs its ways of doing the
-same work in turn (``run_in_turn``), and returns a table and a JSON document that name the machine (``make_result``).
+A measurement is a module with ``add_flags`` and ``run``. It adds its flags (``add_flag``), runs several ways of doing
+the same work in turn (``run_in_turn``), and returns a table and a JSON document that name the machine
+(``make_result``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pipeline.errors import RunFailed
 
 K = TypeVar("K")
 T = TypeVar("T")
-_WORDS = {"", "method", "tokens of", "way"}  # titles of columns without numbers
+_WORDS = {"", "method", "tokens of", "way"}  # titles of columns of text
 MAIN, OTHER = "main process", "other of Ray"
 # Part of a command line -> kind of process; the first match counts. Ray's workers have the names of their actors.
 KINDS = {
@@ -48,7 +49,8 @@ KINDS = {
     '"plain loop"': "DataLoader worker",
 }
 _TICKS = os.sysconf("SC_CLK_TCK")
-_LOOK_S, _LOOKS_PER_MEMORY = 0.25, 8  # between looks at a child, of which the first ones and each eighth count memory
+_LOOK_S = 0.25  # seconds between looks at a child
+_LOOKS_PER_MEMORY = 8  # the first eight looks, and later each eighth, measure memory
 
 
 def add_flag(
@@ -60,9 +62,10 @@ def add_flag(
     kind: Callable[[str], Any] | None = None,
     choices: Iterable[Any] | None = None,
 ) -> None:
-    """Add a flag that takes a value, or several values if its default is a list; its help ends with the default.
+    """Add a flag that takes one value, or one or more values if its default is a list; its help ends with the default.
 
-    Without ``kind`` the values are whole numbers from 1, or texts if the default has texts.
+    Args:
+        kind: parses a value; by default whole numbers from 1, or texts if the default has a text.
     """
     values = default if isinstance(default, list) else [] if default is None else [default]
     parser.add_argument(
@@ -77,7 +80,7 @@ def add_flag(
 
 
 def machine(device: str = "cpu") -> dict[str, str | int]:
-    """Return the processor, threads and torch version, JSON-able."""
+    """Return the name of the processor (the GPU's for a CUDA device), torch's threads and torch's version."""
     return {
         "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else _read_cpu_name(),
         "threads": torch.get_num_threads(),
@@ -86,14 +89,14 @@ def machine(device: str = "cpu") -> dict[str, str | int]:
 
 
 def machine_line(device: str = "cpu") -> str:
-    """Describe the machine in a line: "AMD EPYC, 1 thread, torch 2.13.0"; a GPU has no threads to name."""
+    """Describe the machine in one line, such as "AMD EPYC, 1 thread, torch 2.13.0"; a GPU without threads."""
     about = machine(device)
     threads = "" if device.startswith("cuda") else f", {about['threads']} thread{'s' * (about['threads'] != 1)}"
     return f"{about['processor']}{threads}, torch {str(about['torch']).partition('+')[0]}"
 
 
 def _read_cpu_name() -> str:
-    """Return the processor's model name."""
+    """Return the processor's model name from /proc/cpuinfo, or what the platform calls it elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -102,12 +105,12 @@ def _read_cpu_name() -> str:
 
 
 def say(line: str) -> None:
-    """Print a line of progress on stderr."""
+    """Print a dim line of progress on stderr."""
     CleanConsole(stderr=True).print(line, style="dim", markup=False, highlight=False)
 
 
 def figure_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:
-    """Make a table of figures: columns whose titles are in _WORDS are aligned left, all other columns right."""
+    """Make a table of figures; columns whose titles are in _WORDS are aligned left, all others right."""
     table = Table(title=title, title_justify="left", show_edge=False, caption=caption or None, caption_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in _WORDS else "right")
@@ -117,21 +120,25 @@ def figure_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
 
 
 def existing_folder(text: str) -> Path:
-    """Parse the path of an existing folder, as a flag's type."""
+    """Parse the path of an existing folder for argparse; raise ArgumentTypeError if there is none."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {text}")
     return Path(text)
 
 
 def format_figure(value: float | None) -> str:
-    """Format a number with one to three decimals; "-" for None."""
+    """Format a number with three decimals below 0.1, two below 10, and otherwise one; "-" for None."""
     if value is None:
         return "-"
     return f"{value:,.{3 if abs(value) < 0.1 else 2 if abs(value) < 10 else 1}f}"
 
 
 def figures_in_rows(columns: Iterable[Mapping[str, float | None]]) -> list[tuple[str, ...]]:
-    """Return the rows of a table that has a row for each figure, name first, and a column for each item."""
+    """Return table rows with one row per figure, its name first, and one cell per item; "-" where an item lacks it.
+
+    Args:
+        columns: the items: name of a figure -> number.
+    """
     items = list(columns)
     names = dict.fromkeys(name for figures in items for name in figures)
     return [(name, *(format_figure(figures.get(name)) for figures in items)) for name in names]
@@ -146,25 +153,27 @@ def make_result(
     device: str = "cpu",
     **record: object,
 ) -> CommandResult:
-    """Return the result of a measurement: its table, and its JSON document with ``record``; both name the machine.
+    """Return the result of a measurement: a table, and a JSON document with ``record``; both name the machine.
 
-    ``note`` is a text below the table.
+    Args:
+        note: a text below the table.
+        device: the device that was measured, by torch's name.
     """
     table = figure_table(f"{title}, on {machine_line(device)}", columns, rows, note)
     return CommandResult(0, {"machine": machine(device), **record}, [table])
 
 
 def seconds_of(work: Callable[[], T]) -> tuple[float, T]:
-    """Run ``work`` and return its wall seconds and its result."""
+    """Call ``work``, and return its wall seconds and its result."""
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
 
 
 def time_work(work: Callable[[], T], device: str) -> tuple[T, float, float | None]:
-    """Run ``work``; return its result, its wall seconds until the device has finished, and the peak of memory.
+    """Call ``work``; return its result, its wall seconds until the device has finished, and the peak memory in bytes.
 
-    The peak is torch's on a GPU, else this process's, or None if unknown. It is reset first.
+    The peak is reset first. It is torch's on a GPU; on a CPU it is this process's, or None if the system does not tell.
     """
     if device.startswith("cuda"):
 
@@ -187,7 +196,7 @@ def time_work(work: Callable[[], T], device: str) -> tuple[T, float, float | Non
 
 
 def max_known(*values: float | None) -> float | None:
-    """Return the largest value that is known; None if none is."""
+    """Return the largest of the values that are not None; None if all are."""
     return max((value for value in values if value is not None), default=None)
 
 
@@ -197,7 +206,7 @@ class Turns:
 
     Attributes:
         wall_s: wall seconds of each run.
-        cpu_s: CPU seconds of each run, of this process and of its multiprocessing children that live all the while.
+        cpu_s: CPU seconds of each run, of this process and of its multiprocessing children that exist throughout.
         result: the result of the last run.
     """
 
@@ -212,7 +221,7 @@ class Turns:
 
 
 def run_in_turn(ways: Mapping[K, Callable[[], object]], repeats: int) -> dict[K, Turns]:
-    """Run all ways ``repeats`` times in turn, so that a disturbance of the machine affects all of them."""
+    """Run all ways once per round, ``repeats`` rounds, so that a disturbance of the machine affects all of them."""
     turns = {name: Turns() for name in ways}
     for name, work in [*ways.items()] * repeats:
         cpu_start_s = _read_own_cpu_s()
@@ -223,7 +232,7 @@ def run_in_turn(ways: Mapping[K, Callable[[], object]], repeats: int) -> dict[K,
 
 
 def _read_own_cpu_s() -> float:
-    """Read the CPU seconds of this process and of all threads of its multiprocessing children."""
+    """Return the CPU seconds of this process and of its living multiprocessing children, with all threads."""
     tasks = [
         path.relative_to("/proc") for child in active_children() for path in Path(f"/proc/{child.pid}").glob("task/*")
     ]
@@ -232,16 +241,18 @@ def _read_own_cpu_s() -> float:
 
 
 def classify_process(command: str) -> str:
-    """Look up the kind of a process by its command line, such as "decode actor"."""
+    """Return the kind of a process by its command line, such as "decode actor"; OTHER if no pattern matches."""
     return next((kind for part, kind in KINDS.items() if part in command), OTHER)
 
 
 class ProcessTree:
-    """A process and its descendants, orphans included; call ``look`` often, or it misses processes that end between.
+    """A process and its descendants, including those whose parent has ended, as seen by ``look``.
+
+    Call ``look`` often: a process that starts and ends between two looks is missed.
 
     Attributes:
         peak_mb: the maximum over looks of the memory of all processes together, in MB (10^6 bytes): the sum of
-            proportional set sizes (PSS), in which shared pages, Ray's object store among them, count once.
+            proportional set sizes (PSS), in which shared pages, such as Ray's object store, count once.
     """
 
     def __init__(self, root: int) -> None:
@@ -250,9 +261,10 @@ class ProcessTree:
         self._cpu_s: dict[int, float] = {}
 
     def look(self, *, memory: bool = False) -> None:
-        """Record the CPU seconds of each living process.
+        """Record the CPU seconds and the kind of each living process.
 
-        With ``memory`` it also raises ``peak_mb`` to the memory of now, which takes some ms a process.
+        Args:
+            memory: True to update ``peak_mb`` too, which takes some ms per process.
         """
         cpu_s_by_pid = self._read_cpu_s()
         for pid, seconds in cpu_s_by_pid.items():
@@ -263,20 +275,20 @@ class ProcessTree:
             self.peak_mb = max(self.peak_mb, sum(map(_read_pss, cpu_s_by_pid)) / 1e6)
 
     def cpu_s(self) -> dict[str, float]:
-        """Sum the recorded CPU seconds by kind of process, ended processes included."""
+        """Return the recorded CPU seconds by kind of process, including ended processes."""
         seconds: dict[str, float] = defaultdict(float)
         for pid, seconds_of_process in self._cpu_s.items():
             seconds[self._kinds[pid]] += seconds_of_process
         return dict(seconds)
 
     def end(self) -> None:
-        """Kill the running processes of the tree."""
+        """Kill the running processes of the tree, including its root, with SIGKILL."""
         for pid in self._read_cpu_s():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def _read_cpu_s(self) -> dict[int, float]:
-        """Read the CPU seconds of the tree's running processes, process id -> seconds."""
+        """Read the CPU seconds of each running process of the tree: process id -> seconds."""
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
         stats = {pid: fields for pid in pids if (fields := _read(pid, "stat").rpartition(")")[2].split())}
         tree = stats.keys() & self._kinds.keys()
@@ -286,18 +298,25 @@ class ProcessTree:
 
 
 def run_watched(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[str, ProcessTree]:
-    """Run a command in a process and a session of its own; return its output and the figures of its processes.
+    """Run a command in its own session; return its stdout and the figures of its processes.
 
-    Processes that it leaves are killed. Raises RunFailed with the last line that it wrote to stderr if it fails.
+    Processes that it leaves behind are killed.
+
+    Args:
+        environment: the environment of the command; None for that of this process.
+
+    Raises:
+        RunFailed: the command fails; the message is the last line that it wrote to stderr.
     """
     with TemporaryFile("w+", errors="replace") as stdout, TemporaryFile("w+", errors="replace") as stderr:
         child = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, start_new_session=True)
-        tree, looks = ProcessTree(child.pid), 0
+        tree = ProcessTree(child.pid)
+        looks = 0
         try:
             while child.poll() is None:
                 tree.look(
                     memory=looks < _LOOKS_PER_MEMORY or looks % _LOOKS_PER_MEMORY == 0
-                )  # short runs are seen, too
+                )  # so that short runs are measured too
                 looks += 1
                 time.sleep(_LOOK_S)
         finally:
@@ -308,18 +327,18 @@ def run_watched(command: Sequence[str], environment: Mapping[str, str] | None = 
             file.seek(0)
             texts.append(file.read())
     if child.returncode:
-        raise RunFailed((texts[1].strip().splitlines() or ["it said nothing"])[-1])
+        raise RunFailed((texts[1].strip().splitlines() or ["it wrote nothing to stderr"])[-1])
     return texts[0], tree
 
 
 def _read_pss(pid: int) -> int:
-    """Read the proportional set size in bytes; 0 for an ended process."""
+    """Return the proportional set size of a process in bytes; 0 if it has ended."""
     sizes = (line.split()[1] for line in _read(pid, "smaps_rollup").splitlines() if line.startswith("Pss:"))
     return int(next(sizes, 0)) << 10
 
 
 def _read(process: int | Path, name: str) -> str:
-    """Read a file of a process in /proc, or of a task below it; "" if it has ended."""
+    """Read a file of a process in /proc, or of a task below it, with NUL bytes as blanks; "" if it cannot be read."""
     try:
         return Path("/proc", str(process), name).read_text(encoding="utf-8", errors="replace").replace("\0", " ")
     except OSError:

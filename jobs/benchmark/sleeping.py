@@ -1,6 +1,6 @@
-"""A model family that sleeps instead of computing; ``jobs.prune --family`` takes its import path.
+"""A model family that sleeps instead of computing, for ``jobs.prune --family`` by its import path.
 
-Its checkpoint is the tiny LLaVA-OneVision with the seconds of a video in config.json.
+Its checkpoint is the tiny LLaVA-OneVision, whose config.json also has the seconds to sleep per video.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ FAMILY = "jobs.benchmark.sleeping:Sleeping"
 
 
 def write_model(folder: Path, seconds: float) -> str:
-    """Write a checkpoint of the family whose encoder sleeps ``seconds`` for a video; return its path."""
+    """Write a checkpoint whose encoder sleeps ``seconds`` per video to ``folder``, and return its path.
+
+    Raises:
+        FileExistsError: the folder exists already.
+    """
     folder.mkdir()
     tiny.write("tiny", folder)
     config = folder / "config.json"
@@ -33,14 +37,14 @@ def write_model(folder: Path, seconds: float) -> str:
 
 
 class Sleeping(LlavaOnevision):
-    """A LLaVA-OneVision whose vision tower is not loaded."""
+    """A LLaVA-OneVision family whose vision tower is not loaded."""
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> SleepingBackbone:  # type: ignore[override]
         return SleepingBackbone(self, None, self.preprocessor(), runtime, frame_batch)
 
 
 class SleepingBackbone(Backbone):
-    """A vision part that sleeps once for each video, and returns the same random tokens each time.
+    """A backbone that sleeps once per video, and returns the same random tokens each time.
 
     Calls from several threads sleep one after the other, since an encoder encodes one video at a time.
     """
@@ -64,6 +68,6 @@ class SleepingBackbone(Backbone):
 
 @cache
 def make_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
-    """Make random tokens [T,N,D] in bfloat16; the same tensor at each call."""
+    """Return random bfloat16 tokens [T,N,D]; the same tensor object for the same shape."""
     numbers = torch.randn(n_frames, per_frame, hidden, generator=torch.Generator().manual_seed(0))
     return numbers.to(torch.bfloat16)

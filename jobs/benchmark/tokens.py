@@ -1,7 +1,7 @@
 """Synthetic tokens for benchmarks: with the structure of real encoders, and the worst case.
 
 All are seeded, [T,N,D] bfloat16, and made frame by frame, so that making them takes little more memory than the tokens.
-Shapes: T frames, N tokens a frame, D hidden size, k directions.
+Shapes: T frames, N tokens per frame, D hidden size, k directions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NOISE = 0.3  # spread of the noise; the spread of the content is 1
 
 
 def structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
-    """Make tokens like an encoder's: low-rank content that changes slowly in time, with cuts, plus noise.
+    """Make tokens that resemble an encoder's: low-rank content that changes slowly in time, with cuts, plus noise.
 
     The content of each position lies in min(64, D) directions whose spread falls as k^-0.5. It follows an AR(1) process
-    in time (correlation 0.98); one frame in 24 on average starts a new scene. White noise of 0.3 times the content's
-    spread is added. So 0.09 / 1.09 = 8 % of a token's squared length lie outside of these directions.
+    in time (correlation 0.98); on average one frame in 24 starts a new scene. White noise of 0.3 times the content's
+    spread is added, so 0.09 / 1.09 = 8 % of a token's squared length lies outside of these directions.
     """
     rng = torch.Generator().manual_seed(0)
     k = min(DIRECTIONS, hidden)
@@ -42,7 +42,7 @@ def structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
 
 
 def iid_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
-    """Make standard normal tokens, all equally far apart, unlike any encoder's: the worst case of a lazy method."""
+    """Make standard normal tokens, which are all equally far apart: the worst case of a lazy selection."""
     rng = torch.Generator().manual_seed(0)
     tokens = torch.empty(n_frames, per_frame, hidden, dtype=torch.bfloat16)
     for frame_ND in tokens:

@@ -1,1 +1,1 @@
-"""What a cache shows of itself: a summary, one video's kept tokens, and how far a run has come."""
+"""Show what a cache or answers contain: a summary, the kept tokens of one video, and the progress of a run."""

@@ -1,4 +1,4 @@
-"""Reports of ``jobs.inspect`` on answers: how many there are, what failed, and some questions with their answers."""
+"""Reports of ``jobs.inspect`` on answers: counts, failures, and some questions with their answers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _OWN_COLUMNS = frozenset(ANSWER_SCHEMA.names)
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of one place, read for display.
+    """The answers at one location, read for display.
 
     Attributes:
-        place: where they are, as named.
-        identity: what all of them were made with.
-        rows: the live row of every question under every pruning, as ``read_answers`` returns them.
+        place: the location, as it was named.
+        identity: the settings that all answers share.
+        rows: the live row of each question under each pruning, in natural order of the ids.
     """
 
     place: str
@@ -51,7 +51,11 @@ class Answers:
     def open(cls, store: Store, question_id: str | None = None) -> Answers:
         """Read all answers, or those to one question.
 
-        Raises NotAnswers, UsageError for a question that has no row, CorruptShard, OSError.
+        Raises:
+            NotAnswers: the store holds no answers.
+            UsageError: the question has no row; the message suggests a similar id.
+            CorruptShard: a file of the answers is damaged.
+            OSError: the store fails.
         """
         identity = read_answers_header(store)["identity"]
         rows = AnswersTable(store, identity).live()
@@ -64,28 +68,28 @@ class Answers:
 
     @cached_property
     def summary(self) -> AnswerSummary:
-        """The counts of these answers."""
+        """The counts of these answers, computed once."""
         return summarise_answers(self.rows, len(self.rows), frozenset(), 0.0)
 
     @cached_property
     def prunings(self) -> list[str]:
-        """The prunings under which the questions were asked; none where all were asked under the identity's."""
+        """The names of the prunings of the rows, "none" for a row without one; [] if no row has its own pruning."""
         names = pc.unique(self.rows["pruning"]).to_pylist()
         return [name or "none" for name in names] if any(names) else []
 
     def as_record(self) -> JsonObject:
-        """Return identity and counts as a JSON-able dict, without answers."""
+        """Return location, identity and counts as a JSON-able dict, without the answers."""
         counts = self.summary.standing()
         del counts["n_outside"], counts["seconds"]  # answers record neither of the two
         return {"answers": self.place, "identity": cast(JsonObject, self.identity), **counts}
 
     def failed(self) -> Failures:
-        """List the failed questions by id: question_id, pruning, class, message, attempts."""
+        """List the failed questions in row order: question_id, pruning, class, message, attempts."""
         return failed_records(self.rows, ("question_id", "pruning", "error_class", "error_message", "attempts"))
 
 
 def answers_report(answers: Answers) -> RenderableType:
-    """Render counts, failures by class, and the first questions with their answers."""
+    """Render counts, failures by class, and the first MAX_SHOWN rows with prompt, answer and target."""
     parts: list[RenderableType] = [facts_table(_facts(answers)), ""]
     if answers.summary.failures:
         parts += [answers.summary.failures_table("question", QUESTION_FAULTS), ""]
@@ -105,7 +109,7 @@ def answers_report(answers: Answers) -> RenderableType:
 
 
 def question_report(answers: Answers) -> RenderableType:
-    """Render the rows of one question, whole."""
+    """Render all rows of one question in full, one block per pruning."""
     parts: list[RenderableType] = []
     for row in answers.rows.to_pylist():
         parts += [facts_table(_question_facts(row)), ""]
@@ -113,8 +117,9 @@ def question_report(answers: Answers) -> RenderableType:
 
 
 def _facts(answers: Answers) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) pairs of the answers' identity and counts."""
-    identity, counts = answers.identity, answers.summary
+    """Yield (name, value) pairs of the answers' identity and counts; names that the identity lacks are left out."""
+    identity = answers.identity
+    counts = answers.summary
     yield "answers", answers.place
     if model := identity.get("model"):
         yield "model", f"{model.get('type')}  {model.get('weights')}"
@@ -139,7 +144,7 @@ def _facts(answers: Answers) -> Iterator[tuple[str, str]]:
 
 
 def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) pairs of one row: question, choices with log-probabilities, answer, tokens."""
+    """Yield (name, value) pairs of one row: question, choices, answer, token counts, carried columns, run."""
     yield "question", row["question_id"]
     if row["pruning"] is not None:
         yield "pruning", row["pruning"]
@@ -169,7 +174,7 @@ def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
 
 
 def _format_answer(row: AnswerRecord) -> str:
-    """Return the answer for display: after the letter of a choice stands the choice's text."""
+    """Return the answer for display: if it is a choice's letter, the choice's text follows it; "" without an answer."""
     answer, choices, number = row["answer"] or "", row["choices"], row["choice"]
     if choices is None or number is None or len(answer) != 1:
         return answer
@@ -177,12 +182,12 @@ def _format_answer(row: AnswerRecord) -> str:
 
 
 def _earlier_messages(row: AnswerRecord) -> Iterator[tuple[str, str]]:
-    """Yield (role, text) of the messages before the prompt, with "(video)" where one stands."""
+    """Yield (role, text) of the messages before the prompt; a part without text is shown as "(video)"."""
     for message in load_messages(row["conversation"] or "[]")[:-1]:
         yield message["role"], " ".join(part.get("text", "(video)") for part in message["content"])
 
 
 def _shorten(text: str | None) -> str:
-    """Put a text on one line, cut at a maximum length."""
+    """Put a text on one line of at most _TEXT characters, with "..." at the end if it is cut; None gives ""."""
     line = " ".join((text or "").split())
     return line if len(line) <= _TEXT else f"{line[: _TEXT - 3]}..."

@@ -1,6 +1,6 @@
 """``pipeline.compare``: the tokens that several methods keep of one video, all from one encoding of it.
 
-The methods select from the stored tokens of a cache where these serve, else from those of the source, encoded here.
+The methods select from the stored tokens of a cache if these suffice; otherwise the source is encoded here.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from pipeline.storage.s3 import Objects, is_s3
 from pipeline.storage.stores import store_at
 from pipeline.video.sandbox import InThisProcess
 
-#: The options among ENCODING_OPTIONS that go with a video of a cache: its frames, sizes and precision are the cache's.
+#: The options among ENCODING_OPTIONS that apply to a video of a cache, whose frames, sizes and precision are fixed.
 CACHE_OPTIONS = frozenset(
     {"model", "revision", "family", "siglip", "device", "attn", "seed", "fetch_memory"}
     | {"s3_endpoint", "s3_requester_pays"}
 )
-_DEFAULT_METHODS = ("gstep",)  # as jobs.prune, and its ratio
+_DEFAULT_METHODS = ("gstep",)  # method and ratio are the defaults of jobs.prune
 _DEFAULT_RATIO = 0.25
 
 
@@ -69,22 +69,23 @@ def compare(
     >>> pipeline.compare("cache", "bikes.mp4", methods=["gstep", "random"], video_roots=["videos"]).save("page.html")
     >>> pipeline.compare("cache", "bikes.mp4")  # what the cache holds
 
-    All selections are of one encoding of the video, and are those that ``python -m jobs.prune`` would cache. The
-    selections of a cached video are computed from its stored tokens if the cache holds all of them as the encoder gave
-    them, with the evidence that the methods need. They are read as they are stored if the cache's own method is the
-    only one that is asked for. Else the source is encoded again, by the model and with the frames of the cache.
+    All selections come from one encoding of the video, and are those that ``python -m jobs.prune`` would cache. For a
+    video of a cache, stored selections are shown if no others are requested. The methods select from the stored tokens
+    if the cache holds all tokens in bfloat16 and the evidence that the methods need. Otherwise the source is encoded
+    again with the model and the frames of the cache.
 
     Args:
         video: a video file, local or on S3, which is decoded in this process; or a cache.
-        video_id: the video of the cache. For a file: its name in the result, by default that of the file.
-        methods: one or several, each ``METHOD`` or ``METHOD,NAME=VALUE,...`` as ``python -m jobs.evaluate --method``
-            takes it, such as ``random,seed=0..2``; or a Pruner object. None is the method of the cache, or gstep for a
-            file.
-        retention_ratios: one or several shares of the tokens to keep; None is what the cache stores, or 0.25.
+        video_id: the video of the cache. For a file: its name in the result, by default the file's name.
+        methods: one or several, each ``METHOD`` or ``METHOD,NAME=VALUE,...`` as for ``python -m jobs.evaluate
+            --method``, such as ``random,seed=0..2``; or a Pruner object. None is the method of the cache, or gstep for
+            a file.
+        retention_ratios: one or several shares of the tokens to keep. None is the ratio of the cache, or 0.25 for a
+            file and for methods on a cache of all tokens.
         start_s, end_s: the clip of a file, in seconds.
         video_roots: folders and prefixes below which the sources that a cache names may be read.
         options: the options of ``python -m jobs.prune --help-all`` about one video: ``model``, ``num_frames``, ``fps``,
-            ``device`` and so on. A cache has its own frames: with it, options about frames are refused.
+            ``device`` and so on. With a cache, options about frames and precision are refused.
 
     Raises:
         UsageError: an option, a method or a ratio cannot be used, or a cache holds too few tokens for the methods and
@@ -92,12 +93,12 @@ def compare(
         VideoFault: the video cannot be read, or a method cannot prune it.
         UnknownVideo: the cache has no tokens of the video.
         RatioNotCached: without methods, a ratio that the cache does not serve.
-        MethodFails: your own method fails for every video.
+        MethodFails: a user method fails for every video.
     """
     config = make_config(PruneConfig, "compare", options, ENCODING_OPTIONS)
     methods = [methods] if isinstance(methods, str | Pruner) else methods
-    named = [retention_ratios] if isinstance(retention_ratios, float | int) else list(retention_ratios or ())
-    ratios = [float(ratio) for ratio in named]
+    ratio_values = [retention_ratios] if isinstance(retention_ratios, float | int) else list(retention_ratios or ())
+    ratios = [float(ratio) for ratio in ratio_values]
     for ratio in ratios:
         check_ratio("retention_ratio", ratio)
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
@@ -105,7 +106,7 @@ def compare(
     if cache is None:
         assert not isinstance(video, TokenCache)
         if video_roots:
-            raise UsageError(f"{os.fspath(video)} is no cache: --video-root goes with a cache, whose sources it allows")
+            raise UsageError(f"{os.fspath(video)} is not a cache: --video-root applies only to the sources of a cache")
         with usage_errors():
             source = ModelSource.resolve(config.model, config.revision, quantized=True, family=config.family)
         methods, ratios = methods or _DEFAULT_METHODS, ratios or [_DEFAULT_RATIO]
@@ -129,7 +130,10 @@ def compare(
 
 
 def _open_cache(video: str | os.PathLike[str] | TokenCache, objects: Objects) -> TokenCache | None:
-    """Return the cache that ``video`` is or names; None for a video file, and for a folder without a cache."""
+    """Return the cache that ``video`` is or names; None for a video file, and for a location without a cache.
+
+    An S3 address with the suffix of a video is a file; any other address of a store is a prefix.
+    """
     if isinstance(video, TokenCache):
         return video
     text = os.fspath(video)
@@ -145,10 +149,9 @@ class CachedComparison:
     """A comparison to make on a video of a cache.
 
     Attributes:
-        video_id: the video.
-        config: the options of the call.
-        roots: below which sources are read.
-        has_model: whether the call names the model.
+        config: the options of the call; those that the cache determines are ignored.
+        roots: folders and prefixes below which sources may be read.
+        has_model: True if the call names the model.
     """
 
     cache: TokenCache
@@ -159,11 +162,22 @@ class CachedComparison:
     has_model: bool
 
     def compare(self, methods: Sequence[str | Pruner] | None, ratios: Sequence[float]) -> Comparison:
-        """Compare the methods on the stored tokens where they serve, else on the source.
+        """Compare the methods on the stored tokens if they suffice, otherwise on the source, encoded again.
 
-        Without methods the selection is the one that the cache stores; without ratios there is one.
+        Args:
+            methods: None for the stored selection.
+            ratios: empty for the stored ratio; with methods on a cache of all tokens, for 0.25.
+
+        Raises:
+            UsageError: a method cannot be used, or the source is needed and cannot be decoded.
+            VideoFault: the source cannot be encoded, or a method cannot prune the video.
+            UnknownVideo: the cache has no tokens of the video.
+            RatioNotCached: the cache does not serve a stored ratio.
+            MethodFails: a user method fails for every video.
         """
-        cache, identity, stored_ratio = self.cache, self.cache.identity, self.cache.retention_ratio
+        cache = self.cache
+        identity = self.cache.identity
+        stored_ratio = self.cache.retention_ratio
         if methods is None:
             own = identity["pruner"]
             settings = {**own["params"], **({"seed": own["seed"]} if "seed" in own else {})}
@@ -193,7 +207,11 @@ class CachedComparison:
             ) from fault
 
     def _show_stored(self, settings: Mapping[str, Mapping[str, Json]], ratios: Sequence[float]) -> Comparison:
-        """Return the selections that the cache stores, at these ratios; ``settings`` are of each label."""
+        """Return the selections that the cache stores at these ratios, the largest first, once for each label.
+
+        Args:
+            settings: label -> parameters of the method, for display.
+        """
         selections = {}
         for ratio in sorted(set(ratios), reverse=True):
             video = self.cache.get(self.video_id, ratio)
@@ -204,7 +222,11 @@ class CachedComparison:
         return self._make_comparison(selections, row, f"The selections are those that {self.cache.store} stores.")
 
     def _compare_tokens(self, wanted: Sequence[Wanted], columns: Mapping[str, str]) -> Comparison:
-        """Compare the methods on the stored tokens, which are all tokens; ``columns`` of evidence are by label."""
+        """Compare the methods on the stored tokens, which are all tokens, on the GPU if there is one.
+
+        Args:
+            columns: label of evidence -> the column of the cache.
+        """
         video = self.cache.get(self.video_id, evidence=tuple(columns.values()))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         visual = make_visual_tokens(video.visual, columns.items(), device)
@@ -214,7 +236,7 @@ class CachedComparison:
     def _make_comparison(
         self, selections: Mapping[tuple[str, float], MethodSelection], row: VideoRow, origin: str
     ) -> Comparison:
-        """Return the comparison of a video whose frames are decoded again for their pictures, if they can be."""
+        """Make the comparison; the video's frames are decoded again for pictures if the source can be read."""
         identity = self.cache.identity
         pictures = source_pictures(row, identity["sampling"], self.objects, self.roots)
         return Comparison(
@@ -222,12 +244,20 @@ class CachedComparison:
         )
 
     def _encode_again(self, wanted: Sequence[Wanted], lacking: str) -> Comparison:
-        """Encode the source again as the cache's run did, and compare the methods on that.
+        """Encode the source again as the cache's newest run did, and compare the methods on all tokens.
 
-        ``lacking`` is the reason why stored tokens do not serve. Raises VideoFault of the stage decode where the source
-        cannot be had.
+        The result's ``origin`` also compares the new selection of the cache's method with the stored one.
+
+        Args:
+            lacking: the reason why stored tokens do not suffice, for messages.
+
+        Raises:
+            UsageError: no record tells the settings, or the model is not the cache's or lacks needed evidence.
+            UnknownVideo: the cache has no tokens of the video.
+            VideoFault: the source cannot be decoded (stage "decode"), encoded or pruned.
         """
-        store, identity = self.cache.store, self.cache.identity
+        store = self.cache.store
+        identity = self.cache.identity
         row = self.cache.metadata(self.video_id)
         if row["status"] != "ok":
             self.cache.get(self.video_id)  # raises the error of a video without tokens
@@ -260,7 +290,11 @@ class CachedComparison:
         return replace(comparison, origin=f"{origin}{self._difference_to_stored(wanted, comparison)}.")
 
     def _difference_to_stored(self, wanted: Sequence[Wanted], comparison: Comparison) -> str:
-        """Return how far the new selection of the cache's own method is from the stored one; "" if it is the same."""
+        """Return a clause with the share of the new selection that the cache stores; "" if it stores the same.
+
+        The first requested selection of the cache's method that differs from the stored one counts. Without such a
+        request, "" is returned too.
+        """
         for row in wanted:
             if is_stored(self.cache.identity, row):
                 stored = self.cache.get(self.video_id, row.retention_ratio).index
@@ -272,36 +306,41 @@ class CachedComparison:
 
 
 def is_stored(identity: CacheIdentity, row: Wanted) -> bool:
-    """Return True if a cache of this identity holds a selection: its own method, at a ratio that it serves."""
+    """Return True if a cache of this identity holds a selection: same method and seed, at a ratio that it serves.
+
+    A smaller ratio is served only for a nested method.
+    """
     entry = {**describe_method(row.pruner), **({"seed": row.seed} if row.pruner.seeded else {})}
     above = row.retention_ratio - identity["retention_ratio"]
     return entry == identity["pruner"] and (abs(above) <= 1e-9 or (row.pruner.nested and above < 0))
 
 
 def _find_lacking(cache: TokenCache, wanted: Sequence[Wanted], family: str) -> tuple[str, dict[str, str]]:
-    """Return (why the stored tokens do not serve the methods, the columns of evidence by label); "" if they serve.
+    """Find what the stored tokens lack for the methods to select from them.
 
-    Stored tokens serve if they are all tokens, bit for bit as the encoder gave them, with the evidence.
+    Returns:
+        The reason why they do not suffice and {}, or "" and the columns of evidence by label. They suffice if they are
+        all tokens in bfloat16, with the evidence that each method needs.
     """
     identity = cache.identity
     if not is_whole(identity):
         own = f"{identity['pruner']['method']} at {identity['retention_ratio']:g}"
         others = ", ".join(dict.fromkeys(row.label for row in wanted if not is_stored(identity, row)))
-        return f"{cache.store} holds the tokens of {own} alone, and {others} would choose among all tokens", {}
+        return f"{cache.store} holds only the tokens of {own}, and {others} would select from all tokens", {}
     if cache.codec is not BFLOAT16:
         return f"{cache.store} holds its tokens as {cache.codec.name}, not as the encoder gave them", {}
     columns: dict[str, str] = {}
     for row in wanted:
         try:
-            found = find_evidence_columns(row.label, row.pruner, identity, family_class(family))
+            pairs = find_evidence_columns(row.label, row.pruner, identity, family_class(family))
         except UsageError:  # if no encoder of this family gives it, the plan of another encoding says so
             return f"{cache.store} does not hold what {row.label} needs besides tokens", {}
-        columns |= {make_label(name, row.pruner.sources[name]): column for name, column in found}
+        columns |= {make_label(name, row.pruner.sources[name]): column for name, column in pairs}
     return "", columns
 
 
 def _check_same_encoding(cache: TokenCache, recipe: Recipe, dtype: str) -> None:
-    """Raise UsageError unless model and frames of a recipe are those of the cache."""
+    """Raise UsageError unless model, preprocessing and sampling of a recipe are those of the cache."""
     names = ("type", "weights", "family")  # a pooling head makes no tokens
 
     def encoding_of(identity: CacheIdentity) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What several methods keep of one video: ``Comparison``, the result of ``pipeline.compare``."""
+"""The tokens that several methods keep of one video: ``Comparison``, the result of ``pipeline.compare``."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MAX_INLINE = 860  # pixels of the page's height in a notebook; the rest scrolls
 
 @dataclass(frozen=True, eq=False)
 class MethodSelection:
-    """The tokens of a video, T frames (on Qwen pairs of frames) of N tokens, that a method keeps at a retention ratio.
+    """The tokens that a method keeps of a video, T frames (on Qwen pairs of frames) x N tokens, at one ratio.
 
     Attributes:
-        method: the method as it was named, with its own parameters: ``random,seed=1``.
-        retention_ratio: the nominal share.
+        method: the method as it was named, with its parameters: ``random,seed=1``.
+        retention_ratio: the nominal ratio.
         index: [B] int64 on the CPU, flat index t*N + i, ascending. A merged token has the index of its target.
         merged: [B] bool, True for a token that is a mixture of several; None for a method that never merges.
         n_total: T*N, the number of tokens before pruning.
@@ -51,33 +51,37 @@ class MethodSelection:
 
     @property
     def ratio_label(self) -> str:
-        """The nominal share in percent, ``25 %``."""
+        """The nominal ratio in percent, as in ``25 %``."""
         return f"{100 * self.retention_ratio:.6g} %"
 
     @property
     def kept_ratio(self) -> float:
-        """The real share of tokens kept, B / (T*N)."""
+        """The actual share of kept tokens, B / (T*N)."""
         return len(self.index) / self.n_total
 
     @property
     def n_merged(self) -> int:
-        """The number of kept tokens that are mixtures."""
+        """The number of kept tokens that are mixtures; 0 for a method that never merges."""
         return 0 if self.merged is None else int(self.merged.sum())
 
     @cached_property
     def kept_per_frame(self) -> list[int]:
-        """The number of kept tokens of each of the T frames."""
+        """The number of kept tokens in each of the T frames."""
         n_frames = self.n_total // self.tokens_per_frame
         counts: list[int] = torch.bincount(self.index // self.tokens_per_frame, minlength=n_frames).tolist()
         return counts
 
     @property
     def per_frame_label(self) -> str:
-        """The numbers of kept tokens of a frame, ``4 to 160``, or the number that all frames have."""
+        """The smallest and the largest number of kept tokens per frame, ``4 to 160``; just ``49`` if they are equal."""
         return " to ".join(map(str, sorted({min(self.kept_per_frame), max(self.kept_per_frame)})))
 
     def mask(self, *, merged: bool = False) -> NDArray[np.bool_]:
-        """Return a mask [T,N] of the kept tokens, or of the merged tokens alone."""
+        """Return a bool mask [T,N] of the kept tokens.
+
+        Args:
+            merged: True for the merged tokens alone; all False for a method that never merges.
+        """
         index = self.index
         if merged:
             index = index[:0] if self.merged is None else index[self.merged]
@@ -97,12 +101,12 @@ class Comparison:
         video_id: the id in the cache, or the name of the file.
         selections: the kept tokens by (method, retention ratio): the largest ratio first, then in the order of the
             methods.
-        metadata: the video's row of the videos table (see pipeline.cache.schema), JSON columns decoded; of a video
-            that is in no cache, the columns of decoding.
+        metadata: the video's row of the videos table (see pipeline.cache.schema) with decoded JSON columns; for a video
+            that is in no cache, the columns that decoding fills.
         grid: (rows, columns) of the N tokens of a frame; None if the model does not say.
         model: the model that made the tokens.
-        sampling: how the frames were chosen.
-        origin: a sentence about where the selections are from; "" for a video that was encoded from its file.
+        sampling: the settings by which frames were sampled.
+        origin: a sentence on where the selections come from; "" for a video encoded from its file.
         pictures: JPEGs of the sampled frames, or the reason why there are none.
     """
 
@@ -117,43 +121,48 @@ class Comparison:
 
     @property
     def rows(self) -> Sequence[MethodSelection]:
-        """The selections in their order."""
+        """The selections, in order."""
         return list(self.selections.values())
 
     @property
     def retention_ratios(self) -> list[float]:
-        """The ratios, the largest first."""
+        """The distinct nominal ratios, the largest first."""
         return list(dict.fromkeys(ratio for _, ratio in self.selections))
 
     def at(self, retention_ratio: float) -> Sequence[MethodSelection]:
-        """Return the selections of a ratio, in the order of the methods."""
+        """Return the selections at exactly this nominal ratio, in the order of the methods; [] if there are none."""
         return [selection for selection in self.rows if selection.retention_ratio == retention_ratio]
 
     def overlap(self, retention_ratio: float) -> NDArray[np.float64]:
-        """Compute which share of its kept tokens each method has in common with each other method at a ratio.
+        """Compute the share of its kept tokens that each method has in common with each other method at a ratio.
 
-        Returns [K,K] for the K selections of ``at(retention_ratio)``: row a, column b is the share of the tokens kept
-        by a that b keeps too. Where all keep the same number, the matrix is symmetric.
+        Returns:
+            [K,K] for the K selections of ``at(retention_ratio)``: row a, column b is the share of the tokens kept by a
+            that b keeps too. The matrix is symmetric if all methods keep the same number.
+
+        Raises:
+            ValueError: there is no selection at this ratio.
         """
         masks = np.stack([selection.mask().ravel() for selection in self.at(retention_ratio)]).astype(np.float64)
         shares: NDArray[np.float64] = masks @ masks.T / masks.sum(axis=1, keepdims=True)
         return shares
 
     def to_html(self) -> str:
-        """Return the page: the frames in a row for each method and ratio, as one file that loads nothing."""
+        """Return the page as HTML: the frames in a row for each method and ratio. The page loads no other file."""
         from pipeline.inspect.comparison_page import draw_comparison  # noqa: PLC0415 - it draws this class
 
         return draw_comparison(self)
 
     def save(self, file: str | os.PathLike[str]) -> str:
-        """Write the page, over an existing file; return a line for the user about it.
+        """Write the page to ``file``, replacing an existing file; return a line about it for the terminal.
 
-        Raises UsageError where the file cannot be written.
+        Raises:
+            UsageError: the file cannot be written.
         """
         return write_html(Path(file), self.to_html(), self.video_id, self.pictures.missing)
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame of its own, so that its styles and the notebook's leave each other alone."""
+        """Return the page in an iframe, so that its styles and those of the notebook stay separate."""
         style = f"width:100%;height:{_MAX_INLINE}px;border:0;border-radius:8px"
         title = html.escape(f"{self.video_id}: kept tokens")
         return f'<iframe title="{title}" srcdoc="{html.escape(self.to_html())}" style="{style}"></iframe>'
@@ -163,7 +172,7 @@ class Comparison:
         return f"Comparison({self.video_id!r}: {names})"
 
     def report(self) -> RenderableType:
-        """Render a table of the selections, and for each ratio the shares in common, for a terminal."""
+        """Render a table of the selections, and for each ratio with several selections a table of overlaps."""
         table = Table(show_edge=False)
         for name in ("method", "ratio", "tokens", "kept", "merged", "a frame"):
             table.add_column(name, justify="left" if name == "method" else "right")
@@ -184,7 +193,7 @@ class Comparison:
         return Group(*parts)
 
     def as_record(self) -> JsonObject:
-        """Return the counts of each selection and the shares in common, JSON-able, without the indices."""
+        """Return the counts of each selection and the overlaps as a JSON-able dict, without the indices."""
         selections = [
             {
                 "method": row.method,

@@ -1,4 +1,4 @@
-"""The page of a comparison: the same frames in a row for each method and ratio, each picture stored once."""
+"""The page of a comparison: the same frames in a row for each method and ratio, with each picture stored once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDE_FRAMES, _TALL_FRAMES = 8, 12
 
 
 class Tile(NamedTuple):
-    """A frame in the row of a selection: SVG paths with a token as the unit, and the number of kept tokens.
+    """A frame in the row of a selection: three SVG paths whose unit is one token, and a number.
 
     Attributes:
         holes: the runs of kept tokens.
@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """The row of a selection in one band: its tiles, and the bars of the band's frames in its chart."""
+    """The row of a selection in one band: its tiles, and the SVG path of the bars of kept tokens per frame."""
 
     row: MethodSelection
     tiles: Sequence[Tile]
@@ -43,7 +43,7 @@ class Strip(NamedTuple):
 
 
 class Band(NamedTuple):
-    """The frames [start, end) with the row of each selection."""
+    """The frames [start, end), with a strip for each selection."""
 
     start: int
     end: int
@@ -51,7 +51,7 @@ class Band(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """The shares in common at one ratio: K selections, and [K][K] shares and numbers of tokens."""
+    """The overlaps at one ratio: K selections, and [K][K] shares and numbers of common tokens."""
 
     rows: Sequence[MethodSelection]
     shares: Sequence[Sequence[float]]
@@ -59,7 +59,7 @@ class Overlap(NamedTuple):
 
 
 def draw_comparison(comparison: Comparison) -> str:
-    """Return the page of a comparison as HTML, which loads nothing and runs no script."""
+    """Render the page of a comparison as HTML, which loads no other file and runs no script."""
     row, grid = comparison.metadata, comparison.grid
     shared = shared_values(row, comparison.model, comparison.pictures, "comparison.css")
     template = html_pages.environment(PACKAGE).get_template("comparison.html")
@@ -84,7 +84,7 @@ def draw_comparison(comparison: Comparison) -> str:
 
 
 def _explanation(comparison: Comparison) -> str:
-    """Return the sentences that explain the frames of the page."""
+    """Return the sentences that explain the page's frames (pairs, changed shapes, an unknown grid), or ""."""
     row, grid = comparison.metadata, comparison.grid
     words = "A token spans two frames, of which the first is shown." if has_paired_frames(row) else ""
     if grid is not None:
@@ -94,7 +94,7 @@ def _explanation(comparison: Comparison) -> str:
 
 
 def _list_highest(comparison: Comparison) -> list[tuple[MethodSelection, int]]:
-    """Return each selection with the largest number of tokens that a selection at its ratio keeps of a frame."""
+    """Pair each selection with the largest number of tokens that any selection at its ratio keeps in a frame."""
     highest = {
         ratio: max(max(row.kept_per_frame) for row in comparison.at(ratio)) for ratio in comparison.retention_ratios
     }
@@ -102,7 +102,11 @@ def _list_highest(comparison: Comparison) -> list[tuple[MethodSelection, int]]:
 
 
 def _list_bands(comparison: Comparison, *, is_wide: bool) -> Iterator[Band]:
-    """Yield the bands of the page: as few as there can be, of nearly equal length."""
+    """Yield the fewest possible bands of nearly equal length.
+
+    Args:
+        is_wide: True if frames are at least as wide as high, which allows 8 frames per band instead of 12.
+    """
     n_frames = comparison.metadata["n_frames"]
     length = math.ceil(n_frames / math.ceil(n_frames / (_WIDE_FRAMES if is_wide else _TALL_FRAMES)))
     rows = _list_highest(comparison)
@@ -117,7 +121,7 @@ def _list_bands(comparison: Comparison, *, is_wide: bool) -> Iterator[Band]:
 
 
 def _list_tiles(row: MethodSelection, grid: tuple[int, int] | None) -> list[Tile]:
-    """Return the tiles of a selection; without a grid they have numbers alone."""
+    """Return the tile of each frame of a selection; without a grid, tiles have only the number of kept tokens."""
     if grid is None:
         return [Tile("", "", "", count) for count in row.kept_per_frame]
     masks = (row.mask().reshape(-1, *grid), row.mask(merged=True).reshape(-1, *grid))
@@ -128,7 +132,7 @@ def _list_tiles(row: MethodSelection, grid: tuple[int, int] | None) -> list[Tile
 
 
 def _list_runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int, int]]:
-    """Yield (y, x, length) of each horizontal run of a mask [rows, columns]."""
+    """Yield (y, x, length) of each horizontal run of True in a mask [rows, columns]."""
     for y, line in enumerate(mask):
         ends = np.flatnonzero(np.diff(line, prepend=False, append=False))
         for start, end in zip(ends[::2].tolist(), ends[1::2].tolist(), strict=True):
@@ -136,12 +140,12 @@ def _list_runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int, int]]:
 
 
 def draw_cells(mask: NDArray[np.bool_]) -> str:
-    """Return the SVG path of the cells of a mask [rows, columns], one unit each."""
+    """Return an SVG path that fills the True cells of a mask [rows, columns]; a cell is one unit wide and high."""
     return "".join(f"M{x} {y}h{n}v1h-{n}z" for y, x, n in _list_runs(mask))
 
 
 def draw_edges(mask: NDArray[np.bool_]) -> str:
-    """Return the SVG path of the lines around the cells of a mask [rows, columns]."""
+    """Return an SVG path of the lines around the True cells of a mask [rows, columns]."""
     above = np.diff(mask, axis=0, prepend=False, append=False)
     beside = np.diff(mask, axis=1, prepend=False, append=False)
     horizontal = "".join(f"M{x} {y}h{n}" for y, x, n in _list_runs(above))
@@ -149,16 +153,16 @@ def draw_edges(mask: NDArray[np.bool_]) -> str:
 
 
 def _draw_bars(row: MethodSelection, highest: int, start: int = 0, end: int | None = None) -> str:
-    """Return the SVG path of the bars of the frames [start, end), by default of all.
+    """Return an SVG path of one bar per frame in [start, end), by default for all frames.
 
-    A frame is one unit across, and a bar for ``highest`` tokens is 100 high.
+    A frame is one unit wide, and a bar for ``highest`` tokens is 100 high. A frame without kept tokens has no bar.
     """
     heights = [(t, 100 * count / highest) for t, count in enumerate(row.kept_per_frame)][start:end]
     return "".join(f"M{t + 0.1:g} 100v-{height:.4g}h.8v{height:.4g}z" for t, height in heights if height)
 
 
 def _list_overlaps(comparison: Comparison) -> Iterator[Overlap]:
-    """Yield the shares in common at each ratio that has several selections."""
+    """Yield the overlaps at each ratio that has several selections."""
     for ratio in comparison.retention_ratios:
         rows = comparison.at(ratio)
         if len(rows) > 1:

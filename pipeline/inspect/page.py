@@ -1,4 +1,4 @@
-"""What ``jobs.inspect --html`` writes: one self-contained page that shows which tokens of a video were kept."""
+"""The page of ``jobs.inspect --html``: one self-contained file that shows which tokens of a video were kept."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from pipeline.rows import VideoRow, format_rate, sampled_fps
 from pipeline.storage.s3 import Objects
 
 PACKAGE = "pipeline.inspect"
-_LONG_HASH = re.compile(r"([0-9a-f]{12})[0-9a-f]{8,}$")  # of weights; the part About of the page has the whole hash
+_LONG_HASH = re.compile(r"([0-9a-f]{12})[0-9a-f]{8,}$")  # of weights; the page's section About has the whole hash
 
 
 class Page(NamedTuple):
-    """An HTML page, and the reason why its frames have no pictures ("" where they have)."""
+    """An HTML page, and the reason why its frames have no pictures ("" if they have)."""
 
     html: str
     missing: str
 
 
 class Tier(NamedTuple):
-    """A step of the page's slider: retention ratio, its label, and tokens kept."""
+    """A step of the page's slider: a retention ratio, its label, and the number of kept tokens."""
 
     ratio: float
     label: str
@@ -42,7 +42,7 @@ class Tier(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A frame (temporal patch) of the page: number, time, source frames, and a base64 JPEG ("" without one)."""
+    """A frame (on Qwen a temporal patch) of the page: t, its time, its source frames, and a base64 JPEG or ""."""
 
     t: int
     at: str
@@ -58,9 +58,18 @@ def write_page(
     objects: Objects | None = None,
     video_roots: Sequence[str] = (),
 ) -> str:
-    """Write the page of one video, over an existing file; return a line for the user about it.
+    """Write the page of one video to ``file``, replacing an existing file; return a line about it for the terminal.
 
-    Raises UsageError where ``file`` cannot be written, and the errors of ``video_page``.
+    Args:
+        retention_ratio: where the slider starts; None for all that is stored.
+        objects: the access to a source on S3; None for the settings of the environment.
+        video_roots: folders and prefixes below which the source may be read, for pictures.
+
+    Raises:
+        UsageError: ``file`` cannot be written (checked first), or a root does not exist.
+        UnknownVideo: the cache has no tokens of the video; FailedVideo if it failed.
+        ValueError: the ratio is invalid; RatioNotCached if the cache does not serve it.
+        CorruptShard: a file of the cache is damaged.
     """
     check_page_file(file)
     page = video_page(cache, video_id, retention_ratio, objects, video_roots)
@@ -68,7 +77,7 @@ def write_page(
 
 
 def check_page_file(file: Path) -> None:
-    """Raise UsageError where no page can be written: its folder is missing, or it is a folder."""
+    """Raise UsageError if no page can be written to ``file``: its folder does not exist, or it is itself a folder."""
     if not file.parent.is_dir():
         raise UsageError(f"{file}: the folder {file.parent} does not exist")
     if file.is_dir():
@@ -76,9 +85,13 @@ def check_page_file(file: Path) -> None:
 
 
 def write_html(file: Path, html: str, video_id: str, missing: str) -> str:
-    """Write a page, over an existing file; return a line for the user about it.
+    """Write a page to ``file``, replacing an existing file; return a line about it for the terminal.
 
-    ``missing`` is the reason why its frames have no pictures, or "". Raises UsageError.
+    Args:
+        missing: the reason why the page has no pictures, for the line; "" if it has pictures.
+
+    Raises:
+        UsageError: the file cannot be written.
     """
     check_page_file(file)
     try:
@@ -96,14 +109,22 @@ def video_page(
     objects: Objects | None = None,
     video_roots: Sequence[str] = (),
 ) -> Page:
-    """Render the page of one video; the slider starts at ``retention_ratio``, by default at all that is stored.
+    """Render the page of one video.
 
-    The source is decoded again for pictures, if it lies below one of ``video_roots`` (folders and prefixes). Without
-    the source the page has none, and ``missing`` says why. ``objects`` fetches the frames of a video on S3 again; by
-    default as the environment says.
+    The source is decoded again for pictures. If it cannot be read, or has changed, the page has none and its
+    ``missing`` says why.
 
-    Raises ManifestError for a root that is not there, UnknownVideo, FailedVideo, RatioNotCached, CorruptShard, and
-    ValueError for a ratio that makes no sense.
+    Args:
+        retention_ratio: where the slider starts; None for all that is stored.
+        objects: the access to a source on S3; None for the settings of the environment.
+        video_roots: folders and prefixes below which the source may be read.
+
+    Raises:
+        ManifestError: a root does not exist.
+        UnknownVideo: the cache has no tokens of the video; FailedVideo if it failed.
+        RatioNotCached: the cache does not serve the ratio.
+        ValueError: the ratio is invalid.
+        CorruptShard: a file of the cache is damaged.
     """
     if retention_ratio is not None:
         cache.get(video_id, retention_ratio)  # raises for a ratio that the cache cannot serve
@@ -116,9 +137,12 @@ def video_page(
 def draw_page(
     video: CachedVideo, identity: CacheIdentity, pictures: Pictures, retention_ratio: float | None = None
 ) -> Page:
-    """Render the page of a video that was read in order of selection, with pictures of its frames.
+    """Render the page of a video with given pictures of its frames.
 
-    ``identity`` is that of its cache.
+    Args:
+        video: all stored tokens of the video, read in order of selection.
+        identity: the identity of its cache.
+        retention_ratio: where the slider starts; None for all that is stored.
     """
     row = video.metadata
     tiers = [Tier(ratio, f"{100 * ratio:g} %", n_kept) for ratio, n_kept in list_tiers(row, retention_ratio)]
@@ -158,9 +182,12 @@ def draw_page(
 
 
 def shared_values(row: VideoRow, model: ModelIdentity, pictures: Pictures, style: str) -> dict[str, Any]:
-    """Return what the templates of both pages need of a video and its model; ``style`` is the page's own style sheet.
+    """Return the template variables that the pages of videos and of comparisons share.
 
-    A frame of the page shows the picture of the first sampled frame that makes it.
+    A frame of the page shows the picture of the first of its sampled frames.
+
+    Args:
+        style: the name of the page's own style sheet, which follows the shared one.
     """
     width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
     frames = [
@@ -184,16 +211,25 @@ def shared_values(row: VideoRow, model: ModelIdentity, pictures: Pictures, style
 
 
 def get_grid(row: VideoRow) -> tuple[int, int] | None:
-    """Return the (rows, columns) of a frame's tokens; None where they are no known grid."""
+    """Return (rows, columns) of a frame's tokens; None if the row has no grid that fits their number.
+
+    A row of an older cache without a grid counts as square, unless its tokens were made by a processor of transformers.
+    """
     extra = row.get("model_extra") or {}
     side = math.isqrt(row["tokens_per_frame"])
-    # Older caches lack the grid: LLaVA-OneVision's tokens form a square. The record of a processor never has one.
+    # Older caches lack the grid: LLaVA-OneVision's tokens form a square. A processor's "record" never has one.
     rows, columns = extra.get("grid") or ((0, 0) if "record" in extra else (side, side))
     return (rows, columns) if rows * columns == row["tokens_per_frame"] else None
 
 
 def list_tiers(row: VideoRow, more: float | None = None) -> list[tuple[float, int]]:
-    """Return the slider's steps, (retention ratio, tokens kept), ascending; just one for a method without an order."""
+    """List the slider's steps as (retention ratio, kept tokens), ascending; the last one is all that is stored.
+
+    A method that is not nested has only this step.
+
+    Args:
+        more: another ratio to include if it is below the stored ratio.
+    """
     stored_ratio = row["retention_ratio"]
     smaller = {ratio for ratio in (*TIERS, more) if ratio is not None and row["nested"] and ratio < stored_ratio - 1e-9}
     tiers = [(ratio, min(budget_for(ratio, row["n_total"]), row["n_tokens"])) for ratio in sorted(smaller)]
@@ -201,7 +237,7 @@ def list_tiers(row: VideoRow, more: float | None = None) -> list[tuple[float, in
 
 
 def _describe_row(row: VideoRow) -> str:
-    """Return the line about a video's tokens, source and length."""
+    """Return the line about a video's source, length, sampled rate and tokens; an unknown source is left out."""
     unit = "pair" if has_paired_frames(row) else "frame"
     parts = [f"{row['tokens_per_frame']} tokens × {row['n_frames']} {unit}{'s' if row['n_frames'] > 1 else ''}"]
     if has_paired_frames(row):
@@ -214,10 +250,10 @@ def _describe_row(row: VideoRow) -> str:
 
 
 def _explanation(row: VideoRow) -> str:
-    """Return the sentences that explain the page's pictures."""
+    """Return the sentences that explain the page's pictures, or say that without a grid only numbers are shown."""
     grid = get_grid(row)
     if grid is None:
-        return f"{row['tokens_per_frame']} tokens a frame are no square grid, so only their number is shown."
+        return f"{row['tokens_per_frame']} tokens per frame form no square grid, so only their number is shown."
     words = "Bright: the tokens that were kept. Dimmed: those that were pruned."
     if has_paired_frames(row):
         words += " A token spans two frames, of which the first is shown."
@@ -225,7 +261,7 @@ def _explanation(row: VideoRow) -> str:
 
 
 def explain_shape(row: VideoRow, grid: tuple[int, int]) -> str:
-    """Return a sentence about frames that the encoder saw in another shape, after a blank; "" if it saw their own."""
+    """Return a sentence, after a blank, about frames that the encoder saw in another shape; otherwise ""."""
     sizes = [row[name] for name in ("source_width", "source_height", "width", "height")]
     if None in sizes or sizes[0] * sizes[3] == sizes[1] * sizes[2]:
         return ""
@@ -236,5 +272,5 @@ def explain_shape(row: VideoRow, grid: tuple[int, int]) -> str:
 
 
 def has_paired_frames(row: VideoRow) -> bool:
-    """Return True if a token spans two frames, as on Qwen."""
+    """Return True if a video has more sampled frames than t, so that a token spans two frames, as on Qwen."""
     return len(row["frame_indices"]) > int(row["n_frames"])

@@ -1,4 +1,4 @@
-"""Reports of ``jobs.inspect`` in the terminal and as records: a cache, one video of it, and what failed."""
+"""Reports of ``jobs.inspect`` for the terminal and as records: a cache, one of its videos, and failures."""
 
 from __future__ import annotations
 
@@ -36,9 +36,13 @@ Failures = list[dict[str, str | int | None]]
 
 
 def count(cache: TokenCache) -> tuple[Ledger, Summary]:
-    """Read the whole table of a cache; return its rows and the counts of all videos, also of those with lost rows.
+    """Read the whole videos table of a cache; return its live rows and the counts of all videos.
 
-    Raises CorruptShard, OSError.
+    The counts include videos whose committed token shards have no row any more.
+
+    Raises:
+        CorruptShard: a file of the table is damaged.
+        OSError: the store fails.
     """
     committed_names = list_committed_shards(cache.store)
     ledger = Ledger(cache.store, fingerprint(cache.identity)).refresh()
@@ -52,7 +56,10 @@ def count(cache: TokenCache) -> tuple[Ledger, Summary]:
 
 
 def cache_report(cache: TokenCache, ledger: Ledger, summary: Summary) -> RenderableType:
-    """Render identity and counts of a cache, its latest run, then a line for each of its first videos."""
+    """Render identity, counts and latest run of a cache, table files that do not count, and its first videos.
+
+    ``ledger`` and ``summary`` are the results of ``count``.
+    """
     facts = [("cache", str(cache.store)), *identity_facts(cache.identity)]
     if cache.evidence:
         facts.append(("evidence", describe_evidence(cache.evidence)))
@@ -71,13 +78,13 @@ def cache_report(cache: TokenCache, ledger: Ledger, summary: Summary) -> Rendera
 
 
 def _count_table_files(ledger: Ledger) -> dict[str, int]:
-    """Count the sorted files of the videos table, and the small ones that wait to be merged."""
+    """Count the files of the videos table: small ones, which wait to be merged, and sorted ones."""
     n_sorted = sum(parse_file_name(name).is_sorted for name in ledger.names)
     return {"small": len(ledger.names) - n_sorted, "sorted": n_sorted}
 
 
 def cache_record(cache: TokenCache, ledger: Ledger, summary: Summary) -> JsonObject:
-    """Return a cache's summary as a JSON-able dict: cache, identity, table, last_run, and counts."""
+    """Return a cache's summary as a JSON-able dict: cache, identity, table, last_run (None without one) and counts."""
     run = latest_run(cache.store, ledger)
     return {
         "cache": str(cache.store),
@@ -93,7 +100,7 @@ def cache_record(cache: TokenCache, ledger: Ledger, summary: Summary) -> JsonObj
 
 
 def _videos(cache: TokenCache) -> RenderableType:
-    """Render a table of the cache's first videos."""
+    """Render a table of the first _MAX_SHOWN ok videos, and the number of the others."""
     table = Table(show_edge=False)
     for name in ("video", "sampled frames", "sampled fps", "tokens", "kept", "decoder"):
         table.add_column(name, justify="left" if name in {"video", "decoder"} else "right")
@@ -114,9 +121,16 @@ def _videos(cache: TokenCache) -> RenderableType:
 
 
 def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> RenderableType:
-    """Render one video: its source, and how many tokens of each frame were kept.
+    """Render one video: its source, and the number of kept tokens of each frame.
 
-    A failed or removed video has the reason instead. Raises UnknownVideo, RatioNotCached.
+    A failed or removed video has the reason instead of tokens.
+
+    Args:
+        retention_ratio: the ratio at which tokens are counted; None for all that is stored.
+
+    Raises:
+        UnknownVideo: the cache has no row of the video.
+        RatioNotCached: the cache does not serve the ratio.
     """
     row = cache.metadata(video_id)
     facts = facts_table(source_facts(row, cache.identity["sampling"]))
@@ -132,12 +146,16 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
 
 
 def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> JsonObject:
-    """Return a video's row (``pipeline.cache.schema.VIDEO_SCHEMA``), JSON-able, with tokens kept per frame.
+    """Return a video as a JSON-able dict: its row (see ``VIDEO_SCHEMA``), its kept tokens per frame and its sampling.
 
-    The kept tokens are those at ``retention_ratio``; None for a failed video. ``sampling`` has the rates and numbers of
-    frames under names that say what they are; None for a failed video.
+    For a failed or removed video, ``retention_ratio``, ``n_kept``, ``kept_per_frame`` and ``sampling`` are None.
 
-    Raises UnknownVideo, RatioNotCached.
+    Args:
+        retention_ratio: the ratio at which tokens are counted; None for all that is stored.
+
+    Raises:
+        UnknownVideo: the cache has no row of the video.
+        RatioNotCached: the cache does not serve the ratio.
     """
     row = cache.metadata(video_id)
     record: dict[str, Json] = {"cache": str(cache.store), "video_id": video_id, "status": row["status"]}
@@ -151,7 +169,7 @@ def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None
 
 
 def _sampling_record(row: VideoRow, sampling: SamplingIdentity) -> JsonObject:
-    """Return the rates and numbers of frames of an ok video; those that do not apply or are not known are None."""
+    """Return the frame rates and frame counts of an ok video by explicit names; None if not applicable or unknown."""
     n_sampled, by_rate = len(row["frame_indices"]), row["frames_by_rate"]
     return {
         "text": "; ".join(filter(None, (describe_frames(row), describe_limit(row, sampling)))),
@@ -165,16 +183,21 @@ def _sampling_record(row: VideoRow, sampling: SamplingIdentity) -> JsonObject:
 
 
 def _kept_per_frame(cache: TokenCache, row: VideoRow, retention_ratio: float | None) -> list[int]:
-    """Count the tokens of each frame that are kept at a ratio, None for what is stored. Raises RatioNotCached."""
+    """Count the kept tokens of each frame at a ratio; None for all that is stored.
+
+    Raises:
+        RatioNotCached: the cache does not serve the ratio.
+    """
     video = cache.get(row["video_id"], retention_ratio)
     counts: list[int] = torch.bincount(video.frame, minlength=row["n_frames"]).tolist()
     return counts
 
 
 def source_facts(row: VideoRow, sampling: SamplingIdentity) -> list[tuple[str, str]]:
-    """Return (name, value) pairs of a row's source, decoding, columns that its list carried along, and run.
+    """Return (name, value) pairs on a row's source, decoding, carried columns and run; unknown values are left out.
 
-    ``sampling`` is that of the cache's identity.
+    Args:
+        sampling: the sampling in the cache's identity.
     """
     facts = [("video", row["video_id"]), ("source", row["uri"])]
     if row["start_s"] is not None or row["end_s"] is not None:
@@ -205,7 +228,7 @@ def source_facts(row: VideoRow, sampling: SamplingIdentity) -> list[tuple[str, s
 
 
 def _file_facts(row: VideoRow) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) pairs of a decoded file: its frames, and what it states about their colors and pixels."""
+    """Yield (name, value) pairs on a decoded file: codec, size, frames, length, and unusual colors or pixels."""
     seconds = "a length that is not known" if row["duration_s"] is None else f"{row['duration_s']:.2f} s"
     size = f"{row['source_width']}x{row['source_height']} as shown"
     yield "file", f"{row['codec']}, {size}, {format_count(row['source_frames'] or 0, 'frame')} in {seconds}"
@@ -217,7 +240,7 @@ def _file_facts(row: VideoRow) -> Iterator[tuple[str, str]]:
 
 
 def _frames(row: VideoRow, kept_per_frame: list[int]) -> Table:
-    """Render a table of a video's frames with their kept tokens."""
+    """Render a table with a line for each t: source frames, seconds, temporal density and kept tokens."""
     table = Table(show_edge=False)
     for name in ("t", "source frame", "seconds", "temporal density", "kept"):
         table.add_column(name, justify="right")
@@ -232,33 +255,43 @@ def _frames(row: VideoRow, kept_per_frame: list[int]) -> Table:
 
 
 def list_step_frames(row: VideoRow) -> list[list[int]]:
-    """Return the numbers of the sampled frames that make each t: two on Qwen, where the last may be alone."""
+    """Return, for each t, the positions of its frames in ``frame_indices``: two on Qwen, maybe one at the end."""
     n_frames = len(row["frame_indices"])
     per_t = math.ceil(n_frames / row["n_frames"])
     return [list(range(t * per_t, min((t + 1) * per_t, n_frames))) for t in range(row["n_frames"])]
 
 
 def source_frames(row: VideoRow, frames: Sequence[int]) -> str:
-    """Describe sampled frames by their numbers in the source: ``frame 3`` or ``frames 3, 7``."""
+    """Describe sampled frames by their numbers in the source: ``frame 3`` or ``frames 3, 7``.
+
+    Args:
+        frames: positions in ``frame_indices``.
+    """
     return f"frame{'s' if len(frames) > 1 else ''} {', '.join(str(row['frame_indices'][i]) for i in frames)}"
 
 
 def failed_videos(cache: TokenCache) -> Failures:
-    """List the failed videos by id: video_id, uri, stage, class, message, attempts. Raises CorruptShard, OSError."""
+    """List the failed videos, with video_id, uri, stage, class, message and attempts.
+
+    Raises:
+        CorruptShard: a file of the table is damaged.
+        OSError: the store fails.
+    """
     _, rows = LiveVideos.read(cache.store, fingerprint(cache.identity), _FAILURE_COLUMNS)
     return failed_records(rows, _FAILURE_COLUMNS[:-1])
 
 
 def failed_records(rows: pa.Table, columns: Sequence[str]) -> Failures:
-    """Convert these columns of the failed rows to records; columns of the error lose their prefix."""
+    """Convert the given columns of the failed rows to dicts; ``error_class`` becomes "class", and so on."""
     failed_rows = rows.filter(pc.equal(rows["status"], "failed")).select(list(columns))
     return [{_SHORT_NAMES.get(name, name): value for name, value in row.items()} for row in failed_rows.to_pylist()]
 
 
 def failed_lines(failures: Failures) -> Iterator[str]:
-    """Yield ``ID<TAB>class<TAB>message`` of each; with several prunings ``ID<TAB>pruning<TAB>class<TAB>message``.
+    """Yield a line ``ID<TAB>class<TAB>message`` for each failed item.
 
-    A text with tabs or line breaks is quoted as JSON.
+    If any item has a pruning, each line has it in its second column. A text with tabs, line breaks or other characters
+    that cannot be printed is quoted as JSON.
     """
     several = any(item.get("pruning") is not None for item in failures)
     for item in failures:
@@ -270,7 +303,7 @@ def failed_lines(failures: Failures) -> Iterator[str]:
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
-    """Render (name, value) a line, on any console. Both come from files."""
+    """Render (name, value) pairs as a borderless table; texts are cleaned first, since they come from files."""
     table = Table.grid(padding=(0, 2))
     for name, value in facts:
         table.add_row(Text(clean_line(name)), Text(clean_line(value)))
@@ -278,7 +311,7 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def identity_facts(identity: CacheIdentity) -> list[tuple[str, str]]:
-    """List (name, value) of model, pruner and storage."""
+    """Return the (name, value) pairs "model", "pruner" and "stored" of an identity."""
     model, pruner = identity["model"], identity["pruner"]
     return [
         ("model", f"{' by '.join(filter(None, (model['type'], model.get('family'))))}  {model['weights']}"),
@@ -288,5 +321,5 @@ def identity_facts(identity: CacheIdentity) -> list[tuple[str, str]]:
 
 
 def flat(values: Mapping[str, object]) -> str:
-    """Join the values that are set as ``name=value``."""
+    """Join the values that are not None as ``name=value``, with each value as JSON."""
     return " ".join(f"{name}={json.dumps(value)}" for name, value in values.items() if value is not None)

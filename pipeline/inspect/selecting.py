@@ -1,4 +1,4 @@
-"""The selections of several methods from all tokens of one video, which is encoded once."""
+"""The selections that several methods make from all tokens of one video, which is encoded once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pipeline.storage.s3 import Objects
 
 
 class Wanted(NamedTuple):
-    """A selection to make: a method by its name in the result, its nominal ratio, and the seed of one that draws."""
+    """A requested selection: a method, its label in the result, its nominal ratio, and the seed if it draws."""
 
     label: str
     pruner: Pruner
@@ -44,13 +44,15 @@ class Wanted(NamedTuple):
 
 
 def list_wanted(methods: Sequence[str | Pruner], ratios: Sequence[float], seed: int, family: str) -> list[Wanted]:
-    """List the selections to make, the largest ratio first, then in the order of the methods; equal ones count once.
+    """List the requested selections: the largest ratio first, then in the order of the methods; repeats are dropped.
 
     Args:
+        methods: names as for ``pipeline.compare``, or Pruner objects.
         seed: the seed of methods that draw and name none.
-        family: the variant of the methods that have rules for families (``ModelFamily.variant``).
+        family: the model family's variant of methods that differ by family (``ModelFamily.variant``).
 
-    Raises UsageError for an unknown method or parameter, and for a method that looks at the question.
+    Raises:
+        UsageError: a method or parameter is unknown, or a method selects anew for every question.
     """
     wanted: dict[tuple[str, float], Wanted] = {}
     for method in methods:
@@ -66,10 +68,17 @@ def list_wanted(methods: Sequence[str | Pruner], ratios: Sequence[float], seed: 
 
 
 def _read_method(method: str | Pruner, ratios: Sequence[float], seed: int, family: str) -> Iterator[Wanted]:
-    """Yield the selections of a method as it was named, for each ratio and each of its seeds. Raises UsageError."""
+    """Yield the selections of one named method, for each ratio and each of its seeds.
+
+    The label of a Pruner object has only the parameters that differ from their defaults.
+
+    Raises:
+        UsageError: the method or a parameter is invalid, or it names positions of prompts.
+    """
     with usage_errors():
         if isinstance(method, Pruner):
-            pruner, defaults = make_pruner(method), {item.name: item.default for item in fields(method)}
+            pruner = make_pruner(method)
+            defaults = {item.name: item.default for item in fields(method)}
             params = [f"{name}={value}" for name, value in pruner.params().items() if value != defaults[name]]
             label = ",".join([get_method_name(type(pruner)), *params])
             yield from (Wanted(label, pruner, pruner.nominal_ratio(ratio), seed) for ratio in ratios)
@@ -84,12 +93,20 @@ def _read_method(method: str | Pruner, ratios: Sequence[float], seed: int, famil
 
 
 def select(wanted: Sequence[Wanted], visual: VisualTokens) -> dict[tuple[str, float], MethodSelection]:
-    """Return the selection of each method from all tokens of a video, by (method, retention ratio).
+    """Select with each method from all tokens of a video; return the selections by (method, retention ratio).
 
-    The evidence of ``visual`` has the labels ``make_label(name, source)``. A nested method selects once for all of its
-    ratios. Raises VideoFault that names the method, and MethodFails.
+    A nested method selects once, at its first ratio in ``wanted``, and its other ratios are prefixes of that; so larger
+    ratios must come first.
+
+    Args:
+        visual: all tokens, with evidence under the labels ``make_label(name, source)``.
+
+    Raises:
+        VideoFault: a method cannot prune the video; the message names the method.
+        MethodFails: a user method would fail for every video.
     """
-    largest, selections = {}, {}
+    largest = {}
+    selections = {}
     for row in wanted:
         if row.label not in largest:
             evidence = {
@@ -119,13 +136,16 @@ def select(wanted: Sequence[Wanted], visual: VisualTokens) -> dict[tuple[str, fl
 
 
 def plan_encoding(config: PruneConfig, source: ModelSource, wanted: Sequence[Wanted], objects: Objects) -> Recipe:
-    """Return the recipe of one encoding of all tokens, with all evidence that the methods need.
+    """Make the recipe for one encoding of all tokens, with all evidence that the methods need.
 
-    Raises UsageError that names the method whose evidence the model does not give.
+    Raises:
+        UsageError: the model does not give the evidence of a method, ``--siglip`` is set and no method needs it, or an
+            option is invalid.
     """
     pairs: set[tuple[str, str]] = set()
     for row in wanted:
-        flag, pruner = f"--method {row.label}", row.pruner
+        flag = f"--method {row.label}"
+        pruner = row.pruner
         if unknown := sorted(pruner.needs - pruner.sources.keys()):
             raise UsageError(
                 f"{flag} needs {' and '.join(unknown)} besides the tokens, and does not say where in an encoder to get "
@@ -156,7 +176,14 @@ def compare_frames(
 ) -> Comparison:
     """Load the vision tower, encode decoded frames once, and compare the methods on all of their tokens.
 
-    ``row`` has the columns that decoding has filled, and those for display. Raises UsageError.
+    Args:
+        row: the columns that decoding filled, and further columns for display.
+        frames: [t,h,w,3] uint8, as the recipe's decoder gives them.
+
+    Raises:
+        UsageError: the model cannot be loaded.
+        VideoFault: the video cannot be encoded, or a method cannot prune it.
+        MethodFails: a user method would fail for every video.
     """
     with usage_errors():
         encoder = VideoEncoder(recipe.encode_setup(device, dtype))

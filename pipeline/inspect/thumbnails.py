@@ -1,4 +1,4 @@
-"""Small pictures of a cached video's sampled frames, decoded again from its source file."""
+"""Small pictures of a cached video's sampled frames, which are decoded again from the source."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import prepare_unchanged_source
 
-_QUANTISER = 5  # JPEG quality, 2 (best) to 31: no artefacts at this size, half the bytes of 2
-# Up to this many frames get this width, so that the pictures of a long video stay a few megabytes.
+_QUANTISER = 5  # JPEG quality, 2 (best) to 31; at this size 5 has no visible artifacts and half the bytes of 2
+# (maximum number of frames, width in pixels): keeps the pictures of a long video at a few megabytes.
 _WIDTHS = ((64, 224), (256, 160), (1024, 112))
 _MIN_WIDTH = 80
 
 
 @dataclass(frozen=True)
 class Thumbnails:
-    """A frame preprocessor that shrinks frames, in their own shape, into a box of ``width`` x 9/7 ``width``."""
+    """A frame preprocessor that shrinks frames to fit ``width`` x 9/7 ``width`` pixels, keeping their shape."""
 
     width: int
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) in pixels that a frame is resized to."""
+        """Return the (height, width) in pixels to resize a frame to; a frame is never enlarged."""
         scale = min(1.0, self.width / width, self.width * 9 / 7 / height)
         return max(1, round(height * scale)), max(1, round(width * scale))
 
@@ -45,18 +45,20 @@ class Thumbnails:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The JPEGs of the sampled frames; or none, and the reason in ``missing``."""
+    """The JPEGs of the sampled frames; or an empty list, and the reason in ``missing``."""
 
     jpegs: list[bytes]
     missing: str = ""
 
 
 def source_pictures(row: VideoRow, sampling: SamplingIdentity, objects: Objects, roots: Roots) -> Pictures:
-    """Decode a video's sampled frames again as JPEGs; there are none if its source file is gone or changed.
+    """Decode a video's sampled frames again, and return them as JPEGs, or the reason why there are none.
 
-    The file is decoded in a child process that may crash or hang without harm. Only the very frames that the row names
-    are shown, of a file with the hash that the row names, which must lie below ``roots``. ``sampling`` is the one in
-    the cache's identity.
+    The file is decoded in a child process, which may crash or hang without harm. The source must lie below one of
+    ``roots``, have the hash in the row, and give exactly the frames that the row names. No VideoFault is raised.
+
+    Args:
+        sampling: the sampling in the cache's identity.
     """
     try:
         return Pictures(to_jpegs(_decode_again(row, sampling, objects, roots).frames))
@@ -66,10 +68,11 @@ def source_pictures(row: VideoRow, sampling: SamplingIdentity, objects: Objects,
 
 
 def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects, roots: Roots) -> DecodedVideo:
-    """Decode the source file again.
+    """Decode the source of a row again, with the default decoder, to small frames.
 
-    Raises VideoFault, "io" where it is not the file that the cache was made from, "policy" where it is not below
-    ``roots``.
+    Raises:
+        VideoFault: class "io" if the file is missing, is another one now or gives other frames; "policy" if it is not
+            below ``roots``; another class if decoding fails.
     """
     request = DecodeRequest(
         path=row["uri"],
@@ -77,7 +80,7 @@ def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects, r
         preprocessor=Thumbnails(_width(len(row["frame_indices"]))),
         start_s=row["start_s"],
         end_s=row["end_s"],
-    )  # with the default decoder: a row must not choose what code runs here
+    )  # with the default decoder: a row must not select code to run here
     with prepare_unchanged_source(row, objects, fetch_again(row, objects, roots)) as source, DecodeSandbox() as sandbox:
         video = source.decode(sandbox, request)
     if video.record["source_hash"] != row["source_hash"]:
@@ -88,7 +91,11 @@ def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects, r
 
 
 def _sampling(settings: SamplingIdentity) -> Sampling:
-    """Return the sampling that the cache's identity describes. Raises VideoFault where it is none."""
+    """Make the sampling that a cache's identity describes.
+
+    Raises:
+        VideoFault: the settings are not valid.
+    """
     try:
         options = {name: value for name, value in settings.items() if name != "time_rule"}
         return Sampling(**{"num_frames": None, **options})  # type: ignore[arg-type]
@@ -97,18 +104,22 @@ def _sampling(settings: SamplingIdentity) -> Sampling:
 
 
 def _width(n_frames: int) -> int:
-    """Return the width of pictures for a page with so many frames."""
+    """Return the width in pixels of pictures for a page with ``n_frames`` frames; more frames get smaller pictures."""
     return next((width for limit, width in _WIDTHS if n_frames <= limit), _MIN_WIDTH)
 
 
 def shrink(frames: Frames, size: tuple[int, int]) -> Frames:
-    """Shrink [T,H,W,3] frames for a page: to the shape of their source, whose (height, width) is ``size``."""
+    """Shrink [T,H,W,3] frames for a page: [T,h,w,3] uint8 in the shape of their source.
+
+    Args:
+        size: (height, width) of the source.
+    """
     target = Thumbnails(_width(len(frames))).target_size(len(frames), *size)
     return resize_frames(frames, target).numpy()
 
 
 def to_jpegs(frames: Frames) -> list[bytes]:
-    """Encode [T,h,w,3] uint8 RGB as T JPEG files."""
+    """Encode [T,h,w,3] uint8 RGB frames as T JPEG files."""
     encoder = av.CodecContext.create("mjpeg", "w")
     encoder.height, encoder.width = frames.shape[1:3]
     encoder.pix_fmt, encoder.time_base = "yuvj420p", Fraction(1, 25)

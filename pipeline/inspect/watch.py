@@ -1,4 +1,4 @@
-"""The newest run of a cache, read from the cache alone: how far it has come, and ``jobs.inspect CACHE --watch``."""
+"""The progress of a cache's latest run, read from the cache alone, and ``jobs.inspect CACHE --watch``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RUNS, RunRecord, now
 from pipeline.storage.stores import Store
 
-# Seconds between two looks into a folder; and at an object store, where a look costs requests.
+# Seconds between two looks at a folder, and at an object store, where a look costs requests.
 _LOCAL_S, _STORE_S = 2.0, 10.0
-_RECENT_S = 60.0  # the rate is that of the last minute
+_RECENT_S = 60.0  # seconds over which the rate is measured
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,18 @@ class RunProgress:
     """The progress of a cache's latest run, counted from its videos table.
 
     Attributes:
-        run_id: it names runs/<run_id>.json.
-        status: starting, finished, failed, cancelled, running, or "gone": it was running, and is not any more.
-        host: where its driver runs or ran.
-        pid: of the driver.
-        n_videos: the videos to do; if ``estimated``, not all archives are indexed yet.
-        n_done: videos with a row by it.
-        n_failed: those of them that failed.
-        seconds: since it started, or what it took.
-        error: what ended it, if something did: an error, or a limit of hours.
-        now: the numbers of its workers in its note, where it is running.
+        run_id: the id of the run; its record is runs/<run_id>.json.
+        status: "starting", "running", "finished", "failed", "cancelled", or "gone" if the run ended without a final
+            record.
+        host: the host of the run's driver.
+        pid: the process id of the driver.
+        n_videos: the number of videos to process; too low or too high if ``estimated``.
+        estimated: True while not all archives are indexed yet.
+        n_done: the number of live rows that the run wrote.
+        n_failed: the number of failed rows among them.
+        seconds: wall seconds since the run started, or the total of an ended run.
+        error: the error or the limit of hours that ended the run; None without one.
+        now: the latest numbers of its workers; None unless the run is active and has reported them.
     """
 
     run_id: str
@@ -61,14 +63,17 @@ class RunProgress:
     now: Progress | None = None
 
     def estimate_left_s(self, rate: float) -> float | None:
-        """Estimate the seconds left at ``rate`` videos a second; None before the first video.
+        """Estimate the remaining seconds at ``rate`` videos per second.
 
-        None too if the estimated number of videos was too low.
+        None if the rate is 0, or if more videos are done than were estimated.
         """
         return (self.n_videos - self.n_done) / rate if rate > 0 and self.n_done <= self.n_videos else None
 
     def describe(self) -> str:
-        """Describe the run's progress in one line."""
+        """Describe the run in one line: id, host, status and counts, with the error of an ended run.
+
+        While it runs, also the average rate since its start and the time left.
+        """
         about = "about " if self.estimated else ""
         counts = f"{self.n_done} of {about}{self.n_videos} videos, {self.n_failed} failed"
         rate = self.n_done / max(self.seconds, 1.0)
@@ -86,14 +91,17 @@ class RunProgress:
 
 
 def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
-    """Return the progress of the run that is writing to the cache, else of the newest run.
+    """Return the progress of the run that is writing to the cache, otherwise of the newest run; None without one.
 
-    A writing run that has no record yet is "starting". Jobs that record no progress, such as jobs.remove, are skipped.
-    None without a run, and while a job that records no progress is writing.
+    A writing run without a record yet is "starting". Commands that record no progress, such as jobs.remove, are
+    skipped; while one of them is writing, the result is None.
 
-    Raises CorruptShard for a record that cannot be read.
+    Raises:
+        CorruptShard: the record of the run is damaged.
+        OSError: the store fails.
     """
-    names, note = store.names(RUNS, ".json"), find_holder(store)
+    names = store.names(RUNS, ".json")
+    note = find_holder(store)
     if note:
         record_name = f"{RUNS}/{note['run_id']}.json"
         if record_name not in names:
@@ -102,19 +110,26 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
     for name in reversed(names):  # a run_id begins with its time
         try:
             record = json.loads(store.read(name))
-            if "videos" in record or "status" not in record:  # jobs.remove and its like leave records of no progress
+            if "videos" in record or "status" not in record:  # jobs.remove and similar commands record no progress
                 return _progress(ledger, record, note)
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptShard(f"{store}/{name}: it is no record of a run; remove it") from error
+            raise CorruptShard(f"{store}/{name}: not a record of a run; remove it") from error
     return None
 
 
 def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProgress:
-    """Make the progress of a run from its record, and from the note that it keeps while it writes."""
+    """Make the progress of a run from its rows, its record, and its note while it writes.
+
+    Args:
+        note: the note of the writing run; None if no run is writing, which turns the status "running" into "gone".
+
+    Raises:
+        KeyError, TypeError, ValueError: the record is damaged.
+    """
     n_done, n_failed = ledger.count_run_rows(record["run_id"])
     status = "gone" if record["status"] == "running" and not note else record["status"]
     until = datetime.fromisoformat(record.get("ended") or now())
-    if status == "running" and note and "seconds" in note:  # by the clock of the run, which may not be this machine's
+    if status == "running" and note and "seconds" in note:  # by the clock of the run's host
         until = datetime.fromisoformat(note["since"]) + timedelta(seconds=note["seconds"])
     seconds = (until - datetime.fromisoformat(record["started"])).total_seconds()
     try:
@@ -137,12 +152,19 @@ def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProg
 
 
 def wait_for_cache(store: Store, say: Callable[[str], object], every_s: float = _LOCAL_S) -> None:
-    """Wait until a run that was just started has begun its cache; ``say`` gets a line about it.
+    """Wait until a run that was just started has begun its cache.
 
-    Returns at once where there is a cache, or something else. Raises NotACache where the run ends without one, OSError,
-    and KeyboardInterrupt at Ctrl-C.
+    Returns at once if there is a cache, or any other file. There is no time limit until a run appears.
+
+    Args:
+        say: receives a line once if the call waits.
+
+    Raises:
+        NotACache: the run ended without a cache.
+        OSError: the store fails.
     """
-    last_note, is_announced = None, False
+    last_note = None
+    is_announced = False
     while not (store.exists(HEADER) or store.has_other_files()):
         note = find_holder(store)
         if last_note is not None and note is None and not store.exists(HEADER):
@@ -156,14 +178,20 @@ def wait_for_cache(store: Store, say: Callable[[str], object], every_s: float = 
 
 
 def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> RunProgress | None:
-    """Show the run that writes to a cache, else its newest run, until that ends; return its last state.
+    """Show the run that writes to a cache, otherwise its newest run, until it ends; return its last state.
 
-    Looks at the run every ``every_s`` seconds. The default is shorter for a folder on a terminal than for a store or a
-    log; a log gets a line each time.
+    On a terminal the display is updated in place; elsewhere each look prints a line. Returns None if the cache has no
+    run.
 
-    Returns None where the cache has no run. Raises OSError, CorruptShard, and KeyboardInterrupt at Ctrl-C.
+    Args:
+        every_s: seconds between looks; None for 2 s for a folder on a terminal, 10 s for a store or a log.
+
+    Raises:
+        OSError: the store fails.
+        CorruptShard: a record or a file of the table is damaged.
     """
-    run, is_terminal = None, console.is_terminal
+    run = None
+    is_terminal = console.is_terminal
     every_s = every_s or (_LOCAL_S if is_terminal and cache.store.folder is not None else _STORE_S)
     with Live(console=console, auto_refresh=False) if is_terminal else nullcontext() as live:
         for run, rate in looks(cache.store, fingerprint(cache.identity), every_s):
@@ -172,17 +200,22 @@ def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> 
                 continue
             words = [run.describe()]
             if run.status == "running":
-                words += [f"{rate:.2f} videos/s of late", "" if run.now is None else run.now.load]
+                words += [f"{rate:.2f} videos/s recently", "" if run.now is None else run.now.load]
             console.print(", ".join(filter(None, words)), highlight=False, markup=False, soft_wrap=True)
     return run
 
 
 def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunProgress, float]]:
-    """Yield (the run to watch, its videos a second in the last minute) every ``every_s`` seconds until it has ended.
+    """Yield (progress of ``latest_run``, videos per second) every ``every_s`` seconds until the run has ended.
 
-    The run is that of ``latest_run``; nothing is yielded without a run.
+    The rate is that of the last minute; at the first look it is the average since the run's start. Nothing is yielded
+    without a run.
+
+    Args:
+        made_with: the fingerprint of the cache's identity.
     """
-    ledger, recent = Ledger(store, made_with), deque[tuple[float, int]]()
+    ledger = Ledger(store, made_with)
+    recent = deque[tuple[float, int]]()
     while (run := latest_run(store, ledger.refresh())) is not None:
         at = time.monotonic()
         recent.append((at, run.n_done))
@@ -196,14 +229,14 @@ def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunPro
 
 
 def _render(run: RunProgress, rate: float) -> RenderableType:
-    """Render the state of a run, with ``rate`` in videos a second, and how busy the workers of each stage are."""
+    """Render a run for the terminal: progress bar, time left at ``rate`` videos per second, load of stages."""
     lines: list[RenderableType] = [Text(clean_line(run.describe()))]
     if run.status == "running":
         left_s = run.estimate_left_s(rate)
         time_left = "" if left_s is None else f", {left_s:.0f} s left"
         lines += [
             ProgressBar(max(1, run.n_videos), run.n_done, width=60),
-            Text(f"{rate:.2f} videos/s of late{time_left}"),
+            Text(f"{rate:.2f} videos/s recently{time_left}"),
         ]
     if run.status == "running" and run.now is not None:
         table = Table("stage", "to do", "busy", "", show_edge=False)

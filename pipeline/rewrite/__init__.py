@@ -1,4 +1,4 @@
-"""Stored tokens that move or are written again, without a video: a file for each command.
+"""Commands that move stored tokens or write them again, without reading a video: one file per command.
 
-``compact`` and ``remove`` change a cache; ``merge``, ``recode`` and ``reprune`` make one of others.
+``compact`` and ``remove`` change a cache in place; ``merge``, ``recode`` and ``reprune`` make a new cache from others.
 """

@@ -1,7 +1,7 @@
-"""``jobs.compact --tokens``: the videos of small token shards are written again, many to a shard.
+"""``jobs.compact --tokens``: copy the videos of small token shards to larger shards.
 
-The record of the run names the shards that it emptied, and a later run deletes them. Rerun the command after a kill.
-Merging the files of the videos table is the work of ``pipeline.cache.merging``.
+The run's record names the shards that it emptied, and a later run deletes them. After a kill, rerun the command.
+``pipeline.cache.merging`` merges the files of the videos table.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pipeline.runner.cluster.connection import provenance
 from pipeline.runner.run_record import COMMITTED_KEY, RUNS, RunFile, new_run_id, read_record
 from pipeline.storage.stores import Store
 
-_EMPTIED_KEY = "emptied"  # key of a record: the token shards whose videos were written again
+_EMPTIED_KEY = "emptied"  # key of a run's record: the token shards whose videos were copied to other shards
 
 
 @dataclass
 class JoinResult:
-    """The result of joining token shards.
+    """The result of ``join_tokens``.
 
     Attributes:
-        run_id: it names the record in runs/; "" where nothing was joined.
-        videos: videos that were written again.
-        read: small token shards that they were in.
-        written: token shards that they are in now.
-        deleted: token shards that earlier joins emptied.
+        run_id: the run whose record in runs/ names the emptied shards; "" if nothing was joined.
+        videos: the number of videos whose tokens were copied.
+        read: the names of the small token shards that were emptied.
+        written: the names of the new token shards.
+        deleted: the names of the deleted token shards, which earlier joins had emptied.
     """
 
     run_id: str = ""
@@ -44,7 +44,7 @@ class JoinResult:
     deleted: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user about the result."""
+        """Yield one or two lines for the terminal: the joined shards, and the deleted shards if there are any."""
         if self.read:
             yield (
                 f"{self.videos:,} videos of {len(self.read):,} token shards are in {len(self.written):,} now; the old "
@@ -59,14 +59,26 @@ class JoinResult:
 def join_tokens(
     store: Store, say: Callable[[str], object], keep: timedelta, shard_bytes: int = SHARD_BYTES
 ) -> JoinResult:
-    """Join token shards of less than half of ``shard_bytes``, and delete shards that earlier joins emptied.
+    """Join small token shards into shards of about ``shard_bytes``, and delete the shards that earlier joins emptied.
 
-    An emptied shard is deleted if its join is at least ``keep`` old and no live row names it. The shards that this join
-    empties stay. If it joins any, the files of the videos table are merged too. ``say`` gets lines of progress.
+    A shard is small below half of ``shard_bytes``. Only shards that live rows name are joined, two or more at a time.
+    The emptied shards stay for current readers. If any shards were joined, the files of the videos table are merged
+    too.
 
-    Raises NotACache, CacheLocked where a run writes to it, CorruptShard where a token shard is damaged, and OSError.
+    Args:
+        say: receives a line for each new shard.
+        keep: the age of a join from which on its emptied shards are deleted, unless a live row names them.
+
+    Raises:
+        NotACache: ``store`` has no valid header.
+        CacheLocked: another run is writing to the cache.
+        UsageError: nothing can be written there, or a folder of the cache is a symbolic link.
+        CorruptShard: a token shard or a file of the videos table is damaged.
+        OSError: the store fails.
     """
-    made_with, result, run_id = fingerprint(read_header(store)["identity"]), JoinResult(), new_run_id()
+    made_with = fingerprint(read_header(store)["identity"])
+    result = JoinResult()
+    run_id = new_run_id()
     with Claim(store, run_id, say):
         live = select_ok(LiveVideos.read(store, made_with, ("status", "token_shard", "first_row_group"))[1])
         live_shards = set(live["token_shard"].to_pylist())
@@ -75,14 +87,15 @@ def join_tokens(
         bundles = [files for files in make_bundles(small, lambda file: file.size, shard_bytes) if len(files) > 1]
         if not bundles:
             return result
-        result.run_id, table = run_id, VideosTable(store)
+        result.run_id = run_id
+        table = VideosTable(store)
         with RunFile(store, {**provenance(run_id), "joins": len(bundles)}) as run_file:
             for number, files in enumerate(bundles):
                 names = [file.name for file in files]
                 result.read += names
-                run_file.save(**{_EMPTIED_KEY: result.read})  # before the shards are emptied, so that none is forgotten
-                places = live.filter(is_among(live["token_shard"], names))
-                rows = move_videos(table, run_id, number, places, made_with)
+                run_file.save(**{_EMPTIED_KEY: result.read})  # first, so that a kill forgets no emptied shard
+                locations = live.filter(is_among(live["token_shard"], names))
+                rows = move_videos(table, run_id, number, locations, made_with)
                 result.videos += len(rows)
                 result.written.append(rows[0]["token_shard"])
                 run_file.note(**{COMMITTED_KEY: [parse_shard_id(name) for name in result.written]})
@@ -92,9 +105,10 @@ def join_tokens(
 
 
 def _delete_emptied(store: Store, live_shards: Collection[str], keep: timedelta) -> list[str]:
-    """Delete the token shards that joins emptied at least ``keep`` ago, unless a live row names them.
+    """Delete the token shards that joins emptied at least ``keep`` ago and no live row names; return their names.
 
-    Returns the names of the deleted shards. The records of the joins stay.
+    The age is that of the join's record, which stays. A name in a record that is not directly in the folder of token
+    shards is ignored.
     """
     deleted_names = []
     for record in store.names(RUNS, ".json"):

@@ -1,12 +1,13 @@
-"""``jobs.merge``: one cache of several that were made alike. Token shards are linked or copied.
+"""``jobs.merge``: make one cache from several caches of the same identity by linking or copying their token shards.
 
-A cache is a set of rows and of files that never change, so the merged cache is the union of both sets. The header comes
-first, then the token shards that a live row of the union names, then the files of the tables, whose rows then count. At
-last these files are merged, which leaves out superseded rows. Rerun the command after an interrupt.
+A cache is a set of rows and of files that never change, so the merged cache is the union of these sets. Files are taken
+in this order: the header, the token shards that live rows of the union name, then the files of the videos tables, which
+make the rows visible. Finally the table's files are merged, which drops superseded rows. After an interrupt, rerun the
+command.
 
-Nothing of a video stays that any of the caches has removed. Its removed rows come before all other rows, so that no
-interrupt makes it live again. At the end its other rows and its name in records are erased, and token shards with its
-tokens are written again without them.
+A video that any of the caches has removed stays removed: its "removed" row is written before all other rows, so that no
+interrupt revives it. At the end its other rows and its id in records are erased, and token shards with its tokens are
+rewritten without them.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ from pipeline.storage.stores import LocalStore, Store, request_threads
 
 OnEqual = Literal["rule", "refuse"]
 _COLUMNS = ("video_id", *RULE_COLUMNS, "clip_key", "source_size", "earlier_attempts", "token_shard", "checksum")
-_TRIES: Final = 5  # readings of caches that are merged meanwhile
-_THREADS: Final = 4  # each copies a whole shard in memory
+_TRIES: Final = 5  # attempts to read caches whose table files other runs merge meanwhile
+_THREADS: Final = 4  # each holds a whole shard in memory
 _SHARDS_PER_LINE: Final = 1000  # token shards between two lines of progress
 _MAX_EXAMPLES: Final = 5
 
 
 @dataclass
 class MergedCaches:
-    """The result of merging caches.
+    """The result of ``merge_caches``.
 
     Attributes:
-        run_id: it names the record in runs/.
-        videos: live rows of the merged cache.
-        equal: videos of which several of the caches have a row; one of them counts.
-        linked: token shards that share their bytes with the cache they are from.
-        copied: token shards that were copied, ``copied_bytes`` in all.
-        foreign: files of tables that were left out, since their rows were made with other settings.
-        removed: videos that one of the caches has removed: all but their removed rows is left out.
-        moved: other videos that were written to new token shards, since theirs had tokens of a removed video too.
+        run_id: the id of this run, whose record is in runs/.
+        videos: the number of live rows of the merged cache; failed and removed videos count too.
+        equal: the number of live rows that lost against a row of the same video in another cache.
+        linked: the number of token shards that are hard links to the files of their cache.
+        copied: the number of token shards that were copied; ``copied_bytes`` is their size.
+        foreign: files of the videos tables that were left out because their rows have another identity.
+        removed: ids of videos that at least one of the caches has removed.
+        moved: the number of other videos that were copied to new shards, away from tokens of removed videos.
     """
 
     run_id: str
@@ -74,7 +75,7 @@ class MergedCaches:
     moved: int = 0
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user about the result."""
+        """Yield lines for the terminal: the counts, then foreign files and removed videos if there are any."""
         yield f"{self.videos:,} videos; of {self.equal:,} several caches had a row"
         yield f"token shards: {self.linked:,} linked, {self.copied:,} copied ({self.copied_bytes:,} bytes)"
         if self.foreign:
@@ -84,12 +85,12 @@ class MergedCaches:
 
 
 class _Union(NamedTuple):
-    """The videos tables of several caches, each as it was at one moment.
+    """The videos tables of several caches, each read once.
 
     Attributes:
-        rows: _COLUMNS of the live rows of each cache, and ``cache``, its number.
-        files: the table's files of each cache.
-        foreign: files of tables whose rows were made with other settings; they are not in ``files``.
+        rows: _COLUMNS of the live rows of all caches, and the column ``cache``: the cache's number, from 0.
+        files: for each cache, the names of the table's files whose rows count.
+        foreign: paths of the files whose rows have another identity; they are not in ``files``.
     """
 
     rows: pa.Table
@@ -100,13 +101,23 @@ class _Union(NamedTuple):
 def merge_caches(
     sources: Sequence[Store], out: Store, say: Callable[[str], object], on_equal: OnEqual = "rule"
 ) -> MergedCaches:
-    """Merge caches of one identity into ``out``, which is a new place or such a cache; ``sources`` stay as they are.
+    """Merge caches of one identity into ``out``, which is empty or already holds such a cache; return the counts.
 
-    If several caches have a video, the rule of live rows takes one row, removed rows first. With ``refuse`` a video
-    whose tokens differ is an error.
+    The sources stay unchanged; a source that is ``out`` itself is skipped. If several caches have a row of a video, the
+    rule of ``pipeline.cache.live`` selects one. The records of runs are copied too. Rerun after an interrupt: existing
+    files are not taken again.
 
-    Raises NotACache, IdentityMismatch, UsageError for equal ids, all before anything is written; CacheLocked where a
-    run writes to ``out``, CorruptShard where a file is damaged, and OSError. Rerun it to resume.
+    Args:
+        say: receives lines of progress, and warnings about removed videos.
+        on_equal: "refuse" to raise UsageError if two caches have different tokens of one video.
+
+    Raises:
+        NotACache: a source has no valid header, or ``out`` holds other files. Nothing is written.
+        IdentityMismatch: the caches have different identities. Nothing is written.
+        UsageError: ``on_equal`` refuses, or nothing can be written to ``out``.
+        CacheLocked: another run is writing to ``out``.
+        CorruptShard: a file is damaged.
+        OSError: a store fails.
     """
     stores = [*[out] * out.exists(HEADER), *(source for source in sources if source.root != out.root)]
     header = _common_header(stores)
@@ -133,46 +144,55 @@ def merge_caches(
 
 
 def _common_header(stores: Sequence[Store]) -> CacheHeader:
-    """Return the header that all caches share: the first that has the width of tokens.
+    """Return the header that all caches share: the first one with "hidden_size", or the first one if none has it.
 
-    Raises NotACache, IdentityMismatch.
+    Raises:
+        NotACache: a cache has no valid header.
+        IdentityMismatch: two caches differ in identity or in the newline row.
     """
     first, *other_headers = headers = [read_header(store) for store in stores]
     for store, header in zip(stores[1:], other_headers, strict=True):
-        wrong = list_differences(
+        differences = list_differences(
             first["identity"], header["identity"], old_subject=f"{stores[0]} has", new_subject=str(store)
         )
-        if wrong:
-            lines = "\n  ".join(wrong)
+        if differences:
+            lines = "\n  ".join(differences)
             raise IdentityMismatch(f"these caches were not made alike:\n  {lines}\nMerge only caches of one identity.")
         if first["newline"] != header["newline"]:
-            raise IdentityMismatch(f"{stores[0]} and {store} have another row after a video's tokens (newline)")
+            raise IdentityMismatch(f"{stores[0]} and {store} differ in the row after a video's tokens (newline)")
     return next((header for header in headers if "hidden_size" in header), first)
 
 
 def _read_union(stores: Sequence[Store], identity: str) -> _Union:
-    """Read the live rows of each cache, as their tables are now. Raises CorruptShard, OSError."""
-    tables, files, foreign = [], [], list[str]()
+    """Read the current live rows of each cache, and list the files of its table.
+
+    Raises:
+        CorruptShard: a file of a table is damaged.
+        OSError: a store fails.
+    """
+    tables = []
+    files = []
+    foreign = list[str]()
     for number, store in enumerate(stores):
         videos, rows = LiveVideos.read(store, identity, _COLUMNS)
         numbers = pa.array(np.full(len(rows), number, np.int32))
         # Names of token shards are few and long.
         names = rows["token_shard"].combine_chunks().dictionary_encode().cast(pa.dictionary(pa.int32(), pa.string()))
-        place = rows.schema.get_field_index("token_shard")
-        tables.append(rows.select(_COLUMNS).set_column(place, "token_shard", names).append_column("cache", numbers))
+        position = rows.schema.get_field_index("token_shard")
+        tables.append(rows.select(_COLUMNS).set_column(position, "token_shard", names).append_column("cache", numbers))
         files.append([file.name for file in videos.files if file.name not in videos.table.foreign])
         foreign += [f"{store}/{name}" for name in videos.table.foreign]
     return _Union(pa.concat_tables(tables).unify_dictionaries().combine_chunks(), files, foreign)
 
 
 def _refuse_equal(rows: pa.Table) -> None:
-    """Raise UsageError if several caches have different tokens of one video."""
+    """Raise UsageError if the ok rows of a video have different checksums in several caches."""
     kinds = select_ok(rows).group_by("video_id").aggregate([("checksum", "count_distinct")])
     wrong = kinds.filter(pc.greater(kinds["checksum_count_distinct"], 1))["video_id"]
     if len(wrong):
         some = ", ".join(wrong.slice(0, _MAX_EXAMPLES).to_pylist())
         raise UsageError(
-            f"{len(wrong)} videos have other tokens in several caches ({some}): take the row that counts with "
+            f"{len(wrong)} videos have different tokens in several caches ({some}): let the rule select a row with "
             "--on-equal rule, or remove them from one with python -m jobs.remove"
         )
 
@@ -185,10 +205,15 @@ def _take_videos(
     result: MergedCaches,
     say: Callable[[str], object],
 ) -> None:
-    """Bring tokens, removed rows and then the rows that name tokens into ``out``, and complete ``result``.
+    """Bring token shards, then removed rows, then the files of the videos tables into ``out``.
 
-    If files of a cache that others write to were merged away meanwhile, all caches are read again, _TRIES times in all.
-    Raises CorruptShard, OSError.
+    If another run merged away a listed file, all tables are read again, up to _TRIES readings in all. ``result`` is
+    completed in place.
+
+    Raises:
+        CorruptShard: a file is damaged.
+        FileNotFoundError: files were still disappearing at the last reading.
+        OSError: a store fails.
     """
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -210,14 +235,17 @@ def _take_videos(
 def _take_live_tokens(
     stores: Sequence[Store], rows: pa.Table, out: Store, result: MergedCaches, say: Callable[[str], object]
 ) -> None:
-    """Bring the token shards that live rows of the union name into ``out``.
+    """Link or copy the token shards that live rows of the union name to ``out``.
 
-    ``result`` gets the counts, and ``say`` a line for each thousand shards of a cache.
+    The live row of each video is selected over all caches first; shards that only superseded rows name are left out.
+    Sets the counts in ``result``, which do not include shards that ``out`` already has. ``say`` receives a line per
+    thousand shards of a cache.
     """
     order, _ = find_live(make_rule_columns(rows))
     winners = rows.take(pa.array(order))
     live = select_ok(winners)
-    result.videos, result.equal = len(order), len(rows) - len(order)
+    result.videos = len(order)
+    result.equal = len(rows) - len(order)
     result.removed = select_removed(winners)["video_id"].to_pylist()
     for number, source in enumerate(stores):
         names = live.filter(pc.equal(live["cache"], number))["token_shard"].unique().to_pylist()
@@ -235,9 +263,17 @@ def _take_live_tokens(
 
 
 def _take(source: Store, out: Store, name: str) -> int | None:
-    """Bring a file into ``out``: return the bytes that were copied, 0 for a linked token shard, None where it is there.
+    """Link or copy the file ``name`` from ``source`` to ``out`` unless ``out`` has it.
 
-    Raises CorruptShard, OSError.
+    Token shards are linked between local stores on one file system. Copied token shards and small table files are
+    checked against the hash in their names first.
+
+    Returns:
+        The number of copied bytes, 0 for a linked token shard, and None if ``out`` has the file or is ``source``.
+
+    Raises:
+        CorruptShard: the content does not match the name.
+        OSError: a store fails.
     """
     if source is out or out.exists(name):
         return None

@@ -1,10 +1,10 @@
-"""One cache made of another: read it video by video, change each, and commit shard by shard.
+"""Make one cache from another: read it video by video, change each video, and commit shard by shard.
 
-``Rewrite`` by itself is ``jobs.recode``; ``jobs.reprune`` changes the videos too (``pipeline.rewrite.reprune``).
+``Rewrite`` itself is ``jobs.recode``; ``pipeline.rewrite.reprune`` subclasses it to change the videos as well.
 
-A kill leaves at most token shards that no row names. A rerun resumes from the existing rows: a video is
-done again only where the source's row counts for more than the copy's by the rule of ``pipeline.cache.live``. Of a
-video that the source has removed since, only the removed row stays.
+A kill leaves at most token shards that no row names. A rerun resumes from the existing rows: a video is rewritten only
+if the source's row outranks the row in the new cache by the rule of ``pipeline.cache.live``. If the source has removed
+a video since, only its "removed" row stays.
 """
 
 from __future__ import annotations
@@ -54,36 +54,43 @@ _PLACE_COLUMNS |= {"token_codec", "token_block", *KEY_COLUMNS}
 
 @dataclass(frozen=True)
 class Rewrite:
-    """The plan of a rewritten cache; each video stays as it is, and writing codes it.
+    """The plan of a rewritten cache; this class keeps each video's tokens, and writing applies the codec.
 
     Attributes:
-        source: the cache that is read.
-        header: of the cache that is made.
-        config: the options of ``jobs.prune`` that would make it, as far as the source's runs tell, without ``out``.
-        evidence: read besides the tokens.
+        source: the cache to read.
+        header: the header of the new cache.
+        config: the options of ``jobs.prune`` that would make the new cache, without ``out``, as far as the source's
+            records tell.
+        evidence: the columns of evidence to read with the tokens.
+        order: the order in which a video's tokens are read.
     """
 
     source: TokenCache
     header: CacheHeader
     config: JsonObject
     evidence: Sequence[str]
-    order: ClassVar[TokenOrder] = "selection"  # in which a video's tokens are read
+    order: ClassVar[TokenOrder] = "selection"
 
     def change(self, video: CachedVideo, record: VideoRecord) -> VideoItem:
-        """Return the new tokens of a video; ``record`` has all other columns. Raises VideoFault for an error row."""
+        """Return the new record and tokens of an ok video; subclasses raise VideoFault to make it a failed row.
+
+        Args:
+            video: the stored tokens, in the order ``self.order``.
+            record: all other columns of its row except those that locate the tokens.
+        """
         return VideoItem(record, KeptTokens.of(video, video.deepstack, video.evidence))
 
 
 @dataclass
 class Rewritten:
-    """The counts of a rewrite that has ended.
+    """The counts of a completed rewrite.
 
     Attributes:
-        run_id: it names the record in runs/, which is there unless there was nothing to do.
-        videos: rows that were written now, failed and removed ones too.
-        failed: of those that have tokens in the source and none now.
-        done: rows that were there already.
-        bytes: of the token shards that were written.
+        run_id: the id of this run; its record is in runs/ unless there was nothing to do.
+        videos: rows that this run wrote, including failed and removed videos.
+        failed: videos with tokens in the source that got a failed row.
+        done: rows of the source that the new cache already had.
+        bytes: the size of the token shards that this run wrote.
         seconds: wall time.
     """
 
@@ -95,38 +102,55 @@ class Rewritten:
     seconds: float = 0.0
 
     def lines(self) -> Iterator[str]:
-        """Yield lines about the result for the user."""
-        yield f"{self.videos:,} videos written in {self.seconds:.1f} s, {self.done:,} were there; {self.bytes:,} bytes"
+        """Yield one line of counts for the terminal, and a warning if videos failed."""
+        yield (
+            f"{self.videos:,} videos written in {self.seconds:.1f} s, {self.done:,} already there; {self.bytes:,} bytes"
+        )
         if self.failed:
             yield f"warning: {self.failed:,} of them failed"
 
 
 def recoding(source: TokenCache, codec: str) -> Rewrite:
-    """Plan a cache of the source's tokens by another codec; nothing is written. Raises UsageError."""
+    """Plan a cache of the same tokens in another codec; nothing is written.
+
+    Raises:
+        UsageError: the source does not store bfloat16 tokens.
+    """
     check_source(source, "recode")
     config = {**make_config(source.store), "token_codec": codec}
     return Rewrite(source, change_codec(source.header, codec), config, tuple(source.evidence))
 
 
 def check_source(cache: TokenCache, verb: str) -> None:
-    """Raise UsageError unless a cache stores its tokens as bfloat16; ``verb`` names the work in the message."""
+    """Raise UsageError unless a cache stores its tokens as bfloat16.
+
+    Args:
+        verb: what the command does with the source, for the message: "recode" or "prune".
+    """
     if cache.codec is not BFLOAT16:
         raise UsageError(
-            f"{cache.store} holds tokens as {cache.codec.name} already: {verb} the cache of bfloat16 tokens that it "
-            "was made of"
+            f"{cache.store} stores {cache.codec.name} tokens already: {verb} the cache of bfloat16 tokens that it was "
+            "made from"
         )
 
 
 def make_config(store: Store) -> JsonObject:
-    """Return the options of the newest run of a cache that its record tells; {} where none does."""
+    """Return the options of the newest run of a cache whose record has options; {} if there is no such record."""
     record = newest_record(store)
     return {} if record is None else record["config"]
 
 
 def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
-    """Return True if ``out`` holds videos by other code of the header's method; raise UsageError if it is no fit place.
+    """Raise UsageError unless a rewrite can write to ``out``: an empty location, or a cache of the header's identity.
 
-    A fit place is empty, or a cache of this header's identity. With ``redo`` it may hold tokens by other code.
+    Returns:
+        True if other code of the user method made the rows of ``out``, so that the caller must replace them: only with
+        ``redo``, or if none of them has tokens. Otherwise False.
+
+    Raises:
+        UsageError: ``out`` is relative inside a Ray job or cannot be read; as NotACache if it holds other files, as
+            IdentityMismatch if it has another identity, or tokens by other code without ``redo``.
+        CorruptShard: a file of the table is damaged.
     """
     check_out_folder(out)
     with store_usage_errors():
@@ -140,9 +164,19 @@ def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
 def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: bool = False) -> Rewritten:
     """Bring ``out`` up to date with the source of a rewrite, and return the counts.
 
-    Videos that ``out`` has already are not done again, unless other code made them and ``redo`` is set. Raises
-    UsageError before anything is written, CorruptShard where the source is damaged, RunFailed and OSError; committed
-    videos stay.
+    Videos are skipped if ``out`` has a row that the source's row does not outrank, and erased if the source has removed
+    them. If the run fails, committed videos stay.
+
+    Args:
+        say: receives lines of progress and warnings.
+        redo: make videos of ``out`` again if other code of the user method made them.
+
+    Raises:
+        UsageError: ``out`` has another identity, other files, or other code without ``redo``, or cannot be written.
+        CacheLocked: another run is writing to ``out``.
+        CorruptShard: the source is damaged.
+        RunFailed: another cache was begun at ``out`` meanwhile, or a user method fails for every video (MethodFails).
+        OSError: a store fails.
     """
     check_place(out, job.header, redo=redo)
     start = time.monotonic()
@@ -164,7 +198,7 @@ def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: boo
             }
             with RunFile(out, {**provenance(result.run_id, _VERSIONS), **about}) as record:
                 _stream(job, todo, out, record, result, say)
-        erase_removed(out, made_with, result.run_id, say)  # also what an interrupted rewrite has left
+        erase_removed(out, made_with, result.run_id, say)  # also what an interrupted rewrite left
         if len(todo):
             delete_superseded(out, read_header(out))
             try_merge(out, made_with, MAX_WAITING_AT_END, say)
@@ -175,12 +209,18 @@ def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: boo
 def _stream(
     job: Rewrite, todo: pa.Table, out: Store, record: RunFile, result: Rewritten, say: Callable[[str], object]
 ) -> None:
-    """Write and commit the videos of ``todo``, a shard at a time; ``result`` gets the counts, ``say`` a line each time.
+    """Write and commit the videos of ``todo`` shard by shard; ``out`` has its header already.
 
-    ``out`` has its header. ``result.failed`` counts the videos that are not written yet, so it is right at the end. The
-    small files of the table are merged in between. Raises RunFailed if another cache was begun at ``out``.
+    After each shard, ``result`` and ``record`` are updated and ``say`` receives a line. ``result.failed`` starts as the
+    number of ok rows in ``todo`` and decreases with each ok row written, so it is right only at the end. The small
+    files of the table are merged every MAX_WAITING_FILES shards.
+
+    Raises:
+        RunFailed: the header of ``out`` has changed or is gone, so another cache was begun there.
     """
-    header, codec, shards = out.read(HEADER), find_codec(job.header["identity"]), list[str]()
+    header = out.read(HEADER)
+    codec = find_codec(job.header["identity"])
+    shards = list[str]()
     made_with = fingerprint(read_header(out)["identity"])
     result.failed = len(select_ok(todo))
 
@@ -205,25 +245,29 @@ def _stream(
 
 
 def _todo(source: TokenCache, out: Store, made_with: str, result: Rewritten) -> pa.Table:
-    """Return the places of the source's rows that outrank the rows of ``out``, in the order of shards.
+    """Return the source's live rows that outrank the rows of ``out``, with their row locations, sorted by token shard.
 
-    Sets ``result.done`` to the number of the other rows.
+    On a tie, where only rewrites differ, the row of ``out`` wins. Sets ``result.done`` to the number of skipped rows.
     """
     columns = (*RULE_COLUMNS, "token_shard", "first_row_group")
     _, rows = LiveVideos.read(source.store, fingerprint(source.identity), columns)
     _, old_rows = LiveVideos.read(out, made_with, RULE_COLUMNS)
     rule = make_rule_columns(pa.concat_tables([old_rows.select(RULE_COLUMNS), rows.select(RULE_COLUMNS)]))
     zeros = np.zeros_like(rule["tie"])
-    live, _ = find_live({**rule, "rewritten": zeros, "tie": zeros})  # of rows alike, the first counts
+    live, _ = find_live({**rule, "rewritten": zeros, "tie": zeros})  # of equal rows, the first counts: that of ``out``
     todo = rows.take(pa.array(live[live >= len(old_rows)] - len(old_rows)))
     result.done = len(rows) - len(todo)
     return sort_by_shard(todo)
 
 
 def _change_videos(job: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
-    """Yield the videos of ``todo`` as they are written; failed and removed videos are copied.
+    """Yield the changed videos of ``todo`` in order; rows of failed and removed videos are copied.
 
-    A VideoFault of a video makes it a failed row. Raises CorruptShard, OSError.
+    If tokens exceed the range of the codec or ``job.change`` raises VideoFault, the video is yielded as a failed row.
+
+    Raises:
+        CorruptShard: the source is damaged.
+        OSError: the source's store fails.
     """
     codec = find_codec(job.header["identity"])
     for row in VideosTable(job.source.store).read_rows(todo):

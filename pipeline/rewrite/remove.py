@@ -1,9 +1,9 @@
-"""``jobs.remove`` on a cache: videos are removed for good.
+"""``jobs.remove`` on a cache: remove videos for good.
 
-A removal first commits a row with status "removed". This row beats every other row of its video: from then on readers
-refuse the video and no run encodes it again. Files beside the tables forget the video. Then the other videos of its
-token shards move to new ones, and the table is merged, which leaves out superseded rows. Last, the files with the video
-are deleted, once readers had time to finish. Rerun the command after a kill.
+A removal first commits a row with status "removed", which outranks every other row of its video: from then on readers
+refuse the video, and no run encodes it again. Then the video is erased from records, logs and indexes, the other videos
+of its token shards move to new shards, and the videos table is merged, which drops superseded rows. Finally, after
+readers had time to finish, the files that held the video are deleted. After a kill, rerun the command.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class CacheRemoval(Removal):
     """The result of a removal from a cache.
 
     Attributes:
-        moved: other videos whose tokens were rewritten.
-        unread: damaged token shards of other videos, which may hold tokens of the removed ones too.
-        strays: files in the cache's folders that are none of its files, as copies, and may hold the videos.
+        moved: the number of other videos whose tokens were copied to new shards.
+        unread: damaged token shards of other videos, which may hold tokens of the removed videos too.
+        strays: files in the table's folders that are not files of the cache, such as copies, and may hold the videos.
     """
 
     moved: int = 0
@@ -56,32 +56,42 @@ class CacheRemoval(Removal):
     strays: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user about the result."""
+        """Yield lines for the terminal: the counts, notes on unknown ids, and the warnings."""
         yield f"{self.videos:,} videos removed for good, {self.moved:,} others moved to new token shards"
         yield f"{len(self.deleted):,} files deleted; {self.run_id} in runs/ says why"
         yield from super().lines()
         yield from self.iter_warnings()
 
     def iter_warnings(self) -> Iterator[str]:
-        """Yield a line about each kind of file that may still hold the videos."""
+        """Yield a note if there are unread shards, and a warning per stray file: both may still hold the videos."""
         if self.unread:
             yield (
                 f"note: {len(self.unread):,} damaged token shards of other videos, e.g. {self.unread[0]}, may hold "
                 "tokens of the videos: run jobs.verify CACHE --repair, then this command again"
             )
         for name in self.strays:
-            yield f"warning: {name} is no file of this cache, and may hold the videos: delete it if it does"
+            yield f"warning: {name} is not a file of this cache, and may hold the videos: delete it if it does"
 
 
 def remove_videos(
     store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object], keep: timedelta
 ) -> CacheRemoval:
-    """Remove these videos for ``reason``, also ids without a row; repeat it to resume an interrupted removal.
+    """Remove videos from a cache for good; ids that the cache does not know are barred from it too.
 
-    Waits for ``keep`` before it deletes token shards that held the videos, so that readers can finish. Then it deletes
-    files of the videos table that were merged at least ``keep`` ago. The names of all deleted files are in the result.
+    Repeat the call to resume an interrupted removal.
 
-    Raises NotACache, CacheLocked where a run writes to it, CorruptShard where a token shard is damaged, and OSError.
+    Args:
+        reason: stored in the "removed" rows and in the run's record.
+        say: receives a line if the call waits.
+        keep: how long to wait before token shards that held the videos are deleted, so that readers can finish. Files
+            that a merge of the videos table replaced are deleted only if the merge is at least this old.
+
+    Raises:
+        NotACache: ``store`` has no valid header.
+        CacheLocked: another run is writing to the cache.
+        UsageError: nothing can be written there, or a folder of the cache is a symbolic link.
+        CorruptShard: a token shard with videos to move, or a file of the table, is damaged.
+        OSError: the store fails.
     """
     identity = fingerprint(read_header(store)["identity"])
     result = CacheRemoval(new_run_id(), len(ids))
@@ -91,11 +101,19 @@ def remove_videos(
 
 
 def erase_removed(store: Store, identity: str, run_id: str, say: Callable[[str], object]) -> CacheRemoval:
-    """Erase what is left of all removed videos but their removed rows: rows and tokens that came from other caches.
+    """Erase rows and tokens of all videos that have a "removed" row, where they came along from other caches.
 
-    Calls ``say`` with the names of deleted files, and of files that may still hold the videos. Nothing is kept for
-    readers, who find moved videos by themselves. The caller holds the claim of the run ``run_id``. Raises CorruptShard
-    where a token shard is damaged, and OSError.
+    The "removed" rows stay. Files are deleted without waiting for readers, who find moved videos by themselves. Does
+    nothing if the cache has no removed videos.
+
+    Args:
+        identity: the fingerprint of the cache's identity.
+        run_id: the id of the caller's run, which holds the cache's claim.
+        say: receives a line about deleted files, and warnings about files that may still hold the videos.
+
+    Raises:
+        CorruptShard: a token shard with videos to move, or a file of the table, is damaged.
+        OSError: the store fails.
     """
     removed_rows = select_removed(LiveVideos.read(store, identity, ("video_id", "status"))[1])
     ids = frozenset(removed_rows["video_id"].to_pylist())
@@ -112,13 +130,16 @@ def erase_removed(store: Store, identity: str, run_id: str, say: Callable[[str],
 class _VideosRemover:
     """The steps of one removal of videos from a cache.
 
-    Rows of another identity, as of a method's old code, are no rows of the cache, but may hold the videos too. Each
-    identity has live rows of its own, and keeps the videos that move.
+    Table files of another identity (for example, of an earlier version of a user method) do not count as rows of the
+    cache but may hold the videos too. Each identity has its own live rows, and its other videos are kept.
     """
 
     def __init__(self, store: Store, identity: str, result: CacheRemoval, ids: frozenset[str]) -> None:
-        self._store, self._identity, self._result, self._ids = store, identity, result, ids
-        videos, _ = LiveVideos.read(store, identity, ("video_id",))  # which finds the files of another identity
+        self._store = store
+        self._identity = identity
+        self._result = result
+        self._ids = ids
+        videos, _ = LiveVideos.read(store, identity, ("video_id",))  # this finds the files of other identities
         self._identities = [identity, *sorted(filter(None, {*videos.table.foreign.values()}))]
         self._rows = self._read()
         # The token shards of each removed video: at first those that its rows name, or that its removed row recorded.
@@ -128,7 +149,15 @@ class _VideosRemover:
             self._shards_by_video[row["video_id"]].update(filter(is_shard_name, names))
 
     def run(self, reason: str, say: Callable[[str], object], keep: timedelta) -> None:
-        """Carry out the removal. Raises as ``remove_videos``, which says what ``keep`` does."""
+        """Carry out the removal, and complete the result; ``say`` receives a line if the call waits.
+
+        Args:
+            keep: the wait before unused token shards are deleted, and the age from which sources of merges are deleted.
+
+        Raises:
+            CorruptShard: a token shard with videos to move, or a file of the table, is damaged.
+            OSError: the store fails.
+        """
         result = self._result
         self._mark(reason)
         self._find_others()
@@ -148,23 +177,24 @@ class _VideosRemover:
         result.strays = _list_strays_with(self._store, self._ids)
 
     def _live(self, identity: str) -> pa.Table:
-        """Read _COLUMNS of the live rows of one identity, with each row's file and place."""
+        """Read _COLUMNS of the live rows of one identity, and each row's location."""
         return LiveVideos.read(self._store, identity, _COLUMNS)[1]
 
     def _read(self) -> pa.Table:
-        """Read _COLUMNS of all rows, superseded ones too, with each row's file and place."""
+        """Read _COLUMNS of all rows of all identities, superseded rows too, and each row's location."""
         files = list_table_files(self._store)
         tables = [add_places(read_file(self._store, file, _COLUMNS), file.name) for file in files]
         return pa.concat_tables([make_empty_table(_COLUMNS), *tables])
 
     def _read_removed(self) -> pa.Table:
-        """Select all rows of the removed videos."""
+        """Select all rows of the videos to remove, whatever their status, from the rows read last."""
         return self._rows.filter(is_among(self._rows["video_id"], self._ids))
 
     def _mark(self, reason: str) -> None:
-        """Commit a "removed" row for each video without such a row, also for unknown ids, and read the rows again.
+        """Commit a "removed" row for each id whose live row is not "removed", and read the rows again.
 
-        The result gets the unknown ids, and similar ids for the first of them.
+        Under the cache's identity, ids without a row get one too; under another identity, only ids with a row. Sets the
+        unknown ids of the result, and suggests similar ids for the first of them.
         """
         for identity in self._identities:
             live = {row["video_id"]: row for row in self._live(identity).to_pylist()}
@@ -188,12 +218,12 @@ class _VideosRemover:
         self._rows = self._read()
 
     def _find_others(self) -> None:
-        """Add the token shards that hold a removed video though no row of it names them.
+        """Find the token shards that hold a removed video though none of its rows names them.
 
-        These are shards of earlier attempts, of runs beside another one and of merged caches, whose rows merges drop,
-        and of killed runs, which have no rows. A shard that cannot be read counts as one that holds all the videos,
-        unless a live row names it: ``unread`` of the result gets such shards. A file of another name counts only if
-        it can be read.
+        These are shards of earlier attempts, concurrent runs and merged caches, whose rows were dropped by merges, and
+        of killed runs, which committed no rows. A shard whose footer cannot be read counts as holding all the videos,
+        unless a live row names it: such shards go to ``unread`` of the result. A file without the name of a token shard
+        counts only if it can be read.
         """
 
         def read_ids(name: str) -> Collection[str] | None:
@@ -202,46 +232,52 @@ class _VideosRemover:
             except CorruptShard:
                 return None
 
-        names, live_shards = self._store.names(TOKENS, ".parquet"), self._live_shards()
+        names = self._store.names(TOKENS, ".parquet")
+        live_shards = self._live_shards()
         for name, ids in zip(names, map_in_order(read_ids, names, 8, 16), strict=True):
             if ids is None and name in live_shards:
                 self._result.unread.append(name)
                 continue
             if ids is None and not has_shard_form(name):
-                continue  # somebody's own file, which ``strays`` names
+                continue  # not a file of the cache: ``strays`` names it
             for video_id in self._ids if ids is None else self._ids.intersection(ids):
                 self._shards_by_video[video_id].add(name)
 
     def _live_shards(self) -> set[str]:
-        """Read the names of the token shards that live rows name."""
+        """Read the table again, and return the names of the token shards that live rows of any identity name."""
         return {name for identity in self._identities for name in self._live(identity)["token_shard"].to_pylist()}
 
     def _list_own_shards(self) -> set[str]:
-        """Return the token shards that hold a removed video."""
+        """Return the names of the token shards that hold a removed video."""
         return set().union(*self._shards_by_video.values())
 
     def _move_others(self) -> None:
-        """Move the other videos of token shards that hold a removed video to new shards, a shard for each."""
-        table, number, names = VideosTable(self._store), 0, self._list_own_shards()
+        """Copy the other live videos of each shard that holds a removed video to a new shard, and commit their rows."""
+        table = VideosTable(self._store)
+        number = 0
+        names = self._list_own_shards()
         for identity in self._identities:
             live = self._live(identity)
             ok = select_ok(live.filter(is_among(live["token_shard"], names)))
             for name in sorted(set(ok["token_shard"].to_pylist())):
                 number += 1
-                places = ok.filter(pc.equal(ok["token_shard"], name))
-                self._result.moved += len(move_videos(table, self._result.run_id, number, places, identity))
+                locations = ok.filter(pc.equal(ok["token_shard"], name))
+                self._result.moved += len(move_videos(table, self._result.run_id, number, locations, identity))
 
     def _merge(self, keep: timedelta) -> None:
-        """Merge the table, which leaves out the rows of removed videos.
+        """Merge the whole table of each identity, which drops all but the "removed" rows of removed videos.
 
-        The result gets the files of earlier merges that were deleted, which are at least ``keep`` old.
+        Adds the deleted source files of earlier merges, which are at least ``keep`` old, to the result.
         """
         for identity in self._identities:
             self._result.deleted += merge(self._store, identity, everything=True, keep=keep).deleted
 
 
 def _read_shard_names(text: str | None) -> list[object]:
-    """Read the token shards that a removed row of any cache names; they may be names of other files, or no names."""
+    """Return the token shards that a "removed" row names in its ``model_extra``; [] if the text is not as expected.
+
+    The text may come from any cache, so the items may be anything: the caller checks them.
+    """
     try:
         return list(json.loads(text or "{}").get(_SHARDS_KEY, ()))
     except (ValueError, RecursionError, AttributeError, TypeError):
@@ -249,13 +285,16 @@ def _read_shard_names(text: str | None) -> list[object]:
 
 
 def _forget_beside_tables(store: Store, ids: Collection[str], uris: Collection[str]) -> list[str]:
-    """Take ids, addresses and carried texts of videos out of all files but the tables; return the deleted files.
+    """Erase ids, URIs and carried columns of videos from all files but the tables; return the names of deleted files.
 
-    Records and logs of runs get "(removed)" instead. Kept indexes lose the members, or are deleted. Replaced files with
-    a row of the videos are deleted, and so are all unfinished files.
+    In records and logs of runs they become "(removed)". Indexes of archives lose the members, or are deleted. Files in
+    ``repaired/`` that may have a row of the videos, and all unfinished files, are deleted. No run may be writing.
 
-    ``uris`` are the places that rows had; where an earlier removal has deleted the rows, ``ids`` alone tell. No run may
-    be writing. Raises OSError.
+    Args:
+        uris: the URIs in the rows of the videos; empty if an earlier removal deleted those rows.
+
+    Raises:
+        OSError: the store fails.
     """
     deleted_names = remove_members(store, uris, ids)
     forget_in_runs(store, ids, uris)
@@ -268,9 +307,13 @@ def _forget_beside_tables(store: Store, ids: Collection[str], uris: Collection[s
 
 
 def _list_strays_with(store: Store, ids: Collection[str]) -> list[str]:
-    """List files in the folders of tables that are none of the cache's, as copies and backups, and may hold the videos.
+    """List files in videos/ and tokens/ that do not have a name of the cache's files and may hold one of the videos.
 
-    Their names are not a table's file's or a token shard's. Raises OSError.
+    A Parquet file is listed if it has a row of them or cannot be read, any other file if its bytes contain an id. Empty
+    files are not listed.
+
+    Raises:
+        OSError: the store fails.
     """
     names = []
     for folder, is_own in ((VIDEOS, is_table_name), (TOKENS, has_shard_form)):
@@ -284,7 +327,7 @@ def _list_strays_with(store: Store, ids: Collection[str]) -> list[str]:
 
 
 def _may_hold(data: bytes, ids: Collection[str]) -> bool:
-    """Return True if a Parquet file has a row of one of the videos, or cannot be read."""
+    """Return True if the Parquet file in ``data`` has a row of one of the videos, or cannot be read."""
     try:
         table = read_bounded(data, ["video_id"])
     except (pa.ArrowException, OSError, ValueError):

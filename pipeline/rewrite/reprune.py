@@ -1,4 +1,7 @@
-"""A cache of all tokens pruned by a method, without a video or an encoder: bit for bit what ``jobs.prune`` makes."""
+"""``jobs.reprune``: prune a cache of all tokens with a method, without a video or an encoder.
+
+The result is bit for bit the cache that ``jobs.prune`` makes with this method.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,16 @@ def repruning(
 ) -> Rewrite:
     """Plan a cache of the tokens that a method keeps of a cache of all tokens; nothing is written.
 
-    Videos are pruned on the GPU if there is one. Raises UsageError.
+    A user method is imported. Videos will be pruned on the GPU if there is one.
+
+    Args:
+        params: the parameters of the method, as text.
+        ratio: the requested retention ratio; the header gets the method's nominal ratio.
+        codec: the codec of the new cache.
+
+    Raises:
+        UsageError: the source lacks tokens or needed evidence or is not bfloat16, the method or a parameter is invalid,
+            or the method depends on the question.
     """
     check_source(source, "prune")
     identity = source.identity
@@ -59,15 +71,16 @@ def repruning(
 
 
 def _header(header: CacheHeader, pruner: Pruner, ratio: float, seed: int, codec: str) -> CacheHeader:
-    """Return the header that ``jobs.prune`` gives a cache of this method.
+    """Return the header that ``jobs.prune`` would give a cache of this method at this ratio.
 
-    Settings of the model and of evidence that the method does not need are left out.
+    Entries about evidence and the pooling head stay only if the method uses them; the columns of evidence are left out.
     """
     new_header = change_codec(header, codec)
     identity = {name: value for name, value in new_header["identity"].items() if name != "evidence"}
     method: PrunerIdentity = {**describe_method(pruner), **({"seed": seed} if pruner.seeded else {})}  # type: ignore[typeddict-item]
     sources = {*pruner.sources.values()}
-    model, dtype = dict(new_header["identity"]["model"]), dict(new_header["identity"]["dtype"])
+    model = dict(new_header["identity"]["model"])
+    dtype = dict(new_header["identity"]["dtype"])
     if not HEAD_SOURCES & sources:
         model.pop("pooling_head", None)
     dtype.pop("evidence", None)
@@ -79,10 +92,11 @@ def _header(header: CacheHeader, pruner: Pruner, ratio: float, seed: int, codec:
 
 @dataclass(frozen=True)
 class _Repruning(Rewrite):
-    """A rewrite that prunes each whole video as the encoder's actor does.
+    """A rewrite that prunes each video as the encoder's actor of ``jobs.prune`` does.
 
     Attributes:
-        columns: the evidence that the method looks at, name -> column.
+        columns: the evidence that the method reads: its name -> the column of the source.
+        device: "cuda" or "cpu".
     """
 
     pruner: Pruner
@@ -92,9 +106,11 @@ class _Repruning(Rewrite):
     order: ClassVar[TokenOrder] = "index"
 
     def change(self, video: CachedVideo, record: VideoRecord) -> VideoItem:
-        """Prune a video of all tokens.
+        """Prune a video of all tokens; return its record, with the columns of pruning, and the kept tokens.
 
-        Raises VideoFault, and MethodFails for a method that would fail for every video.
+        Raises:
+            VideoFault: the method failed for this video.
+            MethodFails: a user method would fail for every video.
         """
         stored = replace(video.visual, extra=json.loads(record.get("model_extra") or "{}"))  # JSON is text in a rewrite
         visual = make_visual_tokens(stored, self.columns.items(), self.device)

@@ -1,1 +1,1 @@
-"""Whether every file of a cache holds what was committed, and what was left behind by runs that broke off."""
+"""Check that every file of a cache holds what was committed, find what interrupted runs left, and repair on request."""

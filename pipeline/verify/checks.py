@@ -1,4 +1,4 @@
-"""Checks of single files: those of the videos table with each row, and token shards with each video's tokens."""
+"""Checks of single files of a cache: files of the videos table row by row, and token shards video by video."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class Checked:
     """The result of checking one file.
 
     Attributes:
-        problems: what is wrong.
-        n_bytes: of the file; 0 where it cannot be opened.
-        is_gone: whether the file, or the rows that name it, were gone, so that nothing was read.
+        problems: the problems of the file, its rows and its tokens.
+        n_bytes: the size of the file; 0 if it was not read or cannot be opened.
+        is_gone: True if the file itself, or a table file with the rows that name it, was gone, so that nothing was
+            checked.
     """
 
     problems: list[Problem]
@@ -57,9 +58,9 @@ class CheckedCommit(Checked):
     """The result of checking one file of the videos table.
 
     Attributes:
-        rows: JUDGED_COLUMNS of every row with ``file`` and ``row``; None of a file that cannot be read, or is another
-            cache's.
-        bad: rows that contradict themselves, so that their tokens cannot be judged by them.
+        rows: JUDGED_COLUMNS of every row, with ``file`` and ``row``; None if the file cannot be read, lacks columns or
+            has another identity.
+        bad: the numbers of rows that contradict themselves or the header, so that their tokens cannot be checked.
     """
 
     rows: pa.Table | None = None
@@ -71,8 +72,8 @@ class CheckedShard(Checked):
     """The result of checking one token shard.
 
     Attributes:
-        widths: numbers a token of each evidence that is stored.
-        n_tokens: token rows that were read.
+        widths: values per token of each stored evidence, by column.
+        n_tokens: the number of token rows of the checked videos.
     """
 
     widths: dict[str, int] = field(default_factory=dict)
@@ -80,14 +81,15 @@ class CheckedShard(Checked):
 
 
 def read_method(header: CacheHeader) -> str:
-    """Return the name of the method that the cache was pruned with."""
+    """Return the name of the pruning method in the header; "None" if there is none."""
     return str(header["identity"].get("pruner", {}).get("method"))
 
 
 def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
-    """Check one file of the videos table: content, columns, and each row against itself and the header.
+    """Check one file of the videos table: its content, its columns, and each row against itself and the header.
 
-    A file that is damaged, unreadable or of another cache becomes a problem of the result; nothing is raised.
+    Nothing is raised for the file: one that is gone, damaged or unreadable, lacks columns or has another identity gives
+    one problem and no rows. Otherwise each fault of a row gives a problem, and the rows are returned.
     """
     file = parse_file_name(name)
     try:
@@ -125,9 +127,13 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
 
 
 def _judge_error(error: Exception, label: str = "") -> tuple[Kind, str]:
-    """Return the kind and the description of an error of reading; ``label`` names the file in an error that does not.
+    """Return the kind and the description of an error of reading a file.
 
-    An error of Arrow comes from a file of the videos table: token shards raise CorruptShard.
+    A CorruptShard has its own kind and text. An Arrow error comes from a file of the videos table, since token shards
+    raise CorruptShard; any other error means an unreadable file.
+
+    Args:
+        label: put before the text of an error that does not name the file.
     """
     if isinstance(error, CorruptShard):
         return Kind(error.kind), str(error)
@@ -135,7 +141,7 @@ def _judge_error(error: Exception, label: str = "") -> tuple[Kind, str]:
 
 
 def _sorted_fault(table: pa.Table, file: TableFile) -> str | None:
-    """Describe how a sorted file's rows contradict its name; None where they agree."""
+    """Describe how a sorted file's rows contradict its name (count, first and last key, order); None if they agree."""
     high, low = table["id_high"].to_numpy(), table["id_low"].to_numpy()
     if len(table) != file.rows:
         return f"{len(table)} rows, where its name has {file.rows}"
@@ -146,7 +152,11 @@ def _sorted_fault(table: pa.Table, file: TableFile) -> str | None:
 
 
 def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
-    """Yield a description of each contradiction inside a row of the videos table, or with the header."""
+    """Yield a description of each contradiction inside a row of the videos table, or between the row and the header.
+
+    The counts of an ok row are checked first; if they are wrong, its ratio and frames are not checked. The columns with
+    JSON are checked for every status.
+    """
     if row["status"] == "removed":
         if row["token_shard"] is not None:
             yield "a removed video with a token shard"
@@ -168,7 +178,11 @@ def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 
 
 def _ratio_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
-    """Yield the contradictions of a row's ratio, method, row groups and width with the header."""
+    """Yield contradictions between an ok row and the header: ratio, token count, nesting, row groups, hidden size.
+
+    Another ratio ends the check. The number of tokens and nesting are checked only if the method is known here or
+    declared in the header.
+    """
     n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
     stored_ratio = header["identity"].get("retention_ratio")
     if not 0 < ratio <= 1 or abs(ratio - stored_ratio) > 1e-9:
@@ -186,7 +200,10 @@ def _ratio_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 
 
 def _frame_faults(row: VideoRow) -> Iterator[str]:
-    """Yield the contradictions in a row's frame indices and timestamps, which have one length."""
+    """Yield the contradictions between a row's frame indices, timestamps, source length and number of repeated frames.
+
+    ``iter_count_faults`` has already checked that the two lists have equal lengths.
+    """
     frames, seconds = np.asarray(row["frame_indices"]), np.asarray(row["timestamps"], dtype=np.float64)
     end = row["source_frames"] if row["source_frames"] is not None else math.inf
     if frames[0] < 0 or frames[-1] >= end or (np.diff(frames) < 0).any():
@@ -200,7 +217,7 @@ def _frame_faults(row: VideoRow) -> Iterator[str]:
 
 
 def is_json(text: str) -> bool:
-    """Return True if a text is JSON."""
+    """Return True if a text parses as JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -211,10 +228,14 @@ def is_json(text: str) -> bool:
 def check_token_shard(
     store: Store, name: str, rows: Sequence[tuple[str, VideoRow]], header: CacheHeader
 ) -> CheckedShard:
-    """Read one token shard, a video at a time, and check it against the rows that name it.
+    """Read one token shard video by video, and check it against the rows that name it; damage becomes problems.
 
-    Damage becomes problems of the result. ``rows`` are (file of the table, row) of every video in the shard with a row,
-    one at least; a later attempt may have superseded other rows.
+    A shard that cannot be opened, or whose columns do not match the header, gives one problem, and its tokens are not
+    read.
+
+    Args:
+        rows: for each video to check, the file of the videos table and the row; at least one. The first row's footer
+            hash and hidden size apply to the whole shard. Superseded rows may be among them.
     """
     commit, first = rows[0]
     try:
@@ -239,7 +260,11 @@ def check_token_shard(
 
 
 def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> Iterator[str]:
-    """Yield the differences between a token shard's columns and the columns that the header demands."""
+    """Yield the differences between a token shard's columns and the columns that the header demands.
+
+    If the names differ, only that is yielded. Columns of evidence may have any width of bfloat16 values, except that
+    one kind must have exactly one value.
+    """
     evidence = header["identity"].get("evidence", {})
     plain = build_token_schema(hidden_size, deepstack_levels(header), codec=find_codec(header["identity"]))
     if sorted(schema.names) != sorted([*plain.names, *evidence]):
@@ -257,10 +282,10 @@ def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> 
 
 
 def _file_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]:
-    """Yield faults of the file's layout.
+    """Yield faults of a token shard's layout.
 
-    These are bytes beside row groups and footer, row groups of other lengths than a row says, and a row group of two
-    videos.
+    These are bytes outside of row groups and footer, row groups whose lengths differ from those in a row, and row
+    groups that several rows claim.
     """
     metadata = shard.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
@@ -280,7 +305,7 @@ def _file_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]:
 def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[Kind, str]]:
     """Read one video's tokens, and yield (kind, description) of each fault.
 
-    Tokens that cannot be read, belong to other videos, or do not have the row's checksum are the only fault then.
+    If the tokens cannot be read, belong to another video, or do not match the row's checksum, that is the only fault.
     """
     try:
         table = shard.read_checked(row)
@@ -294,9 +319,10 @@ def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iter
 
 
 def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterator[str]:
-    """Yield a description of each fault in a video's positions, order and numbers.
+    """Yield a description of each fault in a video's positions, frames, merged flags, ranks and densities.
 
-    A fault that makes further checks meaningless is the last.
+    Positions outside the video, and merged flags that are null for some tokens only, end the check. What depends on the
+    method is checked only if the method is known here or declared in the header.
     """
     index, frame = table["index"].to_numpy(), table["frame"].to_numpy()
     if index.min() < 0 or index.max() >= row["n_total"]:
@@ -311,7 +337,7 @@ def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterato
         yield "merged is null for some tokens and not for others"
         return
     order = np.argsort(index, kind="stable")
-    # A merged token stands at its target's index, which may be kept besides.
+    # A merged token has its target's index, and the target may be kept too.
     twice = (np.diff(index[order]) == 0) & ~(is_merged[order][1:] | is_merged[order][:-1])
     if twice.any():
         yield f"position {index[order][1:][twice][0]} is there twice"
@@ -324,7 +350,11 @@ def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterato
 
 
 def _rank_faults(table: pa.Table, is_nested: bool) -> Iterator[str]:
-    """Yield faults of ranks and densities."""
+    """Yield faults of ranks and densities.
+
+    Ranks must be 0, 1, 2, ... in row order for a nested method, and null otherwise. Densities must be all null or all
+    finite.
+    """
     rank, density = table["rank"], _values(table["density"], 0.0)
     if density is None or not np.isfinite(density).all():
         yield "densities that are not all there, or not finite"
@@ -336,7 +366,7 @@ def _rank_faults(table: pa.Table, is_nested: bool) -> Iterator[str]:
 
 
 def _values(column: pa.ChunkedArray, fill: object) -> np.ndarray | None:
-    """Return a column's values, ``fill`` if all are null, or None if only some are."""
+    """Return a column's values as an array, with ``fill`` if all are null; None if only some are null."""
     if column.null_count not in (0, len(column)):
         return None
     return np.asarray(column.fill_null(fill).to_numpy(zero_copy_only=False))

@@ -1,7 +1,7 @@
-"""``jobs.verify --live``: encode some videos again from their sources, with the cache's settings, and compare.
+"""``jobs.verify --live``: encode some videos again from their sources with the cache's settings, and compare.
 
-The stages are those of a run, in this process. The reader is the default one and the model's code is this package's:
-what a cache says chooses no code.
+The stages are those of a run, but in this process. Videos are decoded with the default decoder and encoded with this
+package's model code: a cache never selects code to run.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from pipeline.storage.s3 import Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report
 from pipeline.video.sampling import DECODING_RULES
 
-# If the same program on the same kind of machine made both, every bit counts. Other versions and processors round
-# differently, and a near tie then selects another token. For the sample clips, float32 against bfloat16 came out
-# 0.017 apart at most with 94 % of the positions in common, one clip against another 0.65 at least with 60 %.
+# The same program on the same kind of machine gives the same bits. Other versions and processors round differently, and
+# a near tie then selects another token. Measured on the sample clips: float32 and bfloat16 differ by at most 0.017 with
+# 94 % of the positions in common; two different clips differ by at least 0.65 with 60 % in common.
 MAX_ROUNDING = 0.1  # norm of the differences over the tokens' norm, above which no rounding explains them
 MIN_SHARED = 0.5  # share of common positions below which no rounding explains the difference
 _KINDS = {"failed": Kind.LIVE_FAILED, "source-changed": Kind.SOURCE_CHANGED}  # of problems, by a result's state
@@ -46,21 +46,24 @@ _RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda", "sh
 
 
 class LiveCheck:
-    """The check that encodes videos again as the cache's runs did, and compares the tokens.
-
-    Raises UsageError where the cache does not say how, or what it says cannot be had here.
-    """
+    """A check that encodes videos again as the cache's runs did, and compares the tokens with the stored ones."""
 
     def __init__(self, cache: TokenCache, model: str | None, objects: Objects, video_roots: Sequence[str] = ()) -> None:
-        """Load the model of the newest run of ``cache`` to this machine's GPU or CPU, which may download its files.
+        """Load the model of the cache's newest run onto this machine's GPU or CPU; this may download its files.
 
         Args:
-            model: where the model is now; None if the run's record still tells.
-            objects: reads sources on S3.
-            video_roots: folders and prefixes, below which sources are read.
+            model: the model's folder or id; None for the one in the run's record.
+            objects: the access to sources on S3.
+            video_roots: folders and prefixes below which sources may be read.
+
+        Raises:
+            UsageError: no record says how the cache was made, the method or family is not part of this package, or the
+                model cannot be loaded or is not the cache's.
         """
-        store, self._roots = cache.store, sort_roots(video_roots)
-        self._cache, self._objects = cache, objects
+        store = cache.store
+        self._roots = sort_roots(video_roots)
+        self._cache = cache
+        self._objects = objects
         run = newest_record(store)
         if run is None:
             raise UsageError(f"{store}/{RUNS}: no record of a run says which model the tokens are from")
@@ -72,8 +75,8 @@ class LiveCheck:
             )
         if config.family is not None and ":" in config.family:
             raise UsageError(
-                f"--live: this cache was made with the family {config.family}, which is no part of this package; what "
-                "a cache says chooses no code, so its videos are not encoded again here"
+                f"--live: this cache was made with the family {config.family}, which is not part of this package; "
+                "what a cache says chooses no code, so its videos are not encoded again here"
             )
         recipe = resolve(config, objects).match_cache(store, Console(quiet=True))
         self._decode = recipe.decode_setup()
@@ -81,7 +84,15 @@ class LiveCheck:
             self._encoder = VideoEncoder(recipe.encode_setup("auto", recipe.dtype))
 
     def run(self, live: pa.Table, count: int, seed: int, report: Report) -> None:
-        """Encode ``count`` random ok videos of ``live`` again, and add the results to ``report``."""
+        """Encode ``count`` random ok videos of ``live`` again, and add a result for each to ``report``.
+
+        All of them are taken, with a note, if there are fewer. A changed source, a failure, and a difference that
+        rounding cannot explain also add a problem; a missing source does not.
+
+        Args:
+            live: the live rows of the videos to draw from.
+            seed: the seed of the draw.
+        """
         ids = select_ok(live)["video_id"].to_pylist()
         if len(ids) < count:
             report.notes.append(f"--live: of {count} videos {len(ids)} are sound and can be encoded again")
@@ -96,9 +107,10 @@ class LiveCheck:
                     report.problems.append(Problem(Kind.LIVE, why, row["token_shard"], video_id))
 
     def _compare(self, row: VideoRow, decoder: VideoDecoder) -> LiveResult:
-        """Encode one video again and compare its tokens with the stored tokens.
+        """Encode one video again, and compare its tokens with the stored tokens.
 
-        Nothing is raised for a source that is gone, changed, or cannot be encoded: the result says so.
+        A source that is gone, changed or cannot be encoded is not an error: the state of the result says so. For a
+        cache with a lossy codec, the new tokens go through the codec first.
         """
         video_id = row["video_id"]
         try:
@@ -113,8 +125,9 @@ class LiveCheck:
         except VideoFault as fault:
             return LiveResult(video_id, "failed", str(fault))
         assert encoded.kept is not None  # encode_one raises where a video fails
-        kept_tokens, codec = encoded.kept, self._cache.codec
-        if codec is not BFLOAT16:  # what a reader of such a cache gets
+        kept_tokens = encoded.kept
+        codec = self._cache.codec
+        if codec is not BFLOAT16:  # compare with what a reader of this cache gets
             parts = [
                 codec.round_trip(part).view(torch.int16).numpy()
                 for part in (kept_tokens.tokens, *kept_tokens.deepstack)
@@ -132,8 +145,8 @@ class LiveCheck:
 def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
     """Compare a stored video, read in order of selection, with newly kept tokens.
 
-    The state is "same" only if all bits are equal, evidence and deepstack levels too. Differences are taken over the
-    positions that both have.
+    The state is "same" only if all bits are equal, including evidence and deepstack levels, and otherwise "different".
+    The differences are computed over the positions that both have; if the sizes of tokens differ, there are none.
     """
     names, stored = sorted(cached.evidence), KeptTokens.of(cached, cached.deepstack, cached.evidence)
     parts = [(kept.tokens, *kept.deepstack, *(kept.evidence[name] for name in names)) for kept in (stored, encoded)]
@@ -157,9 +170,10 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
 
 
 def suspicion(result: LiveResult) -> str:
-    """Return the reason why rounding cannot explain a difference; "" if it can, or without a difference.
+    """Return the reason why rounding cannot explain a difference; "" if it can, or if the state is not "different".
 
-    It cannot if the difference is too large, or if the same versions and devices made both.
+    It cannot if fewer than MIN_SHARED of the positions agree, if the tokens differ by more than MAX_ROUNDING, or if the
+    same versions and devices made both.
     """
     if result.state != "different":
         return ""
@@ -171,7 +185,13 @@ def suspicion(result: LiveResult) -> str:
 
 
 def list_version_changes(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, tuple[str, str]]:
-    """Return the versions, rules and devices that differ from those at encoding time, as name -> (then, now)."""
+    """Return the versions, decoding rules and devices that differ from those at encoding time: name -> (then, now).
+
+    Args:
+        row: the cached row.
+        run: the record of the run that encoded it; {} if it is missing.
+        record: the record of the new encoding.
+    """
     then: dict[str, object] = dict(run.get("versions", {}))
     now: dict[str, object] = {name: package_version(name) for name in then}
     if run:

@@ -1,15 +1,15 @@
-"""What ``jobs.verify`` changes where asked: ``--repair`` and ``--clean``.
+"""The changes that ``jobs.verify`` makes on request: ``--repair`` and ``--clean``.
 
-A repair marks what is damaged for another attempt, and what is sound beside it stays:
+A repair marks damaged videos for another attempt, and keeps the sound ones:
 
-- Files of the videos table that are damaged, or of another identity, leave it. Videos in token shards that nothing
-  names then get a failed row.
-- The table is merged, so that one file has one row of each video, and no earlier attempt comes back.
-- Videos whose tokens or whose row cannot be trusted get a failed row, so that ``jobs.prune --retry-failed`` does them
-  again; sound videos that lie in a token shard with damaged ones move to a new shard.
+- Files of the videos table that are damaged or have another identity are set aside. Videos in orphaned token shards
+  then get a failed row.
+- The table is merged, so that each video has one row and no earlier attempt becomes live again.
+- Videos whose tokens or row cannot be trusted get a failed row, so that ``jobs.prune --retry-failed`` encodes them
+  again; sound videos in a token shard with damaged ones move to a new shard.
 
-No file is changed in place: a new one is put, and then the other is deleted, of which ``repaired/`` has a copy. Where
-that is interrupted both are there, and the next repair finds the same and ends it.
+No file is changed in place: the new file is written, the old one is copied to ``repaired/``, and then the old one is
+deleted. After a kill both files exist, and the next repair finds the same problems and completes the work.
 """
 
 from __future__ import annotations
@@ -65,10 +65,7 @@ _CONTRADICTS = "its row contradicts itself"
 
 
 def list_shard_ids(store: Store, name: str, report: Report) -> list[str]:
-    """Return the ids of the videos in a token shard.
-
-    If it cannot be read, the list is empty, and the report gets a note.
-    """
+    """Return the ids of the videos in a token shard; [] and a note in the report if it cannot be read."""
     try:
         return list_videos(store, name)
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -77,23 +74,34 @@ def list_shard_ids(store: Store, name: str, report: Report) -> list[str]:
 
 
 class Repair:
-    """A repair of the problems in ``report``, in a cache to which no run writes."""
+    """A repair of the problems in a report. No other run may be writing to the cache."""
 
     def __init__(self, store: Store, header: CacheHeader, report: Report) -> None:
-        self._store, self._header, self._report = store, header, report
+        self._store = store
+        self._header = header
+        self._report = report
         self._made_with = fingerprint(header["identity"])
         self._table = VideosTable(store, keep=64)
         self._result = Repaired(kept_in=KEPT_IN)
 
     def carry_out(self, live: pa.Table, bad: Collection[Place]) -> Repaired:
-        """Repair the problems; ``live`` are the live rows with their places, ``bad`` rows that contradict themselves.
+        """Repair the problems of the report, and return what was done.
 
-        Raises RunFailed where no video would be left, or where a file has another schema. Raises CorruptShard and
-        OSError if the store does not give the bytes that it gave just before; another repair resumes there.
+        Damaged token shards are read once more first; one that is sound now only gets a note.
+
+        Args:
+            live: the live rows, with ``file`` and ``row``.
+            bad: the locations of rows that contradict themselves.
+
+        Raises:
+            RunFailed: a file has another schema or is a stray, or no video would stay. Nothing is changed then.
+            CorruptShard, OSError: the store no longer gives the bytes that it gave before. Repeat the repair to resume.
         """
         for problem in self._report.problems:
             if problem.kind in {Kind.SCHEMA, Kind.STRAY}:
-                raise RunFailed(f"{self._store} has a file that is none of this cache: move {problem.shard} away first")
+                raise RunFailed(
+                    f"{self._store} has a file that is not part of this cache: move {problem.shard} away first"
+                )
         present = live.filter(pc.not_equal(live["status"], "removed"))  # removed videos stay removed
         wrong = dict.fromkeys(set(bad).intersection(_places(present)), _CONTRADICTS)
         ok = select_ok(live)
@@ -108,7 +116,7 @@ class Repair:
                 wrong |= faults
                 continue
             neighbours.pop(name)
-            note = f"{name} was damaged at first and sound when it was read again: look at the disk"
+            note = f"{name} was damaged at first and sound when it was read again: check the disk"
             self._report.notes.append(note)
         self._refuse_total_loss(wrong.keys() & set(places), places)
         changes = {row["video_id"]: row for of_shard in neighbours.values() for row in self._move(of_shard, wrong)}
@@ -124,7 +132,11 @@ class Repair:
     def _find_wrong(self, name: str, places: Sequence[Place]) -> dict[Place, str] | None:
         """Check a damaged token shard again; return the fault of each bad row, or None if the shard is sound now.
 
-        ``places`` are the rows of its videos.
+        A missing shard or a damaged footer is the fault of all rows. A problem that concerns no single video gives no
+        fault.
+
+        Args:
+            places: the locations of the ok rows that name the shard.
         """
         rows = {place: self._table.read_row(*place) for place in places}
         problems = check_token_shard(self._store, name, [(p[0], row) for p, row in rows.items()], self._header).problems
@@ -137,17 +149,20 @@ class Repair:
         return {place: wrong[row["video_id"]] for place, row in rows.items() if row["video_id"] in wrong}
 
     def _refuse_total_loss(self, wrong: Collection[Place], ok: Collection[Place]) -> None:
-        """Raise RunFailed if all seems damaged, as when a folder is not mounted or the header is another cache's."""
+        """Raise RunFailed if every ok video is wrong, as when a folder is not mounted or the header is another cache's.
+
+        A cache without ok videos passes unless a table file has another identity.
+        """
         if len(wrong) == len(ok) and (wrong or self._report.has(Kind.FINGERPRINT)):
             raise RunFailed(
-                f"{self._store}: none of its videos would stay: look whether {TOKENS}/ is mounted and cache.json is "
-                "its own, restore what is missing, or make the cache again in another --out"
+                f"{self._store}: no video would stay: check that {TOKENS}/ is mounted and cache.json belongs to this "
+                "cache, restore what is missing, or make the cache again in another --out"
             )
 
     def _move(self, places: Sequence[Place], wrong: dict[Place, str]) -> list[VideoRow]:
-        """Copy the sound videos of a damaged token shard to a new shard; return their new rows.
+        """Copy the sound videos of a damaged token shard to a new shard; return their new rows, not yet committed.
 
-        The caller commits the rows. ``moved`` of the result counts them.
+        Adds their number to ``moved`` of the result. Without sound videos, no shard is written and [] is returned.
         """
         rows = [self._table.read_row(*place) for place in places if place not in wrong]
         rows.sort(key=lambda row: row["first_row_group"])
@@ -155,10 +170,10 @@ class Repair:
         return copy_videos(self._store, rows[0]["run_id"], rows) if rows else []
 
     def _set_aside(self, known_ids: Collection[str]) -> None:
-        """Move damaged and foreign files of the table aside, and commit a failed row for each lost video.
+        """Commit a failed row for each lost video, and move damaged and foreign files of the table to ``repaired/``.
 
-        The files go to the folder of replaced files. Lost videos are found in the token shards that no row names.
-        Videos of foreign files get no row.
+        Lost videos are those of orphaned token shards whose ids are not among ``known_ids``. They are searched for only
+        if a table file is damaged or lost.
         """
         by_run: dict[str, set[str]] = defaultdict(set)
         for file in self._report.orphans if self._report.has(Kind.COMMIT, Kind.LOST) else ():
@@ -175,10 +190,10 @@ class Repair:
             self._retire(name)
 
     def _change(self, changes: dict[str, VideoRow]) -> None:
-        """Merge the table until each video has one row, and replace the rows of these videos: video_id -> new row.
+        """Merge the table until each video has one row, and replace rows: video_id -> new row.
 
-        A file with a replaced row is written again; the old file moves to the folder of replaced files. The sources of
-        the merge are deleted at once.
+        Each file with a replaced row is written again, and the old file moves to ``repaired/``. The source files of the
+        merge are deleted at once.
         """
         merge_fully(self._store, self._made_with)
         table = LiveVideos.open(self._store, self._made_with)
@@ -191,19 +206,22 @@ class Repair:
             self._retire(name)
 
     def _retire(self, name: str) -> None:
-        """Move a file of the table to the folder of replaced files, which nobody reads."""
+        """Move a file of the table to ``repaired/``, which no reader opens, and add it to the result."""
         self._store.put(f"{KEPT_IN}/{PurePosixPath(name).name}", self._store.read(name))
         self._store.delete(name)
         self._result.replaced.append(name)
 
 
 def _places(rows: pa.Table) -> list[Place]:
-    """Return the (file, row number) of each row."""
+    """Return the (file, row number) of each row, in order."""
     return list(zip(rows["file"].to_pylist(), rows["row"].to_pylist(), strict=True))
 
 
 def _make_failed_row(row: Mapping[str, Any], why: str) -> VideoRow:
-    """Return a failed row for a video, without tokens, which a retry may replace; ``row`` has what is known of it."""
+    """Return a failed, retryable row without tokens for a video, whose message begins with "marked by a repair".
+
+    Source and attempts are copied from ``row``, as far as it has them; a ``manifest`` that is not JSON is dropped.
+    """
     copied = {name: row.get(name) for name in _COPIED_COLUMNS}
     if copied["manifest"] is not None and not is_json(copied["manifest"]):
         copied["manifest"] = None
@@ -214,11 +232,17 @@ def _make_failed_row(row: Mapping[str, Any], why: str) -> VideoRow:
 def clean(
     store: Store, report: Report, keep: timedelta, now: datetime | None = None, commits: Collection[str] | None = None
 ) -> None:
-    """Delete the orphans, leftovers and old uploads of ``report``; no run may be writing. Raises OSError.
+    """Delete the orphans, leftovers and old pending uploads in ``report``. No run may be writing.
 
     Files younger than ``keep`` stay, and uploads younger than an hour. All orphans stay if a file of the videos table
-    may name them: a file that is unreadable or lost, or that is not among ``commits``, the files that were read (None:
-    all). ``report`` gets the names of deleted files, and notes on files that stay.
+    that was not read may name them. The report gets the names of deleted files, and notes on orphans that stay.
+
+    Args:
+        now: the current time; None for the clock of this machine.
+        commits: the names of the table files that were read; None if all were.
+
+    Raises:
+        OSError: the store fails.
     """
     files = _find_removable(store, report, commits)
     for file in [*report.leftovers, *files]:
@@ -237,16 +261,17 @@ def clean(
 
 
 def _find_removable(store: Store, report: Report, commits: Collection[str] | None) -> list[FileInfo]:
-    """Return all orphans, or none if a file of the videos table that was not read may still name them.
+    """Return all orphans; [] and a note in the report if a table file that was not read may still name one.
 
-    In that case the report gets a note. ``commits`` are the files that were read; None means all.
+    Such a file is damaged, unreadable, foreign, stray or lost by the report, or is in the folder but not among
+    ``commits``.
     """
     if not report.orphans:
         return []
     unread = {Kind.COMMIT, Kind.LOST, Kind.SCHEMA, Kind.UNREADABLE, Kind.FINGERPRINT, Kind.STRAY}
     doubtful = any(p.kind in unread and (p.shard or "").startswith(VIDEOS) for p in report.problems)
     if doubtful or (commits is not None and not set(store.names(VIDEOS, ".parquet")) <= set(commits)):
-        which = "is damaged, foreign or lost" if doubtful else "came meanwhile"
+        which = "is damaged, foreign or lost" if doubtful else "was added meanwhile"
         report.notes.append(f"no token shard was removed: a videos file that {which} may name it")
         return []
     return list(report.orphans)

@@ -1,4 +1,4 @@
-"""What ``jobs.verify`` found: problems by class and files that were left behind, as lines and as JSON."""
+"""The report of ``jobs.verify``: problems by kind and files left behind, as lines for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pipeline.storage.s3 import Upload
 from pipeline.storage.stores import FileInfo
 
 KEPT_IN = "repaired"  # folder of a cache for the files that a repair has replaced
-_MAX_EXAMPLES = 10  # files and videos that are listed by name in the terminal; the JSON has them all
+_MAX_EXAMPLES = 10  # files and videos listed by name in the terminal; the JSON lists all
 _REDO = "restore it from a copy, or let --repair mark its videos for another attempt of jobs.prune"
 
 
 class Kind(StrEnum):
-    """The kind of a problem, with its remedy."""
+    """The kind of a problem; its value is the name in the report, and ``remedy`` says what the user can do."""
 
     remedy: str
 
@@ -46,7 +46,7 @@ class Kind(StrEnum):
         "tokens",
         "the tokens contradict their row: report it; --repair marks the video for another attempt of jobs.prune",
     )
-    UNREADABLE = "unreadable", "look at the disk or the store, and at who may read there; then verify again"
+    UNREADABLE = "unreadable", "check the disk or the store, and the permissions to read it; then verify again"
     LIVE_FAILED = (
         "live-failed",
         "the source is the same and cannot be encoded here: the message says why, the tokens may be sound",
@@ -60,14 +60,14 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """A fault of the cache that a check found.
+    """A problem of the cache that a check found.
 
     Attributes:
-        kind: its class.
-        what: in words.
-        shard: the file it is about.
-        video_id: the video, where it is about one.
-        videos_shard: the commit that names the shard, where that is another file.
+        kind: its kind, with the remedy.
+        what: the description for the user.
+        shard: the file with the problem: a token shard, a file of the videos table, or the header.
+        video_id: the video, or None if the problem concerns the whole file.
+        videos_shard: the file of the videos table that names the damaged token shard; otherwise None.
     """
 
     kind: Kind
@@ -77,7 +77,7 @@ class Problem:
     videos_shard: str | None = None
 
     def as_record(self) -> JsonObject:
-        """Return the problem as a dict for JSON."""
+        """Return the problem as a dict for JSON: its fields, with "class" for the kind, and the remedy."""
         record = asdict(self)
         return {"class": record.pop("kind"), **record, "remedy": self.kind.remedy}
 
@@ -87,13 +87,14 @@ class LiveResult:
     """The result of encoding one video again from its source.
 
     Attributes:
-        video_id: which one.
-        state: "same" (every bit), "different", "source-gone", "source-changed", or "failed" (to be encoded again).
-        note: why, in words.
-        same_indices: the share of the selected positions that both have.
-        max_difference: the largest absolute difference of a number of a token that both have.
-        relative_difference: the norm of all those differences against the norm of the stored tokens.
-        versions: what has another version or device now, name -> (then, now).
+        video_id: the video.
+        state: "same" (every bit), "different", "source-gone", "source-changed", or "failed" (it could not be encoded).
+        note: the reason for the state; "" if there is nothing to say.
+        same_indices: the share of selected positions that both have; None if nothing was compared.
+        max_difference: the largest absolute difference of values at common positions; None if there are none.
+        relative_difference: the norm of these differences divided by the norm of the stored values; None if nothing was
+            compared.
+        versions: versions and devices that differ now: name -> (then, now).
     """
 
     video_id: str
@@ -105,7 +106,7 @@ class LiveResult:
     versions: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def line(self) -> str:
-        """Return a line for the user about the video."""
+        """Return a line for the terminal about the video."""
         share = "" if self.same_indices is None else f", {self.same_indices:.1%} of the positions"
         most = "" if self.max_difference is None else f", {self.max_difference:.3g} apart at most"
         changes = "".join(f"; {name} {then} then, {now} now" for name, (then, now) in self.versions.items())
@@ -114,9 +115,9 @@ class LiveResult:
 
 @dataclass(frozen=True)
 class Marked:
-    """A video that a repair gave a failed row, in place of one that could not be trusted.
+    """A video that a repair gave a failed row because its own row or tokens could not be trusted.
 
-    ``uri`` is "" where it is not known.
+    ``uri`` is "" if it is not known; ``attempts`` is that of the row.
     """
 
     video_id: str
@@ -130,10 +131,10 @@ class Repaired:
     """The result of a repair.
 
     Attributes:
-        kept_in: the folder below the cache that has what was replaced.
-        marked: videos for another attempt.
-        moved: sound videos whose tokens were written again, away from damaged ones.
-        replaced: videos shards.
+        kept_in: the folder of the cache with the replaced files.
+        marked: videos marked for another attempt.
+        moved: the number of sound videos copied to new token shards, away from damaged ones.
+        replaced: names of the table files that were rewritten or set aside.
     """
 
     kept_in: str
@@ -142,9 +143,9 @@ class Repaired:
     replaced: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user about the repair."""
+        """Yield lines for the terminal, with the command that encodes the marked videos again."""
         if self.replaced:
-            kept_note = f"those that were there before are in {self.kept_in}/, to be removed by hand"
+            kept_note = f"the previous files are in {self.kept_in}/; delete them by hand"
             yield f"{len(self.replaced):,} videos shards rewritten; {kept_note}"
         if self.moved:
             yield f"{self.moved:,} sound videos moved to new token shards"
@@ -160,23 +161,23 @@ class Repaired:
 
 @dataclass
 class Report:
-    """The findings of a verification, added while it runs.
+    """The findings of a verification, filled while it runs.
 
     Attributes:
-        cache: as it was named.
-        counts: what was looked at.
-        problems: what is wrong.
-        notes: what a user should know and is not wrong.
-        orphans: token shards that no videos shard names.
-        leftovers: files of writes that did not end.
-        superseded: token shards that only rows name which a later attempt replaced.
+        cache: the cache, as it was named.
+        counts: the numbers of checked videos, files and tokens, by name.
+        problems: what is wrong; after a repair, what is still wrong.
+        notes: remarks that are not problems.
+        orphans: token shards that no row names.
+        leftovers: temporary files of interrupted writes.
+        superseded: token shards that only superseded rows name.
         uploads: pending multipart uploads.
-        removed: names of what ``--clean`` removed.
-        live: videos that were encoded again.
-        found: the problems that a repair mended; ``problems`` are those that are left.
-        repaired: what the repair did; None where there was none.
-        bytes_read: of the cache.
-        seconds: what reading took.
+        removed: names of the files and uploads that ``clean`` deleted.
+        live: the results of the videos that were encoded again.
+        found: the problems before a repair; empty without one.
+        repaired: what the repair did; None without one.
+        bytes_read: bytes of the cache that were read.
+        seconds: wall time of reading.
     """
 
     cache: str
@@ -200,16 +201,16 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 without problems, else 1; files left behind are no problem."""
+        """0 without problems, else 1; files left behind are not problems."""
         return 1 if self.problems else 0
 
     @property
     def gb_per_s(self) -> float:
-        """The reading speed in GB/s."""
+        """The reading speed in GB/s; 0.0 before ``seconds`` is set."""
         return self.bytes_read / 1e9 / self.seconds if self.seconds else 0.0
 
     def as_record(self) -> JsonObject:
-        """Return the report as a dict for JSON."""
+        """Return the whole report as a dict for JSON, with exit code and speed."""
         files = {name: [f._asdict() for f in getattr(self, name)] for name in ("orphans", "leftovers", "superseded")}
         problems = {name: [p.as_record() for p in getattr(self, name)] for name in ("problems", "found")}
         uploads = [{**upload._asdict(), "started": upload.started.isoformat()} for upload in self.uploads]
@@ -217,7 +218,7 @@ class Report:
         return {**asdict(self), "exit_code": self.exit_code, **problems, **files, "uploads": uploads, **speed}
 
     def lines(self) -> Iterator[str]:
-        """Yield the report for the terminal, problems last."""
+        """Yield the report as lines for the terminal; long lists are cut, and problems come last."""
         yield f"cache: {self.cache}"
         yield ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in self.counts.items())
         yield f"read {self.bytes_read:,} bytes in {self.seconds:.1f} s, {self.gb_per_s:.2f} GB/s"
@@ -238,13 +239,13 @@ class Report:
 
 
 def _cut_list(lines: Sequence[str]) -> list[str]:
-    """Return the first lines, and how many more there are."""
+    """Return the first _MAX_EXAMPLES lines, followed by the number of the others if there are any."""
     more = [f"  ... and {len(lines) - _MAX_EXAMPLES:,} more"] if len(lines) > _MAX_EXAMPLES else []
     return [*lines[:_MAX_EXAMPLES], *more]
 
 
 def _by_kind(problems: Sequence[Problem], before: str = "") -> Iterator[str]:
-    """Yield the problems by class: how many, an example, and the remedy."""
+    """Yield two lines for each kind of problem: its name after ``before``, count and first example; then the remedy."""
     for kind in Kind:
         of_kind = [problem for problem in problems if problem.kind == kind]
         if of_kind:

@@ -1,4 +1,4 @@
-"""``jobs.verify``: whether every file of a cache holds what it was committed with, and what was left behind."""
+"""``jobs.verify``: check that every file of a cache holds what was committed, and find what interrupted runs left."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ _ORPHANS_STAY = (
     "orphaned token shards were kept: they may belong to damaged or missing videos/ files. Restore those files from a "
     "copy, or pass --clean"
 )
-#: Problems of files of the table that may be restored, so that their token shards must stay.
+#: Problems whose table files may be restored from a copy, so that their token shards must stay.
 _MAY_COME_BACK = (Kind.COMMIT, Kind.LOST, Kind.FINGERPRINT, Kind.STRAY)
-_TRIES = 5  # readings of a table whose files another run merges
-_SHARES = (0.001, 0.01, 0.05)  # of damaged videos, for which a sample says how likely it misses them all
+_TRIES = 5  # attempts to read a table whose files another run merges
+# Shares of damaged videos for which the report of a sample gives the chance that it misses them all.
+_SHARES = (0.001, 0.01, 0.05)
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,17 @@ class VerifyRequest:
     """The options of a verification.
 
     Attributes:
-        jobs: files read at a time.
-        clean: whether to remove what nothing names.
-        keep: what is younger is not removed.
-        repair: whether to mark what is damaged for another attempt, before that.
-        live: how many videos are encoded again.
-        sample: read the tokens of so many random videos alone; 0 for all.
-        seed: draws the videos of ``live`` and ``sample``.
-        model: the model's folder or id, where it is not where the run found it.
-        objects: how sources on S3 are read; None for what the environment says.
+        jobs: the number of files read at a time.
+        clean: True to delete orphans, leftovers and old uploads.
+        keep: files younger than this are not deleted.
+        repair: True to repair problems first; this implies ``clean``.
+        live: the number of videos to encode again.
+        sample: the number of random videos whose tokens are read; 0 for all.
+        seed: the seed for drawing the videos of ``live`` and ``sample``.
+        model: the model's folder or id for ``live``; None for the one in the run's record.
+        objects: the access to sources on S3; None for the settings of the environment.
         log_interval: seconds between lines of progress.
-        video_root: folders and prefixes, below which ``live`` reads sources.
+        video_root: folders and prefixes below which ``live`` may read sources.
     """
 
     jobs: int = 2
@@ -88,12 +89,19 @@ class VerifyRequest:
 
 
 def verify(store: Store, request: VerifyRequest, console: Console) -> Report:
-    """Read all of the cache at ``store`` and check it; nothing is written there without ``clean`` or ``repair``.
+    """Read and check the whole cache at ``store``; repair and clean it if the request says so.
 
-    ``repair`` also cleans, but orphans stay if damaged or lost files of the table may be restored.
+    Problems are in the report, not raised. With ``repair``, repairable problems are mended and the cache is checked
+    once more; sound token shards are not read again. Orphans then stay if table files that may name them could be
+    restored.
 
-    Raises NotACache where there is none, CacheLocked where it is to be changed and a run writes to it, UsageError where
-    videos cannot be encoded again, RunFailed where nothing would be left, and OSError where the store fails as a whole.
+    Raises:
+        NotACache: there is no cache. A damaged header is a problem of the report.
+        CacheLocked: the cache is to be changed, and another run is writing to it.
+        UsageError: videos cannot be encoded again (``live``), or nothing can be written to the cache.
+        RunFailed: a repair would leave no video, or a file is not of this cache.
+        CorruptShard: bytes that were sound before are damaged during the repair.
+        OSError: the store fails as a whole.
     """
     if not store.exists(HEADER):
         read_header(store)  # raises NotACache with the remedy
@@ -126,44 +134,59 @@ class _Check:
     """One check of a cache, which changes nothing there.
 
     Attributes:
-        sound: token shards without a problem, by name; those that are there before ``run`` are not read.
-        header: the cache's header; None before ``run``, and where the rows cannot be checked by it.
+        sound: token shards without a problem, by name; shards that are in it before ``run`` are not read again.
+        header: the cache's header; None before ``run``, and if it is too damaged to check rows against it.
         live: JUDGED_COLUMNS of the live rows, with ``file`` and ``row``.
-        bad: the places of rows that contradict themselves.
-        table_names: the files of the videos table's folder at the beginning.
+        bad: the locations of rows that contradict themselves.
+        table_names: the files in videos/ at the beginning of ``run``.
     """
 
     def __init__(self, store: Store, request: VerifyRequest, console: Console, *, claimed: bool = False) -> None:
-        """Prepare the check; ``claimed`` says that no run can write meanwhile."""
-        self.store, self.request, self.console, self.claimed = store, request, console, claimed
+        """Initialize the check without reading the cache.
+
+        Args:
+            claimed: True if the caller holds the cache's claim, so that no run writes to it during the check.
+        """
+        self.store = store
+        self.request = request
+        self.console = console
+        self.claimed = claimed
         self.sound: dict[str, CheckedShard] = {}
         self.report = Report(str(store))
         self.header: CacheHeader | None = None
-        self.live, self.bad = make_empty_table(JUDGED_COLUMNS), set[Place]()
+        self.live = make_empty_table(JUDGED_COLUMNS)
+        self.bad = set[Place]()
         self.table_names: list[str] = []
-        self._commits: dict[str, CheckedCommit] = {}  # the files of the table that were checked
-        self._strays: set[str] = set()  # the files beside it that were checked
+        self._commits: dict[str, CheckedCommit] = {}  # files of the table that were checked
+        self._strays: set[str] = set()  # stray files that were checked
 
     def run(self) -> Report:
-        """Check the cache and return the report. Raises UsageError and OSError as ``verify``."""
-        store, request, report = self.store, self.request, self.report
+        """Check the cache, and return the report; a header with a fault is then the only problem.
+
+        Raises:
+            UsageError: videos are to be encoded again and cannot be.
+            OSError: the store fails as a whole.
+        """
+        store = self.store
+        request = self.request
+        report = self.report
         start = time.monotonic()
         header = self.header = self._check_header()
         if header is None:
             return report
-        # Listed before the videos shards are read, so that what a run commits meanwhile does not pass for an orphan.
+        # Listed before the table is read, so that a shard that a run commits meanwhile does not look like an orphan.
         files = {folder: store.list_files(folder) for folder in ("", TOKENS, VIDEOS, RUNS)}
         self.table_names = [file.name for file in files[VIDEOS]]
-        try:  # nobody sees pending uploads, and they are billed
+        try:  # pending uploads are invisible and billed
             report.uploads += store.uploads()
-        except OSError as error:  # listing them needs a permission of its own, and not every store supports it
+        except OSError as error:  # listing them needs an extra permission, and not every store supports it
             report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
         rows = self._check_table(header)
         n_ok, n_removed = len(select_ok(self.live)), len(select_removed(self.live))
         n_failed = len(self.live) - n_ok - n_removed
         report.counts |= {"videos": n_ok, "failed_videos": n_failed, "removed_videos": n_removed}
         encoder = None
-        if request.live:  # here, so that its refusals come before the long part
+        if request.live:  # before the long check, so that refusals come early
             from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
 
             cache, objects = TokenCache(str(store), store=store, live=self.live), request.objects
@@ -182,9 +205,9 @@ class _Check:
         return report
 
     def _check_header(self) -> CacheHeader | None:
-        """Read the header, report its faults, and note a run that writes now.
+        """Read the header, and report its faults; note a missing checksum, an unknown method and a run that is writing.
 
-        Returns None if the rows cannot be checked by it.
+        Returns None if it has faults, so that rows cannot be checked against it.
         """
         store, report = self.store, self.report
         try:
@@ -212,8 +235,11 @@ class _Check:
     def _check_table(self, header: CacheHeader) -> pa.Table:
         """Check every file of the videos table that was not checked yet, and add problems and counts to the report.
 
-        A file that another run merged away is left out, and the table is listed again: other files have its rows then.
-        Sets ``live`` and ``bad``, and returns JUDGED_COLUMNS of all rows of this identity with ``file`` and ``row``.
+        If another run merged a listed file away, the table is listed again, up to _TRIES times, since other files have
+        its rows now; after that it is a problem. Sets ``live`` and ``bad``.
+
+        Returns:
+            JUDGED_COLUMNS of all rows of this identity, with ``file`` and ``row``.
         """
         report, store = self.report, self.store
         check = partial(check_commit, store, header=header)
@@ -241,22 +267,30 @@ class _Check:
         return rows
 
     def _check_strays(self, names: Sequence[str], files: Sequence[TableFile]) -> None:
-        """Compare the rows of stray files with those of the table's files, once; ``report`` gets problems and notes."""
+        """Compare the rows of stray files with those of the table, once per file.
+
+        A stray file whose rows the table has gives a note; one with rows that would count, or that cannot be compared,
+        a problem.
+        """
         for name in sorted({*names} - self._strays):
             self._strays.add(name)
             try:
                 fault = find_stray_fault(self.store, name, files)
             except (CorruptShard, OSError) as error:
-                message = f"{self.store}/{name} is no file of the videos table, and cannot be compared with it: {error}"
+                message = (
+                    f"{self.store}/{name} is not a file of the videos table, and cannot be compared with it: {error}"
+                )
                 fault = StrayFault(message, has_rows=True)
             if fault is None:
-                self.report.notes.append(f"{name} is no file of the videos table, which has its rows: it is left out")
+                self.report.notes.append(
+                    f"{name} is not a file of the videos table, which has its rows: it is left out"
+                )
             else:
                 kind = Kind.STRAY if fault.has_rows else Kind.COMMIT
                 self.report.problems.append(Problem(kind, fault.message, name))
 
     def _sample(self, places: Places) -> Places:
-        """Draw the rows whose tokens are read, and note the chance that they miss damage."""
+        """Draw ``request.sample`` rows at random, and note the chance that they miss damage; sorted by shard."""
         every = [(name, video_id) for name in sorted(places) for video_id in places[name]]
         n = self.request.sample
         drawn: Places = defaultdict(dict)
@@ -269,17 +303,20 @@ class _Check:
         return drawn
 
     def _check_tokens(self, header: CacheHeader, places: Places) -> Places:
-        """Check the token shards in ``places``, which has the rows that name each, except shards known to be sound.
+        """Check the token shards in ``places`` against their rows, except known sound shards and rows in ``bad``.
 
-        Rows of ``bad`` are left out. Adds shards without a problem to ``sound``, and problems and counts to the report.
-        Returns the part of ``places`` that was not checked, since another run merged away files with the rows.
+        Adds shards without a problem to ``sound``, and problems and counts to the report. Shards with different widths
+        of one evidence are a problem.
+
+        Returns:
+            The entries of ``places`` that were not checked because another run merged away the files with their rows.
         """
         # Neighbours in the order of commits share a videos shard, which is in memory then.
         names = sorted(places, key=lambda name: min(places[name].values()))
         table = VideosTable(self.store, keep=8 * self.request.jobs)
 
         def check(name: str) -> CheckedShard:
-            """Check one token shard against its rows that are not bad; a sound shard is not read again."""
+            """Check one token shard against its rows; a sound shard, or one with bad rows only, is not read."""
             if name in self.sound:
                 return replace(self.sound[name], n_bytes=0)
             try:
@@ -288,12 +325,13 @@ class _Check:
                 return CheckedShard([], is_gone=True)
             return check_token_shard(self.store, name, rows, header) if rows else CheckedShard([])
 
-        report, n_tokens = self.report, 0
+        report = self.report
+        n_tokens = 0
         widths: dict[str, int] = {}
-        left: Places = {}
+        unchecked: Places = {}
         for name, answer in self._check_all(check, names, "token shard"):
             if answer.is_gone:
-                left[name] = places[name]
+                unchecked[name] = places[name]
                 continue
             report.problems += answer.problems
             if not answer.problems:
@@ -304,12 +342,19 @@ class _Check:
                 if widths.setdefault(key, width) != width:
                     message = f"{self.store}/{name}: {width} numbers of {key} a token, {widths[key]} in other shards"
                     report.problems.append(Problem(Kind.SCHEMA, message, name))
-        for key, count in (("token_shards", len(names) - len(left)), ("tokens", n_tokens)):
+        for key, count in (("token_shards", len(names) - len(unchecked)), ("tokens", n_tokens)):
             report.counts[key] = report.counts.get(key, 0) + count
-        return left
+        return unchecked
 
     def _report_leftovers(self, files: dict[str, list[FileInfo]], rows: pa.Table) -> None:
-        """Report files that were left behind, and rows that are missing from the table; ``rows`` are all rows."""
+        """Report temporary files, orphans and superseded shards, and a problem if committed rows are lost.
+
+        The loss is not searched for if a table file is damaged, foreign or stray, since it may have those rows.
+
+        Args:
+            files: the files of each folder, listed before the table was read.
+            rows: all rows, superseded ones too.
+        """
         store, report = self.store, self.report
         all_shards, live_shards = _token_shards(rows), _token_shards(self.live)
         for infos in files.values():
@@ -331,7 +376,7 @@ class _Check:
             )
 
     def _check_all(self, work: Callable[[str], R], names: Sequence[str], item: str) -> Iterator[tuple[str, R]]:
-        """Check every file in several threads, and show progress; yield (name, result) in order."""
+        """Call ``work`` with each name in several threads; show progress, and yield (name, result) in order."""
         if not names:
             return
         wording = Wording("verifying", item, {}, "")
@@ -343,9 +388,10 @@ class _Check:
 
 
 def _committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_record: bool) -> Iterator[str]:
-    """Yield the orphans that a run's record says it had committed: their rows were replaced, or are lost.
+    """Yield the orphans that the record of their run lists as committed: their rows were replaced or are lost.
 
-    With ``without_record`` also the orphans of runs whose record is gone.
+    Args:
+        without_record: True to yield the orphans of runs without a readable record too.
     """
     by_run: dict[str, list[str]] = defaultdict(list)
     for file in orphans:
@@ -359,7 +405,7 @@ def _committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_r
 
 
 def _header_faults(header: CacheHeader) -> Iterator[str]:
-    """Yield the faults of the header's retention ratio and newline row."""
+    """Yield the faults of the header's retention ratio (not in (0, 1]) and newline row (not base64, wrong size)."""
     identity, hidden = header["identity"], header.get("hidden_size")
     ratio = identity.get("retention_ratio")
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
@@ -376,17 +422,17 @@ def _header_faults(header: CacheHeader) -> Iterator[str]:
 
 
 def _token_shards(rows: pa.Table) -> set[str]:
-    """Return the token shards that ok rows name."""
+    """Return the names of the token shards that ok rows name; None is among them if an ok row names none."""
     return set(select_ok(rows)["token_shard"].to_pylist())
 
 
 def _list_places(rows: pa.Table, live: pa.Table) -> Places:
-    """Return the places of the rows to check by token shard: a row of each video in each shard that a live row names.
+    """Return the locations of the rows to check: for each shard that a live row names, one row per video in it.
 
-    A superseded row stands for a video whose live row names another shard.
+    A live row is preferred; for a video whose live row names another shard, a superseded row is taken.
     """
     places: Places = {name: {} for name in sorted(_token_shards(live) - {None})}
-    for table in (live, rows):  # a row that stands in several files counts once
+    for table in (live, rows):  # a row in several files counts once
         for row in select_ok(table).select(["token_shard", "video_id", "file", "row"]).to_pylist():
             if row["token_shard"] in places:
                 places[row["token_shard"]].setdefault(row["video_id"], (row["file"], row["row"]))
@@ -394,13 +440,13 @@ def _list_places(rows: pa.Table, live: pa.Table) -> Places:
 
 
 def _find_again(old: Places, new: Places) -> Places:
-    """Return the new places of the videos of ``old``; a shard without any of them is left out."""
-    found = {name: {key: new[name][key] for key in old[name] if key in new[name]} for name in old if name in new}
-    return {name: by_video for name, by_video in found.items() if by_video}
+    """Return the new locations of the videos in ``old``; videos and shards that are not in ``new`` are left out."""
+    places = {name: {key: new[name][key] for key in old[name] if key in new[name]} for name in old if name in new}
+    return {name: by_video for name, by_video in places.items() if by_video}
 
 
 def _without_problems(live: pa.Table, report: Report) -> pa.Table:
-    """Select the live rows of videos that have no problem themselves, nor their token shard."""
+    """Select the live rows of videos that have no problem, and whose token shard has none either."""
     ids = [problem.video_id for problem in report.problems if problem.video_id is not None]
     shards = [problem.shard for problem in report.problems if problem.video_id is None and problem.shard is not None]
     return live.filter(pc.invert(pc.or_(is_among(live["video_id"], ids), is_among(live["token_shard"], shards))))

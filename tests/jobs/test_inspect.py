@@ -53,11 +53,11 @@ def test_what_cannot_be_shown_is_refused(cache, tmp_path, capsys, video_id, file
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--retention-ratio", "0.1"], "--retention-ratio goes with a video"),
-        (["--html", "page.html"], "--html goes with a video: name its ID"),
+        (["--retention-ratio", "0.1"], "--retention-ratio needs a video"),
+        (["--html", "page.html"], "--html needs a video: name its ID"),
         (["--video-root", "/"], "--video-root goes with --html"),
-        ([VIDEO, "--watch"], "--watch goes with no ID"),
-        (["--failed", "--watch"], "--failed goes with no --watch"),
+        ([VIDEO, "--watch"], "--watch cannot be combined with an ID"),
+        (["--failed", "--watch"], "--failed cannot be combined with --watch"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(cache, capsys, flags, message):

@@ -57,7 +57,7 @@ def test_the_id_may_follow_the_ratio_as_ever(capsys):
         (["c", "v", "--retention-ratio", "x"], "argument --retention-ratio: invalid share value: 'x'"),
         (["c", "--retention-ratio", "x"], "argument --retention-ratio: invalid share value: 'x'"),
         (["c", "--retention-ratio", ".1", "v", "w"], "argument --retention-ratio: invalid share value: 'v'"),
-        (["c", "--method", "gstep", "--watch"], "--watch goes with no --method"),
+        (["c", "--method", "gstep", "--watch"], "--watch cannot be combined with --method"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(flags, message, capsys):
@@ -71,7 +71,7 @@ def test_flags_that_do_not_go_together_are_refused(flags, message, capsys):
     [
         (["gone.mp4", "--method", "gstep"], "io: "),
         ([CLIP, "--method", "fastv"], "--method fastv: it selects inside the language model, anew for every question"),
-        ([CLIP, "--method", "gstep", "--video-root", "/"], "is no cache"),
+        ([CLIP, "--method", "gstep", "--video-root", "/"], "is not a cache"),
         ([CLIP, "--method", "gstep", "--html", "nowhere/page.html"], "nowhere does not exist"),
         ([".", "--method", "gstep"], "is a folder, not a video file"),
         ([CLIP, "--method", "visionzip", "--model", "tiny-internvl"], "--method visionzip: the encoder of internvl"),
@@ -187,7 +187,7 @@ def test_nothing_is_ever_compared_on_a_part_of_the_tokens(caches, tmp_path, caps
     argv = [str(caches / "gstep"), "bikes.mp4", "--method", "gstep", "vidcom2"]
     assert inspect.main(argv) == 2
     text = said(capsys)
-    assert "holds the tokens of gstep at 0.25 alone, and vidcom2 would choose among all tokens" in text
+    assert "holds only the tokens of gstep at 0.25, and vidcom2 would select from all tokens" in text
     assert f"--video-root {caches / 'v'}" in text and "python -m jobs.prune --pruner none" in text
     assert inspect.main([*argv, "--video-root", str(caches / "v")]) == 0
     assert "encoded again" in said(capsys)

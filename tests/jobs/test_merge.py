@@ -18,7 +18,7 @@ def test_two_caches_become_one(tmp_path, capsys):
     cache_of(tmp_path / "b", {"two": 3, "both": 9}, "b")
     a, b, c = (str(tmp_path / name) for name in "abc")
     assert merge.main([a, b, "--out", c, "--on-equal", "refuse"]) == 2
-    assert "1 videos have other tokens in several caches (both)" in capsys.readouterr().err
+    assert "1 videos have different tokens in several caches (both)" in capsys.readouterr().err
     assert merge.main([a, b, "--out", c, "--json"]) == 0
     told = capsys.readouterr()
     (tmp_path / "merge.yaml").write_text(f"caches: [{a}, {b}]\nout: {c}\n")

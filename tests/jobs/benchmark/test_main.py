@@ -23,7 +23,7 @@ def test_help_loads_no_torch():
         (["read", "--folder", "no-such-folder"], "there is no folder no-such-folder"),
         (["serving", "--plot", "no-such-folder/ways.png"], "there is no folder"),
         (["serving", "--plot", "/"], "is a folder"),
-        (["decode", "--fps", "0"], "no positive number"),
+        (["decode", "--fps", "0"], "not a positive number"),
         (["decode", "--clips", "mpeg1-720p-10s-g30"], "such as h264-720p-10s-g250"),
         (["decode", "--clips", "h264-721p-10s-g30"], "in steps of 18"),
     ],

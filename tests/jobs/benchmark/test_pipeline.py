@@ -72,7 +72,7 @@ def test_times_that_cannot_be_told_are_no_figure(capsys, monkeypatch):
     took = {"seconds": 9.0, "peak MB": 1.0, "CPU ms: main process": 1e3}
     monkeypatch.setattr(pipeline, "run_child", lambda work: took | {"seconds": float(work.videos)})
     assert benchmark.main(["pipeline", "--driver", "5", "6"]) == 1
-    assert "1 videos more took the driver no more of a CPU" in " ".join(capsys.readouterr().err.split())
+    assert "1 more videos took the driver no more CPU time" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr(pipeline, "run_child", lambda work: took)
     with pytest.raises(RunFailed, match="--seconds"):
         pipeline.measure(Work(JOB, 2, 0.1, 1), 16, 32)

@@ -52,7 +52,9 @@ def test_a_copy_of_a_table_s_file_is_left_out_with_a_note(store, capsys, before,
     assert TokenCache(store.root).stray_files == [f"videos/{copy.name}"] == Ledger(store).refresh().strays
     assert tokens_of(store.root).keys() == tokens.keys() and TokenCache(store.root).failed == {"bad": "corrupt"}
     report = verified(store, clean=True, keep=NOW)
-    assert kinds(report) == [] and any(f"{copy.name} is no file of the videos table" in note for note in report.notes)
+    assert kinds(report) == [] and any(
+        f"{copy.name} is not a file of the videos table" in note for note in report.notes
+    )
     assert (
         inspect.main([str(store.root)]) == 0
         and "1 file in videos/, with no name of the table's: videos/" in capsys.readouterr().out
@@ -102,7 +104,7 @@ def test_a_renamed_file_with_rows_that_count_is_an_error_that_names_both(store, 
     assert "stray" in kinds(report) and report.exit_code == 1 and report.removed == []
     assert verified(store, repair=True, keep=NOW).exit_code == 1 and stray.exists()
     flip(shards(store)[0], 100)
-    with pytest.raises(RunFailed, match="is none of this cache"):  # its rows would be lost
+    with pytest.raises(RunFailed, match="is not part of this cache"):  # its rows would be lost
         verified(store, repair=True, keep=NOW)
     flip(shards(store)[0], 100)
     new_name = str(caught.value).partition("rename it to ")[2].partition(" ")[0]
@@ -147,7 +149,7 @@ def test_a_removal_names_the_copies_that_hold_the_video(store):
     expected = {f"videos/{name}" for name in (*names, f"{table.name}.bak")}
     expected |= {f"tokens/{name}" for name in (*names[1:], f"{token_shard.name}.bak", "mine.parquet")}
     assert set(done.strays) == expected  # a copy among the token shards that could be read is deleted
-    assert sum("is no file of this cache" in line for line in done.lines()) == len(expected)
+    assert sum("is not a file of this cache" in line for line in done.lines()) == len(expected)
     for name in done.strays:
         (store.root / name).unlink()
     assert not any(

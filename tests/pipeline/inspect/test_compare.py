@@ -144,7 +144,7 @@ def test_methods_that_ask_a_question_are_refused_by_name(method):
         ({"retention_ratios": [25.0]}, r"--retention-ratio must be in \(0, 1\], got 25.0; did you mean 25%\?"),
         ({"num_frame": 8}, r"did you mean num_frames\?"),
         ({"pruner": "gstep"}, r"compare\(\) takes no pruner"),
-        ({"video_roots": ["/"]}, "is no cache: --video-root goes with a cache"),
+        ({"video_roots": ["/"]}, "is not a cache: --video-root applies only to"),
         ({"model": "/gone"}, "gone"),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_log_gets_a_whole_line_each_time(tmp_path, pool):
         wait_until(lambda: "1 of 4 videos" in shown.getvalue(), shown.getvalue)
     watcher.result(60)
     *lines, last = shown.getvalue().splitlines()
-    assert len(lines) > 1 and all(" running for " in line and "videos/s of late" in line for line in lines)
+    assert len(lines) > 1 and all(" running for " in line and "videos/s recently" in line for line in lines)
     assert any("busy: decode 97% encode 41% (bottleneck: decode)" in line for line in lines)
     assert "r1 on h (pid 7) finished after" in last and shown.getvalue().endswith("\n")
 
@@ -141,7 +141,7 @@ def test_a_run_with_more_videos_than_estimated_has_no_negative_time(written):
         run = progress(written)
         Console(file=shown, width=200).print(watching._render(run, 2.0))
     assert run.n_done > run.n_videos and run.describe().endswith("videos/s, no estimate yet")
-    assert "2.00 videos/s of late" in shown.getvalue() and " left" not in shown.getvalue()
+    assert "2.00 videos/s recently" in shown.getvalue() and " left" not in shown.getvalue()
 
 
 def test_a_run_that_a_limit_of_hours_ended_says_so(written):
@@ -231,5 +231,5 @@ def test_a_failed_run_says_why(written, monkeypatch):
 
 def test_what_is_no_record_is_named(written):
     written.put("runs/z.json", b"[]")
-    with pytest.raises(CorruptShard, match=r"runs/z\.json: it is no record"):
+    with pytest.raises(CorruptShard, match=r"runs/z\.json: not a record"):
         latest_run(written, Ledger(written).refresh())

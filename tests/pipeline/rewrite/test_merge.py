@@ -120,7 +120,7 @@ def test_caches_of_other_settings_are_refused_with_what_differs(two, tmp_path):
 def test_equal_ids_with_other_tokens_are_refused_where_that_is_asked_for(two, tmp_path):
     merge_caches(two, LocalStore(tmp_path / "same"), quiet, "refuse")  # "both" has the same tokens in both
     third = cache_of(tmp_path / "third", {"one": 9}, "t")
-    with pytest.raises(UsageError, match=r"1 videos have other tokens in several caches \(one\)"):
+    with pytest.raises(UsageError, match=r"1 videos have different tokens in several caches \(one\)"):
         merge_caches([*two, third], LocalStore(tmp_path / "c"), quiet, "refuse")
     assert not (tmp_path / "c").exists()
 
@@ -205,7 +205,7 @@ def test_files_that_are_deleted_or_may_hold_a_removed_video_are_named(two, tmp_p
     remove_videos(two[0], TokenCache(two[1].root).video_ids, "asked", quiet, timedelta(0))
     merge_caches([two[0]], out, said.append)
     assert any("files deleted that may hold removed videos: " in line and "repaired/damaged" in line for line in said)
-    assert any("videos/backup.parquet is no file of this cache, and may hold the videos" in line for line in said)
+    assert any("videos/backup.parquet is not a file of this cache, and may hold the videos" in line for line in said)
     assert not out.exists("repaired/damaged.parquet") and out.exists("videos/backup.parquet")
 
 

@@ -144,8 +144,8 @@ def with_number(video, number):
 @pytest.mark.parametrize(
     ("command", "source", "more", "said"),
     [
-        (recode, {"codec": "int8"}, ["--token-codec", "int4"], "holds tokens as int8 already"),
-        (reprune, {"codec": "int8"}, [], "holds tokens as int8 already"),
+        (recode, {"codec": "int8"}, ["--token-codec", "int4"], "stores int8 tokens already"),
+        (reprune, {"codec": "int8"}, [], "stores int8 tokens already"),
         (reprune, {"method": "gstep", "ratio": 0.25}, [], "not all tokens"),
         (reprune, {}, ["--pruner", "cdpruner"], "anew for every question"),
         (reprune, {}, ["--pruner", "visionzip"], "--evidence visionzip"),

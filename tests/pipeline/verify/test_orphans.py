@@ -74,7 +74,7 @@ def test_what_a_commit_that_came_meanwhile_may_name_is_not_removed(store):
     (orphan,) = verified(store).orphans
     left = Report(str(store), orphans=[orphan])
     clean(store, left, NOW, commits=store.names("videos", ".parquet")[:1])
-    assert left.removed == [] and any("came meanwhile" in note for note in left.notes)
+    assert left.removed == [] and any("was added meanwhile" in note for note in left.notes)
     clean(store, left, KEEP, commits=store.names("videos", ".parquet"))
     assert left.removed == [] and any("younger than 10 minutes stay" in note for note in left.notes)
     clean(store, left, NOW, commits=store.names("videos", ".parquet"))

@@ -20,7 +20,7 @@ from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.report import KEPT_IN
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, rewrite_row, say_what_was_committed, shards
-from tests.pipeline.verifying import SHAPE, assert_tokens, kinds, six_videos, tokens_of, verified, video_of
+from tests.pipeline.verifying import SHAPE, assert_tokens, kinds, six_videos, take_rows, verified, video_of
 
 NOW = timedelta(0)
 
@@ -32,7 +32,7 @@ def sound(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokens(sound):
-    return tokens_of(sound)
+    return take_rows(sound)
 
 
 def token_shard(store, video_id: str) -> Path:
@@ -157,7 +157,7 @@ def test_a_cache_of_which_nothing_would_stay_is_left_alone(store):
     assert kinds(verified(store)) == []
     before = {file: file.read_bytes() for file in (store.root / "videos").iterdir()}
     write_header(store.root, ratio=0.5, hidden_size=8)
-    with pytest.raises(RunFailed, match="is its own"):
+    with pytest.raises(RunFailed, match="belongs to this cache"):
         verified(store, repair=True, keep=NOW)
     assert {file: file.read_bytes() for file in (store.root / "videos").iterdir()} == before
 
