@@ -20,7 +20,7 @@ from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.report import KEPT_IN
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, rewrite_row, say_what_was_committed, shards
-from tests.pipeline.verifying import SHAPE, assert_tokens, kinds, six_videos, take_rows, verified, video_of
+from tests.pipeline.verifying import SHAPE, assert_tokens, kinds, six_videos, tokens_of, verified, video_of
 
 NOW = timedelta(0)
 
@@ -32,7 +32,7 @@ def sound(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokens(sound):
-    return take_rows(sound)
+    return tokens_of(sound)
 
 
 def token_shard(store, video_id: str) -> Path:
