@@ -163,9 +163,9 @@ def run_command(
 ) -> int:
     """Parse ``argv`` and the file of ``--config`` into a ``config``, do the ``work``, and return the exit code.
 
-    Adds the flags of ``config``, ``--json`` and ``--config`` to the parser. A flag overrides the file. Sets environment
-    variables of Ray, unless they are set already. A usage error found by the parser ends the process with code 2.
-    :func:`run_to_exit_code` prints the result and handles signals.
+    Adds the flags of ``config``, ``--json`` and ``--config`` to the parser. A flag overrides the file; a repeatable
+    flag adds to the file's list. Sets environment variables of Ray, unless they are set already. A usage error found by
+    the parser ends the process with code 2. :func:`run_to_exit_code` prints the result and handles signals.
 
     Args:
         work: gets the configuration and a console for messages on stderr.

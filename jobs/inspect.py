@@ -144,9 +144,10 @@ def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
 
 
 def _check_item(parser: Parser, arguments: argparse.Namespace) -> None:
-    """End the process with a usage error for flags that need an ID and have none, or exclude an ID and have one.
+    """End the process with a usage error if flags do not fit the presence of an ID; called only without ``--method``.
 
-    Without ``--method`` only. Also refuses ``--video-root`` without ``--html``, and ``--failed`` with ``--watch``.
+    ``--retention-ratio`` and ``--html`` need an ID, ``--failed`` and ``--watch`` exclude it. ``--video-root`` needs
+    ``--html``, and ``--failed`` excludes ``--watch``.
     """
     for flag in ("retention_ratio", "html"):
         if getattr(arguments, flag) is not None and arguments.item is None:

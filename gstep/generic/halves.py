@@ -86,7 +86,9 @@ def _refuse_missing(name: str, info: dict[str, Any]) -> None:
 def _part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
     """Return the class that builds a part of a model, and its config.
 
-    A half is a subclass of the stock class that empties modules in ``__init__``.
+    For ``WHOLE`` it is the stock class. Otherwise ``part`` names a half, and the class is a subclass with the name and
+    module of the stock class, since transformers converts names on disk only for its own classes. Its ``__init__``
+    empties the modules of the other half.
     """
     stock: Any
     stock, config = source.stock_class()

@@ -193,8 +193,9 @@ def weigh_picks(similarity_TNK: Tensor, attention_TN: Tensor, pick_TK: Tensor, t
 def compute_costs(picked_TKD: Tensor, pick_TK: Tensor, alikeness_P: Tensor, grid: tuple[int, int]) -> Tensor:
     """Compute the cost of merging each token j of a frame into each token i of the previous frame, [P,K,K] float64.
 
-    The cost is alpha times the cosine distance (at most 1) plus 1 - alpha times the distance in the frame, whose
-    diagonal is 1. alpha falls from 1 for pairs of frames with ``alikeness_P`` <= 0 to 1/2 at 1.
+    The cost is alpha times the cosine distance (at most 1) plus 1 - alpha times the distance in the frame. For the
+    latter, rows and columns are each scaled to [0, 1], and the Euclidean distance is divided by sqrt(2). alpha falls
+    from 1 for pairs of frames with ``alikeness_P`` <= 0 to 1/2 at 1.
 
     Args:
         picked_TKD: The picked tokens as unit vectors.

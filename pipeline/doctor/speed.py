@@ -126,9 +126,9 @@ def _check_kernels() -> Iterator[Finding]:
 
 
 def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: list[float]) -> Iterator[Finding]:
-    """Load the encoder, then encode and prune a random video once to warm up and three times timed.
+    """Load the encoder, encode and prune a random video once to warm up and three times timed; yield an "ok" finding.
 
-    The seconds of each timed round are appended to ``seconds``.
+    The seconds of each timed round are appended to ``seconds``. Errors are raised, not yielded as findings.
     """
     start = time.perf_counter()
     encoder = setup.encoder()

@@ -109,6 +109,8 @@ def read_ability_rules(path: str) -> list[AbilityRule]:
 def _read_rule(where: str, row: UserRow) -> AbilityRule:
     """Convert a row of a user's file to a rule; missing cells count as empty, and surrounding spaces are removed.
 
+    An ability that equals a built-in one in any case gets the built-in spelling.
+
     Args:
         where: the file and row, which begin error messages and become the rule's ``source``.
 

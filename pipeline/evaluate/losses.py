@@ -56,8 +56,10 @@ def find_breaks(
 ) -> Breaks:
     """Find the lowest safe retention ratio of each method on each kind of ability.
 
-    Rows are those of the table of results, so the seeds of a method are averaged. Notes name benchmarks that are left
-    out because their questions have no scores of their own, and user's rules that match no question.
+    A ratio is safe if the lower end of the interval of its loss is above -``within`` points, or if no score changed,
+    and all larger tested ratios are safe. Rows are those of the table of results, so the seeds of a method are
+    averaged. Notes name benchmarks that are left out because their questions have no scores of their own, and user's
+    rules that match no question.
 
     Args:
         benchmarks: by the name that the rules match.

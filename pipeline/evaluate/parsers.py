@@ -183,11 +183,11 @@ def _strip_punctuation(text: str) -> str:
 
 
 def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
-    """Apply MMMU's rule: "(B)", "B " or "B." anywhere in the reply, even at the end of "AND ".
+    """Apply MMMU's rule: "(B)", "B " or "B." anywhere in the reply, even at the end of "AND "; a reply "B" counts too.
 
     If several letters occur, the one whose last occurrence comes first counts. Without a letter, a reply of more than
     five words is searched for the text of an option with its letter, in any case. If that fails too, as for "B) a dog",
-    an option is drawn.
+    the result is ``_DRAWN``, for which the caller draws an option.
     """
     text = _pad_marks(reply, ",.!?;:'")
     names = [[f"({letter})", f"{letter} ", f"{letter}."] for letter in list_letters(len(options))]

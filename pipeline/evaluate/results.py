@@ -148,7 +148,10 @@ def _split_scores(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
 
 
 def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str, breaks: Breaks | None = None) -> list[str]:
-    """Write all tables as Markdown and JSON, the first one as LaTeX, and the report page; return the file names."""
+    """Write all tables as Markdown and JSON, the first one as LaTeX, and the report page; return the file names.
+
+    ``breaks``, the section on where methods break, goes into the Markdown and into the first table's JSON record.
+    """
     records = [_record(tables[0], breaks), *(table.as_record() for table in tables[1:])]
     texts = {
         TABLES_MD: markdown(*tables, breaks=breaks),

@@ -131,7 +131,10 @@ class AnswerJob(Job[Questions]):
         return plan_answers(cluster["CPU"], cluster["GPU"] if on_gpus else 0.0, n_items, self.options)
 
     def graph(self, items: Questions, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
-        """Build the Ray Data graph that answers the questions on nodes not excluded; its rows have ANSWERED_SCHEMA."""
+        """Build the Ray Data graph that answers the questions on all nodes but ``excluded_nodes``.
+
+        Its rows have ANSWERED_SCHEMA.
+        """
         assert isinstance(plan, AnswerPlan)
         size = plan.questions_per_block
         selector = exclude_nodes(self.excluded_nodes)

@@ -123,7 +123,7 @@ def _fold(name: str) -> str:
 
 
 def _differ_by_one_edit(a: str, b: str) -> bool:
-    """Return True if one edit turns one text into the other: a letter inserted, removed or changed, or two swapped.
+    """Return True if one edit makes two texts equal: a letter inserted, removed or changed, or two neighbors swapped.
 
     Equal texts give True, too.
     """
@@ -205,8 +205,8 @@ def append_carried_columns(answers: pa.Table, questions: pa.Table, own_names: Co
 def concat_answers(tables: Sequence[pa.Table]) -> pa.Table:
     """Concatenate tables of answers whose carried columns may differ.
 
-    A column that a table lacks is null there. A column of several types gets their wider type, or becomes text if they
-    have none.
+    A column that a table lacks is null there. Columns of several types get their wider types; if Arrow has no wider
+    type for one of them, all columns of several types become text.
     """
     try:
         return pa.concat_tables(tables, promote_options="permissive")

@@ -454,8 +454,10 @@ def _parse_mode(row: UserRow, question_id: str, where: str, mode: AnswerMode, ha
 def _parse_number(value: Any, kind: type, name: str, where: str) -> Any:
     """Convert an option to int or float (``kind``); texts are parsed, and whole floats such as 4.0 become integers.
 
+    Texts such as "inf" and "1e999" give infinity for a float.
+
     Raises:
-        QuestionsError: the value is not such a number (True and False are not), or is beyond every float.
+        QuestionsError: the value is not such a number (True and False are not), or is an integer too large for a float.
     """
     number = value
     if isinstance(value, str):

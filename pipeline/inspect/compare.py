@@ -340,7 +340,10 @@ def _find_lacking(cache: TokenCache, wanted: Sequence[Wanted], family: str) -> t
 
 
 def _check_same_encoding(cache: TokenCache, recipe: Recipe, dtype: str) -> None:
-    """Raise UsageError unless model, preprocessing and sampling of a recipe are those of the cache."""
+    """Raise UsageError unless model, preprocessing and sampling of a recipe are those of the cache.
+
+    A pooling head and ``dtype``, the compute dtype that the recipe's identity needs, are not compared.
+    """
     names = ("type", "weights", "family")  # a pooling head makes no tokens
 
     def encoding_of(identity: CacheIdentity) -> dict[str, object]:

@@ -139,6 +139,9 @@ class Recipe:
     def identity(self, dtype: str) -> CacheIdentity:
         """Return the identity that all rows of a cache share; a cache with a different identity is refused.
 
+        It consists of the model (with the pooling head, if one is used), preprocessing, sampling, the pruner with its
+        parameters (and the seed of a seeded method), the stored ratio, the dtypes, and the stored evidence, if any.
+
         Args:
             dtype: the compute dtype of the encoder. How tokens are stored is ``--token-codec``.
         """

@@ -268,9 +268,11 @@ class Todo(AbstractContextManager["Todo"]):
         self._end()
 
     def _add(self, view: View) -> bool:
-        """Add the part of an archive; return True if the limit is reached.
+        """Add the videos of an archive that are still to do, wake waiting readers, and return True at the limit.
 
-        A view of a part of an archive is ignored unless it has enough videos to reach the limit; a larger view follows.
+        A view of a part of an archive is ignored unless it has enough videos to do to reach the limit; a larger view
+        follows. A whole view also adds to the counts of left-out files, and its videos that were removed from the cache
+        are forgotten.
         """
         assert self._selection is not None  # without a selection there are no archives
         videos, remaining = self._selection.select(view.videos)

@@ -191,7 +191,10 @@ class Heartbeat:
                     self._report()
 
     def _count(self, delta: ProgressDelta) -> None:
-        """Add ``delta`` to the counts of the next report. A failure is reported at once."""
+        """Add ``delta`` to the counts of the next report; a failure is reported at once.
+
+        Also remembers whether the last finished items failed.
+        """
         with self._reporting:
             self._delta = self._delta.plus(delta)
             if delta.n_ok or delta.n_failed:

@@ -66,14 +66,14 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         start: int = 0,
         end: int | None = None,
     ) -> None:
-        """Send the request, and wait for the store's answer.
+        """Send the request, wait for the store's answer, and set ``size`` (of the whole object) and ``mark`` (its ETag).
 
         Args:
             ask: sends a GET and returns botocore's answer. It gets the value of the Range header (None for the whole
                 object) and the ETag that the content must have (None at first).
             errors: a context that converts the client's errors to OSError.
             broken: the client's exceptions for a connection that breaks.
-            end: None for the end of the object.
+            end: the first byte after the range; None for the end of the object.
 
         Raises:
             OSError: the request failed, the store sends another range, or it does not state the size.

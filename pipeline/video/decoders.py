@@ -292,7 +292,10 @@ class _PlainMarks:
         self._shape = (0, 0, "")
 
     def set_on(self, frame: av.VideoFrame) -> av.VideoFrame:
-        """Return the frame with these marks; a new size or pixel format sets the filter up again."""
+        """Return the frame marked as progressive and without a chroma location.
+
+        A new size or pixel format rebuilds the filter.
+        """
         shape = frame.width, frame.height, frame.format.name
         if shape != self._shape:
             self._graph = av.filter.Graph()

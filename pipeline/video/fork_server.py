@@ -43,7 +43,8 @@ def fork_standby() -> None:
 def _wait(requests: socket.socket) -> None:
     """Wait for the two descriptors of a fork server, then run it; never return.
 
-    The process exits when the server ends, or when the parent's end of the socket closes.
+    Until the descriptors arrive, the process exits when the parent's end of the socket closes. After that it exits when
+    the fork server ends.
     """
     try:
         _, descriptors, *_ = socket.recv_fds(requests, 1, 2)

@@ -446,10 +446,10 @@ def read_packets(path: str, demuxer: str) -> VideoPackets:
 
 
 def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.VideoStream:
-    """Return the video stream that the ffmpeg command line would use, and set its decoder to one thread.
+    """Return the video stream that the ffmpeg command line would use, and configure its decoder.
 
     This is the largest one, where a default stream counts 5 megapixels more. Streams with an index in ``empty`` come
-    last.
+    last. The decoder gets one thread, and the flag that lets FFmpeg crop exactly on the left.
 
     Raises:
         VideoFault: "unsupported" if the file has no video stream (cover art does not count), the codec is unknown, or

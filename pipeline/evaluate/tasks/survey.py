@@ -195,7 +195,8 @@ def _list_judges(function: FunctionType) -> dict[str, str]:
 def _asks_in_branches(rule: Any) -> bool:
     """Return True if a rule names judges only in ``if`` statements and expressions, conditions and ``else`` included.
 
-    False if its source cannot be read, or names no judge.
+    A function or class of the rule's module that calls a judge counts as a judge. False if the rule's source cannot be
+    read, or if it names no judge.
     """
     function = getattr(rule, "func", rule)
     asking = set(_list_judges(function))
