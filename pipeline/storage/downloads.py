@@ -66,7 +66,7 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         start: int = 0,
         end: int | None = None,
     ) -> None:
-        """Send the request, wait for the store's answer, and set ``size`` (of the whole object) and ``mark`` (its ETag).
+        """Send the request, await the answer, and set ``size`` (of the whole object) and ``mark`` (its ETag).
 
         Args:
             ask: sends a GET and returns botocore's answer. It gets the value of the Range header (None for the whole

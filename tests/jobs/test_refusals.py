@@ -72,7 +72,7 @@ def refuse(monkeypatch, capsys, tmp_path):
         ("videos --num-frames 1 --model tiny-qwen3-vl", "no video of fewer than 2 sampled frames"),
         ("videos --fps 1 --max-frames 1 --model tiny-qwen3-vl", "no video of fewer than 2 sampled frames"),
         ("videos --seed -1", "--seed must be at least 0"),
-        ("videos --decoder json:dumps", "no decoder"),
+        ("videos --decoder json:dumps", "not a decoder"),
         ("videos --decoder decrod", "--decoder decrod: unknown (did you mean decord?); known: auto, pyav,"),
         ("videos --out videos", "is no cache"),
         ("videos --out notes.txt", "is no cache"),

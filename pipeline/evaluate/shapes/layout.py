@@ -45,7 +45,9 @@ def write_mp4(target: Path | io.BytesIO, frames: Frames, encoder: Mapping[str, s
         stream = out.add_stream("libx264", rate=FPS, options=dict(encoder))
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
         for frame in frames:
-            out.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            # With several threads, which PyAV chooses otherwise, the bytes have differed once on a busy machine.
+            out.mux(stream.encode(picture.reformat(format="yuv420p", threads=1)))
         out.mux(stream.encode(None))
 
 

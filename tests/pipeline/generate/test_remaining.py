@@ -49,7 +49,7 @@ def job_of(tmp_path):
 
 def select_live_of(job):
     """The live answers to what a job asks."""
-    return AnswersTable(job.store).select_live_of(job.questions, job.setup.prunings)
+    return AnswersTable(job.store).select_live_answers(job.questions, job.setup.prunings)
 
 
 def unanswered(job):
@@ -318,6 +318,6 @@ def test_seconds_of_a_batch_count_once(job_of):
     assert (summary.n_ok, summary.n_new, summary.exit_code(0)) == (2, 2, 0)
     assert summary.n_cut == 1 and "6 tokens generated; 1 answers were cut by max_new_tokens" in str(summary)
     assert "crashed workers are in [old]/r.log" in str(replace(summary, log="[old]/r.log"))  # a path is no markup
-    first = AnswersTable(job.store).select_live_of(job.questions.slice(0, 1), job.setup.prunings)
+    first = AnswersTable(job.store).select_live_answers(job.questions.slice(0, 1), job.setup.prunings)
     part = summarise_answers(first, 1, {("ok", None)}, 2.0)
     assert (part.n_ok, part.n_missing, part.new_tokens) == (1, 0, 3)  # of this file of questions alone

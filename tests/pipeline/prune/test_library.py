@@ -91,7 +91,7 @@ def test_a_gpu_that_is_not_there_is_an_error_with_nothing_left_to_do_too(clips, 
     ("videos", "options", "error", "said"),
     [
         ("gone", {}, ManifestError, "gone: no such folder"),
-        ([], {}, ManifestError, "there is none"),
+        ([], {}, ManifestError, "the list is empty"),
         ("gone", {"retention_ration": 1}, UsageError, r"prune_videos\(\): .*did you mean retention_ratio\?"),
         (["a.mp4"], {"num_frames": 4, "model": "tiny-qwen3-vl"}, UsageError, "made with other settings"),
         (["a.mp4"], {"clips_from": "from,to"}, UsageError, "rows have start_s and end_s"),
