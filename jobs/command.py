@@ -30,7 +30,7 @@ from jobs.frame.json_document import (
     print_document,
     stdout_as_stderr,
 )
-from pipeline.console import CleanConsole, clean
+from pipeline.console import CleanConsole, clean, speaker
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.options import likely_share
 from pipeline.options import share as share_or_percent
@@ -247,9 +247,7 @@ def run_to_exit_code(
     Raises:
         Exception: any other exception of the work, unless an interrupt came before it.
     """
-    interruption = _Interruption(
-        partial(console.print, highlight=False, markup=False, soft_wrap=True), interrupt_message
-    )
+    interruption = _Interruption(speaker(console), interrupt_message)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, interruption)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":

@@ -216,7 +216,7 @@ class ModelFamily(ABC):
     def static(self) -> StaticParts:
         """Read hidden size, newline row and number of deepstack levels, without building the model.
 
-        Does not import transformers. Of the weights, only the newline row is read.
+        Does not import transformers. The newline row is the only weight that is read.
 
         Raises:
             ModelError: the checkpoint lacks the newline row that the family puts after a video.

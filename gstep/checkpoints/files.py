@@ -58,7 +58,7 @@ class CheckpointFiles:
     def locate(cls, model: str, revision: str | None = None) -> CheckpointFiles:
         """Find the files of a model argument; a Hugging Face id is resolved to its commit, on the Hub or in its cache.
 
-        Of an id, config.json is downloaded. A folder has precedence over an id, and a model of this package over both.
+        For an id, config.json is downloaded. A folder has precedence over an id, and a model of this package over both.
 
         Raises:
             ModelError: it is neither a folder, nor a model of this package, nor a Hugging Face id with a config.json in

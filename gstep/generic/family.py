@@ -78,7 +78,7 @@ class GenericFamily(ModelFamily):
 
     @property
     def layout(self) -> Layout:
-        """What the gate found about this model. Raises ModelError if it was resolved without the gate."""
+        """The results of the gate for this model. Raises ModelError if it was resolved without the gate."""
         return Layout.of(self.source)
 
     def preprocessor(self) -> SourceSizePreprocessor:

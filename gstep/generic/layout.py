@@ -22,7 +22,7 @@ from gstep.generic.halves import make_features, move
 
 @dataclass(frozen=True)
 class Layout:
-    """What the gate found about a model: facts that are needed before its weights are loaded. JSON values.
+    """The results of the gate for a model, which are needed before its weights are loaded. All are JSON values.
 
     Attributes:
         hidden_size: D.
@@ -205,7 +205,7 @@ def encode_pieces(
 ) -> list[Tensor]:
     """Encode a processor's output for one video; return the rows of tokens and of each deepstack level.
 
-    If the layout does not allow pieces, the video is encoded at once. Of the tail, only that of the last piece is kept.
+    If the layout does not allow pieces, the video is encoded at once. Only the tail of the last piece is kept.
 
     Args:
         method: the model's own encoder.

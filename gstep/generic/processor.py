@@ -310,7 +310,7 @@ def decode_record(record: str) -> tuple[dict[str, Any], str]:
 def _to_json(key: str, value: Any) -> Any:
     """Convert a value of a processor's output to JSON; ``{"kind": ...}`` describes types that JSON does not have.
 
-    Of pixels, and of other floating-point tensors with several axes, only dtype and shape are kept.
+    Pixels and other floating-point tensors with several axes are reduced to dtype and shape.
 
     Args:
         key: the name of the output, which tells pixels.

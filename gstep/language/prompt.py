@@ -350,8 +350,8 @@ def chat_template(source: ModelSource) -> str:
     """Return the chat template that transformers' processor would apply by default, or otherwise its tokenizer's.
 
     As in ``ProcessorMixin.get_processor_dict``, whose import would take seconds, the order is processor_config.json,
-    chat_template.json, chat_template.jinja with additional_chat_templates. Of several templates, it is the one named
-    "default". Files are downloaded if needed.
+    chat_template.json, chat_template.jinja with additional_chat_templates. If there are several templates, the template
+    named "default" is returned. Files are downloaded if needed.
 
     Raises:
         ModelError: there is no default template, a file is not valid or cannot be downloaded, or the checkpoint has

@@ -200,11 +200,11 @@ def count_qwen_tokens(
 ) -> list[tuple[int, int]]:
     """Compute (number of salient tokens, number of anchors) for each frame of a segment by variant qwen.
 
-    Of the segment's K*length tokens, floor(K*length*d), but at least 1, are anchors. Its salient tokens are divided
-    evenly among the frames ``last``, which end its inner segments, and its anchors among every p-th of these frames,
-    counted from the end. A remainder goes one by one to the first frames for salient tokens, and to the last frames for
-    anchors. A frame takes at most ``size`` = N tokens, of which at most N // 2 (and at least 1) are anchors unless the
-    segment is one frame; what exceeds this is dropped. ``budget`` is K.
+    The segment has K*length tokens, of which floor(K*length*d), but at least 1, are anchors. Its salient tokens are
+    divided evenly among the frames ``last``, which end its inner segments, and its anchors among every p-th of these
+    frames, counted from the end. A remainder goes one by one to the first frames for salient tokens, and to the last
+    frames for anchors. A frame takes at most ``size`` = N tokens, of which at most N // 2 (and at least 1) are anchors
+    unless the segment is one frame; what exceeds this is dropped. ``budget`` is K.
     """
     n_anchors = min(budget * length, max(1, math.floor(budget * length * d + 1e-9)))
     salient = even_shares(budget * length - n_anchors, len(last))

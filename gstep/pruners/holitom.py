@@ -33,10 +33,10 @@ class HoliTom(SinkPruner):
 
     Windows of frames are chosen to save the most tokens (``choose_windows``). Each static position of a window becomes
     one token, the mean over the window's frames, at its position in the first frame. The remaining ratio is r' = min(1,
-    r / (share of tokens that remain)). Of the S static tokens, round(S*r') density peaks are kept. Of the X moving
-    tokens of each frame, ceil(X*r') are kept: the share 1-D of them by attention, the others as density peaks. Tokens
-    that are not kept are merged into the nearest peak. The total is near B. A window that is completely static keeps at
-    least one token (the official code may keep no token of a video).
+    r / (share of tokens that remain)). round(S*r') density peaks of the S static tokens are kept. Each frame keeps
+    ceil(X*r') of its X moving tokens: the share 1-D of them by attention, the others as density peaks. Tokens that are
+    not kept are merged into the nearest peak. The total is near B. A window that is completely static keeps at least
+    one token (the official code may keep no token of a video).
 
     With ``mu_s``, sinks are ranked lower among the moving tokens and among the peaks of static tokens. With ``mu_t``,
     sinks are more easily static. As in the code of SToP, windows and r' are chosen without ``mu_t``, so that fewer than

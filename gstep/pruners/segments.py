@@ -25,8 +25,8 @@ def compute_adjacent_cosines(feature_TV: Tensor) -> list[float]:
 def cut_segments(similarity: Sequence[float], min_segments: int, threshold: float) -> Iterator[tuple[int, int]]:
     """Cut T = len(similarity) + 1 frames into segments, and yield each as [start, end), in order.
 
-    Cuts are made at the ``min_segments - 1`` lowest similarities and at all similarities below ``threshold``. Of equal
-    similarities, the earlier is cut first. If T is at most ``min_segments``, every frame is a segment.
+    Cuts are made at the ``min_segments - 1`` lowest similarities and at all similarities below ``threshold``. If
+    similarities are equal, the earlier is cut first. If T is at most ``min_segments``, every frame is a segment.
 
     Args:
         similarity: The similarity of each frame to the next one.

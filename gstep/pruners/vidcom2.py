@@ -44,7 +44,7 @@ class VidCom2(Pruner):
 def find_calm_channels(tokens_TND: Tensor) -> Tensor:
     """Return the half of the channels with the lowest population variance over the whole video.
 
-    The result has max(1, D // 2) ascending int64 indices. Of equal variances, the lower channel wins.
+    The result has max(1, D // 2) ascending int64 indices. If variances are equal, the lower channel wins.
     """
     hidden = tokens_TND.shape[-1]
     tokens_MD = tokens_TND.reshape(-1, hidden)

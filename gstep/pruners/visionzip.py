@@ -114,8 +114,8 @@ class VisionZip(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select and merge the share ``ratio`` of each frame; ``budget`` and ``seed`` are not used.
 
-        Of a frame's K tokens, floor(K * ``dominant_share``) are dominant, but at most K - 1, and in variant qwen at
-        least 1.
+        A frame keeps K tokens. floor(K * ``dominant_share``) of them are dominant, but at most K - 1, and in variant
+        qwen at least 1.
         """
         assert self.dominant_share is not None
         n_kept = self._frame_budget(visual.tokens.shape[1], ratio)
@@ -159,7 +159,7 @@ class VisionZip(SinkPruner):
 def _select_by_norm(tokens_TND: Tensor, n_kept: int, n_dominant: int, neighbours: int) -> Selection:
     """Select and merge the tokens of each frame by variant qwen, in ascending index.
 
-    Of each frame, ``n_dominant`` tokens are selected by norm, and ``n_kept - n_dominant`` are contextual, marked as
+    In each frame, ``n_dominant`` tokens are selected by norm, and ``n_kept - n_dominant`` are contextual, marked as
     merged. ``neighbours`` is the number of nearest tokens whose mean cosine is a token's density.
     """
     size = tokens_TND.shape[1]

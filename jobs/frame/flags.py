@@ -57,8 +57,8 @@ def read_config_file(path: str, config: type) -> dict[str, object]:
         Field name -> converted value, to be used as defaults of the flags.
 
     Raises:
-        UsageError: the file cannot be read or is no mapping, or an option is unknown, repeated, or has a value of the
-            wrong type.
+        UsageError: the file cannot be read or is not a mapping, or an option is unknown, repeated, or has a value of
+            the wrong type.
     """
     import yaml  # noqa: PLC0415 - not needed for --help
 

@@ -81,7 +81,7 @@ def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> 
 def _pack(numbers: Tensor, bits: int) -> Tensor:
     """Pack [K, D] int8 numbers into [K, width / 2] int16, padded to an even number of bytes.
 
-    Of 4-bit numbers, two share a byte: the first is the high half, and each is stored plus 8.
+    Two 4-bit numbers share a byte: the first is the high half, and each is stored plus 8.
     """
     if bits == 8:
         return pad(numbers, (0, numbers.shape[1] % 2)).view(torch.int16)

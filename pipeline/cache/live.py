@@ -77,7 +77,7 @@ def find_live(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDA
     Returns:
         Two arrays with an item per id, sorted by id. The first has the indices of the live rows. The second has the
         maximum, over the rows of the id, of ``attempts`` (rows of another file than the live row's) and ``earlier``
-        (rows of the same file). Of equal rows, the first is live.
+        (rows of the same file). If rows are equal, the first is live.
     """
     order = np.lexsort((columns["low"], columns["high"]))
     repeats = np.ones(max(len(order) - 1, 0), bool)
@@ -551,7 +551,7 @@ class RowPlace(NamedTuple):
 
 
 class LiveVideos:
-    """The live row of every video of a cache, for readers, as of the time it was opened. Threads may share it.
+    """The live row of every video of a cache, for readers, at the time when this object was opened. Threads may share it.
 
     Attributes:
         table: the cache's table, which reads single rows and names foreign files.

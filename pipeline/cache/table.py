@@ -68,7 +68,7 @@ _OF_SORTED = re.compile(
 
 
 class TableFile(NamedTuple):
-    """What the name of a file of the videos table tells about it.
+    """The facts that are encoded in the name of a file of the videos table.
 
     Attributes:
         name: the path relative to the cache.

@@ -259,8 +259,8 @@ def _select_compared(
 ) -> JsonObject:
     """Return the entries of ``identity`` to compare: those in ``compared_keys``, or all if that is None.
 
-    Of PRUNINGS, only entries that both settings have are compared; if only one has PRUNINGS, it counts as a difference,
-    unless ``compared_keys`` are given.
+    Within PRUNINGS, only entries that both settings have are compared; if only one has PRUNINGS, it counts as a
+    difference, unless ``compared_keys`` are given.
     """
     selection: dict[str, Json] = {
         key: cast(Json, value) for key, value in identity.items() if compared_keys is None or key in compared_keys
@@ -451,7 +451,7 @@ def parse_shard(store: Store, name: str, data: bytes) -> pa.Table:
     """Convert the bytes of a shard to a table with the columns of ANSWER_SCHEMA and then its carried columns.
 
     Columns of LATER_COLUMNS that an older shard lacks are null, and carried columns that it has as JSON in one column
-    are unpacked. Of the metadata, only the list of a merged file's sources stays.
+    are unpacked. The only metadata that stays is the list of a merged file's sources.
 
     Args:
         name: the shard's name, which ends with the hash of its content; the suffix tells Parquet from JSON lines.

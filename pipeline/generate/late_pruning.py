@@ -1,8 +1,8 @@
 """Pruning after the cache, when a question is asked: any method at any ratio, on a cache that holds all tokens.
 
 What a method declares (:class:`gstep.pruners.base.Pruner`) decides how it runs. With a ``layer``, it prunes inside the
-language model; otherwise before it. Of the evidence that it ``needs``, the text embedding is computed from the
-question, and the rest is read from the cache.
+language model; otherwise before it. The text embedding that it ``needs`` is computed from the question; other evidence
+is read from the cache.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _pair_with_prunings(
 def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:
     """Describe the first difference between a question and its answered version; return None if they are equal.
 
-    Of conversations, the first message that differs is shown.
+    For conversations, the first message that differs is shown.
     """
     for name in COMPARED_COLUMNS:
         before, now = answer.get(name), question.get(name)

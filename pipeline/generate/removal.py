@@ -218,8 +218,8 @@ class _AnswersRemover:
 def _iter_texts(rows: pa.Table) -> Iterator[str]:
     """Yield the texts of answers that must be forgotten: all columns, carried ones too, but not keys, status or finish.
 
-    Of ``decoding`` only the system message counts, of conversations the texts. Each text is yielded twice: unchanged,
-    and as messages print it. Blank texts are skipped.
+    ``decoding`` counts only with its system message, and a conversation only with its texts. Each text is yielded
+    twice: unchanged, and as messages print it. Blank texts are skipped.
     """
     names = {*rows.column_names} - {*_KEYS, "run_id", "status", "error_class", "finish"}
     for batch in rows.select(sorted(names)).to_batches(max_chunksize=_MAX_ROWS_AS_OBJECTS):

@@ -346,8 +346,8 @@ class Zip(Archive):
         """Yield the videos in the order of the directory at the end of the zip, and count other files as left out.
 
         A member that is encrypted, a link or device, or neither stored nor deflated has a fault. A zip without a valid
-        directory gives a single member "@0" with a fault. This sets ``note`` if the encoding of a name is unknown. Of
-        the options, only ``zip_encoding`` is used.
+        directory gives a single member "@0" with a fault. This sets ``note`` if the encoding of a name is unknown.
+        ``zip_encoding`` is the only option that is used.
 
         Raises:
             OSError: the zip cannot be read.

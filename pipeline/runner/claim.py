@@ -180,8 +180,8 @@ class Claim:
     def _refuse(self, name: str, holder: Holder) -> None:
         """Check the note of another run: raise CacheLocked if the run is alive, and delete the note if it has ended.
 
-        This may wait for a beat of the other run. Of two runs that start at once and see each other's notes, the one
-        with the smaller id passes. This run's own note passes, too. A note that cannot be deleted is ignored.
+        This may wait for a beat of the other run. If two runs start at once and see each other's notes, the run with
+        the smaller id passes. This run's own note passes, too. A note that cannot be deleted is ignored.
 
         Raises:
             CacheLocked: the run ``holder`` is alive.

@@ -74,7 +74,7 @@ class Outages:
     def take_reports(self, outages: Collection[Outage]) -> None:
         """Replace the outages of the workers by ``outages``, and print the lines about outages that are new or over.
 
-        Of several reports on a store, the earliest beginning counts.
+        If a store has several reports, the earliest beginning counts.
         """
         self._workers = {outage.place: outage for outage in sorted(outages, key=lambda outage: -outage.since)}
         self._note()

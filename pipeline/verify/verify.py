@@ -25,6 +25,7 @@ from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.cache.strays import StrayFault, find_stray_fault
 from pipeline.cache.table import TableFile, VideosTable, list_unchecked, make_empty_table
 from pipeline.cache.token_shard import parse_run_id, parse_shard_id
+from pipeline.console import speaker
 from pipeline.errors import CorruptShard, NotACache
 from pipeline.runner.claim import Claim, describe_holder, find_holder
 from pipeline.runner.progress import reporter
@@ -108,8 +109,7 @@ def verify(store: Store, request: VerifyRequest, console: Console) -> Report:
     if not (request.clean or request.repair):
         return _Check(store, request, console).run()
     # The claim starts first: orphans must be listed while no run writes.
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    with Claim(store, new_run_id(), say):
+    with Claim(store, new_run_id(), speaker(console)):
         check = _Check(store, request, console, claimed=True)
         report, may_clean = check.run(), True
         if request.repair and report.has(*REPAIRABLE):

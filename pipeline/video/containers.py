@@ -177,7 +177,7 @@ def count_missing_bytes(path: str | Path, demuxer: str) -> int:
     """Return how many bytes a truncated file lacks, according to the lengths stated inside it.
 
     The result is 0 for a complete file, a file that states no length, and containers other than MP4, Matroska and AVI.
-    Of MP4, only boxes with video count.
+    In MP4, only boxes with video count.
 
     Raises:
         VideoFault: the file cannot be opened.
