@@ -551,7 +551,7 @@ class RowPlace(NamedTuple):
 
 
 class LiveVideos:
-    """The live row of every video of a cache, for readers, at the time when this object was opened. Threads may share it.
+    """The live row of every video of a cache, for readers, when this object was opened. Threads may share it.
 
     Attributes:
         table: the cache's table, which reads single rows and names foreign files.
