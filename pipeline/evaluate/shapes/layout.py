@@ -32,9 +32,12 @@ from pipeline.evaluate.shapes.world import DURATIONS, HARDNESS, SPLIT_NAMES, Har
 Frames = NDArray[np.uint8]
 #: Frames per second of the videos. Sampling at ``fps`` 1, or as many frames as a video has, takes each frame once.
 FPS = 1
-#: One thread for encoding and for lookahead gives the same bytes on every run on a machine. Without B-frames, the first
-#: frame is at 0 s without an edit list.
-ENCODER = {"crf": "18", "preset": "medium", "bf": "0", "threads": "1", "x264-params": "threads=1:lookahead-threads=1"}
+#: One thread and no macroblock tree, which in x264 reads memory before it is set, give the same bytes on every run on a
+#: machine. Without B-frames, the first frame is at 0 s without an edit list.
+ENCODER = {
+    **{"crf": "18", "preset": "medium", "bf": "0", "threads": "1"},
+    "x264-params": "threads=1:lookahead-threads=1:mbtree=0",
+}
 _MAX_KEYFRAME_S = 10**6  # the encoder counts frames in 32 bits
 _GAP = 4  # pixels between the videos of a picture
 
@@ -46,7 +49,6 @@ def write_mp4(target: Path | io.BytesIO, frames: Frames, encoder: Mapping[str, s
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
         for frame in frames:
             picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
-            # With several threads, which PyAV chooses otherwise, the bytes have differed once on a busy machine.
             out.mux(stream.encode(picture.reformat(format="yuv420p", threads=1)))
         out.mux(stream.encode(None))
 
