@@ -33,7 +33,7 @@ _DODGE, _SPREAD = 8.0, 0.7  # pixels between methods at one ratio, and the maxim
 
 
 class Style(NamedTuple):
-    """The color and dash by which a method is drawn in every chart of a page, as numbers of CSS classes."""
+    """The color and dash of a method in every chart of a page, as numbers of CSS classes."""
 
     color: int
     dash: int
@@ -56,7 +56,7 @@ class Point(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The line of a method: its title, style and points, and in a panel its lowest safe ratio as text."""
+    """The line of a method in a chart; ``answer`` is the text of its lowest safe ratio in a panel."""
 
     title: str
     style: Style
@@ -72,13 +72,12 @@ class Chart:
         title: the title of the vertical axis; in a panel, the ability.
         text: in a panel, the ability's tasks and the score of full retention.
         empty_text: the text in the middle of a panel without points.
-        up: (y, label) of each tick of the vertical axis, which all panels share.
+        up: (y, label) of each tick of the vertical axis.
         across: (x, label) of the ticks of the horizontal axis: tokens on a logarithmic scale, or equally spaced
             retention ratios in a panel.
         below: (x, label) of a second row of labels: megabytes.
         level: the y coordinate of full retention, or of no loss in a panel; None if full retention has no score.
         limit: in a panel, the y coordinate of the largest safe loss.
-        lines: one per method.
     """
 
     title: str
@@ -107,9 +106,9 @@ def report_page(
         tables: the main table first; at least one.
         facts: (name, value) about model, data and run.
         token_bytes: the bytes that a cache stores per token, for labels in megabytes; None if unknown.
-        scored: questions and scores, for the lists of annotation faults and failed answers and the note on decode
-            warnings; None leaves these out.
-        identity: the JSON-able settings that all results share; None leaves them out.
+        scored: for the lists of annotation faults and failed answers and the note on decode warnings; None leaves these
+            out.
+        identity: the settings that all results share.
         breaks: the section *Where it breaks*; None leaves it out.
     """
     pruned_titles = [row.title for row in tables[0].rows if row.method != ORIGINAL.method]
@@ -135,9 +134,9 @@ def report_page(
 
 
 def format_warned_line(scores: pa.Table) -> str:
-    """Return a line about the answers whose videos were decoded with warnings; "" if there are none.
+    """Return a line that counts the answers whose videos were decoded with warnings, and the videos; "" if there are none.
 
-    It names up to three videos, and counts only the first video of each question.
+    It names up to three videos, and knows only the first video of each question.
     """
     rows_with_warnings = scores.filter(pc.greater(pc.fill_null(scores["decode_warnings"], 0), 0))
     if not len(rows_with_warnings):
@@ -198,12 +197,12 @@ def _space(labels: Iterable[tuple[float, str]], apart: int) -> list[tuple[float,
 def _chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, Style]) -> Chart | None:
     """Return the chart of a table's overall score, or Rel. of several benchmarks, against tokens.
 
-    Full retention is drawn as a level, not as a point. Returns None if no pruned row has both a score and a number of
-    tokens.
+    Full retention is drawn as a level, not as a point. Returns None if no pruned row has both a score and a nonzero
+    number of tokens.
 
     Args:
         token_bytes: the bytes per token; None leaves the labels in megabytes empty.
-        styles: a style for each title of a pruned row; lines are in this order.
+        styles: by title of a pruned row; lines are in this order.
     """
 
     def value(row: Row) -> float | None:
@@ -248,8 +247,8 @@ def _panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
     """Return a panel for each kind, with one line per method; ``styles`` has the title of each verdict.
 
     All panels share their axes. A loss has no point if it has no number, too few videos, nothing to lose, or no
-    interval. A panel without any points shows the answer and reason that all its verdicts share; if there is none, it
-    shows UNKNOWN.
+    interval. A panel without any points shows the answer and reason of its verdicts if all share them, and UNKNOWN
+    otherwise.
     """
     losses = [loss for verdict in breaks.verdicts for loss in verdict.tested if _is_drawn(loss)]
     numbers = [number for loss in losses for number in (loss.difference, loss.low, loss.high) if number is not None]
@@ -299,7 +298,7 @@ def _panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
 
 
 def _is_drawn(loss: Loss) -> bool:
-    """Return False if the loss has too few videos, nothing to lose, or no interval; its position would say nothing."""
+    """Return False if the loss has too few videos, nothing to lose, or no interval."""
     return loss.outcome not in ("few videos", "nothing to lose", "no interval")
 
 
@@ -310,10 +309,7 @@ def _fault_lines(loaded: LoadedQuestions) -> Iterator[tuple[str, str, int, str]]
 
 
 def _failure_lines(scores: pa.Table) -> Iterator[tuple[str, str, int, str]]:
-    """Yield (error class, "answers, wrong", count, example) for the failed answers, the most frequent class first.
-
-    An answer without an error class counts as "unknown".
-    """
+    """Yield (error class, "answers, wrong", count, example) for the failed answers, the most frequent class first."""
     failed_rows = scores.filter(pc.not_equal(scores["status"], "ok"))
     rows = failed_rows.select(["error_class", "question_id", "method"]).to_pylist()
     for name, count in Counter(row["error_class"] or "unknown" for row in rows).most_common():
@@ -322,10 +318,10 @@ def _failure_lines(scores: pa.Table) -> Iterator[tuple[str, str, int, str]]:
 
 
 def _flatten(identity: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, text) for every leaf of a nested mapping, each name after ``prefix``.
+    """Yield (dotted name, text) for every leaf of a nested mapping.
 
-    Text stays as it is, None becomes "not set: the checkpoint's own", and other values, empty mappings included, become
-    JSON.
+    Text stays as it is, None becomes "not set: the checkpoint's own", and other values, empty mappings and lists
+    included, become JSON.
     """
     for name, value in identity.items():
         if isinstance(value, Mapping) and value:

@@ -1,7 +1,7 @@
 """Rules that read from a model's reply which option it names, each with the results of the published code.
 
-A benchmark's number depends on the rule: one rule reads "Answer: B" as B, another as A. Each rule was tested against
-the code that it reproduces (github.com/EvolvingLMMs-Lab/lmms-eval, wheels 0.7.3 and 0.5.0, ``tasks/*/utils.py``):
+Each rule was tested against the code that it reproduces (github.com/EvolvingLMMs-Lab/lmms-eval, wheels 0.7.3 and 0.5.0,
+``tasks/*/utils.py``):
 
 | benchmark | lmms-eval-0.7.3 | lmms-eval-0.5 | official |
 |---|---|---|---|
@@ -14,11 +14,9 @@ the code that it reproduces (github.com/EvolvingLMMs-Lab/lmms-eval, wheels 0.7.3
 VideoMME's own script (BradyFU/Video-MME, ``evaluation/eval_your_results.py``) has the function of 0.5, but leaves
 replies that name no letter out of its mean. MVBench's own check (OpenGVLab/Ask-Anything, ``video_chat2/mvbench.ipynb``)
 names no option: a reply is right if its first word occurs in the right option's "(b)", so an empty reply is always
-right. LongVideoBench's repository has no rule (lmms-eval describes its own as the paper's). EgoSchema's server takes
-indices.
+right.
 
-The options of a question either all carry their letters ("A. a dog") or none does. The two rules that read option
-texts, ``egoschema`` and ``letter``, convert them to the form that they compare.
+The options of a question either all carry their letters ("A. a dog") or none does.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class Parsed:
     Attributes:
         choice: the index of the named option; None if the reply names none of the question's options.
         drawn: True if the published code draws one of the question's options at random; ``choice`` is then None.
-        in_word: True if the letter was found inside a word: "Based on" is B.
+        in_word: True if a Latin letter or a digit stands next to the letter that was read: "Based on" is B.
     """
 
     choice: int | None
@@ -46,9 +44,7 @@ class Parsed:
     in_word: bool = False
 
     def score(self, answer: int | None, n_options: int) -> float:
-        """Return 1.0 if the named option is right, otherwise 0.0; if the rule draws, the expectation 1/``n_options``.
-
-        The score is 0.0 if ``answer`` is None, which means that no option is right.
+        """Return 1.0 or 0.0, or 1/``n_options`` if the rule draws; 0.0 if ``answer`` is None, that is, no option is right.
         """
         if answer is None:
             return 0.0
@@ -62,12 +58,11 @@ _DRAWN = Parsed(None, drawn=True)
 def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
     """Read which option ``reply`` names, by the rule with this name.
 
-    White space around the reply is removed first, as lmms-eval does for every task. A letter that the rule accepts but
-    the question does not have ("E" for four options) gives no choice, and nothing is drawn.
+    White space around the reply is removed first, as lmms-eval does. A letter that the rule accepts but the question
+    does not have ("E" for four options) gives no choice, and nothing is drawn.
 
     Args:
         rule: a key of RULES.
-        options: the texts of the options, in order.
 
     Raises:
         ValueError: the rule is unknown.
@@ -90,10 +85,11 @@ _INTRODUCTIONS = [*_ENGLISH, *_FIRST_PERSON, *_KOREAN, *_CHINESE, *_JAPANESE]
 def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
     """Apply ``extract_mcq_answer`` of ``tasks/_task_utils/mcq_extract.py``, which VideoMME and MLVU call with A to D.
 
-    The first of these steps that finds a letter decides: a letter that begins the reply; a letter that ends it; a
-    letter somewhere after words such as "the answer is"; "(B)"; "B."; "B:"; "B)"; "B "; any capital A to D. If a step
-    finds several letters, the last one counts: "The answer is B because A shows a cat" is A. After such words, each
-    letter is found only where it first occurs. Punctuation at the ends is ignored, and lower-case letters never count.
+    The first of these steps that finds a capital A to D decides: a letter that begins the reply, with no letter after
+    it; one that ends it, with no letter before it; one somewhere after words such as "the answer is"; "(B)"; "B.";
+    "B:"; "B)"; "B "; any. Except in the first two steps, it may be part of a word. If a step finds several letters, the
+    last one counts: "The answer is B because A shows a cat" is A; but after such words, each letter is found only where
+    it first occurs. Punctuation at the ends is ignored.
     """
     letters = list_letters(4)
     text = _pad_marks(reply, ",.!?;:'\"")
@@ -133,8 +129,7 @@ def _mlvu_05(reply: str, options: Sequence[str]) -> Parsed:
 def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
     """Take all text before the first ")", or the whole reply without one: "B) a dog" is B, "(B)" is no option.
 
-    This is ``check_ans`` of JUNJIE99/MLVU, ``videochat2/choice_bench.py``, whose prompt already ends with an open
-    bracket.
+    This is ``check_ans`` of JUNJIE99/MLVU, ``videochat2/choice_bench.py``.
     """
     return _find_letter(reply.partition(")")[0], options)
 
@@ -142,8 +137,7 @@ def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
 def _longvideobench(reply: str, options: Sequence[str]) -> Parsed:
     """Take the first capital A to E, even inside a word; draw an option if there is no such letter.
 
-    A letter beyond the question's options gives no choice. The published code first removes phrases; only the two
-    removed here contain one of the letters.
+    The published code first removes phrases; only the two removed here contain one of the letters.
     """
     text = reply.replace("Best answer:", "").replace("Best option:", "")
     position = _find_first(text, "ABCDE")
@@ -156,8 +150,7 @@ _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
     """Apply ``mcq_acc``: "B. a dog" in one line is B; otherwise the first separate a to e, even an article.
 
-    Case does not matter. MVBench has at most five options. An empty reply names none; MVBench's mean over a task leaves
-    empty replies out.
+    Case does not matter. An empty reply gives no choice; MVBench's mean over a task leaves empty replies out.
     """
     if match := re.fullmatch(r"([a-e])\.\s*.+", reply, re.IGNORECASE):
         return _find_letter(match[1].upper(), options)
@@ -168,8 +161,8 @@ def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
 def _strip_punctuation(text: str) -> str:
     """Return the text without punctuation, by the steps of the published code.
 
-    A mark of ``_MARKS`` is removed if it stands beside a space anywhere in the text, or if the text has a number such
-    as 1,000; otherwise it becomes a space. Finally, the first 32 full stops that are not followed by a digit are
+    A mark of ``_MARKS`` is removed if any of its occurrences stands beside a space, or if the text has a comma between
+    two digits; otherwise it becomes a space. Finally, the first 32 full stops that are not followed by a digit are
     removed.
     """
     thousands = re.search(r"\d,\d", text)
@@ -185,9 +178,9 @@ def _strip_punctuation(text: str) -> str:
 def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
     """Apply MMMU's rule: "(B)", "B " or "B." anywhere in the reply, even at the end of "AND "; a reply "B" counts too.
 
-    If several letters occur, the one whose last occurrence comes first counts. Without a letter, a reply of more than
-    five words is searched for the text of an option with its letter, in any case. If that fails too, as for "B) a dog",
-    the result is ``_DRAWN``, for which the caller draws an option.
+    For each letter and each of the three forms, only the last occurrence counts; the earliest of these is read. Without
+    any, a reply of more than five words is searched in the same way for the options' texts with their letters, in any
+    case. If that fails too, as for "B) a dog", the result is ``_DRAWN``.
     """
     text = _pad_marks(reply, ",.!?;:'")
     names = [[f"({letter})", f"{letter} ", f"{letter}."] for letter in list_letters(len(options))]
@@ -200,11 +193,7 @@ def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _last_positions(text: str, names: Iterable[Iterable[str]]) -> list[tuple[int, int]]:
-    """Return (last position in the text, option index) for every option name that occurs.
-
-    Args:
-        names: for each option, the names to search for.
-    """
+    """Return (last position in the text, option index) for every name that occurs; ``names`` has several per option."""
     pairs = [(text.rfind(name), option) for option, its_names in enumerate(names) for name in its_names]
     return [(position, option) for position, option in pairs if position >= 0]
 
@@ -239,7 +228,7 @@ _WORD = re.compile(r"[0-9A-Za-z\u00c0-\u024f]")
 def _find_letter_at(text: str, position: int, options: Sequence[str]) -> Parsed:
     """Return the option whose letter is at ``position``, and whether a letter or digit stands next to it.
 
-    A position of -1 gives no choice, and so does a letter beyond the options; ``in_word`` is then False.
+    A position of -1 and a letter beyond the options give no choice; ``in_word`` is then False.
     """
     parsed = _find_letter(text[position : position + 1], options)
     beside = text[max(position - 1, 0) : max(position, 0)] + text[position + 1 : position + 2]
@@ -254,7 +243,7 @@ def _find_first(text: str, letters: str) -> int:
 def _pad_marks(text: str, marks: str) -> str:
     """Strip each of ``marks`` from both ends, one mark after another in their order, and add a space at both ends.
 
-    No mark is tried again: "'B.'" loses its quotes, but keeps the full stop, which came before them in ``marks``.
+    No mark is tried again: "'B.'" loses its quotes, but keeps the full stop.
     """
     for mark in marks:
         text = text.strip(mark)

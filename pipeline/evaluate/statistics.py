@@ -2,9 +2,9 @@
 
 Questions about one video are not independent, so the bootstrap draws whole videos (clusters) with replacement. The same
 draws serve all methods, ratios and columns: differences are paired, and adding a method does not change the interval of
-another pair. With fewer than ``FEWEST_VIDEOS`` videos, bootstrap percentiles miss the true difference too often, so
-there is no interval. Shape letters: A arms (a method at a ratio), Q questions, G videos, R draws, N rows of scores, and
-P parts, groups of questions whose means are averaged (such as MLVU's tasks).
+another pair. With fewer than ``FEWEST_VIDEOS`` videos, there is no interval. Shape letters: A arms (a method at a
+ratio), Q questions, G videos, R draws, N rows of scores, and P parts, groups of questions whose means are averaged
+(such as MLVU's tasks).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ORIGINAL = MethodAtRatio("none", 1.0)
 
 
 def split_seed(label: str) -> tuple[str, int | None]:
-    """Split a method's label into the label without its seed, and the seed, which is None if the label has none."""
+    """Split a method's label into the label without its seed, and the seed, or None."""
     seed = _SEED.search(label)
     return _SEED.sub("", label), int(seed[1]) if seed else None
 
@@ -73,7 +73,8 @@ class AnswerCounts:
         n_failed: answers that failed; each scores 0.
         n_unparsed: replies that name none of the options; questions without options do not count.
         n_cut: replies that max_new_tokens cut; None if older scores do not record it.
-        n_weak: replies that a weak rule read (column ``weak`` of the scores); None if older scores do not record it.
+        n_weak: replies whose option is drawn at random, or a letter inside a word; None if older scores do not record
+            it.
         n_kept_known: answers that record how many visual tokens were kept.
         kept_tokens: the sum of kept tokens over these answers.
         kept_shares: the sum of n_kept / n_total over these answers.
@@ -141,7 +142,7 @@ class ScoreMatrix:
         scores: ``[A, Q]``, 0 to 1. An arm that was not run on this benchmark is nan throughout.
         clusters: ``[Q]``, the video of each question, 0 to G-1.
         splits: for each question, its split values by split name.
-        tallies: counts of the answers of each arm.
+        tallies: one per arm.
     """
 
     scores: Floats
@@ -194,14 +195,15 @@ def list_row_arms(scores: pa.Table) -> list[MethodAtRatio]:
 def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix:
     """Return the scores of some arms as a matrix; rows of other arms are ignored.
 
-    A failed answer without a score scores 0. Clusters and splits are those of a question's first row.
+    A failed answer without a score scores 0; another answer without a score is nan. Clusters and splits are those of a
+    question's first row.
 
     Args:
         scores: rows of ``scores.parquet``, one for each question and arm.
         arms: the arms to select, in this order. An arm without rows is nan.
 
     Raises:
-        ValueError: an arm lacks a question that another arm has, or has a question twice, so the scores are not paired.
+        ValueError: an arm lacks a question that another arm has, or has a question twice.
     """
     number = {arm: i for i, arm in enumerate(arms)}
     arm_N = np.array([number.get(arm, -1) for arm in list_row_arms(scores)], np.int64)
@@ -229,11 +231,10 @@ def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix
 
 
 def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[AnswerCounts]:
-    """Return the counts of each arm's answers; ``n_cut`` and ``n_weak`` are None if the scores lack their columns.
+    """Return the counts of each arm's answers; ``n_cut`` and ``n_weak`` are None if the scores lack either column.
 
     Args:
         arm_N: the index of each row's arm.
-        failed_N: whether each row failed.
     """
     free_N = scores["n_options"].to_numpy() == 0  # a free question has no option to name
     unparsed_N = ~failed_N & ~free_N & scores["parsed"].is_null().to_numpy()
@@ -271,7 +272,6 @@ class Difference(NamedTuple):
     """The difference between the scores of two arms on the same questions, as a share.
 
     Attributes:
-        value: the difference.
         low: the lower end of its 95 % interval, not corrected for multiple comparisons; nan without an interval.
         high: the upper end; nan without an interval.
     """
@@ -287,8 +287,7 @@ class Estimate:
 
     Attributes:
         value: ``[A]``; nan for an arm that was not scored.
-        drawn: ``[R, A]``, the number in each draw; nan where it is undefined because a part has no question in the
-            draw.
+        drawn: ``[R, A]``, the number in each draw; nan where a part has no question in the draw.
         n_videos: the number of videos behind the column; for a mean of benchmarks, the smallest of theirs.
     """
 
@@ -299,8 +298,8 @@ class Estimate:
     def difference(self, arm: int, reference: int) -> Difference:
         """Return the number of ``arm`` minus that of ``reference``, with its interval of the central 95 % of draws.
 
-        There is no interval (nan) with fewer than FEWEST_VIDEOS videos, without defined draws, or if all draws have the
-        same difference, which says nothing about its error.
+        There is no interval (nan) with fewer than FEWEST_VIDEOS videos, without draws in which both are defined, or if
+        all draws have the same difference, which says nothing about its error.
         """
         value = float(self.value[arm] - self.value[reference])
         drawn_R = self.drawn[:, arm] - self.drawn[:, reference]
@@ -318,7 +317,7 @@ def estimates(
     All columns use the same draws of videos.
 
     Args:
-        scores_AQ: the scores; an arm that was not scored is nan throughout.
+        scores_AQ: an arm that was not scored is nan throughout.
         cluster_Q: the video of each question, 0 to G-1.
         parts: the parts of each column.
         draws: R. With 0, the estimates have no draws.
@@ -370,8 +369,7 @@ def _mean_over_parts(sum_RPA: Floats, count_RP: Floats, weight_P: Floats | None)
 def relative(overall: Sequence[Estimate], full: int) -> Estimate:
     """Combine the overall estimates of benchmarks into Rel.: the mean of their scores divided by those of arm ``full``.
 
-    Scores are not rounded. The result is nan where ``full`` scores 0 on any benchmark. Each benchmark has its own
-    draws.
+    Scores are not rounded. The result is nan where ``full`` scores 0 on any benchmark.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = [
@@ -397,8 +395,7 @@ def average(overall: Sequence[Estimate]) -> Estimate:
 def count_videos_needed(difference: Difference, n_videos: int) -> int | None:
     """Estimate how many videos would resolve a difference whose interval contains 0.
 
-    The half width of an interval shrinks with the square root of the number of videos. If the difference stays as it
-    is, the interval ends at 0 with about n * (half width / difference)**2 videos.
+    If the difference stays as it is, its interval ends at 0 with about n * (half width / difference)**2 videos.
 
     Returns:
         A number above ``n_videos``, rounded up to two significant digits; None without an interval or a difference.

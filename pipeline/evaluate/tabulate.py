@@ -72,7 +72,7 @@ class ScoredBenchmark:
     """The scores of one benchmark, and how they are shown.
 
     Attributes:
-        title: the printed title; unique in a table.
+        title: unique in a table.
         scores: rows of ``scores.parquet``.
         columns: ("SPLIT=VALUE", title) of the columns before the overall score, such as ("duration=short", "Short").
         mean_over: the split over whose values the overall score is a mean (the tasks of MLVU and MVBench), however many
@@ -83,8 +83,7 @@ class ScoredBenchmark:
         names: the names of user methods, by import path.
         weights: the weights of the values of ``mean_over``; questions whose value has no weight do not count. {} gives
             all values the same weight.
-        per_question: whether each question has its own score. False if a server or task computed one number for each
-            arm, which then stands in every row.
+        per_question: False if a server or task computed one number for each arm, which then stands in every row.
     """
 
     title: str
@@ -123,10 +122,9 @@ def results_table(
     A row is a method at one retention ratio and kind of positions, averaged over its seeds. The first row is full
     retention; the others are ordered by descending ratio, positions and method. Rel. is the mean over the benchmarks of
     a row's score in percent of that of full retention. The mean and Rel. are computed from printed scores, as in the
-    paper, but intervals from unrounded ones; the mean is compared with no other row.
+    paper, but intervals from unrounded ones. The mean has marks, but no difference to another row.
 
     Args:
-        title: the title of the table, such as the model.
         benchmarks: in the order of their columns.
         methods: the methods to show, in order; a name without a seed or positions selects all of them, and a name that
             matches nothing is ignored. None shows all methods in order of first appearance.
@@ -140,7 +138,7 @@ def results_table(
         ValueError: there is no benchmark, two have the same title, the arms of one were not scored on the same
             questions, once each, a question lacks the split that its benchmark averages over, or a column is not
             SPLIT=VALUE.
-        UsageError: the reference or ``ours`` is no row.
+        UsageError: no row has the method ``reference`` or ``ours``.
     """
     titles = [benchmark.title for benchmark in benchmarks]
     if not titles or len(set(titles)) < len(titles):
@@ -238,10 +236,10 @@ def measure(
 
 
 def mark_rows(numbers: Estimate, shown: Mapping[int, Cell | None]) -> dict[int, Mark]:
-    """Return the marks of the best row of a block and of the next best, or {} if their difference is unclear.
+    """Return the marks of the best row of a block and of the next best, or {} if there is no clear best row.
 
-    The best row has the largest printed number and must not share it. The interval of its difference to the next best
-    row, or to each of several that tie, must be above 0 as printed. If all rows have the same number, none is marked.
+    The best row must be the only one with the largest printed number, and the interval of its difference to the next
+    best row, or to each of several that tie, must exist and be above 0 as printed.
 
     Args:
         numbers: the unrounded numbers of all rows, with their draws.
@@ -262,8 +260,9 @@ def group_arms(
 ) -> tuple[list[MethodAtRatio], list[ArmGroup]]:
     """Return all arms and the rows that they form.
 
-    Full retention is first. The other rows follow by descending ratio, then by positions, then in the order of
-    ``methods`` or, if that is None, of first appearance. The arms of a row, one for each seed, are neighbors.
+    Full retention is first, whether it was run or not. The other rows follow by descending ratio, then by positions
+    (the default first, others by name), then in the order of ``methods`` or, if that is None, of first appearance. The
+    arms of a row, one for each seed, are neighbors.
 
     Args:
         methods: names as a user writes them; without a seed or positions, they select all of them. A name that matches
@@ -296,7 +295,7 @@ def _choose_reference(groups: Sequence[ArmGroup], name: str | None) -> str:
     With fewer than two methods, the default is full retention.
 
     Raises:
-        UsageError: ``name`` is no row.
+        UsageError: no row has the method ``name``.
     """
     if name is not None:
         return _find_method(groups, name, "reference")
@@ -353,7 +352,7 @@ def row_title(group: ArmGroup, names: Mapping[str, str]) -> str:
 def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, str, Parts]]:
     """Return (key, title, parts) of each column of a benchmark, the overall score last.
 
-    Its title is "Overall", or that of the benchmark if there is no other column.
+    The last title is "Overall", or that of the benchmark if there is no other column.
 
     Raises:
         ValueError: a column is not SPLIT=VALUE, or a question lacks the split that the benchmark averages over.
@@ -384,8 +383,8 @@ def _make_cells(
         against: the row that each row is compared with; rows that are not in it are compared with none.
         percentages: the numbers to print, one per row.
         numbers: the unrounded scores of the rows as shares, with their draws, for marks and differences.
-        value_A: the score of each arm as a share, for the standard deviation over the seeds of a row.
-        n_videos: the number of videos behind the scores.
+        value_A: the score of each arm as a share, for the sample standard deviation over the seeds of a row.
+        n_videos: for ``videos_needed``.
         unit: appended to each printed number.
     """
     cells = [
