@@ -41,10 +41,7 @@ class AbilityRule:
         return fnmatchcase(name, self.benchmark)
 
     def matches_splits(self, splits: Mapping[str, str]) -> bool:
-        """Return True if a question of a matching benchmark has the rule's split value, or if the rule names no split.
-
-        Args:
-            splits: the question's split values by split name.
+        """Return True if the rule's split has the rule's value in a question's ``splits``, or if the rule names no split.
         """
         return not self.split or splits.get(self.split) == self.value
 
@@ -86,11 +83,9 @@ BUILT_IN: Sequence[AbilityRule] = (
 def read_ability_rules(path: str) -> list[AbilityRule]:
     """Read a user's .csv with the columns benchmark, split, value and ability, and return its rules in file order.
 
-    An ability that differs only in case from one in ABILITIES gets the built-in spelling.
-
     Raises:
         UsageError: the file's name does not end with .csv, the file cannot be read or has no rows, or a row is
-            malformed. The message names the file, the row and the remedy.
+            malformed.
     """
     if not path.casefold().endswith(".csv"):
         raise UsageError(f"--abilities {path}: name a .csv with {_NEEDS}")
@@ -132,7 +127,6 @@ def classify_questions(rules: Sequence[AbilityRule], name: str, splits: Sequence
     """Return the ability that each question tests: that of the first matching rule, or GENERAL if no rule matches.
 
     Args:
-        rules: all rules; those of a user must come before the built-in ones to take precedence.
         name: the name of the benchmark.
         splits: for each question, its split values by split name.
     """
@@ -146,7 +140,7 @@ def classify_questions(rules: Sequence[AbilityRule], name: str, splits: Sequence
 def order_abilities(present: Sequence[str]) -> list[str]:
     """Return the distinct abilities in display order: that of ABILITIES, with other abilities inserted before GENERAL.
 
-    Abilities that are not in ABILITIES keep the order in which they first appear.
+    Other abilities keep the order in which they first appear.
     """
     user_abilities = [ability for ability in dict.fromkeys(present) if ability not in ABILITIES]
     return [ability for ability in (*ABILITIES[:-1], *user_abilities, GENERAL) if ability in present]
@@ -156,7 +150,7 @@ def list_unused_rules(rules: Sequence[AbilityRule], splits: Mapping[str, Sequenc
     """Return a line for each user's rule that matches no question, with its source and what is missing.
 
     Args:
-        rules: all rules; built-in rules are ignored.
+        rules: built-in rules are ignored.
         splits: for each benchmark by name, the split values of each of its questions.
     """
     lines = []

@@ -28,11 +28,7 @@ _FROM_ELSEWHERE = ("grounding", "hallucination")  # kinds that hardly any questi
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The questions of one benchmark that test one kind of ability.
-
-    Attributes:
-        title: the benchmark's title.
-    """
+    """The questions of one benchmark that test one kind of ability; ``title`` is the benchmark's title."""
 
     title: str
     n_questions: int
@@ -46,11 +42,9 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of ability, whose score is the unweighted mean of its tasks' scores.
+    """A kind of ability, whose score is the unweighted mean of the scores of its tasks, at least one.
 
     Attributes:
-        name: the ability.
-        tasks: at least one.
         full_score: the score of full retention in percent; nan unless full retention was run on every task.
     """
 
@@ -75,7 +69,6 @@ class Loss:
     """The score of a method at one ratio minus that of full retention, on the questions of one kind, in points.
 
     Attributes:
-        ratio: the retention ratio.
         outcome: the result of testing this ratio alone, whatever larger ratios gave.
         difference: negative if pruning loses; None if the method or full retention was not run on every task.
         low: the lower end of the 95 % interval; None if there is no interval.
@@ -131,7 +124,7 @@ class Verdict:
         title: the method's printed name.
         method: the method with its parameters, without positions. It includes the seed only if there is a single seed.
         positions: the positions of the kept tokens; "" for the model family's default.
-        losses: one loss for each tested ratio, largest ratio first.
+        losses: one for each ratio of the method, largest first.
         within: the number of points that a safe ratio may lose.
     """
 

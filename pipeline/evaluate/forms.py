@@ -43,8 +43,7 @@ def percent(share: float | None) -> str:
 def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
     """Return the tables as one GitHub Markdown text, each with a heading, followed by the legend and *Where it breaks*.
 
-    The remarks of a table stand below it, except those that an earlier table has already shown. ``breaks`` None leaves
-    that section out.
+    The remarks of a table stand below it, except those that an earlier table has already shown.
     """
     sections = list[str]()
     written_titles = set[str]()
@@ -67,9 +66,7 @@ def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
 
 
 def _breaks_sections(breaks: Breaks) -> list[str]:
-    """Return the Markdown sections of *Where it breaks*: heading, table of verdicts, explanation, kinds and remarks.
-
-    Without verdicts there is no table.
+    """Return the Markdown sections of *Where it breaks*: heading, table of verdicts if any, explanation, kinds and remarks.
     """
     lines = [table_row(["Kind", "Method", "Lowest safe ratio", "Losses by retention ratio"]), table_row(["---"] * 4)]
     for verdict in breaks.verdicts:
@@ -137,10 +134,10 @@ def escape_latex(text: str) -> str:
 
 
 def latex(table: ResultsTable) -> str:
-    """Return the table as a LaTeX ``tabular`` in the paper's layout.
+    """Return the table as a LaTeX ``tabular`` in the paper's layout, which needs the packages booktabs and multirow.
 
-    Rows below it say what the scores were made with, then the remarks and the legend of the marks. It needs the
-    packages booktabs and multirow. The method ``table.ours`` is bold and marked "(Ours)".
+    Rows below it say what the scores were made with, then the remarks and the legend of the marks. The method
+    ``table.ours`` is bold and marked "(Ours)".
     """
     width = len(table.titles) + 1
     lines = [
@@ -215,7 +212,7 @@ def _latex_number(cell: Cell | None) -> str:
 
 
 def _bold(text: str) -> str:
-    """Return LaTeX that sets ``text`` in bold; ``text`` is not escaped."""
+    """Return LaTeX that sets ``text``, which is not escaped, in bold."""
     return rf"\textbf{{{text}}}"
 
 
@@ -234,7 +231,7 @@ def render_table(results: ResultsTable) -> Iterator[RenderableType]:
     """Yield the table of results for the terminal, then its remarks and the legend of its marks.
 
     With more than ``_TERMINAL_COLUMNS`` score columns, only the overall scores, the mean and Rel. are shown, and a last
-    line names the file with the other columns. The remark on too few videos is left out if no shown column has too few.
+    line says that the others are in tables.md. The remark on too few videos is left out if no shown column has too few.
     """
     keys = [column.key.rpartition(": ")[2] for column in results.columns]
     all_fit = len(results.columns) <= _TERMINAL_COLUMNS
@@ -262,7 +259,7 @@ def render_table(results: ResultsTable) -> Iterator[RenderableType]:
 def render_breaks(breaks: Breaks) -> Iterator[RenderableType]:
     """Yield *Where it breaks* for the terminal: a table by kind and method, then kinds, explanation and remarks.
 
-    Without verdicts, the title stands in place of the table.
+    Without verdicts, only the title replaces the table.
     """
     table = Table(title=Text(BREAKS_TITLE), title_justify="left", show_edge=False)
     for name in ("kind", "method", "lowest safe ratio", "why", "losses by retention ratio"):

@@ -56,10 +56,10 @@ def find_breaks(
 ) -> Breaks:
     """Find the lowest safe retention ratio of each method on each kind of ability.
 
-    A ratio is safe if the lower end of the interval of its loss is above -``within`` points, or if no score changed,
-    and all larger tested ratios are safe. Rows are those of the table of results, so the seeds of a method are
-    averaged. Notes name benchmarks that are left out because their questions have no scores of their own, and user's
-    rules that match no question.
+    A ratio is safe if it and all larger tested ratios pass: the loss has an interval whose lower end is above
+    -``within`` points and whose half width is at most ``within``, or no score changed. Rows are those of the table of
+    results, so the seeds of a method are averaged. Notes name benchmarks that are left out because their questions have
+    no scores of their own, and rules of the user that match no question.
 
     Args:
         benchmarks: by the name that the rules match.
@@ -124,7 +124,7 @@ def _measure_tasks(
 ) -> Iterator[_Measured]:
     """Yield a task for each ability with a question that counts in the benchmark's overall score.
 
-    All tasks share the benchmark's draws of videos. ``abilities`` are those of the questions of ``matrix``.
+    All tasks share the benchmark's draws of videos. ``abilities`` has one entry per question of ``matrix``.
     """
     whole = benchmark.average(matrix)
     ability_Q = np.array(abilities)
@@ -170,9 +170,9 @@ def _measure_loss(
     """Return the loss of a row against full retention on the tasks of a kind, with the outcome of its test.
 
     The first of these outcomes that applies counts: "not run" if a score is missing, which has a reason and no
-    difference; "few videos" below FEWEST_VIDEOS; "nothing to lose" if full retention scores at most ``within``; "no
-    change" if no question's score changed; "no interval" if no draw is defined; otherwise that of ``_judge``. Only the
-    last has an interval, which is a single number if all draws have the same difference.
+    difference; "few videos" if a task has fewer than FEWEST_VIDEOS; "nothing to lose" if full retention scores at most
+    ``within``; "no change" if no question's score changed; "no interval" if no draw is defined; otherwise that of
+    ``_judge``. Only the last has an interval, which is a single number if all draws have the same difference.
 
     Args:
         estimate: the mean of the tasks' estimates.

@@ -134,7 +134,7 @@ def report_page(
 
 
 def format_warned_line(scores: pa.Table) -> str:
-    """Return a line that counts the answers whose videos were decoded with warnings, and the videos; "" if there are none.
+    """Return a line that counts the answers from videos decoded with warnings, and these videos; "" if there are none.
 
     It names up to three videos, and knows only the first video of each question.
     """

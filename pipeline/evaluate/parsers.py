@@ -44,8 +44,7 @@ class Parsed:
     in_word: bool = False
 
     def score(self, answer: int | None, n_options: int) -> float:
-        """Return 1.0 or 0.0, or 1/``n_options`` if the rule draws; 0.0 if ``answer`` is None, that is, no option is right.
-        """
+        """Return 1.0, 0.0, or 1/``n_options`` if the rule draws; 0.0 if ``answer`` is None (no option is right)."""
         if answer is None:
             return 0.0
         return 1 / n_options if self.drawn else float(self.choice == answer)

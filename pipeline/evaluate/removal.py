@@ -59,7 +59,10 @@ class ResultsRemoval(AnswersRemoval):
     written: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user: those on the answers, then removed scores, remaining questions, rewritten files."""
+        """Yield lines for the user: those on the answers, then removed scores, remaining questions and rewritten files.
+
+        If the numbers of a benchmark's own code were emptied, a last line says how to compute them again.
+        """
         yield from super().lines()
         files = f": {', '.join(self.written)}" if self.written else ""
         yield f"{self.scores:,} scores removed, {self.left:,} questions are left{files}"
@@ -75,10 +78,11 @@ def remove_results(
 ) -> ResultsRemoval:
     """Remove videos from the results of an evaluation; after an interruption, the same call resumes.
 
-    Questions about a removed video lose their answers and scores, and the video is barred from later runs. Tables and
-    report page are made again from the other scores, or deleted with the scores and submissions (but not the form of
-    server scores) if no question is left. The pages of older results and temporary files of stopped writers are
-    deleted. A cache below the results is not touched.
+    Questions about a removed video lose their answers and scores, and the video is barred from later runs; answers in
+    other folders that were only scored here stay. Tables and report page are made again from the other scores (unless
+    the benchmark publishes no answers), and numbers of the benchmark's own code are emptied. If no question is left,
+    all these files, scores and submissions are deleted, but not the form of server scores. The pages of older results
+    and temporary files of stopped writers are deleted. A cache below the results is not touched.
 
     Args:
         ids: the ids of the videos; unknown ids are barred too.
@@ -91,7 +95,6 @@ def remove_results(
         UsageError: the benchmark is unknown, or the tables cannot be computed.
         CacheLocked: a run is writing to the answers.
         CorruptShard: a file of answers, or of earlier removals, is damaged.
-        OSError: a file cannot be read or written.
     """
     identity = cast(JsonObject, read_results_header(store)["identity"])
     scores = SCORE_SCHEMA.empty_table()
@@ -168,10 +171,7 @@ def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]
 
 
 def _drop_own_numbers(store: Store) -> list[str]:
-    """Empty the numbers that a benchmark's own code computed, since they include removed questions.
-
-    Returns:
-        The name of the rewritten file in a list; [] if there is no such file.
+    """Empty the numbers that a benchmark's own code computed; return the name of the file in a list, [] without such a file.
     """
     if not store.exists(OWN_NUMBERS):
         return []

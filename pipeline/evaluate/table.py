@@ -1,8 +1,4 @@
-"""The table of results: rows are methods at a ratio and positions, columns are benchmarks (or split values) and Rel.
-
-Beside a score is its difference to a reference method, with a 95 % interval. The seeds of a method share one row.
-Tables 1, 2 and 4 of the GSTEP paper are such tables of several benchmarks.
-"""
+"""The table of results: rows are methods at a ratio and positions, columns are benchmarks (or split values) and Rel."""
 
 from __future__ import annotations
 
@@ -31,11 +27,8 @@ class Column:
     Attributes:
         key: "SPLIT=VALUE" (``duration=short``) or "overall", prefixed with "BENCHMARK: " in a table of several
             benchmarks.
-        title: as printed.
         benchmark: the title of its benchmark.
-        n_questions: the number of questions behind the scores.
         n_whole: the number of questions in the whole benchmark; None if unknown, and for a split value.
-        n_videos: the number of videos that these questions are about.
         made_of: what the benchmark's scores were made with, such as frames and protocol, by name.
     """
 
@@ -63,11 +56,11 @@ class Cell:
     """A score in percent, and its difference to the reference in points, both before rounding.
 
     Attributes:
-        score: before rounding. For Rel., a mean of ratios of printed scores, as in the paper.
+        score: for Rel., a mean of ratios of printed scores, as in the paper.
         printed: the score to one decimal; Rel. ends with "%".
         mark: "best" of its block and column if the interval of its difference to the next best excludes 0; the next
             best and its ties are then "second"; otherwise "".
-        spread: the standard deviation over the seeds, in points; None for a single seed.
+        spread: the sample standard deviation over the seeds, in points; None for a single seed.
         difference: None if the row is not compared with another row.
         low: the lower end of the difference's 95 % interval; None without an interval.
         high: the upper end; None without an interval.
@@ -98,7 +91,7 @@ class Cell:
 
     @property
     def unclear_text(self) -> str:
-        """The word "unclear", with how many videos would resolve the difference if known; "" for other differences."""
+        """The word "unclear", with the number of videos needed if known; "" for other differences."""
         needed = "" if self.videos_needed is None else f" (about {self.videos_needed:,} videos)"
         return f"{UNCLEAR}{needed}" if self.unclear else ""
 
@@ -115,7 +108,6 @@ class ArmGroup:
     Attributes:
         method: the method with its parameters, without positions. It includes the seed only if there is a single seed.
         positions: the positions of the kept tokens; "" for the model family's default.
-        seeds: the seeds whose scores are averaged.
         arms: the indices of the row's arms, one per seed in order.
     """
 
@@ -134,8 +126,7 @@ class Row(ArmGroup):
         title: the printed name, with the number of seeds if several, and positions other than the default.
         cells: one per column; None if the method was not run there.
         mean: the mean of the printed overall scores; None if a benchmark is missing.
-        rel: Rel.; None if a benchmark is missing, or full retention is missing or scores 0 on one.
-        tally: counts of the answers.
+        rel: Rel.; None if a benchmark is missing, or full retention is missing or its printed score is 0 on one.
     """
 
     title: str
@@ -173,9 +164,7 @@ class ResultsTable:
 
     @property
     def blocks(self) -> list[tuple[str, list[Row]]]:
-        """The other rows in blocks of equal ratio and positions, in row order, each with a heading.
-
-        The heading has the pruning ratio, 1 - retention ratio, in percent.
+        """The other rows in blocks of equal ratio and positions, each with a heading that has 1 - retention ratio in percent.
         """
         groups = groupby(self.rows[FULL_ROW + 1 :], key=lambda row: (row.ratio, row.positions))
         return [
@@ -257,7 +246,8 @@ class ResultsTable:
     def as_record(self) -> JsonObject:
         """Return the table as a JSON-able record.
 
-        "notes" are all ``remarks``, and the entries of a column's ``made_of`` are entries of the column.
+        "notes" are all ``remarks``, and the entries of a column's ``made_of`` are entries of the column. Neither
+        ``ours`` nor the titles of rows are included.
         """
         return {
             "title": self.title,
@@ -296,7 +286,8 @@ class ResultsTable:
 
 
 def printed(percent: float) -> str:
-    """Format a percentage to one decimal; halves are rounded up, so 58.65 becomes 58.7 despite floating point."""
+    """Format a percentage to one decimal; halves are rounded away from 0, so 58.65 becomes 58.7 despite floating point.
+    """
     return str(Decimal(repr(round(percent, 9))).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 
@@ -306,7 +297,7 @@ def ends(low: float | None, high: float | None) -> str:
 
 
 def _format_count(column: Column) -> str:
-    """Return a column's number of questions as text, "n of N" if the whole benchmark has another number."""
+    """Return a column's number of questions, as "n of N" if the whole benchmark has another number."""
     partly = column.n_whole is not None and column.n_whole != column.n_questions
     return f"{column.n_questions:,}" + (f" of {column.n_whole:,}" if partly else "")
 
