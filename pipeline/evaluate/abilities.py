@@ -41,8 +41,7 @@ class AbilityRule:
         return fnmatchcase(name, self.benchmark)
 
     def matches_splits(self, splits: Mapping[str, str]) -> bool:
-        """Return True if the rule's split has the rule's value in a question's ``splits``, or if the rule names no split.
-        """
+        """Return True if the rule's split has its value in a question's ``splits``, or if the rule names no split."""
         return not self.split or splits.get(self.split) == self.value
 
 

@@ -1,4 +1,4 @@
-"""The options of an evaluation, as one dataclass that defines the command-line flags and is checked when it is made."""
+"""The options of an evaluation, as one dataclass that defines the command-line flags and checks them."""
 
 from __future__ import annotations
 
@@ -243,9 +243,7 @@ class EvaluateConfig(EngineOptions):
         self._check_rows({spec.method_label.partition(",positions=")[0] for spec in self.grid().values() if spec})
 
     def _check_rows(self, labels: Collection[str]) -> None:
-        """Raise UsageError if ``reference`` or ``ours`` names no row of the table, before hours are spent on answers.
-
-        Without ``benchmark`` nothing is checked here: existing results are checked when their table is made.
+        """Raise UsageError if ``reference`` or ``ours`` names no row of the table, unless ``benchmark`` is None.
 
         Args:
             labels: the methods of the grid with their seeds, without ratios and positions.
@@ -272,7 +270,7 @@ class EvaluateConfig(EngineOptions):
         The other methods follow in the given order, by default DEFAULT_METHODS and DEFAULT_RATIOS, each at every ratio
         from the largest. A range of seeds gives one method per seed. A method that names positions gets one arm per
         ratio; otherwise it gets one for each kind of positions that ``positions`` stands for. The method ``none`` adds
-        no arm, since full retention is always included. Methods are parsed but not looked up.
+        no arm. Methods are parsed but not looked up.
 
         Raises:
             UsageError: a method is not of the form METHOD[,NAME=VALUE...], or its positions or range of seeds are

@@ -1,8 +1,4 @@
-"""One evaluation from its options to its files: the page to read first.
-
-``prepare`` (request.py) checks the request, ``answer_and_score`` (run.py) encodes, answers and scores, and
-``write_results`` (results.py) writes tables and page.
-"""
+"""One evaluation from its options to its files: the page to read first."""
 
 from __future__ import annotations
 
@@ -117,9 +113,9 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
     the console; a last note names answers from frames that may be damaged, if there are any.
 
     Raises:
-        UsageError: the request cannot be carried out; nothing was started.
-        RunFailed: a run stopped, and a rerun resumes from its committed rows; or any OSError, such as for results that
-            cannot be written.
+        UsageError: the request cannot be carried out. Nearly all causes are found before anything is started; a
+            malformed form of server scores, for example, only at the end.
+        RunFailed: a run stopped, and a rerun resumes from its committed rows; or an OSError occurred anywhere.
         CorruptShard: a stored file of videos or answers is damaged.
     """
     try:
@@ -134,14 +130,14 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
 def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
     """Encode, answer and score a benchmark, and write the results, or submissions if its answers are not published.
 
-    Prints notes about the annotations first. With ``--drop-tokens``, the cached tokens are deleted at the end, unless
-    answers are missing or failed with a class of ``_MAY_SUCCEED``; a note then says so.
+    Prints notes about the annotations before the first run. With ``--drop-tokens``, the cached tokens are deleted at
+    the end, unless answers are missing or failed with a class of ``_MAY_SUCCEED``; a note then says so.
 
     Raises:
-        UsageError: the request cannot be carried out; nothing was started.
+        UsageError: the request cannot be carried out; with a malformed form of server scores, or a cache that is a link
+            and cannot be dropped, only after the runs.
         RunFailed: a run stopped; committed rows stay.
         CorruptShard: a stored file of videos or answers is damaged.
-        OSError: the results cannot be written.
     """
     request = prepare(config, console)
     say = speaker(console)
@@ -172,7 +168,6 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
     Raises:
         UsageError: ``out`` holds other results, or the answers cannot be scored or compared.
         CorruptShard: a file of answers is damaged.
-        OSError: the answers cannot be read, or the results cannot be written.
     """
     store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_requester_pays))
     identity = {"scored": config.score}
@@ -229,8 +224,8 @@ def present_answers(config: EvaluateConfig) -> Presentation:
 def _list_facts(request: EvaluateRequest, scored: ScoredQuestions) -> Iterator[tuple[str, str]]:
     """Yield (name, value) facts for the report page: model, weights, number of videos, cache size, seconds of runs.
 
-    The cache is read only if it still exists; its size is that of a video on average. The seconds are those of runs
-    that took place now. The last fact is the mean number of visual tokens per question before pruning, if known.
+    The cache size is the mean per video, if the cache still exists; the seconds are those of runs that took place now.
+    The last fact is the mean number of visual tokens per question before pruning, if known.
     """
     yield "model", request.source.name
     yield "weights", request.source.identity

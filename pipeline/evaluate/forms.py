@@ -66,8 +66,7 @@ def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
 
 
 def _breaks_sections(breaks: Breaks) -> list[str]:
-    """Return the Markdown sections of *Where it breaks*: heading, table of verdicts if any, explanation, kinds and remarks.
-    """
+    """Return the Markdown sections of *Where it breaks*: heading, verdicts if any, explanation, kinds and remarks."""
     lines = [table_row(["Kind", "Method", "Lowest safe ratio", "Losses by retention ratio"]), table_row(["---"] * 4)]
     for verdict in breaks.verdicts:
         losses = "; ".join(f"{loss.share}: {loss.text}" for loss in verdict.losses)

@@ -1,10 +1,8 @@
 """How a benchmark is asked, as data: prompt, system message, frames, sizes, decoding, and the rule that reads replies.
 
-A published number belongs to a protocol, not to a benchmark alone. The rules that ``lmms-eval`` applies to all its
-video tasks are written down here once per version; the prompts are in the files of the benchmarks. Sources:
-github.com/EvolvingLMMs-Lab/lmms-eval, wheels 0.7.3 and 0.5.0, in ``models/`` the files ``simple/llava_onevision.py``,
-``chat/qwen2_5_vl.py`` and ``chat/qwen3_vl.py``; for sizes and rounding, ``vision_process.py`` of qwen-vl-utils 0.0.14
-(github.com/QwenLM/Qwen3-VL).
+Sources: github.com/EvolvingLMMs-Lab/lmms-eval, wheels 0.7.3 and 0.5.0, in ``models/`` the files
+``simple/llava_onevision.py``, ``chat/qwen2_5_vl.py`` and ``chat/qwen3_vl.py``; for sizes and rounding,
+``vision_process.py`` of qwen-vl-utils 0.0.14 (github.com/QwenLM/Qwen3-VL).
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ class FrameRule:
     """The frames that are sampled from a video: ``num_frames``, spread evenly from the first frame to the last.
 
     Attributes:
-        num_frames: the number of frames.
         rounding: how a fractional frame index becomes an integer.
         even: True to sample an even number of frames, and no more than the video has. If False, frames of a short video
             are repeated.
@@ -93,8 +90,7 @@ class ModelRules:
 
     Attributes:
         system: the system message; None for that of the chat template.
-        frames: the frames to sample.
-        pixels: the limits of their sizes; None for the checkpoint's own limits.
+        pixels: the limits of the frames' sizes; None for the checkpoint's own limits.
         frame_times: the frame times in the prompt, as jobs.generate's ``--frame-times``.
     """
 
@@ -104,17 +100,14 @@ class ModelRules:
     frame_times: Literal["true", "stock"] = "true"
 
     def describe(self) -> JsonObject:
-        """Return the rules as a JSON-able record.
-
-        The default of ``frame_times`` is left out, so that results made before it existed compare equal.
-        """
+        """Return the rules as a JSON-able record, without ``frame_times`` if it is the default."""
         return {name: value for name, value in asdict(self).items() if (name, value) != ("frame_times", "true")}
 
     def for_family(self, model_type: str, family: str) -> ModelRules:
         """Return the rules for a model of this type whose code is in ``family``.
 
-        The sizes and the stock frame times are those of the model type's own family. Any other family, such as
-        ``generic``, gets the checkpoint's size limits and the true frame times.
+        A family other than that of the model type, such as ``generic``, gets the checkpoint's size limits and the true
+        frame times.
         """
         return self if family == model_type else replace(self, pixels=None, frame_times="true")
 
@@ -154,15 +147,14 @@ class Protocol:
     """The way in which a benchmark's questions are asked and scored.
 
     Attributes:
-        name: for example "lmms-eval-0.7.3". With the benchmark's name, it defines what a number means.
+        name: for example "lmms-eval-0.7.3".
         prompt: the template of the user's message.
         prompts: templates by model type, for the types whose template is not ``prompt``.
         models: the rules by model type.
         others: the rules for model types that ``models`` does not list.
-        decoding: how replies are generated.
         parser: the name of the rule in :mod:`pipeline.evaluate.parsers` that reads a reply.
         reasoning: pairs of tags. The text between them, and the tags, are removed before the rule reads a reply. Stored
-            answers keep that text, so the tags are not in the results' identity.
+            answers keep that text.
         choices: how questions with options are answered.
         metric: "questions" for the mean over all questions, or the name of a split for the mean over its values' means.
     """
@@ -218,8 +210,7 @@ def lmms_eval(
 ) -> tuple[Protocol, Protocol]:
     """Return a benchmark's protocols of lmms-eval 0.7.3 and 0.5, in this order.
 
-    Both use ``prompt``, except for the model types in ``newer_prompts``. Only the first has ``reasoning``, with the
-    default tags of lmms-eval 0.7.3, because these tasks define none of their own.
+    Both use ``prompt``, except for the model types in ``newer_prompts``. Only the first has ``reasoning``.
 
     Args:
         newer: the name of the rule that reads replies in 0.7.3.

@@ -1,7 +1,4 @@
 """The check of a request to evaluate before anything is started: questions, protocol, model, methods, existing files.
-
-Answers are computed from a cache of all tokens. An evaluation either makes this cache with the protocol's frames, or
-reads an existing one.
 """
 
 from __future__ import annotations
@@ -185,8 +182,8 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
 
     Starts no run, writes nothing to the results, and reads no videos; of the weights it reads at most headers and
     samples, and SigLIP's pooling head. Missing small files of a Hugging Face model are downloaded, the check of the
-    family ``generic`` may take minutes, and user methods and families are imported. Prints notes: questions that are
-    left out because their videos were removed, and questions whose videos an existing cache lacks.
+    family ``generic`` may take minutes, and user methods and families are imported. Prints notes, such as on questions
+    that are left out because their videos were removed.
 
     Raises:
         UsageError: the request cannot be carried out, or existing answers, results or cache do not match it.
@@ -420,7 +417,7 @@ def _require_whole(cache_identity: CacheIdentity | None, cache: str) -> CacheIde
     """Return ``cache_identity`` if it describes a cache of all tokens.
 
     Raises:
-        UsageError: there is no cache and no data to make one from, or the cache holds only a part of the tokens or may
+        UsageError: there is no cache and no data to make one from, or the cache holds only some of the tokens or may
             hold merged ones.
     """
     if cache_identity is None:
@@ -446,8 +443,6 @@ def _match_answers(
     builder: PromptBuilder,
 ) -> MatchedIdentity:
     """Return the settings of the answers under the whole grid, after comparing them with those of the stored answers.
-
-    The engine is compared here, because no later step does so if every question has an answer already.
 
     Raises:
         UsageError: a method cannot prune these tokens, or cannot be used with this engine.
@@ -481,8 +476,7 @@ def plan_missing_videos(
     """Return the options of the jobs.prune run that adds missing videos to the cache of all tokens, or None for no run.
 
     There is no run without ``config.data``, and none if the existing cache has SigLIP evidence while no --siglip names
-    the checkpoint to make more. The run samples frames as the protocol says, and stores the evidence that the methods
-    need. Its manifest is not set yet.
+    the checkpoint to make more. The run stores the evidence that the methods need. Its manifest is not set yet.
 
     Args:
         cache_identity: None if there is no cache yet.

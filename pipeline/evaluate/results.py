@@ -56,7 +56,6 @@ class Presentation:
     """How the results of one evaluation are presented in tables and on the report page.
 
     Attributes:
-        title: the title of tables and page.
         described: the JSON-able identity of the results.
         facts: (name, value) about model, cache and run.
         token_bytes: the bytes that a cache stores per token; None if unknown.
@@ -86,7 +85,6 @@ def write_results(
 
     Raises:
         UsageError: the reference or ``ours`` is no row of the table; nothing was written.
-        OSError: a file cannot be written.
     """
     tables = make_tables(scored, presentation)
     page = report_page(
@@ -150,7 +148,7 @@ def _split_scores(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
 def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str, breaks: Breaks | None = None) -> list[str]:
     """Write all tables as Markdown and JSON, the first one as LaTeX, and the report page; return the file names.
 
-    ``breaks``, the section on where methods break, goes into the Markdown and into the first table's JSON record.
+    ``breaks`` goes into the Markdown and into the first table's JSON record.
     """
     records = [_record(tables[0], breaks), *(table.as_record() for table in tables[1:])]
     texts = {
@@ -195,9 +193,7 @@ def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -
 
 
 def _frames(identity: JsonObject) -> str:
-    """Return the number of frames of a video in the results as text; with a frame rate, the rate and the maximum.
-
-    "" if the identity has no number of frames.
+    """Return the number of frames per video as text, or the frame rate and the maximum; "" if the identity has neither.
     """
     if (frames := cast(JsonObject, identity.get("frames") or {})) and "fps" in frames:
         return f"{frames['fps']:g} a second, at most {frames['max_frames']}"
@@ -291,7 +287,6 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
         UsageError: results are missing or damaged, two folders hold the same benchmark, models, frames or protocols
             differ, ``out`` holds something other than such a table, a reference or ``ours`` is no row, or the table of
             abilities is malformed. Nothing was written.
-        OSError: a file cannot be read or written.
     """
     rules = [*([] if config.abilities is None else read_ability_rules(config.abilities)), *BUILT_IN]
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
@@ -393,12 +388,11 @@ def _read(place: str, objects: Objects) -> _Results:
     """Read the results in one folder.
 
     For a benchmark without published answers, the scores are the percentages that the user typed into the form; notes
-    say which submissions have none, and which names in the form are unknown.
+    say how many submissions have none, and which names in the form are unknown.
 
     Raises:
         NotResults: the results are missing, incomplete or damaged, or are scored answers of jobs.generate.
         UsageError: the form is malformed, or the benchmark is unknown.
-        OSError: the store cannot be read.
     """
     store = store_at(place, objects)
     header = read_results_header(store)
@@ -429,8 +423,7 @@ def read_scores(
 ) -> pa.Table:
     """Read ``columns`` of the scores in a results folder and check them.
 
-    A column of LATER_COLUMNS that an older file lacks is null, except ``finish`` and ``weak``, which are left out:
-    their counts are unknown, not 0.
+    A column of LATER_COLUMNS that an older file lacks is null, except ``finish`` and ``weak``, which are left out.
 
     Args:
         place: the folder's name for error messages.
@@ -439,7 +432,6 @@ def read_scores(
     Raises:
         NotResults: the file is missing or damaged, a column is missing or has the wrong type, a score is missing or out
             of range, or an arm does not have exactly one score for each question.
-        OSError: the store cannot be read.
     """
     remedy = "run its python -m jobs.evaluate to the end"
     try:

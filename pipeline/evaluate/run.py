@@ -1,7 +1,6 @@
 """The steps of an evaluation on the driver: encode each video once, answer all questions under all prunings, score.
 
-Encoding is a run of jobs.prune and answering a run of jobs.generate. Both resume: cached videos are not encoded again,
-and no question is answered twice.
+Encoding is a run of jobs.prune and answering a run of jobs.generate; both resume.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ class ScoredQuestions:
     Attributes:
         loaded: the scored questions, and the faults of the annotations.
         scores: rows of SCORE_SCHEMA.
-        answers: counts of the answers; None if existing answers of jobs.generate were scored.
-        videos: counts of the videos; None if no jobs.prune run was necessary.
+        answers: None if existing answers of jobs.generate were scored.
+        videos: None if no jobs.prune run was necessary.
         n_left_out: the number of answered questions that were left out because they have no right answer.
     """
 
@@ -101,11 +100,11 @@ class ScoredQuestions:
 def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuestions:
     """Encode missing videos, answer unanswered questions, and return the scores of all answers, which are not written.
 
-    Writes the header of the results before the first run, and again when the scores are ready, with the facts behind
-    them; also the numbers that a benchmark's own code computes, whose notes are printed. Questions that this code
-    leaves out become faults of ``loaded``. If questions are unanswered and an earlier run was killed while it deleted
-    the cache, this deletion is finished first. Answers made with other method code (``request.answers.changed``) are
-    made again.
+    Writes the header of the results before the first run if there is none, and again when the scores are ready, with
+    the facts behind them; also the numbers that a benchmark's own code computes, whose notes are printed. Questions
+    that this code leaves out become faults of ``loaded``. If questions are unanswered and an earlier run was killed
+    while it deleted the cache, this deletion is finished first. Answers made with other method code
+    (``request.answers.changed``) are made again.
 
     Raises:
         UsageError: the request cannot be carried out, or every question is about a removed video.
@@ -210,10 +209,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
 
 
 def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
-    """Answer every question under the whole grid in one run of jobs.generate, and return its counts.
-
-    Prints how many answers these are.
-    """
+    """Answer every question under the whole grid in one run of jobs.generate, and return its counts."""
     config = answers_config(request)
     evaluation: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
     n_questions = len(request.questions) * len(request.grid)
@@ -224,7 +220,7 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
     """Return the options of the jobs.generate run: the protocol's way of answering, and the options in common.
 
-    With vLLM, ``attn`` is "auto", since the user's choice applies to the vision encoder only.
+    With vLLM, ``attn`` is "auto".
     """
     source = request.source
     options = request.config
@@ -253,8 +249,7 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
 
     Videos that were removed from the cache are first barred from the answers, because no other file will name them. The
     mark DROPPING is written next and deleted last, so that a later run can finish an interrupted deletion. The header
-    is deleted before other files, so that a half-deleted cache is not mistaken for a cache. Folders of runs that are
-    then empty are removed; others stay.
+    is deleted before other files. Folders of runs that are then empty are removed.
 
     Raises:
         CacheLocked: a run is writing to the cache.
@@ -297,7 +292,6 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
         UsageError: a folder has no answers or none to score, its method and ratio occur twice, its questions or
             settings differ from those of the first folder, or jobs.evaluate made its answers.
         CorruptShard: a file of answers is damaged.
-        OSError: a folder cannot be read.
     """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     first_collector = QuestionCollector()
@@ -365,7 +359,7 @@ def _collect_answered(live: pa.Table) -> QuestionCollector:
 def _comparable(identity: AnswersIdentity) -> JsonObject:
     """Return the settings that two sets of answers must share for their scores to be compared.
 
-    The order of tokens in the prompt and the snapping to keyframes are left out, so these may differ.
+    The order of tokens in the prompt and the snapping to keyframes may differ.
     """
     prompt = {name: value for name, value in identity.get("prompt", {}).items() if name != "order"}
     sampling = {name: value for name, value in _sampling(identity).items() if name != _SNAP}
@@ -403,7 +397,7 @@ def _arm(identity: AnswersIdentity) -> MethodAtRatio:
 def _label(method: str, params: JsonObject) -> str:
     """Return the method with the parameters that differ from its defaults, such as ``fastv,K=3``.
 
-    A user method is labeled with all its parameters, because its code must not be loaded just to read answers.
+    A user method gets all its parameters, because its code must not be loaded just to read answers.
     """
     usual: JsonObject = {}
     if method in PRUNERS:

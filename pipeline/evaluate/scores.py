@@ -1,7 +1,6 @@
 """A benchmark's questions in the form that jobs.generate asks, and the scores of its answers, ``scores.parquet``.
 
-For a benchmark whose right answers are not published, this module writes files for its server, and reads the scores
-that the server returned.
+It also writes files for the server of a benchmark whose right answers are not published.
 """
 
 from __future__ import annotations
@@ -138,8 +137,6 @@ def score_table(answered: AnsweredItems, protocol: Protocol, own: OwnScores | No
     A missing answer counts as failed. A failed answer scores 0, or null if the right answer is not published.
 
     Args:
-        answered: the questions and their answers.
-        protocol: the protocol whose rule reads each reply.
         own: scores that the benchmark's own code computed, which replace those of the rule. Questions that they leave
             out get no row. If it has only numbers of whole arms, every score is null.
     """
@@ -208,10 +205,7 @@ def make_answer_mode(protocol: Protocol, model_type: str) -> AnswerMode:
 
 
 def make_question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:
-    """Return the items as a table of QUESTION_SCHEMA, one row per item in order.
-
-    If a reply is generated, the prompt is the protocol's whole message. If options are scored, it is the bare question.
-    """
+    """Return the items as a table of QUESTION_SCHEMA, one row per item in order."""
     mode = make_answer_mode(protocol, model_type)
     rows = [_question(item, protocol, model_type, mode) for item in items]
     return pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
@@ -295,8 +289,7 @@ def write_submissions(store: Store, items: Sequence[Item], scores: pa.Table, say
     drawn and how many questions failed.
 
     Raises:
-        UsageError: the existing form is malformed.
-        OSError: a file cannot be written.
+        UsageError: the existing form is malformed; the other files were written.
     """
     store.put(SCORES, write_parquet(scores))
     names = [SCORES]
@@ -313,7 +306,8 @@ def write_submissions(store: Store, items: Sequence[Item], scores: pa.Table, say
 
 
 def submission_name(arm: MethodAtRatio) -> str:
-    """Return the name of an arm's submission without .json; unusual characters of the method become "-"."""
+    """Return the name of an arm's submission without .json; a run of characters other than A-Z a-z 0-9 = . , + - is one "-".
+    """
     return f"{re.sub(r'[^A-Za-z0-9=.,+-]+', '-', arm.method)}@{arm.ratio:g}"
 
 
