@@ -306,8 +306,7 @@ def write_submissions(store: Store, items: Sequence[Item], scores: pa.Table, say
 
 
 def submission_name(arm: MethodAtRatio) -> str:
-    """Return the name of an arm's submission without .json; a run of characters other than A-Z a-z 0-9 = . , + - is one "-".
-    """
+    """Return the name of an arm's submission without .json; runs of characters other than A-Za-z0-9=.,+- become "-"."""
     return f"{re.sub(r'[^A-Za-z0-9=.,+-]+', '-', arm.method)}@{arm.ratio:g}"
 
 

@@ -164,8 +164,7 @@ class ResultsTable:
 
     @property
     def blocks(self) -> list[tuple[str, list[Row]]]:
-        """The other rows in blocks of equal ratio and positions; the heading of a block has the pruning ratio in percent.
-        """
+        """The other rows in blocks of equal ratio and positions; a block's heading has the pruning ratio in percent."""
         groups = groupby(self.rows[FULL_ROW + 1 :], key=lambda row: (row.ratio, row.positions))
         return [
             (f"Pruning Ratio (↓ {100 * (1 - ratio):g}%){f', {positions} positions' if positions else ''}", list(rows))

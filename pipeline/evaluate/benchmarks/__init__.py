@@ -36,7 +36,7 @@ def find_benchmark(name: str) -> Benchmark:
     read yet.
 
     Raises:
-        UsageError: the name is none of these. The message lists the benchmarks.
+        UsageError: the name is none of these.
     """
     if name in BENCHMARKS:
         return BENCHMARKS[name]

@@ -1,7 +1,6 @@
 """Reads annotation files, checks their cells, and finds the videos that they name.
 
-Rows come from tables and JSON lists; further JSON objects complete them. No path outside the data folder, and outside
-the folders into which its links may lead, is ever accepted.
+No path outside the data folder, and outside the folders into which its links may lead, is ever accepted.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def _check_rows(rows: object) -> list[UserRow]:
 
 
 def _load_json(path: Path) -> Any:
-    """Parse a JSON file; raise BadRow if it is not JSON, or OSError if it cannot be read."""
+    """Parse a JSON file; raise BadRow if it is not JSON."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -140,11 +139,7 @@ _LETTER = re.compile(r"^\(?[A-Z][.):]\s*")
 
 
 class NotAskable(Exception):  # noqa: N818
-    """An annotation row cannot be asked.
-
-    Attributes:
-        kind: the kind of fault, see ``AnnotationFault``.
-    """
+    """An annotation row cannot be asked; ``kind`` is the kind of fault, see ``AnnotationFault``."""
 
     def __init__(self, kind: FaultKind, message: str) -> None:
         super().__init__(message)
@@ -183,8 +178,8 @@ class VideoFolder:
             names: the texts from annotations that the paths were built from.
 
         Raises:
-            NotAskable: "policy" if a name is absolute, contains ".." or control characters, whatever exists; or, if
-                there is no video, "policy" if a link led outside, and "missing-video" otherwise.
+            NotAskable: "policy" if a name is absolute, or contains a component ".." or control characters, whatever
+                exists; or, if there is no video, "policy" if a link led outside, and "missing-video" otherwise.
         """
         for name in names:
             if name.startswith("/") or ".." in name.split("/") or _CONTROL.search(name):

@@ -41,7 +41,6 @@ class Split:
     """A column that groups questions into parts.
 
     Attributes:
-        name: the name of the column.
         title: its title in tables.
         parts: value -> title, in the order of tables; {} allows any value.
     """
@@ -87,8 +86,6 @@ class Benchmark:
     """The description of a benchmark: where its questions and videos are, and the protocols by which they are asked.
 
     Attributes:
-        name: the name on the command line.
-        title: the name in tables.
         protocols: the first is the default.
         source: what the data folder must hold and where to get it, for errors.
         files: glob patterns of annotation files in the data folder; the first pattern that matches any file is used.
@@ -165,7 +162,7 @@ class Benchmark:
         replies: Mapping[str, Mapping[str, str]],
         protocol: Protocol,
     ) -> OwnScores | None:
-        """Score the replies by the benchmark's own code; None if it has none, and the protocol's rule reads each reply.
+        """Score the replies by the benchmark's own code; None if it has none.
 
         Args:
             replies: label of an arm -> question id -> reply; failed questions are absent.
@@ -186,16 +183,16 @@ class Benchmark:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that annotations must have after ``adapt``, without repetitions."""
+        """The columns that annotations must have after ``adapt``."""
         answer = () if self.submission else (self.answer,)
         own_columns = (self.question_id, self.question, self.options, *answer, self.cluster)
         return tuple(dict.fromkeys([*own_columns, *self._in_paths, *(split.name for split in self.splits)]))
 
     def protocol(self, name: str | None = None) -> Protocol:
-        """Return the protocol with this name or alias; None returns the default, which is the first one.
+        """Return the protocol with this name or alias; None returns the first one.
 
         Raises:
-            UsageError: the benchmark has no such protocol. The message lists all.
+            UsageError: the benchmark has no such protocol.
         """
         protocols = {protocol.name: protocol for protocol in self.protocols}
         protocols |= {alias: protocols[alias_of] for alias, alias_of in ALIASES.items() if alias_of in protocols}
@@ -207,7 +204,6 @@ class Benchmark:
         """Read the annotations, and return the questions whose videos are in the data folder, and all faults.
 
         Args:
-            data: the data folder.
             roots: further folders into which links in the data folder may lead.
 
         Raises:

@@ -1,7 +1,4 @@
-"""Questions of benchmarks, and the faults of their annotations: no row is dropped silently.
-
-A row that cannot be asked is left out, with a fault that says why; an odd row is kept, and its oddity is listed.
-"""
+"""Questions of benchmarks, and the faults of their annotations: no row is dropped silently."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class AnnotationFault:
             repeated-candidate, blank-candidate, answer-no-candidate (no reply can be right), no-answer (-1: it is not
             published), other-media (not about exactly one video file), not-counted (the benchmark's own number leaves
             it out).
-        question_id: the question's id; None if the row has none.
+        question_id: None if the row has none.
         message: printable text of at most 1 KB that names the row.
         left_out: True if the question is not asked.
     """
@@ -44,11 +41,10 @@ class Item:
 
     Attributes:
         question_id: unique in the benchmark; may begin with "-".
-        video_ids: the ids of its videos in the order of the prompt: POSIX paths relative to the data folder, as in
-            jobs.prune, with the bounds of a clip appended (``clip_id``). Only users' own questions may have several.
+        video_ids: the ids of its videos in the order of the prompt: POSIX paths relative to the data folder, with the
+            bounds of a clip appended (``clip_id``). Only users' own questions may have several.
         path: the path of the video relative to the data folder; "" if the ids are the paths.
         start_s, end_s: the clip in seconds; None: from the start, or to the end.
-        question: the text in the file.
         conversation: JSON of the messages of which ``question`` is the last, for users' own questions; None without.
         options: the options in the file, including letters before them; () for a free answer.
         answer: index of the right option; None if no option is right, and for a free answer.
@@ -91,7 +87,7 @@ class Item:
 def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
     """Return the id of a clip: the path with a media fragment (W3C), or only the path if both bounds are None.
 
-    Clips of the same file get different ids: ``AB1CD.mp4#t=1.5,9``, or ``#t=1.5`` and ``#t=,9`` with an open bound.
+    Examples are ``AB1CD.mp4#t=1.5,9``, and with an open bound ``#t=1.5`` or ``#t=,9``.
     """
     if start_s is None and end_s is None:
         return path
@@ -177,8 +173,7 @@ class QuestionCollector:
     def _check_answers(self, place: str) -> None:
         """Raise UsageError if more than half of the right answers are not options, or they seem to be counted from 1.
 
-        The file then has another form. Only questions with options and an answer count, and a single one is not
-        checked.
+        Only questions with options and an answer count, and a single one is not checked.
         """
         items = [item for item in self.items if item.options and item.expected is not None]
         wrong = [item for item in items if item.answer is None]

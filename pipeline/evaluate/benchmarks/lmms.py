@@ -1,7 +1,6 @@
 """Tasks of lmms-eval as benchmarks: ``--benchmark lmms:TASK`` or ``lmms:TASK@METRIC``.
 
-Each document of the task is a question, whose id is the document's number. ``--data`` is HF_HOME, and the ids of videos
-are their paths below it. The task's own code makes the prompts and settings and scores the replies, in child processes
+The task's own code makes the prompts and settings and scores the replies, in child processes
 (:mod:`pipeline.evaluate.tasks`).
 """
 
@@ -134,7 +133,7 @@ class LmmsTask(Benchmark):
 
         Replies are cut at the task's stop texts first. Documents that the task's number leaves out get no score. There
         are no scores at all if the number is not a mean over questions, or is one over a field that not all of
-        ``items`` have. The notes are those of ``_describe_scoring``, and one about points for failed questions.
+        ``items`` have.
 
         Raises:
             RunFailed: the child process failed, or the task can no longer be loaded.

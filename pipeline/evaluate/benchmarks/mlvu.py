@@ -5,8 +5,7 @@ options. The score is the mean over the tasks (M-Avg): seven in dev, nine in tes
 
 In the authors' layout (MLVU/MVLU and MLVU/MLVU_Test on the hub), options are a list and the answer is one of them. In
 that of lmms-eval (sy1998/MLVU_dev, sy1998/MLVU_Test), the question's text contains the options and the answer is a
-letter. Rows of the first are converted to the second, because the prompts are lmms-eval's (``tasks/mlvu``). The authors
-begin the model's answer with "Best Option: (", which chat templates do not allow; this is not implemented.
+letter. Rows of the first are converted to the second, because the prompts are lmms-eval's (``tasks/mlvu``).
 
 The reply rule of lmms-eval 0.7.3 knows only the letters A to D, also for the test set, where E and F are never right.
 """

@@ -3,12 +3,11 @@
 The hub has two layouts (OpenGVLab/MVBench). In *main*, ``json/`` has a file per task. Five tasks have ``start`` and
 ``end``: clips of longer videos, in one task of folders of JPEG frames at 3 fps. In revision *video*, which lmms-eval
 reads, all clips are MP4 files in folders with other names, and ``test.json`` has all tasks. Frames differ slightly
-between the layouts, so compare results only within one. The id of a video contains its folder, because 20 file names
-are in two folders, and the bounds of a clip.
+between the layouts, so compare results only within one.
 
-The score is the mean over the tasks, which equals the mean over the questions if none is missing. lmms-eval leaves
-empty replies out of a task's score; here they count as wrong, because methods are compared on the same questions. The
-authors' own protocol (16 frames, a begun answer) is not implemented.
+The score is the mean over the tasks. lmms-eval leaves empty replies out of a task's score; here they count as wrong,
+because methods are compared on the same questions. The authors' own protocol (16 frames, a begun answer) is not
+implemented.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _DECODING = {replace(_MODE, method=method).describe() for method in (_MODE.metho
 
 
 def own_benchmark(file: str) -> Benchmark:
-    """Return the benchmark of a user's .jsonl, .csv or .parquet file of questions; the file is not read yet."""
+    """Return the benchmark of a user's file of questions, which is not read yet."""
     return OwnQuestions(
         name=Path(file).name,
         title=Path(file).stem,
@@ -40,11 +40,8 @@ class OwnQuestions(Benchmark):
     """A user's own questions, a row per question with question_id, video_id, prompt or messages, and answer.
 
     A list in ``video_id`` puts several videos into the prompt. ``choices``, ``split`` (the part that the question
-    belongs to) and ``cluster`` are optional; other columns are ignored. With choices, ``answer`` is the text of a
-    choice, its letter or its index from 0. Without choices, it is a text, and ``same_text`` compares replies with it.
-
-    Questions with the same ``cluster`` are resampled together when errors are estimated; by default, these are
-    questions about the same video, and about videos that any question shows together.
+    belongs to) and ``cluster`` are optional. With choices, ``answer`` is the text of a choice, its letter or its index
+    from 0. Without choices, it is a text, and ``same_text`` compares replies with it.
     """
 
     def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
@@ -128,9 +125,9 @@ def is_unpublished(item: Item) -> bool:
 
 
 def assign_clusters(items: Sequence[Item]) -> list[Item]:
-    """Return the questions with missing clusters filled in: each is the smallest video id of the question's group.
+    """Return the questions with missing clusters filled in: the smallest id among the videos connected with the question's.
 
-    A group consists of videos that are connected by questions about several videos.
+    Videos are connected if a question shows both, directly or through further videos.
     """
     groups = _groups([item.video_ids for item in items])
     return [replace(item, cluster=item.cluster or groups[item.video_id]) for item in items]
@@ -184,7 +181,7 @@ def _label(row: Mapping[str, object], name: str, where: str) -> str:
     """Return the value of the column ``name`` as text; "" if it is missing or null.
 
     Raises:
-        QuestionsError: it is neither text nor a whole number. The message begins with ``where``.
+        QuestionsError: it is neither text nor a whole number.
     """
     value = row.get(name)
     if value is None:

@@ -1,7 +1,4 @@
-"""The synthetic videos of ``python -m jobs.testbed make``, in VideoMME's layout.
-
-They can show what a method loses and why, but say nothing about the accuracy of a model on real videos.
-"""
+"""The synthetic videos of ``python -m jobs.testbed make``, in VideoMME's layout."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _EVERY_FRAME = ModelRules(frames=FrameRule(32, "round", even=True))
 
 
 def _bare(row: UserRow, place: AnnotationRow) -> UserRow:
-    """Remove the letters from a row's options, because the protocol adds letters; other values stay unchanged."""
+    """Remove the letters from a row's options, because the protocol adds letters."""
     options = row.get("options")
     if not isinstance(options, list):
         return row

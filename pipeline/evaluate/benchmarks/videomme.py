@@ -1,7 +1,6 @@
 """Video-MME (Fu et al., CVPR 2025): 900 videos of 11 s to an hour, with three questions of four options each.
 
-The layout is that of the data set on the Hugging Face hub, whose ``videos_*.zip`` contain a folder ``data``. Sources of
-the prompts: ``tasks/videomme/utils.py`` and ``videomme.yaml`` of lmms-eval, and the README of
+Sources of the prompts: ``tasks/videomme/utils.py`` and ``videomme.yaml`` of lmms-eval, and the README of
 github.com/MME-Benchmarks/Video-MME.
 """
 

@@ -85,10 +85,10 @@ class CachedReplies:
         return [cut_reply(rows_by_id[question.question_id].get("answer", ""), question.until) for question in questions]
 
     def _answer_rows(self, questions: pa.Table) -> dict[str, AnswerRecord]:
-        """Return the stored live answers to these questions by question id, including error rows.
+        """Return all stored live answers by question id, including error rows.
 
         Raises:
-            RunFailed: a question has no row.
+            RunFailed: one of ``questions`` has no row.
         """
         live = AnswersTable(store_at(self._config.out, self._objects)).live()
         rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in live.to_pylist()}
@@ -103,7 +103,7 @@ class CachedReplies:
 
         Raises:
             UsageError: a key matches several videos.
-            UnknownVideo: a video is missing or failed, unless ``missing=empty``. The message has up to five examples.
+            UnknownVideo: a video is missing or failed, unless ``missing=empty``.
         """
         if self._ids is None:
             with store_usage_errors():

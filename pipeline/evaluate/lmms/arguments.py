@@ -88,7 +88,7 @@ class Arguments:
         """Return the options of jobs.generate for a cache with this identity; failed questions are asked again.
 
         ``system`` and ``frame_times`` default to those of lmms-eval for the cache's model type. ``seed`` is passed only
-        with a method, since questions bring their own seeds.
+        with a method.
 
         Raises:
             UsageError: the options are invalid or contradict each other.
@@ -177,7 +177,7 @@ def _parse_value(name: str, value: Any) -> Any:
 
 
 def _unquote(text: str) -> str:
-    """Return a text without the quotes around it, which keep a comma from ending a value; others stay unchanged."""
+    """Return a text without the quotes around it; others stay unchanged."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     return text[1:-1] if is_quoted else text
 
@@ -186,8 +186,7 @@ def _parameters(values: JsonObject, method: str | None) -> dict[str, str]:
     """Return the values of names that are not options as texts, for the method; the method's code is imported.
 
     Raises:
-        UsageError: the method does not exist or has no such parameter; without a method, any name. The message suggests
-            a similar name or lists all.
+        UsageError: the method does not exist or has no such parameter; without a method, any name.
     """
     accepted_names: list[str] = []
     if method is not None:

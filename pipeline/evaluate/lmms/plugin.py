@@ -17,10 +17,7 @@ from pipeline.evaluate.tasks.questions import LmmsQuestion, make_question, make_
 
 
 class GstepCached(lmms):  # type: ignore[misc]
-    """A model of lmms-eval that answers a task's questions from cached tokens; it reads no video file.
-
-    lmms-eval creates it with the keywords of ``--model_args``, see ``Arguments``.
-    """
+    """A model of lmms-eval that answers a task's questions from cached tokens; it reads no video file."""
 
     is_simple = True
 

@@ -142,10 +142,7 @@ class CorpusRecipe:
         return ENCODER if every is None else ENCODER | {"g": str(every * FPS), "sc_threshold": "0"}
 
     def videos(self) -> Iterator[Film]:
-        """Yield the videos in the order of their seeds, numbered from "001"; each is made when it is requested.
-
-        The duration changes with each video, the hardness after each round of durations.
-        """
+        """Yield the videos in the order of their seeds, numbered from "001"; each is made when it is requested."""
         for number, seed in enumerate(benchmark_seeds(self.split, self.seed, self.n_videos)):
             turn, index = divmod(number, len(self.durations))
             duration = self.durations[index]

@@ -2,8 +2,7 @@
 
 Only what a question asks for tells its answer. Eight shapes and eight colors are split into halves: the four named
 things take one half, the extras the other. Which named shape has which color, the four onsets (distinct frames) and the
-order of scenes are drawn independently. All questions about colors can therefore offer the same four choices, and no
-question says anything about the answer of another.
+order of scenes are drawn independently.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ class Question:
     """A question with four choices, one of which is right.
 
     Attributes:
-        type: one of TYPES.
         choices: four distinct texts; in random order from ``ask``.
         answer: index of the right choice.
         kind: kind of the thing that the question is about; "static" for onset and "several" for order, which are about
@@ -103,7 +102,7 @@ def _shape(video: Video, rng: np.random.Generator) -> Question:
 
 
 def _corner(video: Video, rng: np.random.Generator) -> Question:
-    """Ask for the corner of a random named thing that stands still."""
+    """Ask for the corner of a random named thing that is not moving."""
     thing = draw_item(rng, [thing for thing in video.named if thing.kind != "moving"])
     return _about("corner", thing, "Which corner has the {}?", CORNERS[thing.shots[0].corner], CORNERS)
 

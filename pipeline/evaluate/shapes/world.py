@@ -1,7 +1,7 @@
 """The world of the synthetic videos: its words, seeds and hardness settings, and the description of a video.
 
-The seeds of training, development and test videos do not overlap. Methods and models are tuned on development videos.
-Test videos serve only for published results, so the caller must name the test split.
+The seeds of training, development and test videos do not overlap. Methods and models are tuned on development videos;
+test videos serve only for published results.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ BLOCK = 10_000
 
 
 def check_seed(seed: int, split: SplitName) -> None:
-    """Raise ValueError if a seed is not in the range of the named split.
-
-    The message gives the valid range, and the split that the seed belongs to, if any.
-    """
+    """Raise ValueError if a seed is not in the range of the named split."""
     if seed not in SEEDS[split]:
         home = next((name for name, seeds in SEEDS.items() if seed in seeds), None)
         of = f"belongs to the {home} split" if home else "belongs to no split"
@@ -87,12 +84,11 @@ class Hardness:
         pan: pixels that the whole picture moves from frame to frame, back and forth, per video.
         shake: the largest random offset of the picture in each frame, in pixels, per video.
         zoom: the smallest scale of the picture, per video; it shrinks to this scale and grows again. Signs keep their
-            size, because they would be unreadable otherwise.
+            size.
         noise: standard deviation of the noise in each frame, on a scale of 255, per video.
         kinds: the kinds of the four named things; their order has no effect.
         brief: number of frames that show a brief thing, per thing.
-        standing: the share of videos in which all four named things stay from their onset to the end of the video, so
-            that only the onset frame shows when a thing came.
+        standing: the share of videos in which all four named things stay from their onset to the end of the video.
         scenes: number of scenes, per video; a short video limits the upper end.
         back: True to alternate between two scenes, so that each cut but the first returns to an earlier scene.
         fade: number of frames over which each scene fades in and out, per video.
@@ -262,5 +258,5 @@ class Video:
         return tuple(t for t in range(1, self.n_frames) if self.scene_of[t] != self.scene_of[t - 1])
 
     def extra(self, kind: ThingKind) -> Thing | None:
-        """Return the extra thing of a kind, or None if the video has none."""
+        """Return the extra thing of a kind, or None."""
         return next((thing for thing in self.extras if thing.kind == kind), None)

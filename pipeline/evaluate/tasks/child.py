@@ -3,8 +3,6 @@
 JOB is a JSON file with the request; the answer is written to RESULT as JSON. Code of tasks ends the process if a file
 is missing, prints, sleeps between attempts, and sends replies to paid services. Here, it has no keys of services, and
 Python code reaches no network, so that no judge is paid by accident.
-
-Apart from the model ``gstep_cached`` (``pipeline.evaluate.lmms``), no other module of the pipeline imports lmms_eval.
 """
 
 from __future__ import annotations
@@ -50,10 +48,7 @@ class Refusal(Exception):  # noqa: N818
 
 
 class _Network:
-    """Blocks the network for Python code in this process, for good, from its creation on.
-
-    Attributes:
-        attempts: number of blocked attempts so far.
+    """Blocks the network for Python code in this process, for good, from its creation on; counts the blocked attempts.
     """
 
     def __init__(self) -> None:
@@ -223,7 +218,7 @@ class LoadedTask:
         return {name: value for name, value in values.items() if value != target and 0 < len(value) <= _MAX_FIELD}
 
     def _refuse_judge(self) -> None:
-        """Raise Refusal if the rule needs the network for every reply that is tried, before hours go into replies.
+        """Raise Refusal if the rule needs the network for every reply that is tried.
 
         The right answer and "A" are tried on up to five documents. The first reply that needs no network ends the
         check, even if the rule fails on it.
@@ -297,7 +292,6 @@ class LoadedTask:
         """Return (label -> results in the order of ``numbers``, {"judged": label -> count, "errors": lines}).
 
         ``nothing`` stands for empty replies, and for replies on which the rule fails. A result is {} if it fails again.
-        ``judged`` counts the replies for which the rule tried to reach a judge.
         """
         results: dict[str, list[dict[str, Any]]] = {}
         judged = dict[str, int]()
@@ -348,10 +342,7 @@ class LoadedTask:
         return numbers
 
     def _aggregate(self, metric: str, results: list[Any]) -> Any:
-        """Return what the task's aggregation makes of results; its errors pass.
-
-        If it takes ``args``, it may write files below their ``output_path``, a folder that is deleted afterwards.
-        """
+        """Return what the task's aggregation makes of results; its errors pass."""
         function = self._aggregations[metric]
         with _without_pauses():
             if "args" not in inspect.signature(function).parameters:
@@ -366,8 +357,7 @@ class LoadedTask:
         """Return the scores of documents if the metric is a mean of them, with the keys below.
 
         To test this, each document is also scored with its right answer, the first two numbers in it as "X - Y", an
-        empty reply and "A". It is no mean if only some arms have a result for a document, because the arms' numbers are
-        then about different documents.
+        empty reply and "A". It is no mean if only some arms have a result for a document.
 
         Args:
             name: METRIC or METRIC/PART.

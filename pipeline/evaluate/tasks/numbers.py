@@ -1,10 +1,9 @@
 """Finds out how a task's number follows from its documents, so that it can have an interval.
 
-A task of lmms-eval gives each document a result of any form, and aggregates all results to one number. If that number
-is a mean of numbers of single documents, documents (and so whole videos) can be resampled. No task says whether this is
-so. It is therefore tested: results of different replies to the same document are mixed at random, the task aggregates
-each mixture, and an explanation is accepted only if it reproduces the task's number for every mixture, because it could
-fit a single one by chance.
+If a task's number is a mean of numbers of single documents, documents (and so whole videos) can be resampled. No task
+says whether this is so. It is therefore tested: results of different replies to the same document are mixed at random,
+the task aggregates each mixture, and an explanation is accepted only if it reproduces the task's number for every
+mixture.
 """
 
 from __future__ import annotations
@@ -87,7 +86,6 @@ def explain(
     Args:
         results: results per document (at least one) and reply: first one per method, then those of replies that only
             serve as tests. A test reply of which the task makes no number is dropped.
-        aggregate: the task's own rule.
         fields: the fields of each document; the task may average over the values of one that has 2 to ``MAX_PARTS``.
         keys: a key of each document; if no mean over all documents fits, only the last of those with equal keys counts.
         n_methods: the number of methods, at least 1.
@@ -267,8 +265,8 @@ def _find_means(
 def list_parted_fields(fields: Sequence[Mapping[str, str]]) -> list[str]:
     """List the fields that every document has, and that have 2 to ``MAX_PARTS`` distinct values.
 
-    Fields with fewer values come first, and texts before numbers: with few documents, a mean over the values of a field
-    is also one over the ids of documents.
+    Fields with fewer values come first, and then texts before numbers: with few documents, a mean over the values of a
+    field is also one over the ids of documents.
     """
     names = [name for name in fields[0] if all(name in of_one for of_one in fields)] if fields else []
     values = {name: {of_one[name] for of_one in fields} for name in names}
@@ -281,8 +279,7 @@ def _find_weights(means_MP: Floats, own_M: Floats) -> Floats | None:
 
     Equal weights are tried first. Others are fitted to the first 2P + 4 mixtures, rounded to fractions with
     denominators up to ``_MAX_DENOMINATOR``, and must hold for all mixtures; there are none without 8 further mixtures,
-    or if the first ones do not determine them. Among these weights, a part in which no reply scores anything has 0,
-    because tasks give 0 to documents that a metric is not about.
+    or if the first ones do not determine them. Among these weights, a part in which no reply scores anything has 0.
     """
     n_parts = means_MP.shape[1]
     scores_P = means_MP.any(0)

@@ -55,7 +55,7 @@ class TaskDocument:
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> TaskDocument:
-        """Convert a document of the child process's answer; a document with a fault has no other content."""
+        """Convert a document of the child process's answer."""
         if fault := record.get("fault"):
             return cls(fault=(fault[0], fault[1]))
         return cls(record["prompt"], record["video"], record["fields"])
@@ -183,6 +183,8 @@ def render_tasks(tasks: Sequence[TaskFit]) -> RenderableType:
 
 def run_child(request: Mapping[str, Any], home: Path) -> dict[str, Any]:
     """Run the child process on a request in a temporary folder, and return its answer, which may be a ``refusal``.
+
+    There is no time limit.
 
     Args:
         request: what :mod:`pipeline.evaluate.tasks.child` reads; {} asks for the list of tasks.

@@ -1,7 +1,4 @@
-"""Converts requests of lmms-eval to questions of jobs.generate, and finds the cached video of a document.
-
-Prompts stay unchanged. The video is found by the document's fields alone, so no video file needs to exist.
-"""
+"""Converts requests of lmms-eval to questions of jobs.generate, and finds the cached video of a document."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ def cut_reply(answer: str, stops: Iterable[str]) -> str:
 
 
 def make_unique(names: Iterable[str]) -> list[str]:
-    """Return the names in order, with "#1", "#2", ... appended to repetitions, since a task may repeat a question."""
+    """Return the names in order, with "#1", "#2", ... appended to repetitions."""
     counts = Counter[str]()
     names_out = dict[str, None]()
     for name in names:
@@ -101,7 +98,7 @@ def read_settings(task: str, settings: Mapping[str, Any], seed: int = 0) -> tupl
     r"""Convert a task's ``generation_kwargs`` to decoding options and stop texts, without lmms-eval's default "\n\n".
 
     Raises:
-        UsageError: a setting is unknown, or its value is not supported. The message names the task.
+        UsageError: a setting is unknown, or its value is not supported.
     """
     try:
         return _decoding(settings, seed), _stops(settings)
@@ -159,8 +156,7 @@ def video_key(doc: JsonObject, template: str | None = None, folder: str | None =
 
     Args:
         template: the id with fields of the document in braces, such as ``data/{clip}.mp4``.
-        folder: the folder of the task's videos, put before the field "video" (not others), because file names repeat
-            between folders.
+        folder: the folder of the task's videos, put before the field "video" (not others).
 
     Raises:
         UsageError: no field names a video, or the template is malformed or uses a field that the document lacks.
@@ -185,8 +181,7 @@ def video_key(doc: JsonObject, template: str | None = None, folder: str | None =
 class CachedIds:
     """An index of a cache's video ids by the ends of their paths.
 
-    The ids may be longer than the paths in a task, depending on the folder that was pruned. A key matches an id that
-    equals it or ends with "/" and the key. The key may lack the suffix of the video file.
+    A key matches an id that equals it or ends with "/" and the key. The key may lack the suffix of the video file.
 
     Attributes:
         failed: the error class of each video that failed in the cache, by id.
@@ -214,7 +209,7 @@ class CachedIds:
         An id that equals the key wins, even a failed one. Otherwise failed ids count only if no id with tokens matches.
 
         Raises:
-            UsageError: the key matches several ids. The remedy names the option ``video_id`` of ``--model_args``.
+            UsageError: the key matches several ids.
         """
         path = str(PurePosixPath(key))
         ids = [key] if key in self._ids else self._find_by_ending(path)

@@ -1,7 +1,6 @@
 """Judges which tasks of lmms-eval fit, by their settings and code; no data is read.
 
-This runs in the process that imports lmms-eval (:mod:`pipeline.evaluate.tasks.child`). What a function of a task uses
-is read from its compiled code, including the functions of lmms-eval that it calls.
+What a function of a task uses is read from its compiled code, including the functions of lmms-eval that it calls.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def judge_task(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return (fit, reason) of a task, or None if neither its settings nor its ``doc_to_visual`` mention video.
 
     UNFIT follows from its settings. A judge that makes every result or the first metric gives NEEDS_JUDGE, a judge for
-    some replies or metrics IN_PART, and code that may show images or frames UNKNOWN; the reason for FITS is "".
+    some replies or metrics IN_PART, and code that may show images or frames UNKNOWN.
 
     Args:
         config: the task's settings, with the functions that they name.
