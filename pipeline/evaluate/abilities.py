@@ -123,11 +123,7 @@ def _read_rule(where: str, row: UserRow) -> AbilityRule:
 
 
 def classify_questions(rules: Sequence[AbilityRule], name: str, splits: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the ability that each question tests: that of the first matching rule, or GENERAL if no rule matches.
-
-    Args:
-        name: the name of the benchmark.
-        splits: for each question, its split values by split name.
+    """Return the ability of each question: that of the first rule that matches the benchmark and its splits, or GENERAL.
     """
     rules = [rule for rule in rules if rule.matches_benchmark(name)]
     return [
@@ -138,8 +134,6 @@ def classify_questions(rules: Sequence[AbilityRule], name: str, splits: Sequence
 
 def order_abilities(present: Sequence[str]) -> list[str]:
     """Return the distinct abilities in display order: that of ABILITIES, with other abilities inserted before GENERAL.
-
-    Other abilities keep the order in which they first appear.
     """
     user_abilities = [ability for ability in dict.fromkeys(present) if ability not in ABILITIES]
     return [ability for ability in (*ABILITIES[:-1], *user_abilities, GENERAL) if ability in present]

@@ -216,10 +216,7 @@ def _bold(text: str) -> str:
 
 
 def _join_columns(columns: Sequence[Column], texts: Sequence[str]) -> list[str]:
-    """Return "TITLE TEXT" for each column whose text is not empty.
-
-    If several columns have a text and all texts are equal, return that text alone.
-    """
+    """Return "TITLE TEXT" for each column with a text, or the text alone if several columns have the same one."""
     values = [(column.text, text) for column, text in zip(columns, texts, strict=True) if text]
     if len({text for _, text in values}) == 1 and len(values) > 1:
         return [values[0][1]]

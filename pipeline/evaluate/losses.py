@@ -171,11 +171,10 @@ def _measure_loss(
 
     The first of these outcomes that applies counts: "not run" if a score is missing, which has a reason and no
     difference; "few videos" if a task has fewer than FEWEST_VIDEOS; "nothing to lose" if full retention scores at most
-    ``within``; "no change" if no question's score changed; "no interval" if no draw is defined; otherwise that of
-    ``_judge``. Only the last has an interval, which is a single number if all draws have the same difference.
-
-    Args:
-        estimate: the mean of the tasks' estimates.
+    ``within``; "no change" if no question's score changed; "no interval" if no draw is defined; "loses" if the whole
+    interval is below -``within``; "wide" if half its width is above ``within``; "passes" if its lower end is above
+    -``within``; otherwise "may lose". Only the last four have an interval, which is a single number if all draws have
+    the same difference.
     """
     difference = estimate.difference(row, FULL_ROW)
     if math.isnan(difference.value):
@@ -196,11 +195,7 @@ def _measure_loss(
 
 
 def _judge(low: float, high: float, within: float) -> Outcome:
-    """Return the outcome of a ratio from the ends of its interval in points.
-
-    "loses" if the whole interval is below -``within``; otherwise "wide" if half its width is above ``within``;
-    otherwise "passes" if ``low`` is above -``within``, else "may lose".
-    """
+    """Return the outcome of a ratio from the ends of its interval in points."""
     if high < -within:
         return "loses"
     if round((high - low) / 2, _DIGITS) > within:

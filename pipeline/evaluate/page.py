@@ -150,10 +150,9 @@ def format_warned_line(scores: pa.Table) -> str:
 
 
 def _assign_styles(titles: Iterable[str]) -> dict[str, Style]:
-    """Return a style for each distinct title, in the order of first appearance.
+    """Return a style for each distinct title, in the order of first appearance; "GSTEP" has color 0 to itself.
 
-    "GSTEP" always gets color 0. The others share the remaining colors, with another dash in each round; beyond
-    ``(_COLORS - 1) * _DASHES`` titles, styles repeat.
+    Beyond ``(_COLORS - 1) * _DASHES`` titles, styles repeat.
     """
     titles = dict.fromkeys(titles)
     others = [title for title in titles if title != "GSTEP"]
@@ -175,13 +174,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 
 def _down(number: float, axis: Sequence[float], top: int, height: int) -> float:
-    """Return the y coordinate of a number on a vertical axis.
-
-    Args:
-        axis: the ticks, ascending.
-        top: the y coordinate of the last tick.
-        height: pixels between the first and the last tick.
-    """
+    """Return the y coordinate of a number on a vertical axis with these ascending ticks, the last one at ``top``."""
     return top + height * (axis[-1] - number) / (axis[-1] - axis[0])
 
 

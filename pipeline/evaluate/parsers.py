@@ -55,16 +55,10 @@ _DRAWN = Parsed(None, drawn=True)
 
 
 def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
-    """Read which option ``reply`` names, by the rule with this name.
+    """Read which option ``reply`` names, by the rule with this name, a key of RULES.
 
-    White space around the reply is removed first, as lmms-eval does. A letter that the rule accepts but the question
-    does not have ("E" for four options) gives no choice, and nothing is drawn.
-
-    Args:
-        rule: a key of RULES.
-
-    Raises:
-        ValueError: the rule is unknown.
+    White space around the reply is removed first. A letter that the rule accepts but the question does not have ("E"
+    for four options) gives no choice, and nothing is drawn.
     """
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r} for replies; the rules are {', '.join(sorted(RULES))}")
@@ -112,8 +106,7 @@ def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
 def _videomme_05(reply: str, options: Sequence[str]) -> Parsed:
     """Take the first capital A to D, even inside a word: "Based on the video, C" is B, "Answer: B" is A.
 
-    The published code first removes phrases such as "The answer is", none of which contains these letters. Because of a
-    missing comma, it does not remove "Best answer:", so "Best answer: C" is B.
+    Because of a missing comma, the published code does not remove "Best answer:", so "Best answer: C" is B.
     """
     text = reply.replace("Best answer:Best option:", "")
     return _find_letter_at(text, _find_first(text, "ABCD"), options)
@@ -147,9 +140,7 @@ _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 
 
 def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
-    """Apply ``mcq_acc``: "B. a dog" in one line is B; otherwise the first separate a to e, even an article.
-
-    Case does not matter. An empty reply gives no choice; MVBench's mean over a task leaves empty replies out.
+    """Apply ``mcq_acc``: "B. a dog" in one line is B; otherwise the first separate a to e in any case, even an article.
     """
     if match := re.fullmatch(r"([a-e])\.\s*.+", reply, re.IGNORECASE):
         return _find_letter(match[1].upper(), options)
@@ -227,7 +218,7 @@ _WORD = re.compile(r"[0-9A-Za-z\u00c0-\u024f]")
 def _find_letter_at(text: str, position: int, options: Sequence[str]) -> Parsed:
     """Return the option whose letter is at ``position``, and whether a letter or digit stands next to it.
 
-    A position of -1 and a letter beyond the options give no choice; ``in_word`` is then False.
+    A position of -1 and a letter beyond the options give no choice.
     """
     parsed = _find_letter(text[position : position + 1], options)
     beside = text[max(position - 1, 0) : max(position, 0)] + text[position + 1 : position + 2]
@@ -240,10 +231,7 @@ def _find_first(text: str, letters: str) -> int:
 
 
 def _pad_marks(text: str, marks: str) -> str:
-    """Strip each of ``marks`` from both ends, one mark after another in their order, and add a space at both ends.
-
-    No mark is tried again: "'B.'" loses its quotes, but keeps the full stop.
-    """
+    """Strip each of ``marks`` from both ends, one mark after another in their order, and add a space at both ends."""
     for mark in marks:
         text = text.strip(mark)
     return f" {text} "

@@ -106,8 +106,7 @@ class ModelRules:
     def for_family(self, model_type: str, family: str) -> ModelRules:
         """Return the rules for a model of this type whose code is in ``family``.
 
-        A family other than that of the model type, such as ``generic``, gets the checkpoint's size limits and the true
-        frame times.
+        Another family than that of the model type gets the checkpoint's size limits and the true frame times.
         """
         return self if family == model_type else replace(self, pixels=None, frame_times="true")
 

@@ -171,8 +171,7 @@ def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]
 
 
 def _drop_own_numbers(store: Store) -> list[str]:
-    """Empty the numbers that a benchmark's own code computed; return the file's name in a list, [] without this file.
-    """
+    """Empty the numbers that a benchmark's own code computed; return [the file's name], or [] without this file."""
     if not store.exists(OWN_NUMBERS):
         return []
     record = json.loads(store.read(OWN_NUMBERS))

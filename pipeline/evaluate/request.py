@@ -129,10 +129,7 @@ class EvaluateRequest:
 
     @property
     def names(self) -> dict[str, str]:
-        """The name that each user method in the grid gives itself, by import path; ambiguous names are left out.
-
-        Imports the modules of these methods.
-        """
+        """The name that each user method in the grid gives itself, by import path; ambiguous names are left out."""
         kinds = {
             spec.method: find_method(spec.method) for spec in self.grid.values() if spec and spec.method not in METHODS
         }
@@ -163,12 +160,8 @@ class EvaluateRequest:
 def _read_cache_identity(cache_store: Store, *, is_named: bool) -> CacheIdentity | None:
     """Return the identity in the cache's header, or None if there is no header yet.
 
-    Args:
-        is_named: True if the user named the cache, so that a location with other files is refused.
-
     Raises:
-        NotACache: the header is damaged, or a named location has other files and no header.
-        UsageError: the store cannot be read.
+        NotACache: the header is damaged, or a location that the user named has other files and no header.
     """
     with store_usage_errors():
         identity = read_header(cache_store)["identity"] if cache_store.exists(HEADER) else None

@@ -122,7 +122,7 @@ def select_table_options(source: Presentation | EvaluateConfig) -> dict[str, Any
 def _split_tables(title: str, scored: ScoredBenchmark, splits: Sequence[Split], **options: Any) -> list[ResultsTable]:
     """Compute a benchmark's tables: the main one with the values of its first split, then one for each other split.
 
-    A further split for which ``_split_scores`` makes no columns gets no table. ``options`` go to ``results_table``.
+    A further split for which ``_split_scores`` makes no columns gets no table.
     """
     tables = [results_table(title, [_split_scores(scored, splits[0]) if splits else scored], **options)]
     by_part = [(split.title, _split_scores(scored, split)) for split in splits[1:]]
@@ -193,8 +193,7 @@ def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -
 
 
 def _frames(identity: JsonObject) -> str:
-    """Return the number of frames per video as text, or the frame rate and the maximum; "" if the identity has neither.
-    """
+    """Return the number of frames per video as text, or the frame rate and the maximum; "" if neither is known."""
     if (frames := cast(JsonObject, identity.get("frames") or {})) and "fps" in frames:
         return f"{frames['fps']:g} a second, at most {frames['max_frames']}"
     return str(identity.get("num_frames", ""))

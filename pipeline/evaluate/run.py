@@ -357,10 +357,7 @@ def _collect_answered(live: pa.Table) -> QuestionCollector:
 
 
 def _comparable(identity: AnswersIdentity) -> JsonObject:
-    """Return the settings that two sets of answers must share for their scores to be compared.
-
-    The order of tokens in the prompt and the snapping to keyframes may differ.
-    """
+    """Return the settings that two sets of answers must share for their scores to be compared."""
     prompt = {name: value for name, value in identity.get("prompt", {}).items() if name != "order"}
     sampling = {name: value for name, value in _sampling(identity).items() if name != _SNAP}
     cache: JsonObject = {"preprocessing": identity["cache"].get("preprocessing"), "sampling": sampling}

@@ -237,11 +237,7 @@ def _question(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode)
 
 
 def answered_item(row: AnswerRecord) -> Item | None:
-    """Return the question of an answer of jobs.generate, or None if no right answer is stored or published.
-
-    Raises:
-        QuestionsError: its split or cluster is neither text nor a whole number.
-    """
+    """Return the question of an answer of jobs.generate, or None if no right answer is stored or published."""
     if "target" not in row:
         return None
     item = item_of(row, f"question {row['question_id']}")
@@ -313,11 +309,7 @@ def submission_name(arm: MethodAtRatio) -> str:
 def apply_server_scores(store: Store, scores: pa.Table) -> pa.Table:
     """Return the scores with the percentages from the form; arms without a percentage have null scores.
 
-    Every row of an arm gets the same score, since the server returns only the mean. All rows count as questions about
-    one video, so that no interval is computed.
-
-    Raises:
-        UsageError: the form is malformed.
+    All rows count as questions about one video, so that no interval is computed.
     """
     typed = read_server_scores(store)
     percentages = {arm: typed.get(submission_name(arm)) for arm in list_arms(scores)}
@@ -325,11 +317,7 @@ def apply_server_scores(store: Store, scores: pa.Table) -> pa.Table:
 
 
 def unknown_names(store: Store, arms: Iterable[MethodAtRatio]) -> list[str]:
-    """Return the names with a number in the form that belong to none of these arms.
-
-    Raises:
-        UsageError: the form is malformed.
-    """
+    """Return the names with a number in the form that belong to none of these arms."""
     known_names = set(map(submission_name, arms))
     return [name for name, value in read_server_scores(store).items() if value is not None and name not in known_names]
 

@@ -56,8 +56,7 @@ def split_seed(label: str) -> tuple[str, int | None]:
 def is_named(name: str, label: str) -> bool:
     """Return True if a user's ``name`` of a method selects this label.
 
-    A name without a seed selects every seed, and a name without positions selects all positions. Seed 0 in a name also
-    selects a label without a seed.
+    A name without a seed or positions selects all of them. Seed 0 in a name also selects a label without a seed.
     """
     (name, _, positions), (label, _, label_positions) = name.partition(POSITIONS), label.partition(POSITIONS)
     (method, seed), (label_method, label_seed) = split_seed(name), split_seed(label)
@@ -384,10 +383,7 @@ def relative(overall: Sequence[Estimate], full: int) -> Estimate:
 
 
 def average(overall: Sequence[Estimate]) -> Estimate:
-    """Combine the overall estimates of benchmarks into their unweighted mean; nan where any of them is nan.
-
-    Draw r of the mean combines draw r of each benchmark, so all must have the same number of draws.
-    """
+    """Combine the overall estimates of benchmarks, with equally many draws, into their mean; nan where any is nan."""
     values, drawn = [estimate.value for estimate in overall], [estimate.drawn for estimate in overall]
     return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(estimate.n_videos for estimate in overall))
 

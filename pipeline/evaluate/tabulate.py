@@ -98,11 +98,7 @@ class ScoredBenchmark:
     per_question: bool = True
 
     def average(self, matrix: ScoreMatrix) -> Parts:
-        """Return the parts over which the overall score is a mean.
-
-        Raises:
-            ValueError: a question has no value of the split ``mean_over``.
-        """
+        """Return the parts over which the overall score is a mean."""
         return matrix.whole() if self.mean_over is None else matrix.by(self.mean_over, self.weights)
 
 
@@ -225,10 +221,6 @@ def measure(
     """Return an estimate for each column of one benchmark; its values are those of the rows, each a mean over seeds.
 
     The bootstrap draws depend only on ``seed`` and the benchmark's title.
-
-    Args:
-        matrix: the benchmark's scores of all arms.
-        parts: the parts of each column.
     """
     generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
     mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
@@ -293,9 +285,6 @@ def _choose_reference(groups: Sequence[ArmGroup], name: str | None) -> str:
     """Return the method to compare rows with: ``name`` if given, otherwise gstep if it has rows, or the first method.
 
     With fewer than two methods, the default is full retention.
-
-    Raises:
-        UsageError: no row has the method ``name``.
     """
     if name is not None:
         return _find_method(groups, name, "reference")
@@ -304,13 +293,7 @@ def _choose_reference(groups: Sequence[ArmGroup], name: str | None) -> str:
 
 
 def _find_method(groups: Sequence[ArmGroup], name: str, option: str) -> str:
-    """Return the first method of the rows that a user's ``name`` selects.
-
-    Args:
-        option: the flag that ``name`` came from, for the error message.
-
-    Raises:
-        UsageError: no row has this method.
+    """Return the first method of the rows that a user's ``name`` for the flag ``option`` selects, or raise UsageError.
     """
     methods = list(dict.fromkeys(group.method for group in groups))
     for method in methods:

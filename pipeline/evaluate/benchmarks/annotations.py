@@ -255,11 +255,7 @@ def seconds_of(row: UserRow, column: str) -> float | None:
 
 
 def get_clip(row: UserRow, columns: tuple[str, str]) -> tuple[float | None, float | None]:
-    """Return the start and end of a clip in seconds; None for an empty cell.
-
-    Raises:
-        NotAskable: "bad-row" if a cell does not hold seconds, or the end is not after the start.
-    """
+    """Return the start and end of a clip in seconds, None for an empty cell; raise NotAskable if the clip is empty."""
     start_s, end_s = (seconds_of(row, column) for column in columns)
     if end_s is not None and end_s <= (start_s or 0.0):
         raise NotAskable("bad-row", f"the clip from {columns[0]} {start_s} to {columns[1]} {end_s} is empty")

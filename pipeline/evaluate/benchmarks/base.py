@@ -141,18 +141,17 @@ class Benchmark:
 
     @property
     def scores_questions(self) -> bool:
-        """True if every question has its own score; False if only whole arms have numbers, or there are no scores."""
+        """True unless only whole arms have numbers, or there are no scores."""
         return not self.submission
 
     def open(self, model_type: str, data: Path | str | None, say: Say) -> Benchmark:
-        """Return the benchmark prepared for a model of this type; a benchmark without its own code returns itself.
+        """Return the benchmark prepared for a model type; by default itself.
 
         Args:
-            data: the data folder, as for ``load``.
             say: prints a line before work that takes seconds.
 
         Raises:
-            UsageError: the benchmark cannot be asked (only benchmarks with their own code).
+            UsageError: the benchmark cannot be asked.
         """
         return self
 
@@ -162,10 +161,7 @@ class Benchmark:
         replies: Mapping[str, Mapping[str, str]],
         protocol: Protocol,
     ) -> OwnScores | None:
-        """Score the replies by the benchmark's own code; None if it has none.
-
-        Args:
-            replies: label of an arm -> question id -> reply; failed questions are absent.
+        """Score the replies (by arm label and question id, without failed questions) by own code; None if there is none.
         """
         return None
 
@@ -189,10 +185,7 @@ class Benchmark:
         return tuple(dict.fromkeys([*own_columns, *self._in_paths, *(split.name for split in self.splits)]))
 
     def protocol(self, name: str | None = None) -> Protocol:
-        """Return the protocol with this name or alias; None returns the first one.
-
-        Raises:
-            UsageError: the benchmark has no such protocol.
+        """Return the protocol with this name or alias, None for the first; raise UsageError if there is no such protocol.
         """
         protocols = {protocol.name: protocol for protocol in self.protocols}
         protocols |= {alias: protocols[alias_of] for alias, alias_of in ALIASES.items() if alias_of in protocols}
@@ -308,9 +301,6 @@ class Benchmark:
         """Return the video's path relative to the data folder, and the clip's (start, end) in seconds.
 
         The bounds are None where the clip is open, and for clips that are already cut.
-
-        Raises:
-            NotAskable: a cell is invalid, or the video is missing or must not be read.
         """
         names = {name: get_text(row, name) for name in self._in_paths}
         places = [PurePosixPath(path.format_map(names)).as_posix() for path in (*self.paths, *self.cut_paths)]
@@ -320,11 +310,7 @@ class Benchmark:
 
 
 def _part(row: UserRow, split: Split) -> str:
-    """Return the part of a split that a row belongs to.
-
-    Raises:
-        NotAskable: the cell is not text, or the split has no such part.
-    """
+    """Return the part of a split that a row belongs to; raise NotAskable if the split has no such part."""
     part = get_text(row, split.name)
     if split.parts and part not in split.parts:
         raise NotAskable("bad-row", f"{split.name} must be one of {', '.join(split.parts)}, got {part!r}")

@@ -85,9 +85,7 @@ class Item:
 
 
 def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
-    """Return the id of a clip: the path with a media fragment (W3C), or only the path if both bounds are None.
-
-    Examples are ``AB1CD.mp4#t=1.5,9``, and with an open bound ``#t=1.5`` or ``#t=,9``.
+    """Return the id of a clip: the path with a media fragment such as ``#t=1.5,9``, or only the path of a whole video.
     """
     if start_s is None and end_s is None:
         return path

@@ -52,7 +52,7 @@ class LmmsTask(Benchmark):
 
     @property
     def scores_questions(self) -> bool:
-        """True if the results say that the task's number is a mean over questions, each of which has a score."""
+        """True if the results say that the task's number is a mean over questions."""
         return self.own.get("mean_over") is not None
 
     def open(self, model_type: str, data: Path | str | None, say: Say) -> LmmsTask:
@@ -224,11 +224,7 @@ def lmms_benchmark(name: str) -> Benchmark:
 
 
 def _find_video(document: TaskDocument, home: Path, videos: VideoFolder) -> str:
-    """Return the path of a document's video below HF_HOME.
-
-    Raises:
-        NotAskable: the document has a fault, or its video is missing or outside HF_HOME.
-    """
+    """Return the path of a document's video below HF_HOME; raise NotAskable if the document has a fault or no video."""
     if document.fault is not None:
         kind, message = document.fault
         raise NotAskable(cast(FaultKind, kind), message)

@@ -125,10 +125,7 @@ def is_unpublished(item: Item) -> bool:
 
 
 def assign_clusters(items: Sequence[Item]) -> list[Item]:
-    """Return the questions with missing clusters filled in: the smallest id among the videos connected with the question's.
-
-    Videos are connected if a question shows both, directly or through further videos.
-    """
+    """Return the questions with missing clusters filled in: the smallest id of the videos that questions connect."""
     groups = _groups([item.video_ids for item in items])
     return [replace(item, cluster=item.cluster or groups[item.video_id]) for item in items]
 
@@ -136,9 +133,8 @@ def assign_clusters(items: Sequence[Item]) -> list[Item]:
 def same_text(reply: str, expected: str) -> bool:
     """Return True if a free answer equals the expected one apart from case, punctuation and spaces.
 
-    Numbers are compared by value: 3.0 equals 3 and 1,000 equals 1000, but 1.5 differs from 15, and -5 from 5.
-    Punctuation between digits separates numbers: 1/2 differs from 12. An expected text of punctuation only must be
-    equal as it is.
+    Numbers are compared by value: 3.0 equals 3 and 1,000 equals 1000, but 1.5 differs from 15, and 1/2 from 12. An
+    expected text of punctuation only must be equal as it is.
     """
     bare = _bare(expected)
     return _bare(reply) == bare if bare else reply.strip() == expected.strip()

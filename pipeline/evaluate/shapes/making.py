@@ -238,10 +238,7 @@ class Floor:
         self._occupied: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
 
     def place(self, role: Role, size: int) -> list[list[Place]]:
-        """Draw free positions for a thing of ``size`` pixels and mark them as occupied.
-
-        Returns:
-            The top left corner (x, y) per sight and frame.
+        """Draw free positions for a thing of ``size`` pixels, (x, y) per sight and frame, and mark them as occupied.
 
         Raises:
             NoRoom: a sight does not fit. Earlier sights of the thing stay marked as occupied.
@@ -320,19 +317,13 @@ def zoom_way(rng: np.random.Generator, smallest: float, n_frames: int) -> tuple[
 
 
 def zoom_in(place: Place, size: int, share: float) -> tuple[int, int, int]:
-    """Scale a thing's square about the center of the frame, and return its new (x, y, size) in whole pixels.
-
-    The size is rounded down, so that things that did not touch still do not touch.
-    """
+    """Scale a thing's square about the center of the frame, and return its new (x, y, size) in whole pixels."""
     x, y = (round(SIDE / 2 + (at + size / 2 - SIDE / 2) * share - int(size * share) / 2) for at in place)
     return x, y, int(size * share)
 
 
 def compute_brightness(starts: Sequence[int], fade: int, n_frames: int) -> tuple[float, ...]:
-    """Return the brightness of each frame, in (0, 1]: each scene fades in and out over ``fade`` frames.
-
-    A ``fade`` of 0 gives 1 everywhere. A short scene does not reach full brightness.
-    """
+    """Return the brightness of each frame, in (0, 1]: each scene fades in and out over ``fade`` frames."""
     ends = (*starts[1:], n_frames)
     steps = [
         min(t - start, end - 1 - t, fade) for start, end in zip(starts, ends, strict=True) for t in range(start, end)
@@ -392,13 +383,7 @@ def _stage_story(
     floor = Floor(rng, REACH if pan or shake else 0)
 
     def thing(role: Role) -> Thing:
-        """Draw the size, contrast and positions of a role, and occupy these in ``floor``.
-
-        Signs have ``SIGN_SIZE`` and ignore the zoom.
-
-        Raises:
-            NoRoom: the thing does not fit.
-        """
+        """Draw the size, contrast and positions of a role, and occupy these in ``floor``; signs ignore the zoom."""
         size = whole(rng, sizes)
         contrast = real(rng, hardness.contrast)
         size = SIGN_SIZE if role.kind == "sign" else size

@@ -59,10 +59,7 @@ def render(video: Video) -> NDArray[np.uint8]:
 
 @cache
 def render_mask(shape: str, size: int) -> Image:
-    """Return the coverage of each pixel by a shape, [size, size] from 0 to 1.
-
-    The array is cached and shared between calls, so callers must not modify it.
-    """
+    """Return the coverage of each pixel by a shape, [size, size] from 0 to 1; the array is shared between calls."""
     n = _FINE * size
     down, right = (np.mgrid[:n, :n] + 0.5) / n * 2 - 1
     inside = _inside(shape, right, down)
@@ -92,7 +89,7 @@ def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArr
 def _plate(word: str, size: int) -> Image:
     """Draw a sign, a dark framed plate of 9 x 9 dots with two letters, as gray values [size, size, 1] up to 255.
 
-    The array is cached and shared between calls, so callers must not modify it.
+    The array is shared between calls.
     """
     dots = np.zeros((9, 9), bool)
     dots[[0, -1]] = True

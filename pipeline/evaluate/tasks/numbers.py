@@ -129,10 +129,7 @@ def as_number(value: Any) -> float | None:
 
 
 def number_of(results: Sequence[Any], aggregate: Aggregate) -> float | None:
-    """Return the task's own number of the results of all documents; None if it raises or makes no finite number.
-
-    The task gets copies of the results.
-    """
+    """Return the task's own number of the results of all documents; None if it raises or makes no finite number."""
     try:
         return as_number(aggregate(_copy(results)))
     except Exception:  # noqa: BLE001 - the code of a task
@@ -265,8 +262,7 @@ def _find_means(
 def list_parted_fields(fields: Sequence[Mapping[str, str]]) -> list[str]:
     """List the fields that every document has, and that have 2 to ``MAX_PARTS`` distinct values.
 
-    Fields with fewer values come first, and then texts before numbers: with few documents, a mean over the values of a
-    field is also one over the ids of documents.
+    Fields with fewer values come first, and then texts before numbers.
     """
     names = [name for name in fields[0] if all(name in of_one for of_one in fields)] if fields else []
     values = {name: {of_one[name] for of_one in fields} for name in names}

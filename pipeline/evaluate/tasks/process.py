@@ -146,12 +146,7 @@ class TaskProcess:
 
 
 def list_tasks(say: Say) -> list[TaskFit]:
-    """Return the tasks of lmms-eval about videos with their fit, after a line to ``say``; takes a minute.
-
-    Raises:
-        UsageError: lmms-eval is not installed.
-        RunFailed: the child process died.
-    """
+    """Return the tasks of lmms-eval about videos with their fit, after a line to ``say``; takes a minute."""
     _refuse_without_lmms_eval("list")
     say("reading the tasks of lmms-eval, which takes a minute")
     with tempfile.TemporaryDirectory(prefix="gstep-lmms-") as home:

@@ -86,9 +86,6 @@ def make_question(
     Args:
         key: the text by which the document names its video.
         settings: the request's ``generation_kwargs``.
-
-    Raises:
-        UsageError: a setting is unknown, or its value is not supported.
     """
     decoding, stops = read_settings(task, settings, derive_seed(seed, question_id))
     return LmmsQuestion(question_id, task, doc_id, key, prompt, decoding, stops)
@@ -133,10 +130,6 @@ def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
 
 def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
     r"""Return the stop texts in ``until`` (a text, a list or None), without empty ones and lmms-eval's default "\n\n".
-
-    Raises:
-        ValueError: an item is not text.
-        TypeError: ``until`` is not iterable.
     """
     stops = settings.get("until") or []
     stops = [stops] if isinstance(stops, str) else list(stops)
