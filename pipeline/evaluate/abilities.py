@@ -26,7 +26,6 @@ class AbilityRule:
         benchmark: a benchmark's name, or an fnmatch pattern of names, such as ``lmms:timelens_*``.
         split: the name of a split of the benchmark; "" to match all questions.
         value: the value of the split that questions must have; "" if ``split`` is "".
-        ability: one of ABILITIES, or an ability that the user named.
         source: the file and row of a user's rule; "" for a built-in rule.
     """
 
@@ -123,8 +122,7 @@ def _read_rule(where: str, row: UserRow) -> AbilityRule:
 
 
 def classify_questions(rules: Sequence[AbilityRule], name: str, splits: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the ability of each question: that of the first rule that matches the benchmark and its splits, or GENERAL.
-    """
+    """Return each question's ability: that of the first rule that matches the benchmark and its splits, or GENERAL."""
     rules = [rule for rule in rules if rule.matches_benchmark(name)]
     return [
         next((rule.ability for rule in rules if rule.matches_splits(question_splits)), GENERAL)

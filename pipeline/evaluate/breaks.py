@@ -71,8 +71,7 @@ class Loss:
     Attributes:
         outcome: the result of testing this ratio alone, whatever larger ratios gave.
         difference: negative if pruning loses; None if the method or full retention was not run on every task.
-        low: the lower end of the 95 % interval; None if there is no interval.
-        high: the upper end; None if there is no interval.
+        low, high: the ends of the 95 % interval; None if there is no interval.
         lacking: why ``difference`` is None; "" if it is a number.
     """
 
@@ -122,7 +121,7 @@ class Verdict:
 
     Attributes:
         title: the method's printed name.
-        method: the method with its parameters, without positions. It includes the seed only if there is a single seed.
+        method: the method with its parameters, and with its seed if there is only one.
         positions: the positions of the kept tokens; "" for the model family's default.
         losses: one for each ratio of the method, largest first.
         within: the number of points that a safe ratio may lose.
@@ -234,7 +233,7 @@ class Breaks:
         within: the number of points that a safe ratio may lose.
         draws, seed: of the bootstrap behind the intervals.
         not_measured: built-in abilities that no question tests.
-        notes: sentences about benchmarks that are left out, and about unused rules in the user's table of abilities.
+        notes: sentences about benchmarks that are left out, and about unused rules of the user.
     """
 
     kinds: Sequence[Kind]

@@ -273,8 +273,7 @@ class EvaluateConfig(EngineOptions):
         no arm. Methods are parsed but not looked up.
 
         Raises:
-            UsageError: a method is not of the form METHOD[,NAME=VALUE...], or its positions or range of seeds are
-                invalid.
+            UsageError: a parameter of a method is not NAME=VALUE, or its positions or range of seeds are invalid.
         """
         specs = parse_pruning_grid(
             self.method or DEFAULT_METHODS, self.retention_ratio or DEFAULT_RATIOS, self.siglip, self.seed

@@ -92,8 +92,8 @@ class Evaluation:
 def iter_row_scores(table: ResultsTable) -> Iterator[JsonObject]:
     """Yield a record for each row of the table: its unrounded scores by column key, ``rel``, and counts of its answers.
 
-    Scores and ``rel`` are percentages. Columns without a score are left out. ``method`` includes the positions unless
-    they are the model family's default.
+    Scores and ``rel`` are percentages. Columns without a score are left out. ``method`` includes positions other than
+    the default.
     """
     for row in table.rows:
         record = table.record_of(row)
@@ -136,8 +136,6 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
     Raises:
         UsageError: the request cannot be carried out; with a malformed form of server scores, or a cache that is a link
             and cannot be dropped, only after the runs.
-        RunFailed: a run stopped; committed rows stay.
-        CorruptShard: a stored file of videos or answers is damaged.
     """
     request = prepare(config, console)
     say = speaker(console)
@@ -167,7 +165,6 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
 
     Raises:
         UsageError: ``out`` holds other results, or the answers cannot be scored or compared.
-        CorruptShard: a file of answers is damaged.
     """
     store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_requester_pays))
     identity = {"scored": config.score}
@@ -184,7 +181,7 @@ def describe_data(questions: LoadedQuestions, benchmark: Benchmark) -> Iterator[
 
     The note names the values of the split without a question and, if the score is a mean over the split's values, how
     many they are; a split with neither gets none. A fault's line has its count, an example, and whether its questions
-    are kept or left out.
+    are kept.
     """
     whole = f" of {benchmark.n_questions:,} in the whole benchmark" if benchmark.n_questions else ""
     yield f"{benchmark.title}: {len(questions.items):,} questions to ask; {questions.n_annotated:,} annotated{whole}"

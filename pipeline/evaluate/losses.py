@@ -64,9 +64,7 @@ def find_breaks(
     Args:
         benchmarks: by the name that the rules match.
         rules: the first rule that matches a question counts.
-        within: the number of points that a safe ratio may lose.
-        methods: the methods to include; a name without a seed or positions means all of them. None includes all
-            methods.
+        methods: a name without a seed or positions means all of them. None includes all methods.
         draws: the number of bootstrap draws of whole videos, which depend only on ``seed`` and a benchmark's title.
 
     Raises:

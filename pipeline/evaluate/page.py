@@ -73,8 +73,7 @@ class Chart:
         text: in a panel, the ability's tasks and the score of full retention.
         empty_text: the text in the middle of a panel without points.
         up: (y, label) of each tick of the vertical axis.
-        across: (x, label) of the ticks of the horizontal axis: tokens on a logarithmic scale, or equally spaced
-            retention ratios in a panel.
+        across: (x, label) of the ticks of the horizontal axis: tokens on a logarithmic scale, or retention ratios.
         below: (x, label) of a second row of labels: megabytes.
         level: the y coordinate of full retention, or of no loss in a panel; None if full retention has no score.
         limit: in a panel, the y coordinate of the largest safe loss.
@@ -105,11 +104,9 @@ def report_page(
     Args:
         tables: the main table first; at least one.
         facts: (name, value) about model, data and run.
-        token_bytes: the bytes that a cache stores per token, for labels in megabytes; None if unknown.
-        scored: for the lists of annotation faults and failed answers and the note on decode warnings; None leaves these
-            out.
+        token_bytes: the bytes that a cache stores per token; None leaves out labels in megabytes.
+        scored: for the lists of annotation faults and failed answers and the note on decode warnings, left out if None.
         identity: the settings that all results share.
-        breaks: the section *Where it breaks*; None leaves it out.
     """
     pruned_titles = [row.title for row in tables[0].rows if row.method != ORIGINAL.method]
     styles = _assign_styles([*pruned_titles, *(verdict.title for verdict in (breaks.verdicts if breaks else ()))])

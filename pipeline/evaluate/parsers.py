@@ -12,9 +12,7 @@ Each rule was tested against the code that it reproduces (github.com/EvolvingLMM
 | EgoSchema | egoschema | egoschema | - |
 
 VideoMME's own script (BradyFU/Video-MME, ``evaluation/eval_your_results.py``) has the function of 0.5, but leaves
-replies that name no letter out of its mean. MVBench's own check (OpenGVLab/Ask-Anything, ``video_chat2/mvbench.ipynb``)
-names no option: a reply is right if its first word occurs in the right option's "(b)", so an empty reply is always
-right.
+replies that name no letter out of its mean.
 
 The options of a question either all carry their letters ("A. a dog") or none does.
 """

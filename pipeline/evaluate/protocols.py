@@ -147,7 +147,6 @@ class Protocol:
 
     Attributes:
         name: for example "lmms-eval-0.7.3".
-        prompt: the template of the user's message.
         prompts: templates by model type, for the types whose template is not ``prompt``.
         models: the rules by model type.
         others: the rules for model types that ``models`` does not list.
@@ -178,12 +177,9 @@ class Protocol:
         return self.models.get(model_type, self.others).for_family(model_type, family or model_type)
 
     def describe(self, model_type: str, family: str | None = None) -> JsonObject:
-        """Return the protocol for a model type as a JSON-able record for the results' identity.
+        """Return the protocol for a model type, whose code is in ``family``, as a JSON-able record for the results' identity.
 
         ``reasoning`` and the seed of the decoding are left out.
-
-        Args:
-            family: the family whose code reads the model; None is the family of the model type.
         """
         return {
             "protocol": self.name,
@@ -207,9 +203,7 @@ def lmms_eval(
     newer_prompts: Mapping[str, PromptTemplate] = MappingProxyType({}),
     **shared: Any,
 ) -> tuple[Protocol, Protocol]:
-    """Return a benchmark's protocols of lmms-eval 0.7.3 and 0.5, in this order.
-
-    Both use ``prompt``, except for the model types in ``newer_prompts``. Only the first has ``reasoning``.
+    """Return a benchmark's protocols of lmms-eval 0.7.3 and 0.5, in this order; only the first has ``reasoning``.
 
     Args:
         newer: the name of the rule that reads replies in 0.7.3.

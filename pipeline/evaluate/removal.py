@@ -135,11 +135,8 @@ def _find_questions(
 ) -> list[str]:
     """Return the sorted ids of the questions whose answers were removed or are about one of these videos.
 
-    Reads the answers below the results, or the folders whose answers were scored. A folder that holds no answers or
-    cannot be read is skipped with a note.
-
-    Raises:
-        CorruptShard: a file of answers is damaged.
+    Reads the answers below the results, or the folders whose answers were scored; one that holds no answers or cannot
+    be read is skipped with a note.
     """
     scored_places = cast(Sequence[str], identity.get("scored", [f"{store}/{ANSWERS_FOLDER}"]))
     tables = list[pa.Table]()

@@ -129,7 +129,8 @@ class EvaluateRequest:
 
     @property
     def names(self) -> dict[str, str]:
-        """The name that each user method in the grid gives itself, by import path; ambiguous names are left out."""
+        """The name that each user method in the grid gives itself, by import path, unless ambiguous; imports the methods.
+        """
         kinds = {
             spec.method: find_method(spec.method) for spec in self.grid.values() if spec and spec.method not in METHODS
         }
@@ -240,7 +241,6 @@ def _leave_removed(questions: LoadedQuestions, answers: Store, say: Say) -> Load
 
     Raises:
         UsageError: no question is left, or the answers' folder cannot be read.
-        CorruptShard: a file of earlier removals is damaged.
     """
     with store_usage_errors():
         barred = read_removal_reasons(answers)
@@ -377,9 +377,6 @@ def _answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None
 
     This is ``spec.label``, unless older answers exist under the label without a seed. If those have the seed of
     ``spec``, return their label; otherwise return a label that names the seed of ``spec``, even if it is 0.
-
-    Args:
-        prunings: the stored answers' descriptions of their prunings, by label.
     """
     unseeded_label = replace(spec, seed=0).label
     if (unseeded := prunings.get(unseeded_label)) is None:
@@ -391,8 +388,6 @@ def _answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None
 
 def _model(config: EvaluateConfig, cache_identity: CacheIdentity | None) -> ModelSource:
     """Return the model to ask: the one that the options name, otherwise the cache's model, or ``tiny`` without a cache.
-
-    Whether a named model fits the cache is not checked here.
 
     Raises:
         UsageError: the model cannot be resolved, or the cache names only a folder or a user family, which the options

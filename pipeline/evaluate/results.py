@@ -206,7 +206,6 @@ class LaidOut:
     Attributes:
         tables: the main table first.
         missing: lines about methods, ratios, columns and server scores that the results lack.
-        out: the folder or URI with the tables.
         files: the names of the written files below ``out``.
     """
 
@@ -237,7 +236,6 @@ class _Results:
         place: the folder or URI.
         identity: the settings that all results in the folder share.
         about: facts that results may differ in: the model's name, a hash of the annotations.
-        scores: the needed columns of SCORE_SCHEMA.
         notes: lines about scores of the benchmark's server that are missing or unknown.
     """
 
@@ -278,9 +276,8 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
 
     ``config.method`` and ``config.retention_ratio`` choose the rows and their order. A method or ratio that some
     results lack becomes a line of ``missing``. *Where it breaks* is added to all files but LaTeX. In a table of several
-    benchmarks, only those of ``_SPLIT_IN_PAPER`` have columns for their first split. If ``config.results`` names a
-    single folder, its table has them, and each further split gets its own table. The files of an earlier table in
-    ``out`` are replaced.
+    benchmarks, only those of ``_SPLIT_IN_PAPER`` have columns for their first split; a single folder's table has them,
+    and each further split gets its own table. The files of an earlier table in ``out`` are replaced.
 
     Raises:
         UsageError: results are missing or damaged, two folders hold the same benchmark, models, frames or protocols
@@ -426,7 +423,7 @@ def read_scores(
 
     Args:
         place: the folder's name for error messages.
-        published: True if the right answers are published, so that every good answer must have a score from 0 to 1.
+        published: True if every good answer must have a score from 0 to 1.
 
     Raises:
         NotResults: the file is missing or damaged, a column is missing or has the wrong type, a score is missing or out

@@ -87,7 +87,7 @@ class ScoredQuestions:
         scores: rows of SCORE_SCHEMA.
         answers: None if existing answers of jobs.generate were scored.
         videos: None if no jobs.prune run was necessary.
-        n_left_out: the number of answered questions that were left out because they have no right answer.
+        n_left_out: the number of answered questions that have no right answer.
     """
 
     loaded: LoadedQuestions
@@ -209,7 +209,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
 
 
 def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
-    """Answer every question under the whole grid in one run of jobs.generate, and return its counts."""
+    """Print the number of answers, make all of them in one run of jobs.generate, and return its counts."""
     config = answers_config(request)
     evaluation: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
     n_questions = len(request.questions) * len(request.grid)
@@ -249,7 +249,7 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
 
     Videos that were removed from the cache are first barred from the answers, because no other file will name them. The
     mark DROPPING is written next and deleted last, so that a later run can finish an interrupted deletion. The header
-    is deleted before other files. Folders of runs that are then empty are removed.
+    is deleted before other files, and the folders of tokens, videos and runs at the end if they are empty.
 
     Raises:
         CacheLocked: a run is writing to the cache.

@@ -1,10 +1,9 @@
 """Scores of methods on the same questions: means, and paired differences between methods with their intervals.
 
-Questions about one video are not independent, so the bootstrap draws whole videos (clusters) with replacement. The same
-draws serve all methods, ratios and columns: differences are paired, and adding a method does not change the interval of
-another pair. With fewer than ``FEWEST_VIDEOS`` videos, there is no interval. Shape letters: A arms (a method at a
-ratio), Q questions, G videos, R draws, N rows of scores, and P parts, groups of questions whose means are averaged
-(such as MLVU's tasks).
+The bootstrap draws whole videos (clusters) with replacement. The same draws serve all methods, ratios and columns:
+differences are paired, and adding a method does not change the interval of another pair. With fewer than
+``FEWEST_VIDEOS`` videos, there is no interval. Shape letters: A arms (a method at a ratio), Q questions, G videos, R
+draws, N rows of scores, and P parts, groups of questions whose means are averaged (such as MLVU's tasks).
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class AnswerCounts:
 
     Attributes:
         n_answers: all answers, including failed ones.
-        n_failed: answers that failed; each scores 0.
         n_unparsed: replies that name none of the options; questions without options do not count.
         n_cut: replies that max_new_tokens cut; None if older scores do not record it.
         n_weak: replies whose option is drawn at random, or a letter inside a word; None if older scores do not record
@@ -192,14 +190,10 @@ def list_row_arms(scores: pa.Table) -> list[MethodAtRatio]:
 
 
 def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix:
-    """Return the scores of some arms as a matrix; rows of other arms are ignored.
+    """Return the scores of some arms, in this order, as a matrix; rows of other arms are ignored.
 
-    A failed answer without a score scores 0; another answer without a score is nan. Clusters and splits are those of a
-    question's first row.
-
-    Args:
-        scores: rows of ``scores.parquet``, one for each question and arm.
-        arms: the arms to select, in this order. An arm without rows is nan.
+    A failed answer without a score scores 0; another answer without a score, and an arm without rows, is nan. Clusters
+    and splits are those of a question's first row.
 
     Raises:
         ValueError: an arm lacks a question that another arm has, or has a question twice.
@@ -271,8 +265,7 @@ class Difference(NamedTuple):
     """The difference between the scores of two arms on the same questions, as a share.
 
     Attributes:
-        low: the lower end of its 95 % interval, not corrected for multiple comparisons; nan without an interval.
-        high: the upper end; nan without an interval.
+        low, high: the ends of its 95 % interval, not corrected for multiple comparisons; nan without an interval.
     """
 
     value: float
@@ -316,7 +309,6 @@ def estimates(
     All columns use the same draws of videos.
 
     Args:
-        scores_AQ: an arm that was not scored is nan throughout.
         cluster_Q: the video of each question, 0 to G-1.
         parts: the parts of each column.
         draws: R. With 0, the estimates have no draws.

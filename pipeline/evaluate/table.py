@@ -62,8 +62,7 @@ class Cell:
             best and its ties are then "second"; otherwise "".
         spread: the sample standard deviation over the seeds, in points; None for a single seed.
         difference: None if the row is not compared with another row.
-        low: the lower end of the difference's 95 % interval; None without an interval.
-        high: the upper end; None without an interval.
+        low, high: the ends of the difference's 95 % interval; None without an interval.
         unclear: whether the interval, as printed, contains 0; None without an interval.
         videos_needed: about how many videos would resolve an unclear difference, over all benchmarks together; None if
             the difference is clear, is printed as 0.0, or has no interval.
@@ -106,7 +105,7 @@ class ArmGroup:
     """The arms of one row of the table: one method at one ratio and positions, with all its seeds.
 
     Attributes:
-        method: the method with its parameters, without positions. It includes the seed only if there is a single seed.
+        method: the method with its parameters, without positions, and with its seed if there is only one.
         positions: the positions of the kept tokens; "" for the model family's default.
         arms: the indices of the row's arms, one per seed in order.
     """

@@ -75,8 +75,8 @@ class ScoredBenchmark:
         title: unique in a table.
         scores: rows of ``scores.parquet``.
         columns: ("SPLIT=VALUE", title) of the columns before the overall score, such as ("duration=short", "Short").
-        mean_over: the split over whose values the overall score is a mean (the tasks of MLVU and MVBench), however many
-            questions each value has; None for the mean over questions.
+        mean_over: the split over whose values the overall score is a mean (the tasks of MLVU and MVBench); None for the
+            mean over questions.
         n_questions: the number of questions in the whole benchmark; None if it has no fixed number.
         made_of: what else the scores were made with, such as frames and protocol, by name.
         notes: sentences to print below the table.
@@ -121,7 +121,6 @@ def results_table(
     paper, but intervals from unrounded ones. The mean has marks, but no difference to another row.
 
     Args:
-        benchmarks: in the order of their columns.
         methods: the methods to show, in order; a name without a seed or positions selects all of them, and a name that
             matches nothing is ignored. None shows all methods in order of first appearance.
         reference: the method that each row is compared with, at the row's own ratio. None is gstep if it has rows, or
@@ -257,8 +256,8 @@ def group_arms(
     arms of a row, one for each seed, are neighbors.
 
     Args:
-        methods: names as a user writes them; without a seed or positions, they select all of them. A name that matches
-            no arm is ignored. None selects all arms.
+        methods: names as a user writes them; without a seed or positions, they select all of them. None selects all
+            arms.
     """
     seeds: dict[tuple[float, str, str], dict[int, MethodAtRatio]] = {}
     for arm in (arm for benchmark in benchmarks for arm in list_arms(benchmark.scores) if arm != ORIGINAL):
@@ -363,7 +362,7 @@ def _make_cells(
     Marks are set within each block of equal ratio and positions; full retention gets none.
 
     Args:
-        against: the row that each row is compared with; rows that are not in it are compared with none.
+        against: the row that each row is compared with, if any.
         percentages: the numbers to print, one per row.
         numbers: the unrounded scores of the rows as shares, with their draws, for marks and differences.
         value_A: the score of each arm as a share, for the sample standard deviation over the seeds of a row.

@@ -32,7 +32,6 @@ class AnnotationRow(NamedTuple):
         where: file and position in words, for messages.
         part: the section of the file that has the row, or the name of the file without its suffix.
         number: index of the row in that section or file.
-        tables: the objects of the benchmark's ``tables``.
     """
 
     where: str
@@ -89,9 +88,6 @@ def _json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
 
     The parts of a file with an object ``meta`` are its keys; a part's entry in ``root`` becomes the column ``prefix``
     of its rows. Any other file is one part, named like the file without its suffix.
-
-    Raises:
-        BadRow: the file is not JSON, or rows are not a list of objects.
     """
     content = _load_json(path)
     if isinstance(content, dict) and isinstance(content.get("meta"), dict):
@@ -178,8 +174,8 @@ class VideoFolder:
             names: the texts from annotations that the paths were built from.
 
         Raises:
-            NotAskable: "policy" if a name is absolute, or contains a component ".." or control characters, whatever
-                exists; or, if there is no video, "policy" if a link led outside, and "missing-video" otherwise.
+            NotAskable: "policy" if a name is absolute, or contains a component ".." or control characters; or, if there
+                is no video, "policy" if a link led outside, and "missing-video" otherwise.
         """
         for name in names:
             if name.startswith("/") or ".." in name.split("/") or _CONTROL.search(name):

@@ -73,7 +73,6 @@ class OwnScores:
         scores: label of an arm -> question id -> score in [0, 1], for the questions that count; None if the number of
             an arm is not a mean over questions.
         numbers: JSON values with the numbers of every arm, written to the results as ``OWN_NUMBERS``.
-        notes: lines for the user.
     """
 
     scores: Mapping[str, Mapping[str, float]] | None
@@ -96,17 +95,12 @@ class Benchmark:
         question_id, question, options, answer, cluster: names of columns; ``options`` holds lists of texts.
         n_options: number of options of every question; 0: any.
         clip: columns with the start and end of a clip in seconds, for videos of ``paths``; None: whole videos.
-        answer_rule: what ``answer`` holds: a letter, an index from 0, or the text of an option.
         splits: the columns by which scores are broken down; the first one is in the main table.
         n_questions: number of questions of the complete data set; None: unknown.
         submission: where to send the chosen options, for a benchmark without published answers; it has no column
             ``answer`` and no scores. "" for others.
         weights: weights of the parts of the split that is the metric; {}: equal weights.
         made_of: further facts about its scores, name -> text, for tables.
-        notes: sentences about its scores, shown below tables.
-
-    Raises:
-        ValueError: the metric of a protocol is neither "questions" nor one of the splits.
     """
 
     name: str
@@ -185,8 +179,7 @@ class Benchmark:
         return tuple(dict.fromkeys([*own_columns, *self._in_paths, *(split.name for split in self.splits)]))
 
     def protocol(self, name: str | None = None) -> Protocol:
-        """Return the protocol with this name or alias, None for the first; raise UsageError if there is no such protocol.
-        """
+        """Return the protocol with this name or alias, None for the first; raise UsageError if there is none."""
         protocols = {protocol.name: protocol for protocol in self.protocols}
         protocols |= {alias: protocols[alias_of] for alias, alias_of in ALIASES.items() if alias_of in protocols}
         if name is not None and name not in protocols:

@@ -26,7 +26,6 @@ class AnnotationFault:
             it out).
         question_id: None if the row has none.
         message: printable text of at most 1 KB that names the row.
-        left_out: True if the question is not asked.
     """
 
     kind: FaultKind
@@ -50,7 +49,7 @@ class Item:
         answer: index of the right option; None if no option is right, and for a free answer.
         expected: the answer in the file; None if it is not published.
         splits: name of a split -> the part that the question belongs to.
-        cluster: questions with the same cluster are resampled together when errors are estimated; mostly the video.
+        cluster: questions with the same cluster, mostly a video, are resampled together.
     """
 
     question_id: str
@@ -153,8 +152,7 @@ class QuestionCollector:
             remedy: the end of the error if no question is left.
 
         Raises:
-            UsageError: no question is left, or more than half of the right answers are not among the options, or they
-                seem to be counted from 1.
+            UsageError: no question is left, or ``_check_answers`` refuses the right answers.
         """
         self._check_answers(place)
         if self.items:

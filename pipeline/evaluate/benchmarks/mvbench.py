@@ -1,13 +1,11 @@
 """MVBench (Li et al., CVPR 2024): 20 tasks of 200 questions each, with one to five options, on clips of seconds.
 
-The hub has two layouts (OpenGVLab/MVBench). In *main*, ``json/`` has a file per task. Five tasks have ``start`` and
-``end``: clips of longer videos, in one task of folders of JPEG frames at 3 fps. In revision *video*, which lmms-eval
-reads, all clips are MP4 files in folders with other names, and ``test.json`` has all tasks. Frames differ slightly
-between the layouts, so compare results only within one.
+The hub has two layouts (OpenGVLab/MVBench). In *main*, five tasks have ``start`` and ``end``: clips of longer videos,
+in one task of folders of JPEG frames at 3 fps. In revision *video*, which lmms-eval reads, all clips are MP4 files in
+folders with other names. Frames differ slightly between the layouts, so compare results only within one.
 
 The score is the mean over the tasks. lmms-eval leaves empty replies out of a task's score; here they count as wrong,
-because methods are compared on the same questions. The authors' own protocol (16 frames, a begun answer) is not
-implemented.
+because methods are compared on the same questions.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ def _with_folders(row: UserRow, place: AnnotationRow) -> UserRow:
     """Add the task, the id, the folders of both layouts (``whole``, ``cut``, ``prefix``) and the cluster to a row.
 
     The task is the row's ``part``. The cluster is the source video with its folder, without the bounds in the name of a
-    cut clip. A ``prefix`` in the row is kept. The folder of an unknown task is "?"; its rows are recorded as bad rows
-    later.
+    cut clip. A ``prefix`` in the row is kept. The folder of an unknown task is "?".
     """
     _, whole, cut = _TASKS.get(place.part, ("", "?", ""))
     has_clip = cut.endswith("_segment")

@@ -78,8 +78,7 @@ def _own_item(file: str, row: QuestionRecord) -> Item:
     """Convert a row of the file to a question, whose cluster is "" if the row names none.
 
     Raises:
-        QuestionsError: the row has no right answer or sets options of decoding, or its split or cluster is neither text
-            nor a whole number.
+        QuestionsError: the row has no right answer or sets options of decoding, or its split or cluster is malformed.
     """
     where = f"{file}, question {row['question_id']}"
     if "target" not in row:
@@ -98,11 +97,8 @@ def _own_item(file: str, row: QuestionRecord) -> Item:
 def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
     """Convert a row with a ``target`` to a question, whose cluster is "" if the row names none.
 
-    Args:
-        where: the beginning of error messages.
-
     Raises:
-        QuestionsError: split or cluster is neither text nor a whole number.
+        QuestionsError: split or cluster is neither text nor a whole number; the message begins with ``where``.
     """
     options = tuple(row.get("choices", ()))
     split = _label(row, "split", where)
@@ -174,7 +170,7 @@ def _find_choice(answer: str, options: Sequence[str]) -> int | None:
 
 
 def _label(row: Mapping[str, object], name: str, where: str) -> str:
-    """Return the value of the column ``name`` as text; "" if it is missing or null.
+    """Return the value of the column ``name`` as text, "" if it is missing or null.
 
     Raises:
         QuestionsError: it is neither text nor a whole number.

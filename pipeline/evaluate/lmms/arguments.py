@@ -29,7 +29,6 @@ class Arguments:
     """The options of ``--model_args``. None and "auto" stand for the default of jobs.generate.
 
     Attributes:
-        cache: a folder or ``s3://bucket/prefix``.
         answers: a folder or prefix, in which answers are committed batch by batch; a rerun resumes.
         pretrained: the model that the cache was made with; None is the one that the cache names.
         method: prunes a cache of all tokens when a question is asked, with ``parameters`` and ``retention_ratio``.

@@ -110,7 +110,7 @@ class CorpusRecipe:
         seed: the number of the benchmark in its split; benchmarks of other seeds have other videos.
         durations: names from DURATIONS that the videos take in turn.
         hardness: names from HARDNESS; each round of durations takes the next one.
-        keyframe_seconds: seconds between keyframes; None lets the encoder set one at each change of scene.
+        keyframe_seconds: None lets the encoder set keyframes at changes of scene.
     """
 
     split: SplitName = "development"

@@ -293,7 +293,7 @@ def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place
     """Return the camera offset (right, down) per frame: back and forth within REACH pixels, from a random start.
 
     ``pan`` is the horizontal speed in pixels per frame; the vertical speed is half of it. With 0, all offsets are 0,
-    but as many random numbers are drawn, so that later draws stay the same.
+    but as many random numbers are drawn.
     """
     start = rng.integers(4 * REACH, size=2)
     turn = rng.choice((-1, 1), size=2)
@@ -338,7 +338,7 @@ _ATTEMPTS = 100
 
 
 def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hardness = PLAIN) -> Video:
-    """Make the description of the video of a seed; the result is deterministic.
+    """Make the description of the video of a seed, always the same.
 
     Args:
         seed: a seed of ``split``. Naming the split prevents making a test video by accident.

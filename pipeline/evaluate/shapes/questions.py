@@ -1,17 +1,17 @@
 """Questions about a synthetic video, each with four choices.
 
-| type | question | choices | kept tokens that it needs |
-|---|---|---|---|
-| color | What color is the star? | colors of the named things | one token of the thing |
-| shape | What shape is colored red? | their shapes | one token of the thing |
-| corner | Which corner has the star? | corners | one token of the thing, with its position |
-| scene | Which scene has the star? | four, with those of the video | one token of the thing, and the ground |
-| quarter | Which quarter introduces the star? | quarters | a token of the frame in which it is first seen |
-| order | Which of these appears first? | the shapes of the named things | such a token of each |
-| onset | (the same, where all four stay to the end) | | the same; one of the many later tokens is not enough |
-| count | How many corners have the ring? | one to four | a token of each copy |
-| change | What color is the earlier (later) moon? | colors that no named thing has | a token before (after) the cut |
-| sign | Which word is on the sign? | four words | tokens of small letters |
+| type | question | kept tokens that it needs |
+|---|---|---|
+| color | What color is the star? | one token of the thing |
+| shape | What shape is colored red? | one token of the thing |
+| corner | Which corner has the star? | one token of the thing, with its position |
+| scene | Which scene has the star? | one token of the thing, and the ground |
+| quarter | Which quarter introduces the star? | a token of the frame in which it is first seen |
+| order | Which of these appears first? | such a token of each |
+| onset | (the same, where all four stay to the end) | the same; one of the many later tokens is not enough |
+| count | How many corners have the ring? | a token of each copy |
+| change | What color is the earlier (later) moon? | a token before (after) the cut |
+| sign | Which word is on the sign? | tokens of small letters |
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class Question:
     Attributes:
         choices: four distinct texts; in random order from ``ask``.
         answer: index of the right choice.
-        kind: kind of the thing that the question is about; "static" for onset and "several" for order, which are about
-            all named things.
+        kind: kind of the thing that the question is about; "static" for onset and "several" for order.
         subject: the word in the prompt that identifies the thing; "" if the prompt names none.
     """
 

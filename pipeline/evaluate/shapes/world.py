@@ -77,7 +77,6 @@ class Hardness:
     """The settings of one kind of hardness; a value is drawn uniformly from a range (low, high), both ends included.
 
     Attributes:
-        name: the name in options, tables and rows.
         size: side of a thing in pixels, per thing; not of signs.
         contrast: opacity of a thing's color over the ground, per thing; 1 hides the ground.
         specks: spots of 4 x 4 pixels in the colors of things, per video; every frame has them elsewhere.
@@ -221,8 +220,8 @@ class Video:
         extras: other things, at most one of each kind.
         standing: True if the named things stay until the end of the video.
         spare_colors: the four colors that no named thing has.
-        scene_choices: four scenes as choices, including those of the video.
-        sign_choices: four words as choices, including the sign's.
+        scene_choices: four scenes, including those of the video.
+        sign_choices: four words, including the sign's.
         camera: offset (right, down) in pixels, per frame; the positions of shots already include it.
         zoom: scale of the picture, per frame; the positions and sizes of shots already include it.
         light: brightness of each frame, in (0, 1].

@@ -1,8 +1,7 @@
 """The process that runs a task's code: ``python -m pipeline.evaluate.tasks.child JOB RESULT``.
 
-JOB is a JSON file with the request; the answer is written to RESULT as JSON. Code of tasks ends the process if a file
-is missing, prints, sleeps between attempts, and sends replies to paid services. Here, it has no keys of services, and
-Python code reaches no network, so that no judge is paid by accident.
+JOB is a JSON file with the request; the answer is written to RESULT as JSON. Code of tasks ends the process, prints,
+sleeps, and sends replies to paid services. Here, it has no keys of services, and Python code reaches no network.
 """
 
 from __future__ import annotations
@@ -239,7 +238,7 @@ class LoadedTask:
         """Filter a reply and return the rule's results, metric -> result of any form, or the error that was raised.
 
         A SystemExit becomes a RuntimeError. The document's number seeds the random generators of Python and NumPy, so
-        that rules that guess an option guess the same one for every method and at every scoring.
+        that rules that guess an option guess the same one every time.
         """
         random.seed(number)
         np.random.seed(number)

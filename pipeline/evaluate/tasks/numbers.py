@@ -43,8 +43,7 @@ class Explanation:
 
     Attributes:
         values: numbers in [0, 1], per document and per usable reply; the replies of the methods come first.
-        counted: whether the document enters the mean. Some metrics use only some documents, and some tasks use only the
-            last of several equal documents.
+        counted: whether the document enters the mean.
         mean_over: ``QUESTIONS``, or the field over whose values the task averages.
         weights: field value -> weight, with the sum 1 and without zeros; {} for ``QUESTIONS``.
         percent: True if the task's number is a percentage, False if it is a share.
@@ -80,15 +79,13 @@ def explain(
     """Return the first explanation of how ``aggregate`` makes its number from the documents; None if none fits.
 
     None also if the task makes no number of a method's results or of enough mixtures, or the same number of all
-    mixtures, which any explanation would fit. Numbers of documents count as percentages if any is above 1; those
-    outside [0, 1] or [0, 100] fit nothing.
+    mixtures. Numbers of documents count as percentages if any is above 1; those outside [0, 1] or [0, 100] fit nothing.
 
     Args:
         results: results per document (at least one) and reply: first one per method, then those of replies that only
             serve as tests. A test reply of which the task makes no number is dropped.
         fields: the fields of each document; the task may average over the values of one that has 2 to ``MAX_PARTS``.
         keys: a key of each document; if no mean over all documents fits, only the last of those with equal keys counts.
-        n_methods: the number of methods, at least 1.
     """
     of_replies = [[of_one[place] for of_one in results] for place in range(len(results[0]))]
     # The task makes no number of some replies: many rules fail on an empty one, for example.

@@ -44,7 +44,7 @@ class TaskDocument:
 
     Attributes:
         prompt: the whole text of the question.
-        fields: the document's short texts and whole numbers, as texts, without the right answer.
+        fields: the document's texts of 1 to 60 characters and whole numbers, as texts, without the right answer.
         fault: kind and message of the fault, all else is empty then; None if the document can be asked.
     """
 
@@ -87,7 +87,7 @@ class TaskProcess:
         model_type: the model type whose prompts are used, if the task has prompts by model type.
         home: HF_HOME of the task, an absolute path. A file ``annotations/NAME.parquet`` (.jsonl, .json) in it replaces
             the task's data set.
-        say: prints a line before each process, because importing lmms-eval takes seconds.
+        say: prints a line before each process.
     """
 
     def __init__(self, name: str, metric: str | None, model_type: str, home: Path, say: Say) -> None:
@@ -226,8 +226,7 @@ def _refuse_without_lmms_eval(task: str) -> None:
 def _make_environment(home: Path, cache: Path | None = None) -> dict[str, str]:
     """Return the child's environment: this process's, offline, with HF_HOME, and with this package in PYTHONPATH.
 
-    Variables whose names end in one of ``_KEYS`` become "withheld", because not all code of tasks uses Python's
-    sockets, which the child blocks.
+    Variables whose names end in one of ``_KEYS`` become "withheld".
 
     Args:
         cache: folder for annotations that the datasets library converts; None keeps this process's setting.

@@ -176,8 +176,7 @@ def _find_judge(function: Any) -> str | None:
 def _list_judges(function: FunctionType) -> dict[str, str]:
     """Map each name in a function that refers to one of the packages ``_JUDGES`` to that package.
 
-    The name is a global (such a package, or an object from it), or the name of a package that the function itself
-    imports.
+    The name is a global (such a package, or an object from it), or the name of a package that the function imports.
     """
     judges = {}
     for name in _list_names(function.__code__):
