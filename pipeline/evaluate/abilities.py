@@ -104,9 +104,6 @@ def _read_rule(where: str, row: UserRow) -> AbilityRule:
 
     An ability that equals a built-in one in any case gets the built-in spelling.
 
-    Args:
-        where: the file and row, which begin error messages and become the rule's ``source``.
-
     Raises:
         BadRow: a column is unknown, benchmark or ability is empty, or only one of split and value is given.
     """
@@ -141,7 +138,6 @@ def list_unused_rules(rules: Sequence[AbilityRule], splits: Mapping[str, Sequenc
     """Return a line for each user's rule that matches no question, with its source and what is missing.
 
     Args:
-        rules: built-in rules are ignored.
         splits: for each benchmark by name, the split values of each of its questions.
     """
     lines = []

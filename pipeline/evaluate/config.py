@@ -243,11 +243,7 @@ class EvaluateConfig(EngineOptions):
         self._check_rows({spec.method_label.partition(",positions=")[0] for spec in self.grid().values() if spec})
 
     def _check_rows(self, labels: Collection[str]) -> None:
-        """Raise UsageError if ``reference`` or ``ours`` names no row of the table, unless ``benchmark`` is None.
-
-        Args:
-            labels: the methods of the grid with their seeds, without ratios and positions.
-        """
+        """Raise UsageError if ``reference`` or ``ours`` names no row of the table, unless ``benchmark`` is None."""
         seeds = Counter(split_seed(label)[0] for label in labels)
         rows = {FULL, *(label if seeds[name := split_seed(label)[0]] == 1 else name for label in labels)}
         for option_name in ("reference", "ours") if self.benchmark is not None else ():

@@ -122,7 +122,7 @@ def _measure_tasks(
 ) -> Iterator[_Measured]:
     """Yield a task for each ability with a question that counts in the benchmark's overall score.
 
-    All tasks share the benchmark's draws of videos. ``abilities`` has one entry per question of ``matrix``.
+    All tasks share the benchmark's draws of videos. ``abilities`` has one entry per question.
     """
     whole = benchmark.average(matrix)
     ability_Q = np.array(abilities)

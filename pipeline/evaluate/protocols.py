@@ -151,9 +151,8 @@ class Protocol:
         models: the rules by model type.
         others: the rules for model types that ``models`` does not list.
         parser: the name of the rule in :mod:`pipeline.evaluate.parsers` that reads a reply.
-        reasoning: pairs of tags. The text between them, and the tags, are removed before the rule reads a reply. Stored
-            answers keep that text.
-        choices: how questions with options are answered.
+        reasoning: pairs of tags, removed with the text between them before the rule reads a reply, but not from stored
+            answers.
         metric: "questions" for the mean over all questions, or the name of a split for the mean over its values' means.
     """
 

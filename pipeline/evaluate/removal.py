@@ -51,7 +51,7 @@ class ResultsRemoval(AnswersRemoval):
     Attributes:
         scores: the number of score rows that this call removed.
         left: the number of questions that still have scores.
-        written: the names of the files that were rewritten.
+        written: the names of the rewritten files.
     """
 
     scores: int = 0

@@ -177,7 +177,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     Starts no run, writes nothing to the results, and reads no videos; of the weights it reads at most headers and
     samples, and SigLIP's pooling head. Missing small files of a Hugging Face model are downloaded, the check of the
     family ``generic`` may take minutes, and user methods and families are imported. Prints notes, such as on questions
-    that are left out because their videos were removed.
+    about removed videos.
 
     Raises:
         UsageError: the request cannot be carried out, or existing answers, results or cache do not match it.
@@ -257,9 +257,6 @@ def _note_uncached(questions: LoadedQuestions, place: Store, say: Say) -> None:
     """Print how many questions are about videos that the cache lacks, if any: they will fail, and count as wrong.
 
     Videos that were removed from the cache are not counted, since questions about them are not scored.
-
-    Args:
-        place: the store of the cache.
     """
     with store_usage_errors():
         cache = TokenCache(str(place), store=place)
@@ -311,7 +308,6 @@ def write_results_header(store: Store, identity: JsonObject, about: JsonObject |
     """Write the header of results, replacing an earlier one; create the folder if necessary.
 
     Args:
-        identity: the settings that all results in the folder share.
         about: facts that later runs may change.
     """
     store.make()
@@ -514,11 +510,7 @@ def choose_frame_options(config: EvaluateConfig, protocol: Protocol, source: Mod
 
 
 def frame_rule(rule: FrameRule) -> str:
-    """Return the name of a frame rule in jobs.prune.
-
-    Raises:
-        UsageError: jobs.prune does not have this rule.
-    """
+    """Return the name of a frame rule in jobs.prune; raise UsageError if it has no such rule."""
     names = {("truncate", False): TRUNCATE, ("round", True): ROUND_EVEN}
     if (rule.rounding, rule.even) not in names:
         raise UsageError(f"jobs.prune cannot sample frames by {rule}")

@@ -206,7 +206,6 @@ class LaidOut:
     Attributes:
         tables: the main table first.
         missing: lines about methods, ratios, columns and server scores that the results lack.
-        files: the names of the written files below ``out``.
     """
 
     tables: Sequence[ResultsTable]
@@ -233,8 +232,6 @@ class _Results:
     """The results of one benchmark, read from a results folder.
 
     Attributes:
-        place: the folder or URI.
-        identity: the settings that all results in the folder share.
         about: facts that results may differ in: the model's name, a hash of the annotations.
         notes: lines about scores of the benchmark's server that are missing or unknown.
     """

@@ -1,7 +1,4 @@
-"""The steps of an evaluation on the driver: encode each video once, answer all questions under all prunings, score.
-
-Encoding is a run of jobs.prune and answering a run of jobs.generate; both resume.
-"""
+"""The steps of an evaluation on the driver: encode each video once, answer all questions under all prunings, score."""
 
 from __future__ import annotations
 

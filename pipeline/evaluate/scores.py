@@ -108,7 +108,6 @@ class AnsweredItems(NamedTuple):
         """Select the answers of some arms.
 
         Args:
-            items: the questions that were asked.
             arms: the arms by label, the value of ``pruning`` in their answers; answers with other labels are ignored.
             answers: live rows of ANSWER_SCHEMA.
         """
@@ -175,10 +174,9 @@ def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
 
 
 def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Protocol) -> JsonObject:
-    """Return the row of one question under one arm.
+    """Return the row of one question under one arm; it fails as "unanswered" if ``row`` is None.
 
-    If ``row`` is None, the row fails as "unanswered". The score of a failed row is 0, or None if the right answer is
-    not published.
+    The score of a failed row is 0, or None if the right answer is not published.
     """
     common = {
         "question_id": item.question_id,

@@ -381,9 +381,7 @@ def average(overall: Sequence[Estimate]) -> Estimate:
 
 
 def count_videos_needed(difference: Difference, n_videos: int) -> int | None:
-    """Estimate how many videos would resolve a difference whose interval contains 0.
-
-    If the difference stays as it is, its interval ends at 0 with about n * (half width / difference)**2 videos.
+    """Estimate how many videos would resolve a difference whose interval contains 0, if the difference stays as it is.
 
     Returns:
         A number above ``n_videos``, rounded up to two significant digits; None without an interval or a difference.

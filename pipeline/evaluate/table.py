@@ -125,7 +125,7 @@ class Row(ArmGroup):
         title: the printed name, with the number of seeds if several, and positions other than the default.
         cells: one per column; None if the method was not run there.
         mean: the mean of the printed overall scores; None if a benchmark is missing.
-        rel: Rel.; None if a benchmark is missing, or full retention is missing or its printed score is 0 on one.
+        rel: None if a benchmark is missing, or full retention is missing or its printed score is 0 on one.
     """
 
     title: str

@@ -79,7 +79,6 @@ class ScoredBenchmark:
             mean over questions.
         n_questions: the number of questions in the whole benchmark; None if it has no fixed number.
         made_of: what else the scores were made with, such as frames and protocol, by name.
-        notes: sentences to print below the table.
         names: the names of user methods, by import path.
         weights: the weights of the values of ``mean_over``; questions whose value has no weight do not count. {} gives
             all values the same weight.

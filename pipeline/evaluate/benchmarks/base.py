@@ -155,8 +155,7 @@ class Benchmark:
         replies: Mapping[str, Mapping[str, str]],
         protocol: Protocol,
     ) -> OwnScores | None:
-        """Score the replies (by arm label and question id, without failed questions) by own code; None if there is none.
-        """
+        """Score the replies (by arm label and question id, without failed questions) by own code; by default None."""
         return None
 
     def stored_in(self, store: Store) -> Benchmark:
@@ -221,10 +220,7 @@ class Benchmark:
         return [name for path in templates for _, name, _, _ in Formatter().parse(path) if name]
 
     def _files(self, folder: Path, remedy: str) -> list[Path]:
-        """Return the files that match the first pattern with any match, sorted.
-
-        Raises:
-            UsageError: no pattern matches.
+        """Return the sorted files that match the first pattern with any match; raise UsageError if no pattern matches.
         """
         for pattern in self.files:
             if files := sorted(folder.glob(pattern)):

@@ -152,7 +152,8 @@ class QuestionCollector:
             remedy: the end of the error if no question is left.
 
         Raises:
-            UsageError: no question is left, or ``_check_answers`` refuses the right answers.
+            UsageError: no question is left, or more than half of the right answers are not among the options, or they
+                seem to be counted from 1.
         """
         self._check_answers(place)
         if self.items:

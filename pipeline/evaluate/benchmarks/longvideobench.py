@@ -1,8 +1,7 @@
 """LongVideoBench (Wu et al., NeurIPS 2024), validation: 1,337 questions on 753 videos of 8 s to an hour.
 
-The prompt is that of lmms-eval's ``longvideobench_val_v``, which shows no subtitles; the authors' own protocol, which
-puts them between the frames, is not implemented. Videos are found by ``video_path``, which differs from ``video_id`` in
-135 rows.
+The prompt is that of lmms-eval's ``longvideobench_val_v``, which shows no subtitles. Videos are found by
+``video_path``, which differs from ``video_id`` in 135 rows.
 """
 
 from __future__ import annotations

@@ -112,10 +112,7 @@ class Arguments:
         )
 
     def check_fingerprint(self, identity: CacheIdentity) -> str:
-        """Return the fingerprint of a cache's identity.
-
-        Raises:
-            IdentityMismatch: it is not the ``fingerprint`` in ``--model_args``.
+        """Return the fingerprint of a cache's identity; raise IdentityMismatch if it is not the one in ``--model_args``.
         """
         actual = fingerprint(identity)
         if self.fingerprint not in (None, actual):

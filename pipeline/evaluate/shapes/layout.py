@@ -249,9 +249,7 @@ def _write_lines(path: Path, rows: list[Row]) -> None:
 
 
 def _videomme_row(film: Film, question_id: str, question: Question) -> Row:
-    """Return a question as a row in VideoMME's columns, with lettered options and answer.
-
-    The domain is the hardness, the sub-category is the kind of thing, and the task type is the question's type.
+    """Return a question as a row in VideoMME's columns; the domain is the hardness, the sub-category the kind of thing.
     """
     return {
         "video_id": film.number,
@@ -269,10 +267,7 @@ def _videomme_row(film: Film, question_id: str, question: Question) -> Row:
 
 
 def _own_row(film: Film, question_id: str, question: Question) -> Row:
-    """Return a question as a row of ``questions.jsonl``: choices without letters, and the right answer as text.
-
-    The split is the question's type; duration, hardness and kind are further columns.
-    """
+    """Return a question as a row of ``questions.jsonl``: choices without letters, and the right answer as text."""
     return {
         "question_id": question_id,
         "video_id": film.path,

@@ -27,12 +27,7 @@ _KNOWN_NAMES = ("max_new_tokens", "temperature", "top_p", "top_k", "do_sample", 
 
 @dataclass(frozen=True)
 class LmmsQuestion:
-    """A question of a task of lmms-eval.
-
-    Attributes:
-        key: the text by which the document names its video.
-        until: stop texts; the reply ends before the first of them.
-    """
+    """A question of a task of lmms-eval; ``key`` names its video, and the reply ends before the first of ``until``."""
 
     question_id: str
     task: str
@@ -81,12 +76,7 @@ def make_unique(names: Iterable[str]) -> list[str]:
 def make_question(
     question_id: str, task: str, doc_id: int, key: str, prompt: str, settings: Mapping[str, Any], seed: int = 0
 ) -> LmmsQuestion:
-    """Convert a request of lmms-eval to a question, with a seed derived from the run's ``seed`` and ``question_id``.
-
-    Args:
-        key: the text by which the document names its video.
-        settings: the request's ``generation_kwargs``.
-    """
+    """Convert a request of lmms-eval to a question, with a seed derived from the run's ``seed`` and ``question_id``."""
     decoding, stops = read_settings(task, settings, derive_seed(seed, question_id))
     return LmmsQuestion(question_id, task, doc_id, key, prompt, decoding, stops)
 

@@ -1,7 +1,4 @@
-"""Judges which tasks of lmms-eval fit, by their settings and code; no data is read.
-
-What a function of a task uses is read from its compiled code, including the functions of lmms-eval that it calls.
-"""
+"""Judges which tasks of lmms-eval fit, by their settings and compiled code; no data is read."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ class TaskFit:
         folder: its folder below lmms-eval's ``tasks``.
         fit: one of the constants of this module, such as FITS.
         reason: why it does not fit completely; "" for FITS.
-        metrics: the names of its metrics.
     """
 
     name: str
