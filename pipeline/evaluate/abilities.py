@@ -128,8 +128,7 @@ def classify_questions(rules: Sequence[AbilityRule], name: str, splits: Sequence
 
 
 def order_abilities(present: Sequence[str]) -> list[str]:
-    """Return the distinct abilities in display order: that of ABILITIES, with other abilities inserted before GENERAL.
-    """
+    """Return the distinct abilities in display order: that of ABILITIES, with others inserted before GENERAL."""
     user_abilities = [ability for ability in dict.fromkeys(present) if ability not in ABILITIES]
     return [ability for ability in (*ABILITIES[:-1], *user_abilities, GENERAL) if ability in present]
 

@@ -45,7 +45,7 @@ class Evaluation:
     Attributes:
         table: the main table; None if the right answers are not published.
         out: the results folder or URI.
-        files: the names of the written files below ``out``.
+        files: the names of the written files.
         submission: where to submit the choices if the right answers are not published; otherwise "".
     """
 

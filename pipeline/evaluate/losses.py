@@ -57,15 +57,16 @@ def find_breaks(
     """Find the lowest safe retention ratio of each method on each kind of ability.
 
     A ratio is safe if it and all larger tested ratios pass: the loss has an interval whose lower end is above
-    -``within`` points and whose half width is at most ``within``, or no score changed. Rows are those of the table of
-    results, so the seeds of a method are averaged. Notes name benchmarks that are left out because their questions have
-    no scores of their own, and rules of the user that match no question.
+    -``within`` points and whose half width is at most ``within``, or no score changed. No ratio passes if a task has
+    fewer than FEWEST_VIDEOS videos or full retention scores at most ``within``. The seeds of a method are averaged.
+    Notes name benchmarks that are left out because their questions have no scores of their own, and rules of the user
+    that match no question.
 
     Args:
         benchmarks: by the name that the rules match.
         rules: the first rule that matches a question counts.
         methods: a name without a seed or positions means all of them. None includes all methods.
-        draws: the number of bootstrap draws of whole videos, which depend only on ``seed`` and a benchmark's title.
+        draws: the number of bootstrap draws of whole videos.
 
     Raises:
         ValueError: the arms of a benchmark were not scored on the same questions, once each, or a question lacks the

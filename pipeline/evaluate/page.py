@@ -103,7 +103,7 @@ def report_page(
 
     Args:
         tables: the main table first; at least one.
-        facts: (name, value) about model, data and run.
+        facts: (name, value) pairs to show.
         token_bytes: the bytes that a cache stores per token; None leaves out labels in megabytes.
         scored: for the lists of annotation faults and failed answers and the note on decode warnings, left out if None.
         identity: the settings that all results share.

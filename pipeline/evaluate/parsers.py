@@ -127,7 +127,7 @@ def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
 def _longvideobench(reply: str, options: Sequence[str]) -> Parsed:
     """Take the first capital A to E, even inside a word; draw an option if there is no such letter.
 
-    The published code first removes phrases; only the two removed here contain one of the letters.
+    The phrases "Best answer:" and "Best option:" are removed first.
     """
     text = reply.replace("Best answer:", "").replace("Best option:", "")
     position = _find_first(text, "ABCDE")
@@ -138,8 +138,7 @@ _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 
 
 def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
-    """Apply ``mcq_acc``: "B. a dog" in one line is B; otherwise the first separate a to e in any case, even an article.
-    """
+    """Apply ``mcq_acc``: "B. a dog" in one line is B; otherwise the first separate a to e in any case, even "a"."""
     if match := re.fullmatch(r"([a-e])\.\s*.+", reply, re.IGNORECASE):
         return _find_letter(match[1].upper(), options)
     alone = re.search(r"\b[a-e]\b", _strip_punctuation(re.sub(r"[\n\t]", " ", reply)).lower())
@@ -214,10 +213,7 @@ _WORD = re.compile(r"[0-9A-Za-z\u00c0-\u024f]")
 
 
 def _find_letter_at(text: str, position: int, options: Sequence[str]) -> Parsed:
-    """Return the option whose letter is at ``position``, and whether a letter or digit stands next to it.
-
-    A position of -1 and a letter beyond the options give no choice.
-    """
+    """Return the option whose letter is at ``position``; -1 and a letter beyond the options give no choice."""
     parsed = _find_letter(text[position : position + 1], options)
     beside = text[max(position - 1, 0) : max(position, 0)] + text[position + 1 : position + 2]
     return replace(parsed, in_word=parsed.choice is not None and _WORD.search(beside) is not None)

@@ -176,7 +176,7 @@ class Protocol:
         return self.models.get(model_type, self.others).for_family(model_type, family or model_type)
 
     def describe(self, model_type: str, family: str | None = None) -> JsonObject:
-        """Return the protocol for a model type, whose code is in ``family``, as a JSON-able record for the results' identity.
+        """Return the protocol for a model type, whose code is in ``family``, as a JSON-able record.
 
         ``reasoning`` and the seed of the decoding are left out.
         """

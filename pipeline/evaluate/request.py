@@ -1,5 +1,4 @@
-"""The check of a request to evaluate before anything is started: questions, protocol, model, methods, existing files.
-"""
+"""The check of a request to evaluate before anything starts: questions, protocol, model, methods, existing files."""
 
 from __future__ import annotations
 
@@ -129,8 +128,7 @@ class EvaluateRequest:
 
     @property
     def names(self) -> dict[str, str]:
-        """The name that each user method in the grid gives itself, by import path, unless ambiguous; imports the methods.
-        """
+        """The name that each user method in the grid, imported here, gives itself, by import path, unless ambiguous."""
         kinds = {
             spec.method: find_method(spec.method) for spec in self.grid.values() if spec and spec.method not in METHODS
         }

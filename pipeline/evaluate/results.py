@@ -57,7 +57,6 @@ class Presentation:
 
     Attributes:
         described: the JSON-able identity of the results.
-        facts: (name, value) about model, cache and run.
         token_bytes: the bytes that a cache stores per token; None if unknown.
         names: the names of user methods, by import path.
         reference, ours, draws, seed: arguments of ``results_table``.

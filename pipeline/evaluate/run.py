@@ -244,9 +244,10 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
 def drop_tokens(request: EvaluateRequest, console: Console) -> None:
     """Delete the cache of all tokens, except files that no run wrote, and print how many; do nothing without a cache.
 
-    Videos that were removed from the cache are first barred from the answers, because no other file will name them. The
-    mark DROPPING is written next and deleted last, so that a later run can finish an interrupted deletion. The header
-    is deleted before other files, and the folders of tokens, videos and runs at the end if they are empty.
+    Videos that were removed from the cache are first recorded as removed in the answers, because no other file will
+    name them. The mark DROPPING is written next and deleted last, so that a later run can finish an interrupted
+    deletion. The header is deleted before other files, and the folders of tokens, videos and runs at the end if they
+    are empty.
 
     Raises:
         CacheLocked: a run is writing to the cache.
@@ -282,8 +283,8 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
 def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     """Score answers of jobs.generate to questions with a right answer, by the rule of the protocol ``letter``.
 
-    Each folder of ``config.score`` is one arm, so that several are compared. Questions that were removed in one folder,
-    or are about a video barred in ``config.out``, are left out of all.
+    Each folder of ``config.score`` is one arm. Questions that were removed in one folder, or are about a video that was
+    removed from ``config.out``, are left out of all.
 
     Raises:
         UsageError: a folder has no answers or none to score, its method and ratio occur twice, its questions or

@@ -224,11 +224,7 @@ def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix
 
 
 def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[AnswerCounts]:
-    """Return the counts of each arm's answers; ``n_cut`` and ``n_weak`` are None if the scores lack either column.
-
-    Args:
-        arm_N: the index of each row's arm.
-    """
+    """Return the counts of each arm's answers; ``n_cut`` and ``n_weak`` are None if the scores lack either column."""
     free_N = scores["n_options"].to_numpy() == 0  # a free question has no option to name
     unparsed_N = ~failed_N & ~free_N & scores["parsed"].is_null().to_numpy()
     kept_N = scores["n_kept"].to_numpy().astype(float)

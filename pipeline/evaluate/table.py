@@ -125,7 +125,8 @@ class Row(ArmGroup):
         title: the printed name, with the number of seeds if several, and positions other than the default.
         cells: one per column; None if the method was not run there.
         mean: the mean of the printed overall scores; None if a benchmark is missing.
-        rel: None if a benchmark is missing, or full retention is missing or its printed score is 0 on one.
+        rel: Rel., the mean over the benchmarks of the score in percent of that of full retention; None if a benchmark
+            is missing, or full retention is missing or its printed score is 0 on one.
     """
 
     title: str
@@ -284,8 +285,7 @@ class ResultsTable:
 
 
 def printed(percent: float) -> str:
-    """Format a percentage to one decimal; halves are rounded away from 0, so 58.65 becomes 58.7 despite floating point.
-    """
+    """Format a percentage to one decimal; halves are rounded away from 0, so 58.65 becomes 58.7."""
     return str(Decimal(repr(round(percent, 9))).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 

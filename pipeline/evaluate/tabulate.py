@@ -291,7 +291,7 @@ def _choose_reference(groups: Sequence[ArmGroup], name: str | None) -> str:
 
 
 def _find_method(groups: Sequence[ArmGroup], name: str, option: str) -> str:
-    """Return the first method of the rows that a user's ``name`` for the flag ``option`` selects, or raise UsageError.
+    """Return the first method of the rows that a user's ``name`` selects, or raise UsageError about the flag ``option``.
     """
     methods = list(dict.fromkeys(group.method for group in groups))
     for method in methods:

@@ -31,7 +31,7 @@ class AnnotationRow(NamedTuple):
     Attributes:
         where: file and position in words, for messages.
         part: the section of the file that has the row, or the name of the file without its suffix.
-        number: index of the row in that section or file.
+        number: index of the row in that part.
     """
 
     where: str

@@ -54,7 +54,7 @@ class Split:
 
         Args:
             present: the parts that have questions; if it is empty, the result is "".
-            metric: the metric of the protocol; the score is a mean over the parts if it is this split's name.
+            metric: the split over whose parts the score is a mean, or "questions".
         """
         missing_parts = [part for part in self.parts if part not in present]
         lacking = f"no question of {', '.join(missing_parts)}" if missing_parts and present else ""
@@ -193,8 +193,8 @@ class Benchmark:
 
         Raises:
             UsageError: ``data`` is None or not a folder, it has no annotations, a file cannot be read or lacks a
-                column, no question is left, or most right answers are not among the options or seem to be counted from
-                1.
+                column, no question is left, or more than half of the right answers are not among the options, or they
+                seem to be counted from 1.
         """
         remedy = f"the folder must hold {self.source}"
         if data is None:
@@ -220,8 +220,7 @@ class Benchmark:
         return [name for path in templates for _, name, _, _ in Formatter().parse(path) if name]
 
     def _files(self, folder: Path, remedy: str) -> list[Path]:
-        """Return the sorted files that match the first pattern with any match; raise UsageError if no pattern matches.
-        """
+        """Return the sorted files that match the first pattern with any match; raise UsageError if none matches."""
         for pattern in self.files:
             if files := sorted(folder.glob(pattern)):
                 return files

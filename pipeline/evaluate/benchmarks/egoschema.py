@@ -3,10 +3,10 @@
 The right answers of 500 questions are published; these are ``egoschema-subset``, which has a score. ``egoschema`` has
 all questions, and produces a file {q_uid: index} for the authors' server.
 
-Two layouts are read: that of the hub (lmms-eval/egoschema), and that of the authors (github.com/egoschema/EgoSchema),
-whose rows are converted to the first. lmms-eval 0.5 sets no length of replies, so the model's default applies, which is
-1,024 on LLaVA-OneVision. Standard errors are clustered by Ego4D video if ``uid_to_ego4d.json`` exists; otherwise clips
-count as independent, and errors are too small.
+Two layouts are read: that of the hub (lmms-eval/egoschema), and that of the authors (github.com/egoschema/EgoSchema).
+lmms-eval 0.5 sets no length of replies, so the model's default applies, which is 1,024 on LLaVA-OneVision. Standard
+errors are clustered by Ego4D video if ``uid_to_ego4d.json`` exists; otherwise clips count as independent, and errors
+are too small.
 """
 
 from __future__ import annotations

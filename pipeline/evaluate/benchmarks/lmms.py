@@ -96,9 +96,6 @@ class LmmsTask(Benchmark):
         The id of a question is the document's number, its cluster is the video, and it has no options and no right
         answer.
 
-        Args:
-            roots: further folders into which links in ``data`` may lead.
-
         Raises:
             UsageError: no question is left.
         """

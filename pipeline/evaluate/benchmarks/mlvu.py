@@ -1,11 +1,10 @@
 """MLVU (Zhou et al., CVPR 2025), multiple choice.
 
 The dev set has 2,175 questions of four options on 1,122 videos of 3 min to 2 h; the test set has 502 questions of six
-options. The score is the mean over the tasks (M-Avg): seven in dev, nine in test.
+options. The score is the mean over the tasks (M-Avg).
 
 In the authors' layout, options are a list and the answer is one of them. In that of lmms-eval, the question's text
-contains the options and the answer is a letter. Rows of the first are converted to the second, because the prompts are
-lmms-eval's (``tasks/mlvu``).
+contains the options and the answer is a letter. Rows of the first are converted to the second.
 
 The reply rule of lmms-eval 0.7.3 knows only the letters A to D, also for the test set, where E and F are never right.
 """

@@ -39,9 +39,9 @@ def own_benchmark(file: str) -> Benchmark:
 class OwnQuestions(Benchmark):
     """A user's own questions, a row per question with question_id, video_id, prompt or messages, and answer.
 
-    A list in ``video_id`` puts several videos into the prompt. ``choices``, ``split`` (the part that the question
-    belongs to) and ``cluster`` are optional. With choices, ``answer`` is the text of a choice, its letter or its index
-    from 0. Without choices, it is a text, and ``same_text`` compares replies with it.
+    A list in ``video_id`` puts several videos into the prompt. ``choices``, ``split`` and ``cluster`` are optional.
+    With choices, ``answer`` is the text of a choice, its letter or its index from 0. Without choices, it is a text, and
+    ``same_text`` compares replies with it.
     """
 
     def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
@@ -50,12 +50,11 @@ class OwnQuestions(Benchmark):
         Args:
             data: the folder in which the video ids are paths. None: the ids are those of a cache, and no files are
                 looked for.
-            roots: further folders into which links in it may lead.
 
         Raises:
             QuestionsError: the file cannot be read, or a row is malformed, has no answer, or has options of decoding.
-            UsageError: ``data`` is not a folder, no question is left, or most right answers are not among the choices
-                or seem to be counted from 1.
+            UsageError: ``data`` is not a folder, no question is left, or more than half of the right answers are not
+                among the choices, or they seem to be counted from 1.
         """
         file = self.files[0]
         videos = None if data is None else VideoFolder(data_folder(data, "name the one that the videos are in"), roots)

@@ -29,7 +29,7 @@ class Arguments:
     """The options of ``--model_args``. None and "auto" stand for the default of jobs.generate.
 
     Attributes:
-        answers: a folder or prefix, in which answers are committed batch by batch; a rerun resumes.
+        answers: a folder or prefix, in which answers are committed batch by batch.
         pretrained: the model that the cache was made with; None is the one that the cache names.
         method: prunes a cache of all tokens when a question is asked, with ``parameters`` and ``retention_ratio``.
         seed: seed of random methods and of sampled answers.
@@ -112,8 +112,7 @@ class Arguments:
         )
 
     def check_fingerprint(self, identity: CacheIdentity) -> str:
-        """Return the fingerprint of a cache's identity; raise IdentityMismatch if it is not the one in ``--model_args``.
-        """
+        """Return the fingerprint of a cache's identity; raise IdentityMismatch if ``--model_args`` name another."""
         actual = fingerprint(identity)
         if self.fingerprint not in (None, actual):
             raise IdentityMismatch(

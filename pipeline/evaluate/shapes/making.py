@@ -1,8 +1,8 @@
 """Makes a video from its seed: first the story, then a free position for each thing in each frame.
 
 Only what a question asks for tells its answer. Eight shapes and eight colors are split into halves: the four named
-things take one half, the extras the other. Which named shape has which color, the four onsets (distinct frames) and the
-order of scenes are drawn independently.
+things take one half, the extras the other. Colors, onsets (in distinct frames) and the order of scenes are drawn
+independently.
 """
 
 from __future__ import annotations

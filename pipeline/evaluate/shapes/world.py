@@ -109,11 +109,9 @@ class Hardness:
     fade: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        """Check the settings.
+        """Raise ValueError if a range is negative, descending or outside its limits, or ``standing`` is not in [0, 1].
 
-        Raises:
-            ValueError: a range is negative, descending or outside its limits; more than one of pan, shake and zoom is
-                on; or ``standing`` is not in [0, 1].
+        Only one of pan, shake and zoom may be on.
         """
         for name in (*_LIMITS, "specks", "noise", "fade"):
             low, high = getattr(self, name)
@@ -212,7 +210,6 @@ class Video:
     """The description of a video, complete for rendering it and asking about it. ``make_video`` creates it.
 
     Attributes:
-        seed: determines the video, together with ``n_frames`` and ``hardness``.
         scenes: distinct names from SCENES.
         scene_of: the index into ``scenes``, per frame.
         named: the four things that questions name. Their colors are distinct and no other thing has them, and their

@@ -47,8 +47,7 @@ class Refusal(Exception):  # noqa: N818
 
 
 class _Network:
-    """Blocks the network for Python code in this process, for good, from its creation on; counts the blocked attempts.
-    """
+    """Blocks the network for Python code in this process, for good, from its creation on; counts blocked attempts."""
 
     def __init__(self) -> None:
         self.attempts = 0
@@ -94,8 +93,8 @@ class LoadedTask:
                 annotations.
 
         Raises:
-            Refusal: the task is unknown or a group, does not ask one prompt with one reply per document, has several
-                filters, lacks the metric or counts less of it as better, or its code exits or cannot load its
+            Refusal: the task is unknown or a group or tag, does not ask one prompt with one reply per document, has
+                several filters, lacks the metric or counts less of it as better, or its code exits or cannot load its
                 annotations.
         """
         from lmms_eval.tasks import TaskManager  # noqa: PLC0415 - seconds
@@ -419,7 +418,7 @@ def _list_parts(value: Any) -> dict[str, Any]:
 
 
 def _find_folders(name: str) -> list[Path]:
-    """Return the folders of YAML files that contain a task's name; an index of all tasks takes three seconds."""
+    """Return the folders of YAML files that contain a task's name."""
     import lmms_eval.tasks  # noqa: PLC0415 - seconds
 
     files = Path(lmms_eval.tasks.__file__).parent.rglob("*.yaml")

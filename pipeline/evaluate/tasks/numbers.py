@@ -1,9 +1,8 @@
 """Finds out how a task's number follows from its documents, so that it can have an interval.
 
-If a task's number is a mean of numbers of single documents, documents (and so whole videos) can be resampled. No task
-says whether this is so. It is therefore tested: results of different replies to the same document are mixed at random,
-the task aggregates each mixture, and an explanation is accepted only if it reproduces the task's number for every
-mixture.
+If a task's number is a mean of numbers of single documents, whole videos can be resampled. No task says whether this is
+so. It is therefore tested: results of different replies to the same document are mixed at random, the task aggregates
+each mixture, and an explanation is accepted only if it reproduces the task's number for every mixture.
 """
 
 from __future__ import annotations

@@ -119,8 +119,7 @@ def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
 
 
 def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    r"""Return the stop texts in ``until`` (a text, a list or None), without empty ones and lmms-eval's default "\n\n".
-    """
+    r"""Return the stop texts in ``until`` (a text, a list or None), without empty ones and the default "\n\n"."""
     stops = settings.get("until") or []
     stops = [stops] if isinstance(stops, str) else list(stops)
     if not all(isinstance(stop, str) for stop in stops):
