@@ -135,7 +135,7 @@ def escape_latex(text: str) -> str:
 def latex(table: ResultsTable) -> str:
     """Return the table as a LaTeX ``tabular`` in the paper's layout, which needs the packages booktabs and multirow.
 
-    Rows below it say what the scores were made with, then the remarks and the legend of the marks. The method
+    Rows below it say what the scores were made with, then come the remarks and the legend of the marks. The method
     ``table.ours`` is bold and marked "(Ours)".
     """
     width = len(table.titles) + 1

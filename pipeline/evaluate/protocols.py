@@ -205,8 +205,7 @@ def lmms_eval(
     """Return a benchmark's protocols of lmms-eval 0.7.3 and 0.5, in this order; only the first has ``reasoning``.
 
     Args:
-        newer: the name of the rule that reads replies in 0.7.3.
-        older: the name of the rule that reads replies in 0.5.
+        newer, older: the names of the rules that read replies in 0.7.3 and in 0.5.
         newer_prompts: templates by model type that replace ``prompt`` in 0.7.3.
         shared: further fields of both protocols.
     """

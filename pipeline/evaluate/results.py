@@ -279,6 +279,7 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
         UsageError: results are missing or damaged, two folders hold the same benchmark, models, frames or protocols
             differ, ``out`` holds something other than such a table, a reference or ``ours`` is no row, or the table of
             abilities is malformed. Nothing was written.
+        ValueError: a question lacks the split that its benchmark averages over.
     """
     rules = [*([] if config.abilities is None else read_ability_rules(config.abilities)), *BUILT_IN]
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)

@@ -212,8 +212,8 @@ def make_question_table(items: Sequence[Item], protocol: Protocol, model_type: s
 def _question(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode) -> QuestionRecord:
     """Return an item as a row of QUESTION_SCHEMA; its seed of decoding is derived from its id.
 
-    If the options are scored, they are in ``choices``, and the prompt is the bare question. Otherwise there are no
-    ``choices``, and the prompt is the protocol's whole message with the options in it.
+    If the options are scored, they are in ``choices``, and the prompt is the bare question. Otherwise the prompt is the
+    protocol's whole message with the options in it.
     """
     is_scored = bool(item.options) and protocol.choices != "generate"
     # Seeds matter only for sampled replies. A question's seed does not depend on the other questions.

@@ -306,7 +306,7 @@ def estimates(
 
     Args:
         cluster_Q: the video of each question, 0 to G-1.
-        parts: the parts of each column.
+        parts: one per column.
         draws: R. With 0, the estimates have no draws.
         generator: advanced by the call. Generators in equal states give equal draws for equal numbers of videos.
     """

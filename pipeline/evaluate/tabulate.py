@@ -255,7 +255,7 @@ def group_arms(
     arms of a row, one for each seed, are neighbors.
 
     Args:
-        methods: names as a user writes them; without a seed or positions, they select all of them. None selects all
+        methods: names as a user writes them, each for all seeds or positions that it does not name. None selects all
             arms.
     """
     seeds: dict[tuple[float, str, str], dict[int, MethodAtRatio]] = {}
@@ -291,8 +291,7 @@ def _choose_reference(groups: Sequence[ArmGroup], name: str | None) -> str:
 
 
 def _find_method(groups: Sequence[ArmGroup], name: str, option: str) -> str:
-    """Return the first method of the rows that a user's ``name`` selects, or raise UsageError about the flag ``option``.
-    """
+    """Return the first method of the rows that a user's ``name`` selects, or raise UsageError about ``--option``."""
     methods = list(dict.fromkeys(group.method for group in groups))
     for method in methods:
         if is_named(name, method):
@@ -365,7 +364,6 @@ def _make_cells(
         percentages: the numbers to print, one per row.
         numbers: the unrounded scores of the rows as shares, with their draws, for marks and differences.
         value_A: the score of each arm as a share, for the sample standard deviation over the seeds of a row.
-        n_videos: for ``videos_needed``.
         unit: appended to each printed number.
     """
     cells = [

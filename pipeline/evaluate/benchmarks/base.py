@@ -228,9 +228,7 @@ class Benchmark:
         raise UsageError(f"{folder}: no annotations of {self.title} in it (looked for {looked_for}); {remedy}")
 
     def _rows(self, folder: Path, path: Path, tables: Tables) -> list[tuple[AnnotationRow, UserRow]]:
-        """Read the rows of a file with their positions, and adapt them to the benchmark's columns.
-
-        Rows for which ``adapt`` returns None are left out; no rows at all are no error.
+        """Read the rows of a file with their positions, and adapt them; rows for which ``adapt`` returns None are left out.
 
         Raises:
             UsageError: the file cannot be read, or a needed column is in none of its rows.

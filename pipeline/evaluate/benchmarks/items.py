@@ -84,8 +84,7 @@ class Item:
 
 
 def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
-    """Return the id of a clip: the path with a media fragment such as ``#t=1.5,9``, or the bare path of a whole video.
-    """
+    """Return the id of a clip: the path with a media fragment such as ``#t=1.5,9``, or the path of a whole video."""
     if start_s is None and end_s is None:
         return path
     start, end = ("" if bound is None else repr(bound).removesuffix(".0") for bound in (start_s, end_s))

@@ -240,12 +240,7 @@ def _make_split(name: str) -> Split:
 
 
 def _describe_scoring(answer: dict[str, Any], numbers: dict[str, Any]) -> Iterator[str]:
-    """Yield lines about judges, replaced empty replies, failed rules, missing numbers, and a number that is no mean.
-
-    Args:
-        answer: what ``TaskProcess.score`` returned.
-        numbers: the content of ``OWN_NUMBERS``.
-    """
+    """Yield lines about judges, replaced empty replies, failed rules, missing numbers, and a number that is no mean."""
     if n_judged := sum(answer["judged"].values()):
         of = ", ".join(f"{name} {n}" for name, n in answer["judged"].items() if n)
         yield (

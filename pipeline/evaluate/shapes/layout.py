@@ -249,8 +249,7 @@ def _write_lines(path: Path, rows: list[Row]) -> None:
 
 
 def _videomme_row(film: Film, question_id: str, question: Question) -> Row:
-    """Return a question as a row in VideoMME's columns; the domain is the hardness, the sub-category the thing's kind.
-    """
+    """Return a question as a row in VideoMME's columns; the domain is the hardness, the sub-category the kind."""
     return {
         "video_id": film.number,
         "duration": film.duration,

@@ -310,7 +310,7 @@ class LoadedTask:
     def _name_part(self, own: Iterable[Mapping[str, Any]]) -> str:
         """Return the metric that tables show, as METRIC/PART if it has several numbers.
 
-        If the user named no part, it is the first part of the first arm in ``own`` that has any.
+        If the user named no part, it is the first part of the first arm that has any.
         """
         if self.metric in self._aggregations:
             for of_arm in own:
