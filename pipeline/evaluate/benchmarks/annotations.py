@@ -88,6 +88,9 @@ def _json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
 
     The parts of a file with an object ``meta`` are its keys; a part's entry in ``root`` becomes the column ``prefix``
     of its rows. Any other file is one part, named like the file without its suffix.
+
+    Raises:
+        BadRow: the file is not JSON, or rows are not a list of objects.
     """
     content = _load_json(path)
     if isinstance(content, dict) and isinstance(content.get("meta"), dict):

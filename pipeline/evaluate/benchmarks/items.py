@@ -44,11 +44,11 @@ class Item:
             bounds of a clip appended (``clip_id``). Only users' own questions may have several.
         path: the path of the video relative to the data folder; "" if the ids are the paths.
         start_s, end_s: the clip in seconds; None: from the start, or to the end.
-        conversation: JSON of the messages of which ``question`` is the last, for users' own questions; None without.
+        conversation: JSON of the messages of which ``question`` is the last; None without.
         options: the options in the file, including letters before them; () for a free answer.
         answer: index of the right option; None if no option is right, and for a free answer.
         expected: the answer in the file; None if it is not published.
-        splits: name of a split -> the part that the question belongs to.
+        splits: the question's part by name of a split.
         cluster: questions with the same cluster, mostly a video, are resampled together.
     """
 

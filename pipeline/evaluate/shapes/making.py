@@ -368,6 +368,9 @@ def _stage_story(
     """Draw the positions of a story's things, the camera and the looks, and return the video.
 
     Each failed ``attempt`` lowers the largest size by a pixel, down to the smallest size.
+
+    Raises:
+        NoRoom: a thing does not fit.
     """
     low, high = hardness.size
     sizes = (low, max(low, high - attempt))
