@@ -270,10 +270,11 @@ class _Results:
 def lay_out(config: EvaluateConfig) -> LaidOut:
     """Write one table of the results in several folders, in their order, as Markdown, LaTeX, JSON and a report page.
 
-    ``config.method`` and ``config.retention_ratio`` choose the rows and their order. A method or ratio that some
-    results lack becomes a line of ``missing``. *Where it breaks* is added to all files but LaTeX. In a table of several
-    benchmarks, only those of ``_SPLIT_IN_PAPER`` have columns for their first split; a single folder's table has them,
-    and each further split gets its own table. The files of an earlier table in ``out`` are replaced.
+    ``config.method`` and ``config.retention_ratio`` choose the rows, ordered by descending ratio and then as the
+    methods are given. A method or ratio that some results lack becomes a line of ``missing``. *Where it breaks* is
+    added to all files but LaTeX. In a table of several benchmarks, only those of ``_SPLIT_IN_PAPER`` have columns for
+    their first split; a single folder's table has them, and each further split gets its own table. An earlier table in
+    ``out`` is replaced.
 
     Raises:
         UsageError: results are missing or damaged, two folders hold the same benchmark, models, frames or protocols

@@ -228,7 +228,7 @@ class Benchmark:
         raise UsageError(f"{folder}: no annotations of {self.title} in it (looked for {looked_for}); {remedy}")
 
     def _rows(self, folder: Path, path: Path, tables: Tables) -> list[tuple[AnnotationRow, UserRow]]:
-        """Read the rows of a file with their positions, and adapt them; rows that ``adapt`` converts to None are left out.
+        """Read the rows of a file with their positions, and adapt them; rows that become None are left out.
 
         Raises:
             UsageError: the file cannot be read, or a needed column is in none of its rows.

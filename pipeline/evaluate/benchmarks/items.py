@@ -1,4 +1,4 @@
-"""Questions of benchmarks, and the faults of their annotations: no row is dropped silently."""
+"""Questions of benchmarks, and the faults of their annotations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The process that runs a task's code: ``python -m pipeline.evaluate.tasks.child JOB RESULT``.
 
-JOB is a JSON file with the request; the answer is written to RESULT as JSON. Code of tasks ends the process, prints,
-sleeps, and sends replies to paid services. Here, it has no keys of services, and Python code reaches no network.
+JOB is a JSON file with the request; the answer is written to RESULT as JSON. Code of tasks may end the process, print,
+sleep, and send replies to paid services. Here, environment variables with keys of services are withheld, and Python
+code reaches no network.
 """
 
 from __future__ import annotations

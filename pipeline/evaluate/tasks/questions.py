@@ -96,8 +96,8 @@ def read_settings(task: str, settings: Mapping[str, Any], seed: int = 0) -> tupl
 def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
     """Convert a task's settings to decoding options; settings that are None count as absent.
 
-    Decoding samples if ``do_sample`` is true or, without ``do_sample``, if the temperature is above 0; the default
-    temperature is then 1. Otherwise it is greedy.
+    The temperature is the given one, by default 1, if ``do_sample`` is true or, without ``do_sample``, if the given one
+    is above 0. Otherwise it is 0, which is greedy decoding.
 
     Raises:
         ValueError: a setting is unknown or out of range, or ``num_beams`` is not 1.
