@@ -79,7 +79,7 @@ class EvaluateRequest:
         grid: the arms that every question is asked under, by the labels of their answers.
         thought: "closed" if --close-thought closes a tag that the chat template opens; otherwise "open".
         questions: the questions of ``loaded`` as a table of QUESTION_SCHEMA.
-        store: where the results are written.
+        store: the results.
         cache: the path or URI of the cache of all tokens.
         videos: the options of the jobs.prune run that adds missing videos to the cache, without a manifest; None if the
             cache is only read.

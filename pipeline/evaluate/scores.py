@@ -258,8 +258,8 @@ class Submission(NamedTuple):
 def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, Submission]:
     """Return the submission of every arm in ``scores``; failed questions are left out.
 
-    If a reply names no option, one is drawn, as in lmms-eval. The draw depends only on the question's id, so it is the
-    same for all methods and in every run.
+    If a reply names no option, one is drawn, as in lmms-eval, by the question's id alone: it is the same for all
+    methods and in every run.
     """
     items_by_id = {item.question_id: item for item in items}
     submission_of = {arm: Submission({}, 0) for arm in list_arms(scores)}

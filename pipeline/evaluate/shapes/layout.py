@@ -165,7 +165,6 @@ class Film:
 
     Attributes:
         number: what VideoMME calls ``video_id``.
-        duration: a name from DURATIONS.
     """
 
     number: str

@@ -106,7 +106,7 @@ class Story:
 def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> Story:
     """Draw the scenes, the things and the choices of a video with ``n_frames`` frames (8, 16 or 32).
 
-    Two scenes take turns with ``hardness.back``; otherwise all are distinct.
+    Two scenes take turns with ``hardness.back``; otherwise all differ.
     """
     scenes, shapes, colors, signs = (shuffle(rng, names) for names in (SCENES, SHAPES, COLORS, SIGNS))
     standing = bool(rng.random() < hardness.standing)
