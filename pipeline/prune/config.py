@@ -241,7 +241,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return f"{self.videos[0]}{more}"
 
     def clip_names(self) -> tuple[str, str] | None:
-        """Parse ``--clips-from`` into two names, without blanks around them; None without the option.
+        """Parse ``--clips-from`` into two names; None without the option.
 
         Raises:
             UsageError: the value is not two names with a comma between them.
@@ -282,8 +282,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         """Check all options, and convert ``videos`` from a single string to a list.
 
         Raises:
-            UsageError: an option is invalid or contradicts another; the message names it and the values that it
-                accepts.
+            UsageError: an option is invalid or contradicts another.
         """
         super().__post_init__()
         if isinstance(self.videos, str):  # older records of runs have a string

@@ -64,10 +64,9 @@ class DecodeSetup:
         return plan_video(self.preprocessor, self.sampling.num_frames or self.sampling.max_frames or 0).shape
 
     def typical_frames(self) -> tuple[int, int, int]:
-        """Return the (frames, height, width) of a full HD video of typical length, for planning resources.
+        """Return the shape of ``largest_frames`` for a video of typical length: with ``fps``, at most 32 frames.
 
-        With ``fps`` it has at most 32 frames, since few videos reach the maximum. If the model does not take full HD, a
-        smaller standard size is used. Raises UnsupportedVideo if it takes none.
+        Raises UnsupportedVideo if the model takes no standard size.
         """
         frames = self.sampling.num_frames or min(self.sampling.max_frames or 0, _USUAL_FRAMES)
         return plan_video(self.preprocessor, frames).shape
@@ -77,10 +76,9 @@ class PlannedVideo(NamedTuple):
     """A hypothetical video whose shape a plan uses.
 
     Attributes:
-        shape: (frames, height, width) after resizing, as an encoder gets it.
+        shape: (frames, height, width) after resizing.
         size: (width, height) in the file.
-        refusal: the error for the requested size, if the model does not take it and a smaller size was chosen; else
-            None.
+        refusal: the model's error for the requested size, if a smaller size was chosen; otherwise None.
     """
 
     shape: tuple[int, int, int]
@@ -132,7 +130,7 @@ class VideoDecoder:
     A video that crashes the child, hangs or exhausts its memory costs only itself. Close the decoder after use.
 
     Attributes:
-        cpu_s: CPU seconds of the child for the last video that it decoded.
+        cpu_s: CPU seconds of the child for the last video that was decoded without a fault.
     """
 
     def __init__(self, setup: DecodeSetup, sandbox: DecodeSandbox | None = None) -> None:
@@ -167,7 +165,7 @@ class VideoDecoder:
     def open_archives(self, rows: Iterable[TodoRow]) -> OpenArchives:
         """Return a reader of the archives that contain videos of these rows. Close it after use.
 
-        Rows with a policy or a known fault are ignored, because their files are not opened.
+        Rows with a policy or a known fault are ignored.
         """
         locations = [_locate(row) for row in rows if not (row["policy"] or row["fault"])]
         return OpenArchives(self._setup.objects, locations)
@@ -208,7 +206,7 @@ def decode_sample(
 
     Yields:
         (record, frames, core-seconds) of each row; frames is None for a failed video. Core-seconds are CPU seconds of
-        the child; for a failed video and with ``nvdec``, which uses no core, they are ``decode_s`` of the record.
+        the child; for a failed video and with ``nvdec``, they are ``decode_s`` of the record.
     """
     with closing(VideoDecoder(setup)) as decoder, decoder.open_archives(rows) as archives:
         for row in rows:
@@ -251,10 +249,10 @@ class Decoder:
         return self.decode(unpack_task(unit))
 
     def decode(self, todo: pa.Table | pa.RecordBatch) -> Iterator[pa.Table]:
-        """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for every ``videos_per_bundle`` of them.
+        """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for every ``videos_per_bundle`` of them, and for the rest.
 
-        The last batch may have fewer videos. A failed video becomes an error record without frames. The videos of a
-        batch are reported as in hand while they are decoded. Blocks while this worker is excluded.
+        A failed video becomes an error record without frames. The videos of a batch are reported as in hand while they
+        are decoded. Blocks while this worker is excluded.
         """
         rows: list[TodoRow] = todo.to_pylist()
         with self._decoder.open_archives(rows) as archives:
@@ -265,10 +263,7 @@ class Decoder:
                 yield packed
 
     def _decode_reported(self, row: TodoRow, items: ItemsInHand, archives: OpenArchives) -> VideoItem:
-        """Decode one video, and report its outcome to the heartbeat. Blocks while this worker is excluded.
-
-        Two calls may fetch videos at the same time, but only one decodes.
-        """
+        """Decode one video, and report its outcome to the heartbeat. Blocks while this worker is excluded."""
         self._heartbeat.wait_while_excluded()
         with self._decoder.open(row, archives) as source, self._decoding:
             record, frames = self._decoder.decode_one(row, source)
@@ -277,7 +272,7 @@ class Decoder:
 
 
 def _locate(row: TodoRow) -> Location:
-    """Return the location of a row's video, with its offset in an archive, size and mark if the row has them."""
+    """Return the location of a row's video."""
     return Location.parse(row["uri"], row["source_offset"], row["size"], row["mark"])
 
 
@@ -285,7 +280,7 @@ def _first_record(row: TodoRow, source: Source) -> VideoRecord:
     """Return the record of a video before decoding, with status "ok".
 
     It has the non-null values of the row that are columns of the videos table, the mark of the opened source, and the
-    name of the archive for a member of an archive.
+    archive of a member.
     """
     columns = {name: value for name, value in row.items() if name in VIDEO_COLUMNS}
     columns["source_mark"] = source.location.mark
@@ -295,9 +290,9 @@ def _first_record(row: TodoRow, source: Source) -> VideoRecord:
 
 
 def _find_size(location: Location) -> int | None:
-    """Return the size of a failed video's file in bytes, or None if it is unknown.
+    """Measure a failed video's local file in bytes, or return the size in ``location`` for a remote file or a member.
 
-    A local file is measured. For a remote file or a member of an archive, this is the size of ``location``.
+    None means that the size is unknown, for example because the file cannot be read.
     """
     if is_remote(location.file) or location.member is not None:
         return location.size
@@ -308,7 +303,7 @@ def _find_size(location: Location) -> int | None:
 
 
 def make_decoding_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
-    """Return the columns of the videos table that a decoded video fills, without those that are null.
+    """Return the columns of the videos table that a decoded video fills, without null values.
 
     Args:
         attempts: the number of this attempt over all runs. A second try by the sandbox adds one to it.

@@ -36,16 +36,15 @@ class Forecast:
     """The result of a dry run: what a run with the same options would do if it started now.
 
     Attributes:
-        out: the cache, as the options name it.
         tally: the number of videos in the manifest for each way in which they are treated.
         n_todo: the number of videos that the run would process, with ``--limit`` applied.
         doomed: problem -> an example and the number of the videos among ``n_todo`` that are sure to fail.
-        first_ids: the ids of the first videos to process.
+        first_ids: the ids of the first 5 videos to process.
         identity: the identity of the cache; its compute dtype is "auto" if the cluster decides.
-        grid: (T, N) of every video if ``one_size``; else of the largest planned video, which has ``size``.
+        grid: (T, N) of every video if ``one_size``; otherwise of the largest planned video, which has ``size``.
         kept: the number of tokens stored for that video; an estimate unless ``is_exact``.
         video_bytes: the bytes of these tokens on disk.
-        size: the size of that video: "full HD", or the largest smaller standard size that the model takes.
+        size: "full HD", or the largest smaller standard size that the model takes.
         refusal: the error with which full HD videos of maximum length will fail; None if the model takes them.
         minute: (tokens, kept tokens, bytes on disk) of a video of one minute.
         minute_size: the size of the video of one minute, in words.
@@ -140,7 +139,7 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
 
 
 def _describe_files(check: ListCheck) -> Iterator[str]:
-    """Yield a sentence about the existing local files, and one about the videos that were not looked at, if any."""
+    """Yield a sentence about the existing local files, and one about the videos that were not looked at; none for 0."""
     if check.n_found:
         verb = "exists" if check.n_found == 1 else "exist"
         yield f"{format_count(check.n_found, 'local file')} {verb}; whether they decode was not checked"
@@ -165,7 +164,7 @@ def _measure_video(recipe: Recipe, n_frames: int) -> tuple[PlannedVideo, tuple[i
 def _check_writable(store: Store) -> None:
     """Raise UsageError if the cache's folder, or the nearest parent that exists, is not a writable folder.
 
-    Writes nothing. An object store is not checked.
+    An object store is not checked.
     """
     if store.folder is None:
         return

@@ -27,7 +27,7 @@ def read_run_config(cache: TokenCache, run: RunRecord, model: str | None) -> Pru
     ``decoder``, ``device``, ``dtype`` and ``attn`` are "auto".
 
     Args:
-        model: the current location of the model; None takes it from the record.
+        model: the current location of the model; None or "" takes it from the record.
 
     Raises:
         UsageError: an option in the record is invalid.
