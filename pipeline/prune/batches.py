@@ -64,7 +64,10 @@ def unpack_task(unit: pa.Table) -> pa.RecordBatch:
 
 
 def pack(videos: Sequence[VideoItem]) -> pa.Table:
-    """Pack videos into one row of BUNDLE: decoded ones with frames, encoded ones with kept tokens, failed ones with neither.
+    """Pack videos into one row of BUNDLE.
+
+    Args:
+        videos: decoded videos with frames, encoded videos with kept tokens, and failed videos with neither.
 
     Raises:
         KeyError: a record has a key that is not a column of the videos table.

@@ -249,10 +249,10 @@ class Decoder:
         return self.decode(unpack_task(unit))
 
     def decode(self, todo: pa.Table | pa.RecordBatch) -> Iterator[pa.Table]:
-        """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for every ``videos_per_bundle`` of them, and for the rest.
+        """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for every ``videos_per_bundle`` of them.
 
-        A failed video becomes an error record without frames. The videos of a batch are reported as in hand while they
-        are decoded. Blocks while this worker is excluded.
+        The last batch may have fewer videos. A failed video becomes an error record without frames. The videos of a
+        batch are reported as in hand while they are decoded. Blocks while this worker is excluded.
         """
         rows: list[TodoRow] = todo.to_pylist()
         with self._decoder.open_archives(rows) as archives:

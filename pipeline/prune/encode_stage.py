@@ -76,13 +76,13 @@ class EncodeSetup:
         return round(self.bytes_per_video(n_frames, height, width) - saved_bytes)
 
     def encoder(self) -> VideoEncoder:
-        """Create the encoder, which loads the vision tower. Raises ModelError if the tower cannot be loaded."""
+        """Load the vision tower, and return the encoder. Raises ModelError if the tower cannot be loaded."""
         return VideoEncoder(self)
 
 
 @dataclass
 class Turn:
-    """The time that a video has at the device, yielded by ``VideoEncoder._turn``.
+    """The time that a video has at the device.
 
     Attributes:
         seconds: the duration of its kernels; 0 until the turn is over.
@@ -97,9 +97,6 @@ class VideoEncoder:
     Threads may share an encoder. A GPU then works on four videos at once: it copies the frames of one, encodes the
     second, prunes the third on another stream, and copies back the tokens of the fourth. A CPU encodes or prunes one
     video at a time.
-
-    Attributes:
-        backbone: the vision tower.
     """
 
     _max_pass = Fraction(1)  # the share of a pass that several videos may fill
@@ -150,7 +147,7 @@ class VideoEncoder:
             frames: [t,h,w,3] uint8, resized by the preprocessor.
 
         Raises:
-            VideoFault: any error that concerns only this video.
+            VideoFault: the video failed; this includes unexpected errors ("internal") and lack of GPU memory.
             MethodFails: a user method would fail for every video.
         """
         video_id = record["video_id"]
@@ -164,8 +161,9 @@ class VideoEncoder:
     def group_by_pass(self, videos: Iterable[VideoItem]) -> Iterator[list[VideoItem]]:
         """Yield the videos of a batch in order, in groups that can share a pass of the vision tower.
 
-        The shares of a group add up to at most one pass, which halves each time memory runs out; a video with a larger
-        share is a group of its own, and so is a failed video. Without ``batch_frames``, so is every video.
+        The shares of a group add up to at most one pass, or half of it for each time that ``encode_together`` ran out
+        of memory. A video with a larger share is a group of its own, and so is a failed video. Without
+        ``batch_frames``, so is every video.
         """
         group, group_share = list[VideoItem](), Fraction(0)
         for video in videos:
@@ -185,8 +183,8 @@ class VideoEncoder:
         """Encode decoded videos in one pass of the vision tower, and prune each of them.
 
         No failure is raised, not even MethodFails, since another video of the pass may have caused it: the caller
-        encodes the failed videos one by one. If GPU memory runs out in the pass, later passes are limited to half the
-        frames. If the GPU's context is broken, the process ends.
+        encodes the failed videos one by one. If GPU memory runs out in the pass, later groups of ``group_by_pass`` are
+        half as large. If the GPU's context is broken, the process ends.
 
         Returns:
             An item per video in order; None for a video that failed, and for all videos if the pass failed.
@@ -272,8 +270,8 @@ class VideoEncoder:
     def _turn(self, lock: threading.Lock, stream: torch.cuda.Stream | None = None) -> Iterator[Turn]:
         """Hold ``lock`` while the block launches kernels; on exit, release it and wait for them, also after an error.
 
-        The next thread can launch its kernels during this wait, so that the GPU never waits for the host between two
-        videos. After an error the wait is needed because freed memory may be reused on another stream at once.
+        During this wait the next thread can launch its kernels. After an error the wait is needed because freed memory
+        may be reused on another stream at once.
 
         Args:
             stream: the stream for the kernels on a GPU; None for the current stream.
@@ -329,8 +327,8 @@ class VideoEncoder:
         """Return the complete record of a video and its kept tokens on the CPU, in the precision of the cache.
 
         Args:
-            n_videos: the number of videos that shared the pass. On a GPU more than one may change the rounding, so the
-                record states it.
+            n_videos: the number of videos that shared the pass. The record states it on a GPU, where more than one may
+                change the rounding.
         """
         is_shared = n_videos > 1 and not self.backbone.on_cpu
         runtime = self._runtime_record | ({"shared_pass": f"{n_videos} videos"} if is_shared else {})
@@ -354,7 +352,7 @@ class VideoEncoder:
     def encode_frames(self, frames: Tensor | NDArray[np.uint8], video: SampledVideo | None = None) -> VisualTokens:
         """Encode frames to all visual tokens and the evidence that is needed, in the precision of the cache.
 
-        All kernels have finished on return, so any stream may read the result.
+        All kernels have finished on return.
 
         Args:
             frames: [t,h,w,3] uint8, resized by the preprocessor.
@@ -425,11 +423,7 @@ def _run_guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
 
 
 def _try_alone(names: str, work: Callable[[], T]) -> T | None:
-    """Return ``work()``, or None if it fails. Only MethodFails is raised; a broken GPU context ends the process.
-
-    Args:
-        names: the ids of the videos, printed if the process ends.
-    """
+    """Return ``work()``, or None if it fails. Only MethodFails is raised; a broken GPU context ends the process."""
     try:
         return _run_guarded("prune", names, work)
     except VideoFault:
@@ -441,12 +435,12 @@ class Encoder:
 
     A call takes a row of BUNDLE and yields one. Two calls may run at a time, but only one computes. If the process
     crashes (by a signal or a broken GPU context), Ray starts another one, which tries each video in hand once more. A
-    video that crashes a second process gets an error row. To identify it, a process after a crash encodes its first
-    videos singly.
+    video that crashes a second process gets an error row. To identify it, a process after a crash encodes its first 100
+    or so videos singly.
     """
 
     def __init__(self, setup: EncodeSetup, heartbeats: ActorHandle | None = None) -> None:
-        """Start the heartbeat, and load the model. After a crash, ``encode`` will try about CAREFUL videos one by one.
+        """Start the heartbeat, and load the model.
 
         Args:
             heartbeats: the actor that collects the workers' reports; None for no reports.
@@ -513,8 +507,8 @@ class Encoder:
     def _encode_reported(self, video: VideoItem, items: ItemsInHand) -> VideoItem:
         """Encode one video, and report its outcome to the heartbeat. Blocks while this worker is excluded.
 
-        A video without frames, which failed in decoding, keeps its error record. A VideoFault becomes an error record;
-        MethodFails is raised.
+        A video that failed in decoding keeps its error record. A VideoFault becomes an error record; MethodFails is
+        raised.
         """
         self._heartbeat.wait_while_excluded()
         if video.frames is None:
@@ -576,7 +570,7 @@ def _check_finite(subject: str, values: Tensor) -> None:
 
 
 def to_sampled_video(record: VideoRecord) -> SampledVideo:
-    """Return the values of a video's record that the backbone needs: size, times, clip and rates."""
+    """Return the size, times, clip and rates in a video's record, which the backbone needs."""
     return SampledVideo(
         height=record["height"],
         width=record["width"],

@@ -28,7 +28,7 @@ class Facts:
     Attributes:
         token_bytes: stored bytes of a token with its columns.
         on_gpus: True if encoders compute on GPUs.
-        max_hours: hours after which the run ends; None for no limit.
+        max_hours: None for no limit.
         videos: the number of committed rows, failed videos included.
         encode_s: seconds of encoding; on CPUs also of pruning.
         video_s: seconds that the ok videos, or their clips, play.
@@ -63,8 +63,7 @@ class Facts:
     def add(self, rows: pa.Table) -> None:
         """Add the rows of a shard (columns of WRITTEN_SCHEMA), including failed videos.
 
-        Rows are added one by one in order, so that sums of floats do not depend on how the rows are divided into
-        shards.
+        Rows are added one by one in order, so that sums of floats do not depend on the sizes of the shards.
         """
         self.videos += len(rows)
         for row in rows.select(_COLUMNS).to_pylist():
@@ -77,7 +76,7 @@ class Facts:
                 self.video_s += measure_seconds(row)
 
     def check_limit(self) -> None:
-        """Raise LimitReached if ``max_hours`` have passed since this object was created, and set ``limit_reached``."""
+        """Raise LimitReached, and set ``limit_reached``, if ``max_hours`` have passed since this object was created."""
         if self.max_hours is not None and self.clock() - self._started_at >= self.max_hours * _HOUR:
             self.limit_reached = f"--max-hours {self.max_hours:g} is reached"
             raise LimitReached(self.limit_reached)

@@ -4,9 +4,9 @@
         -> the driver collects references, by number or age -> write (actors) -> the driver commits
 
 Terms, small to large. Item: one video, with its record and arrays. Batch (schema BUNDLE): the videos of one Arrow row
-between two stages: several together, or a very large video alone (``pipeline.prune.batches``). Task (schema UNIT): the
-videos that one decode call takes, and that a retry decodes again, in whole batches. ``Part``: the tasks of one archive,
-or of all videos known at the start. Shard: the videos of one token file. A block of Ray Data is one row here.
+between two stages: several together, or a very large video alone. Task (schema UNIT): the videos that one decode call
+takes, and that a retry decodes again, in whole batches. ``Part``: the tasks of one archive, or of all videos known at
+the start. Shard: the videos of one token file. A block of Ray Data is one row here.
 
 Encode and prune share an actor, so that a video's full tokens (45 MB for 32 frames of LLaVA-OneVision-7B) never cross
 the object store. Decode is a separate stage, so that nodes without GPUs can run it. Ray Data runs these two stages. An
@@ -51,8 +51,6 @@ class PruneJob(Job[Todo]):
     """The work of a prune run: decode, encode and prune videos, and write their tokens.
 
     Args:
-        request: the options, the cache and the list of videos.
-        stages: the settings of the workers.
         run_id: the id of the run, for the names of token shards.
         record: the run's record, in which each plan is saved.
         facts: is told the number of encoders of each plan.
@@ -103,7 +101,8 @@ class PruneJob(Job[Todo]):
         return self._plan_workers(self.available_resources(), n_items)[1]
 
     def _plan_workers(self, cluster: Mapping[str, float], n_videos: int) -> tuple[Resources, Resources]:
-        """Return (uncapped, fitted) plans from ``plan_workers``; the fitted plan cuts tasks at row groups of tables."""
+        """Return the plans (uncapped, fitted) of ``plan_workers``; the fitted plan cuts tasks at row groups of tables.
+        """
         uncapped, plan = plan_workers(self.options, self._stages, cluster, n_videos, self._total_file_bytes)
         return uncapped, replace(plan, rows_per_group=self._request.videos.indexes.rows_per_group)
 
@@ -201,7 +200,7 @@ class Feed:
         self._new_part = asyncio.Condition()
 
     async def put(self, number: int, units: list[ray.ObjectRef]) -> None:
-        """Store a reference to the tasks of part ``number``. It is in a list, so that Ray does not fetch the tasks."""
+        """Store a reference to the tasks of part ``number``, in a list so that Ray does not fetch the tasks."""
         async with self._new_part:
             self._parts[number] = units
             self._new_part.notify_all()

@@ -81,8 +81,7 @@ def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
 def refuse_other_file(name: str) -> None:
     """Raise ManifestError if ``name`` is a local file that is not a video, a manifest or an archive.
 
-    Anything else passes: a folder, a glob, an object, a missing file. Only the first bytes of the file are read. The
-    command calls this before it imports torch and Ray.
+    Anything else passes: a folder, a glob, an object, a missing file. Only the first bytes of the file are read.
     """
     path = name.removeprefix("file://")
     is_file = os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for a name that is too long
@@ -162,8 +161,8 @@ def _is_local_file(row: TodoRow) -> bool:
 def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
     """Return (problem, details) if a video is sure to fail; None if not.
 
-    It fails if it has a policy or a known fault, if its clip starts before 0 or has no length, or if its local file
-    does not exist. The problem completes a sentence "3 videos ...", such as "do not exist on this machine (io)".
+    It fails if it has a policy or a known fault, if its clip starts before 0 or does not end after its start, or if its
+    local file does not exist. The problem completes a sentence "3 videos ...".
     """
     if row["policy"] is not None:
         return "may not be read (policy)", row["policy"]

@@ -93,7 +93,7 @@ class EncodeVideos:
 
     The columns are those of ``pipeline.ray_dataset``, with tokens in ascending position, and ``status``,
     ``error_class`` and ``error_message``. A failed video has nulls instead of tokens. Each worker loads one vision
-    tower, on its GPU.
+    tower.
     """
 
     def __init__(self, stages: PruneStages) -> None:

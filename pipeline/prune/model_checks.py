@@ -60,7 +60,7 @@ def _check_vision_part(source: ModelSource) -> str:
 
 
 def _describe_sizes(source: ModelSource) -> str:
-    """Describe how the numbers of tokens and bytes are computed, which depends on the kind of family."""
+    """Describe how the numbers of tokens and bytes are computed, by the kind of family."""
     if source.family in BACKBONES:
         return "computed from config.json and the preprocessor's settings"
     if source.family == GENERIC:
