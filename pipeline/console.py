@@ -26,10 +26,7 @@ def speaker(console: Console) -> Say:
 
 
 def clean(text: str) -> str:
-    """Replace each control character by a space. Newlines stay.
-
-    Control characters include marks that change the direction of writing, and unpaired surrogates.
-    """
+    """Replace control characters, marks of writing direction and unpaired surrogates by spaces. Newlines stay."""
     return _CONTROL.sub(" ", text)
 
 
@@ -53,7 +50,7 @@ class CleanConsole(Console):
         super().print(*(clean_line(item) if isinstance(item, str) else item for item in objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render an object with its text cleaned. Rich passes everything that is printed through this method."""
+        """Render an object with its text cleaned. Rich passes all output through this method."""
         return super().render(_clean(renderable, clean), options)
 
     def render_lines(
@@ -65,7 +62,7 @@ class CleanConsole(Console):
         pad: bool = True,
         new_lines: bool = False,
     ) -> list[list[Segment]]:
-        """Render an object, such as the cell of a table, as lines, after its newlines have become spaces."""
+        """Render an object, such as the cell of a table, as lines, with spaces for newlines in its text."""
         return super().render_lines(_clean(renderable, clean_line), options, style=style, pad=pad, new_lines=new_lines)
 
 

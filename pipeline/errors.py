@@ -351,11 +351,7 @@ def near_form(path: str) -> str:
 
 
 def normalise_look(name: str) -> str:
-    """Normalize a file name so that names that look the same become equal.
-
-    macOS decomposes accented letters (NFD) and puts narrow no-break spaces into the names of its recordings. The result
-    is in NFKC, without blanks at its ends, and with "/" in place of a backslash.
-    """
+    """Normalize a file name (NFKC, stripped, "/" for a backslash), so that names that look the same become equal."""
     return normalize("NFKC", name).strip().replace("\\", "/")
 
 
@@ -374,7 +370,7 @@ def describe_near(wrong: str, near: str) -> str:
 
 
 def format_count(n: int, noun: str) -> str:
-    """Format a number with its noun, in the plural unless the number is 1: ``"1 video"``, ``"2,000 videos"``."""
+    """Format a number with its noun: ``"1 video"``, ``"2,000 videos"``."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{n:,} {noun if n == 1 else plural}"
 
@@ -392,7 +388,7 @@ def name_first(names: Sequence[str], total: int, limit: int = 3) -> str:
 def printable(message: str, limit: int = 1024) -> str:
     """Replace control characters of a message by spaces, strip it, and cut it to ``limit`` bytes of UTF-8.
 
-    A message that is cut ends with "...". Whole characters are kept.
+    A message that is cut ends with "...".
     """
     clean = "".join(c if c.isprintable() else " " for c in message).strip()
     data = clean.encode("utf-8", "replace")
@@ -415,10 +411,7 @@ def usage_errors() -> Iterator[None]:
 
 @contextmanager
 def store_usage_errors() -> Iterator[None]:
-    """Convert an OSError that is raised inside this context into a UsageError that names the file or the store.
-
-    Use it for checks before anything is started.
-    """
+    """Convert an OSError that is raised inside this context into a UsageError that names the file or the store."""
     try:
         yield
     except OSError as error:

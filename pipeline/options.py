@@ -62,15 +62,12 @@ def check_ratio(name: str, value: float | None) -> None:
 
 
 def likely_share(value: float) -> str:
-    """Return "; did you mean 25%?" for a number in (1, 100], probably a percentage without its sign; otherwise ""."""
+    """Return "; did you mean 25%?" for a number above 1 and up to 100, otherwise ""."""
     return f"; did you mean {value:g}%?" if 1.0 < value <= 100.0 else ""
 
 
 def check_choices(config: Any) -> None:
-    """Raise UsageError if the value of an option with ``choices`` is not one of them.
-
-    argparse checks only flags; this also checks values from a configuration file and from Python. None is accepted.
-    """
+    """Raise UsageError if an option with ``choices`` is neither None nor one of them, wherever the value comes from."""
     for item in fields(config):
         choices, value = item.metadata.get("choices"), getattr(config, item.name)
         check(not choices or value is None or value in choices, item.name, f"one of {choices}", value)
@@ -205,8 +202,7 @@ class RunOptions(S3Options):
     def infrastructure_limit(self, total: int) -> int:
         """Return the number of infrastructure errors, out of ``total`` items, above which the run counts as failed.
 
-        Infrastructure errors come from a mount, a store, a bug or a full GPU. If ``--max-failed`` is given, it is this
-        limit too; the default is 10 or 5 %, whichever is more.
+        It is ``--max-failed`` if that is given, otherwise 10 or 5 %, whichever is more.
         """
         if self.max_failed is not None:
             return self.failure_limit(total)
@@ -321,10 +317,7 @@ class EngineOptions(RunOptions, CodeOptions):
 
 
 def engine_values(texts: Iterable[str]) -> dict[str, Json]:
-    """Parse NAME=VALUE engine arguments. A value that is valid JSON is decoded; any other value stays text.
-
-    Raises:
-        UsageError: an argument has no name or no "=".
+    """Parse NAME=VALUE engine arguments; values that are not JSON stay text. Raises UsageError without a name or "=".
     """
     return {name: _json_or_text(text) for name, text in named_values(texts, "--engine-param").items()}
 

@@ -29,7 +29,7 @@ _FORM = (
 
 
 def is_own(kind: type) -> bool:
-    """Return True if the user wrote the class: its module is not in this package, torch or the standard library."""
+    """Return True if the class is not defined in this project, torch or the standard library."""
     return kind.__module__.partition(".")[0] not in _NOT_OWN
 
 
@@ -68,9 +68,7 @@ def hash_code(kind: type) -> str:
 
 
 def is_comparable(code: str | None) -> bool:
-    """Return True if a stored hash can be compared with the result of ``hash_code``.
-
-    False for None, and for the hashes of older versions, which covered other statements.
+    """Return True if a stored hash can be compared with the result of ``hash_code``; False for None and older versions.
     """
     return code is not None and code.startswith(_FORM)
 
@@ -155,7 +153,7 @@ def _find_spec(module: str) -> Any:
 
 
 def _find_file(module: str) -> Path | None:
-    """Return the file that a module is loaded from; None if the module cannot be found or has no file."""
+    """Return the file that a module is loaded from; None if it cannot be found."""
     spec = _find_spec(module)
     origin = getattr(spec, "origin", None) or getattr(spec, "__file__", None)
     return Path(origin) if isinstance(origin, str) and "/" in origin else None

@@ -66,9 +66,7 @@ def prune_or_fault(pruner: Pruner, visual: VisualTokens, retention_ratio: float,
 
 
 def _may_be_gpu_fault(error: Exception) -> bool:
-    """Return True if an error may come from a broken GPU.
-
-    That is so if its message says "CUDA error", or if this process uses CUDA and a small operation on the GPU fails.
+    """Return True if the message says "CUDA error", or this process uses CUDA and a small operation on the GPU fails.
     """
     has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return "CUDA error" in str(error) or (has_cuda and is_gpu_broken())

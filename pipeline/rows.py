@@ -303,12 +303,7 @@ VideoRow = VideoRecord
 
 
 def sampled_fps(row: VideoRow) -> float | None:
-    """Compute the rate, in frames per second, at which an ok video's clip was sampled.
-
-    ``row["fps"]``, in contrast, is the frame rate of the source.
-
-    Returns:
-        The number of sampled frames per second of the clip, or None if the row states no frame rate or no frames.
+    """Compute the sampled frames per second of an ok video's clip; None if the row states no frame rate or no frames.
     """
     fps = row.get("clip_fps") or row["fps"]
     return len(row["frame_indices"]) / row["clip_frames"] * fps if fps and row["clip_frames"] else None
@@ -379,7 +374,7 @@ class AnswerRecord(QuestionRecord, total=False):
 
 
 def without_nulls(row: Mapping[str, Any], kind: type[R]) -> R:
-    """Copy a row as a record of type ``kind``, leaving out the keys whose value is None."""
+    """Copy a row as a record of type ``kind``, without None values."""
     return cast(R, {name: value for name, value in row.items() if value is not None})
 
 
@@ -406,16 +401,12 @@ def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
 
 
 def may_succeed_elsewhere(record: VideoRecord) -> bool:
-    """Return True if the video failed with a retryable fault, which may be the fault of its machine."""
+    """Return True if the video failed with a retryable fault, for which its machine may be to blame."""
     return record["status"] == "failed" and record["retryable"]
 
 
 def is_infrastructure_error(record: VideoRecord) -> bool:
-    """Return True if the video's row is an infrastructure error.
-
-    These are the classes io, own-code and internal (mounts, stores, bugs), and out-of-memory on a GPU, whose memory
-    other programs may have taken.
-    """
+    """Return True if the video failed as io, own-code or internal, or as out-of-memory on a GPU."""
     if record["status"] == "ok":
         return False
     on_the_gpu = record["error_class"] == "out-of-memory" and record["error_stage"] in ON_THE_GPU

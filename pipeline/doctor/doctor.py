@@ -123,10 +123,7 @@ class Doctor:
         yield Finding("parity", *load_object(check)(source))
 
     def _check_settings(self) -> Iterator[Finding]:
-        """Resolve the options as a run does, keep the recipe, and yield "ok" with a description.
-
-        Raises:
-            UsageError: model, frames and method do not fit together.
+        """Resolve the options as a run does, keep the recipe, and yield "ok". Raises UsageError if a run would refuse them.
         """
         self._recipe = recipe = resolve(self._config)
         frames = describe_sampling(sampling_settings(recipe.sampling))
@@ -181,7 +178,7 @@ class Doctor:
 
 
 def reachable(store: Store) -> Store:
-    """Return the store; for a local folder that does not exist yet, the nearest existing folder above it."""
+    """Return the store; for a missing local folder, the nearest existing folder above it."""
     if store.folder is not None and not store.folder.exists():
         return LocalStore(next(path for path in store.folder.parents if path.exists()))
     return store

@@ -29,7 +29,7 @@ class Finding:
 
     @classmethod
     def slow_if(cls, slow: object, name: str, says: str, remedy: str) -> Finding:
-        """Return a "slow" finding with the remedy if ``slow`` is true, otherwise an "ok" finding without a remedy."""
+        """Return a "slow" finding with the remedy if ``slow`` is true, otherwise an "ok" finding."""
         return cls(name, "slow", says, remedy) if slow else cls(name, "ok", says)
 
     def on(self, host: str) -> Finding:
@@ -38,10 +38,7 @@ class Finding:
 
 
 def run_guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of a check; if it raises an exception, yield that last as a "wrong" finding.
-
-    So later checks still run.
-    """
+    """Yield the findings of a check, and a "wrong" finding last if it raises an exception."""
     try:
         yield from check()
     except Exception as error:  # noqa: BLE001 - whatever breaks a check is what the user wants to know

@@ -104,7 +104,7 @@ def check_device(setup: EncodeSetup, shape: tuple[int, int, int]) -> tuple[list[
 
 
 def _check_gpu() -> Iterator[Finding]:
-    """Yield one finding on the first GPU: "slow" below compute capability 8.0, which emulates bfloat16."""
+    """Yield one finding on the first GPU: "slow" if it emulates bfloat16 (compute capability below 8.0)."""
     gpu = torch.cuda.get_device_properties(0)
     says = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}"
     remedy = "bfloat16 is emulated before capability 8.0: use --dtype float16"

@@ -36,10 +36,7 @@ NONE = Interval.exactly(0.0)
 
 
 def spread(function: Callable[..., float], *parts: Interval) -> Interval:
-    """Compute a function of intervals: once at all low, once at all expected, and once at all high values.
-
-    The function must increase with each argument, so that this gives the widest range.
-    """
+    """Compute an increasing function of intervals at all low, all expected and all high values."""
     return Interval(*(function(*ends) for ends in zip(*parts, strict=True)))
 
 
@@ -153,7 +150,7 @@ class Cluster(NamedTuple):
 
     @property
     def start_s(self) -> Interval:
-        """The seconds until the first worker takes a video; more for a large cluster, which loads models remotely."""
+        """The seconds until the first worker takes a video; more for a cluster of above 8 GPUs or 256 cores."""
         return _CLUSTER_START_S if self.gpus > 8 or self.cores > 256 else _START_S
 
     def encode_s(self, flops: Interval, utilisation: Interval) -> Interval:

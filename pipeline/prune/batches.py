@@ -49,11 +49,7 @@ WRITTEN_SCHEMA = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA]
 
 
 def pack_task(todo: pa.Table) -> pa.Table:
-    """Pack rows of videos (TODO_SCHEMA) into one row of UNIT, which Ray Data can neither split nor merge.
-
-    Raises:
-        ValueError: ``todo`` has no rows.
-    """
+    """Pack rows of videos (TODO_SCHEMA, at least one) into one row of UNIT."""
     (batch,) = todo.combine_chunks().to_batches()
     return pa.table([pa.array([batch.serialize().to_pybytes()], BYTES)], schema=UNIT)
 
@@ -112,11 +108,7 @@ def unpack(bundle: pa.Table) -> list[VideoItem]:
 
 
 def pack_written(rows: Sequence[VideoRecord]) -> pa.Table:
-    """Convert the records of written videos to rows of WRITTEN_SCHEMA; keys that a record lacks become nulls.
-
-    Raises:
-        KeyError: a record has a key that is not a column of the videos table.
-    """
+    """Convert records to rows of WRITTEN_SCHEMA; missing keys become nulls. Raises KeyError for an unknown key."""
     _refuse_unknown(rows)
     return pa.Table.from_pylist(list(rows), schema=WRITTEN_SCHEMA)
 
@@ -127,7 +119,7 @@ def unpack_failed(rows: pa.Table) -> list[VideoRecord]:
 
 
 def _measure_widths(tokens: KeptTokens) -> tuple[int, list[int], dict[str, int]]:
-    """Return the row widths of a video's tokens, of each deepstack level, and of each evidence by label."""
+    """Return the row widths of a video's tokens, of each deepstack level, and of each evidence."""
     levels = [level.shape[1] for level in tokens.deepstack]
     return tokens.tokens.shape[1], levels, {name: values.shape[1] for name, values in tokens.evidence.items()}
 
@@ -144,7 +136,7 @@ def _unpack_json(column: pa.ChunkedArray) -> list[Any]:
 
 
 def _refuse_unknown(rows: Sequence[VideoRecord]) -> None:
-    """Raise KeyError if a record has a key that is not a column of the videos table, since its value would be lost."""
+    """Raise KeyError if a record has a key that is not a column of the videos table."""
     if unknown := {name for row in rows for name in row} - set(WRITTEN_SCHEMA.names):
         raise KeyError(f"not columns of the videos table: {', '.join(sorted(unknown))}")
 

@@ -176,6 +176,6 @@ class PruneWatch(Watch):
             )
 
     def take_last(self, report: WorkerReport, progress: Progress) -> None:
-        """Keep the last report of a graph, and note the excluded workers of all graphs in the run's record."""
+        """Keep the last report of a graph, and note the excluded workers of all graphs."""
         super().take_last(report, progress)
         self._record.note(out_of_service=[worker for last in self.reports for worker in last.excluded_workers])

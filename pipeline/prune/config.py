@@ -241,10 +241,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return f"{self.videos[0]}{more}"
 
     def clip_names(self) -> tuple[str, str] | None:
-        """Parse ``--clips-from`` into two names; None without the option.
-
-        Raises:
-            UsageError: the value is not two names with a comma between them.
+        """Parse ``--clips-from``, two names with a comma between them; None without the option. May raise UsageError.
         """
         if self.clips_from is None:
             return None

@@ -57,17 +57,14 @@ class DecodeSetup:
     fetch_mb: int = 2048
 
     def largest_frames(self) -> tuple[int, int, int]:
-        """Return the (frames, height, width) of a full HD video of maximum length, for planning resources.
+        """Return (frames, height, width) of a video of maximum length: full HD, or the largest size that the model takes.
 
-        If the model does not take full HD, a smaller standard size is used. Raises UnsupportedVideo if it takes none.
+        Raises UnsupportedVideo if the model takes no standard size.
         """
         return plan_video(self.preprocessor, self.sampling.num_frames or self.sampling.max_frames or 0).shape
 
     def typical_frames(self) -> tuple[int, int, int]:
-        """Return the shape of ``largest_frames`` for a video of typical length: with ``fps``, at most 32 frames.
-
-        Raises UnsupportedVideo if the model takes no standard size.
-        """
+        """Return the shape of ``largest_frames`` for a video of typical length: with ``fps``, at most 32 frames."""
         frames = self.sampling.num_frames or min(self.sampling.max_frames or 0, _USUAL_FRAMES)
         return plan_video(self.preprocessor, frames).shape
 
@@ -163,10 +160,7 @@ class VideoDecoder:
         return prepare_source(location, self._setup.objects, self._setup.fetch_mb * 2**20, fetch)
 
     def open_archives(self, rows: Iterable[TodoRow]) -> OpenArchives:
-        """Return a reader of the archives that contain videos of these rows. Close it after use.
-
-        Rows with a policy or a known fault are ignored.
-        """
+        """Return a reader of the archives that contain videos of these rows. Close it after use."""
         locations = [_locate(row) for row in rows if not (row["policy"] or row["fault"])]
         return OpenArchives(self._setup.objects, locations)
 
@@ -277,11 +271,7 @@ def _locate(row: TodoRow) -> Location:
 
 
 def _first_record(row: TodoRow, source: Source) -> VideoRecord:
-    """Return the record of a video before decoding, with status "ok".
-
-    It has the non-null values of the row that are columns of the videos table, the mark of the opened source, and the
-    archive of a member.
-    """
+    """Return the record of a video before decoding: the row's non-null columns of the videos table, and status "ok"."""
     columns = {name: value for name, value in row.items() if name in VIDEO_COLUMNS}
     columns["source_mark"] = source.location.mark
     if source.location.member is not None:

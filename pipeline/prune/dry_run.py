@@ -139,7 +139,7 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
 
 
 def _describe_files(check: ListCheck) -> Iterator[str]:
-    """Yield a sentence about the existing local files, and one about the videos that were not looked at; none for 0."""
+    """Yield a sentence about the existing local files, and one about the videos that were not looked at, if any."""
     if check.n_found:
         verb = "exists" if check.n_found == 1 else "exist"
         yield f"{format_count(check.n_found, 'local file')} {verb}; whether they decode was not checked"
@@ -148,11 +148,10 @@ def _describe_files(check: ListCheck) -> Iterator[str]:
 
 
 def _measure_video(recipe: Recipe, n_frames: int) -> tuple[PlannedVideo, tuple[int, int], int, int]:
-    """Compute the tokens and bytes of a hypothetical full HD video with ``n_frames`` frames.
+    """Plan a full HD video with ``n_frames`` frames (of a smaller standard size if the model does not take full HD).
 
     Returns:
-        The video (of a smaller standard size if the model does not take full HD), its (T, N), the number of its kept
-        tokens, and their bytes on disk.
+        The video, its (T, N), the number of its kept tokens, and their bytes on disk.
     """
     family = family_of(recipe.source)
     video = plan_video(family.preprocessor(), n_frames)

@@ -63,14 +63,14 @@ class EncodeSetup:
     shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos, to compile for
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
-        """Estimate the bytes of a video's kept tokens and evidence in bfloat16, as they travel between the stages."""
+        """Estimate the bytes of a video's kept tokens and evidence in bfloat16."""
         names = tuple(
             get_evidence_name(key, source) for key, source in self.evidence.items()
         )  # twice if from two sources
         return round(self.retention_ratio * family_of(self.source).token_bytes(n_frames, height, width, names))
 
     def estimate_stored_bytes(self, n_frames: int, height: int, width: int) -> int:
-        """Estimate the bytes of a video's kept tokens and evidence in the cache; the codec compresses only tokens."""
+        """Estimate the bytes of a video's kept tokens and evidence in the cache; only tokens are compressed."""
         tokens = self.retention_ratio * family_of(self.source).token_bytes(n_frames, height, width)
         saved_bytes = tokens * (1 - CODECS[self.codec].share)
         return round(self.bytes_per_video(n_frames, height, width) - saved_bytes)

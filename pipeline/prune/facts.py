@@ -54,7 +54,7 @@ class Facts:
         self._started_at = self._since = self.clock()
 
     def set_encoders(self, encoders: int) -> None:
-        """Set the number of working encoders from now on; if nothing is committed yet, from the start of the run."""
+        """Set the number of working encoders from now on, or from the start of the run if nothing is committed yet."""
         if self.videos:
             self._encoder_s += (self.clock() - self._since) * self._encoders
             self._since = self.clock()
@@ -104,15 +104,12 @@ class Facts:
 
 
 def sum_column(rows: pa.Table, name: str) -> Any:
-    """Return the sum of a column of numbers; nulls count as 0, and an empty table gives 0.
-
-    Python adds the numbers in the order of the rows, so sums of integers are exact even beyond 64 bits.
-    """
+    """Return the sum of a column of numbers, exact for integers; nulls count as 0."""
     return reduce(add, (value for value in rows[name].to_pylist() if value is not None), 0)
 
 
 def measure_seconds(record: VideoRecord) -> float:
-    """Return the seconds that a decoded video plays, or its clip up to the video's end; 0 without a duration."""
+    """Return the seconds that a decoded video, or its clip, plays; 0 without a duration."""
     duration = record.get("duration_s") or 0.0
     end = record.get("end_s")
     return max(0.0, (duration if end is None else min(end, duration)) - (record.get("start_s") or 0.0))

@@ -149,7 +149,7 @@ def describe_future_limits(sampling: SamplingIdentity, todo: pa.Table) -> Iterat
 
 
 def _count_clips(is_limited: pa.ChunkedArray) -> str:
-    """Return the end of a sentence with the number of True values in a mask of clips; "" if there is none."""
+    """Return the end of a sentence with the number of True values in a mask of clips; "" for 0."""
     n_clips = pc.sum(is_limited).as_py() or 0
     return f"; {format_count(n_clips, 'clip')} by start and end, unless the video ends before" if n_clips else ""
 

@@ -159,7 +159,7 @@ def build_graph(
 
 
 def _pack_units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[pa.Table]:
-    """Divide rows of videos (TODO_SCHEMA) into decode tasks, and return a table with one row of UNIT for each.
+    """Divide rows of videos (TODO_SCHEMA) into decode tasks, and pack each as a row of UNIT.
 
     Args:
         later_bytes: bytes of the videos that follow later; while many follow, tasks are larger.
@@ -200,13 +200,13 @@ class Feed:
         self._new_part = asyncio.Condition()
 
     async def put(self, number: int, units: list[ray.ObjectRef]) -> None:
-        """Store a reference to the tasks of part ``number``, in a list so that Ray does not fetch the tasks."""
+        """Store the reference to the tasks of part ``number``; the list around it keeps Ray from fetching them."""
         async with self._new_part:
             self._parts[number] = units
             self._new_part.notify_all()
 
     async def part(self, number: int) -> list[ray.ObjectRef]:
-        """Wait until the tasks of part ``number`` are stored, and return the reference to them, in a list."""
+        """Wait until the tasks of part ``number`` are stored, and return the list with their reference."""
         async with self._new_part:
             await self._new_part.wait_for(lambda: number in self._parts)
         return self._parts[number]

@@ -81,7 +81,7 @@ def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
 def refuse_other_file(name: str) -> None:
     """Raise ManifestError if ``name`` is a local file that is not a video, a manifest or an archive.
 
-    Anything else passes: a folder, a glob, an object, a missing file. Only the first bytes of the file are read.
+    Only its first bytes are read. Anything else passes, such as a folder, a glob, an object or a missing file.
     """
     path = name.removeprefix("file://")
     is_file = os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for a name that is too long
@@ -154,7 +154,7 @@ def check_list(todo: pa.Table) -> ListCheck:
 
 
 def _is_local_file(row: TodoRow) -> bool:
-    """Return True if a video is a local file or folder, and not a member of an archive."""
+    """Return True for a local file or folder that is not a member of an archive."""
     return not is_remote(row["uri"]) and row["source_offset"] is None
 
 

@@ -61,7 +61,7 @@ _NOT_NEEDED = {
 
 @dataclass(frozen=True)
 class PruneStages:
-    """The settings of the decode and encode workers of a run, or of a user's own pipeline (``prune_stages``)."""
+    """The settings of the decode and encode workers of a run, or of a user's own pipeline."""
 
     decode: DecodeSetup
     encode: EncodeSetup
@@ -71,13 +71,10 @@ class PruneStages:
 class Recipe:
     """The checked settings that determine the rows of a cache: model, sampling of frames and pruning method.
 
-    Created by ``resolve``; ``match_cache`` adapts it to an existing cache.
-
     Attributes:
         retention_ratio: the nominal share of tokens to keep, which a method may derive from ``--retention-ratio``.
         dtype: the compute dtype of the encoder; "auto" until the cluster decides or a cache is matched.
         evidence: the evidence to store beside the tokens, label -> source in the encoder.
-        objects: the access to S3.
         identity_entry: the method's entry in the cache's identity.
         is_restarted: True if the cache was made by other code of a user method, and all its videos are encoded again.
     """
@@ -111,10 +108,7 @@ class Recipe:
         )
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
-        """Return the settings of encode workers, without ``tower_hash``.
-
-        A run adds that hash, since computing it reads the weights.
-        """
+        """Return the settings of encode workers, without ``tower_hash``, which takes reading the weights."""
         return EncodeSetup(
             source=self.source,
             pruner=self.method,
@@ -143,7 +137,7 @@ class Recipe:
         parameters (and the seed of a seeded method), the stored ratio, the dtypes, and the stored evidence, if any.
 
         Args:
-            dtype: the compute dtype of the encoder. How tokens are stored is ``--token-codec``.
+            dtype: the compute dtype of the encoder.
         """
         model = identify_model(self.source)
         if self.source.pooling_head is not None:
@@ -196,7 +190,6 @@ class Recipe:
                 ``--on-changed redo`` is not given.
             NotACache: the header cannot be read.
             CorruptShard: a file of the videos table is damaged.
-            OSError: the store fails.
         """
         if not store.exists(HEADER):
             return self
@@ -301,7 +294,7 @@ def _add_pooling_head(
     """Check that the model can compute the needed evidence; return it with the pooling head of ``--siglip``, if given.
 
     Args:
-        stored_evidence: the evidence to store, label -> source in the encoder.
+        stored_evidence: label -> source in the encoder.
 
     Raises:
         UsageError: the model cannot compute evidence that the method needs or the cache stores, or nothing needs the
@@ -407,7 +400,6 @@ def parse_evidence(items: Sequence[str], family: str, pruner: Pruner, model_type
     Args:
         items: texts of comma-separated entries. Each is NAME or NAME=SOURCE of evidence, or a method, which stands for
             all evidence that it needs. A method given as module:Class is imported.
-        family: the name of the model's family.
         pruner: the method that makes the cache.
         model_type: the model's type, for messages.
 
@@ -433,7 +425,6 @@ def list_needed_evidence(
 
     Args:
         method: its name, or module:Class, which is imported.
-        family: the name of the model's family.
         params: the method's parameters as texts.
         model_type: the model's type, for messages.
 
@@ -453,7 +444,6 @@ def list_method_evidence(pruner: Pruner, flag: str, family: str, model_type: str
 
     Args:
         flag: the beginning of the error message, such as ``--evidence fastvid``.
-        family: the name of the model's family.
         model_type: the model's type, for messages.
 
     Raises:

@@ -78,9 +78,8 @@ class Resources(Plan):
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
         """Estimate the object store memory for waiting videos, without the videos that workers have in hand.
 
-        It holds a few batches per decoder, the queue of each encoder, and a few shards. If waiting shards take more,
-        Ray slows down to one block in ten seconds. The arguments are the bytes of one video before and after the encode
-        stage.
+        If waiting shards take more, Ray slows down to one block in ten seconds. The arguments are the bytes of one
+        video before and after the encode stage.
         """
         bundles = (self.decode.in_flight or 4) * self.decode.workers
         bundles += (self.encode.in_flight or 4) * self.encode.workers
@@ -94,13 +93,13 @@ class Resources(Plan):
 
         - A batch has at most MAX_VIDEOS_PER_BUNDLE videos and MAX_BUNDLE_BYTES of frames, unless one video has more.
           There are at least 16 batches per worker, if possible, and the object stores hold those of all workers.
-        - An encoder queues about VIDEOS_AHEAD_PER_ENCODER videos, so that it does not wait for the driver, which looks
-          ten times a second; at most an eighth of its share, since other encoders may finish earlier.
+        - An encoder queues about VIDEOS_AHEAD_PER_ENCODER videos, but at least 4 batches, and at most an eighth of its
+          share, since other encoders may finish earlier.
         - All queues together take at most a quarter of the object stores, unless that is less than the minimum of 2 *
           CALLS batches per encoder. All shards in memory take at most half, which is Ray's own limit.
         - Ray starts calls before it knows the size of their results. If a typical video has more than MAX_BUNDLE_BYTES
-          of frames, no call waits at a worker, and there are only as many decoders as the results of their first calls
-          fit half of the object stores.
+          of frames, the minimum is CALLS batches, no call waits at a decoder, and there are only as many decoders as
+          the results of their first calls fit half of the object stores.
 
         Args:
             store_bytes: the capacity of all object stores together.
@@ -166,10 +165,9 @@ class Resources(Plan):
         return f"{self.decode.workers} to decode, {self.encode.workers} to encode, which load the model first"
 
     def min_items_to_start(self, stage: str, more_expected: bool) -> int:
-        """Return the number of waiting videos at which ``stage`` is expected to start on them.
+        """Return the number of waiting videos at which ``stage`` is expected to start; 1 unless ``more_expected``.
 
-        Writing starts when a whole shard has collected. Besides, each worker of the preceding stage may hold finished
-        batches that it has not passed on. Without ``more_expected``, the result is 1.
+        Each worker of the preceding stage may hold finished batches that it has not passed on.
         """
         if not more_expected:
             return 1
@@ -179,9 +177,7 @@ class Resources(Plan):
 
 
 def count_videos_per_shard(shard_bytes: int, token_bytes: int, n_frames: int) -> int:
-    """Return the number of videos that fill a shard of ``shard_bytes``, at least 1.
-
-    The driver holds the records of a shard in memory, which limits the number.
+    """Return the number of videos that fill a shard of ``shard_bytes``, at least 1, limited by the records in memory.
 
     Args:
         token_bytes: the stored bytes of one video.
@@ -204,11 +200,10 @@ def plan_resources(
     encode_workers: int | None = None,
     decode_on_gpus: bool = False,
 ) -> Resources:
-    """Divide a cluster among the workers for ``n_videos`` videos.
+    """Divide a cluster among the workers for ``n_videos`` videos; each stage has at least one worker.
 
-    Decoders reserve all CPUs, since decoding is the bottleneck of most runs. Encoders and writers reserve none: an
-    encoder often waits, so the operating system shares the cores, and both fit on any node. Each stage has at least one
-    worker.
+    A decoder reserves one CPU. Encoders and writers reserve none: an encoder often waits, so the operating system
+    shares the cores, and both fit on any node.
 
     Args:
         cpus, gpus: of the cluster. By default there is a decoder per CPU and an encoder per GPU; if ``gpus`` is below
@@ -252,8 +247,8 @@ def plan_workers(
 ) -> tuple[Resources, Resources]:
     """Plan the workers for ``n_videos`` videos on a cluster, within the limits of the options.
 
-    Encoders use the GPUs of the cluster only if the device of ``setups`` is "cuda". Shards have the number of videos of
-    ``--videos-per-shard``, or that of full HD videos of maximum length in ``--target-shard-mb``.
+    Encoders use the GPUs of the cluster only if the device of ``setups`` is "cuda". Shards have at most the videos of
+    ``--videos-per-shard``, or the full HD videos of maximum length in ``--target-shard-mb``.
 
     Args:
         cluster: Ray's resources by name; CPU and object_store_memory are required.
@@ -285,7 +280,7 @@ def plan_workers(
 def total_file_bytes(videos: pa.Table) -> float:
     """Return the total bytes of the files of ``videos`` (TODO_SCHEMA), without videos that may not be read.
 
-    Infinity if there are more than MAX_MEASURED_FILES videos or a size is unknown; all decoders start then.
+    Infinity if there are more than MAX_MEASURED_FILES videos or a size is unknown.
     """
     if len(videos) > MAX_MEASURED_FILES:
         return math.inf
@@ -294,7 +289,7 @@ def total_file_bytes(videos: pa.Table) -> float:
 
 
 def _measure_file_bytes(path: str, listed_bytes: int | None) -> float:
-    """Return the listed size of a file, or the size measured on this machine; infinity if both are unknown."""
+    """Return the listed size of a file, or the size measured on this machine; infinity if unknown."""
     if listed_bytes is not None or is_remote(path):
         return math.inf if listed_bytes is None else listed_bytes
     return os.path.getsize(path) if os.path.isfile(path) else math.inf  # noqa: PTH202, PTH113 - as manifests have it
@@ -328,7 +323,7 @@ def cut_tasks(
     """Yield the (start, stop) of each decode task among ``videos`` (MANIFEST_SCHEMA), by their order and sizes alone.
 
     A task has at most about MAX_UNIT_BYTES (a larger video is alone) and about ``max_videos`` videos, and whole
-    batches. If possible it also has whole row groups. It takes at most 1 / (UNITS_PER_WORKER * ``workers``) of the
+    batches. If possible it also has whole row groups. It takes about 1 / (UNITS_PER_WORKER * ``workers``) of the
     remaining bytes and videos, so tasks become smaller, and few videos wait for a slow worker at the end.
 
     Args:
@@ -358,7 +353,7 @@ def cut_tasks(
 
 
 def _find_group_starts(videos: pa.Table, row_group: int) -> NDArray[np.int64]:
-    """Return the indices of the videos that begin a row group; a member of a tar or zip usually begins its own."""
+    """Return the indices of the videos that begin a row group; a member of a tar or zip usually does."""
     offsets = pc.fill_null(videos["source_offset"], 0).to_numpy()
     groups = offsets // row_group
     new = (groups[1:] != groups[:-1]) | (offsets[1:] < offsets[:-1])

@@ -72,8 +72,7 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
     deleted.
 
     Args:
-        given: paths, or rows with video_id and uri (``convert_given_videos``); None if ``config.videos`` names the
-            videos.
+        given: paths, or rows with video_id and uri; None if ``config.videos`` names the videos.
         list_failed: True to fill ``Summary.failed`` with each failed video.
 
     Raises:
@@ -112,7 +111,7 @@ def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monito
     are indexed meanwhile. ``--max-hours`` ends the run with a note instead of an error.
 
     Raises:
-        UsageError: the cluster lacks what the options require, or no archive holds a video.
+        UsageError: the cluster lacks what the options require, the model cannot be read, or no archive holds a video.
         RunFailed: the run stopped.
     """
     config = request.config
@@ -165,7 +164,7 @@ def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monito
 
 
 def _note_other_rules(store: Store, say: Say) -> None:
-    """Print a note if the last run on this cache decoded by other rules, since the cache then has rows of both."""
+    """Print a note if the last run on this cache decoded by other rules."""
     record = newest_record(store)
     if record is not None and record.get("decoding_rules", 1) != DECODING_RULES:
         say(
@@ -179,9 +178,9 @@ def _select_second_pass(
 ) -> Todo:
     """Return the failed videos to try once more (which have attempts left), and print a note if there are any.
 
-    If a stage failed more often on some nodes than on others, and the other nodes suffice, those nodes are excluded
-    from now on, and the result is the videos with retryable faults. Otherwise it is the videos that could not be read
-    and exist now.
+    If ``find_failing_nodes`` finds nodes on which a stage failed more often than on others, and the other nodes
+    suffice, those nodes are excluded from now on, and the result is the videos with retryable faults. Otherwise it is
+    the videos that could not be read and exist now.
     """
     without: dict[str, str] = {}
     for report in reports:
@@ -216,7 +215,6 @@ def make_summary(
 
     Args:
         done: the commits of the run; None if there was nothing to process.
-        wall_s: seconds that the run took.
     """
     say = speaker(request.console)
     header = read_header(request.store)

@@ -1,7 +1,4 @@
-"""The videos that a run processes: those known at its start, and those that a thread finds in archives meanwhile.
-
-It takes rows of MANIFEST_SCHEMA (``pipeline.inputs.video_list``) and gives rows of TODO_SCHEMA.
-"""
+"""The videos that a run processes: those known at its start, and those that a thread finds in archives meanwhile."""
 
 from __future__ import annotations
 
@@ -33,8 +30,6 @@ class TodoSelection:
     """The rule that selects which of the listed videos a run processes, except for ``--limit``.
 
     Attributes:
-        config: the options of the run.
-        video_list: the list of videos, and the indexes of its archives.
         ledger: the rows of the cache.
         redo: the ids of ``--redo``; None without it.
     """
@@ -63,8 +58,7 @@ class TodoSelection:
     def forget_removed(self, videos: pa.Table) -> None:
         """Delete removed videos from the kept indexes of archives, and from the names of left-out files.
 
-        An index that is made after jobs.remove lists all members of its archive, also removed ones. Does nothing if the
-        run keeps no indexes.
+        Does nothing if the run keeps no indexes.
         """
         indexes = self.video_list.indexes
         if indexes.store is None or not indexes.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
@@ -98,7 +92,7 @@ class Todo(AbstractContextManager["Todo"]):
 
     The ``with`` block starts and ends a thread that indexes these archives. ``--limit`` is applied here only: archives
     behind the last video are not indexed, and the last archive is read only far enough, in views of 256 videos, then
-    512 and so on. ``pipeline.inputs.video_list.plan_indexing`` decides which archives are indexed before the start.
+    512 and so on.
 
     Attributes:
         KEY: the column of a committed row that identifies its video.
@@ -112,7 +106,7 @@ class Todo(AbstractContextManager["Todo"]):
     KEY: ClassVar[Sequence[str]] = ("video_id",)
 
     def __init__(self, known_videos: pa.Table, remaining: Remaining, selection: TodoSelection | None = None) -> None:
-        """Take the known videos up to the limit, and prepare the thread, which the ``with`` block starts.
+        """Take the known videos up to the limit, and prepare the thread.
 
         Args:
             known_videos: the run's videos known at the start, MANIFEST_SCHEMA.
@@ -226,19 +220,12 @@ class Todo(AbstractContextManager["Todo"]):
         return self.list_todo()
 
     def without(self, rows: pa.Table) -> Todo:
-        """Return the videos to process that have no row among ``rows``, after the search has ended.
-
-        Raises:
-            RunFailed: an archive cannot be indexed, or its videos have changed.
-        """
+        """Wait until the search has ended, and return the videos to process that have no row among ``rows``."""
         todo = self.wait_for_all()
         return Todo.of(todo.filter(pc.invert(pc.is_in(todo["video_id"], rows["video_id"].combine_chunks()))))
 
     def refuse_empty(self) -> None:
-        """Raise UsageError if no video of the run is known: none is listed, and no archive opened so far has one.
-
-        A Todo made by ``of`` passes.
-        """
+        """Raise UsageError if the list, and each archive opened so far, has no video. A Todo made by ``of`` passes."""
         if self._selection is not None and not len(self.list_videos()):
             config = self._selection.config
             part = "" if config.shard is None else f" of --shard {config.shard}"
@@ -271,8 +258,7 @@ class Todo(AbstractContextManager["Todo"]):
         """Add the videos of an archive that are still to do, wake waiting readers, and return True at the limit.
 
         A view of a part of an archive is ignored unless it has enough videos to do to reach the limit; a larger view
-        follows. A whole view also adds to the counts of left-out files, and its videos that were removed from the cache
-        are forgotten.
+        follows. Otherwise the removed videos of the view are forgotten.
         """
         assert self._selection is not None  # without a selection there are no archives
         videos, remaining = self._selection.select(view.videos)

@@ -30,7 +30,6 @@ class Writer:
 
         Args:
             heartbeats: the actor that collects the workers' reports; None for no reports.
-            codec: a name in CODECS.
 
         Raises:
             WorkerGivenUp: too many processes of this worker have crashed.
