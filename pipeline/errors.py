@@ -1,4 +1,4 @@
-"""All typed errors of the pipeline, the classes of faults with their remedies, and helpers that word messages."""
+"""The typed errors of the pipeline, the classes of faults with their remedies, and helpers that word messages."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class Fault(NamedTuple):
     Attributes:
         meaning: what went wrong.
         remedy: what the user can do about it.
-        retryable: True if another attempt may succeed because the state of the machine is at fault, not the file's
-            content.
+        retryable: True if the machine may be at fault, not the file's content, so that another attempt may succeed.
     """
 
     meaning: str
@@ -133,11 +132,11 @@ class UsageError(ValueError):
 
 
 class ManifestError(UsageError):
-    """The videos to process cannot be listed: a folder is missing or empty, or a manifest cannot be read."""
+    """The videos to process cannot be listed; for example, a folder is missing or a manifest cannot be read."""
 
 
 class QuestionsError(UsageError):
-    """The questions cannot be read: the file is missing, a row lacks an id, video or prompt, or options contradict."""
+    """The questions cannot be read; for example, the file is missing or a row lacks an id, video or prompt."""
 
 
 class QuestionsChanged(UsageError):  # noqa: N818
@@ -149,11 +148,11 @@ class NotACache(UsageError):  # noqa: N818
 
 
 class NotResults(UsageError):  # noqa: N818
-    """The location does not hold results of jobs.evaluate, or holds results in an unknown version."""
+    """The location does not hold results of jobs.evaluate in a known version."""
 
 
 class NotAnswers(UsageError):  # noqa: N818
-    """The location does not hold answers of jobs.generate: it is missing, holds something else, or another version."""
+    """The location does not hold answers of jobs.generate in a known version."""
 
 
 class IdentityMismatch(UsageError):  # noqa: N818
@@ -161,7 +160,7 @@ class IdentityMismatch(UsageError):  # noqa: N818
 
 
 class SourceChanged(UsageError):  # noqa: N818
-    """A cached video has another URI, file or clip in the present manifest than when it was encoded."""
+    """A cached video has another URI, file, clip or code of the user's decoder now than when it was encoded."""
 
 
 class CacheLocked(UsageError):  # noqa: N818
@@ -169,7 +168,7 @@ class CacheLocked(UsageError):  # noqa: N818
 
 
 class RunFailed(RuntimeError):  # noqa: N818
-    """The run stopped before every item had a row. A command exits with code 1."""
+    """The run stopped early, or too many items failed (TooManyFailed). A command exits with code 1."""
 
 
 class LimitReached(RunFailed):
@@ -177,10 +176,10 @@ class LimitReached(RunFailed):
 
 
 class TooManyFailed(RunFailed):
-    """A run started from Python finished, but more items failed than ``max_failed`` allows.
+    """A run started from Python finished, but more items failed than allowed, one failed by a bug, or rows are lost.
 
     Attributes:
-        summary: the summary that the function returns when a run succeeds.
+        summary: what the function returns when a run succeeds.
     """
 
     def __init__(self, message: str, summary: object = None) -> None:
@@ -223,11 +222,7 @@ class RemovedVideo(UnknownVideo):
 
 
 class FailedVideo(UnknownVideo):
-    """The video failed when it was pruned, so the cache has an error row and no tokens.
-
-    Attributes:
-        fault_class: the fault class of the error row (``FaultClass``).
-    """
+    """The video failed when it was pruned, so the cache has an error row and no tokens."""
 
     def __init__(self, message: str, fault_class: str) -> None:
         super().__init__(message, fault_class)
@@ -246,7 +241,6 @@ class VideoFault(Exception):  # noqa: N818
     """A fault of a single video. It becomes the error row of this video, and the run continues with the other videos.
 
     Attributes:
-        fault_class: one of FaultClass.
         message: printable text of at most 1 KB.
         stage: the stage that failed: "decode", "encode", "prune" or "write".
         backend: the decoder that was reading the video, or None.
@@ -275,7 +269,7 @@ class VideoFault(Exception):  # noqa: N818
 
     @property
     def retryable(self) -> bool:
-        """True if another attempt may succeed, by the fault's class."""
+        """True if another attempt may succeed."""
         return FAULTS[self.fault_class].retryable
 
     def __str__(self) -> str:
@@ -287,7 +281,7 @@ class VideoFault(Exception):  # noqa: N818
 
 
 class ReplacedSource(VideoFault):
-    """The source file of a cached video is no longer the file that its row was made from. The fault class is "io"."""
+    """The source of a cached video is no longer the file that its row was made from. The fault class is "io"."""
 
     def __init__(self, message: str) -> None:
         super().__init__("io", message)
@@ -297,7 +291,6 @@ class QuestionFault(Exception):  # noqa: N818
     """A fault of a single question. It becomes the error row of this question, and the run continues with the others.
 
     Attributes:
-        fault_class: one of QuestionFaultClass.
         message: printable text of at most 1 KB.
     """
 
@@ -308,7 +301,7 @@ class QuestionFault(Exception):  # noqa: N818
 
     @property
     def retryable(self) -> bool:
-        """True if another attempt may succeed, by the fault's class."""
+        """True if another attempt may succeed."""
         return QUESTION_FAULTS[self.fault_class].retryable
 
     def __str__(self) -> str:
@@ -322,8 +315,7 @@ def near_file(path: Path) -> str:
     suggestion says how it differs.
 
     Returns:
-        ``" (did you mean NAME?)"``, to be appended to a message; "" without a suggestion or if the folder cannot be
-        read.
+        ``" (did you mean NAME?)"``; "" without a suggestion or if the folder cannot be read.
     """
     try:
         names = [entry.name for entry in islice(path.parent.iterdir(), _LOOKED_AT)]
@@ -340,7 +332,7 @@ def near_form(path: str) -> str:
     An ASCII path costs no access to the disk; any other path costs up to four.
 
     Returns:
-        ``" (did you mean PATH ...?)"``, to be appended to a message, or "" if there is no such file.
+        ``" (did you mean PATH ...?)"``, or "" if there is no such file.
     """
     folder, name = os.path.split(path)
     for form in () if path.isascii() else _FORMS:
@@ -356,11 +348,7 @@ def normalise_look(name: str) -> str:
 
 
 def describe_near(wrong: str, near: str) -> str:
-    """Describe the name ``near``, which the user may have meant by the name ``wrong``.
-
-    Returns:
-        ``near``; if both names look the same, ``near`` followed by an explanation of the invisible difference.
-    """
+    """Return the name ``near``, with an explanation of the invisible difference if it looks the same as ``wrong``."""
     if normalise_look(wrong) != normalise_look(near):
         return near
     if normalize("NFC", wrong) != normalize("NFC", near):
@@ -397,9 +385,9 @@ def printable(message: str, limit: int = 1024) -> str:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Convert a ValueError that is raised inside this context into a UsageError with the same message.
+    """Convert a ValueError (such as ModelError) inside this context into a UsageError with the same message.
 
-    gstep raises ValueError (ModelError, for example) for an unusable model or method. A UsageError passes unchanged.
+    A UsageError passes unchanged.
     """
     try:
         yield
@@ -411,7 +399,7 @@ def usage_errors() -> Iterator[None]:
 
 @contextmanager
 def store_usage_errors() -> Iterator[None]:
-    """Convert an OSError that is raised inside this context into a UsageError that names the file or the store."""
+    """Convert an OSError inside this context into a UsageError that names the file or the store."""
     try:
         yield
     except OSError as error:

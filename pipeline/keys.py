@@ -102,14 +102,11 @@ def column_keys(texts: pa.ChunkedArray) -> Keys:
 
 
 def find_repeated(keys: Keys, is_late: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
-    """Find the keys that have occurred before.
+    """Find the keys that have occurred before, [n] bool. The first of several equal keys is not marked.
 
     Args:
         keys: [n, 2].
         is_late: [n]; marked keys count as later than all other keys.
-
-    Returns:
-        [n] bool, True for each key that equals an earlier key. The first of several equal keys is not marked.
     """
     high = keys[:, 0].copy()  # two of 10^8 texts share it with a probability of 3e-4, and may hide a repeat
     # Both sorts are stable: among equal keys the earliest comes first.

@@ -74,17 +74,12 @@ def check_choices(config: Any) -> None:
 
 
 def named_values(texts: Iterable[str], flag: str) -> dict[str, str]:
-    """Parse NAME=VALUE arguments.
+    """Parse NAME=VALUE arguments into texts by name.
 
-    Blanks around names and values are dropped, and "-" in a name becomes "_". If a name is repeated, its last value
-    counts.
+    Blanks around names and values are dropped, and "-" in a name becomes "_". The last value of a repeated name counts.
 
     Args:
-        texts: the arguments.
         flag: the flag's name, for the error.
-
-    Returns:
-        Name -> value as text.
 
     Raises:
         UsageError: an argument has no name or no "=".
@@ -306,8 +301,8 @@ class EngineOptions(RunOptions, CodeOptions):
     def as_record(self) -> dict[str, Json]:
         """Return all options by name, ready for JSON, for the record of the run.
 
-        A secret that is set becomes "(set)", and so does the value of an engine argument whose name ends like a
-        secret's, such as ``hf_token``.
+        A secret that is set becomes "(set)", and so does an engine argument whose name ends like a secret's, such as
+        ``hf_token``.
         """
         shown: list[Json] = []
         for text in self.engine_param:
@@ -317,20 +312,16 @@ class EngineOptions(RunOptions, CodeOptions):
 
 
 def engine_values(texts: Iterable[str]) -> dict[str, Json]:
-    """Parse NAME=VALUE engine arguments; values that are not JSON stay text. Raises UsageError without a name or "=".
-    """
+    """Parse NAME=VALUE engine arguments; a value that is not JSON stays text. Raises UsageError without "="."""
     return {name: _json_or_text(text) for name, text in named_values(texts, "--engine-param").items()}
 
 
 def read_ids(flag: str, name: str) -> list[str]:
-    """Read video ids from a text file that has one id per line; empty lines are skipped.
+    """Read the different video ids, in order, from a text file with one id per line; blank lines are skipped.
 
     Args:
         flag: the flag that names the file, without "--", for errors.
         name: the path of the file, in UTF-8.
-
-    Returns:
-        The different ids in their order in the file.
 
     Raises:
         UsageError: the file cannot be read, has no id, or its first id begins with ``{"``, as JSON does.
@@ -348,7 +339,7 @@ def read_ids(flag: str, name: str) -> list[str]:
 
 
 def _json_or_text(text: str) -> Json:
-    """Decode ``text`` as JSON; return it unchanged if it is not valid JSON."""
+    """Decode ``text`` as JSON; return it unchanged if it is not JSON."""
     try:
         value: Json = json.loads(text)
     except ValueError:
@@ -394,18 +385,14 @@ def check_options(config: type, values_given: Mapping[str, object], where: str =
 
     Only these conversions are done:
 
-    - an int to a float, a number or a path to text, and None to an empty list
+    - an int to a float, a number or a path to text, a tuple to a list, and None to an empty list
     - a mapping to a list of NAME=VALUE, for options with that metavar
     - a text in percent to a number, for a share
     - a single text to a list, for a positional argument that takes several words
 
     Args:
         config: the dataclass of options.
-        values_given: option name -> value.
         where: the beginning of error messages.
-
-    Returns:
-        The converted values of the options that were given.
 
     Raises:
         UsageError: an option does not exist, or a value has another type.
@@ -440,7 +427,6 @@ def make_config(
     Args:
         kind: the configuration class.
         function: the function's name, for errors.
-        options: the keyword arguments.
         accepted_names: the fields that the function accepts; None accepts all fields except those that are meant for
             the command line, such as ``dry_run`` and ``plan``.
 
@@ -468,7 +454,7 @@ def share(text: str) -> float:
 
 
 def value_type(hint: Any) -> Any:
-    """Return the type of an optional value without None (``int`` for ``int | None``), and any other type unchanged."""
+    """Return the type of an optional value without None (``int`` for ``int | None``), or any other type unchanged."""
     if get_origin(hint) in (Union, types.UnionType):
         return next(kind for kind in get_args(hint) if kind is not type(None))
     return hint
@@ -482,7 +468,7 @@ def _as_pairs(value: object) -> object:
 
 
 def _share(value: object) -> object:
-    """Convert a text such as "25%" to a number, and return any other value or text unchanged."""
+    """Convert a text such as "25%" to a number; any other value stays."""
     try:
         return share(value) if isinstance(value, str) and value.endswith("%") else value
     except ValueError:

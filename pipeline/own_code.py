@@ -1,8 +1,8 @@
 """The code of a user's class, such as a method or a decoder: its hash, and the line of it that failed.
 
-The hash covers all statements of the class's module and of the user's modules that it imports, directly or indirectly.
-It does not change with comments, docstrings, layout, and the statements below ``if __name__ == "__main__"``. It does
-not cover this package, Python, other installed packages, modules that are imported by a computed name, or data files.
+The hash covers the statements of the class's module and of the user's modules that it imports, directly or indirectly.
+It ignores comments, docstrings, layout, and ``if`` statements of a module that mention ``__name__``. It does not cover
+this package, Python, other installed packages, modules that are imported by a computed name, or data files.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def is_own(kind: type) -> bool:
 def hash_code(kind: type) -> str:
     """Hash the code of a user's class; machines with the same statements compute the same hash.
 
-    A module without source, such as an extension module, is hashed by the bytes of its file. Modules are located
-    without importing them, except for the packages that contain them.
+    A module without source, such as an extension module, is hashed by the bytes of its file. Locating a module may
+    import the packages that contain it.
 
     Returns:
         ``modules:<hex>``.
@@ -68,8 +68,7 @@ def hash_code(kind: type) -> str:
 
 
 def is_comparable(code: str | None) -> bool:
-    """Return True if a stored hash can be compared with the result of ``hash_code``; False for None and older versions.
-    """
+    """Return True if a stored hash was made by the rules of ``hash_code``; older versions had others."""
     return code is not None and code.startswith(_FORM)
 
 
@@ -85,7 +84,6 @@ def locate_own_error(error: BaseException, kind: type) -> str | None:
     WrongSelection, it is the first line of the method's ``select``.
 
     Args:
-        error: the exception, with its traceback.
         kind: the class that was called.
 
     Returns:
@@ -118,8 +116,7 @@ def _is_users(module: str, first: str) -> bool:
 def _list_imports(module: str, statements: list[ast.stmt]) -> Iterator[str]:
     """Yield the names of all modules that import statements of a module may load, also statements in functions.
 
-    ``import a.b`` loads a and a.b. For ``from a import b``, a.b is yielded too, since it may be a module. Names that
-    are not modules may be among them.
+    ``import a.b`` loads a and a.b. For ``from a import b``, a.b is yielded too, although it may not be a module.
     """
     package = getattr(sys.modules.get(module), "__package__", None)
     if package is None:
@@ -139,10 +136,9 @@ def _list_imports(module: str, statements: list[ast.stmt]) -> Iterator[str]:
 
 
 def _find_spec(module: str) -> Any:
-    """Find the import spec of a module, or the module itself if it is loaded without one.
+    """Find the import spec of a module, or the module itself if it is loaded without one; None if it cannot be found.
 
-    Finding it may import the packages that contain it, which runs user code; None if that raises any exception, or if
-    the module cannot be found.
+    This may import the packages that contain the module, which runs user code; any exception gives None.
     """
     if module in sys.modules:
         return getattr(sys.modules[module], "__spec__", None) or sys.modules[module]
@@ -187,5 +183,5 @@ def _canonical(value: Any) -> str:
 
 
 def _is_docstring(node: object) -> bool:
-    """Return True if a statement consists of a string constant only."""
+    """Return True if a statement is only a string."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

@@ -1,7 +1,6 @@
 """The typed records of videos and questions, which travel from the first stage of a run to the Parquet files.
 
-Each stage adds keys to a record. An absent key becomes a null in Parquet. The schema of the videos table is made from
-``VideoRecord``; a test compares ``pipeline.generate.answers.ANSWER_SCHEMA`` with ``AnswerRecord``.
+Each stage adds keys to a record. An absent key becomes a null in Parquet.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ class ManifestRow(TypedDict):
     Attributes:
         video_id: the id, unique in the list.
         uri: the path or URL of the video's file; ARCHIVE#NAME for a video in an archive.
-        start_s: start of the clip in seconds; None for the start of the video.
-        end_s: end of the clip in seconds; None for the end of the video.
+        start_s, end_s: the clip in seconds; None for the start or end of the video.
         manifest: JSON of the other columns of the manifest, or of the members that an archive has beside the video.
-            They are carried along unchanged.
         policy: the reason why the file must not be read, in which case nothing opens it; None if it may be read.
         size: the size of the video in bytes, from a store's listing, the manifest's size_bytes, or the index of a tar
             or zip. None if none of them states it, as for files on disk and for rows of a table.
@@ -116,14 +113,12 @@ class Column(NamedTuple):
 class VideoRecord(TypedDict, total=False):
     """A row of the videos table, complete or still in progress: each stage adds its keys.
 
-    This is the only list of the table's columns. ``pipeline.cache.schema.VIDEO_SCHEMA`` is made from it, and files have
-    the columns in this order.
+    ``pipeline.cache.schema.VIDEO_SCHEMA`` is made from this list, in its order.
 
     A reader sees every column, with None for null. In an ok row, only the columns about errors and the columns whose
     type allows None may be null. In a failed row, every column that decoding, encoding or writing adds may be null,
     whatever its type is here. ``manifest``, ``runtime`` and ``model_extra`` are JSON: text in the table, decoded in the
-    rows that TokenCache returns. The text in files about ``source_offset`` describes tars only; ``ManifestRow``
-    describes zips and tables too.
+    rows that TokenCache returns.
     """
 
     # Columns for the rule of the live row, resume and the summary: adjacent, so that one read gets them all.
@@ -303,8 +298,7 @@ VideoRow = VideoRecord
 
 
 def sampled_fps(row: VideoRow) -> float | None:
-    """Compute the sampled frames per second of an ok video's clip; None if the row states no frame rate or no frames.
-    """
+    """Compute the sampled frames per second of an ok video's clip; None without a frame rate or frames."""
     fps = row.get("clip_fps") or row["fps"]
     return len(row["frame_indices"]) / row["clip_frames"] * fps if fps and row["clip_frames"] else None
 
@@ -319,8 +313,8 @@ def format_rate(fps: float | None) -> str:
 def describe_frames(row: VideoRow) -> str:
     """Describe the frame rates and the number of frames of an ok video in one line.
 
-    The names of these columns are easily confused. For example: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16
-    temporal patches"``. "on average" follows a source rate that differs from the clip's.
+    For example: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16 temporal patches"``. "on average" follows a
+    source rate that differs from the clip's.
     """
     n_sampled, n_steps = len(row["frame_indices"]), row["n_frames"]
     # A clip of which the rate differs from that of the whole file lies in a file whose rate varies.
@@ -401,7 +395,7 @@ def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
 
 
 def may_succeed_elsewhere(record: VideoRecord) -> bool:
-    """Return True if the video failed with a retryable fault, for which its machine may be to blame."""
+    """Return True if the video failed with a retryable fault, which may be its machine's."""
     return record["status"] == "failed" and record["retryable"]
 
 
@@ -414,10 +408,7 @@ def is_infrastructure_error(record: VideoRecord) -> bool:
 
 
 def removed_answer(question: QuestionRecord | AnswerRecord, reason: str) -> AnswerRecord:
-    """Create the row that replaces a question about a removed video: its keys and the reason, without any of its texts.
-
-    It keeps ``attempts``, which decides between several rows of a question.
-    """
+    """Create the row that replaces a question about a removed video: its keys and the reason, without its texts."""
     row: AnswerRecord = {
         "question_id": question["question_id"],
         "video_ids": question["video_ids"],

@@ -33,7 +33,7 @@ class Finding:
         return cls(name, "slow", says, remedy) if slow else cls(name, "ok", says)
 
     def on(self, host: str) -> Finding:
-        """Return a copy of this finding with the host in parentheses after its name."""
+        """Return a copy of this finding with the host after its name."""
         return replace(self, name=f"{self.name} ({host})")
 
 

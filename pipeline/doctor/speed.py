@@ -56,8 +56,8 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
     """Decode videos as a run does, until a minute has passed.
 
     Returns:
-        A "wrong" finding per fault class with its number of videos and the first of them, then an "ok" one if any
-        video decoded; and the median core-seconds per decoded video, None if there is none.
+        A "wrong" finding per fault class with its number of videos and the first of them, then an "ok" one if any video
+        decoded; and the median core-seconds per decoded video, None if there is none.
     """
     faults = Counter[str]()
     examples = dict[str, str]()
@@ -87,9 +87,7 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
 
 
 def check_device(setup: EncodeSetup, shape: tuple[int, int, int]) -> tuple[list[Finding], float | None]:
-    """Check the device that an encoder would use here, and encode a random video on it.
-
-    ``shape`` is (frames, height, width) of the video.
+    """Check the device that an encoder would use here, and encode a random video of ``shape`` on it.
 
     Returns:
         The findings, exceptions included as "wrong"; and the median seconds per video, None if encoding fails.

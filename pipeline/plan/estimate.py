@@ -12,7 +12,7 @@ from pipeline.rows import Json
 
 
 class Interval(NamedTuple):
-    """An uncertain number: its expected value, and the lowest and highest values of its range."""
+    """An uncertain number: its expected value, and the ends of its range."""
 
     low: float
     expected: float
@@ -20,15 +20,15 @@ class Interval(NamedTuple):
 
     @classmethod
     def exactly(cls, value: float) -> Interval:
-        """Return an interval whose three numbers are ``value``."""
+        """Return an interval without a range."""
         return cls(value, value, value)
 
     def scaled(self, factor: float) -> Interval:
-        """Multiply all three numbers by ``factor``, which must not be negative."""
+        """Multiply the interval by ``factor``, which must not be negative."""
         return Interval(*(factor * end for end in self))
 
     def inverse(self) -> Interval:
-        """Return 1 divided by this interval, all of whose numbers must be above 0."""
+        """Return 1 divided by this interval, which must be above 0."""
         return Interval(*(1 / end for end in reversed(self)))
 
 
@@ -127,7 +127,7 @@ UTILISATION: Mapping[str, Interval] = {
 
 
 def find_gpu_type(name: str) -> str | None:
-    """Return the key of GPU_TYPES for a device name such as "NVIDIA A100-SXM4-80GB"; None if there is none."""
+    """Return the key of GPU_TYPES for a device name such as "NVIDIA A100-SXM4-80GB", or None."""
     words = name.upper().replace("_", "-").replace(" ", "-").split("-")
     kinds = [kind for kind in GPU_TYPES if kind.split("-")[0] in words]
     if "A100" in kinds and any(word.startswith("40G") for word in words):
@@ -234,7 +234,7 @@ class RunEstimate:
     notes: tuple[str, ...]
 
     def as_record(self) -> dict[str, Json]:
-        """Return the fields as a mapping for JSON; intervals and the cluster become mappings of their fields."""
+        """Return the fields as a mapping for JSON; intervals and the cluster become mappings too."""
 
         def converted(value: object) -> Json:
             if isinstance(value, Interval | Cluster):

@@ -24,7 +24,7 @@ def number(value: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Format seconds in days, hours, minutes or seconds: the largest unit of which there are at least two."""
+    """Format seconds in the largest unit (days to seconds) of which there are at least two."""
     unit, name = next((unit, name) for least, unit, name in _TIMES if seconds >= least)
     return f"{number(seconds / unit)} {name}"
 
@@ -41,7 +41,7 @@ def hours(seconds: float) -> str:
 
 
 def format_range(part: Interval, text: Callable[[float], str]) -> str:
-    """Format an interval as "EXPECTED (LOW to HIGH)", or as one value if the low and high texts are equal."""
+    """Format an interval as "EXPECTED (LOW to HIGH)", or as one value if LOW equals HIGH."""
     low, middle, high = map(text, part)
     return middle if low == high else f"{middle} ({low} to {high})"
 
@@ -70,7 +70,7 @@ def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
 
 
 def render_plan(plan: RunEstimate) -> RenderableType:
-    """Render a plan for the terminal: a heading, the table, and a line for each note."""
+    """Render a plan for the terminal: a heading, the table, and the notes."""
     table = Table.grid(padding=(0, 2))
     for name, value in list_rows(plan):
         table.add_row(name, Text(value))

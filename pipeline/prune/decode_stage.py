@@ -57,7 +57,7 @@ class DecodeSetup:
     fetch_mb: int = 2048
 
     def largest_frames(self) -> tuple[int, int, int]:
-        """Return (frames, height, width) of a video of maximum length: full HD, or the largest size that the model takes.
+        """Return (frames, height, width) of a video of maximum length, in full HD or the largest size the model takes.
 
         Raises UnsupportedVideo if the model takes no standard size.
         """

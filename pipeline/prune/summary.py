@@ -71,8 +71,7 @@ class Summary(Outcome):
     facts: Mapping[str, float] = field(default_factory=dict)
 
     def exit_code(self, failure_limit: int, infrastructure_limit: int | None = None) -> int:
-        """Return 1 if rows are lost or missing, no video is ok, one failed by a bug, or too many failed; otherwise 0.
-        """
+        """Return 1 if rows are lost or missing, no video is ok, too many failed, or one by a bug; otherwise 0."""
         return 1 if self.n_lost else super().exit_code(failure_limit, infrastructure_limit)
 
     def iter_troubles(self, item: str, n_items: int) -> Iterator[str]:
