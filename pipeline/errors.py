@@ -238,11 +238,11 @@ class EvidenceNotCached(ValueError):  # noqa: N818
 
 
 class VideoFault(Exception):  # noqa: N818
-    """A fault of a single video. It becomes the error row of this video, and the run continues with the other videos.
+    """A fault of a single video. It becomes the error row of this video, and the run continues.
 
     Attributes:
         message: printable text of at most 1 KB.
-        stage: the stage that failed: "decode", "encode", "prune" or "write".
+        stage: "decode", "encode", "prune" or "write".
         backend: the decoder that was reading the video, or None.
         exit_signal: the signal that ended the decode process, or None.
         attempts: the number of attempts in this run.
@@ -288,7 +288,7 @@ class ReplacedSource(VideoFault):
 
 
 class QuestionFault(Exception):  # noqa: N818
-    """A fault of a single question. It becomes the error row of this question, and the run continues with the others.
+    """A fault of a single question. It becomes the error row of this question, and the run continues.
 
     Attributes:
         message: printable text of at most 1 KB.
@@ -311,8 +311,7 @@ class QuestionFault(Exception):  # noqa: N818
 def near_file(path: Path) -> str:
     """Suggest an existing file for a path that does not exist, among the first 10,000 names of its folder.
 
-    A name that looks the same, but differs in its Unicode form or blanks, is preferred to a similar name; the
-    suggestion says how it differs.
+    A name that looks the same, but differs in its Unicode form or blanks, is preferred to a similar name.
 
     Returns:
         ``" (did you mean NAME?)"``; "" without a suggestion or if the folder cannot be read.

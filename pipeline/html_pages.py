@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: templates, style sheets and scripts of a package, and the policy that limits scripts."""
+"""Self-contained HTML pages: templates, style sheets and scripts of a package."""
 
 from __future__ import annotations
 

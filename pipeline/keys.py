@@ -1,4 +1,4 @@
-"""Short hashes of ids, clips and files, so that the driver can hold millions of videos in memory, and their lookup."""
+"""Short hashes of ids, clips and files, with which the driver can hold millions of videos in memory."""
 
 from __future__ import annotations
 

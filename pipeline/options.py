@@ -36,12 +36,12 @@ def option(default: Any, help_text: str, **extra: Any) -> Any:
     """Create a dataclass field that is also a command-line flag.
 
     Args:
-        default: the default value. A list is copied for each object. ``REQUIRED`` means that a value must be given.
+        default: a list is copied for each object. ``REQUIRED`` means that a value must be given.
         help_text: the help; ``{item}`` in it becomes the noun of the command's items, such as "video".
         extra: the field's metadata: metavar, choices, positional, secret (the value is left out of the repr), several
             (a list takes several values after one flag), flag (the flag's name if it is not the field's), share (a
-            number that may be given in percent) and group (the title under which ``--help`` shows this option and the
-            options that follow it, up to the next group).
+            number that may be given in percent) and group (the title above this option and those that follow it in
+            ``--help``).
     """
     metadata = {"help": help_text, **extra}
     if isinstance(default, list):
@@ -74,15 +74,10 @@ def check_choices(config: Any) -> None:
 
 
 def named_values(texts: Iterable[str], flag: str) -> dict[str, str]:
-    """Parse NAME=VALUE arguments into texts by name.
+    """Parse NAME=VALUE arguments into texts by name; the last value of a repeated name counts.
 
-    Blanks around names and values are dropped, and "-" in a name becomes "_". The last value of a repeated name counts.
-
-    Args:
-        flag: the flag's name, for the error.
-
-    Raises:
-        UsageError: an argument has no name or no "=".
+    Blanks around names and values are dropped, and "-" in a name becomes "_". An argument without a name or "=" raises
+    UsageError, which names ``flag``.
     """
     params: dict[str, str] = {}
     for item in texts:
@@ -391,7 +386,6 @@ def check_options(config: type, values_given: Mapping[str, object], where: str =
     - a single text to a list, for a positional argument that takes several words
 
     Args:
-        config: the dataclass of options.
         where: the beginning of error messages.
 
     Raises:
@@ -425,7 +419,6 @@ def make_config(
     """Create a configuration from the keyword arguments of a Python function.
 
     Args:
-        kind: the configuration class.
         function: the function's name, for errors.
         accepted_names: the fields that the function accepts; None accepts all fields except those that are meant for
             the command line, such as ``dry_run`` and ``plan``.

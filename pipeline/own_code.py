@@ -2,7 +2,7 @@
 
 The hash covers the statements of the class's module and of the user's modules that it imports, directly or indirectly.
 It ignores comments, docstrings, layout, and ``if`` statements of a module that mention ``__name__``. It does not cover
-this package, Python, other installed packages, modules that are imported by a computed name, or data files.
+installed packages, modules that are imported by a computed name, or data files.
 """
 
 from __future__ import annotations
@@ -83,11 +83,8 @@ def locate_own_error(error: BaseException, kind: type) -> str | None:
     It is the innermost frame of the traceback that lies in the user's modules. If there is none and ``error`` is a
     WrongSelection, it is the first line of the method's ``select``.
 
-    Args:
-        kind: the class that was called.
-
     Returns:
-        FILE:LINE, or None if the class is not the user's or its code is not involved.
+        FILE:LINE, or None if the class ``kind`` is not the user's or its code is not involved.
     """
     if not is_own(kind):
         return None
@@ -102,9 +99,9 @@ def locate_own_error(error: BaseException, kind: type) -> str | None:
 
 
 def _is_users(module: str, first: str) -> bool:
-    """Return True if ``module`` is a module of the user whose class is in the module ``first``.
+    """Return True if the user wrote ``module``, where ``first`` is the module of the user's class.
 
-    It is if it has a file, and is in the same top-level package as ``first`` or not installed in site-packages.
+    Such a module has a file, and is in the same top-level package as ``first`` or not installed in site-packages.
     """
     top, first_top = module.partition(".")[0], first.partition(".")[0]
     if module == first or top in _NOT_OWN:

@@ -35,14 +35,14 @@ R = TypeVar("R", bound=Mapping[str, Any])
 
 
 class ManifestRow(TypedDict):
-    """A video that the user named: a row of the table that ``pipeline.inputs`` makes.
+    """A video that the user named.
 
     Attributes:
         video_id: the id, unique in the list.
         uri: the path or URL of the video's file; ARCHIVE#NAME for a video in an archive.
         start_s, end_s: the clip in seconds; None for the start or end of the video.
         manifest: JSON of the other columns of the manifest, or of the members that an archive has beside the video.
-        policy: the reason why the file must not be read, in which case nothing opens it; None if it may be read.
+        policy: the reason why nothing may open the file; None if it may be read.
         size: the size of the video in bytes, from a store's listing, the manifest's size_bytes, or the index of a tar
             or zip. None if none of them states it, as for files on disk and for rows of a table.
         source_offset: the position of a video in its archive: in a tar, the first byte of the member's data; in a zip,
@@ -90,7 +90,7 @@ def todo_row(
 
 
 class Column(NamedTuple):
-    """The description of a column of the videos table, attached to a key of ``VideoRecord`` as its annotation.
+    """A column of the videos table, attached to a key of ``VideoRecord`` as its annotation.
 
     Attributes:
         kind: the name of its Arrow type, or "list<NAME>" for a list of that type.

@@ -83,8 +83,7 @@ class Doctor:
             yield Finding("ray", "ok", says)
 
     def _check_store(self) -> Iterator[Finding]:
-        """Test the store (or the folder in which it would be made) from here, and from each node if there are several.
-        """
+        """Test the store (or the folder in which it would be made) from here, and from each of several nodes."""
         objects = Objects.from_environment(self._config.s3_endpoint, self._config.s3_requester_pays)
         store = reachable(store_at(self._config.out, objects))
         yield from check_store(store)

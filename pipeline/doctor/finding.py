@@ -1,4 +1,4 @@
-"""The result of a check, and the wrapper that turns an exception in a check into a result."""
+"""The result of a check."""
 
 from __future__ import annotations
 

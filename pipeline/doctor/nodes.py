@@ -1,4 +1,4 @@
-"""Checks of every node of the cluster: versions, cores, memory, disks, clock and codecs, compared with the driver."""
+"""Checks of every node of the cluster, compared with the driver."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Node(NamedTuple):
 
     Attributes:
         versions: of Python, PACKAGES and OPTIONAL; None for a package that is not installed.
-        cores, memory, shm_free: usable CPU cores, and bytes; 0 if there is no /dev/shm.
+        memory, shm_free: bytes; 0 if there is no /dev/shm.
         disks: the disks to which Ray writes; empty if Ray is not running.
         missing_codecs: the codecs of CODECS that PyAV cannot decode.
         skew_s: seconds by which its clock is ahead of the driver's, beyond the time of the call.

@@ -1,4 +1,4 @@
-"""The speed of decoding and encoding here, the GPU and its kernels, and whether CPU cores keep the encoders busy."""
+"""The speed of decoding and encoding here, and whether CPU cores keep the encoders busy."""
 
 from __future__ import annotations
 

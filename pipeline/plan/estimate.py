@@ -53,8 +53,7 @@ def total(*parts: Interval) -> Interval:
 def estimate_mean(values: Sequence[float], population: int) -> Interval:
     """Estimate the mean of a corpus from a sample: two standard errors to either side, but not below 0.
 
-    With a single value, the range is from half to twice that value. If the sample is the whole corpus, the mean is
-    exact.
+    A single value gives a range from half to twice that value; the whole corpus gives an exact mean.
 
     Args:
         values: the sample; at least one value.
@@ -181,7 +180,7 @@ class Workload:
     Attributes:
         videos: the number of videos, unreadable ones included.
         failed: the share of videos that cannot be read.
-        decode_s: core-seconds of decoding.
+        decode_s: core-seconds.
         encode_s: seconds of encoding and pruning, on a GPU or on a core; None if unknown.
         frame_bytes: bytes of the frames that the decode stage passes to the encode stage.
         output_bytes: stored bytes of the kept tokens with their columns.
@@ -208,11 +207,10 @@ class RunEstimate:
     Attributes:
         wall_s: the duration, 0 without videos. It does not include encoding if the work of the model is unknown.
         encode_core_s: core-seconds of encoding and pruning; 0 with GPUs, None if the work of the model is unknown.
-        gpu_s: GPU-seconds of encoding and pruning; 0 without GPUs, None if the work of the model is unknown.
+        gpu_s: GPU-seconds of the same; 0 without GPUs, None if the work of the model is unknown.
         stage_s: stage -> seconds of wall time that it would take alone; None for unknown encoding. Without GPUs, "cpus"
             replaces "decode" and "encode", if both are known.
         bottleneck: the slowest known stage; "nothing" without videos.
-        remedy: how to remove the bottleneck.
         cost: "total", "per_1000_videos" and "storage_a_month", as far as prices are given; None without prices.
         notes: sentences on what the numbers are based on.
     """

@@ -62,9 +62,6 @@ class CommittedVideos:
         previous commit are not counted again. The method also saves the run's record about once a minute, and merges
         the small files of the table every few commits; a failed merge only warns.
 
-        Args:
-            number: the number of the shard, which numbers the commit.
-
         Raises:
             OSError: the store fails, or lacks a token shard that the rows name.
             RunFailed: during the run, the cache was deleted or replaced, or a token shard of the rows was removed.
@@ -108,8 +105,6 @@ class CommittedVideos:
 
     def _record_shards(self, token_shards: Collection[str]) -> None:
         """Note the committed token shards and the facts in the run's record, and save the record about once a minute.
-
-        With these names, later runs can detect that files of the videos table were lost.
         """
         for shard in token_shards:  # sorting the whole list would take longer with each commit
             index = bisect_left(self._token_shards, shard)

@@ -1,4 +1,4 @@
-"""The options of a prune run: one dataclass defines the flags, the entries of the run's record, and the defaults."""
+"""The options of a prune run: the flags, their defaults, and the entries of the run's record."""
 
 from __future__ import annotations
 
@@ -241,8 +241,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return f"{self.videos[0]}{more}"
 
     def clip_names(self) -> tuple[str, str] | None:
-        """Parse ``--clips-from``, two names with a comma between them; None without the option. May raise UsageError.
-        """
+        """Parse ``--clips-from``, two names with a comma between them; None without it. May raise UsageError."""
         if self.clips_from is None:
             return None
         names = [name.strip() for name in self.clips_from.split(",")]
@@ -256,11 +255,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return ArchiveOptions(self.column, self.clip_names(), self.zip_encoding)
 
     def part(self) -> tuple[int, int] | None:
-        """Parse ``--shard I/N`` into (I, N); None without the option.
-
-        Raises:
-            UsageError: the value is not I/N with 0 <= I < N.
-        """
+        """Parse ``--shard I/N`` into (I, N); None without it. Raises UsageError unless 0 <= I < N."""
         if self.shard is None:
             return None
         match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.shard)

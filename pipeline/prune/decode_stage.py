@@ -91,8 +91,7 @@ class PlannedVideo(NamedTuple):
 def plan_video(preprocessor: Preprocessor, n_frames: int, size: tuple[int, int] = _FULL_HD) -> PlannedVideo:
     """Return a hypothetical video of this size, or of the largest smaller standard size that the model takes.
 
-    A model that takes frames in their source size limits their bytes, and a long full HD video exceeds the limit. The
-    standard sizes are those of 1080p, 720p, 480p and 240p.
+    The standard sizes are those of 1080p, 720p, 480p and 240p.
 
     Args:
         size: (width, height) in the file.
@@ -146,9 +145,6 @@ class VideoDecoder:
         Remote files and members of archives, of at most ``fetch_mb``, are fetched into memory. An error is not raised,
         but becomes the ``fault`` of the source. A row with a policy or a known fault gets that fault, and nothing is
         read.
-
-        Args:
-            archives: the result of ``open_archives``.
         """
         location = _locate(row)
         if row["policy"]:
@@ -222,7 +218,6 @@ class Decoder:
 
         Args:
             heartbeats: the actor that collects the workers' reports; None for no reports.
-            videos_per_bundle: the number of videos in a batch.
 
         Raises:
             WorkerGivenUp: too many processes of this worker have crashed.
@@ -236,7 +231,7 @@ class Decoder:
         self._videos_per_bundle = videos_per_bundle
 
     def close(self) -> None:
-        """End the child process. A run need not call this, since a child ends with its actor."""
+        """End the child process, which otherwise ends with its actor."""
         self._decoder.close()
 
     def __call__(self, unit: pa.Table) -> Iterator[pa.Table]:

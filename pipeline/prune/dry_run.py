@@ -1,4 +1,5 @@
-"""The dry run: checks a request as a run does, and counts its work. It starts and writes nothing."""
+"""The dry run: checks a request as a run does, and counts its work. It starts no Ray and writes nothing to the cache.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,6 @@ class Forecast:
     """The result of a dry run: what a run with the same options would do if it started now.
 
     Attributes:
-        tally: the number of videos in the manifest for each way in which they are treated.
         n_todo: the number of videos that the run would process, with ``--limit`` applied.
         doomed: problem -> an example and the number of the videos among ``n_todo`` that are sure to fail.
         first_ids: the ids of the first 5 videos to process.
@@ -47,7 +47,7 @@ class Forecast:
         size: "full HD", or the largest smaller standard size that the model takes.
         refusal: the error with which full HD videos of maximum length will fail; None if the model takes them.
         minute: (tokens, kept tokens, bytes on disk) of a video of one minute.
-        minute_size: the size of the video of one minute, in words.
+        minute_size: its size in words.
         one_size: True if every video has this grid.
         is_exact: True if the method always keeps ``kept`` tokens of such a video.
         frames: sentences about the sampling, and about videos whose number of frames a limit will change.
@@ -55,7 +55,7 @@ class Forecast:
         checks: name of a check of the model -> what was checked and its result, or that it was not checked.
         unlisted: the URIs of archives without an index, whose videos are not counted.
         left_out: kind of file -> the number of files that are not videos or are not read.
-        left_out_names: kind of file -> the names of the first of these files.
+        left_out_names: kind of file -> the first names.
     """
 
     out: str

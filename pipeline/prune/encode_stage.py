@@ -203,10 +203,7 @@ class VideoEncoder:
         """Encode videos in one pass and prune each of them; None for a video that fails after the pass.
 
         The seconds of the pass are divided among the videos by their tokens. Errors of the pass itself and MethodFails
-        are raised.
-
-        Args:
-            names: the ids of the videos, printed if the process ends.
+        are raised. ``names`` are the ids of the videos, printed if the process ends.
         """
         frames_on_device = [self._load_frames(video.reshape_frames()) for video in videos]
         sampled = [to_sampled_video(video.record) for video in videos]
@@ -268,10 +265,10 @@ class VideoEncoder:
 
     @contextmanager
     def _turn(self, lock: threading.Lock, stream: torch.cuda.Stream | None = None) -> Iterator[Turn]:
-        """Hold ``lock`` while the block launches kernels; on exit, release it and wait for them, also after an error.
+        """Hold ``lock`` while the block launches kernels; on exit, release it and wait for them.
 
-        During this wait the next thread can launch its kernels. After an error the wait is needed because freed memory
-        may be reused on another stream at once.
+        During this wait the next thread can launch its kernels. After an error the wait is needed too, because freed
+        memory may be reused on another stream at once.
 
         Args:
             stream: the stream for the kernels on a GPU; None for the current stream.
@@ -351,8 +348,6 @@ class VideoEncoder:
 
     def encode_frames(self, frames: Tensor | NDArray[np.uint8], video: SampledVideo | None = None) -> VisualTokens:
         """Encode frames to all visual tokens and the evidence that is needed, in the precision of the cache.
-
-        All kernels have finished on return.
 
         Args:
             frames: [t,h,w,3] uint8, resized by the preprocessor.
@@ -463,10 +458,8 @@ class Encoder:
     def encode(self, videos: Sequence[VideoItem]) -> list[VideoItem]:
         """Encode and prune the videos of a batch, and return them in order; a failed video becomes its error row.
 
-        Reports each outcome to the heartbeat. Blocks while this worker is excluded.
-
-        Raises:
-            MethodFails: a user method would fail for every video.
+        Reports each outcome to the heartbeat. Blocks while this worker is excluded. Raises MethodFails if a user method
+        would fail for every video.
         """
         if self._careful > 0:
             with self._alone:
@@ -494,7 +487,7 @@ class Encoder:
     def _encode_suspect(self, video: VideoItem) -> VideoItem:
         """Encode one video while no other is in hand, so that a crash is certainly its own.
 
-        A video that was in hand in POISON (2) crashes is not tried again: it gets an error row of class "crash".
+        After POISON (2) crashes with the video in hand, it is not tried again, but gets an error row of class "crash".
         """
         with self._heartbeat.holding(video.record["video_id"]) as items:
             crashes = self._heartbeat.find_crashes(video.record["video_id"])

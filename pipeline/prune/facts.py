@@ -63,7 +63,7 @@ class Facts:
     def add(self, rows: pa.Table) -> None:
         """Add the rows of a shard (columns of WRITTEN_SCHEMA), including failed videos.
 
-        Rows are added one by one in order, so that sums of floats do not depend on the sizes of the shards.
+        Sums of floats do not depend on the sizes of the shards, because rows are added one by one.
         """
         self.videos += len(rows)
         for row in rows.select(_COLUMNS).to_pylist():
@@ -89,7 +89,7 @@ class Facts:
 
         Returns:
             wall_s, decode_core_s, encode_s, output_bytes (an estimate), encoder_busy (the share of time in which
-            encoders worked, at most 1; 0 before any time has passed) and video_hours.
+            encoders worked, from 0 to 1) and video_hours.
         """
         wall = self.clock() - self._started_at if wall_s is None else wall_s
         encoder_s = self._encoder_s + max(0.0, wall - (self._since - self._started_at)) * self._encoders

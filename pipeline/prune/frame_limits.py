@@ -1,7 +1,6 @@
 """Descriptions of how frames are sampled, and counts of the videos whose number of frames a limit changed.
 
-With ``--fps``, the number of frames follows from the length of the clip. ``--max-frames`` caps it, and a model's
-processor may fill it up to a minimum. A changed row states the number without limits in ``frames_by_rate``.
+With ``--fps``, ``--max-frames`` caps the number of frames, and a model's processor may fill it up to a minimum.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class FrameLimits(TypedDict):
 
     Attributes:
         max_frames: the limit above which a video is capped; None without a limit.
-        min_frames: the minimum number of frames, up to which a video is filled.
+        min_frames: the minimum up to which a video is filled.
         n_capped: videos with fewer frames than ``fps`` gives.
         lowest_fps: the rate at which the longest capped video was sampled; None if there is none.
         longest: the id of that video.
@@ -85,11 +84,8 @@ def describe_limits(limits: FrameLimits) -> Iterator[str]:
 def count_limits(rows: Iterable[VideoRecord], sampling: SamplingIdentity) -> FrameLimits | None:
     """Count the videos whose number of frames a limit changed; None unless the cache is sampled with ``fps``.
 
-    A row is capped if its ``frames_by_rate`` is above ``max_frames``, unknown if it is None, unchanged if it is 0, and
-    filled otherwise. The longest video has the largest ``frames_by_rate``.
-
-    Args:
-        rows: rows of ok videos.
+    An ok row is capped if its ``frames_by_rate`` is above ``max_frames``, unknown if it is None, unchanged if it is 0,
+    and filled otherwise. The longest video has the largest ``frames_by_rate``.
     """
     if sampling.get("fps") is None:
         return None
@@ -131,11 +127,8 @@ def make_limits(
 def describe_future_limits(sampling: SamplingIdentity, todo: pa.Table) -> Iterator[str]:
     """Yield sentences about the videos that will get fewer or more frames than ``fps`` gives; none without ``fps``.
 
-    The sentences state the lengths at which limits apply, and count the clips whose start and end show that they apply.
-    Other lengths are unknown before decoding.
-
-    Args:
-        todo: the videos to process, TODO_SCHEMA.
+    They state the lengths at which limits apply, and count the clips in ``todo`` (TODO_SCHEMA) that reach these lengths
+    by their start and end. Other lengths are unknown before decoding.
     """
     if (fps := cast("float | None", sampling.get("fps"))) is None:
         return

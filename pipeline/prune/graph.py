@@ -9,8 +9,7 @@ takes, and that a retry decodes again, in whole batches. ``Part``: the tasks of 
 the start. Shard: the videos of one token file. A block of Ray Data is one row here.
 
 Encode and prune share an actor, so that a video's full tokens (45 MB for 32 frames of LLaVA-OneVision-7B) never cross
-the object store. Decode is a separate stage, so that nodes without GPUs can run it. Ray Data runs these two stages. An
-encoded video waits at most --flush-seconds to be written (``pipeline.runner.shards``).
+the object store. An encoded video waits at most --flush-seconds to be written (``pipeline.runner.shards``).
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ class PruneJob(Job[Todo]):
         return self._plan_workers(self.available_resources(), n_items)[1]
 
     def _plan_workers(self, cluster: Mapping[str, float], n_videos: int) -> tuple[Resources, Resources]:
-        """Return the plans (uncapped, fitted) of ``plan_workers``; the fitted plan cuts tasks at row groups of tables.
-        """
+        """Return the plans (uncapped, fitted) of ``plan_workers``; the fitted plan cuts tasks at row groups."""
         uncapped, plan = plan_workers(self.options, self._stages, cluster, n_videos, self._total_file_bytes)
         return uncapped, replace(plan, rows_per_group=self._request.videos.indexes.rows_per_group)
 

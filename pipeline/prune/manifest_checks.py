@@ -40,8 +40,7 @@ class Example(NamedTuple):
 def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
     """Raise ManifestError if videos of the manifest (MANIFEST_SCHEMA) may not be read, that is, have a ``policy``.
 
-    The message lists the five most frequent reasons, each with a count and an example, and suggests ``--video-root``
-    flags for videos outside of the allowed roots.
+    The message lists the five most frequent reasons, each with a count and an example, and suggests ``--video-root``.
     """
     forbidden = manifest.filter(manifest["policy"].is_valid())
     if not len(forbidden):
@@ -65,8 +64,8 @@ def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
 def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
     """Yield the common folder of the forbidden local files, and the common prefix of the forbidden S3 objects.
 
-    Only files outside of the allowed roots count, and only the first _MAX_ROOT_PATHS of them. The root folder "/" is
-    not suggested, and no prefix for objects of several buckets.
+    Only the first _MAX_ROOT_PATHS files outside of the allowed roots count. The root folder "/" is not suggested, and
+    no prefix for objects of several buckets.
     """
     outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE_PREFIXES, OUTSIDE_FOLDERS])))
     paths: list[str] = outside["uri"].slice(0, _MAX_ROOT_PATHS).to_pylist()
@@ -125,7 +124,7 @@ class ListCheck(NamedTuple):
     Attributes:
         failures: problem -> the videos that are sure to fail by it. The problem completes a sentence "3 videos ...".
         n_found: the number of other videos whose local file exists.
-        n_unseen: the number of other videos that were not looked at: remote files, and members of archives.
+        n_unseen: the number of other videos: remote files, and members of archives.
     """
 
     failures: dict[str, Example]

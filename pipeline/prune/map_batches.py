@@ -71,7 +71,7 @@ class DecodeVideos:
         self._named_videos = NamedVideos("videos", Path.cwd(), _ANYWHERE)
 
     def close(self) -> None:
-        """End the child process. Workers of Ray Data need no call, since their children end with them."""
+        """End the child process, which otherwise ends with its worker."""
         self._decoder.close()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:

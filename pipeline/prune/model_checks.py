@@ -1,7 +1,4 @@
-"""What a dry run checks about the model: each result says how something was checked, or that it was not checked.
-
-No result assumes anything about a family, since a user family is not tested here and may override everything.
-"""
+"""What a dry run checks about the model: each result says how something was checked, or that it was not checked."""
 
 from __future__ import annotations
 

@@ -271,10 +271,7 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
     """Estimate the work of ``n_videos`` videos of ``seconds`` each, of which only the options are known.
 
     If the model does not take their size, a smaller standard size is planned. ``--snap-to-keyframes`` and ``--decoder``
-    are ignored. Notes say all this.
-
-    Raises:
-        UnsupportedVideo: the model takes no such size, or needs more frames.
+    are ignored. Notes say all this. UnsupportedVideo is raised if the model takes no such size, or needs more frames.
     """
     sampling = recipe.sampling
     n_frames = plan_frames(recipe.sampling, seconds)

@@ -135,9 +135,6 @@ class Recipe:
 
         It consists of the model (with the pooling head, if one is used), preprocessing, sampling, the pruner with its
         parameters (and the seed of a seeded method), the stored ratio, the dtypes, and the stored evidence, if any.
-
-        Args:
-            dtype: the compute dtype of the encoder.
         """
         model = identify_model(self.source)
         if self.source.pooling_head is not None:
@@ -164,9 +161,6 @@ class Recipe:
 
         ``newline``, the row that LLaVA-OneVision puts after a video's tokens, is stored as the base64 of its bfloat16
         bits; None for other models.
-
-        Args:
-            dtype: the compute dtype of the encoder.
         """
         newline = static.newline
         bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
@@ -401,7 +395,6 @@ def parse_evidence(items: Sequence[str], family: str, pruner: Pruner, model_type
         items: texts of comma-separated entries. Each is NAME or NAME=SOURCE of evidence, or a method, which stands for
             all evidence that it needs. A method given as module:Class is imported.
         pruner: the method that makes the cache.
-        model_type: the model's type, for messages.
 
     Raises:
         UsageError: an entry is unknown or ambiguous, the encoder does not compute the evidence, or ``pruner`` does not
@@ -425,8 +418,6 @@ def list_needed_evidence(
 
     Args:
         method: its name, or module:Class, which is imported.
-        params: the method's parameters as texts.
-        model_type: the model's type, for messages.
 
     Raises:
         UsageError: the encoder does not compute the evidence.
@@ -444,7 +435,6 @@ def list_method_evidence(pruner: Pruner, flag: str, family: str, model_type: str
 
     Args:
         flag: the beginning of the error message, such as ``--evidence fastvid``.
-        model_type: the model's type, for messages.
 
     Raises:
         UsageError: the encoder does not compute the evidence.

@@ -1,7 +1,4 @@
-"""A checked request to prune videos, which runs, dry runs and plans begin with.
-
-A run already writes here: new indexes of archives, and the new header of a cache whose user method has other code now.
-"""
+"""A checked request to prune videos, which runs, dry runs and plans begin with."""
 
 from __future__ import annotations
 
@@ -52,8 +49,7 @@ class Request:
 
         Raises:
             IdentityMismatch: the cache has another identity.
-            NotACache: the header cannot be read.
-            CorruptShard: a file of the videos table is damaged.
+            NotACache, CorruptShard: the cache cannot be read.
         """
         return replace(self, recipe=self.recipe.match_cache(self.store, self.console))
 
@@ -62,9 +58,6 @@ class Request:
 
         A run also deletes removed videos from the kept indexes of archives, and restarts the cache with a new header if
         ``recipe.is_restarted``. Plans and dry runs write nothing.
-
-        Args:
-            run_id: the id of the run that will commit rows.
 
         Raises:
             UsageError: ids of ``--redo`` are wrong, cached videos have changed (SourceChanged), a restart would lose

@@ -59,7 +59,7 @@ class Resources(Plan):
     """The resources that the stages of a prune run reserve, and the sizes of its tasks, batches and shards.
 
     Attributes:
-        videos_per_block: the number of videos in a decode task, where files are decoded.
+        videos_per_block: the number of videos in a decode task, unless archives hold them.
         videos_per_shard: the maximum number of videos in a shard.
         videos_per_bundle: the number of videos in a batch.
         rows_per_group: the rows in a row group of the tables that hold videos; 1 if there are none.
@@ -78,8 +78,7 @@ class Resources(Plan):
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
         """Estimate the object store memory for waiting videos, without the videos that workers have in hand.
 
-        If waiting shards take more, Ray slows down to one block in ten seconds. The arguments are the bytes of one
-        video before and after the encode stage.
+        The arguments are the bytes of one video before and after the encode stage.
         """
         bundles = (self.decode.in_flight or 4) * self.decode.workers
         bundles += (self.encode.in_flight or 4) * self.encode.workers
@@ -94,12 +93,12 @@ class Resources(Plan):
         - A batch has at most MAX_VIDEOS_PER_BUNDLE videos and MAX_BUNDLE_BYTES of frames, unless one video has more.
           There are at least 16 batches per worker, if possible, and the object stores hold those of all workers.
         - An encoder queues about VIDEOS_AHEAD_PER_ENCODER videos, but at least 4 batches, and at most an eighth of its
-          share, since other encoders may finish earlier.
+          share.
         - All queues together take at most a quarter of the object stores, unless that is less than the minimum of 2 *
-          CALLS batches per encoder. All shards in memory take at most half, which is Ray's own limit.
-        - Ray starts calls before it knows the size of their results. If a typical video has more than MAX_BUNDLE_BYTES
-          of frames, the minimum is CALLS batches, no call waits at a decoder, and there are only as many decoders as
-          the results of their first calls fit half of the object stores.
+          CALLS batches per encoder. All shards in memory take at most half.
+        - If a typical video has more than MAX_BUNDLE_BYTES of frames, the minimum is CALLS batches, no call waits at a
+          decoder, and there are only as many decoders as the results of their first calls fit half of the object
+          stores.
 
         Args:
             store_bytes: the capacity of all object stores together.
@@ -180,8 +179,7 @@ def count_videos_per_shard(shard_bytes: int, token_bytes: int, n_frames: int) ->
     """Return the number of videos that fill a shard of ``shard_bytes``, at least 1, limited by the records in memory.
 
     Args:
-        token_bytes: the stored bytes of one video.
-        n_frames: the number of sampled frames of one video.
+        token_bytes, n_frames: the stored bytes and the sampled frames of one video.
     """
     records = MAX_RECORDS_BYTES // (RECORD_BYTES + FRAME_RECORD_BYTES * n_frames)
     return max(1, min(shard_bytes // max(token_bytes, 1), records))
@@ -202,8 +200,7 @@ def plan_resources(
 ) -> Resources:
     """Divide a cluster among the workers for ``n_videos`` videos; each stage has at least one worker.
 
-    A decoder reserves one CPU. Encoders and writers reserve none: an encoder often waits, so the operating system
-    shares the cores, and both fit on any node.
+    A decoder reserves one CPU. Encoders and writers reserve none.
 
     Args:
         cpus, gpus: of the cluster. By default there is a decoder per CPU and an encoder per GPU; if ``gpus`` is below
@@ -330,7 +327,7 @@ def cut_tasks(
         workers: the number of decoders.
         bundle: the number of videos in a batch.
         row_group: the rows in a row group of the tables that hold videos.
-        later_bytes: the bytes of videos that follow later, which are assumed to be of similar size.
+        later_bytes: the bytes of later videos, which are assumed to be of similar size.
     """
     n_videos = len(videos)
     ends = np.concatenate([[0], np.cumsum(pc.fill_null(videos["size"], 0).to_numpy())])

@@ -196,7 +196,7 @@ class _Comparison(NamedTuple):
     Attributes:
         rows: the index of the row in the ledger; -1 if the video has none.
         failed: True for an error row.
-        attempts: the attempts in that row; 0 without a row.
+        attempts: 0 without a row.
         sizes: the current bytes of the file; -1 if unknown or not needed.
         changed: True for an ok row of another URI, clip, size or content, or by other code of the user decoder.
         replaced: True for a changed row whose file has its old size but other content.
@@ -226,7 +226,6 @@ def _compare(
 
     Args:
         asker: looks up the size and mark of files if the batch does not state them, on disk or with a request each.
-        redo: the ids of ``--redo``.
 
     Raises:
         UsageError: a store does not answer.
@@ -365,7 +364,6 @@ def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced:
 
     Args:
         size: the current bytes of the file; -1 if unknown.
-        is_replaced: True if the file has its old size but other content.
     """
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:
@@ -411,7 +409,7 @@ def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
 
 
 def format_skipped(tally: ManifestCounts, config: PruneConfig) -> list[str]:
-    """Return lines for the user about videos that are cached, failed for good, or left for later by ``--limit``."""
+    """Return lines for the user about videos that are cached, failed, or left for later by ``--limit``."""
     n_cached = tally.done + tally.failed
     lines = []
     if n_cached:

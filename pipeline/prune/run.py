@@ -8,10 +8,6 @@
     Stream           runner/stream.py       written shards, from a new graph each time the nodes change
     CommittedVideos  prune/committed.py     each shard committed and counted; PruneWatch may end the run
     summarise        prune/summary.py       counts of the committed rows
-
-A video passes through a row of ``Todo``, ``Decoder`` (prune/decode_stage.py), ``Encoder`` (prune/encode_stage.py), a
-shard collected by the driver (runner/shards.py), ``Writer`` (prune/write_stage.py, cache/writer.py) and
-``CacheTable.commit``.
 """
 
 from __future__ import annotations

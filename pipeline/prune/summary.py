@@ -1,4 +1,4 @@
-"""The counts of a manifest's videos in a cache, made from the videos table and not from the counts of a run."""
+"""The counts of a manifest's videos in a cache, made from the videos table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class Summary(Outcome):
     Attributes:
         n_videos: videos of the manifest, without removed and waiting videos.
         tokens_in: tokens before pruning, of ok videos.
-        tokens_kept: stored tokens.
         token_bytes: bytes of the stored tokens with their deepstack levels.
         seconds: stage -> seconds, summed over the videos.
         n_warned: ok videos that were decoded with warnings.
@@ -48,7 +47,7 @@ class Summary(Outcome):
         n_lost: videos that a run committed, but of which no file of the table has a row.
         lost: the ids of up to 3 of them.
         left_out: kind of file -> number of files in VIDEOS that are not videos or are not read.
-        left_out_names: kind of file -> the names of the first of these files.
+        left_out_names: kind of file -> the first names.
         facts: seconds and bytes of this run (``Facts.as_record``); empty for a summary of a cache.
     """
 
@@ -175,11 +174,7 @@ class _Counts:
     """Sums over rows of a ledger, which become a Summary."""
 
     def __init__(self, ledger: Ledger, sampling: SamplingIdentity | None) -> None:
-        """Set all sums to zero.
-
-        Args:
-            sampling: the sampling entry of the cache's identity. Limits of frames are counted only if it has ``fps``.
-        """
+        """Set all sums to zero. Limits of frames are counted only if ``sampling`` has ``fps``."""
         self._ledger = ledger
         self._sampling = sampling if sampling is not None and sampling.get("fps") is not None else None
         self._n_capped = self._n_filled = self._n_unknown = 0

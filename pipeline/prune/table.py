@@ -1,4 +1,4 @@
-"""The videos table of the cache that a run writes to: the rows from before the run, and the run's commits."""
+"""The videos table of the cache that a run writes to."""
 
 from __future__ import annotations
 
@@ -121,12 +121,9 @@ def restart_with_new_code(
 
     A plan or dry run only checks and prints. No file is deleted here.
 
-    Args:
-        redo: the ids of ``--redo``; None without it.
-
     Raises:
-        UsageError: ids of ``--redo`` have no row or were removed; or the cache has tokens of videos that this run does
-            not name, which would be lost (not checked while archives are left to index).
+        UsageError: ids of ``--redo`` (``redo``) have no row or were removed; or the cache has tokens of videos that
+            this run does not name, which would be lost (not checked while archives are left to index).
         CorruptShard: a file of the videos table is damaged.
     """
     ledger = Ledger(store, made_with(store)).refresh()

@@ -1,4 +1,4 @@
-"""The videos that a run processes: those known at its start, and those that a thread finds in archives meanwhile."""
+"""The videos that a run processes: those known at its start, and those that a thread finds in archives."""
 
 from __future__ import annotations
 
@@ -27,12 +27,7 @@ _LEAVE_S = 5.0  # seconds that a run waits at its end for the current archive
 
 @dataclass(frozen=True)
 class TodoSelection:
-    """The rule that selects which of the listed videos a run processes, except for ``--limit``.
-
-    Attributes:
-        ledger: the rows of the cache.
-        redo: the ids of ``--redo``; None without it.
-    """
+    """The rule that selects which of the listed videos a run processes, except for ``--limit``."""
 
     config: PruneConfig
     video_list: VideoList
@@ -43,9 +38,6 @@ class TodoSelection:
         """Return the videos of this run's shard of the manifest, and those of them that must be processed.
 
         Also deletes removed videos, of all shards of the manifest, from the kept indexes of archives.
-
-        Args:
-            videos: some of the listed videos, MANIFEST_SCHEMA.
 
         Raises:
             SourceChanged: a cached video has changed, and ``--on-changed`` is "refuse".
@@ -189,7 +181,7 @@ class Todo(AbstractContextManager["Todo"]):
     def estimate_count(self) -> int:
         """Estimate the number of videos to process, at least 1; block until an archive with such videos is indexed.
 
-        The estimate assumes that all archives have as many videos per byte as those indexed so far, and is capped by
+        The estimate assumes as many videos per byte in all archives as in those indexed so far, and is capped by
         ``--limit``.
 
         Raises:

@@ -26,7 +26,6 @@ def compiled_beside(
     later processes find them. A failure only warns. Does nothing for methods that need evidence from the encoder.
 
     Args:
-        ratio: the retention ratio.
         shape: (T, N, D) of most videos.
     """
     if pruner.sources:

@@ -1,4 +1,4 @@
-"""The write stage: an actor writes the kept tokens of encoded videos as a token shard, without torch or a decoder."""
+"""The write stage: an actor writes the kept tokens of encoded videos as a token shard, without torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from pipeline.storage.stores import Store
 
 
 class Writer:
-    """The write actor, which writes token shards.
-
-    It is an actor because Ray ends the process of an idle task after a second, and starting another costs more than
-    writing a shard.
-    """
+    """The write actor, which writes token shards."""
 
     def __init__(
         self,
