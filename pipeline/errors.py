@@ -37,8 +37,6 @@ class Fault(NamedTuple):
     """The description of a fault class.
 
     Attributes:
-        meaning: what went wrong.
-        remedy: what the user can do about it.
         retryable: True if the machine may be at fault, not the file's content, so that another attempt may succeed.
     """
 
@@ -156,7 +154,7 @@ class NotAnswers(UsageError):  # noqa: N818
 
 
 class IdentityMismatch(UsageError):  # noqa: N818
-    """A cache or answers were made with another model or other settings, so new rows cannot be added to them."""
+    """A cache or answers were made with another model or other settings, so no rows can be added."""
 
 
 class SourceChanged(UsageError):  # noqa: N818
@@ -188,11 +186,11 @@ class TooManyFailed(RunFailed):
 
 
 class OwnCodeError(Exception):
-    """A user method failed for one video or question. The message names the file and line of the user's code."""
+    """A user method failed for one video or question. The message names the line of the user's code."""
 
 
 class MethodFails(RunFailed):
-    """A user method fails for every video, so the run ends. The message names the file and line of the user's code."""
+    """A user method fails for every video, so the run ends. The message names the line of the user's code."""
 
 
 ShardFault = Literal["damaged", "missing", "footer", "rows", "checksum", "schema", "commit"]

@@ -13,8 +13,8 @@ from markupsafe import Markup
 def environment(package: str) -> Environment:
     """Create a Jinja environment for the templates of ``package``, which escapes values.
 
-    Undefined values raise an error. The templates of ``pipeline``, such as the head of all pages, are found too, unless
-    the package has a template of the same name.
+    Undefined values raise an error. Templates of ``pipeline`` are found too, unless the package has one of the same
+    name.
     """
     templates = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader("pipeline")]),  # pipeline has the head of all pages

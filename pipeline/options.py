@@ -111,12 +111,7 @@ class S3Options:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(S3Options):
-    """The options of every run on Ray.
-
-    A subclass sets ``item``, the noun for what the run processes, such as "video".
-
-    Raises:
-        UsageError: an option has an invalid value, or two options exclude each other.
+    """The options of every run on Ray. A subclass sets ``item``, the noun for what the run processes, such as "video".
     """
 
     item: ClassVar[str]
@@ -244,11 +239,7 @@ class CodeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(RunOptions, CodeOptions):
-    """The options of runs that answer questions: the engine that computes the answers, and its arguments.
-
-    Raises:
-        UsageError: an option has an invalid value, or an option of vLLM is given without ``--engine vllm``.
-    """
+    """The options of runs that answer questions: the engine that computes the answers, and its arguments."""
 
     engine: str = option(
         "transformers",

@@ -98,7 +98,6 @@ class Column(NamedTuple):
         decoded: True if the decode process determines the value.
         may_be_unstated: True if the decode process may send null, because a video file need not state the value or
             because it depends on the options. The decode process always sends the other ``decoded`` values.
-        nullable: True if the column may be null in a row.
         since: the date from which on files have the column; "" for a column that every file has.
     """
 

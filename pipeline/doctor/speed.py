@@ -112,8 +112,7 @@ def _check_gpu() -> Iterator[Finding]:
 def _check_kernels() -> Iterator[Finding]:
     """Compile the selection kernels and compare them with the reference on random tokens.
 
-    Raises:
-        RuntimeError: they select different tokens.
+    RuntimeError is raised if they select different tokens.
     """
     from gstep.selection.gpu.check import check_kernels  # noqa: PLC0415 - needs Triton, which only a GPU has
 

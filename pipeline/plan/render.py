@@ -17,7 +17,7 @@ _UNKNOWN = "not known for this model; time and cost are without it"
 
 
 def number(value: float) -> str:
-    """Format a number with about three significant digits, without trailing zeros: "1,234", "12.3", "0.05"."""
+    """Format a number with up to four decimals, about three significant digits: "1,234", "12.3", "0.05"."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.{1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 4}f}".rstrip("0").rstrip(".")

@@ -1,5 +1,6 @@
 """Serialization of the batches of videos that travel between the stages of a run.
 
+Small videos share a batch, because Ray Data transports about twenty blocks per second and worker, whatever their size.
 A batch is one row, because Ray Data splits blocks only between rows. Its records are one cell of JSON, since a column
 per key would cost milliseconds per block.
 """

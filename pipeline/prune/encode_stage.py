@@ -129,7 +129,7 @@ class VideoEncoder:
     def _compiling(self) -> AbstractContextManager[None]:
         """Return a context that compiles the GPU kernels of a built-in method in parallel with its block.
 
-        The context does nothing on a CPU, for a user method, and if ``EncodeSetup.shape`` is None.
+        It does nothing on a CPU, for a user method, and if ``EncodeSetup.shape`` is None.
         """
         setup = self._setup
         if setup.shape is None or ":" in setup.pruner or not self._runtime.device.startswith("cuda"):
@@ -349,6 +349,8 @@ class VideoEncoder:
     def encode_frames(self, frames: Tensor | NDArray[np.uint8], video: SampledVideo | None = None) -> VisualTokens:
         """Encode frames to all visual tokens and the evidence that is needed, in the precision of the cache.
 
+        All kernels have finished on return.
+
         Args:
             frames: [t,h,w,3] uint8, resized by the preprocessor.
             video: the size and times of the frames. If None, the tokens have no grid and times.
@@ -400,9 +402,8 @@ class VideoEncoder:
 def _run_guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
     """Return ``work()``, with errors converted to faults of the video; end the process if the GPU's context is broken.
 
-    Raises:
-        VideoFault: class "out-of-memory" if GPU memory ran out, "internal" for other errors; faults pass unchanged.
-        MethodFails: passes unchanged.
+    VideoFault and MethodFails pass unchanged. Other errors become a VideoFault of class "out-of-memory" if GPU memory
+    ran out, or "internal".
     """
     try:
         return work()

@@ -51,7 +51,7 @@ class PruneJob(Job[Todo]):
 
     Args:
         run_id: the id of the run, for the names of token shards.
-        record: the run's record, in which each plan is saved.
+        record: each plan is saved in it.
         facts: is told the number of encoders of each plan.
     """
 

@@ -44,7 +44,7 @@ def prune_stages(**options: Any) -> PruneStages:
 
     If there are GPUs, reserve ``num_gpus=1`` instead of CPUs for encoders. With ``max_concurrency=2``, a worker of
     either stage fetches or passes on one video while it works on another. Nothing is cached or resumed;
-    ``prune_videos`` does that. ``pipeline/examples/own_stages.py`` runs both callables over a folder of clips.
+    ``prune_videos`` does that. ``pipeline/examples/own_stages.py`` is an example.
 
     Args:
         options: the options of ``python -m jobs.prune --help-all`` that concern one video, ``decode_timeout`` and
@@ -62,8 +62,8 @@ class DecodeVideos:
 
     The output, for ``EncodeVideos``, has a row per video with two columns. ``record`` is the row of the videos table so
     far; its ``manifest`` is the JSON of the other input columns. ``frames`` has the bytes of [F,height,width,3] uint8
-    for the model; it is null if the video failed (``record["status"]`` is "failed"). Any file may be read. Decoding
-    runs in a child process, since a video may crash it.
+    for the model; it is null if the video failed (``record["status"]`` is "failed"). Any local file and S3 object may
+    be read. Decoding runs in a child process, since a video may crash it.
     """
 
     def __init__(self, stages: PruneStages) -> None:

@@ -169,9 +169,9 @@ def encode_video(
     >>> video.pruned.tokens, video.pruned.index, video.timestamps  # [B,D], [B], seconds
     >>> matplotlib.pyplot.imshow(video.picture())  # pruned areas are dark
 
-    ``prune_videos`` would cache the same tokens. Each call loads the model: for several videos, create a
-    :class:`pipeline.LocalEncoder` with the same options. A file that crashes the decoder ends this process;
-    ``prune_videos`` decodes in child processes. Errors of the pruning method and of the encoder pass unchanged.
+    Each call loads the model: for several videos, create a :class:`pipeline.LocalEncoder` with the same options. A file
+    that crashes the decoder ends this process; ``prune_videos`` decodes in child processes. Errors of the pruning
+    method and of the encoder pass unchanged.
 
     Args:
         path: a local file or s3://bucket/key.

@@ -75,7 +75,6 @@ class Recipe:
         retention_ratio: the nominal share of tokens to keep, which a method may derive from ``--retention-ratio``.
         dtype: the compute dtype of the encoder; "auto" until the cluster decides or a cache is matched.
         evidence: the evidence to store beside the tokens, label -> source in the encoder.
-        identity_entry: the method's entry in the cache's identity.
         is_restarted: True if the cache was made by other code of a user method, and all its videos are encoded again.
     """
 
@@ -182,8 +181,7 @@ class Recipe:
         Raises:
             IdentityMismatch: any other setting of the identity differs, or other code made the tokens and
                 ``--on-changed redo`` is not given.
-            NotACache: the header cannot be read.
-            CorruptShard: a file of the videos table is damaged.
+            NotACache, CorruptShard: the header, or a file of the videos table, cannot be read.
         """
         if not store.exists(HEADER):
             return self
@@ -286,9 +284,6 @@ def _add_pooling_head(
     source: ModelSource, pruner: Pruner, stored_evidence: dict[str, str], config: PruneConfig
 ) -> ModelSource:
     """Check that the model can compute the needed evidence; return it with the pooling head of ``--siglip``, if given.
-
-    Args:
-        stored_evidence: label -> source in the encoder.
 
     Raises:
         UsageError: the model cannot compute evidence that the method needs or the cache stores, or nothing needs the

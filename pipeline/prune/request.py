@@ -33,7 +33,6 @@ class Request:
         store: the cache.
         videos: all listed videos, of all values of ``--shard``.
         redo: the ids in the file of ``--redo``; None without it.
-        recipe: the settings that determine the rows of the cache.
     """
 
     config: PruneConfig

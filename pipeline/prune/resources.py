@@ -78,7 +78,8 @@ class Resources(Plan):
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
         """Estimate the object store memory for waiting videos, without the videos that workers have in hand.
 
-        The arguments are the bytes of one video before and after the encode stage.
+        If waiting shards take more, Ray slows down to one block in ten seconds. The arguments are the bytes of one
+        video before and after the encode stage.
         """
         bundles = (self.decode.in_flight or 4) * self.decode.workers
         bundles += (self.encode.in_flight or 4) * self.encode.workers
@@ -138,10 +139,7 @@ class Resources(Plan):
 
         Tasks have ``videos_per_block`` videos. The videos of the last ``in_flight`` tasks per decoder are cut into
         single batches, so that few videos wait for a slow worker. If any video is in an archive, ``cut_tasks`` cuts all
-        instead.
-
-        Args:
-            later_bytes: the bytes of videos in archives that follow later.
+        instead, which needs ``later_bytes``, the bytes of later videos in archives.
         """
         n_videos = len(videos)
         if videos["source_offset"].null_count < n_videos:
@@ -295,10 +293,8 @@ def _measure_file_bytes(path: str, listed_bytes: int | None) -> float:
 def list_shortfalls(config: PruneConfig, uncapped: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
     """Yield a note for each option about workers that the cluster cannot satisfy, and one if shards became smaller.
 
-    Fewer workers than requested are no shortfall if there are only so many videos.
-
-    Args:
-        uncapped, plan: the results of ``plan_workers``.
+    Fewer workers than requested are no shortfall if there are only so many videos. ``uncapped`` and ``plan`` are the
+    results of ``plan_workers``.
     """
     for name, n_requested, n_planned in (
         ("decode-workers", config.decode_workers, plan.decode.workers),

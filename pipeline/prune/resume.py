@@ -35,7 +35,7 @@ class ManifestCounts(NamedTuple):
     """The number of videos in a manifest for each way in which a run treats them.
 
     Attributes:
-        new: videos without a row, which the run processes.
+        new: videos without a row.
         retried: failed videos that the run processes again.
         redone: changed videos and videos of ``--redo`` that the run processes again.
         done: cached and removed videos, which the run skips.

@@ -41,7 +41,7 @@ class Summary(Outcome):
         other_decoder: the reason why another decoder than the requested one was used -> number of videos.
         remarks: remark -> number of videos: "hdr" (high dynamic range), "stretched" (pixels that are not square),
             "uneven" (frames away from the model's positions in time) and "shared" (patches that share a position).
-        frame_limits: the videos whose number of frames a limit changed; None unless sampled with ``--fps``.
+        frame_limits: None unless sampled with ``--fps``.
         n_removed: videos that were removed for good; no other count includes them.
         fetched_bytes: bytes of videos and indexes that this run read from stores.
         n_lost: videos that a run committed, but of which no file of the table has a row.

@@ -39,8 +39,7 @@ class CacheTable:
         Files of the table with a superseded identity are left out without a warning. The store may have no cache yet.
 
         Raises:
-            NotACache: the header cannot be read.
-            CorruptShard: a file of the table is damaged.
+            NotACache, CorruptShard: the header, or a file of the table, cannot be read.
         """
         self.store = store
         self._run_id = run_id

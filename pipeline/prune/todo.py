@@ -87,7 +87,6 @@ class Todo(AbstractContextManager["Todo"]):
     512 and so on.
 
     Attributes:
-        KEY: the column of a committed row that identifies its video.
         tally: the counts of the videos known at the start, by how they are treated.
         n_archives: the number of archives whose videos were not known at the start.
         n_parts: the final number of parts.
@@ -103,8 +102,7 @@ class Todo(AbstractContextManager["Todo"]):
         Args:
             known_videos: the run's videos known at the start, MANIFEST_SCHEMA.
             remaining: those of them that must be processed.
-            selection: selects videos of archives, and has the list of archives and the limit; None for known videos
-                alone.
+            selection: selects videos of archives, and has the archives and the limit; None for known videos alone.
         """
         self._list = VideoList(known_videos) if selection is None else selection.video_list
         self._selection = selection

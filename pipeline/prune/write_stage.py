@@ -13,7 +13,7 @@ from pipeline.storage.stores import Store
 
 
 class Writer:
-    """The write actor, which writes token shards."""
+    """The write actor. A Ray task would cost more for its process, which ends when idle, than for writing a shard."""
 
     def __init__(
         self,
