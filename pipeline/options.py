@@ -111,8 +111,7 @@ class S3Options:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(S3Options):
-    """The options of every run on Ray. A subclass sets ``item``, the noun for what the run processes, such as "video".
-    """
+    """The options of every run on Ray. A subclass sets ``item``, the noun for what the run processes: "video"."""
 
     item: ClassVar[str]
 

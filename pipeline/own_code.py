@@ -135,7 +135,7 @@ def _list_imports(module: str, statements: list[ast.stmt]) -> Iterator[str]:
 def _find_spec(module: str) -> Any:
     """Find the import spec of a module, or the module itself if it is loaded without one; None if it cannot be found.
 
-    This may import the packages that contain the module, which runs user code; any exception gives None.
+    This may import the packages that contain it, which runs user code; any exception gives None.
     """
     if module in sys.modules:
         return getattr(sys.modules[module], "__spec__", None) or sys.modules[module]

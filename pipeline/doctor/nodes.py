@@ -35,7 +35,8 @@ class Node(NamedTuple):
 
     Attributes:
         versions: of Python, PACKAGES and OPTIONAL; None for a package that is not installed.
-        memory, shm_free: bytes; 0 if there is no /dev/shm.
+        memory: bytes.
+        shm_free: free bytes of /dev/shm; 0 if there is none.
         disks: the disks to which Ray writes; empty if Ray is not running.
         missing_codecs: the codecs of CODECS that PyAV cannot decode.
         skew_s: seconds by which its clock is ahead of the driver's, beyond the time of the call.

@@ -146,9 +146,8 @@ def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: li
 def check_balance(decode_s: float | None, encode_s: float | None, cores: float, gpus: float) -> Finding:
     """Compare the decode cores that keep a GPU busy with the cores per GPU of the cluster; too few are "slow".
 
-    Args:
-        decode_s, encode_s: core-seconds and GPU-seconds per video; the finding is "unknown" if one is None.
-        cores, gpus: of the whole cluster; the finding is "unknown" without GPUs.
+    The finding is "unknown" without GPUs, or without the core-seconds or GPU-seconds per video (``decode_s``,
+    ``encode_s``).
     """
     if decode_s is None or encode_s is None:
         return Finding("balance", "unknown", "not checked: it needs a video that decodes and a model that encodes")

@@ -248,9 +248,7 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
     """Estimate a run of this work on this cluster.
 
     Unreadable videos cost decoding, but no encoding or output. Without GPUs, encoding shares the cores with decoding.
-
-    Args:
-        notes: added to the notes of ``work``, as is a note on prices that are missing.
+    ``notes`` are added to those of ``work``, as is a note on prices that are missing.
     """
     n = work.videos
     n_good = work.videos * (1 - work.failed)
@@ -320,7 +318,7 @@ def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> s
 
 
 def _cost(videos: int, prices: Prices, cluster: Cluster, wall: Interval, output: Interval) -> dict[str, Interval]:
-    """Return "total", "per_1000_videos" and "storage_a_month", as far as prices are given; {} without prices.
+    """Return "total", "per_1000_videos" and "storage_a_month", as far as prices are given.
 
     All GPUs and cores that have a price are paid for the whole wall time.
     """

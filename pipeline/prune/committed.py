@@ -104,8 +104,7 @@ class CommittedVideos:
             metrics.count("stage_seconds", sum_column(rows, f"{stage}_s"), stage=stage)
 
     def _record_shards(self, token_shards: Collection[str]) -> None:
-        """Note the committed token shards and the facts in the run's record, and save the record about once a minute.
-        """
+        """Note the committed token shards and the facts in the run's record; save it about once a minute."""
         for shard in token_shards:  # sorting the whole list would take longer with each commit
             index = bisect_left(self._token_shards, shard)
             if self._token_shards[index : index + 1] != [shard]:
@@ -131,11 +130,7 @@ class PruneWatch(Watch):
     def __init__(
         self, done: CommittedVideos, todo: Todo, monitor: Monitor, record: RunFile, max_alike_failures: int
     ) -> None:
-        """Watch the videos of ``todo``.
-
-        Args:
-            max_alike_failures: the number of infrastructure errors of one class that never ends the run.
-        """
+        """Watch the videos of ``todo``, of which ``max_alike_failures`` may have infrastructure errors of one class."""
         super().__init__(monitor)
         self.is_second_pass = False
         self._done = done

@@ -241,7 +241,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return f"{self.videos[0]}{more}"
 
     def clip_names(self) -> tuple[str, str] | None:
-        """Parse ``--clips-from``, two names with a comma between them; None without it. May raise UsageError."""
+        """Parse ``--clips-from``, two names with a comma between them (otherwise UsageError); None without it."""
         if self.clips_from is None:
             return None
         names = [name.strip() for name in self.clips_from.split(",")]

@@ -123,7 +123,7 @@ def check_decoder_device(decoder: str, device: str) -> None:
 class VideoDecoder:
     """Decodes videos one after the other in a child process, for the actors of a run and for ``jobs.verify --live``.
 
-    A video that crashes the child, hangs or exhausts its memory costs only itself.
+    A video that crashes the child, hangs or exhausts its memory costs only itself. Close the decoder after use.
 
     Attributes:
         cpu_s: CPU seconds of the child for the last video that was decoded without a fault.
@@ -277,7 +277,7 @@ def _first_record(row: TodoRow, source: Source) -> VideoRecord:
 def _find_size(location: Location) -> int | None:
     """Measure a failed video's local file in bytes, or return the size in ``location`` for a remote file or a member.
 
-    None means that the size is unknown, or that the file cannot be read.
+    None means that it is unknown.
     """
     if is_remote(location.file) or location.member is not None:
         return location.size

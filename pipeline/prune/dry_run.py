@@ -1,5 +1,4 @@
-"""The dry run: checks a request as a run does, and counts its work. It starts no Ray and writes nothing to the cache.
-"""
+"""The dry run: checks a request as a run does, and counts its work, without Ray or writes to the cache."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class EncodeSetup:
         return round(self.bytes_per_video(n_frames, height, width) - saved_bytes)
 
     def encoder(self) -> VideoEncoder:
-        """Load the vision tower, and return the encoder. Raises ModelError if the tower cannot be loaded."""
+        """Load the vision tower, and return the encoder. Raises ModelError if that fails."""
         return VideoEncoder(self)
 
 
@@ -298,10 +298,7 @@ class VideoEncoder:
         turn.seconds = first.elapsed_time(last) / 1e3
 
     def _load_frames(self, frames: NDArray[np.uint8]) -> Tensor:
-        """Copy the frames to the GPU from pinned memory, and wait for the copy, while kernels of another video run.
-
-        On a CPU, the frames are only wrapped as a tensor.
-        """
+        """Copy the frames to the GPU from pinned memory, and wait for the copy; on a CPU, wrap them as a tensor."""
         if self._copies is None:
             return as_frames(frames)
         pinned_frames = torch.empty(frames.shape, dtype=torch.uint8, pin_memory=True)

@@ -108,8 +108,7 @@ def make_limits(
 ) -> FrameLimits:
     """Build a FrameLimits for a cache sampled with ``fps``.
 
-    Args:
-        longest: the row of the longest capped video; None if there is none.
+    ``longest`` is the row of the longest capped video; None if there is none.
     """
     return {
         "fps": cast(float, sampling["fps"]),

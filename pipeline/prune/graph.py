@@ -168,7 +168,7 @@ def _pack_units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> l
 def _add_discovery_stage(todo: Todo, resources: Resources, labels: Mapping[str, str] | None) -> ray.data.Dataset:
     """Start a thread that passes on decode tasks while archives are indexed; return the dataset of these tasks.
 
-    The tasks are stored by an actor on this node. An error of the thread goes to ``todo.fail``.
+    An actor on this node stores the tasks. An error of the thread goes to ``todo.fail``.
     """
     # On this node only: another node could be lost together with the tasks.
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

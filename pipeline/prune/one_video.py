@@ -100,8 +100,7 @@ class LocalEncoder:
     def __init__(self, **options: Any) -> None:
         """Check the options, load the vision tower, and prepare decoding in this process.
 
-        Raises:
-            UsageError: an option is unknown or invalid, or the model or method cannot be used.
+        UsageError is raised if an option is unknown or invalid, or the model or method cannot be used.
         """
         config = make_config(PruneConfig, "encode_video", options, VIDEO_OPTIONS)
         recipe = resolve(config)

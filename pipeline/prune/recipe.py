@@ -267,9 +267,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
 def _make_pruner(config: PruneConfig, source: ModelSource) -> Pruner:
     """Create the pruning method with the rules of the model's family.
 
-    Raises:
-        UsageError: the method depends on the question, so its selection cannot be cached.
-        ValueError: the method or a parameter is invalid.
+    UsageError is raised if the method depends on the question; ValueError if the method or a parameter is invalid.
     """
     pruner = read_pruner(config.pruner, config.pruner_params(), family=family_of(source).variant)
     if not pruner.cacheable:
@@ -320,7 +318,7 @@ def _add_pooling_head(
 def _suggest_models(pruner: Pruner, source: ModelSource) -> str:
     """Return the end of an error message: the model types that compute the evidence, and the methods that need none.
 
-    "" if the family of this model can compute it.
+    "" if this model's family computes it.
     """
     able_models = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
     if source.family in able_models:

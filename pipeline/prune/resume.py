@@ -344,10 +344,7 @@ def _is_replaced(location: Location, sample: int, objects: Objects, opened: Open
 
 
 def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
-    """Return a mask over ``ledger.decoders``: True for the user decoder ``decoder`` with other code than now.
-
-    False if the row does not state the code.
-    """
+    """Return a mask over ``ledger.decoders``: True for the user decoder ``decoder`` with other code than now."""
     current_text = f"{decoder} {find_installed_version(decoder)}" if ":" in decoder else ""
     is_recoded = (
         bool(current_text)
@@ -362,8 +359,7 @@ def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
 def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced: bool) -> str:
     """Describe the first difference of a manifest row from its cached row: URI, clip, content, decoder's code or size.
 
-    Args:
-        size: the current bytes of the file; -1 if unknown.
+    ``size`` is the current bytes of the file; -1 if unknown.
     """
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:

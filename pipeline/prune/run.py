@@ -69,7 +69,7 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
 
     Args:
         given: paths, or rows with video_id and uri; None if ``config.videos`` names the videos.
-        list_failed: True to fill ``Summary.failed`` with each failed video.
+        list_failed: True to fill ``Summary.failed``.
 
     Raises:
         UsageError: the request was refused, and no video was processed. This includes CacheLocked if another run writes
@@ -174,9 +174,9 @@ def _select_second_pass(
 ) -> Todo:
     """Return the failed videos to try once more (which have attempts left), and print a note if there are any.
 
-    If ``find_failing_nodes`` finds nodes on which a stage failed more often than on others, and the other nodes
-    suffice, those nodes are excluded from now on, and the result is the videos with retryable faults. Otherwise it is
-    the videos that could not be read and exist now.
+    Nodes on which a stage failed at more than its average rate are excluded from now on, if the other nodes suffice;
+    the result is then the videos with retryable faults. Otherwise it is the videos that could not be read and exist
+    now.
     """
     without: dict[str, str] = {}
     for report in reports:
@@ -206,11 +206,8 @@ def make_summary(
 ) -> Summary:
     """Return the summary of this run's videos in the cache, and print notes on archives that were not read fully.
 
-    New rows of the cache are read first. After ``--max-hours``, videos without a row count as waiting, as with
-    ``--limit``.
-
-    Args:
-        done: the commits of the run; None if there was nothing to process.
+    New rows of the cache are read first. After ``--max-hours``, videos without a row count as waiting. ``done`` is None
+    if there was nothing to process.
     """
     say = speaker(request.console)
     header = read_header(request.store)

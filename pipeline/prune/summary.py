@@ -283,7 +283,7 @@ def iter_remarks(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def render(summary: Summary) -> RenderableType:
-    """Render the summary as a table for the terminal; failures follow by class, each with an example and the remedy."""
+    """Render the summary as a table for the terminal; failures follow by class, with an example and the remedy."""
     table = Table.grid(padding=(0, 2))
     share = summary.tokens_kept / summary.tokens_in if summary.tokens_in else 0.0
     waiting = f", {summary.n_waiting} wait for another run (--limit, --max-hours)" if summary.n_waiting else ""

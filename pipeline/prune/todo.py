@@ -69,7 +69,7 @@ class Part(NamedTuple):
     """The videos known at the start of a run, or those of an archive that was indexed later.
 
     Attributes:
-        videos: the videos of the run, MANIFEST_SCHEMA.
+        videos: MANIFEST_SCHEMA.
         todo: those that must be processed, TODO_SCHEMA.
         later_bytes: the bytes of the archives that follow; 0 if ``--limit`` is reached.
     """
