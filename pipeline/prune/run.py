@@ -8,6 +8,8 @@
     Stream           runner/stream.py       written shards, from a new graph each time the nodes change
     CommittedVideos  prune/committed.py     each shard committed and counted; PruneWatch may end the run
     summarise        prune/summary.py       counts of the committed rows
+
+A video passes through ``Todo``, ``Decoder``, ``Encoder`` and ``Writer`` to ``CacheTable.commit``.
 """
 
 from __future__ import annotations
