@@ -50,7 +50,7 @@ class PruneJob(Job[Todo]):
     """The work of a prune run: decode, encode and prune videos, and write their tokens.
 
     Args:
-        run_id: the id of the run, for the names of token shards.
+        run_id: for the names of token shards.
         record: each plan is saved in it.
         facts: is told the number of encoders of each plan.
     """

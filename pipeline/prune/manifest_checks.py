@@ -123,8 +123,8 @@ class ListCheck(NamedTuple):
 
     Attributes:
         failures: problem -> the videos that are sure to fail by it. The problem completes a sentence "3 videos ...".
-        n_found: the number of other videos whose local file exists.
-        n_unseen: the number of other videos: remote files, and members of archives.
+        n_found: other videos whose local file exists.
+        n_unseen: other videos: remote files, and members of archives.
     """
 
     failures: dict[str, Example]

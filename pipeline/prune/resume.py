@@ -344,7 +344,10 @@ def _is_replaced(location: Location, sample: int, objects: Objects, opened: Open
 
 
 def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
-    """Return a mask over ``ledger.decoders``: True for the user decoder ``decoder`` with other code than now."""
+    """Return a mask over ``ledger.decoders``: True for the user decoder ``decoder`` with other code than now.
+
+    It is False if the row states no code, or code hashed by an older version.
+    """
     current_text = f"{decoder} {find_installed_version(decoder)}" if ":" in decoder else ""
     is_recoded = (
         bool(current_text)
