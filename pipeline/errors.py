@@ -126,7 +126,7 @@ QUESTION_FAULTS: Mapping[QuestionFaultClass, Fault] = {
 
 
 class UsageError(ValueError):
-    """The request cannot be carried out as given. Nothing was started, and a command exits with code 2."""
+    """The request cannot be carried out as given. No item was processed, and a command exits with code 2."""
 
 
 class ManifestError(UsageError):
@@ -190,7 +190,7 @@ class OwnCodeError(Exception):
 
 
 class MethodFails(RunFailed):
-    """A user method fails for every video, so the run ends. The message names the line of the user's code."""
+    """A user method would fail for every video, so the run ends. The message names the line of the user's code."""
 
 
 ShardFault = Literal["damaged", "missing", "footer", "rows", "checksum", "schema", "commit"]

@@ -16,7 +16,7 @@ _SAMPLE_BYTES = 2**14  # bytes of each of the three pieces that stand for a file
 
 
 def hash_texts(texts: pa.Array | pa.ChunkedArray) -> Keys:
-    """Hash each text to 128 bits, [n, 2] uint64. Among 10^8 texts, any two share a key with probability 10^-23."""
+    """Hash each text to 128 bits, [n, 2] uint64. The probability of two equal keys is 10^-23 among 10^8 texts."""
     return _hash_texts(texts.cast(pa.binary()).to_pylist(), 16).reshape(-1, 2)
 
 

@@ -95,7 +95,7 @@ def positive(value: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class S3Options:
-    """The options of every command that may read or write objects on S3."""
+    """The options of commands that may read or write objects on S3."""
 
     s3_endpoint: str | None = option(
         None,

@@ -143,8 +143,7 @@ class VideoDecoder:
         """Open the source of a video; a local path is only looked up.
 
         Remote files and members of archives, of at most ``fetch_mb``, are fetched into memory. An error is not raised,
-        but becomes the ``fault`` of the source. A row with a policy or a known fault gets that fault, and nothing is
-        read.
+        but becomes the ``fault`` of the source. A row with a policy or a known fault gets it without a read.
         """
         location = _locate(row)
         if row["policy"]:

@@ -187,7 +187,7 @@ def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Seque
     """Estimate the mean size of the files in bytes, with the sample's mean for files of unlisted size.
 
     Args:
-        listed_sizes: the size of each video; null if no listing states it.
+        listed_sizes: the size of each video; null if unlisted.
         unlisted_records: the records of those videos of the sample that have no listed size.
 
     Returns:

@@ -179,8 +179,7 @@ class Recipe:
         that is accepted if the cache has no tokens, or with ``--on-changed redo``.
 
         Raises:
-            IdentityMismatch: any other setting of the identity differs, or other code made the tokens and
-                ``--on-changed redo`` is not given.
+            IdentityMismatch: any other setting of the identity differs, or the change of code is not accepted.
             NotACache, CorruptShard: the header, or a file of the videos table, cannot be read.
         """
         if not store.exists(HEADER):

@@ -96,7 +96,7 @@ class Resources(Plan):
         - An encoder queues about VIDEOS_AHEAD_PER_ENCODER videos, but at least 4 batches, and at most an eighth of its
           share.
         - All queues together take at most a quarter of the object stores, unless that is less than the minimum of 2 *
-          CALLS batches per encoder. All shards in memory take at most half.
+          CALLS batches per encoder. All shards in memory take at most half, unless one video per shard is more.
         - If a typical video has more than MAX_BUNDLE_BYTES of frames, the minimum is CALLS batches, no call waits at a
           decoder, and there are only as many decoders as the results of their first calls fit half of the object
           stores.

@@ -64,7 +64,7 @@ class Remaining(NamedTuple):
 
 
 def select_shard(manifest: pa.Table, shard: tuple[int, int] | None) -> pa.Table:
-    """Select the videos of shard (I, N) by the hash of their ids; all videos if ``shard`` is None."""
+    """Select slice I of N (``shard``) of the manifest by the hash of the ids; all videos if it is None."""
     if shard is None or not len(manifest):
         return manifest
     number, n_shards = shard

@@ -35,9 +35,12 @@ class TodoSelection:
     redo: pa.Array | None = None
 
     def select(self, videos: pa.Table) -> tuple[pa.Table, Remaining]:
-        """Return the videos of this run's shard of the manifest, and those of them that must be processed.
+        """Return the videos of this run's slice (``--shard``), and those of them that must be processed.
 
-        Also deletes removed videos, of all shards of the manifest, from the kept indexes of archives.
+        Also deletes removed videos, of all slices, from the kept indexes of archives.
+
+        Args:
+            videos: some of the listed videos, MANIFEST_SCHEMA.
 
         Raises:
             SourceChanged: a cached video has changed, and ``--on-changed`` is "refuse".
@@ -82,7 +85,7 @@ class Part(NamedTuple):
 class Todo(AbstractContextManager["Todo"]):
     """The videos that a run processes: one ``Part`` known at the start, then one per archive that is indexed later.
 
-    The ``with`` block starts and ends a thread that indexes these archives. ``--limit`` is applied here only: archives
+    The ``with`` block starts and ends a thread that indexes these archives. ``--limit`` is applied here: archives
     behind the last video are not indexed, and the last archive is read only far enough, in views of 256 videos, then
     512 and so on.
 
