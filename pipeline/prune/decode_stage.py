@@ -251,7 +251,7 @@ class Decoder:
                 yield packed
 
     def _decode_reported(self, row: TodoRow, items: ItemsInHand, archives: OpenArchives) -> VideoItem:
-        """Decode one video, and report its outcome to the heartbeat. Blocks while this worker is excluded."""
+        """Decode one video, and report its outcome to the heartbeat."""
         self._heartbeat.wait_while_excluded()
         with self._decoder.open(row, archives) as source, self._decoding:
             record, frames = self._decoder.decode_one(row, source)

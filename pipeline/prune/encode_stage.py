@@ -244,10 +244,9 @@ class VideoEncoder:
         return visual, turn.seconds
 
     def _prune(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
-        """Prune the tokens, and return (kept tokens, seconds).
+        """Prune the tokens, with one retry if GPU memory runs out, and return (kept tokens, seconds).
 
-        If GPU memory runs out, PyTorch's cached memory is freed and the pruning is repeated once. Raises VideoFault,
-        and MethodFails for a user method that would fail for every video.
+        Raises VideoFault, and MethodFails for a user method that would fail for every video.
         """
         try:
             return self._prune_once(visual)
@@ -469,7 +468,7 @@ class Encoder:
     def _encode_group(self, videos: Sequence[VideoItem], items: ItemsInHand) -> Iterator[VideoItem]:
         """Encode videos in one pass, and again alone each video that this did not encode; yield them in order.
 
-        Each outcome is reported to the heartbeat. Blocks while this worker is excluded.
+        Each outcome is reported to the heartbeat.
         """
         results: Sequence[VideoItem | None] = [None]
         if len(videos) > 1:
@@ -498,8 +497,7 @@ class Encoder:
     def _encode_reported(self, video: VideoItem, items: ItemsInHand) -> VideoItem:
         """Encode one video, and report its outcome to the heartbeat. Blocks while this worker is excluded.
 
-        A video that failed in decoding keeps its error record. A VideoFault becomes an error record; MethodFails is
-        raised.
+        A video that failed in decoding keeps its error record. A VideoFault becomes an error record.
         """
         self._heartbeat.wait_while_excluded()
         if video.frames is None:

@@ -63,7 +63,7 @@ class DecodeVideos:
     The output, for ``EncodeVideos``, has a row per video with two columns. ``record`` is the row of the videos table so
     far; its ``manifest`` is the JSON of the other input columns. ``frames`` has the bytes of [F,height,width,3] uint8
     for the model; it is null if the video failed (``record["status"]`` is "failed"). Any local file and S3 object may
-    be read. Decoding runs in a child process, since a video may crash it.
+    be read. Decoding runs in a child process.
     """
 
     def __init__(self, stages: PruneStages) -> None:

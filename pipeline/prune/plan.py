@@ -212,8 +212,6 @@ def _probe(
 ) -> tuple[list[VideoRecord], list[float], list[float]]:
     """Decode videos in a child process, and encode the decoded ones here if ``_probe_encoder`` returns an encoder.
 
-    Meanwhile PyTorch runs on one thread.
-
     Returns:
         (records, core-seconds of decoding, seconds of encoding and pruning). Records and core-seconds have an item per
         video; the record is an error record if decoding or encoding failed. Each encoded video has its seconds on the
