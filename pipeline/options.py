@@ -76,8 +76,8 @@ def check_choices(config: Any) -> None:
 def named_values(texts: Iterable[str], flag: str) -> dict[str, str]:
     """Parse NAME=VALUE arguments into texts by name; the last value of a repeated name counts.
 
-    Blanks around names and values are dropped, and "-" in a name becomes "_". An argument without a name or "=" raises
-    UsageError, which names ``flag``.
+    Blanks around names and values are dropped, and "-" in a name becomes "_". UsageError, which names ``flag``, is
+    raised for an argument that has no "=" or begins with it.
     """
     params: dict[str, str] = {}
     for item in texts:

@@ -65,7 +65,7 @@ def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
     """Yield the common folder of the forbidden local files, and the common prefix of the forbidden S3 objects.
 
     Only the first _MAX_ROOT_PATHS files outside of the allowed roots count. The root folder "/" is not suggested, and
-    no prefix for objects of several buckets.
+    no prefix for objects of several buckets. Addresses on the hub are taken as local paths.
     """
     outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE_PREFIXES, OUTSIDE_FOLDERS])))
     paths: list[str] = outside["uri"].slice(0, _MAX_ROOT_PATHS).to_pylist()

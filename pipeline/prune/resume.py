@@ -98,7 +98,7 @@ def restore_old_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
 def check_redo(ids: pa.Array, videos: pa.Table | None, ledger: Ledger, config: PruneConfig) -> None:
     """Raise UsageError if ids of ``--redo`` have no row in the cache, were removed, or are not among ``videos``.
 
-    The message has one example, and suggests an id in the cache that differs only by its Unicode form or blanks.
+    The message has one example, and suggests an id in the cache that differs only by its Unicode form or outer blanks.
 
     Args:
         videos: the videos of the run; None skips that check.
