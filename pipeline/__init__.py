@@ -1,9 +1,8 @@
 """Videos in, a Parquet cache of pruned visual tokens out; and the reader of that cache.
 
 ``prune_videos`` fills a cache, ``TokenCache`` reads it, ``answer_questions`` asks its language model. ``encode_video``
-does one video without Ray or a cache, and ``compare`` shows what several methods keep of it. ``help`` of each says the
-rest. What ``__all__`` names is public, in this package and in ``gstep``, ``gstep.language`` and ``gstep.backbones``;
-the packages below are not.
+does one video without Ray or a cache, and ``compare`` shows what several methods keep of it. What ``__all__`` names is
+public, in this package and in ``gstep``, ``gstep.language`` and ``gstep.backbones``; the packages below are not.
 """
 
 from __future__ import annotations

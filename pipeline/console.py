@@ -1,4 +1,4 @@
-"""The consoles of the commands, which remove control characters from all texts and never interpret them as markup."""
+"""Consoles that remove control characters from all texts and never interpret them as markup."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ def speaker(console: Console) -> Say:
 
 
 def clean(text: str) -> str:
-    """Replace each control character by a space. Newlines stay.
-
-    Control characters include marks that change the direction of writing, and unpaired surrogates.
-    """
+    """Replace control characters, marks of writing direction and unpaired surrogates by spaces. Newlines stay."""
     return _CONTROL.sub(" ", text)
 
 
@@ -41,8 +38,8 @@ def clean_line(text: str) -> str:
 class CleanConsole(Console):
     """A Rich console that is safe for texts of any origin, such as file names and replies of models.
 
-    A string is cleaned of control characters and printed on one line, also in the cell of a table. A ``Text`` keeps its
-    newlines outside of cells. Nothing is interpreted as markup or as an emoji code, and numbers are not highlighted.
+    A string is cleaned of control characters and printed on one line. A ``Text`` keeps its newlines outside of the
+    cells of tables. Markup, emoji codes and numbers are printed as they are.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -53,7 +50,7 @@ class CleanConsole(Console):
         super().print(*(clean_line(item) if isinstance(item, str) else item for item in objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render an object with its text cleaned. Rich passes everything that is printed through this method."""
+        """Render an object with its text cleaned."""
         return super().render(_clean(renderable, clean), options)
 
     def render_lines(
@@ -65,7 +62,7 @@ class CleanConsole(Console):
         pad: bool = True,
         new_lines: bool = False,
     ) -> list[list[Segment]]:
-        """Render an object, such as the cell of a table, as lines, after its newlines have become spaces."""
+        """Render an object, such as the cell of a table, with spaces for newlines in its text."""
         return super().render_lines(_clean(renderable, clean_line), options, style=style, pad=pad, new_lines=new_lines)
 
 

@@ -1,4 +1,4 @@
-"""All typed errors of the pipeline, the classes of faults with their remedies, and helpers that word messages."""
+"""The typed errors of the pipeline, the classes of faults with their remedies, and helpers that word messages."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ class Fault(NamedTuple):
     """The description of a fault class.
 
     Attributes:
-        meaning: what went wrong.
-        remedy: what the user can do about it.
-        retryable: True if another attempt may succeed because the state of the machine is at fault, not the file's
-            content.
+        retryable: True if the machine may be at fault, not the file's content, so that another attempt may succeed.
     """
 
     meaning: str
@@ -129,15 +126,15 @@ QUESTION_FAULTS: Mapping[QuestionFaultClass, Fault] = {
 
 
 class UsageError(ValueError):
-    """The request cannot be carried out as given. Nothing was started, and a command exits with code 2."""
+    """The request cannot be carried out as given. No item was processed, and a command exits with code 2."""
 
 
 class ManifestError(UsageError):
-    """The videos to process cannot be listed: a folder is missing or empty, or a manifest cannot be read."""
+    """The videos to process cannot be listed; for example, a folder is missing or a manifest cannot be read."""
 
 
 class QuestionsError(UsageError):
-    """The questions cannot be read: the file is missing, a row lacks an id, video or prompt, or options contradict."""
+    """The questions cannot be read; for example, the file is missing or a row lacks an id, video or prompt."""
 
 
 class QuestionsChanged(UsageError):  # noqa: N818
@@ -149,19 +146,19 @@ class NotACache(UsageError):  # noqa: N818
 
 
 class NotResults(UsageError):  # noqa: N818
-    """The location does not hold results of jobs.evaluate, or holds results in an unknown version."""
+    """The location does not hold results of jobs.evaluate in a known version."""
 
 
 class NotAnswers(UsageError):  # noqa: N818
-    """The location does not hold answers of jobs.generate: it is missing, holds something else, or another version."""
+    """The location does not hold answers of jobs.generate in a known version."""
 
 
 class IdentityMismatch(UsageError):  # noqa: N818
-    """A cache or answers were made with another model or other settings, so new rows cannot be added to them."""
+    """A cache or answers were made with another model or other settings, so no rows can be added."""
 
 
 class SourceChanged(UsageError):  # noqa: N818
-    """A cached video has another URI, file or clip in the present manifest than when it was encoded."""
+    """A cached video has another URI, file, clip or code of the user's decoder now than when it was encoded."""
 
 
 class CacheLocked(UsageError):  # noqa: N818
@@ -169,7 +166,7 @@ class CacheLocked(UsageError):  # noqa: N818
 
 
 class RunFailed(RuntimeError):  # noqa: N818
-    """The run stopped before every item had a row. A command exits with code 1."""
+    """The run stopped early, or too many items failed (TooManyFailed). A command exits with code 1."""
 
 
 class LimitReached(RunFailed):
@@ -177,10 +174,10 @@ class LimitReached(RunFailed):
 
 
 class TooManyFailed(RunFailed):
-    """A run started from Python finished, but more items failed than ``max_failed`` allows.
+    """A run started from Python finished, but more items failed than allowed, one failed by a bug, or rows are lost.
 
     Attributes:
-        summary: the summary that the function returns when a run succeeds.
+        summary: what the function returns when a run succeeds.
     """
 
     def __init__(self, message: str, summary: object = None) -> None:
@@ -189,11 +186,11 @@ class TooManyFailed(RunFailed):
 
 
 class OwnCodeError(Exception):
-    """A user method failed for one video or question. The message names the file and line of the user's code."""
+    """A user method failed for one video or question. The message names the line of the user's code."""
 
 
 class MethodFails(RunFailed):
-    """A user method fails for every video, so the run ends. The message names the file and line of the user's code."""
+    """A user method would fail for every video, so the run ends. The message names the line of the user's code."""
 
 
 ShardFault = Literal["damaged", "missing", "footer", "rows", "checksum", "schema", "commit"]
@@ -223,11 +220,7 @@ class RemovedVideo(UnknownVideo):
 
 
 class FailedVideo(UnknownVideo):
-    """The video failed when it was pruned, so the cache has an error row and no tokens.
-
-    Attributes:
-        fault_class: the fault class of the error row (``FaultClass``).
-    """
+    """The video failed when it was pruned, so the cache has an error row and no tokens."""
 
     def __init__(self, message: str, fault_class: str) -> None:
         super().__init__(message, fault_class)
@@ -243,12 +236,11 @@ class EvidenceNotCached(ValueError):  # noqa: N818
 
 
 class VideoFault(Exception):  # noqa: N818
-    """A fault of a single video. It becomes the error row of this video, and the run continues with the other videos.
+    """A fault of a single video. It becomes the error row of this video, and the run continues.
 
     Attributes:
-        fault_class: one of FaultClass.
         message: printable text of at most 1 KB.
-        stage: the stage that failed: "decode", "encode", "prune" or "write".
+        stage: "decode", "encode", "prune" or "write".
         backend: the decoder that was reading the video, or None.
         exit_signal: the signal that ended the decode process, or None.
         attempts: the number of attempts in this run.
@@ -275,7 +267,7 @@ class VideoFault(Exception):  # noqa: N818
 
     @property
     def retryable(self) -> bool:
-        """True if another attempt may succeed, by the fault's class."""
+        """True if another attempt may succeed."""
         return FAULTS[self.fault_class].retryable
 
     def __str__(self) -> str:
@@ -287,17 +279,16 @@ class VideoFault(Exception):  # noqa: N818
 
 
 class ReplacedSource(VideoFault):
-    """The source file of a cached video is no longer the file that its row was made from. The fault class is "io"."""
+    """The source of a cached video is no longer the file that its row was made from. The fault class is "io"."""
 
     def __init__(self, message: str) -> None:
         super().__init__("io", message)
 
 
 class QuestionFault(Exception):  # noqa: N818
-    """A fault of a single question. It becomes the error row of this question, and the run continues with the others.
+    """A fault of a single question. It becomes the error row of this question, and the run continues.
 
     Attributes:
-        fault_class: one of QuestionFaultClass.
         message: printable text of at most 1 KB.
     """
 
@@ -308,7 +299,7 @@ class QuestionFault(Exception):  # noqa: N818
 
     @property
     def retryable(self) -> bool:
-        """True if another attempt may succeed, by the fault's class."""
+        """True if another attempt may succeed."""
         return QUESTION_FAULTS[self.fault_class].retryable
 
     def __str__(self) -> str:
@@ -318,12 +309,10 @@ class QuestionFault(Exception):  # noqa: N818
 def near_file(path: Path) -> str:
     """Suggest an existing file for a path that does not exist, among the first 10,000 names of its folder.
 
-    A name that looks the same, but differs in its Unicode form or blanks, is preferred to a similar name; the
-    suggestion says how it differs.
+    A name that looks the same, but differs in its Unicode form or blanks, is preferred to a similar name.
 
     Returns:
-        ``" (did you mean NAME?)"``, to be appended to a message; "" without a suggestion or if the folder cannot be
-        read.
+        ``" (did you mean NAME?)"``; "" without a suggestion or if the folder cannot be read.
     """
     try:
         names = [entry.name for entry in islice(path.parent.iterdir(), _LOOKED_AT)]
@@ -340,7 +329,7 @@ def near_form(path: str) -> str:
     An ASCII path costs no access to the disk; any other path costs up to four.
 
     Returns:
-        ``" (did you mean PATH ...?)"``, to be appended to a message, or "" if there is no such file.
+        ``" (did you mean PATH ...?)"``, or "" if there is no such file.
     """
     folder, name = os.path.split(path)
     for form in () if path.isascii() else _FORMS:
@@ -351,20 +340,12 @@ def near_form(path: str) -> str:
 
 
 def normalise_look(name: str) -> str:
-    """Normalize a file name so that names that look the same become equal.
-
-    macOS decomposes accented letters (NFD) and puts narrow no-break spaces into the names of its recordings. The result
-    is in NFKC, without blanks at its ends, and with "/" in place of a backslash.
-    """
+    """Normalize a file name (NFKC, stripped, "/" for a backslash), so that names that look the same become equal."""
     return normalize("NFKC", name).strip().replace("\\", "/")
 
 
 def describe_near(wrong: str, near: str) -> str:
-    """Describe the name ``near``, which the user may have meant by the name ``wrong``.
-
-    Returns:
-        ``near``; if both names look the same, ``near`` followed by an explanation of the invisible difference.
-    """
+    """Return the name ``near``, with an explanation of the invisible difference if it looks the same as ``wrong``."""
     if normalise_look(wrong) != normalise_look(near):
         return near
     if normalize("NFC", wrong) != normalize("NFC", near):
@@ -374,7 +355,7 @@ def describe_near(wrong: str, near: str) -> str:
 
 
 def format_count(n: int, noun: str) -> str:
-    """Format a number with its noun, in the plural unless the number is 1: ``"1 video"``, ``"2,000 videos"``."""
+    """Format a number with its noun: ``"1 video"``, ``"2,000 videos"``."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{n:,} {noun if n == 1 else plural}"
 
@@ -392,7 +373,7 @@ def name_first(names: Sequence[str], total: int, limit: int = 3) -> str:
 def printable(message: str, limit: int = 1024) -> str:
     """Replace control characters of a message by spaces, strip it, and cut it to ``limit`` bytes of UTF-8.
 
-    A message that is cut ends with "...". Whole characters are kept.
+    A message that is cut ends with "...".
     """
     clean = "".join(c if c.isprintable() else " " for c in message).strip()
     data = clean.encode("utf-8", "replace")
@@ -401,9 +382,9 @@ def printable(message: str, limit: int = 1024) -> str:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Convert a ValueError that is raised inside this context into a UsageError with the same message.
+    """Convert a ValueError (such as ModelError) inside this context into a UsageError with the same message.
 
-    gstep raises ValueError (ModelError, for example) for an unusable model or method. A UsageError passes unchanged.
+    A UsageError passes unchanged.
     """
     try:
         yield
@@ -415,10 +396,7 @@ def usage_errors() -> Iterator[None]:
 
 @contextmanager
 def store_usage_errors() -> Iterator[None]:
-    """Convert an OSError that is raised inside this context into a UsageError that names the file or the store.
-
-    Use it for checks before anything is started.
-    """
+    """Convert an OSError inside this context into a UsageError that names the file or the store."""
     try:
         yield
     except OSError as error:

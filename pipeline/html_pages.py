@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: templates, style sheets and scripts of a package, and the policy that limits scripts."""
+"""Self-contained HTML pages: templates, style sheets and scripts of a package."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from markupsafe import Markup
 def environment(package: str) -> Environment:
     """Create a Jinja environment for the templates of ``package``, which escapes values.
 
-    Undefined values raise an error. The templates of ``pipeline``, such as the head of all pages, are found too, unless
-    the package has a template of the same name.
+    Undefined values raise an error. Templates of ``pipeline`` are found too, unless the package has one of the same
+    name.
     """
     templates = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader("pipeline")]),  # pipeline has the head of all pages
@@ -29,14 +29,13 @@ def environment(package: str) -> Environment:
 
 
 def asset(package: str, name: str) -> Markup:
-    """Read a file from the template folder of ``package`` as markup that is not escaped."""
+    """Read a file from the template folder of ``package`` as markup, unescaped."""
     return Markup((files(package) / "templates" / name).read_text(encoding="utf-8"))
 
 
 def policy_hash(script: str) -> str:
     """Return the base64 SHA-256 of the only script that a page may run, for its content security policy.
 
-    The policy keeps scripts in names, annotations or replies from running. The template must put ``script`` on a line
-    of its own, because the hash covers the newline before it.
+    The template must put ``script`` on a line of its own, because the hash covers the newline before it.
     """
     return base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode()

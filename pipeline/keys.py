@@ -1,4 +1,4 @@
-"""Short hashes of ids, clips and files, so that the driver can hold millions of videos in memory, and their lookup."""
+"""Short hashes of ids, clips and files, with which the driver can hold millions of videos in memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,12 @@ _SAMPLE_BYTES = 2**14  # bytes of each of the three pieces that stand for a file
 
 
 def hash_texts(texts: pa.Array | pa.ChunkedArray) -> Keys:
-    """Hash each text to 128 bits.
-
-    Among 10^8 different texts, the probability that any two share a key is 10^-23.
-
-    Returns:
-        [n, 2] uint64: the two halves of each key.
-    """
+    """Hash each text to 128 bits, [n, 2] uint64. The probability of two equal keys is 10^-23 among 10^8 texts."""
     return _hash_texts(texts.cast(pa.binary()).to_pylist(), 16).reshape(-1, 2)
 
 
 def _hash_texts(texts: Iterable[bytes], n_bytes: int) -> Keys:
-    """Hash each text to ``n_bytes`` bytes (a multiple of 8) with BLAKE2b.
-
-    Returns:
-        [n * n_bytes / 8] uint64, the words of one text after the other.
-    """
+    """Hash each text to ``n_bytes`` bytes (a multiple of 8) with BLAKE2b, [n * n_bytes / 8] uint64."""
     return np.frombuffer(b"".join(blake2b(text, digest_size=n_bytes).digest() for text in texts), np.uint64)
 
 
@@ -43,31 +33,24 @@ def clip_keys(rows: pa.Table | pa.RecordBatch) -> Keys:
 
 
 def tie_keys(rows: pa.Table) -> Keys:
-    """Hash the run, token shard and error message of each row to 64 bits, [n].
-
-    Among rows of the same video and attempt, these keys break the tie.
-    """
+    """Hash the run, token shard and error message of each row to 64 bits, [n], to order rows of the same attempt."""
     columns = [rows[name].cast(pa.binary()).to_pylist() for name in ("run_id", "token_shard", "error_message")]
     return _hash_texts((b"\0".join(part or b"" for part in row) for row in zip(*columns, strict=True)), 8)
 
 
 def mark_key(text: str) -> int | None:
-    """Hash a store's or archive's mark of a file's content or time: an ETag, a CRC-32 or a modification time.
+    """Hash a store's or archive's mark of a file, such as an ETag, to 64 bits other than 0; None if it is empty.
 
     Quotes and the prefix of a weak ETag are ignored.
-
-    Returns:
-        A number of 64 bits other than 0, or None if ``text`` is empty.
     """
     text = text.removeprefix("W/").strip('"')
     return _nonzero_key(text.encode()) if text else None
 
 
 def sample_spans(size: int) -> list[tuple[int, int]]:
-    """Return the byte ranges by which a file of ``size`` bytes is told from other files: its start, middle and end.
+    """Return up to three ranges (start, end) of at most 16 KiB, by which files of ``size`` bytes are told apart.
 
-    Returns:
-        Up to three ranges (start, end) of at most 16 KiB in ascending order. In a small file they overlap or coincide.
+    They lie at the start, middle and end, in ascending order. In a small file they overlap or coincide.
     """
     starts = (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES)
     return [(start, min(start + _SAMPLE_BYTES, size)) for start in sorted({max(0, start) for start in starts})]
@@ -79,7 +62,7 @@ def sample_key(size: int, pieces: Iterable[bytes]) -> int:
 
 
 def _nonzero_key(text: bytes) -> int:
-    """Hash a text to 64 bits. The result is never 0, which stands for "not known" in the videos table."""
+    """Hash a text to 64 bits, never 0, which stands for "not known" in the videos table."""
     return int(_hash_texts([text], 8)[0]) or 1
 
 
@@ -114,19 +97,16 @@ def find(keys: Keys, high: Keys, low: Keys) -> NDArray[np.int64]:
 
 
 def column_keys(texts: pa.ChunkedArray) -> Keys:
-    """Hash each text of a chunked column to 128 bits, [n, 2] uint64; an empty column gives [0, 2]."""
+    """Hash each text of a chunked column to 128 bits, [n, 2] uint64."""
     return np.concatenate([np.empty((0, 2), np.uint64), *map(hash_texts, parts_of(texts))])
 
 
 def find_repeated(keys: Keys, is_late: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
-    """Find the keys that have occurred before.
+    """Find the keys that have occurred before, [n] bool. The first of several equal keys is not marked.
 
     Args:
         keys: [n, 2].
         is_late: [n]; marked keys count as later than all other keys.
-
-    Returns:
-        [n] bool, True for each key that equals an earlier key. The first of several equal keys is not marked.
     """
     high = keys[:, 0].copy()  # two of 10^8 texts share it with a probability of 3e-4, and may hide a repeat
     # Both sorts are stable: among equal keys the earliest comes first.

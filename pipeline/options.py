@@ -36,12 +36,12 @@ def option(default: Any, help_text: str, **extra: Any) -> Any:
     """Create a dataclass field that is also a command-line flag.
 
     Args:
-        default: the default value. A list is copied for each object. ``REQUIRED`` means that a value must be given.
+        default: a list is copied for each object. ``REQUIRED`` means that a value must be given.
         help_text: the help; ``{item}`` in it becomes the noun of the command's items, such as "video".
         extra: the field's metadata: metavar, choices, positional, secret (the value is left out of the repr), several
             (a list takes several values after one flag), flag (the flag's name if it is not the field's), share (a
-            number that may be given in percent) and group (the title under which ``--help`` shows this option and the
-            options that follow it, up to the next group).
+            number that may be given in percent) and group (the title above this option and those that follow it in
+            ``--help``).
     """
     metadata = {"help": help_text, **extra}
     if isinstance(default, list):
@@ -62,35 +62,22 @@ def check_ratio(name: str, value: float | None) -> None:
 
 
 def likely_share(value: float) -> str:
-    """Return "; did you mean 25%?" for a number in (1, 100], probably a percentage without its sign; otherwise ""."""
+    """Return "; did you mean 25%?" for a number above 1 and up to 100, otherwise ""."""
     return f"; did you mean {value:g}%?" if 1.0 < value <= 100.0 else ""
 
 
 def check_choices(config: Any) -> None:
-    """Raise UsageError if the value of an option with ``choices`` is not one of them.
-
-    argparse checks only flags; this also checks values from a configuration file and from Python. None is accepted.
-    """
+    """Raise UsageError if an option with ``choices`` is neither None nor one of them, wherever the value comes from."""
     for item in fields(config):
         choices, value = item.metadata.get("choices"), getattr(config, item.name)
         check(not choices or value is None or value in choices, item.name, f"one of {choices}", value)
 
 
 def named_values(texts: Iterable[str], flag: str) -> dict[str, str]:
-    """Parse NAME=VALUE arguments.
+    """Parse NAME=VALUE arguments into texts by name; the last value of a repeated name counts.
 
-    Blanks around names and values are dropped, and "-" in a name becomes "_". If a name is repeated, its last value
-    counts.
-
-    Args:
-        texts: the arguments.
-        flag: the flag's name, for the error.
-
-    Returns:
-        Name -> value as text.
-
-    Raises:
-        UsageError: an argument has no name or no "=".
+    Blanks around names and values are dropped, and "-" in a name becomes "_". UsageError, which names ``flag``, is
+    raised for an argument that has no "=" or begins with it.
     """
     params: dict[str, str] = {}
     for item in texts:
@@ -108,7 +95,7 @@ def positive(value: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class S3Options:
-    """The options of every command that may read or write objects on S3."""
+    """The options of commands that may read or write objects on S3."""
 
     s3_endpoint: str | None = option(
         None,
@@ -124,13 +111,7 @@ class S3Options:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(S3Options):
-    """The options of every run on Ray.
-
-    A subclass sets ``item``, the noun for what the run processes, such as "video".
-
-    Raises:
-        UsageError: an option has an invalid value, or two options exclude each other.
-    """
+    """The options of every run on Ray. A subclass sets ``item``, the noun for what the run processes: "video"."""
 
     item: ClassVar[str]
 
@@ -205,8 +186,7 @@ class RunOptions(S3Options):
     def infrastructure_limit(self, total: int) -> int:
         """Return the number of infrastructure errors, out of ``total`` items, above which the run counts as failed.
 
-        Infrastructure errors come from a mount, a store, a bug or a full GPU. If ``--max-failed`` is given, it is this
-        limit too; the default is 10 or 5 %, whichever is more.
+        It is ``--max-failed`` if that is given, otherwise 10 or 5 %, whichever is more.
         """
         if self.max_failed is not None:
             return self.failure_limit(total)
@@ -258,11 +238,7 @@ class CodeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(RunOptions, CodeOptions):
-    """The options of runs that answer questions: the engine that computes the answers, and its arguments.
-
-    Raises:
-        UsageError: an option has an invalid value, or an option of vLLM is given without ``--engine vllm``.
-    """
+    """The options of runs that answer questions: the engine that computes the answers, and its arguments."""
 
     engine: str = option(
         "transformers",
@@ -310,8 +286,8 @@ class EngineOptions(RunOptions, CodeOptions):
     def as_record(self) -> dict[str, Json]:
         """Return all options by name, ready for JSON, for the record of the run.
 
-        A secret that is set becomes "(set)", and so does the value of an engine argument whose name ends like a
-        secret's, such as ``hf_token``.
+        A secret that is set becomes "(set)", and so does an engine argument whose name ends like a secret's, such as
+        ``hf_token``.
         """
         shown: list[Json] = []
         for text in self.engine_param:
@@ -321,23 +297,16 @@ class EngineOptions(RunOptions, CodeOptions):
 
 
 def engine_values(texts: Iterable[str]) -> dict[str, Json]:
-    """Parse NAME=VALUE engine arguments. A value that is valid JSON is decoded; any other value stays text.
-
-    Raises:
-        UsageError: an argument has no name or no "=".
-    """
+    """Parse NAME=VALUE engine arguments; a value that is not JSON stays text. Raises UsageError without "="."""
     return {name: _json_or_text(text) for name, text in named_values(texts, "--engine-param").items()}
 
 
 def read_ids(flag: str, name: str) -> list[str]:
-    """Read video ids from a text file that has one id per line; empty lines are skipped.
+    """Read the different video ids, in order, from a text file with one id per line; blank lines are skipped.
 
     Args:
         flag: the flag that names the file, without "--", for errors.
         name: the path of the file, in UTF-8.
-
-    Returns:
-        The different ids in their order in the file.
 
     Raises:
         UsageError: the file cannot be read, has no id, or its first id begins with ``{"``, as JSON does.
@@ -355,7 +324,7 @@ def read_ids(flag: str, name: str) -> list[str]:
 
 
 def _json_or_text(text: str) -> Json:
-    """Decode ``text`` as JSON; return it unchanged if it is not valid JSON."""
+    """Decode ``text`` as JSON; return it unchanged if it is not JSON."""
     try:
         value: Json = json.loads(text)
     except ValueError:
@@ -401,18 +370,13 @@ def check_options(config: type, values_given: Mapping[str, object], where: str =
 
     Only these conversions are done:
 
-    - an int to a float, a number or a path to text, and None to an empty list
+    - an int to a float, a number or a path to text, a tuple to a list, and None to an empty list
     - a mapping to a list of NAME=VALUE, for options with that metavar
     - a text in percent to a number, for a share
     - a single text to a list, for a positional argument that takes several words
 
     Args:
-        config: the dataclass of options.
-        values_given: option name -> value.
         where: the beginning of error messages.
-
-    Returns:
-        The converted values of the options that were given.
 
     Raises:
         UsageError: an option does not exist, or a value has another type.
@@ -445,9 +409,7 @@ def make_config(
     """Create a configuration from the keyword arguments of a Python function.
 
     Args:
-        kind: the configuration class.
         function: the function's name, for errors.
-        options: the keyword arguments.
         accepted_names: the fields that the function accepts; None accepts all fields except those that are meant for
             the command line, such as ``dry_run`` and ``plan``.
 
@@ -475,7 +437,7 @@ def share(text: str) -> float:
 
 
 def value_type(hint: Any) -> Any:
-    """Return the type of an optional value without None (``int`` for ``int | None``), and any other type unchanged."""
+    """Return the type of an optional value without None (``int`` for ``int | None``), or any other type unchanged."""
     if get_origin(hint) in (Union, types.UnionType):
         return next(kind for kind in get_args(hint) if kind is not type(None))
     return hint
@@ -489,7 +451,7 @@ def _as_pairs(value: object) -> object:
 
 
 def _share(value: object) -> object:
-    """Convert a text such as "25%" to a number, and return any other value or text unchanged."""
+    """Convert a text such as "25%" to a number; any other value stays."""
     try:
         return share(value) if isinstance(value, str) and value.endswith("%") else value
     except ValueError:

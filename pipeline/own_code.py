@@ -1,8 +1,8 @@
 """The code of a user's class, such as a method or a decoder: its hash, and the line of it that failed.
 
-The hash covers all statements of the class's module and of the user's modules that it imports, directly or indirectly.
-It does not change with comments, docstrings, layout, and the statements below ``if __name__ == "__main__"``. It does
-not cover this package, Python, other installed packages, modules that are imported by a computed name, or data files.
+The hash covers the statements of the class's module and of the user's modules that it imports, directly or indirectly.
+It ignores comments, docstrings, layout, and ``if`` statements of a module that mention ``__name__``. It does not cover
+installed packages, modules that are imported by a computed name, or data files.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _FORM = (
 
 
 def is_own(kind: type) -> bool:
-    """Return True if the user wrote the class: its module is not in this package, torch or the standard library."""
+    """Return True if the class is not defined in this project, torch or the standard library."""
     return kind.__module__.partition(".")[0] not in _NOT_OWN
 
 
 def hash_code(kind: type) -> str:
     """Hash the code of a user's class; machines with the same statements compute the same hash.
 
-    A module without source, such as an extension module, is hashed by the bytes of its file. Modules are located
-    without importing them, except for the packages that contain them.
+    A module without source, such as an extension module, is hashed by the bytes of its file. Locating a module may
+    import the packages that contain it.
 
     Returns:
         ``modules:<hex>``.
@@ -68,10 +68,7 @@ def hash_code(kind: type) -> str:
 
 
 def is_comparable(code: str | None) -> bool:
-    """Return True if a stored hash can be compared with the result of ``hash_code``.
-
-    False for None, and for the hashes of older versions, which covered other statements.
-    """
+    """Return True if a stored hash was made by the rules of ``hash_code``; older versions had others."""
     return code is not None and code.startswith(_FORM)
 
 
@@ -86,12 +83,8 @@ def locate_own_error(error: BaseException, kind: type) -> str | None:
     It is the innermost frame of the traceback that lies in the user's modules. If there is none and ``error`` is a
     WrongSelection, it is the first line of the method's ``select``.
 
-    Args:
-        error: the exception, with its traceback.
-        kind: the class that was called.
-
     Returns:
-        FILE:LINE, or None if the class is not the user's or its code is not involved.
+        FILE:LINE, or None if the class ``kind`` is not the user's or its code is not involved.
     """
     if not is_own(kind):
         return None
@@ -106,9 +99,9 @@ def locate_own_error(error: BaseException, kind: type) -> str | None:
 
 
 def _is_users(module: str, first: str) -> bool:
-    """Return True if ``module`` is a module of the user whose class is in the module ``first``.
+    """Return True if the user wrote ``module``, where ``first`` is the module of the user's class.
 
-    It is if it has a file, and is in the same top-level package as ``first`` or not installed in site-packages.
+    Such a module has a file, and is in the same top-level package as ``first`` or not installed in site-packages.
     """
     top, first_top = module.partition(".")[0], first.partition(".")[0]
     if module == first or top in _NOT_OWN:
@@ -120,8 +113,7 @@ def _is_users(module: str, first: str) -> bool:
 def _list_imports(module: str, statements: list[ast.stmt]) -> Iterator[str]:
     """Yield the names of all modules that import statements of a module may load, also statements in functions.
 
-    ``import a.b`` loads a and a.b. For ``from a import b``, a.b is yielded too, since it may be a module. Names that
-    are not modules may be among them.
+    ``import a.b`` loads a and a.b. For ``from a import b``, a.b is yielded too, although it may not be a module.
     """
     package = getattr(sys.modules.get(module), "__package__", None)
     if package is None:
@@ -141,10 +133,9 @@ def _list_imports(module: str, statements: list[ast.stmt]) -> Iterator[str]:
 
 
 def _find_spec(module: str) -> Any:
-    """Find the import spec of a module, or the module itself if it is loaded without one.
+    """Find the import spec of a module, or the module itself if it is loaded without one; None if it cannot be found.
 
-    Finding it may import the packages that contain it, which runs user code; None if that raises any exception, or if
-    the module cannot be found.
+    This may import the packages that contain it, which runs user code; any exception gives None.
     """
     if module in sys.modules:
         return getattr(sys.modules[module], "__spec__", None) or sys.modules[module]
@@ -155,7 +146,7 @@ def _find_spec(module: str) -> Any:
 
 
 def _find_file(module: str) -> Path | None:
-    """Return the file that a module is loaded from; None if the module cannot be found or has no file."""
+    """Return the file that a module is loaded from; None if it cannot be found."""
     spec = _find_spec(module)
     origin = getattr(spec, "origin", None) or getattr(spec, "__file__", None)
     return Path(origin) if isinstance(origin, str) and "/" in origin else None
@@ -189,5 +180,5 @@ def _canonical(value: Any) -> str:
 
 
 def _is_docstring(node: object) -> bool:
-    """Return True if a statement consists of a string constant only."""
+    """Return True if a statement is only a string."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

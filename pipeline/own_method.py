@@ -1,9 +1,4 @@
-"""Calls of a pruning method that may be the user's, which tell a bug in the user's code from other errors.
-
-If a method fails for one video, the fault becomes that video's error row. If it has not pruned any video in this
-process, and also fails at the same line for random tokens of another shape, it would fail for every video, and the run
-ends.
-"""
+"""Calls of a pruning method that may be the user's, which tell a bug in the user's code from other errors."""
 
 from __future__ import annotations
 
@@ -23,14 +18,13 @@ _working_methods: set[type[Pruner]] = set()  # methods that have pruned a video 
 def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> PrunedTokens:
     """Prune the tokens of a video, and name the failing line if the method is the user's.
 
-    Errors that are not the user's code's fault pass unchanged: errors of this package's methods, GPU errors, and
-    running out of memory.
+    Errors of this package's methods, GPU errors, and running out of memory pass unchanged.
 
     Raises:
         OwnCodeError: the user's code failed for this video.
         MethodFails: the user's code failed, has not pruned any video in this process, and fails at the same line for
             random tokens, so it would fail for every video.
-        ValueError: tokens, evidence or ratio do not fit (``Pruner.prune``).
+        ValueError: tokens, evidence or ratio do not fit.
     """
     kind = type(pruner)
     try:
@@ -55,7 +49,7 @@ def prune_or_fault(pruner: Pruner, visual: VisualTokens, retention_ratio: float,
 
     Raises:
         VideoFault: class own-code if the user's code failed for this video; class internal for any ValueError.
-        MethodFails: the user's method would fail for every video (``prune_tokens``).
+        MethodFails: the user's method would fail for every video.
     """
     try:
         return prune_tokens(pruner, visual, retention_ratio, seed)
@@ -66,10 +60,7 @@ def prune_or_fault(pruner: Pruner, visual: VisualTokens, retention_ratio: float,
 
 
 def _may_be_gpu_fault(error: Exception) -> bool:
-    """Return True if an error may come from a broken GPU.
-
-    That is so if its message says "CUDA error", or if this process uses CUDA and a small operation on the GPU fails.
-    """
+    """Return True if the message says "CUDA error", or this process uses CUDA and its GPU no longer works."""
     has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return "CUDA error" in str(error) or (has_cuda and is_gpu_broken())
 

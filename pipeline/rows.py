@@ -1,7 +1,6 @@
 """The typed records of videos and questions, which travel from the first stage of a run to the Parquet files.
 
-Each stage adds keys to a record. An absent key becomes a null in Parquet. The schema of the videos table is made from
-``VideoRecord``; a test compares ``pipeline.generate.answers.ANSWER_SCHEMA`` with ``AnswerRecord``.
+Each stage adds keys to a record. An absent key becomes a null in Parquet.
 """
 
 from __future__ import annotations
@@ -36,16 +35,14 @@ R = TypeVar("R", bound=Mapping[str, Any])
 
 
 class ManifestRow(TypedDict):
-    """A video that the user named: a row of the table that ``pipeline.inputs`` makes.
+    """A video that the user named.
 
     Attributes:
         video_id: the id, unique in the list.
         uri: the path or URL of the video's file; ARCHIVE#NAME for a video in an archive.
-        start_s: start of the clip in seconds; None for the start of the video.
-        end_s: end of the clip in seconds; None for the end of the video.
+        start_s, end_s: the clip in seconds; None for the start or end of the video.
         manifest: JSON of the other columns of the manifest, or of the members that an archive has beside the video.
-            They are carried along unchanged.
-        policy: the reason why the file must not be read, in which case nothing opens it; None if it may be read.
+        policy: the reason why nothing may open the file; None if it may be read.
         size: the size of the video in bytes, from a store's listing, the manifest's size_bytes, or the index of a tar
             or zip. None if none of them states it, as for files on disk and for rows of a table.
         source_offset: the position of a video in its archive: in a tar, the first byte of the member's data; in a zip,
@@ -93,7 +90,7 @@ def todo_row(
 
 
 class Column(NamedTuple):
-    """The description of a column of the videos table, attached to a key of ``VideoRecord`` as its annotation.
+    """A column of the videos table, attached to a key of ``VideoRecord`` as its annotation.
 
     Attributes:
         kind: the name of its Arrow type, or "list<NAME>" for a list of that type.
@@ -101,7 +98,6 @@ class Column(NamedTuple):
         decoded: True if the decode process determines the value.
         may_be_unstated: True if the decode process may send null, because a video file need not state the value or
             because it depends on the options. The decode process always sends the other ``decoded`` values.
-        nullable: True if the column may be null in a row.
         since: the date from which on files have the column; "" for a column that every file has.
     """
 
@@ -116,14 +112,12 @@ class Column(NamedTuple):
 class VideoRecord(TypedDict, total=False):
     """A row of the videos table, complete or still in progress: each stage adds its keys.
 
-    This is the only list of the table's columns. ``pipeline.cache.schema.VIDEO_SCHEMA`` is made from it, and files have
-    the columns in this order.
+    ``pipeline.cache.schema.VIDEO_SCHEMA`` is made from this list, in its order.
 
     A reader sees every column, with None for null. In an ok row, only the columns about errors and the columns whose
     type allows None may be null. In a failed row, every column that decoding, encoding or writing adds may be null,
     whatever its type is here. ``manifest``, ``runtime`` and ``model_extra`` are JSON: text in the table, decoded in the
-    rows that TokenCache returns. The text in files about ``source_offset`` describes tars only; ``ManifestRow``
-    describes zips and tables too.
+    rows that TokenCache returns.
     """
 
     # Columns for the rule of the live row, resume and the summary: adjacent, so that one read gets them all.
@@ -303,13 +297,7 @@ VideoRow = VideoRecord
 
 
 def sampled_fps(row: VideoRow) -> float | None:
-    """Compute the rate, in frames per second, at which an ok video's clip was sampled.
-
-    ``row["fps"]``, in contrast, is the frame rate of the source.
-
-    Returns:
-        The number of sampled frames per second of the clip, or None if the row states no frame rate or no frames.
-    """
+    """Compute the sampled frames per second of an ok video's clip; None without a frame rate or frames."""
     fps = row.get("clip_fps") or row["fps"]
     return len(row["frame_indices"]) / row["clip_frames"] * fps if fps and row["clip_frames"] else None
 
@@ -324,8 +312,8 @@ def format_rate(fps: float | None) -> str:
 def describe_frames(row: VideoRow) -> str:
     """Describe the frame rates and the number of frames of an ok video in one line.
 
-    The names of these columns are easily confused. For example: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16
-    temporal patches"``. "on average" follows a source rate that differs from the clip's.
+    For example: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16 temporal patches"``. "on average" follows a
+    source rate that differs from the clip's.
     """
     n_sampled, n_steps = len(row["frame_indices"]), row["n_frames"]
     # A clip of which the rate differs from that of the whole file lies in a file whose rate varies.
@@ -379,7 +367,7 @@ class AnswerRecord(QuestionRecord, total=False):
 
 
 def without_nulls(row: Mapping[str, Any], kind: type[R]) -> R:
-    """Copy a row as a record of type ``kind``, leaving out the keys whose value is None."""
+    """Copy a row as a record of type ``kind``, without None values."""
     return cast(R, {name: value for name, value in row.items() if value is not None})
 
 
@@ -406,16 +394,12 @@ def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
 
 
 def may_succeed_elsewhere(record: VideoRecord) -> bool:
-    """Return True if the video failed with a retryable fault, which may be the fault of its machine."""
+    """Return True if the video failed with a retryable fault, which may be its machine's."""
     return record["status"] == "failed" and record["retryable"]
 
 
 def is_infrastructure_error(record: VideoRecord) -> bool:
-    """Return True if the video's row is an infrastructure error.
-
-    These are the classes io, own-code and internal (mounts, stores, bugs), and out-of-memory on a GPU, whose memory
-    other programs may have taken.
-    """
+    """Return True if the video failed as io, own-code or internal, or as out-of-memory on a GPU."""
     if record["status"] == "ok":
         return False
     on_the_gpu = record["error_class"] == "out-of-memory" and record["error_stage"] in ON_THE_GPU
@@ -423,10 +407,7 @@ def is_infrastructure_error(record: VideoRecord) -> bool:
 
 
 def removed_answer(question: QuestionRecord | AnswerRecord, reason: str) -> AnswerRecord:
-    """Create the row that replaces a question about a removed video: its keys and the reason, without any of its texts.
-
-    It keeps ``attempts``, which decides between several rows of a question.
-    """
+    """Create the row that replaces a question about a removed video: its keys and the reason, without its texts."""
     row: AnswerRecord = {
         "question_id": question["question_id"],
         "video_ids": question["video_ids"],

@@ -1,4 +1,4 @@
-"""All checks in order, the fast ones first: Ray, nodes, store, model, settings, decoding, encoding, their balance."""
+"""The checks in order, fast ones first: Ray, nodes, store, model, settings, decoding, encoding, their balance."""
 
 from __future__ import annotations
 
@@ -32,13 +32,10 @@ _MAX_STORE_SKEW_S = 5.0
 
 
 class Doctor:
-    """The checks for the run that ``config`` describes. Later checks use the results of earlier ones.
-
-    ``say`` gets a progress line before a slow check.
-    """
+    """The checks for the run that ``config`` describes. ``say`` gets a progress line before a slow check."""
 
     def __init__(self, config: PruneConfig, say: Callable[[str], object]) -> None:
-        """Keep the arguments; ``findings`` runs the checks."""
+        """Keep the arguments."""
         self._config = config
         self._say = say
         self._cluster: dict[str, float] = {}
@@ -86,10 +83,7 @@ class Doctor:
             yield Finding("ray", "ok", says)
 
     def _check_store(self) -> Iterator[Finding]:
-        """Test the store (or the folder in which it would be made) from here, and from each node if there are several.
-
-        A node that does not answer gets a "wrong" finding.
-        """
+        """Test the store (or the folder in which it would be made) from here, and from each of several nodes."""
         objects = Objects.from_environment(self._config.s3_endpoint, self._config.s3_requester_pays)
         store = reachable(store_at(self._config.out, objects))
         yield from check_store(store)
@@ -101,10 +95,8 @@ class Doctor:
     def _check_model(self) -> Iterator[Finding]:
         """Find the model's files, keep the source, and compare it with the stock model if its family can.
 
-        Yields a finding "model", then "parity", which is "unknown" without a comparison.
-
-        Raises:
-            UsageError: the model cannot be found, or is not supported.
+        Yields a finding "model", then "parity", which is "unknown" without a comparison. UsageError is raised if the
+        model cannot be found, or is not supported.
         """
         config = self._config
         with usage_errors():
@@ -123,11 +115,7 @@ class Doctor:
         yield Finding("parity", *load_object(check)(source))
 
     def _check_settings(self) -> Iterator[Finding]:
-        """Resolve the options as a run does, keep the recipe, and yield "ok" with a description.
-
-        Raises:
-            UsageError: model, frames and method do not fit together.
-        """
+        """Resolve the options as a run does, keep the recipe, and yield "ok". UsageError is raised as in a run."""
         self._recipe = recipe = resolve(self._config)
         frames = describe_sampling(sampling_settings(recipe.sampling))
         kept = f"{recipe.method} at retention ratio {recipe.retention_ratio:g}"
@@ -137,10 +125,7 @@ class Doctor:
         """Decode the first 8 videos here, and 2 of them on every node of a cluster with several.
 
         Also yields, per node, whether its object store holds the frames of 4 videos. Keeps the core-seconds measured
-        here.
-
-        Raises:
-            UsageError: there are no videos.
+        here. UsageError is raised if there are no videos.
         """
         rows = read_first_videos(self._config, recipe.objects, _VIDEOS)
         setup = recipe.decode_setup()
@@ -181,7 +166,7 @@ class Doctor:
 
 
 def reachable(store: Store) -> Store:
-    """Return the store; for a local folder that does not exist yet, the nearest existing folder above it."""
+    """Return the store; for a missing local folder, the nearest existing folder above it."""
     if store.folder is not None and not store.folder.exists():
         return LocalStore(next(path for path in store.folder.parents if path.exists()))
     return store

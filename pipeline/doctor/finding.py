@@ -1,4 +1,4 @@
-"""The result of a check, and the wrapper that turns an exception in a check into a result."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -29,19 +29,16 @@ class Finding:
 
     @classmethod
     def slow_if(cls, slow: object, name: str, says: str, remedy: str) -> Finding:
-        """Return a "slow" finding with the remedy if ``slow`` is true, otherwise an "ok" finding without a remedy."""
+        """Return a "slow" finding with the remedy if ``slow`` is true, otherwise an "ok" finding."""
         return cls(name, "slow", says, remedy) if slow else cls(name, "ok", says)
 
     def on(self, host: str) -> Finding:
-        """Return a copy of this finding with the host in parentheses after its name."""
+        """Return a copy of this finding with the host after its name."""
         return replace(self, name=f"{self.name} ({host})")
 
 
 def run_guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of a check; if it raises an exception, yield that last as a "wrong" finding.
-
-    So later checks still run.
-    """
+    """Yield the findings of a check, and a "wrong" finding last if it raises an exception."""
     try:
         yield from check()
     except Exception as error:  # noqa: BLE001 - whatever breaks a check is what the user wants to know

@@ -1,4 +1,4 @@
-"""Checks of every node of the cluster: versions, cores, memory, disks, clock and codecs, compared with the driver."""
+"""Checks of every node of the cluster, compared with the driver."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Node(NamedTuple):
 
     Attributes:
         versions: of Python, PACKAGES and OPTIONAL; None for a package that is not installed.
-        cores, memory, shm_free: usable CPU cores, and bytes; 0 if there is no /dev/shm.
+        memory: bytes.
+        shm_free: free bytes of /dev/shm; 0 if there is none.
         disks: the disks to which Ray writes; empty if Ray is not running.
         missing_codecs: the codecs of CODECS that PyAV cannot decode.
         skew_s: seconds by which its clock is ahead of the driver's, beyond the time of the call.
@@ -107,7 +108,7 @@ def _no_answer(error: Exception) -> Finding:
 
 
 def judge_nodes(nodes: Mapping[str, Node | Finding], driver: Node) -> Iterator[Finding]:
-    """Yield findings: nodes that did not answer, versions compared with the driver's, then each node's own."""
+    """Yield a finding per node that did not answer, the comparison of versions, and findings about each other node."""
     reachable = {host: node for host, node in nodes.items() if isinstance(node, Node)}
     yield from (finding.on(host) for host, finding in nodes.items() if isinstance(finding, Finding))
     yield _judge_versions(reachable, driver)
@@ -141,8 +142,8 @@ def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
 def _judge_one(node: Node) -> Iterator[Finding]:
     """Yield findings about one node: codecs, memory, each disk, and its clock if that is off by more than 2 s.
 
-    A clock, a missing codec, and a disk to which Ray may write nothing more, are "wrong". Less than 8 GiB of memory, 2
-    GiB of free /dev/shm or 5 GiB that Ray may write to a disk are "slow".
+    Such a clock, a missing codec, and a disk to which Ray may write nothing more, are "wrong". Less than 8 GiB of
+    memory, 2 GiB of free /dev/shm or 5 GiB that Ray may write to a disk are "slow".
     """
     if node.missing_codecs:
         says = f"PyAV has no decoder for {', '.join(node.missing_codecs)}"

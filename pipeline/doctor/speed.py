@@ -1,4 +1,4 @@
-"""The speed of decoding and encoding here, the GPU and its kernels, and whether CPU cores keep the encoders busy."""
+"""The speed of decoding and encoding here, and whether CPU cores keep the encoders busy."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
     """Decode videos as a run does, until a minute has passed.
 
     Returns:
-        A "wrong" finding per fault class with its number of videos and the first of them, then an "ok" one if any
-        video decoded; and the median core-seconds per decoded video, None if there is none.
+        A "wrong" finding per fault class with its number of videos and the first of them, then an "ok" one if any video
+        decoded; and the median core-seconds per decoded video, None if there is none.
     """
     faults = Counter[str]()
     examples = dict[str, str]()
@@ -87,9 +87,7 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
 
 
 def check_device(setup: EncodeSetup, shape: tuple[int, int, int]) -> tuple[list[Finding], float | None]:
-    """Check the device that an encoder would use here, and encode a random video on it.
-
-    ``shape`` is (frames, height, width) of the video.
+    """Check the device that an encoder would use here, and encode a random video of ``shape`` on it.
 
     Returns:
         The findings, exceptions included as "wrong"; and the median seconds per video, None if encoding fails.
@@ -104,7 +102,7 @@ def check_device(setup: EncodeSetup, shape: tuple[int, int, int]) -> tuple[list[
 
 
 def _check_gpu() -> Iterator[Finding]:
-    """Yield one finding on the first GPU: "slow" below compute capability 8.0, which emulates bfloat16."""
+    """Yield one finding on the first GPU: "slow" if it emulates bfloat16 (compute capability below 8.0)."""
     gpu = torch.cuda.get_device_properties(0)
     says = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}"
     remedy = "bfloat16 is emulated before capability 8.0: use --dtype float16"
@@ -114,8 +112,7 @@ def _check_gpu() -> Iterator[Finding]:
 def _check_kernels() -> Iterator[Finding]:
     """Compile the selection kernels and compare them with the reference on random tokens.
 
-    Raises:
-        RuntimeError: they select different tokens.
+    RuntimeError is raised if they select different tokens.
     """
     from gstep.selection.gpu.check import check_kernels  # noqa: PLC0415 - needs Triton, which only a GPU has
 
@@ -149,9 +146,8 @@ def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: li
 def check_balance(decode_s: float | None, encode_s: float | None, cores: float, gpus: float) -> Finding:
     """Compare the decode cores that keep a GPU busy with the cores per GPU of the cluster; too few are "slow".
 
-    Args:
-        decode_s, encode_s: core-seconds and GPU-seconds per video; the finding is "unknown" if one is None.
-        cores, gpus: of the whole cluster; the finding is "unknown" without GPUs.
+    The finding is "unknown" without GPUs, or without the core-seconds or GPU-seconds per video (``decode_s``,
+    ``encode_s``).
     """
     if decode_s is None or encode_s is None:
         return Finding("balance", "unknown", "not checked: it needs a video that decodes and a model that encodes")

@@ -1,1 +1,1 @@
-"""Forecasts of runs from rates. This package uses no Ray, model weights or videos; callers pass the numbers in."""
+"""Forecasts of runs from rates, without Ray, model weights or videos."""

@@ -12,7 +12,7 @@ from pipeline.rows import Json
 
 
 class Interval(NamedTuple):
-    """An uncertain number: its expected value, and the lowest and highest values of its range."""
+    """An uncertain number: its expected value, and the ends of its range."""
 
     low: float
     expected: float
@@ -20,15 +20,15 @@ class Interval(NamedTuple):
 
     @classmethod
     def exactly(cls, value: float) -> Interval:
-        """Return an interval whose three numbers are ``value``."""
+        """Return an interval without a range."""
         return cls(value, value, value)
 
     def scaled(self, factor: float) -> Interval:
-        """Multiply all three numbers by ``factor``, which must not be negative."""
+        """Multiply the interval by ``factor``, which must not be negative."""
         return Interval(*(factor * end for end in self))
 
     def inverse(self) -> Interval:
-        """Return 1 divided by this interval, all of whose numbers must be above 0."""
+        """Return 1 divided by this interval, which must be above 0."""
         return Interval(*(1 / end for end in reversed(self)))
 
 
@@ -36,10 +36,7 @@ NONE = Interval.exactly(0.0)
 
 
 def spread(function: Callable[..., float], *parts: Interval) -> Interval:
-    """Compute a function of intervals: once at all low, once at all expected, and once at all high values.
-
-    The function must increase with each argument, so that this gives the widest range.
-    """
+    """Compute an increasing function of intervals at all low, all expected and all high values."""
     return Interval(*(function(*ends) for ends in zip(*parts, strict=True)))
 
 
@@ -56,8 +53,7 @@ def total(*parts: Interval) -> Interval:
 def estimate_mean(values: Sequence[float], population: int) -> Interval:
     """Estimate the mean of a corpus from a sample: two standard errors to either side, but not below 0.
 
-    With a single value, the range is from half to twice that value. If the sample is the whole corpus, the mean is
-    exact.
+    A single value gives a range from half to twice that value; the whole corpus gives an exact mean.
 
     Args:
         values: the sample; at least one value.
@@ -130,7 +126,7 @@ UTILISATION: Mapping[str, Interval] = {
 
 
 def find_gpu_type(name: str) -> str | None:
-    """Return the key of GPU_TYPES for a device name such as "NVIDIA A100-SXM4-80GB"; None if there is none."""
+    """Return the key of GPU_TYPES for a device name such as "NVIDIA A100-SXM4-80GB", or None."""
     words = name.upper().replace("_", "-").replace(" ", "-").split("-")
     kinds = [kind for kind in GPU_TYPES if kind.split("-")[0] in words]
     if "A100" in kinds and any(word.startswith("40G") for word in words):
@@ -153,7 +149,7 @@ class Cluster(NamedTuple):
 
     @property
     def start_s(self) -> Interval:
-        """The seconds until the first worker takes a video; more for a large cluster, which loads models remotely."""
+        """The seconds until the first worker takes a video; more for a cluster of above 8 GPUs or 256 cores."""
         return _CLUSTER_START_S if self.gpus > 8 or self.cores > 256 else _START_S
 
     def encode_s(self, flops: Interval, utilisation: Interval) -> Interval:
@@ -184,7 +180,7 @@ class Workload:
     Attributes:
         videos: the number of videos, unreadable ones included.
         failed: the share of videos that cannot be read.
-        decode_s: core-seconds of decoding.
+        decode_s: core-seconds.
         encode_s: seconds of encoding and pruning, on a GPU or on a core; None if unknown.
         frame_bytes: bytes of the frames that the decode stage passes to the encode stage.
         output_bytes: stored bytes of the kept tokens with their columns.
@@ -211,11 +207,10 @@ class RunEstimate:
     Attributes:
         wall_s: the duration, 0 without videos. It does not include encoding if the work of the model is unknown.
         encode_core_s: core-seconds of encoding and pruning; 0 with GPUs, None if the work of the model is unknown.
-        gpu_s: GPU-seconds of encoding and pruning; 0 without GPUs, None if the work of the model is unknown.
+        gpu_s: GPU-seconds of the same; 0 without GPUs, None if the work of the model is unknown.
         stage_s: stage -> seconds of wall time that it would take alone; None for unknown encoding. Without GPUs, "cpus"
             replaces "decode" and "encode", if both are known.
         bottleneck: the slowest known stage; "nothing" without videos.
-        remedy: how to remove the bottleneck.
         cost: "total", "per_1000_videos" and "storage_a_month", as far as prices are given; None without prices.
         notes: sentences on what the numbers are based on.
     """
@@ -237,7 +232,7 @@ class RunEstimate:
     notes: tuple[str, ...]
 
     def as_record(self) -> dict[str, Json]:
-        """Return the fields as a mapping for JSON; intervals and the cluster become mappings of their fields."""
+        """Return the fields as a mapping for JSON; intervals and the cluster become mappings too."""
 
         def converted(value: object) -> Json:
             if isinstance(value, Interval | Cluster):
@@ -253,9 +248,7 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
     """Estimate a run of this work on this cluster.
 
     Unreadable videos cost decoding, but no encoding or output. Without GPUs, encoding shares the cores with decoding.
-
-    Args:
-        notes: added to the notes of ``work``, as is a note on prices that are missing.
+    ``notes`` are added to those of ``work``, as is a note on prices that are missing.
     """
     n = work.videos
     n_good = work.videos * (1 - work.failed)
@@ -325,7 +318,7 @@ def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> s
 
 
 def _cost(videos: int, prices: Prices, cluster: Cluster, wall: Interval, output: Interval) -> dict[str, Interval]:
-    """Return "total", "per_1000_videos" and "storage_a_month", as far as prices are given; {} without prices.
+    """Return "total", "per_1000_videos" and "storage_a_month", as far as prices are given.
 
     All GPUs and cores that have a price are paid for the whole wall time.
     """

@@ -63,11 +63,7 @@ class PlanOptions(RunOptions):
         return Prices(**prices)
 
     def pixels(self) -> tuple[int, int]:
-        """Return (width, height) of ``--size``, by default 1920 x 1080.
-
-        Raises:
-            UsageError: the value is not WIDTHxHEIGHT.
-        """
+        """Parse ``--size``, WIDTHxHEIGHT, by default 1920 x 1080. Raises UsageError for another form."""
         match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.size or _FULL_HD)
         if match is None:
             raise UsageError(f"--size must be WIDTHxHEIGHT, got {self.size!r}")

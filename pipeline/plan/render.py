@@ -17,14 +17,14 @@ _UNKNOWN = "not known for this model; time and cost are without it"
 
 
 def number(value: float) -> str:
-    """Format a number with about three significant digits, without trailing zeros: "1,234", "12.3", "0.05"."""
+    """Format a number with up to four decimals, about three significant digits: "1,234", "12.3", "0.05"."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.{1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 4}f}".rstrip("0").rstrip(".")
 
 
 def format_time(seconds: float) -> str:
-    """Format seconds in days, hours, minutes or seconds: the largest unit of which there are at least two."""
+    """Format seconds in the largest unit (days to seconds) of which there are at least two."""
     unit, name = next((unit, name) for least, unit, name in _TIMES if seconds >= least)
     return f"{number(seconds / unit)} {name}"
 
@@ -41,7 +41,7 @@ def hours(seconds: float) -> str:
 
 
 def format_range(part: Interval, text: Callable[[float], str]) -> str:
-    """Format an interval as "EXPECTED (LOW to HIGH)", or as one value if the low and high texts are equal."""
+    """Format an interval as "EXPECTED (LOW to HIGH)", or as one value if LOW equals HIGH."""
     low, middle, high = map(text, part)
     return middle if low == high else f"{middle} ({low} to {high})"
 
@@ -70,7 +70,7 @@ def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
 
 
 def render_plan(plan: RunEstimate) -> RenderableType:
-    """Render a plan for the terminal: a heading, the table, and a line for each note."""
+    """Render a plan for the terminal: a heading, the table, and the notes."""
     table = Table.grid(padding=(0, 2))
     for name, value in list_rows(plan):
         table.add_row(name, Text(value))

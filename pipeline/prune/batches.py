@@ -1,10 +1,8 @@
-"""Serialization of the batches of videos that travel between the stages of a run, one Arrow row per batch.
+"""Serialization of the batches of videos that travel between the stages of a run.
 
 Small videos share a batch, because Ray Data transports about twenty blocks per second and worker, whatever their size.
-A batch is a single row, because Ray Data splits blocks only between rows. All records of a batch are one cell of JSON,
-since a column per key would cost milliseconds per block. Arrays are stored as flat bytes, one cell per video. Their
-shapes are in the column ``layout`` (kept tokens) and in the records (frames). The arrays of a batch with one video are
-not copied.
+A batch is one row, because Ray Data splits blocks only between rows. Its records are one cell of JSON, since a column
+per key would cost milliseconds per block.
 """
 
 from __future__ import annotations
@@ -51,17 +49,13 @@ WRITTEN_SCHEMA = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA]
 
 
 def pack_task(todo: pa.Table) -> pa.Table:
-    """Pack rows of videos (TODO_SCHEMA) into one row of UNIT, which Ray Data can neither split nor merge.
-
-    Raises:
-        ValueError: ``todo`` has no rows.
-    """
+    """Pack rows of videos (TODO_SCHEMA, at least one) into one row of UNIT."""
     (batch,) = todo.combine_chunks().to_batches()
     return pa.table([pa.array([batch.serialize().to_pybytes()], BYTES)], schema=UNIT)
 
 
 def unpack_task(unit: pa.Table) -> pa.RecordBatch:
-    """Return the rows of videos (TODO_SCHEMA) that ``pack_task`` packed into ``unit``."""
+    """Return the rows of videos (TODO_SCHEMA) in a row of UNIT."""
     return pa.ipc.read_record_batch(unit["videos"][0].as_buffer(), TODO_SCHEMA)
 
 
@@ -90,8 +84,8 @@ def pack(videos: Sequence[VideoItem]) -> pa.Table:
 def unpack(bundle: pa.Table) -> list[VideoItem]:
     """Return the videos in a row of BUNDLE, in the order in which they were packed.
 
-    Their arrays are read-only views into the row. ``frames`` is a flat array: ``VideoItem.reshape_frames`` restores its
-    shape. A failed video has None for ``frames`` and ``kept``.
+    Their arrays are read-only views into the row. ``frames`` is flat: ``VideoItem.reshape_frames`` restores its shape.
+    ``frames`` and ``kept`` are None where the packed video had none.
     """
     columns = {name: bundle[name].chunk(0).flatten() for name in BUNDLE.names if name not in ("records", "layout")}
     next_level = count()  # the cells of deepstack levels and evidence are consecutive over all videos
@@ -114,22 +108,18 @@ def unpack(bundle: pa.Table) -> list[VideoItem]:
 
 
 def pack_written(rows: Sequence[VideoRecord]) -> pa.Table:
-    """Convert the records of written videos to rows of WRITTEN_SCHEMA; keys that a record lacks become nulls.
-
-    Raises:
-        KeyError: a record has a key that is not a column of the videos table.
-    """
+    """Convert records to rows of WRITTEN_SCHEMA; missing keys become nulls. Raises KeyError for an unknown key."""
     _refuse_unknown(rows)
     return pa.Table.from_pylist(list(rows), schema=WRITTEN_SCHEMA)
 
 
 def unpack_failed(rows: pa.Table) -> list[VideoRecord]:
-    """Return the records of the rows of WRITTEN_SCHEMA whose status is not "ok", without the keys that are null."""
+    """Return the records of the rows of WRITTEN_SCHEMA whose status is not "ok", without null values."""
     return [without_nulls(row, VideoRecord) for row in rows.filter(pc.not_equal(rows["status"], "ok")).to_pylist()]
 
 
 def _measure_widths(tokens: KeptTokens) -> tuple[int, list[int], dict[str, int]]:
-    """Return the row widths of a video's arrays: of tokens, of each deepstack level, and of each evidence by label."""
+    """Return the row widths of a video's tokens, of each deepstack level, and of each evidence."""
     levels = [level.shape[1] for level in tokens.deepstack]
     return tokens.tokens.shape[1], levels, {name: values.shape[1] for name, values in tokens.evidence.items()}
 
@@ -146,7 +136,7 @@ def _unpack_json(column: pa.ChunkedArray) -> list[Any]:
 
 
 def _refuse_unknown(rows: Sequence[VideoRecord]) -> None:
-    """Raise KeyError if a record has a key that is not a column of the videos table, since its value would be lost."""
+    """Raise KeyError if a record has a key that is not a column of the videos table."""
     if unknown := {name for row in rows for name in row} - set(WRITTEN_SCHEMA.names):
         raise KeyError(f"not columns of the videos table: {', '.join(sorted(unknown))}")
 
@@ -154,7 +144,7 @@ def _refuse_unknown(rows: Sequence[VideoRecord]) -> None:
 def _pack_cells(arrays: Iterable[NDArray[Any] | None]) -> pa.Array:
     """Pack arrays into one row: a list with a cell of bytes per array, which is null for None.
 
-    If only one of the arrays has content, and it is contiguous, its bytes are not copied.
+    If only one array has content, and it is contiguous, its bytes are not copied.
     """
     arrays, empty = list(arrays), np.empty(0, np.uint8)
     pieces = [empty if array is None else np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]

@@ -31,14 +31,12 @@ class CommittedVideos:
     """The commits of a run: each shard is committed, then counted for the run's record, metrics, limits and summary.
 
     Attributes:
-        record: the record of the run.
-        facts: the seconds and bytes of the run.
         failed: id -> attempts so far, of each video that failed in this run and has not succeeded since.
         retryable: id -> attempts, of each video that had a retryable fault, even if it succeeded later.
         unread: id -> attempts, of each video that could not be read (io), even if it succeeded later.
         infrastructure_errors: class -> number of infrastructure errors, over all attempts.
         examples: class -> "ID: MESSAGE" of the last such error.
-        fetched: the sizes of the videos from remote stores, summed over all attempts.
+        fetched: the bytes of the videos from remote stores, summed over all attempts.
     """
 
     def __init__(self, table: CacheTable, record: RunFile, monitor: Monitor, facts: Facts) -> None:
@@ -62,10 +60,7 @@ class CommittedVideos:
 
         An interrupted driver may commit the same rows twice in succession: rows whose id and attempt were in the
         previous commit are not counted again. The method also saves the run's record about once a minute, and merges
-        the small files of the table when there are many.
-
-        Args:
-            number: the number of the shard, which numbers the commit.
+        the small files of the table every few commits; a failed merge only warns.
 
         Raises:
             OSError: the store fails, or lacks a token shard that the rows name.
@@ -88,7 +83,7 @@ class CommittedVideos:
         self.unread |= _list_attempts(record for record in failed_records if record["error_class"] == "io")
 
     def _count(self, rows: pa.Table, failed_records: Sequence[VideoRecord]) -> None:
-        """Add newly committed rows to the facts, the metrics, ``fetched`` and the counts of infrastructure errors.
+        """Add newly committed rows to the facts, the metrics, ``fetched``, ``infrastructure_errors`` and ``examples``.
 
         Args:
             failed_records: the records of the failed videos among ``rows``.
@@ -109,10 +104,7 @@ class CommittedVideos:
             metrics.count("stage_seconds", sum_column(rows, f"{stage}_s"), stage=stage)
 
     def _record_shards(self, token_shards: Collection[str]) -> None:
-        """Note the committed token shards and the facts in the run's record, and save the record about once a minute.
-
-        With these names, later runs can detect that files of the videos table were lost.
-        """
+        """Note the committed token shards and the facts in the run's record; save it about once a minute."""
         for shard in token_shards:  # sorting the whole list would take longer with each commit
             index = bisect_left(self._token_shards, shard)
             if self._token_shards[index : index + 1] != [shard]:
@@ -132,13 +124,13 @@ class PruneWatch(Watch):
     """The watch of a prune run, which ends it at its time limit or if too many videos fail for the same reason.
 
     Attributes:
-        is_second_pass: True while failed videos are tried once more; failures do not end the run then.
+        is_second_pass: True while failed videos are tried once more; infrastructure errors do not end the run then.
     """
 
     def __init__(
         self, done: CommittedVideos, todo: Todo, monitor: Monitor, record: RunFile, max_alike_failures: int
     ) -> None:
-        """Watch the videos of ``todo``; more than ``max_alike_failures`` errors of one class may end the run."""
+        """Watch the videos of ``todo``, of which ``max_alike_failures`` may have infrastructure errors of one class."""
         super().__init__(monitor)
         self.is_second_pass = False
         self._done = done
@@ -154,8 +146,8 @@ class PruneWatch(Watch):
 
         Raises:
             LimitReached: ``--max-hours`` have passed.
-            RunFailed: an archive cannot be indexed; or more than ``max_alike_failures`` infrastructure errors are of
-                one class and all workers of a stage fail, unless this is the second pass.
+            RunFailed: an archive cannot be indexed; or the run had more than ``max_alike_failures`` infrastructure
+                errors of one class and all workers of a stage fail, unless this is the second pass.
         """
         super().look(report, progress)
         self._todo.check()
@@ -174,6 +166,6 @@ class PruneWatch(Watch):
             )
 
     def take_last(self, report: WorkerReport, progress: Progress) -> None:
-        """Keep the last report of a graph, and note the excluded workers of all graphs in the run's record."""
+        """Keep the last report of a graph, and note the excluded workers of all graphs."""
         super().take_last(report, progress)
         self._record.note(out_of_service=[worker for last in self.reports for worker in last.excluded_workers])

@@ -1,4 +1,4 @@
-"""The options of a prune run: one dataclass defines the flags, the entries of the run's record, and the defaults."""
+"""The options of a prune run: the flags, their defaults, and the entries of the run's record."""
 
 from __future__ import annotations
 
@@ -241,11 +241,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return f"{self.videos[0]}{more}"
 
     def clip_names(self) -> tuple[str, str] | None:
-        """Parse ``--clips-from`` into two names, without blanks around them; None without the option.
-
-        Raises:
-            UsageError: the value is not two names with a comma between them.
-        """
+        """Parse ``--clips-from``, two names with a comma between them (otherwise UsageError); None without it."""
         if self.clips_from is None:
             return None
         names = [name.strip() for name in self.clips_from.split(",")]
@@ -259,11 +255,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return ArchiveOptions(self.column, self.clip_names(), self.zip_encoding)
 
     def part(self) -> tuple[int, int] | None:
-        """Parse ``--shard I/N`` into (I, N); None without the option.
-
-        Raises:
-            UsageError: the value is not I/N with 0 <= I < N.
-        """
+        """Parse ``--shard I/N`` into (I, N); None without it. Raises UsageError unless 0 <= I < N."""
         if self.shard is None:
             return None
         match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.shard)
@@ -282,8 +274,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         """Check all options, and convert ``videos`` from a single string to a list.
 
         Raises:
-            UsageError: an option is invalid or contradicts another; the message names it and the values that it
-                accepts.
+            UsageError: an option is invalid or contradicts another.
         """
         super().__post_init__()
         if isinstance(self.videos, str):  # older records of runs have a string

@@ -57,18 +57,14 @@ class DecodeSetup:
     fetch_mb: int = 2048
 
     def largest_frames(self) -> tuple[int, int, int]:
-        """Return the (frames, height, width) of a full HD video of maximum length, for planning resources.
+        """Return (frames, height, width) of a video of maximum length, in full HD or the largest size the model takes.
 
-        If the model does not take full HD, a smaller standard size is used. Raises UnsupportedVideo if it takes none.
+        Raises UnsupportedVideo if the model takes no standard size.
         """
         return plan_video(self.preprocessor, self.sampling.num_frames or self.sampling.max_frames or 0).shape
 
     def typical_frames(self) -> tuple[int, int, int]:
-        """Return the (frames, height, width) of a full HD video of typical length, for planning resources.
-
-        With ``fps`` it has at most 32 frames, since few videos reach the maximum. If the model does not take full HD, a
-        smaller standard size is used. Raises UnsupportedVideo if it takes none.
-        """
+        """Return the shape of ``largest_frames`` for a video of typical length: with ``fps``, at most 32 frames."""
         frames = self.sampling.num_frames or min(self.sampling.max_frames or 0, _USUAL_FRAMES)
         return plan_video(self.preprocessor, frames).shape
 
@@ -77,10 +73,9 @@ class PlannedVideo(NamedTuple):
     """A hypothetical video whose shape a plan uses.
 
     Attributes:
-        shape: (frames, height, width) after resizing, as an encoder gets it.
+        shape: (frames, height, width) after resizing.
         size: (width, height) in the file.
-        refusal: the error for the requested size, if the model does not take it and a smaller size was chosen; else
-            None.
+        refusal: the model's error for the requested size, if a smaller size was chosen; otherwise None.
     """
 
     shape: tuple[int, int, int]
@@ -96,8 +91,7 @@ class PlannedVideo(NamedTuple):
 def plan_video(preprocessor: Preprocessor, n_frames: int, size: tuple[int, int] = _FULL_HD) -> PlannedVideo:
     """Return a hypothetical video of this size, or of the largest smaller standard size that the model takes.
 
-    A model that takes frames in their source size limits their bytes, and a long full HD video exceeds the limit. The
-    standard sizes are those of 1080p, 720p, 480p and 240p.
+    The standard sizes are those of 1080p, 720p, 480p and 240p.
 
     Args:
         size: (width, height) in the file.
@@ -132,7 +126,7 @@ class VideoDecoder:
     A video that crashes the child, hangs or exhausts its memory costs only itself. Close the decoder after use.
 
     Attributes:
-        cpu_s: CPU seconds of the child for the last video that it decoded.
+        cpu_s: CPU seconds of the child for the last video that was decoded without a fault.
     """
 
     def __init__(self, setup: DecodeSetup, sandbox: DecodeSandbox | None = None) -> None:
@@ -149,11 +143,7 @@ class VideoDecoder:
         """Open the source of a video; a local path is only looked up.
 
         Remote files and members of archives, of at most ``fetch_mb``, are fetched into memory. An error is not raised,
-        but becomes the ``fault`` of the source. A row with a policy or a known fault gets that fault, and nothing is
-        read.
-
-        Args:
-            archives: the result of ``open_archives``.
+        but becomes the ``fault`` of the source. A row with a policy or a known fault gets it without a read.
         """
         location = _locate(row)
         if row["policy"]:
@@ -165,10 +155,7 @@ class VideoDecoder:
         return prepare_source(location, self._setup.objects, self._setup.fetch_mb * 2**20, fetch)
 
     def open_archives(self, rows: Iterable[TodoRow]) -> OpenArchives:
-        """Return a reader of the archives that contain videos of these rows. Close it after use.
-
-        Rows with a policy or a known fault are ignored, because their files are not opened.
-        """
+        """Return a reader of the archives that contain videos of these rows. Close it after use."""
         locations = [_locate(row) for row in rows if not (row["policy"] or row["fault"])]
         return OpenArchives(self._setup.objects, locations)
 
@@ -208,7 +195,7 @@ def decode_sample(
 
     Yields:
         (record, frames, core-seconds) of each row; frames is None for a failed video. Core-seconds are CPU seconds of
-        the child; for a failed video and with ``nvdec``, which uses no core, they are ``decode_s`` of the record.
+        the child; for a failed video and with ``nvdec``, they are ``decode_s`` of the record.
     """
     with closing(VideoDecoder(setup)) as decoder, decoder.open_archives(rows) as archives:
         for row in rows:
@@ -230,7 +217,6 @@ class Decoder:
 
         Args:
             heartbeats: the actor that collects the workers' reports; None for no reports.
-            videos_per_bundle: the number of videos in a batch.
 
         Raises:
             WorkerGivenUp: too many processes of this worker have crashed.
@@ -244,7 +230,7 @@ class Decoder:
         self._videos_per_bundle = videos_per_bundle
 
     def close(self) -> None:
-        """End the child process. A run need not call this, since a child ends with its actor."""
+        """End the child process, which otherwise ends with its actor."""
         self._decoder.close()
 
     def __call__(self, unit: pa.Table) -> Iterator[pa.Table]:
@@ -265,10 +251,7 @@ class Decoder:
                 yield packed
 
     def _decode_reported(self, row: TodoRow, items: ItemsInHand, archives: OpenArchives) -> VideoItem:
-        """Decode one video, and report its outcome to the heartbeat. Blocks while this worker is excluded.
-
-        Two calls may fetch videos at the same time, but only one decodes.
-        """
+        """Decode one video, and report its outcome to the heartbeat."""
         self._heartbeat.wait_while_excluded()
         with self._decoder.open(row, archives) as source, self._decoding:
             record, frames = self._decoder.decode_one(row, source)
@@ -277,16 +260,12 @@ class Decoder:
 
 
 def _locate(row: TodoRow) -> Location:
-    """Return the location of a row's video, with its offset in an archive, size and mark if the row has them."""
+    """Return the location of a row's video."""
     return Location.parse(row["uri"], row["source_offset"], row["size"], row["mark"])
 
 
 def _first_record(row: TodoRow, source: Source) -> VideoRecord:
-    """Return the record of a video before decoding, with status "ok".
-
-    It has the non-null values of the row that are columns of the videos table, the mark of the opened source, and the
-    name of the archive for a member of an archive.
-    """
+    """Return the record of a video before decoding: the row's non-null columns of the videos table, and status "ok"."""
     columns = {name: value for name, value in row.items() if name in VIDEO_COLUMNS}
     columns["source_mark"] = source.location.mark
     if source.location.member is not None:
@@ -295,9 +274,9 @@ def _first_record(row: TodoRow, source: Source) -> VideoRecord:
 
 
 def _find_size(location: Location) -> int | None:
-    """Return the size of a failed video's file in bytes, or None if it is unknown.
+    """Measure a failed video's local file in bytes, or return the size in ``location`` for a remote file or a member.
 
-    A local file is measured. For a remote file or a member of an archive, this is the size of ``location``.
+    None means that it is unknown.
     """
     if is_remote(location.file) or location.member is not None:
         return location.size
@@ -308,7 +287,7 @@ def _find_size(location: Location) -> int | None:
 
 
 def make_decoding_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
-    """Return the columns of the videos table that a decoded video fills, without those that are null.
+    """Return the columns of the videos table that a decoded video fills, without null values.
 
     Args:
         attempts: the number of this attempt over all runs. A second try by the sandbox adds one to it.

@@ -1,4 +1,4 @@
-"""The dry run: checks a request as a run does, and counts its work. It starts and writes nothing."""
+"""The dry run: checks a request as a run does, and counts its work, without Ray or writes to the cache."""
 
 from __future__ import annotations
 
@@ -36,19 +36,17 @@ class Forecast:
     """The result of a dry run: what a run with the same options would do if it started now.
 
     Attributes:
-        out: the cache, as the options name it.
-        tally: the number of videos in the manifest for each way in which they are treated.
         n_todo: the number of videos that the run would process, with ``--limit`` applied.
         doomed: problem -> an example and the number of the videos among ``n_todo`` that are sure to fail.
-        first_ids: the ids of the first videos to process.
+        first_ids: the ids of the first 5 videos to process.
         identity: the identity of the cache; its compute dtype is "auto" if the cluster decides.
-        grid: (T, N) of every video if ``one_size``; else of the largest planned video, which has ``size``.
+        grid: (T, N) of every video if ``one_size``; otherwise of the largest planned video, which has ``size``.
         kept: the number of tokens stored for that video; an estimate unless ``is_exact``.
         video_bytes: the bytes of these tokens on disk.
-        size: the size of that video: "full HD", or the largest smaller standard size that the model takes.
+        size: "full HD", or the largest smaller standard size that the model takes.
         refusal: the error with which full HD videos of maximum length will fail; None if the model takes them.
         minute: (tokens, kept tokens, bytes on disk) of a video of one minute.
-        minute_size: the size of the video of one minute, in words.
+        minute_size: its size in words.
         one_size: True if every video has this grid.
         is_exact: True if the method always keeps ``kept`` tokens of such a video.
         frames: sentences about the sampling, and about videos whose number of frames a limit will change.
@@ -56,7 +54,7 @@ class Forecast:
         checks: name of a check of the model -> what was checked and its result, or that it was not checked.
         unlisted: the URIs of archives without an index, whose videos are not counted.
         left_out: kind of file -> the number of files that are not videos or are not read.
-        left_out_names: kind of file -> the names of the first of these files.
+        left_out_names: kind of file -> the first names.
     """
 
     out: str
@@ -149,11 +147,10 @@ def _describe_files(check: ListCheck) -> Iterator[str]:
 
 
 def _measure_video(recipe: Recipe, n_frames: int) -> tuple[PlannedVideo, tuple[int, int], int, int]:
-    """Compute the tokens and bytes of a hypothetical full HD video with ``n_frames`` frames.
+    """Plan a full HD video with ``n_frames`` frames (of a smaller standard size if the model does not take full HD).
 
     Returns:
-        The video (of a smaller standard size if the model does not take full HD), its (T, N), the number of its kept
-        tokens, and their bytes on disk.
+        The video, its (T, N), the number of its kept tokens, and their bytes on disk.
     """
     family = family_of(recipe.source)
     video = plan_video(family.preprocessor(), n_frames)
@@ -165,7 +162,7 @@ def _measure_video(recipe: Recipe, n_frames: int) -> tuple[PlannedVideo, tuple[i
 def _check_writable(store: Store) -> None:
     """Raise UsageError if the cache's folder, or the nearest parent that exists, is not a writable folder.
 
-    Writes nothing. An object store is not checked.
+    An object store is not checked.
     """
     if store.folder is None:
         return

@@ -23,8 +23,8 @@ from pipeline.video.source import prepare_unchanged_source
 def read_run_config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig:
     """Build the options to encode videos of a cache again, from the record of a run.
 
-    These are the run's options, except secrets and options that this version does not have. ``out`` is the cache;
-    ``decoder``, ``device``, ``dtype`` and ``attn`` are "auto".
+    Secrets and options that this version does not have are dropped. ``out`` is the cache; ``decoder``, ``device``,
+    ``dtype`` and ``attn`` are "auto".
 
     Args:
         model: the current location of the model; None takes it from the record.

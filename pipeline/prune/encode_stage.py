@@ -63,26 +63,26 @@ class EncodeSetup:
     shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos, to compile for
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
-        """Estimate the bytes of a video's kept tokens and evidence in bfloat16, as they travel between the stages."""
+        """Estimate the bytes of a video's kept tokens and evidence in bfloat16."""
         names = tuple(
             get_evidence_name(key, source) for key, source in self.evidence.items()
         )  # twice if from two sources
         return round(self.retention_ratio * family_of(self.source).token_bytes(n_frames, height, width, names))
 
     def estimate_stored_bytes(self, n_frames: int, height: int, width: int) -> int:
-        """Estimate the bytes of a video's kept tokens and evidence in the cache; the codec compresses only tokens."""
+        """Estimate the bytes of a video's kept tokens and evidence in the cache; only tokens are compressed."""
         tokens = self.retention_ratio * family_of(self.source).token_bytes(n_frames, height, width)
         saved_bytes = tokens * (1 - CODECS[self.codec].share)
         return round(self.bytes_per_video(n_frames, height, width) - saved_bytes)
 
     def encoder(self) -> VideoEncoder:
-        """Create the encoder, which loads the vision tower. Raises ModelError if the tower cannot be loaded."""
+        """Load the vision tower, and return the encoder. Raises ModelError if that fails."""
         return VideoEncoder(self)
 
 
 @dataclass
 class Turn:
-    """The time that a video has at the device, yielded by ``VideoEncoder._turn``.
+    """The time that a video has at the device.
 
     Attributes:
         seconds: the duration of its kernels; 0 until the turn is over.
@@ -97,9 +97,6 @@ class VideoEncoder:
     Threads may share an encoder. A GPU then works on four videos at once: it copies the frames of one, encodes the
     second, prunes the third on another stream, and copies back the tokens of the fourth. A CPU encodes or prunes one
     video at a time.
-
-    Attributes:
-        backbone: the vision tower.
     """
 
     _max_pass = Fraction(1)  # the share of a pass that several videos may fill
@@ -132,7 +129,7 @@ class VideoEncoder:
     def _compiling(self) -> AbstractContextManager[None]:
         """Return a context that compiles the GPU kernels of a built-in method in parallel with its block.
 
-        The context does nothing on a CPU, for a user method, and if ``EncodeSetup.shape`` is None.
+        It does nothing on a CPU, for a user method, and if ``EncodeSetup.shape`` is None.
         """
         setup = self._setup
         if setup.shape is None or ":" in setup.pruner or not self._runtime.device.startswith("cuda"):
@@ -150,7 +147,7 @@ class VideoEncoder:
             frames: [t,h,w,3] uint8, resized by the preprocessor.
 
         Raises:
-            VideoFault: any error that concerns only this video.
+            VideoFault: the video failed; this includes unexpected errors ("internal") and lack of GPU memory.
             MethodFails: a user method would fail for every video.
         """
         video_id = record["video_id"]
@@ -164,8 +161,9 @@ class VideoEncoder:
     def group_by_pass(self, videos: Iterable[VideoItem]) -> Iterator[list[VideoItem]]:
         """Yield the videos of a batch in order, in groups that can share a pass of the vision tower.
 
-        The shares of a group add up to at most one pass, which halves each time memory runs out; a video with a larger
-        share is a group of its own, and so is a failed video. Without ``batch_frames``, so is every video.
+        The shares of a group add up to at most one pass, or half of it for each time that ``encode_together`` ran out
+        of memory. A video with a larger share is a group of its own, and so is a failed video. Without
+        ``batch_frames``, so is every video.
         """
         group, group_share = list[VideoItem](), Fraction(0)
         for video in videos:
@@ -185,8 +183,8 @@ class VideoEncoder:
         """Encode decoded videos in one pass of the vision tower, and prune each of them.
 
         No failure is raised, not even MethodFails, since another video of the pass may have caused it: the caller
-        encodes the failed videos one by one. If GPU memory runs out in the pass, later passes are limited to half the
-        frames. If the GPU's context is broken, the process ends.
+        encodes the failed videos one by one. If GPU memory runs out in the pass, later groups of ``group_by_pass`` are
+        half as large. If the GPU's context is broken, the process ends.
 
         Returns:
             An item per video in order; None for a video that failed, and for all videos if the pass failed.
@@ -205,10 +203,7 @@ class VideoEncoder:
         """Encode videos in one pass and prune each of them; None for a video that fails after the pass.
 
         The seconds of the pass are divided among the videos by their tokens. Errors of the pass itself and MethodFails
-        are raised.
-
-        Args:
-            names: the ids of the videos, printed if the process ends.
+        are raised. ``names`` are the ids of the videos, printed if the process ends.
         """
         frames_on_device = [self._load_frames(video.reshape_frames()) for video in videos]
         sampled = [to_sampled_video(video.record) for video in videos]
@@ -249,10 +244,9 @@ class VideoEncoder:
         return visual, turn.seconds
 
     def _prune(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
-        """Prune the tokens, and return (kept tokens, seconds).
+        """Prune the tokens, with one retry if GPU memory runs out, and return (kept tokens, seconds).
 
-        If GPU memory runs out, PyTorch's cached memory is freed and the pruning is repeated once. Raises VideoFault,
-        and MethodFails for a user method that would fail for every video.
+        Raises VideoFault, and MethodFails for a user method that would fail for every video.
         """
         try:
             return self._prune_once(visual)
@@ -270,10 +264,10 @@ class VideoEncoder:
 
     @contextmanager
     def _turn(self, lock: threading.Lock, stream: torch.cuda.Stream | None = None) -> Iterator[Turn]:
-        """Hold ``lock`` while the block launches kernels; on exit, release it and wait for them, also after an error.
+        """Hold ``lock`` while the block launches kernels; on exit, release it and wait for them.
 
-        The next thread can launch its kernels during this wait, so that the GPU never waits for the host between two
-        videos. After an error the wait is needed because freed memory may be reused on another stream at once.
+        During this wait the next thread can launch its kernels. After an error the wait is needed too, because freed
+        memory may be reused on another stream at once.
 
         Args:
             stream: the stream for the kernels on a GPU; None for the current stream.
@@ -303,10 +297,7 @@ class VideoEncoder:
         turn.seconds = first.elapsed_time(last) / 1e3
 
     def _load_frames(self, frames: NDArray[np.uint8]) -> Tensor:
-        """Copy the frames to the GPU from pinned memory, and wait for the copy, while kernels of another video run.
-
-        On a CPU, the frames are only wrapped as a tensor.
-        """
+        """Copy the frames to the GPU from pinned memory, and wait for the copy; on a CPU, wrap them as a tensor."""
         if self._copies is None:
             return as_frames(frames)
         pinned_frames = torch.empty(frames.shape, dtype=torch.uint8, pin_memory=True)
@@ -329,8 +320,8 @@ class VideoEncoder:
         """Return the complete record of a video and its kept tokens on the CPU, in the precision of the cache.
 
         Args:
-            n_videos: the number of videos that shared the pass. On a GPU more than one may change the rounding, so the
-                record states it.
+            n_videos: the number of videos that shared the pass. The record states it on a GPU, where more than one may
+                change the rounding.
         """
         is_shared = n_videos > 1 and not self.backbone.on_cpu
         runtime = self._runtime_record | ({"shared_pass": f"{n_videos} videos"} if is_shared else {})
@@ -354,7 +345,7 @@ class VideoEncoder:
     def encode_frames(self, frames: Tensor | NDArray[np.uint8], video: SampledVideo | None = None) -> VisualTokens:
         """Encode frames to all visual tokens and the evidence that is needed, in the precision of the cache.
 
-        All kernels have finished on return, so any stream may read the result.
+        All kernels have finished on return.
 
         Args:
             frames: [t,h,w,3] uint8, resized by the preprocessor.
@@ -407,9 +398,8 @@ class VideoEncoder:
 def _run_guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
     """Return ``work()``, with errors converted to faults of the video; end the process if the GPU's context is broken.
 
-    Raises:
-        VideoFault: class "out-of-memory" if GPU memory ran out, "internal" for other errors; faults pass unchanged.
-        MethodFails: passes unchanged.
+    VideoFault and MethodFails pass unchanged. Other errors become a VideoFault of class "out-of-memory" if GPU memory
+    ran out, or "internal".
     """
     try:
         return work()
@@ -425,11 +415,7 @@ def _run_guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
 
 
 def _try_alone(names: str, work: Callable[[], T]) -> T | None:
-    """Return ``work()``, or None if it fails. Only MethodFails is raised; a broken GPU context ends the process.
-
-    Args:
-        names: the ids of the videos, printed if the process ends.
-    """
+    """Return ``work()``, or None if it fails. Only MethodFails is raised; a broken GPU context ends the process."""
     try:
         return _run_guarded("prune", names, work)
     except VideoFault:
@@ -441,12 +427,12 @@ class Encoder:
 
     A call takes a row of BUNDLE and yields one. Two calls may run at a time, but only one computes. If the process
     crashes (by a signal or a broken GPU context), Ray starts another one, which tries each video in hand once more. A
-    video that crashes a second process gets an error row. To identify it, a process after a crash encodes its first
-    videos singly.
+    video that crashes a second process gets an error row. To identify it, a process after a crash encodes its first 100
+    or so videos singly.
     """
 
     def __init__(self, setup: EncodeSetup, heartbeats: ActorHandle | None = None) -> None:
-        """Start the heartbeat, and load the model. After a crash, ``encode`` will try about CAREFUL videos one by one.
+        """Start the heartbeat, and load the model.
 
         Args:
             heartbeats: the actor that collects the workers' reports; None for no reports.
@@ -469,10 +455,8 @@ class Encoder:
     def encode(self, videos: Sequence[VideoItem]) -> list[VideoItem]:
         """Encode and prune the videos of a batch, and return them in order; a failed video becomes its error row.
 
-        Reports each outcome to the heartbeat. Blocks while this worker is excluded.
-
-        Raises:
-            MethodFails: a user method would fail for every video.
+        Reports each outcome to the heartbeat. Blocks while this worker is excluded. Raises MethodFails if a user method
+        would fail for every video.
         """
         if self._careful > 0:
             with self._alone:
@@ -484,7 +468,7 @@ class Encoder:
     def _encode_group(self, videos: Sequence[VideoItem], items: ItemsInHand) -> Iterator[VideoItem]:
         """Encode videos in one pass, and again alone each video that this did not encode; yield them in order.
 
-        Each outcome is reported to the heartbeat. Blocks while this worker is excluded.
+        Each outcome is reported to the heartbeat.
         """
         results: Sequence[VideoItem | None] = [None]
         if len(videos) > 1:
@@ -500,7 +484,7 @@ class Encoder:
     def _encode_suspect(self, video: VideoItem) -> VideoItem:
         """Encode one video while no other is in hand, so that a crash is certainly its own.
 
-        A video that was in hand in POISON (2) crashes is not tried again: it gets an error row of class "crash".
+        After POISON (2) crashes with the video in hand, it is not tried again, but gets an error row of class "crash".
         """
         with self._heartbeat.holding(video.record["video_id"]) as items:
             crashes = self._heartbeat.find_crashes(video.record["video_id"])
@@ -513,8 +497,7 @@ class Encoder:
     def _encode_reported(self, video: VideoItem, items: ItemsInHand) -> VideoItem:
         """Encode one video, and report its outcome to the heartbeat. Blocks while this worker is excluded.
 
-        A video without frames, which failed in decoding, keeps its error record. A VideoFault becomes an error record;
-        MethodFails is raised.
+        A video that failed in decoding keeps its error record. A VideoFault becomes an error record.
         """
         self._heartbeat.wait_while_excluded()
         if video.frames is None:
@@ -576,7 +559,7 @@ def _check_finite(subject: str, values: Tensor) -> None:
 
 
 def to_sampled_video(record: VideoRecord) -> SampledVideo:
-    """Return the values of a video's record that the backbone needs: size, times, clip and rates."""
+    """Return the size, times, clip and rates in a video's record, which the backbone needs."""
     return SampledVideo(
         height=record["height"],
         width=record["width"],

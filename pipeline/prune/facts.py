@@ -28,7 +28,7 @@ class Facts:
     Attributes:
         token_bytes: stored bytes of a token with its columns.
         on_gpus: True if encoders compute on GPUs.
-        max_hours: hours after which the run ends; None for no limit.
+        max_hours: None for no limit.
         videos: the number of committed rows, failed videos included.
         encode_s: seconds of encoding; on CPUs also of pruning.
         video_s: seconds that the ok videos, or their clips, play.
@@ -54,7 +54,7 @@ class Facts:
         self._started_at = self._since = self.clock()
 
     def set_encoders(self, encoders: int) -> None:
-        """Set the number of working encoders from now on; if nothing is committed yet, from the start of the run."""
+        """Set the number of working encoders from now on, or from the start of the run if nothing is committed yet."""
         if self.videos:
             self._encoder_s += (self.clock() - self._since) * self._encoders
             self._since = self.clock()
@@ -63,8 +63,7 @@ class Facts:
     def add(self, rows: pa.Table) -> None:
         """Add the rows of a shard (columns of WRITTEN_SCHEMA), including failed videos.
 
-        Rows are added one by one in order, so that sums of floats do not depend on how the rows are divided into
-        shards.
+        Sums of floats do not depend on the sizes of the shards, because rows are added one by one.
         """
         self.videos += len(rows)
         for row in rows.select(_COLUMNS).to_pylist():
@@ -77,7 +76,7 @@ class Facts:
                 self.video_s += measure_seconds(row)
 
     def check_limit(self) -> None:
-        """Raise LimitReached if ``max_hours`` have passed since this object was created, and set ``limit_reached``."""
+        """Raise LimitReached, and set ``limit_reached``, if ``max_hours`` have passed since this object was created."""
         if self.max_hours is not None and self.clock() - self._started_at >= self.max_hours * _HOUR:
             self.limit_reached = f"--max-hours {self.max_hours:g} is reached"
             raise LimitReached(self.limit_reached)
@@ -90,7 +89,7 @@ class Facts:
 
         Returns:
             wall_s, decode_core_s, encode_s, output_bytes (an estimate), encoder_busy (the share of time in which
-            encoders worked, at most 1; 0 before any time has passed) and video_hours.
+            encoders worked, from 0 to 1) and video_hours.
         """
         wall = self.clock() - self._started_at if wall_s is None else wall_s
         encoder_s = self._encoder_s + max(0.0, wall - (self._since - self._started_at)) * self._encoders
@@ -105,15 +104,12 @@ class Facts:
 
 
 def sum_column(rows: pa.Table, name: str) -> Any:
-    """Return the sum of a column of numbers; nulls count as 0, and an empty table gives 0.
-
-    Python adds the numbers in the order of the rows, so sums of integers are exact even beyond 64 bits.
-    """
+    """Return the sum of a column of numbers, exact for integers; nulls count as 0."""
     return reduce(add, (value for value in rows[name].to_pylist() if value is not None), 0)
 
 
 def measure_seconds(record: VideoRecord) -> float:
-    """Return the seconds that a decoded video plays, or its clip up to the video's end; 0 without a duration."""
+    """Return the seconds that a decoded video, or its clip, plays; 0 without a duration."""
     duration = record.get("duration_s") or 0.0
     end = record.get("end_s")
     return max(0.0, (duration if end is None else min(end, duration)) - (record.get("start_s") or 0.0))

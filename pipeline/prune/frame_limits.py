@@ -1,7 +1,6 @@
 """Descriptions of how frames are sampled, and counts of the videos whose number of frames a limit changed.
 
-With ``--fps``, the number of frames follows from the length of the clip. ``--max-frames`` caps it, and a model's
-processor may fill it up to a minimum. A changed row states the number without limits in ``frames_by_rate``.
+With ``--fps``, ``--max-frames`` caps the number of frames, and a model's processor may fill it up to a minimum.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ class FrameLimits(TypedDict):
     """Counts of the videos of a cache sampled with ``--fps`` whose number of frames a limit changed. JSON values.
 
     Attributes:
-        fps: the value of ``--fps``, in frames per second.
         max_frames: the limit above which a video is capped; None without a limit.
-        min_frames: the minimum number of frames, up to which a video is filled.
+        min_frames: the minimum up to which a video is filled.
         n_capped: videos with fewer frames than ``fps`` gives.
         lowest_fps: the rate at which the longest capped video was sampled; None if there is none.
-        longest: the id of the longest capped video; None if there is none.
+        longest: the id of that video.
         n_filled: videos with more frames than ``fps`` gives.
-        filled: the ids of the first filled videos.
+        filled: the ids of the first 3 filled videos.
         n_unknown: rows of an older version, which do not state whether a limit changed their frames.
     """
 
@@ -49,21 +47,18 @@ class FrameLimits(TypedDict):
 
 
 def find_cap(sampling: SamplingIdentity) -> float:
-    """Return the maximum number of frames per video; infinity without a limit.
-
-    A row's frames were capped if its ``frames_by_rate`` is above this number, and filled up if it is not (and not 0).
-    """
+    """Return the maximum number of frames per video; infinity without a limit."""
     max_frames = cast("int | None", sampling.get("max_frames"))
     return math.inf if max_frames is None else max_frames
 
 
 def find_least(sampling: SamplingIdentity) -> int:
-    """Return the minimum number of frames of a video that has so many, but never more than ``max_frames``."""
+    """Return the minimum number of frames for videos that have enough frames; it is never above ``max_frames``."""
     return int(min(cast(int, sampling.get("min_frames", 1)), find_cap(sampling)))
 
 
 def plan_frames(sampling: Sampling, seconds: float) -> int:
-    """Return the number of frames to sample from a video of this length, if it has so many."""
+    """Return the number of frames to sample from a video of this length, if it has enough frames."""
     if sampling.fps is None:
         return sampling.num_frames or 0
     n_frames = max(sampling.min_frames, count_frames(seconds, sampling.fps))
@@ -89,11 +84,8 @@ def describe_limits(limits: FrameLimits) -> Iterator[str]:
 def count_limits(rows: Iterable[VideoRecord], sampling: SamplingIdentity) -> FrameLimits | None:
     """Count the videos whose number of frames a limit changed; None unless the cache is sampled with ``fps``.
 
-    A row is capped if its ``frames_by_rate`` is above ``find_cap``, unknown if it is None, unchanged if it is 0, and
-    filled otherwise. The longest video has the largest ``frames_by_rate``.
-
-    Args:
-        rows: rows of ok videos.
+    An ok row is capped if its ``frames_by_rate`` is above ``max_frames``, unknown if it is None, unchanged if it is 0,
+    and filled otherwise. The longest video has the largest ``frames_by_rate``.
     """
     if sampling.get("fps") is None:
         return None
@@ -116,8 +108,7 @@ def make_limits(
 ) -> FrameLimits:
     """Build a FrameLimits for a cache sampled with ``fps``.
 
-    Args:
-        longest: the row of the longest capped video; None if there is none.
+    ``longest`` is the row of the longest capped video; None if there is none.
     """
     return {
         "fps": cast(float, sampling["fps"]),
@@ -135,11 +126,8 @@ def make_limits(
 def describe_future_limits(sampling: SamplingIdentity, todo: pa.Table) -> Iterator[str]:
     """Yield sentences about the videos that will get fewer or more frames than ``fps`` gives; none without ``fps``.
 
-    Video lengths are unknown before decoding. The sentences state the lengths at which limits apply, and count the
-    clips whose start and end show that they apply.
-
-    Args:
-        todo: the videos to process, TODO_SCHEMA.
+    They state the lengths at which limits apply, and count the clips in ``todo`` (TODO_SCHEMA) that reach these lengths
+    by their start and end. Other lengths are unknown before decoding.
     """
     if (fps := cast("float | None", sampling.get("fps"))) is None:
         return
@@ -153,7 +141,7 @@ def describe_future_limits(sampling: SamplingIdentity, todo: pa.Table) -> Iterat
 
 
 def _count_clips(is_limited: pa.ChunkedArray) -> str:
-    """Return the end of a sentence with the number of clips in a mask that a limit changes; "" if there is none."""
+    """Return the end of a sentence with the number of True values in a mask of clips; "" for 0."""
     n_clips = pc.sum(is_limited).as_py() or 0
     return f"; {format_count(n_clips, 'clip')} by start and end, unless the video ends before" if n_clips else ""
 

@@ -4,13 +4,12 @@
         -> the driver collects references, by number or age -> write (actors) -> the driver commits
 
 Terms, small to large. Item: one video, with its record and arrays. Batch (schema BUNDLE): the videos of one Arrow row
-between two stages: several together, or a very large video alone (``pipeline.prune.batches``). Task (schema UNIT): the
-videos that one decode call takes, and that a retry decodes again, in whole batches. ``Part``: the tasks of one archive,
-or of all videos known at the start. Shard: the videos of one token file. A block of Ray Data is one row here.
+between two stages: several together, or a very large video alone. Task (schema UNIT): the videos that one decode call
+takes, and that a retry decodes again, in whole batches. ``Part``: the tasks of one archive, or of all videos known at
+the start. Shard: the videos of one token file. A block of Ray Data is one row here.
 
 Encode and prune share an actor, so that a video's full tokens (45 MB for 32 frames of LLaVA-OneVision-7B) never cross
-the object store. Decode is a separate stage, so that nodes without GPUs can run it. Ray Data runs these two stages. An
-encoded video waits at most --flush-seconds to be written (``pipeline.runner.shards``).
+the object store. An encoded video waits at most --flush-seconds to be written (``pipeline.runner.shards``).
 """
 
 from __future__ import annotations
@@ -51,10 +50,8 @@ class PruneJob(Job[Todo]):
     """The work of a prune run: decode, encode and prune videos, and write their tokens.
 
     Args:
-        request: the options, the cache and the list of videos.
-        stages: the settings of the workers.
-        run_id: the id of the run, for the names of token shards.
-        record: the run's record, in which each plan is saved.
+        run_id: for the names of token shards.
+        record: each plan is saved in it.
         facts: is told the number of encoders of each plan.
     """
 
@@ -103,7 +100,7 @@ class PruneJob(Job[Todo]):
         return self._plan_workers(self.available_resources(), n_items)[1]
 
     def _plan_workers(self, cluster: Mapping[str, float], n_videos: int) -> tuple[Resources, Resources]:
-        """Return (uncapped, fitted) plans from ``plan_workers``; the fitted plan cuts tasks at row groups of tables."""
+        """Return the plans (uncapped, fitted) of ``plan_workers``; the fitted plan cuts tasks at row groups."""
         uncapped, plan = plan_workers(self.options, self._stages, cluster, n_videos, self._total_file_bytes)
         return uncapped, replace(plan, rows_per_group=self._request.videos.indexes.rows_per_group)
 
@@ -160,7 +157,7 @@ def build_graph(
 
 
 def _pack_units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[pa.Table]:
-    """Divide rows of videos (TODO_SCHEMA) into decode tasks, and return a table with one row of UNIT for each.
+    """Divide rows of videos (TODO_SCHEMA) into decode tasks, and pack each as a row of UNIT.
 
     Args:
         later_bytes: bytes of the videos that follow later; while many follow, tasks are larger.
@@ -171,7 +168,7 @@ def _pack_units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> l
 def _add_discovery_stage(todo: Todo, resources: Resources, labels: Mapping[str, str] | None) -> ray.data.Dataset:
     """Start a thread that passes on decode tasks while archives are indexed; return the dataset of these tasks.
 
-    The tasks are stored by an actor on this node. An error of the thread goes to ``todo.fail``.
+    An actor on this node stores the tasks. An error of the thread goes to ``todo.fail``.
     """
     # On this node only: another node could be lost together with the tasks.
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -201,13 +198,13 @@ class Feed:
         self._new_part = asyncio.Condition()
 
     async def put(self, number: int, units: list[ray.ObjectRef]) -> None:
-        """Store a reference to the tasks of part ``number``. It is in a list, so that Ray does not fetch the tasks."""
+        """Store the reference to the tasks of part ``number``; the list around it keeps Ray from fetching them."""
         async with self._new_part:
             self._parts[number] = units
             self._new_part.notify_all()
 
     async def part(self, number: int) -> list[ray.ObjectRef]:
-        """Wait until the tasks of part ``number`` are stored, and return the reference to them, in a list."""
+        """Wait until the tasks of part ``number`` are stored, and return the list with their reference."""
         async with self._new_part:
             await self._new_part.wait_for(lambda: number in self._parts)
         return self._parts[number]

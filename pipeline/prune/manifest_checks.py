@@ -40,8 +40,7 @@ class Example(NamedTuple):
 def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
     """Raise ManifestError if videos of the manifest (MANIFEST_SCHEMA) may not be read, that is, have a ``policy``.
 
-    The message lists the five most frequent reasons, each with a count and an example, and suggests ``--video-root``
-    flags for videos outside of the allowed roots.
+    The message lists the five most frequent reasons, each with a count and an example, and suggests ``--video-root``.
     """
     forbidden = manifest.filter(manifest["policy"].is_valid())
     if not len(forbidden):
@@ -65,8 +64,8 @@ def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
 def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
     """Yield the common folder of the forbidden local files, and the common prefix of the forbidden S3 objects.
 
-    Only files outside of the allowed roots count, and only the first _MAX_ROOT_PATHS of them. The root folder "/" is
-    not suggested, and no prefix for objects of several buckets.
+    Only the first _MAX_ROOT_PATHS files outside of the allowed roots count. The root folder "/" is not suggested, and
+    no prefix for objects of several buckets. Addresses on the hub are taken as local paths.
     """
     outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE_PREFIXES, OUTSIDE_FOLDERS])))
     paths: list[str] = outside["uri"].slice(0, _MAX_ROOT_PATHS).to_pylist()
@@ -81,8 +80,7 @@ def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
 def refuse_other_file(name: str) -> None:
     """Raise ManifestError if ``name`` is a local file that is not a video, a manifest or an archive.
 
-    Anything else passes: a folder, a glob, an object, a missing file. Only the first bytes of the file are read. The
-    command calls this before it imports torch and Ray.
+    Only its first bytes are read. Anything else passes, such as a folder, a glob, an object or a missing file.
     """
     path = name.removeprefix("file://")
     is_file = os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for a name that is too long
@@ -125,8 +123,8 @@ class ListCheck(NamedTuple):
 
     Attributes:
         failures: problem -> the videos that are sure to fail by it. The problem completes a sentence "3 videos ...".
-        n_found: the number of other videos whose local file exists.
-        n_unseen: the number of other videos that were not looked at: remote files, and members of archives.
+        n_found: other videos whose local file exists.
+        n_unseen: other videos: remote files, and members of archives.
     """
 
     failures: dict[str, Example]
@@ -155,15 +153,15 @@ def check_list(todo: pa.Table) -> ListCheck:
 
 
 def _is_local_file(row: TodoRow) -> bool:
-    """Return True if a video is a local file or folder, and not a member of an archive."""
+    """Return True for a local file or folder that is not a member of an archive."""
     return not is_remote(row["uri"]) and row["source_offset"] is None
 
 
 def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
     """Return (problem, details) if a video is sure to fail; None if not.
 
-    It fails if it has a policy or a known fault, if its clip starts before 0 or has no length, or if its local file
-    does not exist. The problem completes a sentence "3 videos ...", such as "do not exist on this machine (io)".
+    It fails if it has a policy or a known fault, if its clip starts before 0 or does not end after its start, or if its
+    local file does not exist. The problem completes a sentence "3 videos ...".
     """
     if row["policy"] is not None:
         return "may not be read (policy)", row["policy"]

@@ -44,7 +44,7 @@ def prune_stages(**options: Any) -> PruneStages:
 
     If there are GPUs, reserve ``num_gpus=1`` instead of CPUs for encoders. With ``max_concurrency=2``, a worker of
     either stage fetches or passes on one video while it works on another. Nothing is cached or resumed;
-    ``prune_videos`` does that. ``pipeline/examples/own_stages.py`` runs both callables over a folder of clips.
+    ``prune_videos`` does that. ``pipeline/examples/own_stages.py`` is an example.
 
     Args:
         options: the options of ``python -m jobs.prune --help-all`` that concern one video, ``decode_timeout`` and
@@ -62,8 +62,8 @@ class DecodeVideos:
 
     The output, for ``EncodeVideos``, has a row per video with two columns. ``record`` is the row of the videos table so
     far; its ``manifest`` is the JSON of the other input columns. ``frames`` has the bytes of [F,height,width,3] uint8
-    for the model; it is null if the video failed (``record["status"]`` is "failed"). Any file may be read. Decoding
-    runs in a child process, since a video may crash it.
+    for the model; it is null if the video failed (``record["status"]`` is "failed"). Any local file and S3 object may
+    be read. Decoding runs in a child process.
     """
 
     def __init__(self, stages: PruneStages) -> None:
@@ -71,7 +71,7 @@ class DecodeVideos:
         self._named_videos = NamedVideos("videos", Path.cwd(), _ANYWHERE)
 
     def close(self) -> None:
-        """End the child process. Workers of Ray Data need no call, since their children end with them."""
+        """End the child process, which otherwise ends with its worker."""
         self._decoder.close()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
@@ -93,7 +93,7 @@ class EncodeVideos:
 
     The columns are those of ``pipeline.ray_dataset``, with tokens in ascending position, and ``status``,
     ``error_class`` and ``error_message``. A failed video has nulls instead of tokens. Each worker loads one vision
-    tower, on its GPU.
+    tower.
     """
 
     def __init__(self, stages: PruneStages) -> None:

@@ -1,7 +1,4 @@
-"""What a dry run checks about the model: each result says how something was checked, or that it was not checked.
-
-No result assumes anything about a family, since a user family is not tested here and may override everything.
-"""
+"""What a dry run checks about the model: each result says how something was checked, or that it was not checked."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def _check_vision_part(source: ModelSource) -> str:
 
 
 def _describe_sizes(source: ModelSource) -> str:
-    """Describe how the numbers of tokens and bytes are computed, which depends on the kind of family."""
+    """Describe how the numbers of tokens and bytes are computed, by the kind of family."""
     if source.family in BACKBONES:
         return "computed from config.json and the preprocessor's settings"
     if source.family == GENERIC:

@@ -88,7 +88,7 @@ class EncodedVideo:
 
 
 class LocalEncoder:
-    """An encoder of videos in this process, which loads the model once. Call it with a path; see ``__call__``.
+    """An encoder of videos in this process, which loads the model once.
 
     >>> encoder = pipeline.LocalEncoder(model="tiny", num_frames=8, retention_ratio=0.25)
     >>> video = encoder("bikes.mp4", end_s=4)
@@ -100,8 +100,7 @@ class LocalEncoder:
     def __init__(self, **options: Any) -> None:
         """Check the options, load the vision tower, and prepare decoding in this process.
 
-        Raises:
-            UsageError: an option is unknown or invalid, or the model or method cannot be used.
+        UsageError is raised if an option is unknown or invalid, or the model or method cannot be used.
         """
         config = make_config(PruneConfig, "encode_video", options, VIDEO_OPTIONS)
         recipe = resolve(config)
@@ -114,10 +113,10 @@ class LocalEncoder:
     def __call__(
         self, path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None
     ) -> EncodedVideo:
-        """Encode and prune a video, or its clip from ``start_s`` to ``end_s``.
+        """Encode and prune a video, or its clip from ``start_s`` to ``end_s`` seconds.
 
-        Decoding runs in this process, so a file that crashes the decoder ends it. Errors of the pruning method and of
-        the encoder pass unchanged.
+        A file that crashes the decoder ends this process. Errors of the pruning method and of the encoder pass
+        unchanged.
 
         Args:
             path: a local file or s3://bucket/key, which is fetched into memory.
@@ -163,16 +162,15 @@ def decode_file(
 def encode_video(
     path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None, **options: Any
 ) -> EncodedVideo:
-    """Decode one video, encode it and prune its tokens in this process, without Ray or a cache. Nothing is written.
+    """Decode one video, encode it and prune its tokens in this process, without Ray or a cache.
 
     >>> video = pipeline.encode_video("bikes.mp4", model="tiny", num_frames=8, retention_ratio=0.25)
     >>> video.pruned.tokens, video.pruned.index, video.timestamps  # [B,D], [B], seconds
     >>> matplotlib.pyplot.imshow(video.picture())  # pruned areas are dark
 
-    ``prune_videos`` would cache the same tokens. Each call loads the model: for several videos, create a
-    :class:`pipeline.LocalEncoder` with the same options. The file is decoded in this process, so a file that crashes
-    the decoder ends it; ``prune_videos`` decodes in child processes. Errors of the pruning method and of the encoder
-    pass unchanged.
+    Each call loads the model: for several videos, create a :class:`pipeline.LocalEncoder` with the same options. A file
+    that crashes the decoder ends this process; ``prune_videos`` decodes in child processes. Errors of the pruning
+    method and of the encoder pass unchanged.
 
     Args:
         path: a local file or s3://bucket/key.

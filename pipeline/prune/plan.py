@@ -1,8 +1,4 @@
-"""The plan of a run, made by timing a sample of its videos and scaling to all of them.
-
-Without videos on this machine, the options, the model's config and measured rates replace the sample
-(``pipeline.plan.estimate``).
-"""
+"""The plan of a run, made by timing a sample of its videos, or from options, the model's config and measured rates."""
 
 from __future__ import annotations
 
@@ -62,12 +58,12 @@ _MAX_ENCODE_S = 60.0  # the sample is also encoded if that takes no longer
 def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
     """Forecast a run with the same options, without starting Ray or writing to the cache.
 
-    Decodes a sample of the videos here (``--probe``, by default 20), and encodes it if ``_probe_encoder`` allows. If
-    the options describe the videos (``--videos`` and ``--seconds``), nothing is decoded.
+    Decodes a sample of the videos here (``--probe``, by default 20). It also encodes the sample if the plan is for this
+    machine and that takes about a minute at most. With ``--videos`` and ``--seconds``, nothing is decoded.
 
     Raises:
         UsageError: a run would refuse the request, no video of the sample can be read, or ``--gpu-type`` is given
-            without a number of GPUs.
+            without GPUs.
         RunFailed: an archive cannot be indexed.
         CorruptShard: a file of the videos table is damaged.
     """
@@ -92,7 +88,7 @@ def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
     the GPUs. ``--max-gpus`` and ``--encode-workers`` limit the GPUs, but no worker option limits the vCPUs.
 
     Raises:
-        UsageError: ``--gpu-type`` is given without ``--gpus``, and this machine has no GPU.
+        UsageError: ``--gpu-type`` is given, but there are no GPUs by ``--gpus`` or in this machine.
     """
     n_local_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     gpus = n_local_gpus if config.gpus is None else config.gpus
@@ -191,7 +187,7 @@ def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Seque
     """Estimate the mean size of the files in bytes, with the sample's mean for files of unlisted size.
 
     Args:
-        listed_sizes: the size of each video; null if no listing states it.
+        listed_sizes: the size of each video; null if unlisted.
         unlisted_records: the records of those videos of the sample that have no listed size.
 
     Returns:
@@ -216,12 +212,10 @@ def _probe(
 ) -> tuple[list[VideoRecord], list[float], list[float]]:
     """Decode videos in a child process, and encode the decoded ones here if ``_probe_encoder`` returns an encoder.
 
-    Meanwhile PyTorch runs on one thread.
-
     Returns:
-        (records, seconds of decoding, seconds of encoding and pruning). Each video has a record and core-seconds of
-        decoding; the record is an error record if decoding or encoding failed. Each encoded video has its seconds on
-        the GPU, or CPU seconds if the cluster has no GPU.
+        (records, core-seconds of decoding, seconds of encoding and pruning). Records and core-seconds have an item per
+        video; the record is an error record if decoding or encoding failed. Each encoded video has its seconds on the
+        GPU, or CPU seconds if the cluster has no GPU.
     """
     records, decode_s, encode_s = list[VideoRecord](), list[float](), list[float]()
     encoder = None
@@ -275,10 +269,7 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
     """Estimate the work of ``n_videos`` videos of ``seconds`` each, of which only the options are known.
 
     If the model does not take their size, a smaller standard size is planned. ``--snap-to-keyframes`` and ``--decoder``
-    are ignored. Notes say all this.
-
-    Raises:
-        UnsupportedVideo: the model takes no such size, or needs more frames.
+    are ignored. Notes say all this. UnsupportedVideo is raised if the model takes no such size, or needs more frames.
     """
     sampling = recipe.sampling
     n_frames = plan_frames(recipe.sampling, seconds)

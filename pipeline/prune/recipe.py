@@ -61,7 +61,7 @@ _NOT_NEEDED = {
 
 @dataclass(frozen=True)
 class PruneStages:
-    """The settings of the decode and encode workers of a run, or of a user's own pipeline (``prune_stages``)."""
+    """The settings of the decode and encode workers of a run, or of a user's own pipeline."""
 
     decode: DecodeSetup
     encode: EncodeSetup
@@ -71,14 +71,10 @@ class PruneStages:
 class Recipe:
     """The checked settings that determine the rows of a cache: model, sampling of frames and pruning method.
 
-    Created by ``resolve``; ``match_cache`` adapts it to an existing cache.
-
     Attributes:
         retention_ratio: the nominal share of tokens to keep, which a method may derive from ``--retention-ratio``.
         dtype: the compute dtype of the encoder; "auto" until the cluster decides or a cache is matched.
         evidence: the evidence to store beside the tokens, label -> source in the encoder.
-        objects: the access to S3.
-        identity_entry: the method's entry in the cache's identity.
         is_restarted: True if the cache was made by other code of a user method, and all its videos are encoded again.
     """
 
@@ -111,10 +107,7 @@ class Recipe:
         )
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
-        """Return the settings of encode workers, without ``tower_hash``.
-
-        A run adds that hash, since computing it reads the weights.
-        """
+        """Return the settings of encode workers, without ``tower_hash``, which takes reading the weights."""
         return EncodeSetup(
             source=self.source,
             pruner=self.method,
@@ -141,9 +134,6 @@ class Recipe:
 
         It consists of the model (with the pooling head, if one is used), preprocessing, sampling, the pruner with its
         parameters (and the seed of a seeded method), the stored ratio, the dtypes, and the stored evidence, if any.
-
-        Args:
-            dtype: the compute dtype of the encoder. How tokens are stored is ``--token-codec``.
         """
         model = identify_model(self.source)
         if self.source.pooling_head is not None:
@@ -170,9 +160,6 @@ class Recipe:
 
         ``newline``, the row that LLaVA-OneVision puts after a video's tokens, is stored as the base64 of its bfloat16
         bits; None for other models.
-
-        Args:
-            dtype: the compute dtype of the encoder.
         """
         newline = static.newline
         bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
@@ -192,11 +179,8 @@ class Recipe:
         that is accepted if the cache has no tokens, or with ``--on-changed redo``.
 
         Raises:
-            IdentityMismatch: any other setting of the identity differs, or other code made the tokens and
-                ``--on-changed redo`` is not given.
-            NotACache: the header cannot be read.
-            CorruptShard: a file of the videos table is damaged.
-            OSError: the store fails.
+            IdentityMismatch: any other setting of the identity differs, or the change of code is not accepted.
+            NotACache, CorruptShard: the header, or a file of the videos table, cannot be read.
         """
         if not store.exists(HEADER):
             return self
@@ -282,9 +266,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
 def _make_pruner(config: PruneConfig, source: ModelSource) -> Pruner:
     """Create the pruning method with the rules of the model's family.
 
-    Raises:
-        UsageError: the method depends on the question, so its selection cannot be cached.
-        ValueError: the method or a parameter is invalid.
+    UsageError is raised if the method depends on the question; ValueError if the method or a parameter is invalid.
     """
     pruner = read_pruner(config.pruner, config.pruner_params(), family=family_of(source).variant)
     if not pruner.cacheable:
@@ -299,9 +281,6 @@ def _add_pooling_head(
     source: ModelSource, pruner: Pruner, stored_evidence: dict[str, str], config: PruneConfig
 ) -> ModelSource:
     """Check that the model can compute the needed evidence; return it with the pooling head of ``--siglip``, if given.
-
-    Args:
-        stored_evidence: the evidence to store, label -> source in the encoder.
 
     Raises:
         UsageError: the model cannot compute evidence that the method needs or the cache stores, or nothing needs the
@@ -338,7 +317,7 @@ def _add_pooling_head(
 def _suggest_models(pruner: Pruner, source: ModelSource) -> str:
     """Return the end of an error message: the model types that compute the evidence, and the methods that need none.
 
-    "" if the family of this model can compute it.
+    "" if this model's family computes it.
     """
     able_models = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
     if source.family in able_models:
@@ -407,9 +386,7 @@ def parse_evidence(items: Sequence[str], family: str, pruner: Pruner, model_type
     Args:
         items: texts of comma-separated entries. Each is NAME or NAME=SOURCE of evidence, or a method, which stands for
             all evidence that it needs. A method given as module:Class is imported.
-        family: the name of the model's family.
         pruner: the method that makes the cache.
-        model_type: the model's type, for messages.
 
     Raises:
         UsageError: an entry is unknown or ambiguous, the encoder does not compute the evidence, or ``pruner`` does not
@@ -433,9 +410,6 @@ def list_needed_evidence(
 
     Args:
         method: its name, or module:Class, which is imported.
-        family: the name of the model's family.
-        params: the method's parameters as texts.
-        model_type: the model's type, for messages.
 
     Raises:
         UsageError: the encoder does not compute the evidence.
@@ -453,8 +427,6 @@ def list_method_evidence(pruner: Pruner, flag: str, family: str, model_type: str
 
     Args:
         flag: the beginning of the error message, such as ``--evidence fastvid``.
-        family: the name of the model's family.
-        model_type: the model's type, for messages.
 
     Raises:
         UsageError: the encoder does not compute the evidence.

@@ -1,8 +1,4 @@
-"""A checked request to prune videos, which runs, dry runs and plans begin with. No worker is started here.
-
-A run already writes here: new indexes of archives, and the new header of a cache whose user method has other code now
-(``restart_with_new_code``).
-"""
+"""A checked request to prune videos, which runs, dry runs and plans begin with."""
 
 from __future__ import annotations
 
@@ -31,15 +27,12 @@ from pipeline.storage.stores import Store, store_at
 
 @dataclass(frozen=True)
 class Request:
-    """A request whose options, videos and model fit together and fit the cache. Created by ``check_request``.
+    """A request whose options, videos and model fit together and fit the cache.
 
     Attributes:
-        console: receives the lines for the user.
         store: the cache.
-        objects: the access to S3.
         videos: all listed videos, of all values of ``--shard``.
         redo: the ids in the file of ``--redo``; None without it.
-        recipe: the settings that determine the rows of the cache.
     """
 
     config: PruneConfig
@@ -55,9 +48,7 @@ class Request:
 
         Raises:
             IdentityMismatch: the cache has another identity.
-            NotACache: the header cannot be read.
-            CorruptShard: a file of the videos table is damaged.
-            OSError: the store fails.
+            NotACache, CorruptShard: the cache cannot be read.
         """
         return replace(self, recipe=self.recipe.match_cache(self.store, self.console))
 
@@ -66,9 +57,6 @@ class Request:
 
         A run also deletes removed videos from the kept indexes of archives, and restarts the cache with a new header if
         ``recipe.is_restarted``. Plans and dry runs write nothing.
-
-        Args:
-            run_id: the id of the run that will commit rows.
 
         Raises:
             UsageError: ids of ``--redo`` are wrong, cached videos have changed (SourceChanged), a restart would lose
@@ -96,8 +84,7 @@ def check_request(config: PruneConfig, console: Console, given: object = None) -
     Imports user code, downloads missing small files of a Hugging Face model, and in a run stores indexes of archives.
 
     Args:
-        given: paths, or rows with video_id and uri (``convert_given_videos``); None if ``config.videos`` names the
-            videos.
+        given: paths, or rows with video_id and uri; None if ``config.videos`` names the videos.
 
     Raises:
         UsageError: the request cannot be carried out, or a store fails.

@@ -59,7 +59,7 @@ class Resources(Plan):
     """The resources that the stages of a prune run reserve, and the sizes of its tasks, batches and shards.
 
     Attributes:
-        videos_per_block: the number of videos in a decode task, where files are decoded.
+        videos_per_block: the number of videos in a decode task, unless archives hold them.
         videos_per_shard: the maximum number of videos in a shard.
         videos_per_bundle: the number of videos in a batch.
         rows_per_group: the rows in a row group of the tables that hold videos; 1 if there are none.
@@ -78,9 +78,8 @@ class Resources(Plan):
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
         """Estimate the object store memory for waiting videos, without the videos that workers have in hand.
 
-        It holds a few batches per decoder, the queue of each encoder, and a few shards. If waiting shards take more,
-        Ray slows down to one block in ten seconds. The arguments are the bytes of one video before and after the encode
-        stage.
+        If waiting shards take more, Ray slows down to one block in ten seconds. The arguments are the bytes of one
+        video before and after the encode stage.
         """
         bundles = (self.decode.in_flight or 4) * self.decode.workers
         bundles += (self.encode.in_flight or 4) * self.encode.workers
@@ -94,13 +93,13 @@ class Resources(Plan):
 
         - A batch has at most MAX_VIDEOS_PER_BUNDLE videos and MAX_BUNDLE_BYTES of frames, unless one video has more.
           There are at least 16 batches per worker, if possible, and the object stores hold those of all workers.
-        - An encoder queues about VIDEOS_AHEAD_PER_ENCODER videos, so that it does not wait for the driver, which looks
-          ten times a second; at most an eighth of its share, since other encoders may finish earlier.
+        - An encoder queues about VIDEOS_AHEAD_PER_ENCODER videos, but at least 4 batches, and at most an eighth of its
+          share.
         - All queues together take at most a quarter of the object stores, unless that is less than the minimum of 2 *
-          CALLS batches per encoder. All shards in memory take at most half, which is Ray's own limit.
-        - Ray starts calls before it knows the size of their results. If a typical video has more than MAX_BUNDLE_BYTES
-          of frames, no call waits at a worker, and there are only as many decoders as the results of their first calls
-          fit half of the object stores.
+          CALLS batches per encoder. All shards in memory take at most half, unless one video per shard is more.
+        - If a typical video has more than MAX_BUNDLE_BYTES of frames, the minimum is CALLS batches, no call waits at a
+          decoder, and there are only as many decoders as the results of their first calls fit half of the object
+          stores.
 
         Args:
             store_bytes: the capacity of all object stores together.
@@ -140,10 +139,7 @@ class Resources(Plan):
 
         Tasks have ``videos_per_block`` videos. The videos of the last ``in_flight`` tasks per decoder are cut into
         single batches, so that few videos wait for a slow worker. If any video is in an archive, ``cut_tasks`` cuts all
-        instead.
-
-        Args:
-            later_bytes: the bytes of videos in archives that follow later.
+        instead, which needs ``later_bytes``, the bytes of later videos in archives.
         """
         n_videos = len(videos)
         if videos["source_offset"].null_count < n_videos:
@@ -166,10 +162,9 @@ class Resources(Plan):
         return f"{self.decode.workers} to decode, {self.encode.workers} to encode, which load the model first"
 
     def min_items_to_start(self, stage: str, more_expected: bool) -> int:
-        """Return the number of waiting videos at which ``stage`` is expected to start on them.
+        """Return the number of waiting videos at which ``stage`` is expected to start; 1 unless ``more_expected``.
 
-        Writing starts when a whole shard has collected. Besides, each worker of the preceding stage may hold finished
-        batches that it has not passed on. Without ``more_expected``, the result is 1.
+        Each worker of the preceding stage may hold finished batches that it has not passed on.
         """
         if not more_expected:
             return 1
@@ -179,13 +174,10 @@ class Resources(Plan):
 
 
 def count_videos_per_shard(shard_bytes: int, token_bytes: int, n_frames: int) -> int:
-    """Return the number of videos that fill a shard of ``shard_bytes``, at least 1.
-
-    The driver holds the records of a shard in memory, which limits the number.
+    """Return the number of videos that fill a shard of ``shard_bytes``, at least 1, limited by the records in memory.
 
     Args:
-        token_bytes: the stored bytes of one video.
-        n_frames: the number of sampled frames of one video.
+        token_bytes, n_frames: the stored bytes and the sampled frames of one video.
     """
     records = MAX_RECORDS_BYTES // (RECORD_BYTES + FRAME_RECORD_BYTES * n_frames)
     return max(1, min(shard_bytes // max(token_bytes, 1), records))
@@ -204,11 +196,9 @@ def plan_resources(
     encode_workers: int | None = None,
     decode_on_gpus: bool = False,
 ) -> Resources:
-    """Divide a cluster among the workers for ``n_videos`` videos.
+    """Divide a cluster among the workers for ``n_videos`` videos; each stage has at least one worker.
 
-    Decoders reserve all CPUs, since decoding is the bottleneck of most runs. Encoders and writers reserve none: an
-    encoder often waits, so the operating system shares the cores, and both fit on any node. Each stage has at least one
-    worker.
+    A decoder reserves one CPU. Encoders and writers reserve none.
 
     Args:
         cpus, gpus: of the cluster. By default there is a decoder per CPU and an encoder per GPU; if ``gpus`` is below
@@ -252,8 +242,8 @@ def plan_workers(
 ) -> tuple[Resources, Resources]:
     """Plan the workers for ``n_videos`` videos on a cluster, within the limits of the options.
 
-    Encoders use the GPUs of the cluster only if the device of ``setups`` is "cuda". Shards have the number of videos of
-    ``--videos-per-shard``, or that of full HD videos of maximum length in ``--target-shard-mb``.
+    Encoders use the GPUs of the cluster only if the device of ``setups`` is "cuda". Shards have at most the videos of
+    ``--videos-per-shard``, or the full HD videos of maximum length in ``--target-shard-mb``.
 
     Args:
         cluster: Ray's resources by name; CPU and object_store_memory are required.
@@ -285,7 +275,7 @@ def plan_workers(
 def total_file_bytes(videos: pa.Table) -> float:
     """Return the total bytes of the files of ``videos`` (TODO_SCHEMA), without videos that may not be read.
 
-    Infinity if there are more than MAX_MEASURED_FILES videos or a size is unknown; all decoders start then.
+    Infinity if there are more than MAX_MEASURED_FILES videos or a size is unknown.
     """
     if len(videos) > MAX_MEASURED_FILES:
         return math.inf
@@ -294,7 +284,7 @@ def total_file_bytes(videos: pa.Table) -> float:
 
 
 def _measure_file_bytes(path: str, listed_bytes: int | None) -> float:
-    """Return the listed size of a file, or the size measured on this machine; infinity if both are unknown."""
+    """Return the listed size of a file, or the size measured on this machine; infinity if unknown."""
     if listed_bytes is not None or is_remote(path):
         return math.inf if listed_bytes is None else listed_bytes
     return os.path.getsize(path) if os.path.isfile(path) else math.inf  # noqa: PTH202, PTH113 - as manifests have it
@@ -303,10 +293,8 @@ def _measure_file_bytes(path: str, listed_bytes: int | None) -> float:
 def list_shortfalls(config: PruneConfig, uncapped: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
     """Yield a note for each option about workers that the cluster cannot satisfy, and one if shards became smaller.
 
-    Fewer workers than requested are no shortfall if there are only so many videos.
-
-    Args:
-        uncapped, plan: the results of ``plan_workers``.
+    Fewer workers than requested are no shortfall if there are only so many videos. The plans are those of
+    ``plan_workers``.
     """
     for name, n_requested, n_planned in (
         ("decode-workers", config.decode_workers, plan.decode.workers),
@@ -328,14 +316,14 @@ def cut_tasks(
     """Yield the (start, stop) of each decode task among ``videos`` (MANIFEST_SCHEMA), by their order and sizes alone.
 
     A task has at most about MAX_UNIT_BYTES (a larger video is alone) and about ``max_videos`` videos, and whole
-    batches. If possible it also has whole row groups. It takes at most 1 / (UNITS_PER_WORKER * ``workers``) of the
+    batches. If possible it also has whole row groups. It takes about 1 / (UNITS_PER_WORKER * ``workers``) of the
     remaining bytes and videos, so tasks become smaller, and few videos wait for a slow worker at the end.
 
     Args:
         workers: the number of decoders.
         bundle: the number of videos in a batch.
         row_group: the rows in a row group of the tables that hold videos.
-        later_bytes: the bytes of videos that follow later, which are assumed to be of similar size.
+        later_bytes: the bytes of later videos, which are assumed to be of similar size.
     """
     n_videos = len(videos)
     ends = np.concatenate([[0], np.cumsum(pc.fill_null(videos["size"], 0).to_numpy())])
@@ -358,7 +346,7 @@ def cut_tasks(
 
 
 def _find_group_starts(videos: pa.Table, row_group: int) -> NDArray[np.int64]:
-    """Return the indices of the videos that begin a row group; a member of a tar or zip usually begins its own."""
+    """Return the indices of the videos that begin a row group; a member of a tar or zip usually does."""
     offsets = pc.fill_null(videos["source_offset"], 0).to_numpy()
     groups = offsets // row_group
     new = (groups[1:] != groups[:-1]) | (offsets[1:] < offsets[:-1])

@@ -35,7 +35,7 @@ class ManifestCounts(NamedTuple):
     """The number of videos in a manifest for each way in which a run treats them.
 
     Attributes:
-        new: videos without a row, which the run processes.
+        new: videos without a row.
         retried: failed videos that the run processes again.
         redone: changed videos and videos of ``--redo`` that the run processes again.
         done: cached and removed videos, which the run skips.
@@ -64,7 +64,7 @@ class Remaining(NamedTuple):
 
 
 def select_shard(manifest: pa.Table, shard: tuple[int, int] | None) -> pa.Table:
-    """Select the videos of shard (I, N) of the manifest by the hash of their ids; all videos if ``shard`` is None."""
+    """Select slice I of N (``shard``) of the manifest by the hash of the ids; all videos if it is None."""
     if shard is None or not len(manifest):
         return manifest
     number, n_shards = shard
@@ -74,8 +74,7 @@ def select_shard(manifest: pa.Table, shard: tuple[int, int] | None) -> pa.Table:
 def restore_old_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
     """Return the videos, with the old id of each member of a zip that the cache has under an id with backslashes.
 
-    Older versions used a member's name as it is written in the zip, which is still the end of its URI. A video that has
-    a row under its new id keeps that id.
+    Older versions used a member's name as it is written in the zip. A video with a row under its new id keeps that id.
     """
     has_backslash = pc.match_substring(videos["uri"], "\\")
     if not len(ledger) or not pc.any(has_backslash, min_count=0).as_py():
@@ -99,7 +98,7 @@ def restore_old_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
 def check_redo(ids: pa.Array, videos: pa.Table | None, ledger: Ledger, config: PruneConfig) -> None:
     """Raise UsageError if ids of ``--redo`` have no row in the cache, were removed, or are not among ``videos``.
 
-    The message has one example, and suggests an id in the cache that differs only by its Unicode form or blanks.
+    The message has one example, and suggests an id in the cache that differs only by its Unicode form or outer blanks.
 
     Args:
         videos: the videos of the run; None skips that check.
@@ -140,7 +139,8 @@ def select_remaining(
 
     Current sizes and marks come from the listing, index or manifest. If these state none, a local file is looked up,
     and an object costs a HEAD (for ok rows, and for failed rows without attempts left under ``--retry-failed``); with
-    ``--on-changed skip`` nothing is looked up. A file with its old size but another mark is compared by a few bytes.
+    ``--on-changed skip`` nothing is looked up. A file with its old size but another mark has changed if its start,
+    middle or end differs.
 
     Args:
         objects: the access to S3; None creates it from the environment when it is needed.
@@ -195,9 +195,8 @@ class _Comparison(NamedTuple):
 
     Attributes:
         rows: the index of the row in the ledger; -1 if the video has none.
-        has_row: True if the video has a row.
-        failed: True if that is an error row.
-        attempts: the attempts in that row; 0 without a row.
+        failed: True for an error row.
+        attempts: 0 without a row.
         sizes: the current bytes of the file; -1 if unknown or not needed.
         changed: True for an ok row of another URI, clip, size or content, or by other code of the user decoder.
         replaced: True for a changed row whose file has its old size but other content.
@@ -227,7 +226,6 @@ def _compare(
 
     Args:
         asker: looks up the size and mark of files if the batch does not state them, on disk or with a request each.
-        redo: the ids of ``--redo``.
 
     Raises:
         UsageError: a store does not answer.
@@ -305,8 +303,7 @@ def _compare(
 def _find_replaced(locations: Sequence[Location], samples: Sequence[int], objects: Objects) -> list[bool]:
     """Return a bool per location: True if its content differs from that of its cached video, False if the file is gone.
 
-    Reads a few bytes of each file, of many files in parallel. It is called for files with their old size and another
-    mark, since a mere copy has another mark too.
+    Reads the start, middle and end of each file, of many files in parallel.
 
     Args:
         locations: the locations of the videos, with their sizes.
@@ -334,10 +331,7 @@ def _find_replaced(locations: Sequence[Location], samples: Sequence[int], object
 def _is_replaced(location: Location, sample: int, objects: Objects, opened: OpenArchives) -> bool:
     """Return True if the current sample of a video differs from ``sample``; False if the file is gone.
 
-    A member of an archive that has no sample counts as replaced. ``opened`` reads the archives.
-
-    Raises:
-        UsageError: a store does not answer.
+    A member of an archive that has no sample counts as replaced. Raises UsageError if a store does not answer.
     """
     if location.member is None:
         return sample_source(location.file, location.size or 0, objects) not in (None, sample)
@@ -352,7 +346,7 @@ def _is_replaced(location: Location, sample: int, objects: Objects, opened: Open
 def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
     """Return a mask over ``ledger.decoders``: True for the user decoder ``decoder`` with other code than now.
 
-    False for built-in decoders, for other user decoders, and if the row does not state the code.
+    It is False if the row states no code, or code hashed by an older version.
     """
     current_text = f"{decoder} {find_installed_version(decoder)}" if ":" in decoder else ""
     is_recoded = (
@@ -368,9 +362,7 @@ def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
 def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced: bool) -> str:
     """Describe the first difference of a manifest row from its cached row: URI, clip, content, decoder's code or size.
 
-    Args:
-        size: the current bytes of the file; -1 if unknown.
-        is_replaced: True if the file has its old size but other content.
+    ``size`` is the current bytes of the file; -1 if unknown.
     """
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:
@@ -416,7 +408,7 @@ def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
 
 
 def format_skipped(tally: ManifestCounts, config: PruneConfig) -> list[str]:
-    """Return lines for the user about videos that are cached, failed for good, or left for later by ``--limit``."""
+    """Return lines for the user about videos that are cached, failed, or left for later by ``--limit``."""
     n_cached = tally.done + tally.failed
     lines = []
     if n_cached:

@@ -9,9 +9,7 @@
     CommittedVideos  prune/committed.py     each shard committed and counted; PruneWatch may end the run
     summarise        prune/summary.py       counts of the committed rows
 
-A video passes through a row of ``Todo``, ``Decoder`` (prune/decode_stage.py), ``Encoder`` (prune/encode_stage.py), a
-shard collected by the driver (runner/shards.py), ``Writer`` (prune/write_stage.py, cache/writer.py) and
-``CacheTable.commit``.
+A video passes through ``Todo``, ``Decoder``, ``Encoder`` and ``Writer`` to ``CacheTable.commit``.
 """
 
 from __future__ import annotations
@@ -72,9 +70,8 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
     deleted.
 
     Args:
-        given: paths, or rows with video_id and uri (``convert_given_videos``); None if ``config.videos`` names the
-            videos.
-        list_failed: True to fill ``Summary.failed`` with each failed video.
+        given: paths, or rows with video_id and uri; None if ``config.videos`` names the videos.
+        list_failed: True to fill ``Summary.failed``.
 
     Raises:
         UsageError: the request was refused, and no video was processed. This includes CacheLocked if another run writes
@@ -112,7 +109,7 @@ def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monito
     are indexed meanwhile. ``--max-hours`` ends the run with a note instead of an error.
 
     Raises:
-        UsageError: the cluster lacks what the options require, or no archive holds a video.
+        UsageError: the cluster lacks what the options require, the model cannot be read, or no archive holds a video.
         RunFailed: the run stopped.
     """
     config = request.config
@@ -165,7 +162,7 @@ def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monito
 
 
 def _note_other_rules(store: Store, say: Say) -> None:
-    """Print a note if the last run on this cache decoded by other rules, since the cache then has rows of both."""
+    """Print a note if the last run on this cache decoded by other rules."""
     record = newest_record(store)
     if record is not None and record.get("decoding_rules", 1) != DECODING_RULES:
         say(
@@ -179,9 +176,9 @@ def _select_second_pass(
 ) -> Todo:
     """Return the failed videos to try once more (which have attempts left), and print a note if there are any.
 
-    If a stage failed more often on some nodes than on others, and the other nodes suffice, those nodes are excluded
-    from now on, and the result is the videos with retryable faults. Otherwise it is the videos that could not be read
-    and exist now.
+    Nodes on which a stage failed at more than its average rate are excluded from now on, if the other nodes suffice;
+    the result is then the videos with retryable faults. Otherwise it is the videos that could not be read and exist
+    now.
     """
     without: dict[str, str] = {}
     for report in reports:
@@ -211,12 +208,8 @@ def make_summary(
 ) -> Summary:
     """Return the summary of this run's videos in the cache, and print notes on archives that were not read fully.
 
-    New rows of the cache are read first. After ``--max-hours``, videos without a row count as waiting, as with
-    ``--limit``.
-
-    Args:
-        done: the commits of the run; None if there was nothing to process.
-        wall_s: seconds that the run took.
+    New rows of the cache are read first. After ``--max-hours``, videos without a row count as waiting. ``done`` is None
+    if there was nothing to process.
     """
     say = speaker(request.console)
     header = read_header(request.store)

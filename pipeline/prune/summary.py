@@ -1,4 +1,4 @@
-"""The counts of a manifest's videos in a cache, made from the videos table and not from the counts of a run."""
+"""The counts of a manifest's videos in a cache, made from the videos table."""
 
 from __future__ import annotations
 
@@ -34,21 +34,20 @@ class Summary(Outcome):
     Attributes:
         n_videos: videos of the manifest, without removed and waiting videos.
         tokens_in: tokens before pruning, of ok videos.
-        tokens_kept: stored tokens.
         token_bytes: bytes of the stored tokens with their deepstack levels.
         seconds: stage -> seconds, summed over the videos.
         n_warned: ok videos that were decoded with warnings.
-        warned: the ids of the first videos among ``n_warned``.
+        warned: the ids of the first 3 of them.
         other_decoder: the reason why another decoder than the requested one was used -> number of videos.
         remarks: remark -> number of videos: "hdr" (high dynamic range), "stretched" (pixels that are not square),
             "uneven" (frames away from the model's positions in time) and "shared" (patches that share a position).
-        frame_limits: the videos whose number of frames a limit changed; None unless sampled with ``--fps``.
+        frame_limits: None unless sampled with ``--fps``.
         n_removed: videos that were removed for good; no other count includes them.
         fetched_bytes: bytes of videos and indexes that this run read from stores.
         n_lost: videos that a run committed, but of which no file of the table has a row.
-        lost: the ids of some lost videos.
+        lost: the ids of up to 3 of them.
         left_out: kind of file -> number of files in VIDEOS that are not videos or are not read.
-        left_out_names: kind of file -> the names of the first of these files.
+        left_out_names: kind of file -> the first names.
         facts: seconds and bytes of this run (``Facts.as_record``); empty for a summary of a cache.
     """
 
@@ -71,7 +70,7 @@ class Summary(Outcome):
     facts: Mapping[str, float] = field(default_factory=dict)
 
     def exit_code(self, failure_limit: int, infrastructure_limit: int | None = None) -> int:
-        """Return 1 if rows are lost or missing, no video is ok, one failed by a bug, or too many failed; else 0."""
+        """Return 1 if rows are lost or missing, no video is ok, too many failed, or one by a bug; otherwise 0."""
         return 1 if self.n_lost else super().exit_code(failure_limit, infrastructure_limit)
 
     def iter_troubles(self, item: str, n_items: int) -> Iterator[str]:
@@ -81,7 +80,7 @@ class Summary(Outcome):
         yield from super().iter_troubles(item, n_items)
 
     def as_record(self) -> JsonObject:
-        """Return the counts and examples as a mapping for JSON; each of the facts of the run is a key of its own."""
+        """Return the counts and examples as a mapping for JSON, with the facts of the run as top-level keys."""
         counts = {name: value for name, value in super().as_record().items() if name != "facts"}
         return {**counts, **self.facts}
 
@@ -108,7 +107,7 @@ def summarise(
         sampling: the sampling entry of the cache's identity; None leaves ``Summary.frame_limits`` None.
         n_waiting: videos of the manifest that are left for another run, which are not counted as missing.
         list_failed: True to fill ``Summary.failed``, if there is a manifest.
-        committed: the token shards that the records of runs name (``list_committed_shards``), to detect lost videos.
+        committed: the token shards that the records of runs name, to detect lost videos.
     """
     counts, failed_classes = _count_rows(ledger, sampling, manifest, list_failed=list_failed)
     n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting - counts.n_removed
@@ -172,14 +171,10 @@ def format_lost(n_lost: int, examples: Sequence[str]) -> str:
 
 
 class _Counts:
-    """Sums over rows of a ledger, which become a Summary. ``add`` may be called several times."""
+    """Sums over rows of a ledger, which become a Summary."""
 
     def __init__(self, ledger: Ledger, sampling: SamplingIdentity | None) -> None:
-        """Set all sums to zero.
-
-        Args:
-            sampling: the sampling entry of the cache's identity. Limits of frames are counted only if it has ``fps``.
-        """
+        """Set all sums to zero. Limits of frames are counted only if ``sampling`` has ``fps``."""
         self._ledger = ledger
         self._sampling = sampling if sampling is not None and sampling.get("fps") is not None else None
         self._n_capped = self._n_filled = self._n_unknown = 0
@@ -232,10 +227,7 @@ class _Counts:
             self._most_by_rate, self._longest = int(by_rate.max()), int(ok_rows[by_rate.argmax()])
 
     def frame_limits(self) -> FrameLimits | None:
-        """Return the counts of videos whose number of frames a limit changed; None unless sampled with ``fps``.
-
-        Reads a few rows from the table.
-        """
+        """Return the counts of videos whose number of frames a limit changed; None unless sampled with ``fps``."""
         if (sampling := self._sampling) is None:
             return None
         longest = self._ledger.read(self._longest) if self._n_capped else None
@@ -291,7 +283,7 @@ def iter_remarks(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def render(summary: Summary) -> RenderableType:
-    """Render the summary as a table for the terminal; failures follow by class, each with an example and the remedy."""
+    """Render the summary as a table for the terminal; failures follow by class, with an example and the remedy."""
     table = Table.grid(padding=(0, 2))
     share = summary.tokens_kept / summary.tokens_in if summary.tokens_in else 0.0
     waiting = f", {summary.n_waiting} wait for another run (--limit, --max-hours)" if summary.n_waiting else ""

@@ -1,4 +1,4 @@
-"""The videos table of the cache that a run writes to: the rows from before the run, and the run's commits."""
+"""The videos table of the cache that a run writes to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class CacheTable:
     """The rows of a cache, and the commits of a run to it.
 
     Attributes:
-        store: the cache.
         ledger: the live rows, as of its last ``refresh``.
         committed: the token shards that earlier runs committed, by their records.
     """
@@ -40,9 +39,7 @@ class CacheTable:
         Files of the table with a superseded identity are left out without a warning. The store may have no cache yet.
 
         Raises:
-            NotACache: the header cannot be read.
-            CorruptShard: a file of the table is damaged.
-            OSError: the store fails.
+            NotACache, CorruptShard: the header, or a file of the table, cannot be read.
         """
         self.store = store
         self._run_id = run_id
@@ -70,12 +67,9 @@ class CacheTable:
             say(f"warning: {format_lost(len(lost_ids), lost_ids)}")
 
     def begin(self, recipe: Recipe, dtype: str) -> None:
-        """Write the header if the cache has no rows, and remember it, so that commits can tell if it was replaced.
-
-        A new header also replaces ``ledger`` by an empty one.
+        """Write the header and empty ``ledger`` if the cache has no rows; remember the header for commits to compare.
 
         Raises:
-            OSError: the store fails.
             ModelError: the checkpoint lacks a tensor for the header.
         """
         if not self.store.names(VIDEOS, ".parquet"):
@@ -126,14 +120,10 @@ def restart_with_new_code(
 
     A plan or dry run only checks and prints. No file is deleted here.
 
-    Args:
-        redo: the ids of ``--redo``; None without it.
-
     Raises:
-        UsageError: ids of ``--redo`` have no row or were removed; or the cache has tokens of videos that this run does
-            not name, which would be lost (not checked while archives are left to index).
+        UsageError: ids of ``--redo`` (``redo``) have no row or were removed; or the cache has tokens of videos that
+            this run does not name, which would be lost (not checked while archives are left to index).
         CorruptShard: a file of the videos table is damaged.
-        OSError: the store fails.
     """
     ledger = Ledger(store, made_with(store)).refresh()
     if redo is not None:  # before the restart, after which no id has a row

@@ -1,7 +1,4 @@
-"""The videos that a run processes: those known at its start, and those that a thread finds in archives meanwhile.
-
-It takes rows of MANIFEST_SCHEMA (``pipeline.inputs.video_list``) and gives rows of TODO_SCHEMA.
-"""
+"""The videos that a run processes: those known at its start, and those that a thread finds in archives."""
 
 from __future__ import annotations
 
@@ -30,14 +27,7 @@ _LEAVE_S = 5.0  # seconds that a run waits at its end for the current archive
 
 @dataclass(frozen=True)
 class TodoSelection:
-    """The rule that selects which of the listed videos a run processes, except for ``--limit``.
-
-    Attributes:
-        config: the options of the run.
-        video_list: the list of videos, and the indexes of its archives.
-        ledger: the rows of the cache.
-        redo: the ids of ``--redo``; None without it.
-    """
+    """The rule that selects which of the listed videos a run processes, except for ``--limit``."""
 
     config: PruneConfig
     video_list: VideoList
@@ -45,9 +35,9 @@ class TodoSelection:
     redo: pa.Array | None = None
 
     def select(self, videos: pa.Table) -> tuple[pa.Table, Remaining]:
-        """Return the videos of this run's shard of the manifest, and those of them that must be processed.
+        """Return the videos of this run's slice (``--shard``), and those of them that must be processed.
 
-        Also deletes removed videos, of all shards of the manifest, from the kept indexes of archives.
+        Also deletes removed videos, of all slices, from the kept indexes of archives.
 
         Args:
             videos: some of the listed videos, MANIFEST_SCHEMA.
@@ -63,8 +53,7 @@ class TodoSelection:
     def forget_removed(self, videos: pa.Table) -> None:
         """Delete removed videos from the kept indexes of archives, and from the names of left-out files.
 
-        An index that is made after jobs.remove lists all members of its archive, also removed ones. Does nothing if the
-        run keeps no indexes.
+        Does nothing if the run keeps no indexes.
         """
         indexes = self.video_list.indexes
         if indexes.store is None or not indexes.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
@@ -83,7 +72,7 @@ class Part(NamedTuple):
     """The videos known at the start of a run, or those of an archive that was indexed later.
 
     Attributes:
-        videos: the videos of the run, MANIFEST_SCHEMA.
+        videos: MANIFEST_SCHEMA.
         todo: those that must be processed, TODO_SCHEMA.
         later_bytes: the bytes of the archives that follow; 0 if ``--limit`` is reached.
     """
@@ -96,12 +85,11 @@ class Part(NamedTuple):
 class Todo(AbstractContextManager["Todo"]):
     """The videos that a run processes: one ``Part`` known at the start, then one per archive that is indexed later.
 
-    The ``with`` block starts and ends a thread that indexes these archives. ``--limit`` is applied here only: archives
+    The ``with`` block starts and ends a thread that indexes these archives. ``--limit`` is applied here: archives
     behind the last video are not indexed, and the last archive is read only far enough, in views of 256 videos, then
-    512 and so on. ``pipeline.inputs.video_list.plan_indexing`` decides which archives are indexed before the start.
+    512 and so on.
 
     Attributes:
-        KEY: the column of a committed row that identifies its video.
         tally: the counts of the videos known at the start, by how they are treated.
         n_archives: the number of archives whose videos were not known at the start.
         n_parts: the final number of parts.
@@ -112,13 +100,12 @@ class Todo(AbstractContextManager["Todo"]):
     KEY: ClassVar[Sequence[str]] = ("video_id",)
 
     def __init__(self, known_videos: pa.Table, remaining: Remaining, selection: TodoSelection | None = None) -> None:
-        """Take the known videos up to the limit, and prepare the thread, which the ``with`` block starts.
+        """Take the known videos up to the limit, and prepare the thread.
 
         Args:
             known_videos: the run's videos known at the start, MANIFEST_SCHEMA.
             remaining: those of them that must be processed.
-            selection: selects videos of archives, and has the list of archives and the limit; None for known videos
-                alone.
+            selection: selects videos of archives, and has the archives and the limit; None for known videos alone.
         """
         self._list = VideoList(known_videos) if selection is None else selection.video_list
         self._selection = selection
@@ -195,7 +182,7 @@ class Todo(AbstractContextManager["Todo"]):
     def estimate_count(self) -> int:
         """Estimate the number of videos to process, at least 1; block until an archive with such videos is indexed.
 
-        The estimate assumes that all archives have as many videos per byte as those indexed so far, and is capped by
+        The estimate assumes as many videos per byte in all archives as in those indexed so far, and is capped by
         ``--limit``.
 
         Raises:
@@ -226,19 +213,12 @@ class Todo(AbstractContextManager["Todo"]):
         return self.list_todo()
 
     def without(self, rows: pa.Table) -> Todo:
-        """Return the videos to process that have no row among ``rows``, after the search has ended.
-
-        Raises:
-            RunFailed: an archive cannot be indexed, or its videos have changed.
-        """
+        """Wait until the search has ended, and return the videos to process that have no row among ``rows``."""
         todo = self.wait_for_all()
         return Todo.of(todo.filter(pc.invert(pc.is_in(todo["video_id"], rows["video_id"].combine_chunks()))))
 
     def refuse_empty(self) -> None:
-        """Raise UsageError if no video of the run is known: none is listed, and no archive opened so far has one.
-
-        A Todo made by ``of`` passes.
-        """
+        """Raise UsageError if the list, and each archive opened so far, has no video. A Todo made by ``of`` passes."""
         if self._selection is not None and not len(self.list_videos()):
             config = self._selection.config
             part = "" if config.shard is None else f" of --shard {config.shard}"
@@ -271,8 +251,7 @@ class Todo(AbstractContextManager["Todo"]):
         """Add the videos of an archive that are still to do, wake waiting readers, and return True at the limit.
 
         A view of a part of an archive is ignored unless it has enough videos to do to reach the limit; a larger view
-        follows. A whole view also adds to the counts of left-out files, and its videos that were removed from the cache
-        are forgotten.
+        follows. Otherwise the removed videos of the view are forgotten.
         """
         assert self._selection is not None  # without a selection there are no archives
         videos, remaining = self._selection.select(view.videos)

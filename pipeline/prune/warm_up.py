@@ -23,11 +23,9 @@ def compiled_beside(
     """Compile the kernels that ``pruner`` needs in a thread while the block runs; wait for the thread on exit.
 
     The thread prunes a random video. Triton stores compiled kernels in ~/.triton/cache or $TRITON_CACHE_DIR, where
-    later processes find them. A failure only warns, since the first video will show its effect. Does nothing for
-    methods that need evidence from the encoder.
+    later processes find them. A failure only warns. Does nothing for methods that need evidence from the encoder.
 
     Args:
-        ratio: the retention ratio.
         shape: (T, N, D) of most videos.
     """
     if pruner.sources:

@@ -1,4 +1,4 @@
-"""The write stage: an actor writes the kept tokens of encoded videos as a token shard, without torch or a decoder."""
+"""The write stage: an actor writes the kept tokens of encoded videos as a token shard, without torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from pipeline.storage.stores import Store
 
 
 class Writer:
-    """The write actor, which writes token shards.
-
-    It is an actor because Ray ends the process of an idle task after a second, and starting another costs more than
-    writing a shard.
-    """
+    """The write actor. A Ray task would cost more for its process, which ends when idle, than for writing a shard."""
 
     def __init__(
         self,
@@ -30,7 +26,6 @@ class Writer:
 
         Args:
             heartbeats: the actor that collects the workers' reports; None for no reports.
-            codec: a name in CODECS.
 
         Raises:
             WorkerGivenUp: too many processes of this worker have crashed.
