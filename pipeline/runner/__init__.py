@@ -1,6 +1,4 @@
-"""Runs on Ray of any kind. This package knows neither videos nor questions.
-
-Read it in this order:
+"""Runs on Ray of any kind; the package knows neither videos nor questions. Read it in this order:
 
 - ``stream``: the loop of every run, and the stream of written shards. ``job``: what a kind of run adds.
 - ``execution``: one graph while it runs. ``shards``: its output. ``stages``: its workers. ``watchdog``: its stalls.

@@ -38,11 +38,11 @@ class GraphExecution(Generic[T]):
 
     Attributes:
         shards: the shards of the graph's output.
-        n_shards: 1 plus the largest number of an acknowledged shard; 0 before the first. Numbers start at 0.
+        n_shards: 1 plus the largest number of an acknowledged shard; 0 before the first.
     """
 
     def __init__(self, job: Job[T], items: T, watch: Watch, resources: ExitStack) -> None:
-        """Plan the workers for ``items``, print a line about them, build the graph, and start it in a thread.
+        """Plan the workers for ``items``, log them and new nodes, build the graph, and start it in a thread.
 
         Args:
             resources: gets the contexts to leave after ``close``, so that an interrupt half-way does not lose them.
@@ -75,8 +75,8 @@ class GraphExecution(Generic[T]):
     def next_shard(self) -> Shard | None:
         """Run the graph until a shard is written, and return it; return None after the last one.
 
-        A shard is returned again until ``acknowledge``. Before ``end_input``, the workers are watched meanwhile. After
-        it, only finished work is written, and shards whose writer fails are left out.
+        A shard is returned again until ``acknowledge``. The workers are watched meanwhile. After ``end_input``, only
+        output that was taken before is written, until the time limit, and shards whose writer fails are left out.
 
         Raises:
             RunFailed: the graph, a writer or the head (HeadLost) failed, nothing moved for too long, or the watch ended
@@ -102,9 +102,7 @@ class GraphExecution(Generic[T]):
             raise self._explain(error) from error
 
     def acknowledge(self, shard: Shard) -> None:
-        """Count the shard that ``next_shard`` returned last as committed.
-
-        This updates ``n_shards``, shows the new counts, and resets the stall timer.
+        """Count the shard that ``next_shard`` returned last as committed, show the new counts, and reset the stall timer.
         """
         self.shards.acknowledge()  # first: after this, an interrupt does not return the shard again
         self.n_shards = max(self.n_shards, shard.number + 1)
@@ -127,7 +125,9 @@ class GraphExecution(Generic[T]):
     def close(self, within_s: float | None = None) -> None:
         """Stop the graph, pass the last report of its workers to the watch, and log excluded workers.
 
-        ``within_s`` is the time that an interrupt leaves for this; without one (None), changed nodes are logged too.
+        Args:
+            within_s: the maximum seconds to wait for the report after an interrupt. If None, changed nodes are logged
+                too.
         """
         self._batches.close()
         look_s = self._watchdog.every_s if within_s is None and self._head.answers() else _STOP_LOOK_S
@@ -156,8 +156,8 @@ class GraphExecution(Generic[T]):
         """Return the error that ends the graph because of ``error``, with the reason that a worker gave, if any.
 
         It is HeadLost if the head does not answer, and DiskFull if nodes have full disks and the others can run all
-        stages. Otherwise it is RunFailed, whose message also names nodes that may have full disks. An OSError of the
-        driver is always a RunFailed. Errors of the search for full disks are ignored.
+        stages. Otherwise it is RunFailed, whose message also names nodes that may have full disks because no process
+        started there. An OSError of the driver is always a RunFailed. Errors of the search for full disks are ignored.
         """
         is_of_ray = isinstance(error, ray.exceptions.RayError)
         if is_of_ray and not self._head.answers():
@@ -192,7 +192,7 @@ class GraphExecution(Generic[T]):
         """Read and show the workers' report at intervals while the head answers, and end the graph if necessary.
 
         This also logs changed nodes and full disks, passes the report to the watch, and may ask an autoscaler for
-        nodes. Errors of planning for the current nodes are ignored.
+        nodes, for which errors of planning are ignored.
 
         Raises:
             RunFailed: nothing moved for too long, or the watch ended the run.
@@ -220,6 +220,8 @@ class GraphExecution(Generic[T]):
     def _look_at_disks(self, report: WorkerReport) -> None:
         """Log full disks, once until there are none, after nothing has moved for SHRUNK_S seconds.
 
+        Errors of the search for full disks are ignored.
+
         Raises:
             DiskFull: nothing has moved for _FULL_S seconds, no worker has an item in hand, and the other nodes can run
                 all stages.
@@ -237,7 +239,7 @@ class GraphExecution(Generic[T]):
             raise self._make_disk_error(full, f"no {self._plan.wording.item} moved for {still_s:.0f} s")
 
     def _look_at_nodes(self, report: WorkerReport) -> None:
-        """Log nodes that joined or were lost, and each node's workers. A cluster that does not answer is ignored."""
+        """Log nodes that joined or were lost, and each node's workers, ignoring a cluster that does not answer."""
         with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
             if self._head.answers():  # else Ray would wait for it
                 self._job.nodes.look(report, self._plan)

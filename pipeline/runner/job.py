@@ -90,11 +90,11 @@ class Job(ABC, Generic[T]):
         """Return a plan of ``n_items`` items on the current nodes; None if no plan is possible now."""
 
     def available_resources(self) -> Mapping[str, float]:
-        """Return the total resources of the living nodes that the run may use, with at most ``max_gpus`` GPUs."""
+        """Return the total resources of the living, not excluded nodes, with at most ``max_gpus`` GPUs."""
         return sum_resources(self.excluded_nodes, self.options.max_gpus)
 
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
-        """Return True if a cluster with these resources can run every stage. By default that takes a CPU."""
+        """Return True if a cluster with these resources can run every stage; by default that takes a CPU."""
         return cluster.get("CPU", 0.0) > 0
 
     def require_resources(self) -> Mapping[str, float]:
@@ -125,7 +125,7 @@ class Watch:
         self.monitor.look(report, progress)
 
     def take_last(self, report: WorkerReport, progress: Progress) -> None:
-        """Pass the last report of a graph to the monitor and keep it, however the graph ended."""
+        """Pass the last report of a graph to the monitor and keep it."""
         self.monitor.look(report, progress)
         self.reports.append(report)
 
@@ -134,10 +134,7 @@ class Watch:
 def convert_store_errors(say: Say) -> Iterator[None]:
     """Announce stores that do not answer inside the context, and convert an OSError to RunFailed.
 
-    A fault of a single item becomes its error row, so any other OSError is taken for one of the store.
-
-    Raises:
-        RunFailed: the context raised an OSError.
+    A fault of a single item becomes its error row, so an OSError that leaves the context is taken for one of the store.
     """
     with announce_outages(say):
         try:

@@ -1,10 +1,10 @@
 """What a run publishes while it works: its metrics, the progress in its claim's note, and a log of crashed workers.
 
-Metrics appear at Ray's metrics port as ``ray_gstep_...``. The driver records them from committed rows and the workers'
-reports, and the Ray agent of its node serves them; without an agent (no ``ray[default]``) recording does nothing.
+Metrics appear at Ray's metrics port as ``ray_gstep_...``. The driver records them, and the Ray agent of its node serves
+them; without an agent (no ``ray[default]``) recording does nothing.
 
-The log files of a lost node are lost, so the driver listens to the lines that Ray's log monitor publishes, keeps the
-last lines of each process in memory, and logs those of crashed processes.
+A lost node takes its log files with it, so the driver listens to the lines that Ray's log monitor publishes and logs
+the last ones of crashed processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Monitor:
     """The publisher of one run's metrics, progress and crash log, used as a ``with`` block around the run."""
 
     def __init__(self, store: Store, run_id: str, tell: Callable[[Progress], object]) -> None:
-        """Set up the monitor without publishing or listening to anything before ``start``.
+        """Set up the monitor. It publishes nothing before ``start``.
 
         Args:
             store: receives the crash log, ``runs/<run_id>.log``.
@@ -55,7 +55,7 @@ class Monitor:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Record how the run ended in the metric "runs_ended", and close the crash log, which may take seconds.
 
-        The metric is not recorded if the head was lost: its metrics then vanish altogether.
+        The metric is not recorded if the head was lost or the monitor was not started.
         """
         if self._is_started and not isinstance(error, HeadLost):
             self.metrics.count("runs_ended", 1, status=name_ending(kind))
@@ -120,7 +120,7 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
 
 
 class Metrics:
-    """The recorder of one run's metrics. It adds the label ``run`` to every value."""
+    """The recorder of one run's metrics. It adds the label ``run`` to each value."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -187,9 +187,10 @@ class WorkerLogs:
                 self._unwritten.append(process)
 
     def close(self) -> None:
-        """Wait up to about three seconds until all crashes are written, then stop listening.
+        """Wait up to about three seconds until all crashes are written, then stop the thread, waiting a second for its end.
 
-        Crashes that remain are written by this call if the thread has ended or never started.
+        If the thread has ended or never started, the remaining crashes are written by this call; otherwise they may be
+        lost.
         """
         if self._listener.is_alive():
             deadline = time.monotonic() + _POLL_S + 2 * _WAIT_S
@@ -215,8 +216,8 @@ class WorkerLogs:
     def _keep(self, job: str, for_s: float) -> None:
         """Keep the last lines of this job's worker processes that arrive within ``for_s`` seconds or until ``close``.
 
-        Beyond _MAX_PROCESSES processes, the one that has been silent for the longest time is forgotten. If Ray does not
-        answer, the call only waits.
+        The last _MAX_LINES lines per process are kept. Beyond _MAX_PROCESSES processes, the one that has been silent
+        for the longest time is forgotten. If Ray does not answer, the call only waits.
         """
         until = time.monotonic() + for_s
         while (left_s := until - time.monotonic()) > 0 and not self._end_event.is_set():

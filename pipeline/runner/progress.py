@@ -100,10 +100,10 @@ class Load:
         }
 
     def waiting(self, total: int) -> dict[str, int]:
-        """Return the number of items in each stage's queue or in hand, by the latest report.
+        """Return the number of items in each stage's queue or in hand, by the latest report; {} before the first report.
 
-        It is the number of items that the stage before has passed on minus those that this stage has passed on, at
-        least 0. The first stage gets ``total`` items. Before the first report the result is {}.
+        It is the number of items that the stage before has passed on (``total`` for the first stage) minus those that
+        this stage has passed on, at least 0.
         """
         n_left = {"": total, **self._reports[-1].n_passed_on}
         return {stage: max(0, n_left[before] - n_left[stage]) for before, stage in pairwise(n_left)}
@@ -112,7 +112,7 @@ class Load:
 def find_bottleneck(busy: Mapping[str, float]) -> str:
     """Return the stage that limits the rate of the run; "" if there is none or there are fewer than two stages.
 
-    It is the last stage that is always busy (SATURATED_SHARE), since the stages before it produce more than it can
+    It is the last stage with a share of at least SATURATED_SHARE, since the stages before it produce more than it can
     take. Otherwise it is the busiest stage, if its share is at least SLACK_SHARE.
     """
     saturated_stages = [stage for stage, share in busy.items() if share >= SATURATED_SHARE]
@@ -123,7 +123,7 @@ def find_bottleneck(busy: Mapping[str, float]) -> str:
 
 
 class Listening(CleanConsole):
-    """A console that passes its lines as notes, and progress reports, to the function ``tell``.
+    """A console that passes its lines as notes to the function ``tell``, which also gets the progress (``reporter``).
 
     An exception that ``tell`` raises ends the run.
     """
@@ -186,7 +186,7 @@ class Pace:
     """The rate of a run's items, measured from the first item so that the time for loading models does not count."""
 
     def __init__(self, total: int, item: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Set the counts to zero. The measurement starts with the first counted item."""
+        """Set the counts to zero."""
         self._total = total
         self._item = item
         self._clock = clock
@@ -196,7 +196,7 @@ class Pace:
         self._start: float | None = None
 
     def grow(self, total: int, *, is_final: bool = True) -> None:
-        """Set the number of known items; ``is_final`` is False while it may grow, since archives are being indexed."""
+        """Set the number of known items; ``is_final`` is False while it may grow."""
         self._total = total
         self._is_final = is_final
 
@@ -211,7 +211,7 @@ class Pace:
         self._begin()
 
     def _begin(self) -> None:
-        """Start the measurement if it has not started; the items counted by now are not part of the rate."""
+        """Start the measurement unless it has started; the items counted by now are not part of the rate."""
         if self._start is None:
             self._start, self._n_at_start = self._clock(), self._n_counted
 
@@ -272,7 +272,7 @@ class Reporter:
 
     @property
     def current(self) -> Progress:
-        """The counts so far. A store that does not answer is the bottleneck meanwhile, since all stages wait for it."""
+        """The counts so far, with a store that does not answer as the bottleneck, since all stages wait for it."""
         places = OUTAGES.list_places()
         return replace(self.progress, bottleneck=f"no answer from {', '.join(places)}") if places else self.progress
 
@@ -281,12 +281,12 @@ class Reporter:
         self._tell(self.current)
 
     def grow(self, total: int, *, is_final: bool = True) -> None:
-        """Set the number of known items; ``is_final`` is False while it may grow, since archives are being indexed."""
+        """Set the number of known items, and show the change; ``is_final`` is False while it may grow."""
         self.pace.grow(total, is_final=is_final)
         self._set_progress(replace(self.progress, total=total))
 
     def count_computed(self, items: int) -> None:
-        """Add items that are computed or failed, written or not, to the pace; nothing is displayed."""
+        """Add computed or failed items, written or not, to the pace; nothing is displayed."""
         self.pace.count_computed(items)
 
     def advance(self, ok: int, failed: int) -> None:
@@ -309,7 +309,7 @@ class Reporter:
         )
 
     def _set_progress(self, progress: Progress) -> None:
-        """Replace the counts, add the results of the early stages to them, and show them if they differ from before."""
+        """Replace the counts, add the results of the early stages, and show them if they differ from before."""
         now = replace(progress, ahead=self._words.ahead(self._stage_counts, progress.ok))
         if now != self.progress:
             self.progress = now

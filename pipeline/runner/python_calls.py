@@ -53,7 +53,7 @@ def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_l
 
     Args:
         n_items: the number of items of the run, for a ``max_failed`` that is a share.
-        infrastructure_limit: the maximum number of infrastructure errors; None for no such limit.
+        infrastructure_limit: the maximum number of infrastructure errors; None for no limit.
 
     Raises:
         TooManyFailed: the exit code would not be 0; the error carries the summary.
@@ -70,8 +70,8 @@ def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_l
 def run_here() -> Iterator[None]:
     """Run a job in this process inside the context, and restore the process once the last concurrent run has ended.
 
-    A Ray that the runs have started is then shut down. A Ray that ran before is kept. In any case, the workers of this
-    run are ended.
+    A Ray that the runs have started is then shut down; one that ran before is kept. In any case, the workers of this
+    run are killed.
     """
     global _n_runs  # noqa: PLW0603 - the process has one state
     with _counting:

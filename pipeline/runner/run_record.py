@@ -1,7 +1,4 @@
-"""The record of a run, ``runs/<run_id>.json``, and the outcome of a run: its counts, failures and exit code.
-
-When an error or an interrupt ends a run, its last writes share one time limit and raise nothing (``write_last``).
-"""
+"""The record of a run, ``runs/<run_id>.json``, and the outcome of a run: its counts, failures and exit code."""
 
 from __future__ import annotations
 
@@ -42,14 +39,12 @@ class RunRecord(TypedDict, total=False):
     """The fields of a run's record that are read. Records of other versions may lack some; nothing depends on them.
 
     Attributes:
-        versions: package -> version.
         decoding_rules: the version of the rules that make frames of files; missing in records from before version 2.
         config: all options of the run, including defaults.
         videos: the number of videos to process.
         estimated: whether ``videos`` is an estimate, because not all archives are indexed yet.
-        error: the error that ended the run, if any.
         ended_by: the time limit that ended the run, if any.
-        token_shards: the ids of the run's committed token shards (COMMITTED_KEY).
+        token_shards: the ids of the run's committed token shards.
         parity: how the model was shown to give the same answers from cached tokens as from its own; absent for families
             that need no such check.
     """
@@ -85,8 +80,7 @@ class RunFile:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         """Write how the run ended: "finished", "cancelled" or "failed", with the time and any error.
 
-        If the run ended with an error and the store does not take the record in time, that error gets a note that says
-        so.
+        If an error ended the run, a write that fails or takes too long (``write_last``) only adds a note to that error.
 
         Raises:
             OSError: the store failed at the end of a finished run.
@@ -121,8 +115,8 @@ def seconds_left(ending: BaseException) -> float:
 def write_last(ending: BaseException, write: Callable[[], object], spare_s: float = 0.0) -> str:
     """Call ``write`` in a thread as one of the last writes before ``ending`` leaves a run, and wait for it.
 
-    The wait lasts at most the seconds left for ``ending`` minus ``spare_s``, which are kept for later writes. A write
-    that takes longer is left behind in its thread, and may still be done late. Nothing is raised.
+    All last writes for ``ending`` share LAST_WRITES_S seconds from the first of them; ``spare_s`` of these are kept for
+    later writes. A write that takes longer is left behind in its thread, and may still be done late. Nothing is raised.
 
     Returns:
         "" if the write succeeded, otherwise why it failed: its error or NO_ANSWER.
@@ -167,11 +161,7 @@ def read_record(store: Store, name: str) -> RunRecord:
 
 
 def newest_record(store: Store) -> RunRecord | None:
-    """Return the newest record that contains its run's options (``config``); None if there is none.
-
-    Raises:
-        OSError: the records cannot be listed.
-    """
+    """Return the newest record that contains its run's options (``config``); None if there is none."""
     for name in reversed(store.names(RUNS, ".json")):  # a run_id begins with its time
         record = read_record(store, name)
         if isinstance(record.get("config"), dict):
@@ -189,9 +179,6 @@ def list_committed_shards(store: Store) -> list[str]:
     """Return the names of the token shard files that the records of their runs list as committed.
 
     Call it before reading rows, so that shards committed meanwhile are not mistaken for lost.
-
-    Raises:
-        OSError: the token shards cannot be listed.
     """
     names = store.names(TOKENS, ".parquet")
     ids = {run_id: read_committed(store, run_id) or frozenset() for run_id in {parse_run_id(name) for name in names}}
@@ -199,7 +186,7 @@ def list_committed_shards(store: Store) -> list[str]:
 
 
 def now() -> str:
-    """Return the current time as records contain it: ISO 8601 in UTC, to the second."""
+    """Return the current time as ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -235,7 +222,7 @@ class Outcome:
         failures: error class -> number of items.
         examples: error class -> (id, message) of one such item.
         n_missing: items without a row.
-        n_outside: failures by infrastructure errors: a mount, a store, a bug, a GPU full of other work.
+        n_outside: failures by infrastructure errors, such as a mount, a store, a bug, or a GPU full of other work.
         n_waiting: items that ``--limit`` or ``--max-hours`` left for another run; they are in no other count.
         n_new: items that this run processed.
         n_new_failed: failed items among ``n_new``; a failed redo keeps the earlier result.
@@ -267,8 +254,8 @@ class Outcome:
         """Return 0 if every item has a row, one is ok, none failed by a bug, and failures are within limits; else 1.
 
         Args:
-            failure_limit: the maximum number of failed items, in total and in this run.
-            infrastructure_limit: the maximum number of infrastructure errors; None for no such limit.
+            failure_limit: the maximum number of failed items, both in total and in this run.
+            infrastructure_limit: the maximum number of infrastructure errors; None for no limit.
         """
         bad = (
             self.n_missing
@@ -280,9 +267,10 @@ class Outcome:
         return 1 if bad else 0
 
     def iter_troubles(self, item: str, n_items: int) -> Iterator[str]:
-        """Yield a text for each trouble of a run of ``n_items`` items: failed items, missing rows, no result at all.
+        """Yield texts for the troubles of a run of ``n_items`` items: failed items, missing rows, no result at all.
 
-        If no failure stands, the failed redos of this run are named instead. Infrastructure limits are not.
+        If no failure stands, the failed redos of this run are named instead. An exceeded infrastructure limit is not
+        named.
         """
         if self.failures:
             example, message = next(iter(self.examples.values()))
@@ -307,8 +295,7 @@ class Outcome:
     def pace(self, item: str) -> str:
         """Return a sentence with the number of this run's items, the failures, time, rate, and crash log if any.
 
-        If the run processed no items, the sentence says that every item has a row already, or that the run ended
-        before.
+        If the run processed no items, the sentence says that every item has a row, or that items wait for another run.
         """
         if not self.n_new and self.n_waiting:
             return f"no {item} was done before the run ended"
@@ -320,7 +307,8 @@ class Outcome:
         return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s{log}"
 
     def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
-        """Return a Rich table of the failures by class, with an example and the remedy (by ``faults``) of each."""
+        """Return a Rich table of the failures by class, each with an example and the remedy from ``faults``, if it is there.
+        """
         table = Table(title=f"failed {item}s (--retry-failed tries them again)", title_justify="left", show_edge=False)
         for name in ("class", f"{item}s", "example", "remedy"):
             table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")

@@ -53,7 +53,7 @@ class Wording:
     Attributes:
         doing: what the run does, such as "pruning".
         item: the singular noun for an item, such as "video".
-        stages: the words of each stage by name, in processing order. Items of the last stage count as done.
+        stages: the words of each stage by name, in processing order.
         to_lower: the flags to lower if the cluster has too few resources.
     """
 
@@ -105,10 +105,10 @@ class Plan(ABC):
         """A description of the workers that the plan starts, for the user."""
 
     def min_items_to_start(self, stage: str, more_expected: bool) -> int:
-        """Return the number of waiting items at which an idle ``stage`` counts as stalled.
+        """Return the number of waiting items at which an idle ``stage`` counts as stalled, by default 1.
 
-        It is 1 unless a subclass has a stage that collects items. ``more_expected``: the stage before will pass on
-        more.
+        Args:
+            more_expected: whether the stage before will pass on more.
         """
         return 1
 
@@ -174,8 +174,8 @@ def start_actors(
 ) -> list[ActorHandle]:
     """Start the actors of a stage that the driver calls itself, and return their handles without waiting for them.
 
-    They get the same resources, restarts, retries and ``labels`` as the actors of ``add_stage``, and are spread over
-    the nodes. ``end_workers`` of the calling thread ends them.
+    They get the same options as the actors of ``add_stage``, and are spread over the nodes. ``end_workers`` of the
+    calling thread ends them.
     """
     options = {**_worker_options(stage, labels), "scheduling_strategy": "SPREAD"}
     return [
@@ -188,16 +188,13 @@ _names: dict[int, list[str]] = defaultdict(list)  # thread of a run -> names of 
 
 
 def _name_actor(run: int) -> dict[str, str]:
-    """Return the Ray option with a new actor name, recorded for ``end_workers`` in the run of thread ``run``.
-
-    Ray calls this for every actor, in another thread.
-    """
+    """Return the Ray option with a new actor name, recorded for ``end_workers`` in the run of thread ``run``."""
     _names[run].append(f"worker-{uuid4().hex}")
     return {"name": _names[run][-1]}
 
 
 def end_workers() -> None:
-    """Kill the actors that runs of the calling thread have left, and forget their names; Ray's errors are ignored.
+    """Kill the actors that runs of the calling thread have left, and forget their names; errors are ignored.
 
     An actor outlives its graph if it hangs, or if its node was lost and it waits for resources elsewhere. It would
     block the resources of the next graph.
@@ -210,7 +207,7 @@ def end_workers() -> None:
 
 
 def configure_ray_data() -> None:
-    """Configure Ray Data for a run: no progress bars, no tolerated errors, one block per row.
+    """Configure Ray Data for a run: for example, no progress bars, no tolerated errors, one block per row.
 
     This modifies the current ``DataContext``, and for the whole process silences the logger "ray.data" below CRITICAL
     and a deprecation warning of Ray.

@@ -1,9 +1,7 @@
 """The loop of every run on Ray: it takes the written shards of a run one after the other, and commits them.
 
-``commit_all`` is the loop, and ``Stream`` yields the shards. It runs the items through a graph
-(``pipeline.runner.execution``). When the nodes change, it runs the items without a committed row through another graph.
-
-However a run ends, finished work is written first, unless the store itself fails or the driver has a bug.
+``Stream`` runs the items through a graph (``pipeline.runner.execution``). When the nodes change, it runs the items
+without a committed row through another graph.
 """
 
 from __future__ import annotations
@@ -109,7 +107,7 @@ class Stream(Generic[T]):
         Raises:
             StopIteration: all shards were returned, or there are no items.
             RunFailed: the cluster is too small, the graph failed, nothing moved for ``options.stall_timeout`` seconds,
-                or an interrupted graph does not end.
+                the watch ended the run, or an interrupted graph does not end.
         """
         self._acknowledge()
         while len(self._items):
@@ -144,8 +142,8 @@ class Stream(Generic[T]):
     def drain(self, ending: BaseException) -> Iterator[Shard]:
         """Stop the graph, and yield the shards that are written within the time for the last writes of ``ending``.
 
-        A shard that was yielded before and is not known to be committed is yielded again. Without a graph nothing is
-        yielded.
+        A shard that was yielded before and is not known to be committed is yielded again. Without a graph, or if the
+        time is over, nothing is yielded.
         """
         if self._execution is None:
             return
@@ -208,8 +206,8 @@ class Stream(Generic[T]):
     def _reschedule(self, change: ClusterChanged) -> None:
         """Close the graph because of ``change``, end its workers, and keep only the items without a committed row.
 
-        This waits until all items are known, and tells the user. Nodes with full disks (DiskFull) are excluded from
-        later graphs.
+        If rows were committed, this waits until all items are known. The user is told. Nodes with full disks (DiskFull)
+        are excluded from later graphs.
 
         Raises:
             RunFailed: the thread of the graph does not end within _END_S seconds.

@@ -105,8 +105,8 @@ class Watchdog:
         """Raise an error if nothing has moved for too long, by the reports that ``read`` has returned.
 
         Raises:
-            ClusterChanged: nothing has moved for SHRUNK_S, all workers fitted the cluster when the graph started, they
-                do not fit now since nodes were lost, and the remaining nodes can still run every stage.
+            ClusterChanged: nothing has moved for SHRUNK_S, but less than ``timeout_s``; all workers fitted the cluster
+                when the graph started, they do not fit now, and the remaining nodes can still run every stage.
             RunFailed: nothing has moved for ``timeout_s``; the message names the stalled stage and a remedy.
         """
         still_s = self.still_s
@@ -158,7 +158,7 @@ class Watchdog:
         return report
 
     def _describe_stall(self) -> str:
-        """Return a text that names the stalled stage and a remedy, for an error message.
+        """Return a text that names the stalled stage and a remedy.
 
         The stalled stage is the last one with items in hand, otherwise the last one that takes none of its waiting
         items. If there is neither, the text only compares the cluster's resources with the plan.
@@ -198,7 +198,8 @@ class Growth:
     def look(self, at: Progress, speed: Speed, today: Plan | None) -> None:
         """Raise ClusterChanged if restarting the graph on the current nodes saves over twice the time that it costs.
 
-        The first call also submits a pending Ray task for each GPU up to ``max_gpus``, as a demand to an autoscaler.
+        The first call also submits a pending Ray task for each GPU that the plan has less than ``max_gpus``, as a
+        demand to an autoscaler.
 
         Args:
             today: a plan of the unfinished items on the current nodes; None if they cannot be planned now.
@@ -261,7 +262,7 @@ class _Abandoned(BaseException):
 
 
 class Fetcher(Generic[T]):
-    """A thread that iterates over an iterator that may block forever, at most one item ahead of ``next``.
+    """A thread that iterates over an iterator that may block forever, up to two items ahead of ``next``.
 
     Leaving the ``with`` block interrupts the iterator wherever it is, as Ctrl-C would. ``is_at_end`` is True once
     ``next`` has reached the end.
@@ -367,8 +368,7 @@ def _thread_of_graph() -> str:
 def is_still_running(within_s: float) -> bool:
     """Return True if a ``Fetcher`` thread of the current thread's run is alive after ``within_s`` seconds.
 
-    Such a thread blocks outside of Python code, where it cannot be interrupted. If all have ended, the call returns
-    early.
+    Such a thread blocks outside of Python code, where it cannot be interrupted. Each thread is waited for in turn.
     """
     threads = [thread for thread in threading.enumerate() if thread.name == _thread_of_graph()]
     for thread in threads:

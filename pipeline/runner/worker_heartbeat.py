@@ -67,8 +67,8 @@ class ItemsInHand:
 class Heartbeat:
     """The reporter of one worker to the heartbeats actor, pickled to the worker. Without an actor it does nothing.
 
-    A worker may have several items in hand, also in several threads. It reports when it takes items, when it has none
-    left, and once a second in between (less often among thousands of workers), since it may have many short items.
+    It reports when the worker takes items, when it has none left, and once a second in between (less often among
+    thousands of workers). A worker may have several items in hand, also in several threads.
 
     Args:
         suspects: whether an item may kill the process. Items are then reported before the work on them starts, not only
@@ -105,7 +105,7 @@ class Heartbeat:
         first one.
 
         Raises:
-            WorkerGivenUp: too many processes of this worker have crashed.
+            WorkerGivenUp: more than MAX_CRASHES processes of this worker have crashed within CRASHES_S seconds.
         """
         if self._heartbeats is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
             # If the cluster is gone, Ray's C++ core may wait for itself for ever once Python has ended
@@ -146,8 +146,6 @@ class Heartbeat:
 
     def busy(self, work: str) -> AbstractContextManager[object]:
         """Return a context in which ``work`` that is not an item is reported as in hand; it does not count as movement.
-
-        Items in hand stay reported, since the last report before a crash may be lost.
         """
         return self._report_items((work,), ProgressDelta())
 
@@ -203,7 +201,7 @@ class Heartbeat:
                 self._report()
 
     def _report_regularly(self) -> None:
-        """Report changes at the interval that the actor sets, and idleness seldom. Runs in a thread forever.
+        """Report changes at the interval that the actor sets, and idleness every _IDLE_S. Runs in a thread forever.
 
         If the actor does not answer, the interval doubles up to SELDOM_S.
         """
@@ -284,9 +282,8 @@ class Heartbeat:
 def exit_after_gpu_fault(item: str, error: Exception) -> None:
     """End this process as ``give_up_process`` does if ``error`` has broken its CUDA context; otherwise return.
 
-    A small operation on the GPU decides, because Triton, cuDNN and drivers have their own words for a broken context,
-    and cuBLAS says "CUDA error" if it only lacks memory. Without a CUDA context in this process, the text of the error
-    decides. An out-of-memory error always returns.
+    A small operation on the GPU decides. Without a CUDA context in this process, the text of the error decides. An
+    out-of-memory error always returns.
     """
     if is_out_of_memory(error):
         return

@@ -1,7 +1,7 @@
 """The reports of workers, and the actor that collects them for the driver.
 
-The actor keeps one report per busy worker, whatever the size of the corpus. It also records the items that a worker had
-in hand when its process crashed, so that the worker's next process can ask which items have killed processes before.
+The actor also records the items that a worker had in hand when its process crashed, so that the worker's next process
+can ask which items have killed processes before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Worker(NamedTuple):
 
     Attributes:
         name: the same for all processes of an actor, or all attempts of a task.
-        host, node, pid: the host, node id and process id of this process.
+        node: the node id.
     """
 
     name: str
@@ -72,7 +72,7 @@ class NodeTally(NamedTuple):
 
 
 class FailureKind(NamedTuple):
-    """The kind of a failure: the stage, the host, and the error class of the item."""
+    """The stage, the host and the error class of failures."""
 
     stage: str
     host: str
@@ -190,7 +190,7 @@ class _RecentItems:
 
     @property
     def is_failing(self) -> bool:
-        """True if all but one of the last RECENT items failed."""
+        """True if at least RECENT - 1 of the last RECENT items failed."""
         return sum(self.failures) >= RECENT - 1
 
 
@@ -283,9 +283,9 @@ class Heartbeats:
     def is_excluded(self, stage: str, worker: Worker) -> bool:
         """Return True if this worker must not take another item now.
 
-        A worker is excluded while all but one of its last RECENT items have failed and the other workers do better. It
-        calls this repeatedly: after REST_S it may try one item (False), after twice that time another, and so on. Its
-        first exclusion is recorded for the report.
+        A worker is excluded while at least RECENT - 1 of its last RECENT items have failed and the other workers do
+        better (``_others_do_better``). It calls this repeatedly: after REST_S it may try one item (False), after twice
+        that time another, and so on. Its first exclusion is recorded for the report.
         """
         recent = self._recent_items[stage][worker.name]
         now = self._clock()
@@ -302,7 +302,8 @@ class Heartbeats:
         return False
 
     def _at_work(self, stage: str) -> set[str]:
-        """Return a stage's workers at work: with items in hand on a living node, or with a recent outcome."""
+        """Return a stage's workers at work: with items in hand on a living node, or with an outcome in the last 10 s.
+        """
         recently = self._recent_items[stage]
         now = self._clock()
         holding = {name for name in self._in_hand[stage] if self._node_lives(self._processes[stage][name].node)}
@@ -311,8 +312,7 @@ class Heartbeats:
     def _node_lives(self, node: str, max_age_s: float = _AT_WORK_S) -> bool:
         """Return True if a node is alive, by a list of nodes that is less than ``max_age_s`` seconds old.
 
-        Ray is asked for a new list if needed. If it does not answer, the last list counts; without any list every node
-        counts as alive.
+        If Ray does not answer, the last list counts; without any list every node counts as alive.
         """
         if self._list_living_nodes is None:
             return True
@@ -326,9 +326,8 @@ class Heartbeats:
     def _others_do_better(self, stage: str, name: str) -> bool:
         """Return True if a share of less than BETTER of the last items failed for the other workers at work.
 
-        Without others the result is False. Workers without an outcome yet count as better. Every worker of a failing
-        node asks each second, so with thousands of workers the outcomes are counted less often, and may be that much
-        older.
+        Without others the result is False. Workers without an outcome yet count as better. With thousands of workers,
+        the outcomes are counted less often than at each call, and may be that much older.
         """
         recently = self._recent_items[stage]
         now = self._clock()

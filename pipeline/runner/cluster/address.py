@@ -139,8 +139,6 @@ def _describe_missing_token(address: str) -> str:
 def describe_startup_failure(error: Exception | None, address: str | None) -> str:
     """Return one line that says why Ray did not start or could not be joined, with advice.
 
-    An AuthenticationError is described as a missing token.
-
     Args:
         error: the error; None if Ray ended this process without an exception.
         address: the cluster that was to be joined; None if Ray was to be started here.

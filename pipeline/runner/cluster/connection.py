@@ -221,8 +221,7 @@ def keep_ray_private() -> Iterator[None]:
     for them. The node's agent then serves no dashboard either.
 
     SIGTERM to the group of this process, as ``timeout`` and ``kill 0`` send it, does not reach Ray, so that finished
-    work can still be written. Ray's processes still end with the thread that starts them. Leaving the context undoes
-    the changes to Ray's modules.
+    work can still be written. Leaving the context undoes the changes to Ray's modules.
     """
     from ray._private import node, parameter, utils  # noqa: PLC0415 - loaded by now
 
@@ -364,8 +363,6 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
 def can_have_gpus() -> bool:
     """Return True if a run may get a GPU: this machine has one, or the run joins a cluster, with or without GPUs.
 
-    Ray is not started for this.
-
     Raises:
         RunFailed: the address of the cluster cannot be used (``find_address``).
     """
@@ -384,7 +381,7 @@ def _joins_a_cluster() -> bool:
 def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
     """Raise UsageError if ``--device cuda`` finds no GPU, for a run that has nothing left to compute.
 
-    A running cluster is joined for this, with the checks and errors of ``choose_device``. Ray is not started.
+    A running cluster is joined for this, with the waits and errors of ``choose_device``. Ray is not started.
     """
     if options.device == "cuda" and _joins_a_cluster():
         choose_device(options, "auto", say)
@@ -419,8 +416,8 @@ def package_version(name: str) -> str | None:
 def describe_cause(error: BaseException) -> str:
     """Return one line that describes an error: its class and message, for a failed Ray task those of its cause.
 
-    Tracebacks are left out. Other errors of Ray are described by the last line of their text, and a full object store
-    (OutOfDiskError) by a text of this project.
+    Other errors of Ray are described by the last line of their text, and a full object store (OutOfDiskError) by a text
+    of this project.
     """
     if is_out_of_disk(error):  # Ray's own text contains raw bytes
         return "OutOfDiskError: the object store of a node is full, and the disk that it spills to"
@@ -439,8 +436,6 @@ def is_out_of_disk(error: BaseException) -> bool:
 
 def find_failing_nodes(tallies: Mapping[str, Mapping[str, NodeTally]]) -> dict[str, str]:
     """Return the nodes on which a stage fails more often than on average over all nodes, node id -> host.
-
-    A file that no node can read fails on all nodes alike, so a node counts as failing only if other nodes do better.
 
     Args:
         tallies: stage -> node id -> the counts of its items.
