@@ -1,7 +1,7 @@
 """A run's claim on a store: a note with its host, process and start, which is renewed at intervals.
 
-The note makes a second run refuse to start by default, and makes deleting commands wait for running writers. The stored
-data does not depend on it, since the tables are sets (``pipeline.cache.table``).
+It makes a second run refuse to start by default, and makes deleting commands wait. The stored data does not depend on
+it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Holder(TypedDict, total=False):
         started: the start time of the process in kernel ticks; None without /proc.
         since: the start of the run, by the clock of its host.
         seconds: the time from the start to the last beat, since the clocks of hosts differ.
-        checked: whether the run has finished its check for other writers (skipped by ``join``) and may write.
+        checked: whether the run has finished its check for other writers (skipped by ``join``).
         beat: the number of times that the note was written.
         progress: the counts of the run (``Progress``), once its workers run.
     """
@@ -107,7 +107,6 @@ class Claim:
         Raises:
             CacheLocked: another run writes to the store, and ``join`` is False.
             UsageError: nothing can be written to the store, or one of its folders is a symbolic link.
-            OSError: the store fails after the first write.
         """
         refuse_links(self._store)
         _OPEN.add(self._me["run_id"])
@@ -145,9 +144,7 @@ class Claim:
         self._me["progress"] = asdict(progress)
 
     def _release_before(self, error: BaseException) -> None:
-        """Delete this run's note as one of the last writes before ``error`` leaves the run.
-
-        If the deletion fails, nothing is raised, but ``error`` gets a note that says so.
+        """Delete this run's note as a last write before ``error`` leaves the run; a failure is only noted on ``error``.
         """
         if why := write_last(error, self._leave):
             stale_s = MAX_MISSED_BEATS * self._heartbeat_s
@@ -200,10 +197,9 @@ class Claim:
     def _is_alive(self, name: str, holder: Holder) -> bool:
         """Return True if another run is alive: its process runs here and its note is fresh, or a new beat arrives.
 
-        A note is fresh if it is less than MAX_MISSED_BEATS intervals older than this run's own. The wait for a beat
-        ends (False) when the note is no longer fresh or is gone. If the process runs here but its note is old, it may
-        have been suspended, so the wait lasts MAX_MISSED_BEATS intervals from now. Meanwhile this run's own note is
-        renewed; ``notify`` is called once.
+        A note is fresh if it is less than MAX_MISSED_BEATS intervals older than this run's own, which is renewed
+        meanwhile. The wait for a beat ends when the note is no longer fresh or is gone, but if the process runs here,
+        after MAX_MISSED_BEATS intervals from now. ``notify`` is called once.
         """
         limit = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s)
         has_notified = False
@@ -246,7 +242,7 @@ def refuse_links(store: Store) -> None:
 
 
 def find_holder(store: Store) -> Holder | None:
-    """Return the note of the first run that seems to write to ``store``, also one of this process; None if there is none.
+    """Return the note of the first run that seems to write to ``store``, or None. Runs of this process count.
 
     A run counts if its process is alive in this container, or if that cannot be checked and its note is younger than
     MAX_MISSED_BEATS default intervals. Nothing is waited for or deleted.
@@ -293,10 +289,10 @@ def _find_age(store: Store, name: str, own_name: str) -> timedelta | None:
 
 
 def _runs_here(holder: Holder) -> bool | None:
-    """Return whether a run's driver is a running process of this container; None for another host or container.
+    """Return whether a run's driver is a running process of this container; None for another one, or without /proc.
 
-    The answer is also None without /proc. A run of this process counts as running until its claim has ended. A process
-    with the same id and another start time is not the driver.
+    A run of this process counts as running until its claim has ended. A process with the same id and another start time
+    is not the driver.
     """
     namespace = _read_namespace()
     if not namespace or (holder.get("host"), holder.get("namespace")) != (socket.gethostname(), namespace):

@@ -1,4 +1,4 @@
-"""The execution of one graph: it turns the graph's output into written shards, and watches the workers meanwhile."""
+"""The execution of one graph: its output becomes written shards, and its workers are watched meanwhile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class GraphExecution(Generic[T]):
     """One graph of a job while it runs. The caller ends it with ``close`` and then leaves its contexts.
 
     Attributes:
-        shards: the shards of the graph's output.
         n_shards: 1 plus the largest number of an acknowledged shard; 0 before the first.
     """
 
@@ -73,10 +72,10 @@ class GraphExecution(Generic[T]):
         self._batches = resources.enter_context(Fetcher(graph.batches()))
 
     def next_shard(self) -> Shard | None:
-        """Run the graph until a shard is written, and return it; return None after the last one.
+        """Run the graph until a shard is written, and return it, again and again until ``acknowledge``; None after the last one.
 
-        A shard is returned again until ``acknowledge``. The workers are watched meanwhile. After ``end_input``, only
-        output that was taken before is written, until the time limit, and shards whose writer fails are left out.
+        After ``end_input``, only output that was taken before is written, until the time limit, and shards whose writer
+        fails are left out.
 
         Raises:
             RunFailed: the graph, a writer or the head (HeadLost) failed, nothing moved for too long, or the watch ended
@@ -102,8 +101,7 @@ class GraphExecution(Generic[T]):
             raise self._explain(error) from error
 
     def acknowledge(self, shard: Shard) -> None:
-        """Count the shard that ``next_shard`` returned last as committed, show the new counts, and reset the stall timer.
-        """
+        """Count the last shard of ``next_shard`` as committed, show the new counts, and reset the stall timer."""
         self.shards.acknowledge()  # first: after this, an interrupt does not return the shard again
         self.n_shards = max(self.n_shards, shard.number + 1)
         self._watchdog.record_movement()
@@ -140,10 +138,7 @@ class GraphExecution(Generic[T]):
             self._job.say(f"note: excluded worker: {worker}")
 
     def _next_last(self) -> Shard | None:
-        """Return the next shard that is written within the time limit of ``end_input``; None if there is none.
-
-        RayErrors are ignored: a shard whose writer fails is left out.
-        """
+        """Return the next shard that is written within the time limit of ``end_input``, or None, ignoring RayErrors."""
         assert self._last_writes_until is not None
         with suppress(ray.exceptions.RayError):  # no writer takes the rest
             while self.shards.finish() and (left_s := self._last_writes_until - time.monotonic()) > 0:
@@ -156,8 +151,8 @@ class GraphExecution(Generic[T]):
         """Return the error that ends the graph because of ``error``, with the reason that a worker gave, if any.
 
         It is HeadLost if the head does not answer, and DiskFull if nodes have full disks and the others can run all
-        stages. Otherwise it is RunFailed, whose message also names nodes that may have full disks because no process
-        started there. An OSError of the driver is always a RunFailed. Errors of the search for full disks are ignored.
+        stages. Otherwise, and for each OSError of the driver, it is RunFailed, whose message also names nodes where no
+        process started. Errors of the search for full disks are ignored.
         """
         is_of_ray = isinstance(error, ray.exceptions.RayError)
         if is_of_ray and not self._head.answers():

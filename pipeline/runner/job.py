@@ -41,11 +41,7 @@ class Items(Protocol):
         """True once all items are known."""
 
     def without(self, rows: pa.Table) -> Self:
-        """Return the items that have no row in ``rows``, after waiting until all items are known.
-
-        Args:
-            rows: the KEY columns of rows that this run has committed.
-        """
+        """Return the items that have no row in ``rows`` (KEY columns), after waiting until all items are known."""
 
 
 T = TypeVar("T", bound=Items)
@@ -58,7 +54,6 @@ class Job(ABC, Generic[T]):
         wording: the words for messages about the run.
         say: prints a line for the user to ``console``.
         excluded_nodes: the nodes on which no worker may run, node id -> host.
-        nodes: the log of nodes that come and go.
         n_shards: the number of the next graph's first shard.
     """
 
@@ -98,11 +93,7 @@ class Job(ABC, Generic[T]):
         return cluster.get("CPU", 0.0) > 0
 
     def require_resources(self) -> Mapping[str, float]:
-        """Return ``available_resources``.
-
-        Raises:
-            RunFailed: they cannot run every stage.
-        """
+        """Return ``available_resources``; raise RunFailed if they cannot run every stage."""
         cluster = self.available_resources()
         if not self.can_run_on(cluster):
             raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
@@ -110,7 +101,7 @@ class Job(ABC, Generic[T]):
 
 
 class Watch:
-    """The observer of a run: it passes the workers' reports to the monitor. A subclass may end the run.
+    """The observer of a run, which passes the workers' reports to the monitor. A subclass may end the run.
 
     Attributes:
         reports: the last report of each graph that has ended.
@@ -121,7 +112,7 @@ class Watch:
         self.reports: list[WorkerReport] = []
 
     def look(self, report: WorkerReport, progress: Progress) -> None:
-        """Pass a report and the progress to the monitor. A subclass may raise RunFailed to end the run."""
+        """Pass a report and the progress to the monitor. A subclass may raise RunFailed."""
         self.monitor.look(report, progress)
 
     def take_last(self, report: WorkerReport, progress: Progress) -> None:
@@ -132,10 +123,7 @@ class Watch:
 
 @contextmanager
 def convert_store_errors(say: Say) -> Iterator[None]:
-    """Announce stores that do not answer inside the context, and convert an OSError to RunFailed.
-
-    A fault of a single item becomes its error row, so an OSError that leaves the context is taken for one of the store.
-    """
+    """Announce stores that do not answer inside the context, and convert an OSError to RunFailed."""
     with announce_outages(say):
         try:
             yield
@@ -144,7 +132,7 @@ def convert_store_errors(say: Say) -> Iterator[None]:
 
 
 def print_options(options: RunOptions, console: Console) -> None:
-    """Print one line with the options that differ from their defaults, or that all have their defaults."""
+    """Print one line with the options that differ from their defaults, or "all defaults"."""
     changed_options = " ".join(f"{name}={value}" for name, value in options.changed_values().items())
     line = f"configuration: {changed_options or 'all defaults'}"
     console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)

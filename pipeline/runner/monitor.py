@@ -1,10 +1,7 @@
 """What a run publishes while it works: its metrics, the progress in its claim's note, and a log of crashed workers.
 
-Metrics appear at Ray's metrics port as ``ray_gstep_...``. The driver records them, and the Ray agent of its node serves
-them; without an agent (no ``ray[default]``) recording does nothing.
-
-A lost node takes its log files with it, so the driver listens to the lines that Ray's log monitor publishes and logs
-the last ones of crashed processes.
+Metrics appear at Ray's metrics port as ``ray_gstep_...``; without ``ray[default]`` recording does nothing. A lost node
+takes its log files with it, so the driver keeps the workers' last lines and logs those of crashed processes.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Record how the run ended in the metric "runs_ended", and close the crash log, which may take seconds.
+        """Record in the metric "runs_ended" how the run ended, and close the crash log, which may take seconds.
 
         The metric is not recorded if the head was lost or the monitor was not started.
         """
@@ -67,7 +64,7 @@ class Monitor:
         return f"{self._store}/{self._name}" if self._logs.n_crashed else ""
 
     def start(self) -> None:
-        """Start to listen to the workers and to record store outages as metrics. Call it after joining Ray."""
+        """Start to listen to the workers and to record store outages. Call it after joining Ray."""
         self._is_started = True
         self._logs.start()
         self.metrics.set("last_row_time", time.time())
@@ -76,8 +73,8 @@ class Monitor:
     def look(self, report: WorkerReport, at: Progress) -> None:
         """Pass on the progress, log newly crashed workers, and update the metrics.
 
-        The failure counts of ``report`` are cumulative, so only their growth since the last call is counted. If its
-        ``n_moves`` has decreased, a new graph has started, and all are counted.
+        The failure counts of ``report`` are cumulative, so only their growth is counted. If its ``n_moves`` has
+        decreased, a new graph has started, and all are counted.
         """
         self._logs.add(report.crashed_processes)
         self._tell(at)
@@ -136,7 +133,7 @@ class Metrics:
         self._recorder(ray_metrics.Gauge, name).set(value, {**labels, "run": self._run})
 
     def _recorder(self, kind: type, name: str) -> Any:
-        """Return Ray's recorder, of class ``kind``, for a metric. It is created at first use, when Ray is joined."""
+        """Return Ray's recorder, of class ``kind``, for a metric, created at first use."""
         if name not in self._recorders:
             meaning, labels = METRICS[name]
             self._recorders[name] = kind(f"gstep_{name}", meaning, ("run", *labels))
@@ -171,7 +168,7 @@ class WorkerLogs:
     def start(self) -> None:
         """Start to listen. Call it after joining Ray.
 
-        If Ray does not offer a subscription, crashes are logged without the last lines of their processes.
+        If Ray offers no subscription, crashes are logged without the last lines of their processes.
         """
         with suppress(Exception):  # Ray has no public way to listen. Without it, only the crashes are logged
             subscriber = ray._raylet.GcsLogSubscriber(address=ray.get_runtime_context().gcs_address)
@@ -187,10 +184,9 @@ class WorkerLogs:
                 self._unwritten.append(process)
 
     def close(self) -> None:
-        """Wait up to about three seconds until all crashes are written, then stop the thread, waiting a second for its end.
+        """Wait up to about three seconds until all crashes are written, then stop the thread, waiting a second more.
 
-        If the thread has ended or never started, the remaining crashes are written by this call; otherwise they may be
-        lost.
+        If the thread has ended or never started, this call writes the remaining crashes; otherwise they may be lost.
         """
         if self._listener.is_alive():
             deadline = time.monotonic() + _POLL_S + 2 * _WAIT_S

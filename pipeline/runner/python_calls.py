@@ -1,4 +1,4 @@
-"""Support for runs that are called from Python: their progress, their errors, and the restoring of the process."""
+"""Support for runs that are called from Python: their progress, their errors, and restoring the process."""
 
 from __future__ import annotations
 
@@ -68,10 +68,9 @@ def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_l
 
 @contextmanager
 def run_here() -> Iterator[None]:
-    """Run a job in this process inside the context, and restore the process once the last concurrent run has ended.
+    """Run a job in this process inside the context; kill its workers, and restore the process after the last concurrent run.
 
-    A Ray that the runs have started is then shut down; one that ran before is kept. In any case, the workers of this
-    run are killed.
+    A Ray that the runs have started is then shut down; one that ran before is kept.
     """
     global _n_runs  # noqa: PLW0603 - the process has one state
     with _counting:

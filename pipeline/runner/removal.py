@@ -36,7 +36,7 @@ class Removal:
     """The result of a removal of videos from one cache or set of answers.
 
     Attributes:
-        run_id: the run whose record in runs/ has the reason; "" if there is no run.
+        run_id: the run whose record has the reason; "" if there is no run.
         videos: the number of ids that are removed now.
         unknown: ids that were not found, sorted.
         likely: unknown id -> similar known ids; for the first _MAX_EXAMPLES unknown ids only.
@@ -52,8 +52,7 @@ class Removal:
     def find_unknown(self, ids: Collection[str], known_ids: Iterable[str], nameable: pa.ChunkedArray) -> None:
         """Set ``unknown`` to the ``ids`` not in ``known_ids``, and ``likely`` to ids similar to the first few of them.
 
-        Args:
-            nameable: the ids that may be suggested, unless they are among ``ids``.
+        Suggested are ids of ``nameable`` that are not among ``ids``.
         """
         self.unknown = sorted(set(ids).difference(known_ids))
         for video_id in self.unknown[:_MAX_EXAMPLES]:
@@ -76,7 +75,7 @@ def claim_for_removal(store: Store, result: Removal, reason: str, say: Callable[
 
     Raises:
         CacheLocked: another run writes to ``store``.
-        UsageError: nothing can be written to ``store``, or one of its folders is a symbolic link.
+        UsageError: nothing can be written, or a folder of ``store`` is a symbolic link.
     """
     record = {**provenance(result.run_id), "removed": result.videos, "reason": reason}
     with Claim(store, result.run_id, say), RunFile(store, record):
@@ -88,7 +87,7 @@ def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -
 
     An id is also replaced in the form ARCHIVE#MEMBER. Each text is replaced without its video suffix, where letters,
     digits, "_" or "-" do not touch it, together with any suffixes behind it (.mp4). In records, fields that cannot name
-    a video stay, such as the versions. A file without the texts is not rewritten.
+    a video stay, such as the versions.
     """
     texts = [*ids, *texts, *(_IN_ARCHIVE.sub(r"\1#", video_id) for video_id in ids)]
     # Without a video's suffix, since files that belong to a video share its stem; the longest first.

@@ -39,7 +39,7 @@ class RunRecord(TypedDict, total=False):
     """The fields of a run's record that are read. Records of other versions may lack some; nothing depends on them.
 
     Attributes:
-        decoding_rules: the version of the rules that make frames of files; missing in records from before version 2.
+        decoding_rules: the version of the rules that make frames of files; missing before version 2.
         config: all options of the run, including defaults.
         videos: the number of videos to process.
         estimated: whether ``videos`` is an estimate, because not all archives are indexed yet.
@@ -106,7 +106,7 @@ class RunFile:
 def seconds_left(ending: BaseException) -> float:
     """Return the seconds left for the last writes of ``ending``, at least 0.
 
-    The first call for an error starts its clock of LAST_WRITES_S, which is stored in the error.
+    The first call for an error starts its clock of LAST_WRITES_S.
     """
     until: float = vars(ending).setdefault("last_writes_until", time.monotonic() + LAST_WRITES_S)
     return max(0.0, until - time.monotonic())
@@ -115,8 +115,8 @@ def seconds_left(ending: BaseException) -> float:
 def write_last(ending: BaseException, write: Callable[[], object], spare_s: float = 0.0) -> str:
     """Call ``write`` in a thread as one of the last writes before ``ending`` leaves a run, and wait for it.
 
-    All last writes for ``ending`` share LAST_WRITES_S seconds from the first of them; ``spare_s`` of these are kept for
-    later writes. A write that takes longer is left behind in its thread, and may still be done late. Nothing is raised.
+    All last writes for ``ending`` share LAST_WRITES_S seconds; ``spare_s`` of these are kept for later writes. A write
+    that takes longer is left behind in its thread, and may still be done late. Nothing is raised.
 
     Returns:
         "" if the write succeeded, otherwise why it failed: its error or NO_ANSWER.
@@ -137,11 +137,7 @@ def write_last(ending: BaseException, write: Callable[[], object], spare_s: floa
 
 
 def name_ending(kind: type[BaseException] | None) -> str:
-    """Return the status of a run: "finished", "cancelled" (KeyboardInterrupt) or "failed" (any other exception).
-
-    Args:
-        kind: the class of the exception that ended the run; None without one.
-    """
+    """Return "finished" for None, "cancelled" for KeyboardInterrupt, and "failed" for any other exception class."""
     return "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
 
 
@@ -170,7 +166,7 @@ def newest_record(store: Store) -> RunRecord | None:
 
 
 def read_committed(store: Store, run_id: str) -> frozenset[str] | None:
-    """Return the ids of the token shards that a run recorded as committed; None if it has no readable record."""
+    """Return the ids of the token shards that a run recorded as committed; None without a readable record."""
     record = read_record(store, f"{RUNS}/{run_id}.json")
     return frozenset(map(str, record.get("token_shards", []))) if record else None
 
@@ -191,15 +187,15 @@ def now() -> str:
 
 
 def new_run_id() -> str:
-    """Return a new run id. It starts with the time in milliseconds, so names of runs and shards sort by time."""
+    """Return a new run id, which starts with the time in milliseconds, so that names sort by time."""
     now = datetime.now(UTC)
     return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z-{secrets.token_hex(3)}"
 
 
 def check_out_folder(store: Store) -> None:
-    """Raise UsageError if the store of ``--out`` is in a folder that Ray deletes after the job.
+    """Raise UsageError if ``--out`` is a relative path in a Ray job with a working directory, which Ray deletes.
 
-    That is a relative path in a Ray job with a working directory. Absolute paths and object stores pass.
+    Object stores pass.
     """
     if store.folder is not None and not Path(str(store)).is_absolute():
         job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
@@ -226,7 +222,7 @@ class Outcome:
         n_waiting: items that ``--limit`` or ``--max-hours`` left for another run; they are in no other count.
         n_new: items that this run processed.
         n_new_failed: failed items among ``n_new``; a failed redo keeps the earlier result.
-        wall_s: seconds that this run took; None for a summary.
+        wall_s: None for a summary.
         out: the location of the results; "" for a summary.
         log: the file with the last lines of crashed workers; "" if no worker crashed.
         failed: id -> error class of the failed items; for videos only if a caller from Python requests it.
@@ -269,8 +265,7 @@ class Outcome:
     def iter_troubles(self, item: str, n_items: int) -> Iterator[str]:
         """Yield texts for the troubles of a run of ``n_items`` items: failed items, missing rows, no result at all.
 
-        If no failure stands, the failed redos of this run are named instead. An exceeded infrastructure limit is not
-        named.
+        Without failures, the failed redos of this run are named instead. An exceeded infrastructure limit is not named.
         """
         if self.failures:
             example, message = next(iter(self.examples.values()))
@@ -289,7 +284,7 @@ class Outcome:
         return {**fields, "n_failed": self.n_failed}
 
     def standing(self) -> JsonObject:
-        """Return the fields of ``as_record`` that describe the stored results, without those about this run."""
+        """Return the fields of ``as_record`` without those about this run."""
         return {name: value for name, value in self.as_record().items() if name not in _RUN_FIELDS}
 
     def pace(self, item: str) -> str:
@@ -330,8 +325,7 @@ def as_text(renderable: RenderableType) -> str:
 def count_failures(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
     """Return the ``failures`` (most common class first) and ``examples`` (first row of each class) of an Outcome.
 
-    Args:
-        rows: failed rows with the columns ``key`` (the id), error_class and error_message.
+    The failed ``rows`` have the columns ``key`` (the id), error_class and error_message.
     """
     failures = dict(Counter(row["error_class"] for row in rows).most_common())
     return failures, {row["error_class"]: (row[key], row["error_message"]) for row in reversed(rows)}

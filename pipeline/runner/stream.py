@@ -1,8 +1,4 @@
-"""The loop of every run on Ray: it takes the written shards of a run one after the other, and commits them.
-
-``Stream`` runs the items through a graph (``pipeline.runner.execution``). When the nodes change, it runs the items
-without a committed row through another graph.
-"""
+"""The loop of every run on Ray: it takes the written shards of a run one after the other, and commits them."""
 
 from __future__ import annotations
 
@@ -66,8 +62,7 @@ def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> 
 class Stream(Generic[T]):
     """The shards that a job's workers have written, over as many graphs as it takes. Iterate it in a ``with`` block.
 
-    A shard counts as committed when the next one is asked for. Unlike a generator, the iterator survives an interrupt:
-    ``drain`` then yields the shards that are not committed.
+    A shard counts as committed when the next one is asked for. After an interrupt, ``drain`` yields the others.
     """
 
     def __init__(self, job: Job[T], items: T, watch: Watch) -> None:
@@ -179,9 +174,9 @@ class Stream(Generic[T]):
             ending.args = (f"the run stopped after {count}: {ending}",)
 
     def _flush(self, execution: GraphExecution[T], ending: BaseException) -> None:
-        """Stop the graph; finished work may then be written in the time for the last writes of ``ending``.
+        """Stop the graph, and allow finished work, if any, to be written in the time for the last writes of ``ending``.
 
-        The user is told if there is such work. Otherwise the clock of the last writes does not start.
+        The user is told. Without such work, the clock of the last writes does not start.
         """
         execution.end_input()
         if execution.shards.has_unwritten:  # otherwise the run's record starts the clock

@@ -34,7 +34,7 @@ class WorkerGivenUp(RuntimeError):  # noqa: N818
 
 
 class ItemsInHand:
-    """The items that a worker has in hand. ``Heartbeat.holding`` creates it, and ``release`` passes items on in order.
+    """The items that a worker has in hand (``Heartbeat.holding``); ``release`` passes them on in order.
 
     Attributes:
         items: the ids of the items that are still in hand.
@@ -71,8 +71,7 @@ class Heartbeat:
     thousands of workers). A worker may have several items in hand, also in several threads.
 
     Args:
-        suspects: whether an item may kill the process. Items are then reported before the work on them starts, not only
-            once a second.
+        suspects: whether an item may kill the process. Items are then reported before the work on them starts.
 
     Attributes:
         of_process: the heartbeat of the worker in this process; None until an actor's heartbeat has started.
@@ -132,21 +131,17 @@ class Heartbeat:
     def find_crashes(self, item: str) -> list[Crash]:
         """Return the crashes of this stage's processes with ``item`` in hand; [] if the actor does not answer.
 
-        Call it with the item in hand, so that a crash of this process would count, too. A worker without earlier
-        crashes returns [] without asking, since Ray retries an item on the worker that it killed.
+        Call it with the item in hand, so that a crash of this process would count, too. Without earlier crashes of this
+        worker the result is [], since Ray retries an item on the worker that it killed.
         """
         return (self._ask("find_crashes", self._stage, item) or []) if self.has_crashed_before else []
 
     def holding(self, *ids: str) -> AbstractContextManager[ItemsInHand]:
-        """Return a context in which these items are reported as in hand.
-
-        It yields an ItemsInHand, whose ``release`` the caller calls for each item.
-        """
+        """Return a context in which these items are reported as in hand; the caller calls ``release`` for each item."""
         return self._report_items(ids, ProgressDelta(n_moves=len(ids)))
 
     def busy(self, work: str) -> AbstractContextManager[object]:
-        """Return a context in which ``work`` that is not an item is reported as in hand; it does not count as movement.
-        """
+        """Return a context in which ``work``, which is not an item, is reported as in hand, but not as movement."""
         return self._report_items((work,), ProgressDelta())
 
     @contextmanager
@@ -162,10 +157,7 @@ class Heartbeat:
         """Report items as in hand inside the context, and as gone after it, however it ends.
 
         If ``suspects`` is False, the thread reports them at its next turn. After an earlier crash of a suspect worker,
-        the context starts once the actor has answered or 10 s have passed.
-
-        Args:
-            delta: added to the counts of the next report.
+        the context starts once the actor has answered or 10 s have passed. ``delta`` is added to the next report.
         """
         items_in_hand = ItemsInHand(items, self._count)
         with self._reporting:
@@ -238,7 +230,7 @@ class Heartbeat:
         self._ask("fail", why)  # if this is lost, the run ends with Ray's own error
 
     def end(self, reason: str) -> None:
-        """Report why this process is about to end itself, and wait up to 10 s until the actor has the reason."""
+        """Report why this process is about to end itself, and wait up to 10 s for an answer."""
         self._ask("end", self._me, printable(reason))
 
     def _ask_about_worker(self, method: str, otherwise: object = None) -> Any:
@@ -259,7 +251,7 @@ class Heartbeat:
     def _report(self) -> None:
         """Send the items in hand and the counts to the actor without waiting for it, and set the counts to zero.
 
-        If they cannot be sent, because the actor is dead or too busy, the counts are kept for the next report.
+        If sending fails, the counts are kept for the next report.
         """
         if self._heartbeats is None:
             return
@@ -297,7 +289,7 @@ def exit_after_gpu_fault(item: str, error: Exception) -> None:
 def give_up_process(item: str, error: Exception) -> NoReturn:
     """Print the error, report it to the heartbeats, and end this process at once with exit code 70.
 
-    Ray starts another process, which asks the heartbeats for the crashes with ``item`` (a video or question) in hand.
+    Ray starts another process, which asks for the crashes with ``item`` (a video or question) in hand.
     """
     print(f"{item}: {error}", file=sys.stderr, flush=True)
     if Heartbeat.of_process is not None:

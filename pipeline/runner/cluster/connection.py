@@ -62,8 +62,7 @@ _NO_GPU = (
 def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float]:
     """Join the cluster that RAY_ADDRESS or a running head names, or start Ray here; return the total resources.
 
-    A process that has joined stays joined. Ray Data is configured for runs in any case. Threads may call this
-    concurrently.
+    A process that has joined stays joined. Ray Data is configured for runs. Threads may call this concurrently.
 
     Args:
         say: gets a line before and after joining, which may take half a minute.
@@ -82,8 +81,8 @@ def _join_or_start(say: Callable[[str], object]) -> None:
     """Join the cluster that ``find_address`` returns, or start Ray here if it returns None.
 
     This sets Ray's variables in this process's environment, filters its log lines, keeps this process's SIGTERM
-    handler, and registers an exit handler that shuts Ray down. A session that is started is locked against deletion.
-    Starting Ray is tried once more if it fails after SLOW_START_S or later.
+    handler, and registers an exit handler that shuts Ray down. A session that is started is locked against deletion. A
+    start that fails after SLOW_START_S or later is tried once more.
 
     Raises:
         RunFailed: Ray cannot be joined or started.
@@ -124,9 +123,7 @@ def _join_or_start(say: Callable[[str], object]) -> None:
 
 
 def _make_start_options(say: Callable[[str], object]) -> dict[str, Any]:
-    """Return the options of ``ray.init()`` that start Ray here: its folder, and one CPU if Ray would count none.
-
-    This creates the folder.
+    """Create the folder for Ray, and return the options of ``ray.init()``: it, and one CPU if Ray would count none.
 
     Raises:
         OSError: the folder cannot be used.
@@ -142,8 +139,8 @@ def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) 
     """Call ``ray.init()``, which starts Ray with ``start_options``, or joins a cluster if they are empty.
 
     It runs in its own thread, which never ends, since the kernel kills Ray's processes with the thread that started
-    them. On the main thread, Ray would replace the handler of SIGTERM, and an interrupt could leave a core that aborts
-    at exit. Ray Data is imported meanwhile, stderr is muted, and ``say`` gets lines during a long wait.
+    them, and since on the main thread Ray would replace the handler of SIGTERM. Ray Data is imported meanwhile, stderr
+    is muted, and ``say`` gets lines during a long wait.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM interrupted the wait. Ray is shut down first.
@@ -209,7 +206,7 @@ def is_worth_showing(record: logging.LogRecord) -> bool:
 
 
 def _shut_down() -> None:
-    """Shut Ray down; registered to run before Ray's own exit handler, which waits half a second to flush output."""
+    """Shut Ray down; it runs before Ray's own exit handler, which waits half a second to flush output."""
     ray.shutdown()
 
 
@@ -217,18 +214,16 @@ def _shut_down() -> None:
 def keep_ray_private() -> Iterator[None]:
     """Make a Ray that starts in this context private to this process: few processes, in their own sessions.
 
-    The monitor, which adds nodes, and the dashboard's server are left out, since starting and stopping Ray would wait
-    for them. The node's agent then serves no dashboard either.
-
-    SIGTERM to the group of this process, as ``timeout`` and ``kill 0`` send it, does not reach Ray, so that finished
-    work can still be written. Leaving the context undoes the changes to Ray's modules.
+    The monitor, which adds nodes, and the dashboard are left out, since starting and stopping Ray would wait for them.
+    SIGTERM to the group of this process does not reach Ray, so that finished work can still be written. Leaving the
+    context undoes the changes to Ray's modules.
     """
     from ray._private import node, parameter, utils  # noqa: PLC0415 - loaded by now
 
     end_with_parent = utils.set_kill_on_parent_death_linux
 
     def start_session() -> None:
-        """Ask the kernel to end this process with its parent, as Ray does, and start a session. Runs in the child."""
+        """Let the kernel end this process with its parent, as Ray does, and start a session. Runs in the child."""
         end_with_parent()
         os.setsid()
 
@@ -298,10 +293,7 @@ def explain_native_exit(address: str | None) -> Iterator[None]:
     """Print an error with advice if Ray's native code ends this process inside the context, without a message.
 
     It does so if a raylet does not answer for half a minute. A shell, which outlives this process, prints the error.
-    Without a shell nothing is printed.
-
-    Args:
-        address: the cluster that is joined; None if Ray is started here.
+    Without a shell nothing is printed. ``address`` is None if Ray is started here.
     """
     message = f"error: {describe_startup_failure(None, address)}"
     command = ["sh", "-c", 'read -r _ || printf "%s\\n" "$0" >&2', message]
@@ -361,10 +353,10 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
 
 
 def can_have_gpus() -> bool:
-    """Return True if a run may get a GPU: this machine has one, or the run joins a cluster, with or without GPUs.
+    """Return True if this machine has a GPU, or the run joins a cluster, with or without GPUs. Ray is not started.
 
     Raises:
-        RunFailed: the address of the cluster cannot be used (``find_address``).
+        RunFailed: the address of the cluster cannot be used.
     """
     return _joins_a_cluster() or torch.cuda.device_count() > 0
 
@@ -373,7 +365,7 @@ def _joins_a_cluster() -> bool:
     """Return True if this process has joined a cluster or would join a running one.
 
     Raises:
-        RunFailed: the address of the cluster cannot be used (``find_address``).
+        RunFailed: the address of the cluster cannot be used.
     """
     return ray.is_initialized() or find_address() is not None
 
@@ -381,7 +373,7 @@ def _joins_a_cluster() -> bool:
 def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
     """Raise UsageError if ``--device cuda`` finds no GPU, for a run that has nothing left to compute.
 
-    A running cluster is joined for this, with the waits and errors of ``choose_device``. Ray is not started.
+    A running cluster is joined and checked by ``choose_device``, but Ray is not started.
     """
     if options.device == "cuda" and _joins_a_cluster():
         choose_device(options, "auto", say)
@@ -392,9 +384,7 @@ def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
 def provenance(run_id: str, packages: Sequence[str] = ("gstep-cache", "pyarrow")) -> dict[str, Json]:
     """Return the facts about this process for a run's record: host, process id, Python, versions of packages.
 
-    Args:
-        packages: the packages to list, by default those of runs that only move, copy or delete stored data. A package
-            that is not installed has the version None.
+    The version of a package that is not installed is None. The default packages are those of runs without models.
     """
     return {
         "run_id": run_id,
@@ -416,8 +406,7 @@ def package_version(name: str) -> str | None:
 def describe_cause(error: BaseException) -> str:
     """Return one line that describes an error: its class and message, for a failed Ray task those of its cause.
 
-    Other errors of Ray are described by the last line of their text, and a full object store (OutOfDiskError) by a text
-    of this project.
+    Other errors of Ray are described by the last line of their text, and OutOfDiskError by a text of this project.
     """
     if is_out_of_disk(error):  # Ray's own text contains raw bytes
         return "OutOfDiskError: the object store of a node is full, and the disk that it spills to"
@@ -429,7 +418,7 @@ def describe_cause(error: BaseException) -> str:
 
 
 def is_out_of_disk(error: BaseException) -> bool:
-    """Return True if the error, or its cause in a Ray task, is that a node lacked memory and disk for an object."""
+    """Return True if the error, or its cause in a Ray task, is Ray's OutOfDiskError."""
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     return isinstance(cause, ray.exceptions.OutOfDiskError)
 
