@@ -333,10 +333,9 @@ def import_libraries(console: Console) -> Iterator[None]:
 
 
 def throttle(say: Callable[[str], object], every_s: float, last: float = -math.inf) -> Callable[[str], None]:
-    """Wrap a function that prints progress so that it drops a line that comes too early after the last printed line.
+    """Wrap a function that prints progress so that it drops lines less than ``every_s`` after the last printed line.
 
     Args:
-        every_s: the minimum number of seconds between two printed lines.
         last: the time of the last line by ``time.monotonic``; by default the first line is printed.
     """
 
@@ -350,7 +349,7 @@ def throttle(say: Callable[[str], object], every_s: float, last: float = -math.i
 
 
 def count(text: str) -> int:
-    """Parse an integer of at least 1, as the type of a flag; raise ValueError or ArgumentTypeError otherwise."""
+    """Parse an integer of at least 1, as the type of a flag; else raise ValueError or ArgumentTypeError."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
@@ -358,8 +357,7 @@ def count(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """Parse a number in (0, 1] or a percentage, as the type of a flag; raise ValueError or ArgumentTypeError otherwise.
-    """
+    """Parse a number in (0, 1] or a percentage, as the type of a flag; else raise ValueError or ArgumentTypeError."""
     value = share_or_percent(text)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}{likely_share(value)}")
@@ -381,7 +379,7 @@ def file_in_folder(text: str) -> Path:
 
 
 def _wide_console() -> Console:
-    """Create a console for tables: as wide as the terminal, or 200 columns for a file or a pipe."""
+    """Create a console for tables, as wide as the terminal, or 200 columns without one."""
     console = CleanConsole()
     return console if console.is_terminal else CleanConsole(width=200)
 
@@ -389,8 +387,7 @@ def _wide_console() -> Console:
 class _Interruption:
     """A signal handler that prints a message at once, since SIGKILL may follow, and raises KeyboardInterrupt.
 
-    A second signal or a time limit ends the process, because a request may hang in a thread and a library may swallow
-    the exception.
+    A second signal or a time limit ends the process, since the work may hang or swallow the exception.
     """
 
     def __init__(self, say: Callable[[str], object], text: str) -> None:

@@ -133,10 +133,7 @@ def run_all(bench: Bench, waiting: list[str], deadline: float) -> bool:
 
 
 def may_start(name: str, running: set[str], rehearse: bool) -> bool:
-    """Return True if a measurement may start: timed ones run alone, checks and rehearsals up to three in parallel.
-
-    ``running`` does not count the creation of inputs.
-    """
+    """Return True if a measurement may start: timed ones run alone, checks and rehearsals up to three at a time."""
     return len(running) < (MAX_PARALLEL if rehearse or {name, *running} <= CHECKS else 1)
 
 

@@ -19,7 +19,7 @@ class Bench:
     Attributes:
         work: a folder for models, clips and caches.
         rehearse: True to run on a CPU at toy sizes.
-        name: the measurement that runs in this process; "" in the main process.
+        name: the measurement of this process; "" in the main process.
     """
 
     def __init__(self, folder: Path, work: Path, rehearse: bool) -> None:

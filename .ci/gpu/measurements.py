@@ -150,10 +150,7 @@ def run_prune(bench: Bench, manifest: str, model: object, *flags: object) -> tup
 
 
 def measure_job(bench: Bench) -> None:
-    """Run ``jobs.prune`` on many clips, for comparison with ``loop`` and ``ray``.
-
-    Reports videos per second with and without the start, the encoder's load, and the time per video and stage.
-    """
+    """Run ``jobs.prune`` on many clips, for comparison with ``loop`` and ``ray``, and report speeds and stage times."""
     sizes = ("--num-frames", bench.frames, "--videos-per-shard", min(8, bench.clips // 2))
     document, cache = run_prune(bench, "many.jsonl", bench.wait_for("llava"), *sizes)
     bench.say("speed, start included", document["n_ok"] / document["wall_s"], "videos/s")

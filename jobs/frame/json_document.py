@@ -46,10 +46,8 @@ def error_record(error: BaseException, message: str = "") -> JsonObject:
 def print_document(record: Mapping[str, object] | Sequence[object], stdout: TextIO | None = None) -> None:
     """Print ``record`` as strict JSON in ASCII; a number that is not finite becomes null.
 
-    Dataclasses become objects, and values of other types than JSON's become text. An error is that of ``print_lines``.
-
-    Args:
-        stdout: the file that ``stdout_as_stderr`` yields; None is ``sys.stdout``.
+    Dataclasses become objects, and values of other types than JSON's become text. ``stdout`` is the file that
+    ``stdout_as_stderr`` yields, or None. An OSError is raised as by ``print_lines``.
     """
     print_lines([json.dumps(_to_json_types(record), indent=2, allow_nan=False)], stdout)
 
@@ -57,10 +55,7 @@ def print_document(record: Mapping[str, object] | Sequence[object], stdout: Text
 def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
     """Print lines to stdout, and stop silently when its reader has closed the pipe, as ``head`` does.
 
-    After an error the process discards all later output to the file.
-
-    Raises:
-        OSError: the output cannot be written for another reason, such as a full disk.
+    After any OSError the process discards later output to the file. Other ones, such as of a full disk, are raised.
     """
     file = stdout or sys.stdout
     with suppress(BrokenPipeError), discard_after_fault(file):

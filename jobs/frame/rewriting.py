@@ -37,10 +37,7 @@ class RewriteOptions(S3Options, CodeOptions):
 def rewrite_cache(config: RewriteOptions, console: Console, plan: Callable[[TokenCache], Rewrite]) -> CommandResult:
     """Rewrite a cache into the cache ``--out``, new or resumed, print the result, and return it.
 
-    The exit code is 1 if some videos could not be rewritten.
-
-    Args:
-        plan: creates the rewrite for the opened source cache.
+    The exit code is 1 if some videos could not be rewritten. ``plan`` creates the rewrite for the opened source cache.
 
     Raises:
         UsageError: the source is not a cache, or the target holds something else or has another identity.

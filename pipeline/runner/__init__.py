@@ -1,4 +1,6 @@
-"""Runs on Ray of any kind; the package knows neither videos nor questions. Read it in this order:
+"""Runs on Ray of any kind; the package knows neither videos nor questions.
+
+Read it in this order:
 
 - ``stream``: the loop of every run. ``job``: what a kind of run adds.
 - ``execution``: one graph while it runs. ``shards``: its output. ``stages``: its workers. ``watchdog``: its stalls.

@@ -38,7 +38,7 @@ class Holder(TypedDict, total=False):
         namespace: an id of the driver's container, since process ids are unique only within it.
         started: the start time of the process in kernel ticks; None without /proc.
         since: the start of the run, by the clock of its host.
-        seconds: the time from the start to the last beat, since the clocks of hosts differ.
+        seconds: the time from the start to the last beat.
         checked: whether the run has finished its check for other writers (skipped by ``join``).
         beat: the number of times that the note was written.
         progress: the counts of the run (``Progress``), once its workers run.
@@ -144,8 +144,7 @@ class Claim:
         self._me["progress"] = asdict(progress)
 
     def _release_before(self, error: BaseException) -> None:
-        """Delete this run's note as a last write before ``error`` leaves the run; a failure is only noted on ``error``.
-        """
+        """Delete this run's note as a last write before ``error`` leaves; a failure is only noted on ``error``."""
         if why := write_last(error, self._leave):
             stale_s = MAX_MISSED_BEATS * self._heartbeat_s
             error.add_note(
@@ -177,10 +176,6 @@ class Claim:
 
         This may wait for a beat of the other run. This run's own note passes, as does a run that has not finished its
         check and has a larger id: of two runs that start at once, only the one with the smaller id continues.
-
-        Raises:
-            CacheLocked: the run ``holder`` is alive.
-            OSError: the note cannot be read while waiting.
         """
         if holder.get("run_id") == self._me["run_id"]:
             return

@@ -72,7 +72,7 @@ class GraphExecution(Generic[T]):
         self._batches = resources.enter_context(Fetcher(graph.batches()))
 
     def next_shard(self) -> Shard | None:
-        """Run the graph until a shard is written, and return it, again and again until ``acknowledge``; None after the last one.
+        """Run the graph until a shard is written, and return it, again until ``acknowledge``; None after the last one.
 
         After ``end_input``, only output that was taken before is written, until the time limit, and shards whose writer
         fails are left out.
@@ -124,8 +124,7 @@ class GraphExecution(Generic[T]):
         """Stop the graph, pass the last report of its workers to the watch, and log excluded workers.
 
         Args:
-            within_s: the maximum seconds to wait for the report after an interrupt. If None, changed nodes are logged
-                too.
+            within_s: the seconds that an interrupt leaves for the report. If None, changed nodes are logged too.
         """
         self._batches.close()
         look_s = self._watchdog.every_s if within_s is None and self._head.answers() else _STOP_LOOK_S
@@ -173,10 +172,7 @@ class GraphExecution(Generic[T]):
         return RunFailed(why)
 
     def _make_disk_error(self, full: dict[str, str], why: str) -> DiskFull | RunFailed:
-        """Return DiskFull for the nodes ``full`` (id -> host and folder) if the other nodes can run all stages.
-
-        Otherwise return RunFailed with a message that begins with ``why``.
-        """
+        """Return DiskFull for the nodes ``full`` if the others can run all stages, otherwise RunFailed with ``why``."""
         if self._job.can_run_on(sum_resources({**self._job.excluded_nodes, **full})):
             return DiskFull(full)
         return RunFailed(
@@ -187,7 +183,7 @@ class GraphExecution(Generic[T]):
         """Read and show the workers' report at intervals while the head answers, and end the graph if necessary.
 
         This also logs changed nodes and full disks, passes the report to the watch, and may ask an autoscaler for
-        nodes, for which errors of planning are ignored.
+        nodes.
 
         Raises:
             RunFailed: nothing moved for too long, or the watch ended the run.
@@ -213,9 +209,7 @@ class GraphExecution(Generic[T]):
             self._growth.look(display.progress, speed, today)
 
     def _look_at_disks(self, report: WorkerReport) -> None:
-        """Log full disks, once until there are none, after nothing has moved for SHRUNK_S seconds.
-
-        Errors of the search for full disks are ignored.
+        """Log full disks, once until there are none, after nothing has moved for SHRUNK_S seconds. Search errors are ignored.
 
         Raises:
             DiskFull: nothing has moved for _FULL_S seconds, no worker has an item in hand, and the other nodes can run
@@ -234,7 +228,7 @@ class GraphExecution(Generic[T]):
             raise self._make_disk_error(full, f"no {self._plan.wording.item} moved for {still_s:.0f} s")
 
     def _look_at_nodes(self, report: WorkerReport) -> None:
-        """Log nodes that joined or were lost, and each node's workers, ignoring a cluster that does not answer."""
+        """Log nodes that joined or were lost, and each node's workers, unless the cluster does not answer."""
         with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
             if self._head.answers():  # else Ray would wait for it
                 self._job.nodes.look(report, self._plan)

@@ -51,8 +51,6 @@ class Job(ABC, Generic[T]):
     """The work of one run on items of type T: it plans the workers and builds the Ray Data graphs for them.
 
     Attributes:
-        wording: the words for messages about the run.
-        say: prints a line for the user to ``console``.
         excluded_nodes: the nodes on which no worker may run, node id -> host.
         n_shards: the number of the next graph's first shard.
     """
@@ -101,11 +99,7 @@ class Job(ABC, Generic[T]):
 
 
 class Watch:
-    """The observer of a run, which passes the workers' reports to the monitor. A subclass may end the run.
-
-    Attributes:
-        reports: the last report of each graph that has ended.
-    """
+    """The observer of a run, which passes the workers' reports to the monitor and keeps the last of each graph."""
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor

@@ -166,9 +166,9 @@ class WorkerLogs:
         return len(self._known)
 
     def start(self) -> None:
-        """Start to listen. Call it after joining Ray.
+        """Start to listen, after Ray is joined.
 
-        If Ray offers no subscription, crashes are logged without the last lines of their processes.
+        If Ray offers no subscription, crashes are logged without the last lines of the processes.
         """
         with suppress(Exception):  # Ray has no public way to listen. Without it, only the crashes are logged
             subscriber = ray._raylet.GcsLogSubscriber(address=ray.get_runtime_context().gcs_address)

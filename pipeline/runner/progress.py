@@ -111,7 +111,7 @@ class Load:
 def find_bottleneck(busy: Mapping[str, float]) -> str:
     """Return the stage that limits the rate of the run; "" if there is none or there are fewer than two stages.
 
-    It is the last stage with a share of at least SATURATED_SHARE, otherwise the busiest stage, if its share is at least
+    It is the last one with a share of at least SATURATED_SHARE, otherwise the busiest, if its share is at least
     SLACK_SHARE.
     """
     saturated_stages = [stage for stage, share in busy.items() if share >= SATURATED_SHARE]
@@ -308,12 +308,7 @@ class Reporter:
 
 
 def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
-    """Return the progress display for a console.
-
-    Returns:
-        A plain Reporter for a ``Listening`` console, which gets the progress; a bar on a terminal; otherwise a reporter
-        that prints a line every ``log_interval`` seconds.
-    """
+    """Return a plain Reporter for a ``Listening`` console, a bar on a terminal, or else a printer of lines."""
     if isinstance(console, Listening):
         return Reporter(total, words, console.tell)
     if console.is_terminal:

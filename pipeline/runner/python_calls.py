@@ -68,7 +68,7 @@ def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_l
 
 @contextmanager
 def run_here() -> Iterator[None]:
-    """Run a job in this process inside the context; kill its workers, and restore the process after the last concurrent run.
+    """Run a job in this process inside the context; kill its workers, and restore the process after the last such run.
 
     A Ray that the runs have started is then shut down; one that ran before is kept.
     """
@@ -91,8 +91,8 @@ def run_here() -> Iterator[None]:
 def _restore_process() -> Iterator[None]:
     """Restore the process after the context: shut down a Ray that runs have started, and undo their settings.
 
-    The settings are Ray Data's context, the levels of Ray's loggers, Ray's environment variables except the cluster's
-    token, and the warning filters.
+    These are Ray Data's context, the levels of Ray's loggers, Ray's environment variables except the cluster's token,
+    and the warning filters.
     """
     context = vars(ray.data.DataContext.get_current())
     settings = dict(context)

@@ -109,10 +109,7 @@ def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -
 
 
 def delete_unfinished(store: Store, folders: Iterable[str]) -> list[str]:
-    """Delete the temporary files that stopped writers left in these folders, and return their names.
-
-    No run may be writing meanwhile.
-    """
+    """Delete the temporary files of stopped writers in these folders while no run writes, and return their names."""
     names = [file.name for folder in folders for file in store.list_files(folder)]
     unfinished_names = [name for name in names if PurePosixPath(name).name.startswith(TEMPORARY)]
     for name in unfinished_names:

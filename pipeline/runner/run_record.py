@@ -45,8 +45,8 @@ class RunRecord(TypedDict, total=False):
         estimated: whether ``videos`` is an estimate, because not all archives are indexed yet.
         ended_by: the time limit that ended the run, if any.
         token_shards: the ids of the run's committed token shards.
-        parity: how the model was shown to give the same answers from cached tokens as from its own; absent for families
-            that need no such check.
+        parity: how the model was shown to give the same answers from cached tokens; absent for families that need no
+            such check.
     """
 
     run_id: str
@@ -193,10 +193,7 @@ def new_run_id() -> str:
 
 
 def check_out_folder(store: Store) -> None:
-    """Raise UsageError if ``--out`` is a relative path in a Ray job with a working directory, which Ray deletes.
-
-    Object stores pass.
-    """
+    """Raise UsageError if ``--out`` is a relative path in a Ray job's working directory, which Ray deletes."""
     if store.folder is not None and not Path(str(store)).is_absolute():
         job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
         if job.get("runtime_env", {}).get("working_dir"):  # this process runs in an uploaded folder
@@ -222,9 +219,9 @@ class Outcome:
         n_waiting: items that ``--limit`` or ``--max-hours`` left for another run; they are in no other count.
         n_new: items that this run processed.
         n_new_failed: failed items among ``n_new``; a failed redo keeps the earlier result.
-        wall_s: None for a summary.
+        wall_s: seconds; None for a summary.
         out: the location of the results; "" for a summary.
-        log: the file with the last lines of crashed workers; "" if no worker crashed.
+        log: the crash log; "" if no worker crashed.
         failed: id -> error class of the failed items; for videos only if a caller from Python requests it.
     """
 
@@ -290,7 +287,7 @@ class Outcome:
     def pace(self, item: str) -> str:
         """Return a sentence with the number of this run's items, the failures, time, rate, and crash log if any.
 
-        If the run processed no items, the sentence says that every item has a row, or that items wait for another run.
+        If the run processed no items, it says that every item has a row, or that none was done.
         """
         if not self.n_new and self.n_waiting:
             return f"no {item} was done before the run ended"
@@ -302,8 +299,7 @@ class Outcome:
         return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s{log}"
 
     def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
-        """Return a Rich table of the failures by class, each with an example and the remedy from ``faults``, if it is there.
-        """
+        """Return a Rich table of the failures by class, with an example and, if ``faults`` has it, a remedy of each."""
         table = Table(title=f"failed {item}s (--retry-failed tries them again)", title_justify="left", show_edge=False)
         for name in ("class", f"{item}s", "example", "remedy"):
             table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")
@@ -323,9 +319,6 @@ def as_text(renderable: RenderableType) -> str:
 
 
 def count_failures(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
-    """Return the ``failures`` (most common class first) and ``examples`` (first row of each class) of an Outcome.
-
-    The failed ``rows`` have the columns ``key`` (the id), error_class and error_message.
-    """
+    """Return the ``failures`` (most common class first) and ``examples`` (first row of each class) of an Outcome."""
     failures = dict(Counter(row["error_class"] for row in rows).most_common())
     return failures, {row["error_class"]: (row[key], row["error_message"]) for row in reversed(rows)}

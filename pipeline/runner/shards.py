@@ -170,14 +170,14 @@ class Shards:
     def finish(self) -> bool:
         """End the input, so that waiting batches become a shard. Return True until all shards are acknowledged.
 
-        Call it until it returns False, since the writers may be too busy for the last shard.
+        Call it until then, since the writers may be too busy for the last shard.
         """
         self._input_ended = True
         self._write_due()
         return self.has_unwritten
 
     def next_written(self, wait_s: float = TICK_S) -> Shard | None:
-        """Return the shards that are written by now, to commit as one ``Shard``, or None; repeated until ``acknowledge``.
+        """Return the shards that are written by now, as one ``Shard``, or None; the same again until ``acknowledge``.
 
         With writers, up to MAX_SHARDS_PER_COMMIT shards come together. While batches can be taken, this looks for
         written shards only every LOOK_S seconds and does not wait; otherwise it waits up to ``wait_s`` seconds for one.

@@ -54,7 +54,7 @@ class Wording:
         doing: such as "pruning".
         item: such as "video".
         stages: the words of each stage by name, in processing order.
-        to_lower: the flags to lower if the cluster has too few resources.
+        to_lower: the flags to lower if resources are short.
     """
 
     doing: str
@@ -65,8 +65,8 @@ class Wording:
     def ahead(self, n_results: Mapping[str, int], ok: int) -> dict[str, int]:
         """Return the number of results of each stage before the last, keyed by ``past_tense``: {"decoded": 9}.
 
-        A run with a single stage counts that stage. Reports lag by seconds, so each count is at least ``ok``. Before
-        the first report (empty ``n_results``) the result is {}.
+        A run with a single stage counts that stage. Each count is at least ``ok``, since reports lag. Before the first
+        report (empty ``n_results``) the result is {}.
         """
         early = list(self.stages.items())[: max(1, len(self.stages) - 1)]
         return {words.past_tense: max(n_results[stage], ok) for stage, words in early} if n_results else {}
@@ -80,7 +80,7 @@ class Stage:
         workers: the number of actors.
         why: the reason for these numbers, for the record of the run.
         calls: the number of calls that a worker runs concurrently.
-        in_flight: the maximum number of calls that are queued or running on a worker; None for Ray Data's default.
+        in_flight: the maximum number of queued and running calls per worker; None for Ray Data's default.
     """
 
     num_cpus: float

@@ -174,10 +174,7 @@ class Stream(Generic[T]):
             ending.args = (f"the run stopped after {count}: {ending}",)
 
     def _flush(self, execution: GraphExecution[T], ending: BaseException) -> None:
-        """Stop the graph, and allow finished work, if any, to be written in the time for the last writes of ``ending``.
-
-        The user is told. Without such work, the clock of the last writes does not start.
-        """
+        """Stop the graph, and let finished work, if any, be written in the time for the last writes of ``ending``."""
         execution.end_input()
         if execution.shards.has_unwritten:  # otherwise the run's record starts the clock
             self._job.say(f"stopping: flushing finished work (up to {LAST_WRITES_S:g} s)")

@@ -157,10 +157,10 @@ class Watchdog:
         return report
 
     def _describe_stall(self) -> str:
-        """Return a text that names the stalled stage and a remedy.
+        """Return a text that names the stalled stage and a remedy, or only compares the cluster with the plan.
 
         The stalled stage is the last one with items in hand, otherwise the last one that takes none of its waiting
-        items. If there is neither, the text only compares the cluster's resources with the plan.
+        items.
         """
         item = self.plan.wording.item
         for stage, words in reversed(list(self.plan.wording.stages.items())):
@@ -178,8 +178,8 @@ class Watchdog:
 class Growth:
     """The decision whether to restart a graph because nodes have joined.
 
-    Ray Data starts no more workers than a graph was built with. A new graph costs the start of all workers, and items
-    between two stages are computed again.
+    Ray Data starts no more workers than a graph was built with. A new graph has to start all workers and to compute
+    items between two stages again.
     """
 
     def __init__(self, plan: Plan, max_gpus: int | None = None) -> None:
@@ -240,7 +240,7 @@ class Growth:
 
 
 def _occupy_gpu() -> None:
-    """Do nothing on a GPU. While no GPU is free, the pending task asks the autoscaler for one."""
+    """Do nothing. While no GPU is free, the pending task asks the autoscaler for one."""
 
 
 def _describe_resources(plan: Plan) -> str:
@@ -262,8 +262,7 @@ class _Abandoned(BaseException):
 class Fetcher(Generic[T]):
     """A thread that iterates over an iterator that may block forever, up to two items ahead of ``next``.
 
-    Leaving the ``with`` block interrupts the iterator wherever it is. ``is_at_end`` is True once ``next`` has reached
-    the end.
+    Leaving the ``with`` block interrupts the iterator. ``is_at_end`` is True once ``next`` has reached the end.
     """
 
     def __init__(self, items: Iterator[T]) -> None:

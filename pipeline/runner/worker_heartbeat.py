@@ -74,7 +74,7 @@ class Heartbeat:
         suspects: whether an item may kill the process. Items are then reported before the work on them starts.
 
     Attributes:
-        of_process: the heartbeat of the worker in this process; None until an actor's heartbeat has started.
+        of_process: the heartbeat of this process; None until an actor's heartbeat has started.
         has_crashed_before: whether earlier processes of this worker have crashed; set by ``start``.
     """
 
@@ -101,7 +101,7 @@ class Heartbeat:
 
         In a Ray actor this also sets ``of_process``, starts the thread that reports, and registers an exit handler that
         ends the process without waiting for Ray. If the heartbeats actor does not answer, the process counts as the
-        first one.
+        first.
 
         Raises:
             WorkerGivenUp: more than MAX_CRASHES processes of this worker have crashed within CRASHES_S seconds.
@@ -132,7 +132,7 @@ class Heartbeat:
         """Return the crashes of this stage's processes with ``item`` in hand; [] if the actor does not answer.
 
         Call it with the item in hand, so that a crash of this process would count, too. Without earlier crashes of this
-        worker the result is [], since Ray retries an item on the worker that it killed.
+        worker the result is [].
         """
         return (self._ask("find_crashes", self._stage, item) or []) if self.has_crashed_before else []
 

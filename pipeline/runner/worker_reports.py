@@ -22,7 +22,6 @@ class Worker(NamedTuple):
 
     Attributes:
         name: the same for all processes of an actor, or all attempts of a task.
-        node: the node id.
     """
 
     name: str
@@ -114,7 +113,7 @@ class WorkerReport:
         failing: the stages whose workers at work have all failed at least 7 of their last 8 items (RECENT).
         up_s: stage -> seconds in which its workers could work, summed over them.
         busy_s: stage -> seconds of ``up_s`` in which they had items in hand.
-        faults: failed items by stage, host and error class. A retried item counts again.
+        faults: the number of failed items. A retried item counts again.
         crashed_processes: the last 100, oldest first.
         outages: stores that do not answer a worker, each since the first worker noticed.
         workers: node id -> stage -> number of its workers there.
@@ -161,8 +160,8 @@ class _RecentItems:
     Attributes:
         failures: whether each of the last RECENT items failed, oldest first.
         moved_at: the time of the last outcome.
-        rest_s: how long the worker rests before it may try the next item.
-        resting_since: when the current rest began; None if the worker does not rest.
+        rest_s: how long the worker rests before the next item.
+        resting_since: None if the worker does not rest.
     """
 
     def __init__(self) -> None:
@@ -247,8 +246,6 @@ class Heartbeats:
     ) -> None:
         """Record a report of a worker: replace its items, its outages and its node's full disk, and add its counts.
 
-        The counts go to the totals of the stage, the tally of the node, the faults, and the worker's recent outcomes.
-
         Args:
             items: the items that it has in hand now.
             delta: its counts since its last report.
@@ -302,7 +299,7 @@ class Heartbeats:
     def _node_lives(self, node: str, max_age_s: float = _AT_WORK_S) -> bool:
         """Return True if a node is alive, by a list of nodes that is less than ``max_age_s`` seconds old.
 
-        If Ray does not answer, the last list counts; without any list every node counts as alive.
+        If Ray does not answer, the last list counts; without any, every node counts as alive.
         """
         if self._list_living_nodes is None:
             return True
@@ -316,8 +313,8 @@ class Heartbeats:
     def _others_do_better(self, stage: str, name: str) -> bool:
         """Return True if a share of less than BETTER of the last items failed for the other workers at work.
 
-        Without others the result is False. Workers without an outcome yet count as better. With thousands of workers,
-        the outcomes may be some time old.
+        Without others the result is False. Workers without an outcome count as better. With thousands of workers, the
+        outcomes may be seconds old.
         """
         recently = self._recent_items[stage]
         now = self._clock()

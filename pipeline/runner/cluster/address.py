@@ -95,7 +95,7 @@ def _is_this_machine(host: str) -> bool:
 
 
 def check_answers(address: str) -> None:
-    """Raise RunFailed if the cluster at ``address`` does not answer three requests, or requires a token that is missing.
+    """Raise RunFailed if the cluster at ``address`` does not answer in three tries, or requires a missing token.
 
     An address of Ray Client or without a port is not checked, nor is a cluster found on this machine if this user has a
     token.
@@ -164,9 +164,8 @@ def workers_import_this() -> Iterator[JobConfig | None]:
     """Provide the job configuration with which Ray is joined so that its workers can import this package.
 
     Joining puts the current folder first on the path of the workers, where a user's ``pipeline.py`` would hide this
-    package. So the folder that contains this package is the current folder inside the context, unless the driver also
-    imports from the current folder first. If that folder is last on the driver's path (a console script), it is last on
-    the workers' path too.
+    package. So this package's parent folder is the current folder inside the context, unless the original folder is on
+    the driver's path before the last entry. If it is the last entry, it is last on the workers' path too.
 
     Yields:
         The ``job_config`` for ``ray.init()``; None for Ray's default.

@@ -123,11 +123,7 @@ def _join_or_start(say: Callable[[str], object]) -> None:
 
 
 def _make_start_options(say: Callable[[str], object]) -> dict[str, Any]:
-    """Create the folder for Ray, and return the options of ``ray.init()``: it, and one CPU if Ray would count none.
-
-    Raises:
-        OSError: the folder cannot be used.
-    """
+    """Create the folder for Ray, and return the options of ``ray.init()``: it, and one CPU if Ray would count none."""
     options: dict[str, Any] = {"_temp_dir": str(make_ray_folder())}
     if fraction := read_fraction_of_cpu():
         say(f"note: this container may use {fraction:g} CPUs, which Ray would count as none. They count as one CPU")
@@ -139,12 +135,11 @@ def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) 
     """Call ``ray.init()``, which starts Ray with ``start_options``, or joins a cluster if they are empty.
 
     It runs in its own thread, which never ends, since the kernel kills Ray's processes with the thread that started
-    them, and since on the main thread Ray would replace the handler of SIGTERM. Ray Data is imported meanwhile, stderr
-    is muted, and ``say`` gets lines during a long wait.
+    them. Ray Data is imported meanwhile, stderr is muted, and ``say`` gets lines during a long wait. Errors of both are
+    raised.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM interrupted the wait. Ray is shut down first.
-        Exception: what ``ray.init()`` or the import of Ray Data raises.
     """
     start_result, import_result = Future[None](), Future[None]()
     forks = bool(start_options) and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())
@@ -292,8 +287,8 @@ def _muted_stderr() -> Iterator[None]:
 def explain_native_exit(address: str | None) -> Iterator[None]:
     """Print an error with advice if Ray's native code ends this process inside the context, without a message.
 
-    It does so if a raylet does not answer for half a minute. A shell, which outlives this process, prints the error.
-    Without a shell nothing is printed. ``address`` is None if Ray is started here.
+    It does so if a raylet does not answer for half a minute. A shell, which outlives this process, prints the error;
+    without a shell nothing is printed.
     """
     message = f"error: {describe_startup_failure(None, address)}"
     command = ["sh", "-c", 'read -r _ || printf "%s\\n" "$0" >&2', message]
@@ -362,11 +357,7 @@ def can_have_gpus() -> bool:
 
 
 def _joins_a_cluster() -> bool:
-    """Return True if this process has joined a cluster or would join a running one.
-
-    Raises:
-        RunFailed: the address of the cluster cannot be used.
-    """
+    """Return True if this process has joined a cluster or would join one. Raise RunFailed as ``find_address`` does."""
     return ray.is_initialized() or find_address() is not None
 
 

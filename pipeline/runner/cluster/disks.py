@@ -69,8 +69,7 @@ class RayDisk(NamedTuple):
 
 
 def _find_ray_folders() -> Iterator[str]:
-    """Yield the folders that Ray writes to on this node: its session folder, and, in a worker, a separate spill folder.
-    """
+    """Yield the folders that Ray writes to on this node: of its session, and, in a worker, a separate spill folder."""
     if (node := ray._private.worker._global_node) is not None:
         yield node.get_session_dir_path()
     with suppress(OSError):  # a system without /proc: the session's folder is the usual one
@@ -82,7 +81,7 @@ class DiskSearch(NamedTuple):
     """The result of a search for full disks.
 
     Attributes:
-        full: node id -> text with host and disk, for nodes with a disk that is too full for Ray.
+        full: node id -> text with host and disk, for nodes with a disk too full for Ray.
         silent: node id -> host, for nodes that ran no process for the search.
     """
 
@@ -91,15 +90,10 @@ class DiskSearch(NamedTuple):
 
 
 def find_known_full_disks(without: Collection[str], reported: Mapping[str, str]) -> dict[str, str]:
-    """Return the living nodes, except ``without``, with a disk known to be too full to start a worker.
+    """Return the living nodes, except ``without``, with a disk known to be full: node id -> text with host and disk.
 
-    No node is asked: the driver measures the disks of its own node only (less than MIN_FREE_BYTES is too full).
-
-    Args:
-        reported: the full disks that the workers' heartbeats report, node id -> description of the disk.
-
-    Returns:
-        Node id -> text with host and disk.
+    Besides the ``reported`` disks (node id -> description), the driver measures those of its own node; less than
+    MIN_FREE_BYTES is full.
     """
     own_disk = RayDisk.describe_full()
     known = dict(reported)
@@ -121,8 +115,8 @@ def find_full_disks(
 
     Args:
         reported: the full disks that the workers' heartbeats report, node id -> description of the disk.
-        spilling_failed: True if Ray has just failed to spill objects. If no disk is full now, since Ray frees spilled
-            objects, a disk counts as full that has less room than its node's object store has bytes.
+        spilling_failed: True if Ray has just failed to spill objects. If no disk is full now, a disk counts as full
+            that has less room than its node's object store has bytes.
     """
     full = find_known_full_disks(without, reported)
     small = dict[str, str]()

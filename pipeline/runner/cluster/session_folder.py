@@ -87,10 +87,7 @@ def _make_private(folder: Path) -> None:
 
 
 def lock_session(folder: str) -> None:
-    """Lock a session's folder while this process runs, so that other commands do not delete it.
-
-    If that fails (OSError), the error is ignored; without a lock file the session is never deleted.
-    """
+    """Lock a session's folder while this process runs, so that other commands keep it. OSErrors are ignored."""
     with suppress(OSError):  # a full disk: the session is never deleted
         _locks.append(os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_CREAT, 0o600))
         fcntl.flock(_locks[-1], fcntl.LOCK_SH)

@@ -1,9 +1,9 @@
 """The fork server: a process that has imported the modules of Ray's workers, and forks a worker on request of a raylet.
 
 A worker still runs Ray's own program in its own process, but saves up to five seconds of imports. Raylets run
-``worker.py``, which requests a forked worker, and becomes Ray's own worker if the server does not answer. Ray's core
-reads the ids of the job and of the raylet from the environment when it is imported, so the server forks a process for
-each job and raylet, which imports Ray and forks the workers.
+``worker.py``, which requests a forked worker, and becomes Ray's own worker if the server does not answer. The server
+forks a process for each job and raylet, since Ray reads their ids from the environment when it is imported; that
+process imports Ray and forks the workers.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ _REQUEST_BYTES = 2**20
 
 
 class WorkerRequest(NamedTuple):
-    """A request for a forked worker: its Python executable, folder, OOM score, program with arguments, and environment.
-    """
+    """A request for a forked worker: its Python, folder, OOM score, program with arguments, and environment."""
 
     python: str
     folder: str
@@ -178,8 +177,7 @@ def start_server() -> str:
 def serve(listening: socket.socket, path: list[str]) -> None:
     """Pass each request to the process of its job and raylet, until stdin closes; also return in each forked worker.
 
-    A request from another Python, or with other variables that imports read, gets no answer: ``worker.py`` then starts
-    Ray's own worker.
+    A request from another Python, or with other variables that imports read, gets no answer.
 
     Args:
         listening: the socket on which requests arrive.
@@ -273,8 +271,7 @@ def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> No
 def leave_ray_rng_unseeded() -> Iterator[None]:
     """Keep Ray's generator of random ids unseeded inside the context, in which classes of actors may be defined.
 
-    Ray seeds the generator at the first draw, the id of a class of actors. Forks with the same state draw the same ids,
-    and two workers or drivers that put objects of the same id at once abort.
+    The id of such a class would seed it, and forks with the same state would draw the same ids.
     """
     import ray.actor  # noqa: PLC0415 - the server itself runs without Ray
 

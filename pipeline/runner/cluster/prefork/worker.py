@@ -44,8 +44,8 @@ def request_worker(socket_path: str, program: list[str]) -> bool:
 def main(arguments: list[str]) -> None:
     """Start a Ray worker: by a fork of the fork server, otherwise by Ray's own setup program.
 
-    Returns once the server has forked a worker, without waiting for its end. Otherwise Ray's program replaces this
-    process; a worker with a runtime environment of its own always starts this way.
+    Return once the server has forked a worker. Otherwise, and for a worker with a runtime environment of its own, Ray's
+    program replaces this process.
 
     Args:
         arguments: the arguments of Ray's setup program: Python's flags, then Ray's worker program and its options.
