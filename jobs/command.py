@@ -172,7 +172,6 @@ def run_command(
         find_overridden: returns the options of the file that the parsed flags replace, besides the options of the flags
             themselves.
         usual: the options that ``--help`` shows; ``--help-all`` then shows all. If empty, ``--help`` shows all.
-        interrupt_message: the message printed after Ctrl-C or SIGTERM.
         failures: the exceptions of the work that are printed in one line and lead to exit code 1.
 
     Returns:
@@ -230,7 +229,6 @@ def run_to_exit_code(
     lacks.
 
     Args:
-        work: returns an exit code or a CommandResult.
         console: for errors and the interrupt message.
         failures: exceptions of the work that are printed in one line and lead to exit code 1.
         refusals: exceptions of the work that are printed in one line and lead to exit code 2.

@@ -146,7 +146,8 @@ def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
 def _check_item(parser: Parser, arguments: argparse.Namespace) -> None:
     """End the process with a usage error if flags do not fit the presence of an ID; called only without ``--method``.
 
-    ``--failed`` and ``--watch`` exclude each other, and ``--video-root`` needs ``--html``.
+    ``--retention-ratio`` and ``--html`` need an ID, ``--failed`` and ``--watch`` exclude it and each other.
+    ``--video-root`` needs ``--html``.
     """
     for flag in ("retention_ratio", "html"):
         if getattr(arguments, flag) is not None and arguments.item is None:

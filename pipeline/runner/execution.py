@@ -209,7 +209,9 @@ class GraphExecution(Generic[T]):
             self._growth.look(display.progress, speed, today)
 
     def _look_at_disks(self, report: WorkerReport) -> None:
-        """Log full disks, once until there are none, after nothing has moved for SHRUNK_S seconds. Search errors are ignored.
+        """Log full disks, once until there are none, after nothing has moved for SHRUNK_S seconds.
+
+        Errors of the search are ignored.
 
         Raises:
             DiskFull: nothing has moved for _FULL_S seconds, no worker has an item in hand, and the other nodes can run

@@ -233,8 +233,7 @@ class WorkerLogs:
     def _write(self, n_crashed: int) -> None:
         """Append the first ``n_crashed`` waiting crashes to the log text, save the whole text, and dequeue them.
 
-        Once the text has _MAX_LOG_CHARS characters, further crashes are dropped without an entry. An OSError of the
-        store is ignored.
+        Once the text has _MAX_LOG_CHARS characters, further crashes are dropped without an entry. OSErrors are ignored.
         """
         nodes: dict[str, Mapping[str, Any]] = {}
         with suppress(Exception):  # a cluster that does not answer

@@ -308,7 +308,7 @@ class Reporter:
 
 
 def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
-    """Return a plain Reporter for a ``Listening`` console, a bar on a terminal, or else a printer of lines."""
+    """Return a plain Reporter for a ``Listening`` console, a bar on a terminal, or otherwise a LineReporter."""
     if isinstance(console, Listening):
         return Reporter(total, words, console.tell)
     if console.is_terminal:

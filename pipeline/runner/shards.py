@@ -51,7 +51,6 @@ class RunGraph:
     """A Ray Data graph that is ready to run, and the way in which its output is written.
 
     Attributes:
-        dataset: the graph, which runs once it is iterated.
         items_per_shard: the number of items that completes a shard.
         start_writers: starts the actors whose ``write`` turns blocks into a shard and returns the rows to commit; None
             if the blocks themselves hold the rows.

@@ -102,7 +102,10 @@ class Plan(ABC):
         """A description of the workers that the plan starts, for the user."""
 
     def min_items_to_start(self, stage: str, more_expected: bool) -> int:
-        """Return the number of waiting items at which an idle ``stage`` counts as stalled, by default 1."""
+        """Return the number of waiting items at which an idle ``stage`` counts as stalled, by default 1.
+
+        ``more_expected`` says that the stage before will pass on more.
+        """
         return 1
 
     @property

@@ -114,7 +114,7 @@ def find_full_disks(
     (``find_known_full_disks``) are not asked.
 
     Args:
-        reported: the full disks that the workers' heartbeats report, node id -> description of the disk.
+        reported: known full disks, node id -> description.
         spilling_failed: True if Ray has just failed to spill objects. If no disk is full now, a disk counts as full
             that has less room than its node's object store has bytes.
     """

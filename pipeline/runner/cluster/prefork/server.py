@@ -180,7 +180,6 @@ def serve(listening: socket.socket, path: list[str]) -> None:
     A request from another Python, or with other variables that imports read, gets no answer.
 
     Args:
-        listening: the socket on which requests arrive.
         path: the driver's ``sys.path``, so that the same packages are imported.
     """
     server_path = sys.path[1:]
