@@ -96,6 +96,9 @@ def _list_fields(config: type) -> list[Field[Any]]:
 def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, item_name: str) -> argparse.Action:
     """Add the flag or positional argument of one field to an argument group, and return its action.
 
+    A bool gets ``--x`` and ``--no-x``, or only its own flag if it begins with ``no_``. A list is extended by each use
+    of its flag. Positional arguments and required options may be absent for argparse, since a file may give them.
+
     Args:
         hint: the field's type.
         item_name: the noun that completes "{item}" in the help text.

@@ -47,7 +47,10 @@ def print_document(record: Mapping[str, object] | Sequence[object], stdout: Text
     """Print ``record`` as strict JSON in ASCII; a number that is not finite becomes null.
 
     Dataclasses become objects, and values of other types than JSON's become text. ``stdout`` is the file that
-    ``stdout_as_stderr`` yields, or None. An OSError is raised as by ``print_lines``.
+    ``stdout_as_stderr`` yields, or None.
+
+    Raises:
+        OSError: the output cannot be written, unless its reader has closed the pipe.
     """
     print_lines([json.dumps(_to_json_types(record), indent=2, allow_nan=False)], stdout)
 

@@ -86,7 +86,7 @@ class Load:
         """Return the share of time in which each stage's workers had items in hand, 0 to 1, over the reports in memory.
 
         A stage whose workers were not ready in this time is left out. A stage without news since the last report counts
-        as not busy (0), because busy workers report each second.
+        as not busy (0).
         """
         first, last = self._reports[0], self._reports[-1]
         before = self._reports[-2] if len(self._reports) > 1 else first
@@ -145,7 +145,7 @@ class OneLine:
     def __call__(self, progress: Progress) -> None:
         """Write a note or the progress to stderr, over the previous progress line.
 
-        A note, and the progress of a complete run, end with a newline. The note about the configuration is not written.
+        A note, and the progress of a complete run, end with a newline. The note about the configuration is dropped.
         """
         if progress.note.startswith("configuration: "):
             return  # the cell above shows the options

@@ -37,7 +37,6 @@ class Shard(NamedTuple):
 
     Attributes:
         number: the largest number of these shards.
-        rows: the rows to commit.
         n_taken: the number of items in their batches, an upper bound of the number of rows.
     """
 

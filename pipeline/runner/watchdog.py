@@ -105,7 +105,7 @@ class Watchdog:
 
         Raises:
             ClusterChanged: nothing has moved for SHRUNK_S, but less than ``timeout_s``; all workers fitted the cluster
-                when the graph started, they do not fit now, and the remaining nodes can still run every stage.
+                when the graph started and do not now, and the remaining nodes can still run every stage.
             RunFailed: nothing has moved for ``timeout_s``; the message names the stalled stage and a remedy.
         """
         still_s = self.still_s

@@ -131,7 +131,7 @@ class Heartbeat:
     def find_crashes(self, item: str) -> list[Crash]:
         """Return the crashes of this stage's processes with ``item`` in hand; [] if the actor does not answer.
 
-        Call it with the item in hand, so that a crash of this process would count, too. Without earlier crashes of this
+        Call it with the item in hand, so that a crash of this process would count. Without earlier crashes of this
         worker the result is [].
         """
         return (self._ask("find_crashes", self._stage, item) or []) if self.has_crashed_before else []
@@ -272,9 +272,9 @@ class Heartbeat:
 
 
 def exit_after_gpu_fault(item: str, error: Exception) -> None:
-    """End this process as ``give_up_process`` does if ``error`` has broken its CUDA context; otherwise return.
+    """End this process with code 70 (``give_up_process``) if ``error`` has broken its CUDA context; otherwise return.
 
-    A small operation on the GPU decides. Without a CUDA context in this process, the text of the error decides. An
+    A small operation on the GPU decides, or without a CUDA context in this process the text of the error. An
     out-of-memory error always returns.
     """
     if is_out_of_memory(error):
@@ -287,10 +287,7 @@ def exit_after_gpu_fault(item: str, error: Exception) -> None:
 
 
 def give_up_process(item: str, error: Exception) -> NoReturn:
-    """Print the error, report it to the heartbeats, and end this process at once with exit code 70.
-
-    Ray starts another process, which asks for the crashes with ``item`` (a video or question) in hand.
-    """
+    """Print the error of ``item``, report it to the heartbeats, and end this process at once with exit code 70."""
     print(f"{item}: {error}", file=sys.stderr, flush=True)
     if Heartbeat.of_process is not None:
         Heartbeat.of_process.end(str(error))

@@ -201,7 +201,7 @@ def is_worth_showing(record: logging.LogRecord) -> bool:
 
 
 def _shut_down() -> None:
-    """Shut Ray down; it runs before Ray's own exit handler, which waits half a second to flush output."""
+    """Shut Ray down before Ray's own exit handler runs, which waits half a second to flush output."""
     ray.shutdown()
 
 
@@ -357,7 +357,11 @@ def can_have_gpus() -> bool:
 
 
 def _joins_a_cluster() -> bool:
-    """Return True if this process has joined a cluster or would join one. Raise RunFailed as ``find_address`` does."""
+    """Return True if this process has joined a cluster or would join a running one.
+
+    Raises:
+        RunFailed: the address of the cluster cannot be used.
+    """
     return ray.is_initialized() or find_address() is not None
 
 
