@@ -58,7 +58,7 @@ class LogConsole(CleanConsole):
         self.soft_wrap = not self.is_terminal
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print objects as a Rich console does, in a log with the time in front."""
+        """Print objects, in a log with the time in front."""
         if not self.is_terminal:
             objects = (time.strftime("%Y-%m-%d %H:%M:%S"), *objects)
         super().print(*objects, **options)

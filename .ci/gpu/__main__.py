@@ -1,7 +1,7 @@
 """Measure this clone on a GPU, or rehearse every measurement on a CPU: python .ci/gpu FOLDER [--rehearse].
 
-Measurements run in order of value until the deadline. Each runs in its own process with a time limit. FOLDER gets a
-line per figure in report.txt, and other output of each measurement in NAME.log. Nothing is downloaded.
+Measurements run in order of value until the deadline, each in its own process with a time limit. FOLDER gets a line per
+figure in report.txt, and other output of each measurement in NAME.log.
 """
 
 from __future__ import annotations

@@ -137,9 +137,6 @@ def run_prune(bench: Bench, manifest: str, model: object, *flags: object) -> tup
 
     Returns:
         The command's JSON document and the path of the cache.
-
-    Raises:
-        RuntimeError: the command fails.
     """
     videos = bench.wait_for("clips") / manifest
     out = bench.work / f"cache-{bench.name}"

@@ -24,7 +24,6 @@ class RayDisk(NamedTuple):
     """A disk to which Ray writes on one node. As text: its folder and how full it is.
 
     Attributes:
-        folder: Ray's folder on this disk.
         limit: the used share above which Ray spills no more objects, and fails.
     """
 
