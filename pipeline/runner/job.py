@@ -126,7 +126,7 @@ def convert_store_errors(say: Say) -> Iterator[None]:
 
 
 def print_options(options: RunOptions, console: Console) -> None:
-    """Print one line with the options that differ from their defaults, or "all defaults"."""
+    """Print the options that differ from their defaults in one line, or "all defaults"."""
     changed_options = " ".join(f"{name}={value}" for name, value in options.changed_values().items())
     line = f"configuration: {changed_options or 'all defaults'}"
     console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)

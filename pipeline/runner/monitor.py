@@ -52,7 +52,7 @@ class Monitor:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Record in the metric "runs_ended" how the run ended, and close the crash log, which may take seconds.
 
-        The metric is not recorded if the head was lost or the monitor was not started.
+        The metric is not recorded if the head was lost or the monitor never started.
         """
         if self._is_started and not isinstance(error, HeadLost):
             self.metrics.count("runs_ended", 1, status=name_ending(kind))

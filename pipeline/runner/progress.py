@@ -340,7 +340,7 @@ class BarReporter(Reporter):
         self._bar.update(self._task, completed=self.progress.done, total=self.progress.total)
 
     def __str__(self) -> str:
-        """Return the text behind the bar: the failed items, the results of the early stages, and the load."""
+        """Return the text behind the bar: the failed items, the results of early stages, and the load."""
         progress = self.current
         return ", ".join(
             filter(None, (f"{progress.failed} failed{format_stage_counts(progress.ahead)}", progress.load))

@@ -67,11 +67,11 @@ class ItemsInHand:
 class Heartbeat:
     """The reporter of one worker to the heartbeats actor, pickled to the worker. Without an actor it does nothing.
 
-    It reports when the worker takes items, when it has none left, and once a second in between (less often among
-    thousands of workers). A worker may have several items in hand, also in several threads.
+    It reports when the worker takes items, when it has none left, and once a second in between (less often among over
+    2000 workers). A worker may have several items in hand, also in several threads.
 
     Args:
-        suspects: whether an item may kill the process. Items are then reported before the work on them starts.
+        suspects: whether an item may kill the process. Items are then reported before the work on them.
 
     Attributes:
         of_process: the heartbeat of this process; None until an actor's heartbeat has started.

@@ -384,7 +384,7 @@ class Heartbeats:
         return self._crashes.get((stage, item), [])
 
     def every_s(self) -> float:
-        """Return the seconds between a worker's reports: REPORT_S, or more with thousands of workers."""
+        """Return the seconds between a worker's reports: REPORT_S, or more with over 2000 workers."""
         return max(REPORT_S, sum(map(len, self._processes.values())) / REPORTS_PER_S)
 
     def fail(self, why: str) -> None:
