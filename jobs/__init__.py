@@ -1,7 +1,7 @@
 """Commands: ``gstep-cache <name>`` or ``python -m jobs.<name>``, locally or through ``ray job submit``.
 
-Importing this package ends the process with code 2 and a remedy on stderr if Python is older than 3.11, a required
-package is not installed, or another package hides ``gstep`` or ``pipeline``.
+Importing this package ends the process with code 2 and a remedy if Python is older than 3.11, a required package is not
+installed, or another package hides ``gstep`` or ``pipeline``.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names with the other words; return its exit code.
 
     Only the module of that command is imported. Without a word, the help is printed and 0 is returned; an unknown
-    command ends the process with code 2. The current folder is appended to ``sys.path``, so that user methods can be
-    imported.
+    command ends the process with code 2. The current folder is appended to ``sys.path``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     # A console script has its own folder first on the path; ``module:Class`` may be a file in the current folder.

@@ -58,7 +58,7 @@ class LogConsole(CleanConsole):
         self.soft_wrap = not self.is_terminal
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print objects as a Rich console does, in a log with the time in front."""
+        """Print objects, in a log with the time in front."""
         if not self.is_terminal:
             objects = (time.strftime("%Y-%m-%d %H:%M:%S"), *objects)
         super().print(*objects, **options)
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Create the parser with the arguments of ArgumentParser. Description and epilog keep their line breaks."""
+        """Create an ArgumentParser whose description and epilog keep their line breaks."""
         super().__init__(*arguments, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
         self._json = False
         self.usual: frozenset[str] | None = None
@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
-        """Format the help of the ``usual`` options, at most 118 columns wide, or of all options if it is None."""
+        """Format the help of the ``usual`` options, 118 columns wide, or of all options if ``usual`` is None."""
         if self.usual is None:
             return super().format_help()
         formatter = argparse.RawDescriptionHelpFormatter(self.prog, width=_SHORT_WIDTH)
@@ -134,7 +134,7 @@ class _HelpAll(argparse.Action):
 
 
 class _Version(argparse.Action):
-    """The action of ``--version``, which prints one line per package, without importing it, and exits with code 0."""
+    """The action of ``--version``."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **options)
@@ -165,19 +165,18 @@ def run_command(
 
     Adds the flags of ``config``, ``--json`` and ``--config`` to the parser. A flag overrides the file; a repeatable
     flag adds to the file's list. Sets environment variables of Ray, unless they are set already. A usage error found by
-    the parser ends the process with code 2. :func:`run_to_exit_code` prints the result and handles signals.
+    the parser ends the process with code 2.
 
     Args:
         work: gets the configuration and a console for messages on stderr.
-        argv: None for the arguments of the process.
         find_overridden: returns the options of the file that the parsed flags replace, besides the options of the flags
             themselves.
         usual: the options that ``--help`` shows; ``--help-all`` then shows all. If empty, ``--help`` shows all.
-        interrupt_message: the message printed after Ctrl-C or SIGTERM.
         failures: the exceptions of the work that are printed in one line and lead to exit code 1.
 
     Returns:
-        The exit code of the work; 1 after ``failures``, 2 after a UsageError, and 130 after an interrupt.
+        The exit code of the work; 1 after ``failures`` or if the output cannot be written, 2 after a UsageError, and
+        130 after an interrupt, unless the work still ended with 0.
     """
     if usual:
         parser.add_help_all(usual)
@@ -211,11 +210,7 @@ def run_command(
 
 
 def overridden_sampling(flags: argparse.Namespace) -> set[str]:
-    """Return the sampling options of the config file that a flag replaces.
-
-    A fixed number of frames and a frame rate exclude each other, so ``--num-frames`` replaces a rate from the file, and
-    ``--fps`` replaces a number.
-    """
+    """Return the sampling options of the config file that ``--num-frames`` or ``--fps`` excludes."""
     return {"fps", "max_frames"} if flags.num_frames else {"num_frames", "frame_rule"} if flags.fps else set()
 
 
@@ -234,7 +229,6 @@ def run_to_exit_code(
     lacks.
 
     Args:
-        work: returns an exit code or a CommandResult.
         console: for errors and the interrupt message.
         failures: exceptions of the work that are printed in one line and lead to exit code 1.
         refusals: exceptions of the work that are printed in one line and lead to exit code 2.
@@ -288,8 +282,8 @@ def _finish(
     Exceptions of ``failures``, with their notes, and of ``refusals``, without, are printed; all others pass.
 
     Returns:
-        The result, with "exit_code" in its record unless that is a list. After ``failures`` (exit code 1) and
-        ``refusals`` (exit code 2), and if the output cannot be written (exit code 1), the record is that of the error.
+        The result, with "exit_code" in its record unless that is a list; the record of an error after ``failures``
+        (exit code 1), ``refusals`` (2), or if the output cannot be written (1).
     """
     try:
         result = work()
@@ -321,7 +315,7 @@ def _finish(
 
 
 def _print_error(console: Console, text: str) -> None:
-    """Print a line in red without wrapping or markup, in a log with the time in front."""
+    """Print a line in red without wrapping or markup."""
     console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -337,11 +331,9 @@ def import_libraries(console: Console) -> Iterator[None]:
 
 
 def throttle(say: Callable[[str], object], every_s: float, last: float = -math.inf) -> Callable[[str], None]:
-    """Wrap a function that prints progress so that it drops a line that comes too early after the last printed line.
+    """Wrap a function that prints progress so that it drops lines less than ``every_s`` after the last printed line.
 
     Args:
-        say: prints a line.
-        every_s: the minimum number of seconds between two printed lines.
         last: the time of the last line by ``time.monotonic``; by default the first line is printed.
     """
 
@@ -355,12 +347,7 @@ def throttle(say: Callable[[str], object], every_s: float, last: float = -math.i
 
 
 def count(text: str) -> int:
-    """Parse an integer of at least 1, as the type of a flag.
-
-    Raises:
-        ValueError: the text is not an integer.
-        argparse.ArgumentTypeError: the integer is below 1.
-    """
+    """Parse an integer of at least 1, as the type of a flag; else raise ValueError or ArgumentTypeError."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
@@ -368,12 +355,7 @@ def count(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """Parse a number in (0, 1] or a percentage, as the type of a flag.
-
-    Raises:
-        argparse.ArgumentTypeError: the number is out of range.
-        ValueError: the text is not a number.
-    """
+    """Parse a number in (0, 1] or a percentage, as the type of a flag; else raise ValueError or ArgumentTypeError."""
     value = share_or_percent(text)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}{likely_share(value)}")
@@ -395,16 +377,15 @@ def file_in_folder(text: str) -> Path:
 
 
 def _wide_console() -> Console:
-    """Create a console for tables: as wide as the terminal, or 200 columns for a file or a pipe."""
+    """Create a console for tables, as wide as the terminal, or 200 columns without one."""
     console = CleanConsole()
     return console if console.is_terminal else CleanConsole(width=200)
 
 
 class _Interruption:
-    """A signal handler that prints a message at once and raises KeyboardInterrupt.
+    """A signal handler that prints a message at once, since SIGKILL may follow, and raises KeyboardInterrupt.
 
-    The message comes first because SIGKILL may follow within seconds. A second signal ends the process at once. A time
-    limit ends it too, because a request may hang in a thread and a library may swallow the exception.
+    A second signal or a time limit ends the process, since the work may hang or swallow the exception.
     """
 
     def __init__(self, say: Callable[[str], object], text: str) -> None:
@@ -438,10 +419,9 @@ class _Interruption:
         raise KeyboardInterrupt
 
     def end(self, exit_code: int) -> None:
-        """Flush stdout and record the finished command's exit code, with which a later signal ends the process.
+        """Flush stdout, ignoring errors, and record the exit code with which a later signal ends the process.
 
-        An error of a closed stdout is ignored. Does nothing in a process that is not a command's own, such as a test or
-        a program that calls ``main``.
+        Does nothing in a process that is not a command's own, such as a test or a program that calls ``main``.
         """
         spec = sys.modules["__main__"].__spec__
         if (spec and spec.name.startswith("jobs.")) or Path(sys.argv[0]).name == "gstep-cache":
@@ -456,15 +436,12 @@ class _Interruption:
             self._is_printed = True
 
     def say_notes(self, error: BaseException) -> None:
-        """Print the notes of an exception, which report the last writes of a run."""
+        """Print the notes of an exception."""
         for note in getattr(error, "__notes__", ()):
             self._say(note)
 
     def _end_in_time(self) -> None:
-        """End the process if the work, or Python's wait for threads at exit, takes too long after the signal.
-
-        Runs in a thread. The work has 25 s; after the work, threads have 3 s.
-        """
+        """End the process if the work takes over 25 s after the signal, or threads then over 3 s. Runs in a thread."""
         while self.working and time.monotonic() - self._first < _MAX_STOP_S:
             time.sleep(_LOOK_S)
         time.sleep(0 if self.working else _MAX_EXIT_S)

@@ -54,7 +54,6 @@ def _compact(config: CompactConfig, console: Console) -> CommandResult:
         UsageError: a folder of the cache is a symbolic link, there is no cache (NotACache), or with ``--tokens`` a run
             writes to it (CacheLocked).
         CorruptShard: a file of the cache is damaged.
-        OSError: the store fails.
     """
     from pipeline.cache.header import fingerprint, read_header  # noqa: PLC0415
     from pipeline.cache.live import Ledger  # noqa: PLC0415

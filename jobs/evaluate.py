@@ -36,13 +36,13 @@ USUAL = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with ``argv``, or the process's arguments if it is None, and return the exit code."""
+    """Run the command and return the exit code."""
     parser = Parser("python -m jobs.evaluate", description=__doc__, epilog=EPILOG + EXIT_CODES.format(item="question"))
     return run_command(parser, EvaluateConfig, _evaluate, argv, overridden_sampling, USUAL)
 
 
 def _evaluate(config: EvaluateConfig, console: Console) -> CommandResult:
-    """Do what the options ask for, and return what to print: list tasks, lay out tables, or run an evaluation."""
+    """List tasks, lay out the tables of ``--results``, or run an evaluation; return what to print."""
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
     if config.benchmark == LIST:
         return _list_tasks(console)
@@ -56,7 +56,7 @@ def _evaluate(config: EvaluateConfig, console: Console) -> CommandResult:
 
 
 def _list_tasks(console: Console) -> CommandResult:
-    """Return the list of lmms-eval's video tasks, and whether each can be run here; a child process imports lmms-eval.
+    """List lmms-eval's video tasks, and whether each can be run here; a child process imports lmms-eval.
 
     Raises:
         UsageError: lmms-eval is not installed.

@@ -50,7 +50,7 @@ _ENCODING_FLAGS = ENCODING_OPTIONS - set(S3Options.__dataclass_fields__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Show a cache or answers, one item, the failed items or the run under way, or write a video's page.
 
-    With ``--method``, the tokens that methods keep of one video are compared. Returns the exit code.
+    With ``--method``, compare the tokens that methods keep of one video. Return the exit code.
     """
     parser = Parser("python -m jobs.inspect", description=__doc__, epilog=EPILOG)
     parser.add_argument(
@@ -146,8 +146,8 @@ def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
 def _check_item(parser: Parser, arguments: argparse.Namespace) -> None:
     """End the process with a usage error if flags do not fit the presence of an ID; called only without ``--method``.
 
-    ``--retention-ratio`` and ``--html`` need an ID, ``--failed`` and ``--watch`` exclude it. ``--video-root`` needs
-    ``--html``, and ``--failed`` excludes ``--watch``.
+    ``--retention-ratio`` and ``--html`` need an ID, ``--failed`` and ``--watch`` exclude it and each other.
+    ``--video-root`` needs ``--html``.
     """
     for flag in ("retention_ratio", "html"):
         if getattr(arguments, flag) is not None and arguments.item is None:
@@ -168,7 +168,6 @@ def _inspect(arguments: argparse.Namespace) -> CommandResult:
         NotACache: it is neither; the message has a hint if it holds results of jobs.evaluate.
         ValueError: a flag does not apply to answers.
         CorruptShard: a file is damaged.
-        OSError: the store fails.
     """
     from pipeline.cache.header import HEADER  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
@@ -194,10 +193,8 @@ def _inspect(arguments: argparse.Namespace) -> CommandResult:
 def _compare(arguments: argparse.Namespace) -> CommandResult:
     """Show which tokens of a video several methods keep, and write their page with ``--html``.
 
-    Whether the page can be written is checked before the video is encoded.
-
     Raises:
-        UsageError: an option or method cannot be used, or the page cannot be written.
+        UsageError: an option or method cannot be used, or the page cannot be written, which is checked first.
         VideoFault: the video cannot be read or pruned; UnknownVideo if the cache has no tokens of it.
         MethodFails: a user method fails for every video.
     """
@@ -299,10 +296,7 @@ def _show_run(cache: TokenCache, arguments: argparse.Namespace) -> CommandResult
 
 
 def _show_failures(failures: Failures, record: JsonObject, arguments: argparse.Namespace) -> CommandResult:
-    """Print a line per failed item unless ``--json`` is set, and return ``record`` with their number and the items.
-
-    The exit code is always 0.
-    """
+    """Print a line per failed item unless ``--json`` is set, and return ``record`` with their number and the items."""
     from pipeline.inspect.report import failed_lines  # noqa: PLC0415
 
     if not arguments.json:

@@ -57,9 +57,8 @@ def _merge(config: MergeConfig, console: Console) -> CommandResult:
     """Merge the caches, print the result, and return its record.
 
     Raises:
-        UsageError: the caches cannot be merged (NotACache, IdentityMismatch, CacheLocked).
+        UsageError: the caches cannot be merged (such as NotACache, IdentityMismatch, CacheLocked).
         CorruptShard: a file is damaged.
-        OSError: a store fails.
     """
     from pipeline.rewrite.merge import merge_caches  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.storage.stores import store_at  # noqa: PLC0415

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _prune(config: PruneConfig, console: Console) -> CommandResult:
     """Run the pruning that ``config`` describes, or forecast it; return the exit code, the record and what to print.
 
-    The exit code of a run depends on how many videos failed, and on how many of them for infrastructure reasons.
+    The exit code depends on how many videos failed, and on how many of them for infrastructure reasons.
 
     Raises:
         UsageError: an input is not a list of videos, or the run is refused.

@@ -56,7 +56,6 @@ def _recode(config: RecodeConfig, console: Console) -> CommandResult:
         UsageError: the source does not store bfloat16, or ``--out`` cannot be used.
         RunFailed: another cache was begun at ``--out`` meanwhile.
         CorruptShard: the source is damaged.
-        OSError: a store fails.
     """
     from pipeline.rewrite.recode import recoding  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 

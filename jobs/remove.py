@@ -75,7 +75,6 @@ def _remove(config: RemoveConfig, console: Console) -> CommandResult:
         UsageError: the ids cannot be read, there is no cache (NotACache), scores are damaged, or a run writes there
             (CacheLocked).
         CorruptShard: a file is damaged.
-        OSError: a store fails.
     """
     # Arrow loads after the flags are checked.
     from pipeline.cache.header import HEADER  # noqa: PLC0415

@@ -61,11 +61,7 @@ class RepruneConfig(RewriteOptions):
         self.pruner_params()
 
     def pruner_params(self) -> dict[str, str]:
-        """Return the texts of ``--pruner-param`` by name.
-
-        Raises:
-            UsageError: an entry is not NAME=VALUE.
-        """
+        """Return the texts of ``--pruner-param`` by name; raise UsageError if an entry is not NAME=VALUE."""
         return named_values(self.pruner_param, "--pruner-param")
 
 
@@ -82,7 +78,6 @@ def _reprune(config: RepruneConfig, console: Console) -> CommandResult:
         UsageError: the source does not have all tokens in bfloat16, or the method or ``--out`` cannot be used.
         RunFailed: another cache was begun at ``--out`` meanwhile, or a user method fails for every video.
         CorruptShard: the source is damaged.
-        OSError: a store fails.
     """
     from pipeline.rewrite.reprune import repruning  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 

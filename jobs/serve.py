@@ -64,6 +64,7 @@ def _serve(config: ServeConfig | LiveConfig, console: Console) -> int:
 
     Raises:
         UsageError: the port is in use, or an option, the cache or the model cannot be used.
+        CorruptShard: a file of the cache's table is damaged.
     """
     if not config.print_command:
         check_port(config.host, config.port)

@@ -82,7 +82,6 @@ def _make(arguments: argparse.Namespace, console: Console) -> CommandResult:
 
     Raises:
         UsageError: the folder has other files, or a testbed of another recipe.
-        OSError: a file cannot be written.
     """
     from pipeline.evaluate.shapes.layout import CorpusRecipe, read_mp4, write_benchmark, write_picture  # noqa: PLC0415 - not needed for --help
 

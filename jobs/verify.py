@@ -87,16 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(config: VerifyConfig, console: Console) -> CommandResult:
-    """Run the verification; return the exit code, the record and the lines of its report.
-
-    The exit code is 1 if problems remain.
+    """Run the verification; return the exit code (1 if problems remain), the record and the lines of its report.
 
     Raises:
         UsageError: there is no cache (NotACache), a run writes to it (CacheLocked), or ``--live`` cannot encode its
             videos.
         RunFailed: a repair would leave no video.
         CorruptShard: bytes changed during a repair.
-        OSError: the store fails as a whole.
     """
     from pipeline.storage.stores import store_at  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.verify.verify import VerifyRequest, verify  # noqa: PLC0415

@@ -1,8 +1,7 @@
 """Measure this clone on a GPU, or rehearse every measurement on a CPU: python .ci/gpu FOLDER [--rehearse].
 
-Measurements run in order of value until the deadline. Each runs in its own process with a time limit; if one fails, the
-others still run. FOLDER gets a line per figure in report.txt, and other output of each measurement in NAME.log. Nothing
-is downloaded: models and clips are created here.
+Measurements run in order of value until the deadline, each in its own process with a time limit. FOLDER gets a line per
+figure in report.txt, and other output of each measurement in NAME.log.
 """
 
 from __future__ import annotations
@@ -96,10 +95,11 @@ def main() -> int:
 def run_all(bench: Bench, waiting: list[str], deadline: float) -> bool:
     """Run the measurements in the order of ``waiting``, which is emptied, and report the state of each.
 
-    If the inputs fail, no further measurement starts. Running measurements are killed on return.
+    If one fails or exceeds its time limit, the others still run, unless it was the inputs. Running measurements are
+    killed on return.
 
     Args:
-        deadline: the time after which none starts, by time.monotonic().
+        deadline: with less than MIN_LEFT_S left until this time (time.monotonic()), none starts.
 
     Returns:
         True if all measurements were started and succeeded.
@@ -133,11 +133,7 @@ def run_all(bench: Bench, waiting: list[str], deadline: float) -> bool:
 
 
 def may_start(name: str, running: set[str], rehearse: bool) -> bool:
-    """Return True if a measurement may start: timed ones run alone, checks and rehearsals up to three in parallel.
-
-    Args:
-        running: the running measurements, without the creation of inputs.
-    """
+    """Return True if a measurement may start: timed ones run alone, checks and rehearsals up to three at a time."""
     return len(running) < (MAX_PARALLEL if rehearse or {name, *running} <= CHECKS else 1)
 
 

@@ -19,15 +19,11 @@ class Bench:
     Attributes:
         work: a folder for models, clips and caches.
         rehearse: True to run on a CPU at toy sizes.
-        name: the measurement that runs in this process; "" in the main process.
+        name: the measurement of this process; "" in the main process.
     """
 
     def __init__(self, folder: Path, work: Path, rehearse: bool) -> None:
-        """Choose the sizes.
-
-        Args:
-            folder: the folder for the report and the logs.
-        """
+        """Choose the sizes; ``folder`` is for the report and the logs."""
         self.work = work
         self.rehearse = rehearse
         self.name = ""
@@ -50,7 +46,7 @@ class Bench:
         return self._folder / f"{name}.log"
 
     def read_last_line(self, name: str) -> str:
-        """Return up to 200 characters of the last line of a measurement's log, where its error is, or "no output"."""
+        """Return up to 200 characters of the last line of a measurement's log, or "no output"."""
         return (self._log(name).read_text(errors="replace").strip().splitlines() or ["no output"])[-1][:200]
 
     def say(self, label: str, value: object, unit: str = "") -> None:
@@ -62,14 +58,14 @@ class Bench:
             print(line, file=report)
 
     def wait_for(self, name: str) -> Path:
-        """Wait until an input exists in the folder ``work``, and return its path; there is no timeout."""
+        """Wait without a timeout until an input exists in the folder ``work``, and return its path."""
         while not (self.work / name).exists():
             time.sleep(0.1)
         return self.work / name
 
 
 def run_command(main: Callable[[Sequence[str]], int], *argv: object) -> dict[str, Any]:
-    """Run a command of this package in this process with ``--json``, and return the JSON document that it prints.
+    """Run a command of this package in this process with ``--json``, and return its JSON document.
 
     Raises:
         RuntimeError: its exit code is not 0.

@@ -23,11 +23,9 @@ TINY_HEAD = 32
 
 @dataclass(frozen=True)
 class RealSizes:
-    """The settings that give a tiny model its published size.
+    """The settings that give the tiny model ``tiny`` its published size.
 
     Attributes:
-        tiny: the name of the tiny model with the same layout.
-        vision: settings of the vision tower.
         hidden: the language model's hidden size; its layers stay tiny otherwise.
         pixels: settings of the video processor.
     """

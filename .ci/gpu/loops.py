@@ -1,7 +1,4 @@
-"""What a user would write instead of ``jobs.prune``: a DataLoader loop, and a plain Ray Data script.
-
-PyAV decodes, transformers' own video processor and vision tower encode, and the paper's loop selects.
-"""
+"""What a user would write instead of ``jobs.prune``: a DataLoader loop, and a plain Ray Data script."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def measure_machine(bench: Bench) -> None:
 
 
 def load_encoder(bench: Bench, model: str, **settings: Any) -> tuple[VideoEncoder, VideoRecord, torch.Tensor]:
-    """Wait for a model to be written and load its encoder.
+    """Wait for a model to be written, and load its encoder.
 
     Returns:
         The encoder, and the record and frames [T,h,w,3] uint8 of a smooth random video.
@@ -99,10 +99,7 @@ def load_encoder(bench: Bench, model: str, **settings: Any) -> tuple[VideoEncode
 
 
 def measure_tower(bench: Bench, model: str) -> None:
-    """Time a model's encoder as a run uses it, list its five longest kernels, and compare its tokens with a CPU's.
-
-    Reports the times of encoding and pruning, TFLOP/s, the time per video with three threads, and the least cosine.
-    """
+    """Time a model's encoder as a run uses it, list its five longest kernels, and compare its tokens with a CPU's."""
     encoder, record, frames = load_encoder(bench, model)
     backbone = encoder.backbone
     on_device = frames.to(bench.device)
@@ -140,9 +137,6 @@ def run_prune(bench: Bench, manifest: str, model: object, *flags: object) -> tup
 
     Returns:
         The command's JSON document and the path of the cache.
-
-    Raises:
-        RuntimeError: the command fails.
     """
     videos = bench.wait_for("clips") / manifest
     out = bench.work / f"cache-{bench.name}"
@@ -153,10 +147,7 @@ def run_prune(bench: Bench, manifest: str, model: object, *flags: object) -> tup
 
 
 def measure_job(bench: Bench) -> None:
-    """Run ``jobs.prune`` on many clips, for comparison with ``loop`` and ``ray``.
-
-    Reports videos per second with and without the start, the encoder's load, and the time per video and stage.
-    """
+    """Run ``jobs.prune`` on many clips, for comparison with ``loop`` and ``ray``, and report speeds and stage times."""
     sizes = ("--num-frames", bench.frames, "--videos-per-shard", min(8, bench.clips // 2))
     document, cache = run_prune(bench, "many.jsonl", bench.wait_for("llava"), *sizes)
     bench.say("speed, start included", document["n_ok"] / document["wall_s"], "videos/s")
@@ -189,10 +180,7 @@ def measure_loop(bench: Bench, run: Callable[..., None], n_videos: int) -> None:
 
 
 def measure_answers(bench: Bench) -> None:
-    """Measure the paper's Table 3 with ``jobs.benchmark efficiency``, for a language model of published size.
-
-    Reports times and memory of each method and ratio, online and cached.
-    """
+    """Measure the paper's Table 3 with ``jobs.benchmark efficiency``, for a language model of published size."""
     fixed = ("efficiency", "--model", bench.wait_for("table3"), "--videos", bench.wait_for("clips") / "000.mp4")
     flags = ("--random-weights", "--num-frames", bench.frames, "--device", bench.device)
     sizes = "fastv --retention-ratio 0.25 0.15 --max-new-tokens 32 --repeats 3"
@@ -209,10 +197,7 @@ def measure_answers(bench: Bench) -> None:
 
 
 def measure_generic(bench: Bench, models: tuple[str, ...]) -> None:
-    """Compare a family's own code with the family generic on one clip, as ``jobs.benchmark generic`` does.
-
-    Reports the time of each step for each model, and whether the tokens are the same.
-    """
+    """Compare a family's own code with the family generic on one clip, as ``jobs.benchmark generic`` does."""
     clip = bench.wait_for("clips") / "000.mp4"
     runtime = choose_runtime(bench.device)
     for model, folder in ((model, bench.wait_for(model)) for model in models):
@@ -262,7 +247,7 @@ def fill_memory(bench: Bench) -> None:
     In a rehearsal, an error stands in for the lack of memory.
 
     Raises:
-        RuntimeError: passes were not split.
+        RuntimeError: a video's pass, or a pass of four videos, was not split.
     """
     encoder, record, frames = load_encoder(bench, "llava", batch_frames=4 * bench.frames)
     backbone = encoder.backbone

@@ -1,14 +1,7 @@
 """Flags from a dataclass: ``add_flags`` adds them to a parser, ``from_flags`` makes the object from parsed flags.
 
-Why not a library (tried in November 2026, on all options of jobs.prune and jobs.generate):
-
-- tyro 1.0 shows no usage line at a mistyped flag, reads the text "None" as None, draws frames around its help and takes
-  0.3 s for it; reading the file, its types and its checks would still be as much code as there is here.
-- cyclopts 5 takes "8", 2.5 or a text from a file for a number or a list, and reflows the examples below the help.
-- jsonargparse 4 writes flags with underscores, and a --config that comes later beats a flag.
-- simple-parsing has no --no-x.
-- pydantic-settings takes no dataclasses; in it, in cappa and in typed-settings a repeated flag replaces the file's list
-  instead of adding to it.
+tyro, cyclopts, jsonargparse, simple-parsing, pydantic-settings, cappa and typed-settings were tried instead. Each lacks
+something that is needed here, such as dataclasses, ``--no-x``, or repeated flags that add to the file's list.
 """
 
 from __future__ import annotations
@@ -85,7 +78,7 @@ def from_flags(config: type[T], namespace: argparse.Namespace) -> T:
     """Create the configuration object from parsed flags, ignoring other values in the namespace.
 
     Raises:
-        UsageError: a required option was given neither by a flag nor by a file, or a value is invalid.
+        UsageError: a required option is missing, or a value is invalid.
     """
     values = {item.name: getattr(namespace, item.name) for item in fields(config)}  # type: ignore[arg-type]
     required = [item for item in fields(config) if item.default is MISSING and item.default_factory is MISSING]  # type: ignore[arg-type]
@@ -101,14 +94,14 @@ def _list_fields(config: type) -> list[Field[Any]]:
 
 
 def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, item_name: str) -> argparse.Action:
-    """Add the flag or positional argument of one field to an argument group.
+    """Add the flag or positional argument of one field to an argument group, and return its action.
+
+    A bool gets ``--x`` and ``--no-x``, or only its own flag if it begins with ``no_``. A list is extended by each use
+    of its flag. Positional arguments and required options may be absent for argparse, since a file may give them.
 
     Args:
         hint: the field's type.
         item_name: the noun that completes "{item}" in the help text.
-
-    Returns:
-        The action of argparse.
     """
     default = item.default if item.default_factory is MISSING else item.default_factory()
     # The keywords of argparse differ from one kind of flag to the next.

@@ -21,7 +21,6 @@ class CommandResult(NamedTuple):
     """The result of a command.
 
     Attributes:
-        exit_code: the exit code of the process.
         record: the content of the JSON document besides the exit code; a list is the whole document.
         output: what is printed at the end: tables, and lines of text, which are never wrapped.
         failure: a line that is printed on stderr after the output, or "".
@@ -47,12 +46,11 @@ def error_record(error: BaseException, message: str = "") -> JsonObject:
 def print_document(record: Mapping[str, object] | Sequence[object], stdout: TextIO | None = None) -> None:
     """Print ``record`` as strict JSON in ASCII; a number that is not finite becomes null.
 
-    Args:
-        record: dataclasses in it become objects, and values of other types than JSON's become text.
-        stdout: the file that ``stdout_as_stderr`` yields; None is ``sys.stdout``.
+    Dataclasses become objects, and values of other types than JSON's become text. ``stdout`` is the file that
+    ``stdout_as_stderr`` yields, or None.
 
     Raises:
-        OSError: the output cannot be written.
+        OSError: the output cannot be written, unless its reader has closed the pipe.
     """
     print_lines([json.dumps(_to_json_types(record), indent=2, allow_nan=False)], stdout)
 
@@ -60,10 +58,7 @@ def print_document(record: Mapping[str, object] | Sequence[object], stdout: Text
 def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
     """Print lines to stdout, and stop silently when its reader has closed the pipe, as ``head`` does.
 
-    After an error the process discards all later output to the file.
-
-    Raises:
-        OSError: the output cannot be written for another reason, such as a full disk.
+    After any OSError the process discards later output to the file. Other ones, such as of a full disk, are raised.
     """
     file = stdout or sys.stdout
     with suppress(BrokenPipeError), discard_after_fault(file):
@@ -76,7 +71,7 @@ def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
 def discard_after_fault(file: TextIO) -> Iterator[None]:
     """If the context raises OSError, redirect the file to the null device, and let the error pass.
 
-    Python would otherwise try to flush the file's buffer at exit and fail again. A file in memory is left as it is.
+    Python would otherwise fail again at exit. A file in memory is left as it is.
     """
     try:
         yield
@@ -90,8 +85,8 @@ def discard_after_fault(file: TextIO) -> Iterator[None]:
 def stdout_as_stderr() -> Iterator[TextIO]:
     """Redirect stdout to stderr inside this context, also for C libraries and child processes; yield the real stdout.
 
-    If ``sys.stdout`` is the stdout of the process, the redirection stays after the context, because a thread of Ray may
-    print until the process ends. Otherwise stdout is restored.
+    If ``sys.stdout`` is the stdout of the process, the redirection stays, because a thread of Ray may print until the
+    process ends. Otherwise stdout is restored.
     """
     sys.stdout.flush()
     stream, stdout_copy = sys.stdout, os.dup(1)

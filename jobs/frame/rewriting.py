@@ -23,8 +23,7 @@ class RewriteOptions(S3Options, CodeOptions):
     """The options that jobs.recode and jobs.reprune share. Raises UsageError for an invalid value.
 
     Attributes:
-        role: the name of the option with the cache to read, which is also the key of that cache in the command's
-            record.
+        role: the name of the option with the cache to read, which is also its key in the command's record.
     """
 
     role: ClassVar[str]
@@ -38,18 +37,11 @@ class RewriteOptions(S3Options, CodeOptions):
 def rewrite_cache(config: RewriteOptions, console: Console, plan: Callable[[TokenCache], Rewrite]) -> CommandResult:
     """Rewrite a cache into the cache ``--out``, new or resumed, print the result, and return it.
 
-    Args:
-        config: the options; ``--out`` must be given.
-        console: for messages.
-        plan: creates the rewrite for the opened source cache.
-
-    Returns:
-        The command's result, with exit code 1 if some videos could not be rewritten.
+    The exit code is 1 if some videos could not be rewritten. ``plan`` creates the rewrite for the opened source cache.
 
     Raises:
         UsageError: the source is not a cache, or the target holds something else or has another identity.
         CorruptShard: a file of the source is damaged.
-        OSError: a store failed.
     """
     from pipeline.cache.changed_code import REDO  # noqa: PLC0415
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked

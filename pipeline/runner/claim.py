@@ -1,8 +1,7 @@
 """A run's claim on a store: a note with its host, process and start, which is renewed at intervals.
 
-Its age is measured by the store's own clock. The stored data is right without it, since the tables are sets
-(``pipeline.cache.table``). The note refuses a second run of the same work by default, and makes deleting commands wait
-for running writers.
+It makes a second run refuse to start by default, and makes deleting commands wait. The stored data does not depend on
+it.
 """
 
 from __future__ import annotations
@@ -36,12 +35,11 @@ class Holder(TypedDict, total=False):
     """The content of a claim's note: the run that writes to a store.
 
     Attributes:
-        run_id, host, pid: the run, and the host and process of its driver.
         namespace: an id of the driver's container, since process ids are unique only within it.
-        started: the start time of the process in kernel ticks.
+        started: the start time of the process in kernel ticks; None without /proc.
         since: the start of the run, by the clock of its host.
-        seconds: the time from the start to the last beat, since the clocks of hosts differ.
-        checked: whether the run has looked for other writers and found none.
+        seconds: the time from the start to the last beat.
+        checked: whether the run has finished its check for other writers (skipped by ``join``).
         beat: the number of times that the note was written.
         progress: the counts of the run (``Progress``), once its workers run.
     """
@@ -73,10 +71,10 @@ class Claim:
         join: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """Prepare the note. Nothing is written before the ``with`` block.
+        """Prepare the note; nothing is written before the ``with`` block.
 
         Args:
-            notify: gets a line if entering has to wait for another run.
+            notify: gets a line if entering has to wait for another run's sign of life.
             join: whether to write beside other runs without checking for them.
             heartbeat_s: the interval at which the note is renewed.
         """
@@ -103,13 +101,12 @@ class Claim:
     def __enter__(self) -> Claim:
         """Write the note, check for other runs unless ``join``, and start the thread that renews the note.
 
-        Checking may take a minute per other note, to wait for a sign of life. Notes of runs that have ended are
-        deleted.
+        The check waits for a sign of life of a run that may be alive, up to MAX_MISSED_BEATS intervals per note, and
+        deletes the notes of runs that have ended. If it fails, this run's note is deleted.
 
         Raises:
             CacheLocked: another run writes to the store, and ``join`` is False.
             UsageError: nothing can be written to the store, or one of its folders is a symbolic link.
-            OSError: the store fails later on.
         """
         refuse_links(self._store)
         _OPEN.add(self._me["run_id"])
@@ -131,9 +128,9 @@ class Claim:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Stop the thread, and delete the note. If that fails, nothing is raised: the note goes stale.
+        """Stop the thread, waiting up to one interval for its last beat, and delete the note.
 
-        An ``error`` that leaves the block then gets a note that says so.
+        An OSError is not raised: the note goes stale, and an ``error`` that leaves the block gets a note that says so.
         """
         self._end_event.set()
         if error is not None:
@@ -147,10 +144,7 @@ class Claim:
         self._me["progress"] = asdict(progress)
 
     def _release_before(self, error: BaseException) -> None:
-        """Delete this run's note as one of the last writes before ``error`` leaves the run.
-
-        Nothing is raised: if the deletion fails, ``error`` gets a note that says so.
-        """
+        """Delete this run's note as a last write before ``error`` leaves; a failure is only noted on ``error``."""
         if why := write_last(error, self._leave):
             stale_s = MAX_MISSED_BEATS * self._heartbeat_s
             error.add_note(
@@ -172,20 +166,16 @@ class Claim:
         store.put(self._name, json.dumps(self._me).encode())
 
     def _live(self) -> None:
-        """Renew the note at intervals until the claim ends, ignoring failures of the store. Runs in a thread."""
+        """Renew the note at intervals until the claim ends, ignoring OSErrors. Runs in a thread."""
         while not self._end_event.wait(self._heartbeat_s):
             with suppress(OSError):
                 self._beat(self._beating)
 
     def _refuse(self, name: str, holder: Holder) -> None:
-        """Check the note of another run: raise CacheLocked if the run is alive, and delete the note if it has ended.
+        """Raise CacheLocked if the run of a note is alive; if it has ended, delete the note, ignoring an OSError.
 
-        This may wait for a beat of the other run. If two runs start at once and see each other's notes, the run with
-        the smaller id passes. This run's own note passes, too. A note that cannot be deleted is ignored.
-
-        Raises:
-            CacheLocked: the run ``holder`` is alive.
-            OSError: the note cannot be read.
+        This may wait for a beat of the other run. This run's own note passes, as does a run that has not finished its
+        check and has a larger id: of two runs that start at once, only the one with the smaller id continues.
         """
         if holder.get("run_id") == self._me["run_id"]:
             return
@@ -202,9 +192,9 @@ class Claim:
     def _is_alive(self, name: str, holder: Holder) -> bool:
         """Return True if another run is alive: its process runs here and its note is fresh, or a new beat arrives.
 
-        The wait for a beat ends when the note has missed MAX_MISSED_BEATS beats or is gone (False). If the process runs
-        here but its note is old, it may have been suspended, so the wait is MAX_MISSED_BEATS intervals from now.
-        Meanwhile this run's own note is renewed; the user is told once.
+        A note is fresh if it is less than MAX_MISSED_BEATS intervals older than this run's own, which is renewed
+        meanwhile. The wait for a beat ends when the note is no longer fresh or is gone, but if the process runs here,
+        after MAX_MISSED_BEATS intervals from now. ``notify`` is called once.
         """
         limit = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s)
         has_notified = False
@@ -235,7 +225,7 @@ class Claim:
 def refuse_links(store: Store) -> None:
     """Raise UsageError if a folder of the store that commands write to and delete from is a symbolic link.
 
-    The root may be one. Object stores pass.
+    The root itself may be a link. Object stores pass.
     """
     root = store.folder
     folder = next((folder for folder in _FOLDERS if root is not None and (root / folder).is_symlink()), None)
@@ -247,10 +237,10 @@ def refuse_links(store: Store) -> None:
 
 
 def find_holder(store: Store) -> Holder | None:
-    """Return the note of the first run that seems to write to ``store``, also one of this process; None without one.
+    """Return the note of the first run that seems to write to ``store``, or None. Runs of this process count.
 
-    A run counts if its process is alive on this machine, or if its note is fresh and its process cannot be checked from
-    here. This reads notes only; nothing is waited for or deleted.
+    A run counts if its process is alive in this container, or if that cannot be checked and its note is younger than
+    MAX_MISSED_BEATS default intervals. Nothing is waited for or deleted.
     """
     for name, holder in _iter_notes(store):
         runs_here = _runs_here(holder)
@@ -262,12 +252,12 @@ def find_holder(store: Store) -> Holder | None:
 
 
 def describe_holder(holder: Holder) -> str:
-    """Return the host, process id, run id and start of a run as JSON text, for messages."""
+    """Return the host, process id, run id and start of a run as JSON text."""
     return json.dumps({name: holder.get(name) for name in ("host", "pid", "run_id", "since")})
 
 
 def _iter_notes(store: Store) -> Iterator[tuple[str, Holder]]:
-    """Yield the name and content of every claim's note in a store, that of the caller's own run included."""
+    """Yield the name and content of each claim's note in a store, including the caller's own."""
     for name in store.names(RUNS, NOTE):
         note = _read_note(store, name)
         if note is not None:
@@ -294,10 +284,10 @@ def _find_age(store: Store, name: str, own_name: str) -> timedelta | None:
 
 
 def _runs_here(holder: Holder) -> bool | None:
-    """Return whether a run's driver is a running process of this container; None if that cannot be known.
+    """Return whether a run's driver is a running process of this container; None for another one, or without /proc.
 
-    That is the case for another host or container. A run of this process counts as running until its claim has ended. A
-    process with the same id and another start time is not the driver.
+    A run of this process counts as running until its claim has ended. A process with the same id and another start time
+    is not the driver.
     """
     namespace = _read_namespace()
     if not namespace or (holder.get("host"), holder.get("namespace")) != (socket.gethostname(), namespace):

@@ -1,4 +1,4 @@
-"""The execution of one graph: it turns the graph's output into written shards, and watches the workers meanwhile."""
+"""The execution of one graph: its output becomes written shards, and its workers are watched meanwhile."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ class GraphExecution(Generic[T]):
     """One graph of a job while it runs. The caller ends it with ``close`` and then leaves its contexts.
 
     Attributes:
-        shards: the shards of the graph's output.
-        n_shards: 1 plus the largest number of an acknowledged shard; 0 before the first. Numbers start at 0.
+        n_shards: 1 plus the largest number of an acknowledged shard; 0 before the first.
     """
 
     def __init__(self, job: Job[T], items: T, watch: Watch, resources: ExitStack) -> None:
-        """Plan the workers for ``items``, print a line about them, build the graph, and start it in a thread.
+        """Plan the workers for ``items``, log them and new nodes, build the graph, and start it in a thread.
 
         Args:
             resources: gets the contexts to leave after ``close``, so that an interrupt half-way does not lose them.
@@ -73,10 +72,10 @@ class GraphExecution(Generic[T]):
         self._batches = resources.enter_context(Fetcher(graph.batches()))
 
     def next_shard(self) -> Shard | None:
-        """Run the graph until a shard is written, and return it; return None after the last one.
+        """Run the graph until a shard is written, and return it, again until ``acknowledge``; None after the last one.
 
-        A shard is returned again until ``acknowledge``. Before ``end_input``, the workers are watched meanwhile. After
-        it, only finished work is written, and shards whose writer fails are left out.
+        After ``end_input``, only output that was taken before is written, until the time limit, and shards whose writer
+        fails are left out.
 
         Raises:
             RunFailed: the graph, a writer or the head (HeadLost) failed, nothing moved for too long, or the watch ended
@@ -102,10 +101,7 @@ class GraphExecution(Generic[T]):
             raise self._explain(error) from error
 
     def acknowledge(self, shard: Shard) -> None:
-        """Count the shard that ``next_shard`` returned last as committed.
-
-        This updates ``n_shards``, shows the new counts, and resets the stall timer.
-        """
+        """Count the last shard of ``next_shard`` as committed, show the new counts, and reset the stall timer."""
         self.shards.acknowledge()  # first: after this, an interrupt does not return the shard again
         self.n_shards = max(self.n_shards, shard.number + 1)
         self._watchdog.record_movement()
@@ -127,7 +123,8 @@ class GraphExecution(Generic[T]):
     def close(self, within_s: float | None = None) -> None:
         """Stop the graph, pass the last report of its workers to the watch, and log excluded workers.
 
-        ``within_s`` is the time that an interrupt leaves for this; without one (None), changed nodes are logged too.
+        Args:
+            within_s: the seconds that an interrupt leaves for the report. If None, changed nodes are logged too.
         """
         self._batches.close()
         look_s = self._watchdog.every_s if within_s is None and self._head.answers() else _STOP_LOOK_S
@@ -140,10 +137,7 @@ class GraphExecution(Generic[T]):
             self._job.say(f"note: excluded worker: {worker}")
 
     def _next_last(self) -> Shard | None:
-        """Return the next shard that is written within the time limit of ``end_input``; None if there is none.
-
-        RayErrors are ignored: a shard whose writer fails is left out.
-        """
+        """Return the next shard that is written within the time limit of ``end_input``, or None, ignoring RayErrors."""
         assert self._last_writes_until is not None
         with suppress(ray.exceptions.RayError):  # no writer takes the rest
             while self.shards.finish() and (left_s := self._last_writes_until - time.monotonic()) > 0:
@@ -156,8 +150,8 @@ class GraphExecution(Generic[T]):
         """Return the error that ends the graph because of ``error``, with the reason that a worker gave, if any.
 
         It is HeadLost if the head does not answer, and DiskFull if nodes have full disks and the others can run all
-        stages. Otherwise it is RunFailed, whose message also names nodes that may have full disks. An OSError of the
-        driver is always a RunFailed. Errors of the search for full disks are ignored.
+        stages. Otherwise, and for each OSError of the driver, it is RunFailed, whose message also names nodes where no
+        process started. Errors of the search for full disks are ignored.
         """
         is_of_ray = isinstance(error, ray.exceptions.RayError)
         if is_of_ray and not self._head.answers():
@@ -178,10 +172,7 @@ class GraphExecution(Generic[T]):
         return RunFailed(why)
 
     def _make_disk_error(self, full: dict[str, str], why: str) -> DiskFull | RunFailed:
-        """Return DiskFull for the nodes ``full`` (id -> host and folder) if the other nodes can run all stages.
-
-        Otherwise return RunFailed with a message that begins with ``why``.
-        """
+        """Return DiskFull for the nodes ``full`` if the others can run all stages, otherwise RunFailed with ``why``."""
         if self._job.can_run_on(sum_resources({**self._job.excluded_nodes, **full})):
             return DiskFull(full)
         return RunFailed(
@@ -192,7 +183,7 @@ class GraphExecution(Generic[T]):
         """Read and show the workers' report at intervals while the head answers, and end the graph if necessary.
 
         This also logs changed nodes and full disks, passes the report to the watch, and may ask an autoscaler for
-        nodes. Errors of planning for the current nodes are ignored.
+        nodes.
 
         Raises:
             RunFailed: nothing moved for too long, or the watch ended the run.
@@ -220,6 +211,8 @@ class GraphExecution(Generic[T]):
     def _look_at_disks(self, report: WorkerReport) -> None:
         """Log full disks, once until there are none, after nothing has moved for SHRUNK_S seconds.
 
+        Errors of the search are ignored.
+
         Raises:
             DiskFull: nothing has moved for _FULL_S seconds, no worker has an item in hand, and the other nodes can run
                 all stages.
@@ -237,7 +230,7 @@ class GraphExecution(Generic[T]):
             raise self._make_disk_error(full, f"no {self._plan.wording.item} moved for {still_s:.0f} s")
 
     def _look_at_nodes(self, report: WorkerReport) -> None:
-        """Log nodes that joined or were lost, and each node's workers. A cluster that does not answer is ignored."""
+        """Log nodes that joined or were lost, and each node's workers, unless the cluster does not answer."""
         with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
             if self._head.answers():  # else Ray would wait for it
                 self._job.nodes.look(report, self._plan)

@@ -41,11 +41,7 @@ class Items(Protocol):
         """True once all items are known."""
 
     def without(self, rows: pa.Table) -> Self:
-        """Return the items that have no row in ``rows``, after waiting until all items are known.
-
-        Args:
-            rows: the KEY columns of rows that this run has committed.
-        """
+        """Return the items that have no row in ``rows`` (KEY columns), after waiting until all items are known."""
 
 
 T = TypeVar("T", bound=Items)
@@ -55,10 +51,7 @@ class Job(ABC, Generic[T]):
     """The work of one run on items of type T: it plans the workers and builds the Ray Data graphs for them.
 
     Attributes:
-        wording: the words for messages about the run.
-        say: prints a line for the user to ``console``.
         excluded_nodes: the nodes on which no worker may run, node id -> host.
-        nodes: the log of nodes that come and go.
         n_shards: the number of the next graph's first shard.
     """
 
@@ -90,19 +83,15 @@ class Job(ABC, Generic[T]):
         """Return a plan of ``n_items`` items on the current nodes; None if no plan is possible now."""
 
     def available_resources(self) -> Mapping[str, float]:
-        """Return the total resources of the living nodes that the run may use, with at most ``max_gpus`` GPUs."""
+        """Return the total resources of the living, not excluded nodes, with at most ``max_gpus`` GPUs."""
         return sum_resources(self.excluded_nodes, self.options.max_gpus)
 
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
-        """Return True if a cluster with these resources can run every stage. By default that takes a CPU."""
+        """Return True if a cluster with these resources can run every stage; by default that takes a CPU."""
         return cluster.get("CPU", 0.0) > 0
 
     def require_resources(self) -> Mapping[str, float]:
-        """Return ``available_resources``.
-
-        Raises:
-            RunFailed: they cannot run every stage.
-        """
+        """Return ``available_resources``; raise RunFailed if they cannot run every stage."""
         cluster = self.available_resources()
         if not self.can_run_on(cluster):
             raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
@@ -110,35 +99,25 @@ class Job(ABC, Generic[T]):
 
 
 class Watch:
-    """The observer of a run: it passes the workers' reports to the monitor. A subclass may end the run.
-
-    Attributes:
-        reports: the last report of each graph that has ended.
-    """
+    """The observer of a run, which passes the workers' reports to the monitor and keeps the last of each graph."""
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
         self.reports: list[WorkerReport] = []
 
     def look(self, report: WorkerReport, progress: Progress) -> None:
-        """Pass a report and the progress to the monitor. A subclass may raise RunFailed to end the run."""
+        """Pass a report and the progress to the monitor. A subclass may raise RunFailed."""
         self.monitor.look(report, progress)
 
     def take_last(self, report: WorkerReport, progress: Progress) -> None:
-        """Pass the last report of a graph to the monitor and keep it, however the graph ended."""
+        """Pass the last report of a graph to the monitor and keep it."""
         self.monitor.look(report, progress)
         self.reports.append(report)
 
 
 @contextmanager
 def convert_store_errors(say: Say) -> Iterator[None]:
-    """Announce stores that do not answer inside the context, and convert an OSError to RunFailed.
-
-    A fault of a single item becomes its error row, so any other OSError is taken for one of the store.
-
-    Raises:
-        RunFailed: the context raised an OSError.
-    """
+    """Announce stores that do not answer inside the context, and convert an OSError to RunFailed."""
     with announce_outages(say):
         try:
             yield
@@ -147,7 +126,7 @@ def convert_store_errors(say: Say) -> Iterator[None]:
 
 
 def print_options(options: RunOptions, console: Console) -> None:
-    """Print one line with the options that differ from their defaults, or that all have their defaults."""
+    """Print the options that differ from their defaults in one line, or "all defaults"."""
     changed_options = " ".join(f"{name}={value}" for name, value in options.changed_values().items())
     line = f"configuration: {changed_options or 'all defaults'}"
     console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)

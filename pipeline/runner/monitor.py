@@ -1,10 +1,7 @@
 """What a run publishes while it works: its metrics, the progress in its claim's note, and a log of crashed workers.
 
-Metrics appear at Ray's metrics port as ``ray_gstep_...``. The driver records them from committed rows and the workers'
-reports, and the Ray agent of its node serves them; without an agent (no ``ray[default]``) recording does nothing.
-
-The log files of a lost node are lost, so the driver listens to the lines that Ray's log monitor publishes, keeps the
-last lines of each process in memory, and logs those of crashed processes.
+Metrics appear at Ray's metrics port as ``ray_gstep_...``; without ``ray[default]`` recording does nothing. A lost node
+takes its log files with it, so the driver keeps the workers' last lines and logs those of crashed processes.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ class Monitor:
     """The publisher of one run's metrics, progress and crash log, used as a ``with`` block around the run."""
 
     def __init__(self, store: Store, run_id: str, tell: Callable[[Progress], object]) -> None:
-        """Set up the monitor without publishing or listening to anything before ``start``.
+        """Set up the monitor. It publishes nothing before ``start``.
 
         Args:
             store: receives the crash log, ``runs/<run_id>.log``.
@@ -53,9 +50,9 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Record how the run ended in the metric "runs_ended", and close the crash log, which may take seconds.
+        """Record in the metric "runs_ended" how the run ended, and close the crash log, which may take seconds.
 
-        The metric is not recorded if the head was lost: its metrics then vanish altogether.
+        The metric is not recorded if the head was lost or the monitor never started.
         """
         if self._is_started and not isinstance(error, HeadLost):
             self.metrics.count("runs_ended", 1, status=name_ending(kind))
@@ -67,7 +64,7 @@ class Monitor:
         return f"{self._store}/{self._name}" if self._logs.n_crashed else ""
 
     def start(self) -> None:
-        """Start to listen to the workers and to record store outages as metrics. Call it after joining Ray."""
+        """Start to listen to the workers and to record store outages. Call it after joining Ray."""
         self._is_started = True
         self._logs.start()
         self.metrics.set("last_row_time", time.time())
@@ -76,8 +73,8 @@ class Monitor:
     def look(self, report: WorkerReport, at: Progress) -> None:
         """Pass on the progress, log newly crashed workers, and update the metrics.
 
-        The failure counts of ``report`` are cumulative, so only their growth since the last call is counted. If its
-        ``n_moves`` has decreased, a new graph has started, and all are counted.
+        The failure counts of ``report`` are cumulative, so only their growth is counted. If its ``n_moves`` has
+        decreased, a new graph has started, and all are counted.
         """
         self._logs.add(report.crashed_processes)
         self._tell(at)
@@ -120,7 +117,7 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
 
 
 class Metrics:
-    """The recorder of one run's metrics. It adds the label ``run`` to every value."""
+    """The recorder of one run's metrics. It adds the label ``run`` to each value."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -136,7 +133,7 @@ class Metrics:
         self._recorder(ray_metrics.Gauge, name).set(value, {**labels, "run": self._run})
 
     def _recorder(self, kind: type, name: str) -> Any:
-        """Return Ray's recorder, of class ``kind``, for a metric. It is created at first use, when Ray is joined."""
+        """Return Ray's recorder, of class ``kind``, for a metric, created at first use."""
         if name not in self._recorders:
             meaning, labels = METRICS[name]
             self._recorders[name] = kind(f"gstep_{name}", meaning, ("run", *labels))
@@ -169,9 +166,9 @@ class WorkerLogs:
         return len(self._known)
 
     def start(self) -> None:
-        """Start to listen. Call it after joining Ray.
+        """Start to listen, after Ray is joined.
 
-        If Ray does not offer a subscription, crashes are logged without the last lines of their processes.
+        If Ray offers no subscription, crashes are logged without the last lines of the processes.
         """
         with suppress(Exception):  # Ray has no public way to listen. Without it, only the crashes are logged
             subscriber = ray._raylet.GcsLogSubscriber(address=ray.get_runtime_context().gcs_address)
@@ -187,9 +184,9 @@ class WorkerLogs:
                 self._unwritten.append(process)
 
     def close(self) -> None:
-        """Wait up to about three seconds until all crashes are written, then stop listening.
+        """Wait up to about three seconds until all crashes are written, then stop the thread, waiting a second more.
 
-        Crashes that remain are written by this call if the thread has ended or never started.
+        If the thread has ended or never started, this call writes the remaining crashes; otherwise they may be lost.
         """
         if self._listener.is_alive():
             deadline = time.monotonic() + _POLL_S + 2 * _WAIT_S
@@ -215,8 +212,8 @@ class WorkerLogs:
     def _keep(self, job: str, for_s: float) -> None:
         """Keep the last lines of this job's worker processes that arrive within ``for_s`` seconds or until ``close``.
 
-        Beyond _MAX_PROCESSES processes, the one that has been silent for the longest time is forgotten. If Ray does not
-        answer, the call only waits.
+        The last _MAX_LINES lines per process are kept. Beyond _MAX_PROCESSES processes, the one that has been silent
+        for the longest time is forgotten. If Ray does not answer, the call only waits.
         """
         until = time.monotonic() + for_s
         while (left_s := until - time.monotonic()) > 0 and not self._end_event.is_set():
@@ -236,8 +233,7 @@ class WorkerLogs:
     def _write(self, n_crashed: int) -> None:
         """Append the first ``n_crashed`` waiting crashes to the log text, save the whole text, and dequeue them.
 
-        Once the text has _MAX_LOG_CHARS characters, further crashes are dropped without an entry. An OSError of the
-        store is ignored.
+        Once the text has _MAX_LOG_CHARS characters, further crashes are dropped without an entry. OSErrors are ignored.
         """
         nodes: dict[str, Mapping[str, Any]] = {}
         with suppress(Exception):  # a cluster that does not answer

@@ -1,4 +1,4 @@
-"""The progress of a run and the load of its stages, displayed as a bar, as log lines, or passed to a function."""
+"""The progress of a run and the load of its stages, displayed as a bar or as lines, or passed to a function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Progress:
     """The counts and the load of a run at one moment, or a note for the user.
 
     Attributes:
-        item: the kind of the items, "video" or "question".
+        item: "video" or "question".
         total: the known items of the current graph.
         ok: items with a result.
         failed: items with an error row.
@@ -68,7 +68,7 @@ class Progress:
 
 
 def format_stage_counts(ahead: Mapping[str, int]) -> str:
-    """Format the counts of ``Progress.ahead`` so that they can follow other numbers: ", 9 decoded"."""
+    """Format the counts of ``Progress.ahead`` to follow other numbers: ", 9 decoded"."""
     return "".join(f", {count} {word}" for word, count in ahead.items())
 
 
@@ -86,7 +86,7 @@ class Load:
         """Return the share of time in which each stage's workers had items in hand, 0 to 1, over the reports in memory.
 
         A stage whose workers were not ready in this time is left out. A stage without news since the last report counts
-        as not busy (0), because busy workers report each second and crashed workers do not.
+        as not busy (0).
         """
         first, last = self._reports[0], self._reports[-1]
         before = self._reports[-2] if len(self._reports) > 1 else first
@@ -100,10 +100,9 @@ class Load:
         }
 
     def waiting(self, total: int) -> dict[str, int]:
-        """Return the number of items in each stage's queue or in hand, by the latest report.
+        """Return the number of items in each stage's queue or in hand, by the latest report; {} before it.
 
-        It is the number of items that the stage before has passed on minus those that this stage has passed on, at
-        least 0. The first stage gets ``total`` items. Before the first report the result is {}.
+        The first stage gets ``total`` items, and each later stage the items that the stage before has passed on.
         """
         n_left = {"": total, **self._reports[-1].n_passed_on}
         return {stage: max(0, n_left[before] - n_left[stage]) for before, stage in pairwise(n_left)}
@@ -112,8 +111,8 @@ class Load:
 def find_bottleneck(busy: Mapping[str, float]) -> str:
     """Return the stage that limits the rate of the run; "" if there is none or there are fewer than two stages.
 
-    It is the last stage that is always busy (SATURATED_SHARE), since the stages before it produce more than it can
-    take. Otherwise it is the busiest stage, if its share is at least SLACK_SHARE.
+    It is the last one with a share of at least SATURATED_SHARE, otherwise the busiest, if its share is at least
+    SLACK_SHARE.
     """
     saturated_stages = [stage for stage, share in busy.items() if share >= SATURATED_SHARE]
     busiest = max(busy, key=lambda stage: busy[stage], default="")
@@ -123,10 +122,7 @@ def find_bottleneck(busy: Mapping[str, float]) -> str:
 
 
 class Listening(CleanConsole):
-    """A console that passes its lines as notes, and progress reports, to the function ``tell``.
-
-    An exception that ``tell`` raises ends the run.
-    """
+    """A console that passes its lines as notes to ``tell``. An exception that ``tell`` raises ends the run."""
 
     def __init__(self, tell: Callable[[Progress], object]) -> None:
         super().__init__(file=sys.stderr, force_terminal=False, force_jupyter=False)
@@ -149,7 +145,7 @@ class OneLine:
     def __call__(self, progress: Progress) -> None:
         """Write a note or the progress to stderr, over the previous progress line.
 
-        A note, and the progress of a complete run, end with a newline. The note about the configuration is not written.
+        A note, and the progress of a complete run, end with a newline. The note about the configuration is dropped.
         """
         if progress.note.startswith("configuration: "):
             return  # the cell above shows the options
@@ -183,10 +179,10 @@ class Speed(NamedTuple):
 
 
 class Pace:
-    """The rate of a run's items, measured from the first item so that the time for loading models does not count."""
+    """The rate of a run's items, measured from the first item, so that loading models does not count."""
 
     def __init__(self, total: int, item: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Set the counts to zero. The measurement starts with the first counted item."""
+        """Set the counts to zero."""
         self._total = total
         self._item = item
         self._clock = clock
@@ -196,7 +192,7 @@ class Pace:
         self._start: float | None = None
 
     def grow(self, total: int, *, is_final: bool = True) -> None:
-        """Set the number of known items; ``is_final`` is False while it may grow, since archives are being indexed."""
+        """Set the number of known items; ``is_final`` is False while it may grow."""
         self._total = total
         self._is_final = is_final
 
@@ -211,7 +207,7 @@ class Pace:
         self._begin()
 
     def _begin(self) -> None:
-        """Start the measurement if it has not started; the items counted by now are not part of the rate."""
+        """Start the measurement unless it has started; the items counted by now do not count for the rate."""
         if self._start is None:
             self._start, self._n_at_start = self._clock(), self._n_counted
 
@@ -235,8 +231,8 @@ class Pace:
     def __str__(self) -> str:
         """Return the rate with the time left, "0.52 videos/s, 30 s left"; "" after the last item.
 
-        Instead of the time left, the text says that more items are being listed if the total is not final. Before there
-        is a speed it is "no estimate yet".
+        If the total is not final, the text says instead that more items are being listed. Before there is a speed it is
+        "no estimate yet".
         """
         if self._total == self._n_counted and self._is_final:
             return ""
@@ -247,12 +243,7 @@ class Pace:
 
 
 class Reporter:
-    """A counter of a run's items that passes a ``Progress`` to ``tell`` on each change; subclasses display it.
-
-    Attributes:
-        progress: the counts so far.
-        pace: the rate of the items.
-    """
+    """A counter of a run's items that passes a ``Progress`` to ``tell`` on each change; subclasses display it."""
 
     def __init__(self, total: int, words: Wording, tell: Callable[[Progress], object] = lambda progress: None) -> None:
         """Set the counts to zero. The display starts with the ``with`` block."""
@@ -272,7 +263,7 @@ class Reporter:
 
     @property
     def current(self) -> Progress:
-        """The counts so far. A store that does not answer is the bottleneck meanwhile, since all stages wait for it."""
+        """The counts so far; a store that does not answer is named as the bottleneck."""
         places = OUTAGES.list_places()
         return replace(self.progress, bottleneck=f"no answer from {', '.join(places)}") if places else self.progress
 
@@ -281,12 +272,12 @@ class Reporter:
         self._tell(self.current)
 
     def grow(self, total: int, *, is_final: bool = True) -> None:
-        """Set the number of known items; ``is_final`` is False while it may grow, since archives are being indexed."""
+        """Set the number of known items, and show the change; ``is_final`` is False while it may grow."""
         self.pace.grow(total, is_final=is_final)
         self._set_progress(replace(self.progress, total=total))
 
     def count_computed(self, items: int) -> None:
-        """Add items that are computed or failed, written or not, to the pace; nothing is displayed."""
+        """Add computed or failed items, written or not, to the pace; nothing is displayed."""
         self.pace.count_computed(items)
 
     def advance(self, ok: int, failed: int) -> None:
@@ -309,7 +300,7 @@ class Reporter:
         )
 
     def _set_progress(self, progress: Progress) -> None:
-        """Replace the counts, add the results of the early stages to them, and show them if they differ from before."""
+        """Replace the counts, add the results of the early stages, and show them if they differ from before."""
         now = replace(progress, ahead=self._words.ahead(self._stage_counts, progress.ok))
         if now != self.progress:
             self.progress = now
@@ -317,12 +308,7 @@ class Reporter:
 
 
 def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
-    """Return the progress display for a console.
-
-    Returns:
-        For a ``Listening`` console a plain Reporter, which calls its function; on a terminal a bar; otherwise a
-        reporter that prints a line every ``log_interval`` seconds.
-    """
+    """Return a plain Reporter for a ``Listening`` console, a bar on a terminal, or otherwise a LineReporter."""
     if isinstance(console, Listening):
         return Reporter(total, words, console.tell)
     if console.is_terminal:
@@ -354,7 +340,7 @@ class BarReporter(Reporter):
         self._bar.update(self._task, completed=self.progress.done, total=self.progress.total)
 
     def __str__(self) -> str:
-        """Return the text behind the bar: the failed items, the results of the early stages, and the load."""
+        """Return the text behind the bar: the failed items, the results of early stages, and the load."""
         progress = self.current
         return ", ".join(
             filter(None, (f"{progress.failed} failed{format_stage_counts(progress.ahead)}", progress.load))
@@ -364,7 +350,7 @@ class BarReporter(Reporter):
 class LineReporter(Reporter):
     """A reporter that prints a line every ``interval`` seconds, also without progress, and a last line at the end.
 
-    During the first half minute, while workers start and load models, lines come at least every EARLY_S seconds.
+    During the first half minute, lines come at least every EARLY_S seconds.
     """
 
     def __init__(self, console: Console, total: int, interval: float, words: Wording) -> None:

@@ -1,4 +1,4 @@
-"""Support for runs that are called from Python: their progress, their errors, and the restoring of the process."""
+"""Support for runs that are called from Python: their progress, their errors, and restoring the process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_l
 
     Args:
         n_items: the number of items of the run, for a ``max_failed`` that is a share.
-        infrastructure_limit: the maximum number of infrastructure errors; None for no such limit.
+        infrastructure_limit: the maximum number of infrastructure errors; None for no limit.
 
     Raises:
         TooManyFailed: the exit code would not be 0; the error carries the summary.
@@ -68,10 +68,9 @@ def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_l
 
 @contextmanager
 def run_here() -> Iterator[None]:
-    """Run a job in this process inside the context, and restore the process once the last concurrent run has ended.
+    """Run a job in this process inside the context; kill its workers, and restore the process after the last such run.
 
-    A Ray that the runs have started is then shut down. A Ray that ran before is kept. In any case, the workers of this
-    run are ended.
+    A Ray that the runs have started is then shut down; one that ran before is kept.
     """
     global _n_runs  # noqa: PLW0603 - the process has one state
     with _counting:
@@ -92,8 +91,8 @@ def run_here() -> Iterator[None]:
 def _restore_process() -> Iterator[None]:
     """Restore the process after the context: shut down a Ray that runs have started, and undo their settings.
 
-    The settings are Ray Data's context, the levels of Ray's loggers, Ray's environment variables except the cluster's
-    token, and the warning filters.
+    These are Ray Data's context, the levels of Ray's loggers, Ray's environment variables except the cluster's token,
+    and the warning filters.
     """
     context = vars(ray.data.DataContext.get_current())
     settings = dict(context)

@@ -1,8 +1,4 @@
-"""The shared code of the commands that remove videos from caches and from answers.
-
-It has their result, the run with its record, and cleaning: the records and logs of earlier runs lose the videos, and
-files that a stopped writer left unfinished are deleted.
-"""
+"""The shared code of the commands that remove videos from caches and from answers."""
 
 from __future__ import annotations
 
@@ -40,10 +36,10 @@ class Removal:
     """The result of a removal of videos from one cache or set of answers.
 
     Attributes:
-        run_id: the run whose record in runs/ has the reason; "" if there is no run.
+        run_id: the run whose record has the reason; "" if there is no run.
         videos: the number of ids that are removed now.
         unknown: ids that were not found, sorted.
-        likely: unknown id -> similar known ids; for the first unknown ids only.
+        likely: unknown id -> similar known ids; for the first _MAX_EXAMPLES unknown ids only.
         deleted: names of files that contained something of the videos.
     """
 
@@ -54,10 +50,9 @@ class Removal:
     deleted: list[str] = field(default_factory=list)
 
     def find_unknown(self, ids: Collection[str], known_ids: Iterable[str], nameable: pa.ChunkedArray) -> None:
-        """Set ``unknown`` to the ``ids`` that are not in ``known_ids``, and ``likely`` to ids similar to the first few.
+        """Set ``unknown`` to the ``ids`` not in ``known_ids``, and ``likely`` to ids similar to the first few of them.
 
-        Args:
-            nameable: the ids that may be suggested; those among ``ids`` are not.
+        Suggested are ids of ``nameable`` that are not among ``ids``.
         """
         self.unknown = sorted(set(ids).difference(known_ids))
         for video_id in self.unknown[:_MAX_EXAMPLES]:
@@ -80,8 +75,7 @@ def claim_for_removal(store: Store, result: Removal, reason: str, say: Callable[
 
     Raises:
         CacheLocked: another run writes to ``store``.
-        UsageError: nothing can be written to ``store``.
-        OSError: the store fails.
+        UsageError: nothing can be written, or a folder of ``store`` is a symbolic link.
     """
     record = {**provenance(result.run_id), "removed": result.videos, "reason": reason}
     with Claim(store, result.run_id, say), RunFile(store, record):
@@ -91,12 +85,9 @@ def claim_for_removal(store: Store, result: Removal, reason: str, say: Callable[
 def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -> None:
     """Replace ids of videos and other texts by "(removed)" in the records and logs of all runs.
 
-    An id is also replaced in the form ARCHIVE#MEMBER. Each text is replaced without its video suffix, where it stands
-    as a whole word, together with any suffixes behind it (.mp4). In records, fields that cannot name a video stay. A
-    file without the texts is not rewritten.
-
-    Raises:
-        OSError: a file cannot be read or written.
+    An id is also replaced in the form ARCHIVE#MEMBER. Each text is replaced without its video suffix, where letters,
+    digits, "_" or "-" do not touch it, together with any suffixes behind it (.mp4). In records, fields that cannot name
+    a video stay, such as the versions.
     """
     texts = [*ids, *texts, *(_IN_ARCHIVE.sub(r"\1#", video_id) for video_id in ids)]
     # Without a video's suffix, since files that belong to a video share its stem; the longest first.
@@ -118,10 +109,7 @@ def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -
 
 
 def delete_unfinished(store: Store, folders: Iterable[str]) -> list[str]:
-    """Delete the temporary files that stopped writers left in these folders, and return their names.
-
-    No run may be writing meanwhile.
-    """
+    """Delete the temporary files of stopped writers in these folders while no run writes, and return their names."""
     names = [file.name for folder in folders for file in store.list_files(folder)]
     unfinished_names = [name for name in names if PurePosixPath(name).name.startswith(TEMPORARY)]
     for name in unfinished_names:
@@ -130,7 +118,7 @@ def delete_unfinished(store: Store, folders: Iterable[str]) -> list[str]:
 
 
 def iter_texts(value: Json) -> Iterator[str]:
-    """Yield the strings in a JSON value, at any depth; keys of objects are not included."""
+    """Yield the strings in a JSON value, at any depth, but not the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -141,8 +129,8 @@ def iter_texts(value: Json) -> Iterator[str]:
 def _without(value: Json, patterns: Collection[re.Pattern[str]], *, are_options: bool = False) -> Json:
     """Return a copy of a JSON value in which each match of the patterns in its strings is "(removed)".
 
-    Keys and the fields _KEPT_KEYS of any object stay as they are. If ``are_options``, as for a field "config", the
-    value has the options of a run, of which only _OPTIONS are changed.
+    Keys and the fields _KEPT_KEYS stay as they are. If ``are_options``, as for a field "config", only the fields
+    _OPTIONS of an object are changed.
     """
     if isinstance(value, str):
         for pattern in patterns:

@@ -1,7 +1,4 @@
-"""The record of a run, ``runs/<run_id>.json``, and the outcome of a run: its counts, failures and exit code.
-
-When an error or an interrupt ends a run, its last writes share one time limit and raise nothing (``write_last``).
-"""
+"""The record of a run, ``runs/<run_id>.json``, and the outcome of a run: its counts, failures and exit code."""
 
 from __future__ import annotations
 
@@ -42,16 +39,14 @@ class RunRecord(TypedDict, total=False):
     """The fields of a run's record that are read. Records of other versions may lack some; nothing depends on them.
 
     Attributes:
-        versions: package -> version.
-        decoding_rules: the version of the rules that make frames of files; missing in records from before version 2.
+        decoding_rules: the version of the rules that make frames of files; missing before version 2.
         config: all options of the run, including defaults.
         videos: the number of videos to process.
         estimated: whether ``videos`` is an estimate, because not all archives are indexed yet.
-        error: the error that ended the run, if any.
         ended_by: the time limit that ended the run, if any.
-        token_shards: the ids of the run's committed token shards (COMMITTED_KEY).
-        parity: how the model was shown to give the same answers from cached tokens as from its own; absent for families
-            that need no such check.
+        token_shards: the ids of the run's committed token shards.
+        parity: how the model was shown to give the same answers from cached tokens; absent for families that need no
+            such check.
     """
 
     run_id: str
@@ -85,8 +80,7 @@ class RunFile:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         """Write how the run ended: "finished", "cancelled" or "failed", with the time and any error.
 
-        If the run ended with an error and the store does not take the record in time, that error gets a note that says
-        so.
+        If an error ended the run, a write that fails or takes too long (``write_last``) only adds a note to that error.
 
         Raises:
             OSError: the store failed at the end of a finished run.
@@ -112,7 +106,7 @@ class RunFile:
 def seconds_left(ending: BaseException) -> float:
     """Return the seconds left for the last writes of ``ending``, at least 0.
 
-    The first call for an error starts its clock of LAST_WRITES_S, which is stored in the error.
+    The first call for an error starts its clock of LAST_WRITES_S.
     """
     until: float = vars(ending).setdefault("last_writes_until", time.monotonic() + LAST_WRITES_S)
     return max(0.0, until - time.monotonic())
@@ -121,7 +115,7 @@ def seconds_left(ending: BaseException) -> float:
 def write_last(ending: BaseException, write: Callable[[], object], spare_s: float = 0.0) -> str:
     """Call ``write`` in a thread as one of the last writes before ``ending`` leaves a run, and wait for it.
 
-    The wait lasts at most the seconds left for ``ending`` minus ``spare_s``, which are kept for later writes. A write
+    All last writes for ``ending`` share LAST_WRITES_S seconds; ``spare_s`` of these are kept for later writes. A write
     that takes longer is left behind in its thread, and may still be done late. Nothing is raised.
 
     Returns:
@@ -143,11 +137,7 @@ def write_last(ending: BaseException, write: Callable[[], object], spare_s: floa
 
 
 def name_ending(kind: type[BaseException] | None) -> str:
-    """Return the status of a run: "finished", "cancelled" (KeyboardInterrupt) or "failed" (any other exception).
-
-    Args:
-        kind: the class of the exception that ended the run; None without one.
-    """
+    """Return "finished" for None, "cancelled" for KeyboardInterrupt, and "failed" for any other exception class."""
     return "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
 
 
@@ -167,11 +157,7 @@ def read_record(store: Store, name: str) -> RunRecord:
 
 
 def newest_record(store: Store) -> RunRecord | None:
-    """Return the newest record that contains its run's options (``config``); None if there is none.
-
-    Raises:
-        OSError: the records cannot be listed.
-    """
+    """Return the newest record that contains its run's options (``config``); None if there is none."""
     for name in reversed(store.names(RUNS, ".json")):  # a run_id begins with its time
         record = read_record(store, name)
         if isinstance(record.get("config"), dict):
@@ -180,7 +166,7 @@ def newest_record(store: Store) -> RunRecord | None:
 
 
 def read_committed(store: Store, run_id: str) -> frozenset[str] | None:
-    """Return the ids of the token shards that a run recorded as committed; None if it has no readable record."""
+    """Return the ids of the token shards that a run recorded as committed; None without a readable record."""
     record = read_record(store, f"{RUNS}/{run_id}.json")
     return frozenset(map(str, record.get("token_shards", []))) if record else None
 
@@ -189,9 +175,6 @@ def list_committed_shards(store: Store) -> list[str]:
     """Return the names of the token shard files that the records of their runs list as committed.
 
     Call it before reading rows, so that shards committed meanwhile are not mistaken for lost.
-
-    Raises:
-        OSError: the token shards cannot be listed.
     """
     names = store.names(TOKENS, ".parquet")
     ids = {run_id: read_committed(store, run_id) or frozenset() for run_id in {parse_run_id(name) for name in names}}
@@ -199,21 +182,18 @@ def list_committed_shards(store: Store) -> list[str]:
 
 
 def now() -> str:
-    """Return the current time as records contain it: ISO 8601 in UTC, to the second."""
+    """Return the current time as ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def new_run_id() -> str:
-    """Return a new run id. It starts with the time in milliseconds, so names of runs and shards sort by time."""
+    """Return a new run id, which starts with the time in milliseconds, so that names sort by time."""
     now = datetime.now(UTC)
     return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z-{secrets.token_hex(3)}"
 
 
 def check_out_folder(store: Store) -> None:
-    """Raise UsageError if the store of ``--out`` is in a folder that Ray deletes after the job.
-
-    That is a relative path in a Ray job with a working directory. Absolute paths and object stores pass.
-    """
+    """Raise UsageError if ``--out`` is a relative path in a Ray job's working directory, which Ray deletes."""
     if store.folder is not None and not Path(str(store)).is_absolute():
         job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
         if job.get("runtime_env", {}).get("working_dir"):  # this process runs in an uploaded folder
@@ -235,13 +215,13 @@ class Outcome:
         failures: error class -> number of items.
         examples: error class -> (id, message) of one such item.
         n_missing: items without a row.
-        n_outside: failures by infrastructure errors: a mount, a store, a bug, a GPU full of other work.
+        n_outside: failures by infrastructure errors, such as a mount, a store, a bug, or a GPU full of other work.
         n_waiting: items that ``--limit`` or ``--max-hours`` left for another run; they are in no other count.
         n_new: items that this run processed.
         n_new_failed: failed items among ``n_new``; a failed redo keeps the earlier result.
-        wall_s: seconds that this run took; None for a summary.
+        wall_s: seconds; None for a summary.
         out: the location of the results; "" for a summary.
-        log: the file with the last lines of crashed workers; "" if no worker crashed.
+        log: the crash log; "" if no worker crashed.
         failed: id -> error class of the failed items; for videos only if a caller from Python requests it.
     """
 
@@ -267,8 +247,8 @@ class Outcome:
         """Return 0 if every item has a row, one is ok, none failed by a bug, and failures are within limits; else 1.
 
         Args:
-            failure_limit: the maximum number of failed items, in total and in this run.
-            infrastructure_limit: the maximum number of infrastructure errors; None for no such limit.
+            failure_limit: the maximum number of failed items, both in total and in this run.
+            infrastructure_limit: the maximum number of infrastructure errors; None for no limit.
         """
         bad = (
             self.n_missing
@@ -280,9 +260,9 @@ class Outcome:
         return 1 if bad else 0
 
     def iter_troubles(self, item: str, n_items: int) -> Iterator[str]:
-        """Yield a text for each trouble of a run of ``n_items`` items: failed items, missing rows, no result at all.
+        """Yield texts for the troubles of a run of ``n_items`` items: failed items, missing rows, no result at all.
 
-        If no failure stands, the failed redos of this run are named instead. Infrastructure limits are not.
+        Without failures, the failed redos of this run are named instead. An exceeded infrastructure limit is not named.
         """
         if self.failures:
             example, message = next(iter(self.examples.values()))
@@ -301,14 +281,13 @@ class Outcome:
         return {**fields, "n_failed": self.n_failed}
 
     def standing(self) -> JsonObject:
-        """Return the fields of ``as_record`` that describe the stored results, without those about this run."""
+        """Return the fields of ``as_record`` without those about this run."""
         return {name: value for name, value in self.as_record().items() if name not in _RUN_FIELDS}
 
     def pace(self, item: str) -> str:
         """Return a sentence with the number of this run's items, the failures, time, rate, and crash log if any.
 
-        If the run processed no items, the sentence says that every item has a row already, or that the run ended
-        before.
+        If the run processed no items, it says that every item has a row, or that none was done.
         """
         if not self.n_new and self.n_waiting:
             return f"no {item} was done before the run ended"
@@ -320,7 +299,7 @@ class Outcome:
         return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s{log}"
 
     def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
-        """Return a Rich table of the failures by class, with an example and the remedy (by ``faults``) of each."""
+        """Return a Rich table of the failures by class, with an example and, if ``faults`` has it, a remedy of each."""
         table = Table(title=f"failed {item}s (--retry-failed tries them again)", title_justify="left", show_edge=False)
         for name in ("class", f"{item}s", "example", "remedy"):
             table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")
@@ -340,10 +319,6 @@ def as_text(renderable: RenderableType) -> str:
 
 
 def count_failures(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
-    """Return the ``failures`` (most common class first) and ``examples`` (first row of each class) of an Outcome.
-
-    Args:
-        rows: failed rows with the columns ``key`` (the id), error_class and error_message.
-    """
+    """Return the ``failures`` (most common class first) and ``examples`` (first row of each class) of an Outcome."""
     failures = dict(Counter(row["error_class"] for row in rows).most_common())
     return failures, {row["error_class"]: (row[key], row["error_message"]) for row in reversed(rows)}

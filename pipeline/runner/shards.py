@@ -1,8 +1,6 @@
 """Bundling of a graph's output into shards, by number of items and by age, and the writers of the shards.
 
-Ray Data bundles by number alone: the last items would wait for more, and a stopped job would lose them. Only references
-wait here; their bytes stay in the object stores. Ray Data counts these bytes against the limit of the graph, which
-slows down the earlier stages.
+Only references wait here; their bytes stay in the object stores.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ class Shard(NamedTuple):
 
     Attributes:
         number: the largest number of these shards.
-        rows: the rows to commit.
-        n_taken: the number of items that their batches were counted as, an upper bound of the number of rows.
+        n_taken: the number of items in their batches, an upper bound of the number of rows.
     """
 
     number: int
@@ -53,10 +50,9 @@ class RunGraph:
     """A Ray Data graph that is ready to run, and the way in which its output is written.
 
     Attributes:
-        dataset: the graph, which runs once it is iterated.
-        items_per_shard: the maximum number of items in a shard.
-        start_writers: starts the actors whose ``write`` turns blocks into a shard and returns the rows to commit. If
-            None, the blocks themselves hold the rows to commit, which are small enough to wait here.
+        items_per_shard: the number of items that completes a shard.
+        start_writers: starts the actors whose ``write`` turns blocks into a shard and returns the rows to commit; None
+            if the blocks themselves hold the rows.
         unpack_block: converts a block to rows to commit if there are no writers.
         items_per_row: with writers, the number of items that share a row of the output; the last rows may have fewer.
     """
@@ -71,7 +67,7 @@ class RunGraph:
         """Run the graph, and yield each batch of its last stage as soon as it is computed; empty batches are skipped.
 
         Closing the generator stops the graph. With writers, a batch has references, and its number of items is an upper
-        bound; without, it has tables that ``unpack_block`` returned.
+        bound.
         """
         # Not iter_batches: its threads wait in a way that cannot be interrupted, and it fetches ahead.
         bundles = self.dataset.iter_internal_ref_bundles()
@@ -99,16 +95,11 @@ class _Writing(NamedTuple):
 
 
 class Shards:
-    """The bundler of batches into shards of up to ``graph.items_per_shard`` items, or fewer after ``age_s`` seconds.
+    """The bundler of batches into shards of about ``graph.items_per_shard`` items, or fewer after ``age_s`` seconds.
 
-    Each writer has one shard in hand and one queued. Once one more shard is complete, no more batches are taken
-    (``has_room``). Ray recomputes a lost block. ``next_written`` returns a shard again and again until ``acknowledge``,
-    since an interrupted driver cannot know whether it is committed. The ``with`` block ends the writers.
-
-    An interrupt (KeyboardInterrupt) may hit between any two statements. It loses no shard, and counts none twice.
-
-    A job slower than a shard in ``age_s`` seconds writes small shards of two files each. Nothing joins token shards
-    later.
+    Batches are not divided. A shard has more items if a single batch has, or if a batch comes while all writers are
+    busy, each with one shard in hand and one queued. An interrupt (KeyboardInterrupt) at any statement loses no shard
+    and counts none twice.
 
     Attributes:
         n_taken: the number of items that were taken; for shards that are not acknowledged it is an upper bound.
@@ -116,7 +107,7 @@ class Shards:
     """
 
     def __init__(self, graph: RunGraph, age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Prepare the bundling of a graph's output. A shard that is not full is written after ``age_s`` seconds."""
+        """Start without batches. A shard that is not full is written after ``age_s`` seconds."""
         self._graph = graph
         self._age_s = age_s
         self._clock = clock
@@ -159,8 +150,8 @@ class Shards:
     def take(self, batch: GraphOutput) -> None:
         """Add a batch to the current shard, and pass shards that are due to a writer. Call it only if ``has_room``.
 
-        The waiting batches become a shard first if the batch would make it too large. The first batch starts the
-        writers.
+        If the batch would make the shard too large, the waiting batches become a shard first, unless all writers are
+        busy. The first batch starts the writers.
         """
         self.n_taken += batch.n_items  # first, as an interrupt may lose the batch
         if self._n_waiting + batch.n_items > self._graph.items_per_shard:
@@ -177,19 +168,18 @@ class Shards:
     def finish(self) -> bool:
         """End the input, so that waiting batches become a shard. Return True until all shards are acknowledged.
 
-        Call it again until it returns False, since the writers may be too busy for the last shard.
+        Call it until then, since the writers may be too busy for the last shard.
         """
         self._input_ended = True
         self._write_due()
         return self.has_unwritten
 
     def next_written(self, wait_s: float = TICK_S) -> Shard | None:
-        """Return the shards that are written by now, to commit as one ``Shard``; None if there is none.
+        """Return the shards that are written by now, as one ``Shard``, or None; the same again until ``acknowledge``.
 
-        Shards that were written meanwhile come together, up to MAX_SHARDS_PER_COMMIT: a commit takes about as long
-        whatever its size, so a slow driver catches up. While batches can be taken, this looks for written shards only
-        every LOOK_S seconds and does not wait. Otherwise it waits up to ``wait_s`` seconds. It also passes waiting
-        batches that are due to a writer.
+        With writers, up to MAX_SHARDS_PER_COMMIT shards come together. While batches can be taken, this looks for
+        written shards only every LOOK_S seconds and does not wait; otherwise it waits up to ``wait_s`` seconds for one.
+        It also passes waiting batches that are due to a writer.
 
         Raises:
             RayError: a writer failed. Its shard is given up.

@@ -1,4 +1,4 @@
-"""The resources and actors of a graph's stages: what a plan reserves, how workers start, and how they are ended."""
+"""The resources and actors of a graph's stages: what a plan reserves, how workers start and end."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Wording:
     """The words with which messages describe a kind of run.
 
     Attributes:
-        doing: what the run does, such as "pruning".
-        item: the singular noun for an item, such as "video".
-        stages: the words of each stage by name, in processing order. Items of the last stage count as done.
-        to_lower: the flags to lower if the cluster has too few resources.
+        doing: such as "pruning".
+        item: such as "video".
+        stages: the words of each stage by name, in processing order.
+        to_lower: the flags to lower if resources are short.
     """
 
     doing: str
@@ -65,11 +65,8 @@ class Wording:
     def ahead(self, n_results: Mapping[str, int], ok: int) -> dict[str, int]:
         """Return the number of results of each stage before the last, keyed by ``past_tense``: {"decoded": 9}.
 
-        A run with a single stage counts that stage. Reports lag by seconds, so each count is at least ``ok``.
-
-        Args:
-            n_results: stage -> results, with all stages; if empty (before the first report), {} is returned.
-            ok: the number of committed items with a result.
+        A run with a single stage counts that stage. Each count is at least ``ok``, since reports lag. Before the first
+        report (empty ``n_results``) the result is {}.
         """
         early = list(self.stages.items())[: max(1, len(self.stages) - 1)]
         return {words.past_tense: max(n_results[stage], ok) for stage, words in early} if n_results else {}
@@ -83,7 +80,7 @@ class Stage:
         workers: the number of actors.
         why: the reason for these numbers, for the record of the run.
         calls: the number of calls that a worker runs concurrently.
-        in_flight: the maximum number of calls that are queued or running on a worker; None for the default of Ray Data.
+        in_flight: the maximum number of queued and running calls per worker; None for Ray Data's default.
     """
 
     num_cpus: float
@@ -105,10 +102,9 @@ class Plan(ABC):
         """A description of the workers that the plan starts, for the user."""
 
     def min_items_to_start(self, stage: str, more_expected: bool) -> int:
-        """Return the number of waiting items at which an idle ``stage`` counts as stalled.
+        """Return the number of waiting items at which an idle ``stage`` counts as stalled, by default 1.
 
-        It is 1 unless a subclass has a stage that collects items. ``more_expected``: the stage before will pass on
-        more.
+        ``more_expected`` says that the stage before will pass on more.
         """
         return 1
 
@@ -142,8 +138,7 @@ def add_stage(
 ) -> ray.data.Dataset:
     """Return a dataset that maps ``rows`` with the actors of a stage, one row per call.
 
-    The actors start when the dataset is executed. Their names are recorded for the calling thread, in which
-    ``end_workers`` can end them.
+    The actors start when the dataset is executed. ``end_workers`` of the calling thread can end them.
 
     Args:
         kind: the class of the actors, constructed with ``arguments``; a call gets a read-only pyarrow table of one row.
@@ -174,8 +169,7 @@ def start_actors(
 ) -> list[ActorHandle]:
     """Start the actors of a stage that the driver calls itself, and return their handles without waiting for them.
 
-    They get the same resources, restarts, retries and ``labels`` as the actors of ``add_stage``, and are spread over
-    the nodes. ``end_workers`` of the calling thread ends them.
+    They have the options of ``add_stage``, and are spread over the nodes. ``end_workers`` of this thread ends them.
     """
     options = {**_worker_options(stage, labels), "scheduling_strategy": "SPREAD"}
     return [
@@ -188,19 +182,15 @@ _names: dict[int, list[str]] = defaultdict(list)  # thread of a run -> names of 
 
 
 def _name_actor(run: int) -> dict[str, str]:
-    """Return the Ray option with a new actor name, recorded for ``end_workers`` in the run of thread ``run``.
-
-    Ray calls this for every actor, in another thread.
-    """
+    """Return the Ray option with a new actor name, recorded for ``end_workers`` of thread ``run``."""
     _names[run].append(f"worker-{uuid4().hex}")
     return {"name": _names[run][-1]}
 
 
 def end_workers() -> None:
-    """Kill the actors that runs of the calling thread have left, and forget their names; Ray's errors are ignored.
+    """Kill the actors that runs of the calling thread have left, and forget their names; errors are ignored.
 
-    An actor outlives its graph if it hangs, or if its node was lost and it waits for resources elsewhere. It would
-    block the resources of the next graph.
+    An actor outlives its graph if it hangs, or if its node was lost and it waits for resources.
     """
     with suppress(Exception):  # a cluster that is gone has no workers either
         for name in _names[threading.get_ident()]:
@@ -210,10 +200,10 @@ def end_workers() -> None:
 
 
 def configure_ray_data() -> None:
-    """Configure Ray Data for a run: no progress bars, no tolerated errors, one block per row.
+    """Configure Ray Data for a run: for example, no progress bars, no tolerated errors, one block per row.
 
-    This modifies the current ``DataContext``, and for the whole process silences the logger "ray.data" below CRITICAL
-    and a deprecation warning of Ray.
+    This modifies the current ``DataContext``, and silences the logger "ray.data" below CRITICAL and a deprecation
+    warning of Ray for the whole process.
     """
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the run itself says which error ended it
     # Ray 2.60 announces that max_restarts and names will move to a named parameter, which it does not have yet.

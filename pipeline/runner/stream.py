@@ -1,10 +1,4 @@
-"""The loop of every run on Ray: it takes the written shards of a run one after the other, and commits them.
-
-``commit_all`` is the loop, and ``Stream`` yields the shards. It runs the items through a graph
-(``pipeline.runner.execution``). When the nodes change, it runs the items without a committed row through another graph.
-
-However a run ends, finished work is written first, unless the store itself fails or the driver has a bug.
-"""
+"""The loop of every run on Ray: it takes the written shards of a run one after the other, and commits them."""
 
 from __future__ import annotations
 
@@ -68,8 +62,7 @@ def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> 
 class Stream(Generic[T]):
     """The shards that a job's workers have written, over as many graphs as it takes. Iterate it in a ``with`` block.
 
-    A shard counts as committed when the next one is asked for. Unlike a generator, the iterator survives an interrupt:
-    ``drain`` then yields the shards that are not committed.
+    A shard counts as committed when the next one is asked for. After an interrupt, ``drain`` yields the others.
     """
 
     def __init__(self, job: Job[T], items: T, watch: Watch) -> None:
@@ -109,7 +102,7 @@ class Stream(Generic[T]):
         Raises:
             StopIteration: all shards were returned, or there are no items.
             RunFailed: the cluster is too small, the graph failed, nothing moved for ``options.stall_timeout`` seconds,
-                or an interrupted graph does not end.
+                the watch ended the run, or an interrupted graph does not end.
         """
         self._acknowledge()
         while len(self._items):
@@ -144,8 +137,8 @@ class Stream(Generic[T]):
     def drain(self, ending: BaseException) -> Iterator[Shard]:
         """Stop the graph, and yield the shards that are written within the time for the last writes of ``ending``.
 
-        A shard that was yielded before and is not known to be committed is yielded again. Without a graph nothing is
-        yielded.
+        A shard that was yielded before and is not known to be committed is yielded again. Without a graph, or if the
+        time is over, nothing is yielded.
         """
         if self._execution is None:
             return
@@ -181,10 +174,7 @@ class Stream(Generic[T]):
             ending.args = (f"the run stopped after {count}: {ending}",)
 
     def _flush(self, execution: GraphExecution[T], ending: BaseException) -> None:
-        """Stop the graph; finished work may then be written in the time for the last writes of ``ending``.
-
-        The user is told if there is such work. Otherwise the clock of the last writes does not start.
-        """
+        """Stop the graph, and let finished work, if any, be written in the time for the last writes of ``ending``."""
         execution.end_input()
         if execution.shards.has_unwritten:  # otherwise the run's record starts the clock
             self._job.say(f"stopping: flushing finished work (up to {LAST_WRITES_S:g} s)")
@@ -208,8 +198,8 @@ class Stream(Generic[T]):
     def _reschedule(self, change: ClusterChanged) -> None:
         """Close the graph because of ``change``, end its workers, and keep only the items without a committed row.
 
-        This waits until all items are known, and tells the user. Nodes with full disks (DiskFull) are excluded from
-        later graphs.
+        If rows were committed, this waits until all items are known. The user is told. Nodes with full disks (DiskFull)
+        are excluded from later graphs.
 
         Raises:
             RunFailed: the thread of the graph does not end within _END_S seconds.

@@ -154,7 +154,7 @@ def _to_binary(values: Bits) -> pa.Array:
 
 
 def _estimate_video_bytes(cache: TokenCache, shards: LiveShards, options: ReadOptions) -> int:
-    """Return the mean size of a video's row in memory, in bytes and without evidence, in a few shards.
+    """Return the mean bytes of a video's row in memory, without evidence, over up to four evenly spread shards.
 
     It is 0 if these have no videos with tokens.
 

@@ -1,4 +1,4 @@
-"""Detection of graphs that stall or that should move to other nodes, and the thread that iterates over a graph."""
+"""Detection of graphs that stall or should move to other nodes, and the thread that iterates over a graph."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class Watchdog:
     """The stall detector of one running graph. The caller reads reports with ``read`` and then calls ``check``.
 
     Attributes:
-        heartbeats: the actor to which the workers report.
         timeout_s: seconds without movement after which the run fails.
         total: the number of items known so far.
         available_resources: returns the resources of the nodes that the graph may use now.
@@ -105,8 +104,8 @@ class Watchdog:
         """Raise an error if nothing has moved for too long, by the reports that ``read`` has returned.
 
         Raises:
-            ClusterChanged: nothing has moved for SHRUNK_S, all workers fitted the cluster when the graph started, they
-                do not fit now since nodes were lost, and the remaining nodes can still run every stage.
+            ClusterChanged: nothing has moved for SHRUNK_S, but less than ``timeout_s``; all workers fitted the cluster
+                when the graph started and do not now, and the remaining nodes can still run every stage.
             RunFailed: nothing has moved for ``timeout_s``; the message names the stalled stage and a remedy.
         """
         still_s = self.still_s
@@ -137,7 +136,7 @@ class Watchdog:
     def read_latest(self, within_s: float) -> WorkerReport:
         """Request a new report and return it, without changing ``report`` or the stall timer.
 
-        If the actor has crashed or does not answer within ``within_s`` seconds, ``report`` is returned.
+        Without an answer within ``within_s`` seconds, ``report`` is returned.
         """
         self._pending_answer = None  # so that the answer is not an older one that is under way
         return self._read(within_s)
@@ -158,10 +157,10 @@ class Watchdog:
         return report
 
     def _describe_stall(self) -> str:
-        """Return a text that names the stalled stage and a remedy, for an error message.
+        """Return a text that names the stalled stage and a remedy, or only compares the cluster with the plan.
 
         The stalled stage is the last one with items in hand, otherwise the last one that takes none of its waiting
-        items. If there is neither, the text only compares the cluster's resources with the plan.
+        items.
         """
         item = self.plan.wording.item
         for stage, words in reversed(list(self.plan.wording.stages.items())):
@@ -179,16 +178,15 @@ class Watchdog:
 class Growth:
     """The decision whether to restart a graph because nodes have joined.
 
-    Ray Data starts no more workers than a graph was built with, so using new nodes takes a new graph. It costs the
-    start of all workers, and items between two stages are computed again.
+    Ray Data starts no more workers than a graph was built with. A new graph has to start all workers and to compute
+    items between two stages again.
     """
 
     def __init__(self, plan: Plan, max_gpus: int | None = None) -> None:
         """Prepare the decision for a graph with the running workers of ``plan``.
 
         Args:
-            max_gpus: the number of GPUs up to which an autoscaler is asked for more; None or a plan without GPUs asks
-                for none.
+            max_gpus: up to this number of GPUs an autoscaler is asked for; None, or a plan without GPUs, asks for none.
         """
         self._plan = plan
         self._more = max(0, int((max_gpus or 0) - plan.gpus)) if plan.gpus else 0
@@ -198,7 +196,8 @@ class Growth:
     def look(self, at: Progress, speed: Speed, today: Plan | None) -> None:
         """Raise ClusterChanged if restarting the graph on the current nodes saves over twice the time that it costs.
 
-        The first call also submits a pending Ray task for each GPU up to ``max_gpus``, as a demand to an autoscaler.
+        The first call also submits a pending Ray task for each GPU that the plan lacks up to ``max_gpus``, as a demand
+        to an autoscaler.
 
         Args:
             today: a plan of the unfinished items on the current nodes; None if they cannot be planned now.
@@ -225,9 +224,9 @@ class Growth:
     def _estimate_s(self, at: Progress, speed: Speed, pools: Mapping[str, int], n_redone: int = 0) -> float:
         """Estimate the seconds until the slowest stage has finished, with ``pools`` (stage -> number of workers).
 
-        The busiest stage sets the current rate of the run. A stage that is half as busy could do twice that rate with
-        its current workers. Stages whose busy share is unknown or 0 are ignored. ``n_redone`` items, which now wait for
-        later stages, are processed again by the first stage.
+        The busiest stage sets the current rate of the run; a stage that is half as busy could do twice that rate.
+        Stages whose busy share is unknown or 0 are ignored. ``n_redone`` items, which now wait for later stages, are
+        processed again by the first stage.
         """
         most = max(at.busy.values(), default=0.0)
         items = n_redone
@@ -241,7 +240,7 @@ class Growth:
 
 
 def _occupy_gpu() -> None:
-    """Do nothing on a GPU. While no GPU is free, the pending task asks the autoscaler for one."""
+    """Do nothing. While no GPU is free, the pending task asks the autoscaler for one."""
 
 
 def _describe_resources(plan: Plan) -> str:
@@ -261,10 +260,9 @@ class _Abandoned(BaseException):
 
 
 class Fetcher(Generic[T]):
-    """A thread that iterates over an iterator that may block forever, at most one item ahead of ``next``.
+    """A thread that iterates over an iterator that may block forever, up to two items ahead of ``next``.
 
-    Leaving the ``with`` block interrupts the iterator wherever it is, as Ctrl-C would. ``is_at_end`` is True once
-    ``next`` has reached the end.
+    Leaving the ``with`` block interrupts the iterator. ``is_at_end`` is True once ``next`` has reached the end.
     """
 
     def __init__(self, items: Iterator[T]) -> None:
@@ -288,11 +286,8 @@ class Fetcher(Generic[T]):
     def close(self) -> None:
         """Interrupt the iterator by raising _Abandoned in its thread, and wait up to _END_S seconds for the thread.
 
-        Further calls do not interrupt again and share these seconds. A thread that still runs afterwards is left
-        behind.
-
-        Ray Data has no public way to stop a waiting iteration, but it waits in Python code, and shuts its execution
-        down at any exception.
+        Further calls share these seconds. A thread that still runs afterwards is left behind. Ray Data waits in Python
+        code, and shuts its execution down at any exception.
         """
         with self._interrupt_lock:
             if self._may_interrupt and self._thread.ident is not None:
@@ -367,8 +362,7 @@ def _thread_of_graph() -> str:
 def is_still_running(within_s: float) -> bool:
     """Return True if a ``Fetcher`` thread of the current thread's run is alive after ``within_s`` seconds.
 
-    Such a thread blocks outside of Python code, where it cannot be interrupted. If all have ended, the call returns
-    early.
+    Such a thread blocks outside of Python code. Each thread is waited for in turn.
     """
     threads = [thread for thread in threading.enumerate() if thread.name == _thread_of_graph()]
     for thread in threads:

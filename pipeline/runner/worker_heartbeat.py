@@ -34,7 +34,7 @@ class WorkerGivenUp(RuntimeError):  # noqa: N818
 
 
 class ItemsInHand:
-    """The items that a worker has in hand. ``Heartbeat.holding`` creates it, and ``release`` passes items on in order.
+    """The items that a worker has in hand (``Heartbeat.holding``); ``release`` passes them on in order.
 
     Attributes:
         items: the ids of the items that are still in hand.
@@ -67,15 +67,14 @@ class ItemsInHand:
 class Heartbeat:
     """The reporter of one worker to the heartbeats actor, pickled to the worker. Without an actor it does nothing.
 
-    A worker may have several items in hand, also in several threads. It reports when it takes items, when it has none
-    left, and once a second in between (less often among thousands of workers), since it may have many short items.
+    It reports when the worker takes items, when it has none left, and once a second in between (less often among over
+    2000 workers). A worker may have several items in hand, also in several threads.
 
     Args:
-        suspects: whether an item may kill the process. Items are then reported before the work on them starts, not only
-            once a second.
+        suspects: whether an item may kill the process. Items are then reported before the work on them.
 
     Attributes:
-        of_process: the heartbeat of the worker in this process; None until an actor's heartbeat has started.
+        of_process: the heartbeat of this process; None until an actor's heartbeat has started.
         has_crashed_before: whether earlier processes of this worker have crashed; set by ``start``.
     """
 
@@ -102,10 +101,10 @@ class Heartbeat:
 
         In a Ray actor this also sets ``of_process``, starts the thread that reports, and registers an exit handler that
         ends the process without waiting for Ray. If the heartbeats actor does not answer, the process counts as the
-        first one.
+        first.
 
         Raises:
-            WorkerGivenUp: too many processes of this worker have crashed.
+            WorkerGivenUp: more than MAX_CRASHES processes of this worker have crashed within CRASHES_S seconds.
         """
         if self._heartbeats is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
             # If the cluster is gone, Ray's C++ core may wait for itself for ever once Python has ended
@@ -132,23 +131,17 @@ class Heartbeat:
     def find_crashes(self, item: str) -> list[Crash]:
         """Return the crashes of this stage's processes with ``item`` in hand; [] if the actor does not answer.
 
-        Call it with the item in hand, so that a crash of this process would count, too. A worker without earlier
-        crashes returns [] without asking, since Ray retries an item on the worker that it killed.
+        Call it with the item in hand, so that a crash of this process would count. Without earlier crashes of this
+        worker the result is [].
         """
         return (self._ask("find_crashes", self._stage, item) or []) if self.has_crashed_before else []
 
     def holding(self, *ids: str) -> AbstractContextManager[ItemsInHand]:
-        """Return a context in which these items are reported as in hand.
-
-        It yields an ItemsInHand, whose ``release`` the caller calls for each item.
-        """
+        """Return a context in which these items are reported as in hand; the caller calls ``release`` for each item."""
         return self._report_items(ids, ProgressDelta(n_moves=len(ids)))
 
     def busy(self, work: str) -> AbstractContextManager[object]:
-        """Return a context in which ``work`` that is not an item is reported as in hand; it does not count as movement.
-
-        Items in hand stay reported, since the last report before a crash may be lost.
-        """
+        """Return a context in which ``work``, which is not an item, is reported as in hand, but not as movement."""
         return self._report_items((work,), ProgressDelta())
 
     @contextmanager
@@ -164,10 +157,7 @@ class Heartbeat:
         """Report items as in hand inside the context, and as gone after it, however it ends.
 
         If ``suspects`` is False, the thread reports them at its next turn. After an earlier crash of a suspect worker,
-        the context starts once the actor has answered or 10 s have passed.
-
-        Args:
-            delta: added to the counts of the next report.
+        the context starts once the actor has answered or 10 s have passed. ``delta`` is added to the next report.
         """
         items_in_hand = ItemsInHand(items, self._count)
         with self._reporting:
@@ -203,7 +193,7 @@ class Heartbeat:
                 self._report()
 
     def _report_regularly(self) -> None:
-        """Report changes at the interval that the actor sets, and idleness seldom. Runs in a thread forever.
+        """Report changes at the interval that the actor sets, and idleness every _IDLE_S. Runs in a thread forever.
 
         If the actor does not answer, the interval doubles up to SELDOM_S.
         """
@@ -240,7 +230,7 @@ class Heartbeat:
         self._ask("fail", why)  # if this is lost, the run ends with Ray's own error
 
     def end(self, reason: str) -> None:
-        """Report why this process is about to end itself, and wait up to 10 s until the actor has the reason."""
+        """Report why this process is about to end itself, and wait up to 10 s for an answer."""
         self._ask("end", self._me, printable(reason))
 
     def _ask_about_worker(self, method: str, otherwise: object = None) -> Any:
@@ -261,7 +251,7 @@ class Heartbeat:
     def _report(self) -> None:
         """Send the items in hand and the counts to the actor without waiting for it, and set the counts to zero.
 
-        If they cannot be sent, because the actor is dead or too busy, the counts are kept for the next report.
+        If sending fails, the counts are kept for the next report.
         """
         if self._heartbeats is None:
             return
@@ -282,11 +272,10 @@ class Heartbeat:
 
 
 def exit_after_gpu_fault(item: str, error: Exception) -> None:
-    """End this process as ``give_up_process`` does if ``error`` has broken its CUDA context; otherwise return.
+    """End this process with code 70 (``give_up_process``) if ``error`` has broken its CUDA context; otherwise return.
 
-    A small operation on the GPU decides, because Triton, cuDNN and drivers have their own words for a broken context,
-    and cuBLAS says "CUDA error" if it only lacks memory. Without a CUDA context in this process, the text of the error
-    decides. An out-of-memory error always returns.
+    A small operation on the GPU decides, or without a CUDA context in this process the text of the error. An
+    out-of-memory error always returns.
     """
     if is_out_of_memory(error):
         return
@@ -298,10 +287,7 @@ def exit_after_gpu_fault(item: str, error: Exception) -> None:
 
 
 def give_up_process(item: str, error: Exception) -> NoReturn:
-    """Print the error, report it to the heartbeats, and end this process at once with exit code 70.
-
-    Ray starts another process, which asks the heartbeats for the crashes with ``item`` (a video or question) in hand.
-    """
+    """Print the error of ``item``, report it to the heartbeats, and end this process at once with exit code 70."""
     print(f"{item}: {error}", file=sys.stderr, flush=True)
     if Heartbeat.of_process is not None:
         Heartbeat.of_process.end(str(error))

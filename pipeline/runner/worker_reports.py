@@ -1,8 +1,4 @@
-"""The reports of workers, and the actor that collects them for the driver.
-
-The actor keeps one report per busy worker, whatever the size of the corpus. It also records the items that a worker had
-in hand when its process crashed, so that the worker's next process can ask which items have killed processes before.
-"""
+"""The reports of workers, and the actor that collects them for the driver."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ class Worker(NamedTuple):
 
     Attributes:
         name: the same for all processes of an actor, or all attempts of a task.
-        host, node, pid: the host, node id and process id of this process.
     """
 
     name: str
@@ -42,7 +37,7 @@ class ProgressDelta(NamedTuple):
         n_passed_on: items that were passed on to the next stage.
         n_moves: items taken plus items passed on.
         n_ok: items tried without a failure that another node might avoid.
-        n_failed: items tried with a failure that another node might avoid.
+        n_failed: items tried with such a failure.
         n_results: items passed on as results of the stage, not as failures.
         up_s: seconds in which the worker had its model and could work.
         busy_s: seconds of ``up_s`` in which it had items in hand.
@@ -59,7 +54,7 @@ class ProgressDelta(NamedTuple):
     faults: tuple[str, ...] = ()
 
     def plus(self, more: ProgressDelta) -> ProgressDelta:
-        """Return the sum of two deltas: numbers are added, and faults are concatenated."""
+        """Return the sum of two deltas."""
         return ProgressDelta(*map(operator.add, self, more))  # numbers are added, faults concatenated
 
 
@@ -72,7 +67,7 @@ class NodeTally(NamedTuple):
 
 
 class FailureKind(NamedTuple):
-    """The kind of a failure: the stage, the host, and the error class of the item."""
+    """The stage, the host and the error class of failures."""
 
     stage: str
     host: str
@@ -95,12 +90,7 @@ class Crash(NamedTuple):
 
 
 def describe_crashes(process: str, item: str, crashes: Sequence[Crash]) -> str:
-    """Return the error message of an item that was in hand at these crashes.
-
-    Args:
-        process: what crashed, such as "encode process".
-        item: the noun for the item, such as "video".
-    """
+    """Return the error message of an item ("video") that was in hand when a ``process`` ("encode process") crashed."""
     where = ", ".join(dict.fromkeys(crash.host for crash in crashes))
     reasons = list(dict.fromkeys(crash.reason for crash in crashes if crash.reason))
     if n_silent := sum(not crash.reason for crash in crashes):  # such as processes killed by a signal
@@ -123,8 +113,8 @@ class WorkerReport:
         failing: the stages whose workers at work have all failed at least 7 of their last 8 items (RECENT).
         up_s: stage -> seconds in which its workers could work, summed over them.
         busy_s: stage -> seconds of ``up_s`` in which they had items in hand.
-        faults: failed items by stage, host and error class. A retried item counts again.
-        crashed_processes: the last 100 crashed processes of workers, oldest first.
+        faults: the number of failed items. A retried item counts again.
+        crashed_processes: the last 100, oldest first.
         outages: stores that do not answer a worker, each since the first worker noticed.
         workers: node id -> stage -> number of its workers there.
         full_disks: node id -> the disk there that is too full to start a worker, by a report of the last ten minutes.
@@ -170,8 +160,8 @@ class _RecentItems:
     Attributes:
         failures: whether each of the last RECENT items failed, oldest first.
         moved_at: the time of the last outcome.
-        rest_s: how long the worker rests before it may try the next item.
-        resting_since: when the current rest began; None if the worker does not rest.
+        rest_s: how long the worker rests before the next item.
+        resting_since: None if the worker does not rest.
     """
 
     def __init__(self) -> None:
@@ -190,7 +180,7 @@ class _RecentItems:
 
     @property
     def is_failing(self) -> bool:
-        """True if all but one of the last RECENT items failed."""
+        """True if at least RECENT - 1 of the last RECENT items failed."""
         return sum(self.failures) >= RECENT - 1
 
 
@@ -256,11 +246,8 @@ class Heartbeats:
     ) -> None:
         """Record a report of a worker: replace its items, its outages and its node's full disk, and add its counts.
 
-        The counts go to the totals of the stage, the tally of the node, the faults, and the worker's recent outcomes.
-
         Args:
             items: the items that it has in hand now.
-            delta: its counts since its last report.
             full_disk: the disk of its node that is too full to start a worker; "" without one.
         """
         self._processes[stage][worker.name] = worker
@@ -283,9 +270,9 @@ class Heartbeats:
     def is_excluded(self, stage: str, worker: Worker) -> bool:
         """Return True if this worker must not take another item now.
 
-        A worker is excluded while all but one of its last RECENT items have failed and the other workers do better. It
-        calls this repeatedly: after REST_S it may try one item (False), after twice that time another, and so on. Its
-        first exclusion is recorded for the report.
+        A worker is excluded while at least RECENT - 1 of its last RECENT items have failed and ``_others_do_better``.
+        After REST_S it may try one item (False), after twice that time another, and so on. Its first exclusion is
+        recorded for the report.
         """
         recent = self._recent_items[stage][worker.name]
         now = self._clock()
@@ -302,7 +289,7 @@ class Heartbeats:
         return False
 
     def _at_work(self, stage: str) -> set[str]:
-        """Return a stage's workers at work: with items in hand on a living node, or with a recent outcome."""
+        """Return a stage's workers with items in hand on a living node, or with an outcome in the last 10 s."""
         recently = self._recent_items[stage]
         now = self._clock()
         holding = {name for name in self._in_hand[stage] if self._node_lives(self._processes[stage][name].node)}
@@ -311,8 +298,7 @@ class Heartbeats:
     def _node_lives(self, node: str, max_age_s: float = _AT_WORK_S) -> bool:
         """Return True if a node is alive, by a list of nodes that is less than ``max_age_s`` seconds old.
 
-        Ray is asked for a new list if needed. If it does not answer, the last list counts; without any list every node
-        counts as alive.
+        If Ray does not answer, the last list counts; without any, every node counts as alive.
         """
         if self._list_living_nodes is None:
             return True
@@ -326,9 +312,8 @@ class Heartbeats:
     def _others_do_better(self, stage: str, name: str) -> bool:
         """Return True if a share of less than BETTER of the last items failed for the other workers at work.
 
-        Without others the result is False. Workers without an outcome yet count as better. Every worker of a failing
-        node asks each second, so with thousands of workers the outcomes are counted less often, and may be that much
-        older.
+        Without others the result is False. Workers without an outcome count as better. The outcomes may be 0.01 s old
+        per 100 workers.
         """
         recently = self._recent_items[stage]
         now = self._clock()
@@ -376,7 +361,7 @@ class Heartbeats:
         return None
 
     def end(self, worker: Worker, reason: str) -> None:
-        """Record why a worker's process is about to end itself, as the reason of the crash that ``start`` notices."""
+        """Record why a worker's process is about to end itself, for the crash that ``start`` notices."""
         self._reasons[worker] = reason
 
     def _note_lost_nodes(self) -> None:
@@ -399,7 +384,7 @@ class Heartbeats:
         return self._crashes.get((stage, item), [])
 
     def every_s(self) -> float:
-        """Return the seconds between a worker's reports: REPORT_S, or more if there are thousands of workers."""
+        """Return the seconds between a worker's reports: REPORT_S, or more with over 2000 workers."""
         return max(REPORT_S, sum(map(len, self._processes.values())) / REPORTS_PER_S)
 
     def fail(self, why: str) -> None:
@@ -462,8 +447,7 @@ class Heartbeats:
 def heartbeats_of(stages: Sequence[str]) -> Iterator[ActorHandle]:
     """Run the heartbeats actor for these stages inside the context, and yield its handle.
 
-    It runs on this node if possible. After each of its first three crashes it restarts without its counts. It is killed
-    at the end.
+    It runs on this node if possible. After each of its first three crashes it restarts without its counts.
     """
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "max_restarts": _RESTARTS, "max_pending_calls": _BACKLOG, "scheduling_strategy": strategy}

@@ -95,10 +95,10 @@ def _is_this_machine(host: str) -> bool:
 
 
 def check_answers(address: str) -> None:
-    """Raise RunFailed if the cluster at ``address`` does not answer, or requires a token that is missing.
+    """Raise RunFailed if the cluster at ``address`` does not answer in three tries, or requires a missing token.
 
-    It is asked up to three times. An address of Ray Client or without a port is not checked, nor is a cluster found on
-    this machine if this user has a token.
+    An address of Ray Client or without a port is not checked, nor is a cluster found on this machine if this user has a
+    token.
     """
     mode = os.environ.get("RAY_AUTH_MODE")
     is_discovered = not os.environ.get("RAY_ADDRESS")
@@ -118,8 +118,8 @@ def check_answers(address: str) -> None:
 def set_cluster_token() -> None:
     """Set RAY_AUTH_TOKEN in this process's environment to a new token for the cluster that it starts next.
 
-    Ray would write a token to ~/.ray/auth_token, where every later ``ray start`` finds and requires it. Nothing is set
-    if the user has a token or RAY_AUTH_MODE is "disabled".
+    Nothing is set if the user has a token or RAY_AUTH_MODE is "disabled". Ray would write a token to ~/.ray/auth_token,
+    where every later ``ray start`` requires it.
     """
     if os.environ.get("RAY_AUTH_MODE") != "disabled" and not _has_token():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -138,8 +138,6 @@ def _describe_missing_token(address: str) -> str:
 
 def describe_startup_failure(error: Exception | None, address: str | None) -> str:
     """Return one line that says why Ray did not start or could not be joined, with advice.
-
-    An AuthenticationError is described as a missing token.
 
     Args:
         error: the error; None if Ray ended this process without an exception.
@@ -166,9 +164,8 @@ def workers_import_this() -> Iterator[JobConfig | None]:
     """Provide the job configuration with which Ray is joined so that its workers can import this package.
 
     Joining puts the current folder first on the path of the workers, where a user's ``pipeline.py`` would hide this
-    package. So a driver that does not import from the current folder first (a console script) joins from the folder
-    that contains this package, which is the current folder inside the context. If the original folder is last on the
-    driver's path, it is last on the workers' path too.
+    package. So this package's parent folder is the current folder inside the context, unless the original folder is on
+    the driver's path before the last entry. If it is the last entry, it is last on the workers' path too.
 
     Yields:
         The ``job_config`` for ``ray.init()``; None for Ray's default.

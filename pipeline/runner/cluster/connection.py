@@ -62,8 +62,7 @@ _NO_GPU = (
 def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float]:
     """Join the cluster that RAY_ADDRESS or a running head names, or start Ray here; return the total resources.
 
-    A process that has joined stays joined. Ray Data is configured for runs in any case. Threads may call this
-    concurrently.
+    A process that has joined stays joined. Ray Data is configured for runs. Threads may call this concurrently.
 
     Args:
         say: gets a line before and after joining, which may take half a minute.
@@ -82,8 +81,8 @@ def _join_or_start(say: Callable[[str], object]) -> None:
     """Join the cluster that ``find_address`` returns, or start Ray here if it returns None.
 
     This sets Ray's variables in this process's environment, filters its log lines, keeps this process's SIGTERM
-    handler, and registers an exit handler that shuts Ray down. A session that is started is locked against deletion.
-    Starting Ray is tried once more if it fails after SLOW_START_S or later.
+    handler, and registers an exit handler that shuts Ray down. A session that is started is locked against deletion. A
+    start that fails after SLOW_START_S or later is tried once more.
 
     Raises:
         RunFailed: Ray cannot be joined or started.
@@ -124,13 +123,7 @@ def _join_or_start(say: Callable[[str], object]) -> None:
 
 
 def _make_start_options(say: Callable[[str], object]) -> dict[str, Any]:
-    """Return the options of ``ray.init()`` that start Ray here: its folder, and one CPU if Ray would count none.
-
-    This creates the folder.
-
-    Raises:
-        OSError: the folder cannot be used.
-    """
+    """Create the folder for Ray, and return the options of ``ray.init()``: it, and one CPU if Ray would count none."""
     options: dict[str, Any] = {"_temp_dir": str(make_ray_folder())}
     if fraction := read_fraction_of_cpu():
         say(f"note: this container may use {fraction:g} CPUs, which Ray would count as none. They count as one CPU")
@@ -142,12 +135,11 @@ def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) 
     """Call ``ray.init()``, which starts Ray with ``start_options``, or joins a cluster if they are empty.
 
     It runs in its own thread, which never ends, since the kernel kills Ray's processes with the thread that started
-    them. On the main thread, Ray would replace the handler of SIGTERM, and an interrupt could leave a core that aborts
-    at exit. Ray Data is imported meanwhile, stderr is muted, and ``say`` gets lines during a long wait.
+    them. Ray Data is imported meanwhile, stderr is muted, and ``say`` gets lines during a long wait. Errors of both are
+    raised.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM interrupted the wait. Ray is shut down first.
-        Exception: what ``ray.init()`` or the import of Ray Data raises.
     """
     start_result, import_result = Future[None](), Future[None]()
     forks = bool(start_options) and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())
@@ -209,7 +201,7 @@ def is_worth_showing(record: logging.LogRecord) -> bool:
 
 
 def _shut_down() -> None:
-    """Shut Ray down; registered to run before Ray's own exit handler, which waits half a second to flush output."""
+    """Shut Ray down before Ray's own exit handler runs, which waits half a second to flush output."""
     ray.shutdown()
 
 
@@ -217,19 +209,16 @@ def _shut_down() -> None:
 def keep_ray_private() -> Iterator[None]:
     """Make a Ray that starts in this context private to this process: few processes, in their own sessions.
 
-    The monitor, which adds nodes, and the dashboard's server are left out, since starting and stopping Ray would wait
-    for them. The node's agent then serves no dashboard either.
-
-    SIGTERM to the group of this process, as ``timeout`` and ``kill 0`` send it, does not reach Ray, so that finished
-    work can still be written. Ray's processes still end with the thread that starts them. Leaving the context undoes
-    the changes to Ray's modules.
+    The monitor, which adds nodes, and the dashboard are left out, since starting and stopping Ray would wait for them.
+    SIGTERM to the group of this process does not reach Ray, so that finished work can still be written. Leaving the
+    context undoes the changes to Ray's modules.
     """
     from ray._private import node, parameter, utils  # noqa: PLC0415 - loaded by now
 
     end_with_parent = utils.set_kill_on_parent_death_linux
 
     def start_session() -> None:
-        """Ask the kernel to end this process with its parent, as Ray does, and start a session. Runs in the child."""
+        """Let the kernel end this process with its parent, as Ray does, and start a session. Runs in the child."""
         end_with_parent()
         os.setsid()
 
@@ -298,11 +287,8 @@ def _muted_stderr() -> Iterator[None]:
 def explain_native_exit(address: str | None) -> Iterator[None]:
     """Print an error with advice if Ray's native code ends this process inside the context, without a message.
 
-    It does so if a raylet does not answer for half a minute. A shell, which outlives this process, prints the error.
-    Without a shell nothing is printed.
-
-    Args:
-        address: the cluster that is joined; None if Ray is started here.
+    It does so if a raylet does not answer for half a minute. A shell, which outlives this process, prints the error;
+    without a shell nothing is printed.
     """
     message = f"error: {describe_startup_failure(None, address)}"
     command = ["sh", "-c", 'read -r _ || printf "%s\\n" "$0" >&2', message]
@@ -362,12 +348,10 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
 
 
 def can_have_gpus() -> bool:
-    """Return True if a run may get a GPU: this machine has one, or the run joins a cluster, with or without GPUs.
-
-    Ray is not started for this.
+    """Return True if this machine has a GPU, or the run joins a cluster, with or without GPUs. Ray is not started.
 
     Raises:
-        RunFailed: the address of the cluster cannot be used (``find_address``).
+        RunFailed: the address of the cluster cannot be used.
     """
     return _joins_a_cluster() or torch.cuda.device_count() > 0
 
@@ -376,7 +360,7 @@ def _joins_a_cluster() -> bool:
     """Return True if this process has joined a cluster or would join a running one.
 
     Raises:
-        RunFailed: the address of the cluster cannot be used (``find_address``).
+        RunFailed: the address of the cluster cannot be used.
     """
     return ray.is_initialized() or find_address() is not None
 
@@ -384,7 +368,7 @@ def _joins_a_cluster() -> bool:
 def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
     """Raise UsageError if ``--device cuda`` finds no GPU, for a run that has nothing left to compute.
 
-    A running cluster is joined for this, with the checks and errors of ``choose_device``. Ray is not started.
+    A running cluster is joined and checked by ``choose_device``, but Ray is not started.
     """
     if options.device == "cuda" and _joins_a_cluster():
         choose_device(options, "auto", say)
@@ -395,9 +379,7 @@ def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
 def provenance(run_id: str, packages: Sequence[str] = ("gstep-cache", "pyarrow")) -> dict[str, Json]:
     """Return the facts about this process for a run's record: host, process id, Python, versions of packages.
 
-    Args:
-        packages: the packages to list, by default those of runs that only move, copy or delete stored data. A package
-            that is not installed has the version None.
+    The version of a package that is not installed is None. The default packages are those of runs without models.
     """
     return {
         "run_id": run_id,
@@ -419,8 +401,7 @@ def package_version(name: str) -> str | None:
 def describe_cause(error: BaseException) -> str:
     """Return one line that describes an error: its class and message, for a failed Ray task those of its cause.
 
-    Tracebacks are left out. Other errors of Ray are described by the last line of their text, and a full object store
-    (OutOfDiskError) by a text of this project.
+    Other errors of Ray are described by the last line of their text, and OutOfDiskError by a text of this project.
     """
     if is_out_of_disk(error):  # Ray's own text contains raw bytes
         return "OutOfDiskError: the object store of a node is full, and the disk that it spills to"
@@ -432,15 +413,13 @@ def describe_cause(error: BaseException) -> str:
 
 
 def is_out_of_disk(error: BaseException) -> bool:
-    """Return True if the error, or its cause in a Ray task, is that a node lacked memory and disk for an object."""
+    """Return True if the error, or its cause in a Ray task, is Ray's OutOfDiskError."""
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     return isinstance(cause, ray.exceptions.OutOfDiskError)
 
 
 def find_failing_nodes(tallies: Mapping[str, Mapping[str, NodeTally]]) -> dict[str, str]:
     """Return the nodes on which a stage fails more often than on average over all nodes, node id -> host.
-
-    A file that no node can read fails on all nodes alike, so a node counts as failing only if other nodes do better.
 
     Args:
         tallies: stage -> node id -> the counts of its items.

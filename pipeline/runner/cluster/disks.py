@@ -24,8 +24,6 @@ class RayDisk(NamedTuple):
     """A disk to which Ray writes on one node. As text: its folder and how full it is.
 
     Attributes:
-        folder: Ray's folder on this disk.
-        free, size: bytes.
         limit: the used share above which Ray spills no more objects, and fails.
     """
 
@@ -51,8 +49,8 @@ class RayDisk(NamedTuple):
     def measure(cls) -> list[RayDisk]:
         """Measure the disks of this process's node: of Ray's session folder, and of its folder for spilled objects.
 
-        Call it in a worker or driver of Ray. Each disk is listed once. A folder that cannot be measured is left out, so
-        the list may be empty.
+        Call it in a worker or driver of Ray; only a worker finds the second. Each disk is listed once. A folder that
+        cannot be measured is left out, so the list may be empty.
         """
         limit = float(os.environ.get(_SPILL_VARIABLE, _SPILL_LIMIT))
         disks: dict[int, RayDisk] = {}
@@ -65,15 +63,12 @@ class RayDisk(NamedTuple):
 
     @classmethod
     def describe_full(cls) -> str:
-        """Return a text about the first disk of this node that is too full to start a worker; "" if there is none."""
+        """Describe the first disk of this node with less than MIN_FREE_BYTES free; "" if there is none."""
         return next((str(disk) for disk in cls.measure() if disk.free < MIN_FREE_BYTES), "")
 
 
 def _find_ray_folders() -> Iterator[str]:
-    """Yield the folders that Ray writes to on this node: its session folder, and a separate spill folder if any.
-
-    Only a worker of Ray can find the spill folder.
-    """
+    """Yield the folders that Ray writes to on this node: of its session, and, in a worker, a separate spill folder."""
     if (node := ray._private.worker._global_node) is not None:
         yield node.get_session_dir_path()
     with suppress(OSError):  # a system without /proc: the session's folder is the usual one
@@ -85,7 +80,7 @@ class DiskSearch(NamedTuple):
     """The result of a search for full disks.
 
     Attributes:
-        full: node id -> text with host and disk, for nodes with a disk that is too full for Ray.
+        full: node id -> text with host and disk, for nodes with a disk too full for Ray.
         silent: node id -> host, for nodes that ran no process for the search.
     """
 
@@ -94,15 +89,10 @@ class DiskSearch(NamedTuple):
 
 
 def find_known_full_disks(without: Collection[str], reported: Mapping[str, str]) -> dict[str, str]:
-    """Return the living nodes, except ``without``, that are known to have a disk too full to start a worker.
+    """Return the living nodes, except ``without``, with a disk known to be full: node id -> text with host and disk.
 
-    No node is asked: the driver measures the disks of its own node only (less than MIN_FREE_BYTES is too full).
-
-    Args:
-        reported: the full disks that the workers' heartbeats report, node id -> description of the disk.
-
-    Returns:
-        Node id -> text with host and disk.
+    Besides the ``reported`` disks (node id -> description), the driver measures those of its own node; less than
+    MIN_FREE_BYTES is full.
     """
     own_disk = RayDisk.describe_full()
     known = dict(reported)
@@ -123,9 +113,9 @@ def find_full_disks(
     (``find_known_full_disks``) are not asked.
 
     Args:
-        reported: the full disks that the workers' heartbeats report, node id -> description of the disk.
-        spilling_failed: True if Ray has just failed to spill objects. Ray frees spilled objects as soon as a run fails,
-            so if no disk is full now, a disk counts as full that has less room than its node's object store has bytes.
+        reported: known full disks, node id -> description.
+        spilling_failed: True if Ray has just failed to spill objects. If no disk is full now, a disk counts as full
+            that has less room than its node's object store has bytes.
     """
     full = find_known_full_disks(without, reported)
     small = dict[str, str]()

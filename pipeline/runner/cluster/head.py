@@ -38,13 +38,9 @@ class Head:
         self._lost_at: float | None = None
 
     def look(self) -> None:
-        """Check every _LOOK_S seconds that the head answers, and end the run if it has been away for too long.
+        """Check every _LOOK_S seconds that the head answers, and raise HeadLost if it has been away for too long.
 
-        A head with fault tolerance may restart in time, and the run then continues.
-
-        Raises:
-            HeadLost: the head has not answered for a third of Ray's own limit, or for _OWN_PATIENCE_S if this process
-                has started it.
+        That is a third of Ray's own limit, or _OWN_PATIENCE_S if this process has started the head.
         """
         if self._clock() - self._looked_at >= _LOOK_S:
             self.answers()

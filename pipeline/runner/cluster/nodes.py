@@ -27,10 +27,9 @@ def iter_alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
 
 
 def task_on(node_id: str, gpus: int = 0) -> Any:
-    """Return a Ray task that calls a function without arguments on a given node.
+    """Return a Ray task for ``task_on(node_id).remote(function)``, which calls a function without arguments there.
 
-    Use it as ``task_on(node_id).remote(function)``. It reserves ``gpus`` GPUs and no CPU, and is not retried. The task
-    fails if the node is gone.
+    It reserves ``gpus`` GPUs and no CPU, is not retried, and fails if the node is gone.
     """
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(_call).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy, max_retries=0)
@@ -79,7 +78,7 @@ class NodeLog:
         """Log the nodes that were lost or have joined since the last call, and each node's workers if they changed.
 
         A node that joins is reported as the replacement of a lost node while there is one. The first call logs no
-        nodes: it sets the state to compare with.
+        nodes.
         """
         nodes = {node: (name, resources) for name, node, resources in iter_alive_nodes()}
         names = {node: name for node, (name, _) in nodes.items()}

@@ -1,7 +1,6 @@
 """The folder for the Ray sessions that this user's commands start: private, and cleared of ended sessions.
 
-Ray's default, ``/tmp/ray``, is writable for every user of the machine. Whoever can write there reaches the sockets of a
-session, and with them its workers.
+Ray's default, ``/tmp/ray``, is writable for every user, who then reaches the sockets of a session and its workers.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ def find_ray_folder() -> Path:
     """Return the path of the folder for Ray sessions; nothing is created.
 
     The base folder is RAY_TMPDIR, otherwise TMPDIR, otherwise /tmp. If only this user can enter it, the result is its
-    subfolder ``ray``, Ray's own name. Otherwise it is ``ray-UID/ray``, a private folder around one that Ray opens to
-    every user. If that path in TMPDIR is too long for sockets, it is in /tmp instead.
+    subfolder ``ray``. Otherwise it is ``ray-UID/ray``, a private folder around one that Ray opens to every user. If
+    that path in TMPDIR is too long for sockets, it is in /tmp instead.
     """
     default = Path(get_ray_address_file(None)).parent
     with suppress(OSError):  # it does not exist yet
@@ -49,9 +48,7 @@ def _is_too_long(folder: Path) -> bool:
 
 
 def make_ray_folder() -> Path:
-    """Create the folder for Ray sessions if needed, delete what ended sessions left in it, and return it.
-
-    No other user can enter it.
+    """Create the private folder for Ray sessions if needed, delete what ended sessions left in it, and return it.
 
     Raises:
         OSError: the path is too long for sockets, the disk is full, ``ray-UID`` is a link or belongs to another user
@@ -74,11 +71,10 @@ def make_ray_folder() -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Create a folder with mode 0700, or set this mode if the folder exists and belongs to this user.
+    """Create a folder with mode 0700, or set this mode if the folder exists.
 
     Raises:
         PermissionError: it is a link or a file, or belongs to another user.
-        OSError: it cannot be created or changed.
     """
     with suppress(FileExistsError):
         folder.mkdir(0o700, parents=True)
@@ -91,10 +87,7 @@ def _make_private(folder: Path) -> None:
 
 
 def lock_session(folder: str) -> None:
-    """Lock a session's folder while this process runs, so that other commands do not delete it.
-
-    If the lock file cannot be created, the session is not locked and is never deleted.
-    """
+    """Lock a session's folder while this process runs, so that other commands keep it. OSErrors are ignored."""
     with suppress(OSError):  # a full disk: the session is never deleted
         _locks.append(os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_CREAT, 0o600))
         fcntl.flock(_locks[-1], fcntl.LOCK_SH)
@@ -108,7 +101,7 @@ def _delete_ended_sessions(folder: Path) -> None:
     """Delete the spilled objects of ended sessions, and ended sessions that are not among the newest _KEPT_SESSIONS.
 
     Running sessions count among the newest. Sessions that are locked, younger than _LOCKED_S, or without a lock file
-    are kept. Nothing is raised.
+    are kept. OSErrors are ignored.
     """
     for number, lock in enumerate(sorted(folder.glob(f"session_2*/{_LOCK}"), reverse=True)):
         session = lock.parent

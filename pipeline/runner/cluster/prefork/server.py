@@ -1,11 +1,9 @@
 """The fork server: a process that has imported the modules of Ray's workers, and forks a worker on request of a raylet.
 
-A worker still runs Ray's own program in its own process, but its imports, up to five seconds of a core, are done once,
-while Ray's own processes start. Raylets run ``worker.py``, which requests a forked worker, and becomes Ray's own worker
-if the server does not answer.
-
-Ray's core reads the ids of the job and of the raylet from the environment when it is imported. So the server forks a
-process for each job and raylet, which imports Ray and forks the workers.
+A worker still runs Ray's own program in its own process, but saves up to five seconds of imports. Raylets run
+``worker.py``, which requests a forked worker, and becomes Ray's own worker if the server does not answer. The server
+forks a process for each job and raylet, since Ray reads their ids from the environment when it is imported; that
+process imports Ray and forks the workers.
 """
 
 from __future__ import annotations
@@ -96,10 +94,7 @@ _REQUEST_BYTES = 2**20
 
 
 class WorkerRequest(NamedTuple):
-    """A request for a forked worker: its Python executable, folder, OOM score, program with arguments, and environment.
-
-    The descriptors of the worker's output come with the message.
-    """
+    """A request for a forked worker: its Python, folder, OOM score, program with arguments, and environment."""
 
     python: str
     folder: str
@@ -124,10 +119,8 @@ class WorkerRequest(NamedTuple):
 def fork_workers_from_server() -> Iterator[None]:
     """Let a Ray that starts in this context fork its workers from a server.
 
-    The server is the one that SOCKET names, otherwise one that this process starts and keeps for later contexts.
-    Raylets run ``worker.py`` in place of Ray's setup program, which would import Ray in vain. If no server can be
-    started, for example because its socket needs a folder, Ray starts its workers as usual. On exit, Ray's constant and
-    SOCKET are restored.
+    The server is the one that SOCKET names, otherwise one that this process starts and keeps for later contexts. If
+    none can be started (OSError), Ray starts its workers as usual. On exit, Ray's constant and SOCKET are restored.
     """
     from ray._private import ray_constants  # noqa: PLC0415 - the server itself runs without Ray
 
@@ -184,11 +177,9 @@ def start_server() -> str:
 def serve(listening: socket.socket, path: list[str]) -> None:
     """Pass each request to the process of its job and raylet, until stdin closes; also return in each forked worker.
 
-    A request from another Python, or with other variables that imports read, gets no answer: ``worker.py`` then starts
-    Ray's own worker.
+    A request from another Python, or with other variables that imports read, gets no answer.
 
     Args:
-        listening: the socket on which requests arrive.
         path: the driver's ``sys.path``, so that the same packages are imported.
     """
     server_path = sys.path[1:]
@@ -279,9 +270,7 @@ def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> No
 def leave_ray_rng_unseeded() -> Iterator[None]:
     """Keep Ray's generator of random ids unseeded inside the context, in which classes of actors may be defined.
 
-    Ray seeds the generator at the first draw, which is the id of a class of actors, and each fork inherits its state.
-    Forks with the same state draw the same ids, and two workers or drivers that put objects of the same id at once
-    abort.
+    The id of such a class would seed it, and forks with the same state would draw the same ids.
     """
     import ray.actor  # noqa: PLC0415 - the server itself runs without Ray
 
@@ -297,7 +286,7 @@ def import_ray() -> None:
     """Import the workers' Ray modules so that forks start fast, and still draw different random ids.
 
     Raises:
-        SystemExit: the process has threads or has started CUDA afterwards, so it cannot be forked.
+        SystemExit: the process then has threads or has started CUDA, so it cannot be forked.
     """
     with leave_ray_rng_unseeded():
         _import(_WITH_RAY, optional=_OF_RAY)

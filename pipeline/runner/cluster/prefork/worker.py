@@ -1,7 +1,6 @@
 """The program that a raylet runs to start a worker, in place of Ray's: it requests a worker from the fork server.
 
-Every worker costs this extra process, so the program imports next to nothing: ``socket``, ``json`` and ``pathlib``
-would triple its time.
+Every worker costs this extra process, so the program imports next to nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ _SOCKET = "GSTEP_FORK_SERVER"  # repeats server.py, whose import would take time
 
 
 def request_worker(socket_path: str, program: list[str]) -> bool:
-    """Request a fork that runs ``program`` with this process's environment, folder and output.
+    """Request a fork that runs ``program`` with this process's environment, folder and output, waiting without limit.
 
     Args:
         socket_path: the Unix socket of the server.
@@ -45,8 +44,8 @@ def request_worker(socket_path: str, program: list[str]) -> bool:
 def main(arguments: list[str]) -> None:
     """Start a Ray worker: by a fork of the fork server, otherwise by Ray's own setup program.
 
-    Returns once the server has forked a worker, without waiting for its end. Otherwise Ray's program replaces this
-    process; a worker with a runtime environment of its own always starts this way.
+    Return once the server has forked a worker. Otherwise, and for a worker with a runtime environment of its own, Ray's
+    program replaces this process.
 
     Args:
         arguments: the arguments of Ray's setup program: Python's flags, then Ray's worker program and its options.
