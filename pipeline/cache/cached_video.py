@@ -66,7 +66,7 @@ class CachedVideo:
 
     @property
     def sampled_fps(self) -> float | None:
-        """The sampled frames per second; None if unknown. ``metadata["fps"]`` is the rate of the source."""
+        """The sampled frames per second; None if unknown."""
         return sampled_fps(self.metadata)
 
     def describe_frames(self) -> str:

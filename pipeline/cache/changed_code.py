@@ -1,10 +1,8 @@
 """Handle a cache, or answers, whose user method now has other code than the code that made them.
 
 Changed code is refused like a changed parameter. ``--on-changed redo`` restarts a cache instead: one write gives its
-header the identity of the current code. From then on no row of the old code counts, since every file of the table names
-the identity of its rows (``pipeline.cache.table``), and the run encodes all videos again. After a kill the cache
-therefore belongs to one of the two codes and never mixes them. The files of the old code are deleted at the end of the
-run.
+header the identity of the current code, after which no row of the old code counts. After a kill the cache therefore
+belongs to one of the two codes and never mixes them.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ def _replace_methods(
 ) -> dict[str, Any]:
     """Return a copy of ``new`` with ``replace(old entry, new entry)`` for each user method that both identities have.
 
-    An entry is a user method if it has a hash of its code. It is searched for in nested mappings too.
+    An entry is a user method if it has a hash of its code. Nested mappings are searched too.
     """
     replaced = dict(new)
     for key, value in new.items():
@@ -96,7 +94,7 @@ def keep_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
 
 
 def refuse_changed_code(place: object, methods: Iterable[str], result_name: str) -> None:
-    """Raise IdentityMismatch that lists ``methods``, user methods whose code has changed, unless there are none.
+    """Raise IdentityMismatch that lists the user methods whose code has changed, unless there are none.
 
     The message names the file of each method; for that its module is imported, ignoring errors.
 
@@ -142,7 +140,8 @@ def check_code(kind: type, code: str | None) -> None:
 def match_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refusal: str, *, redo: bool) -> bool:
     """Return True if the code of a cache's user method has changed and the cache may continue with the new code.
 
-    It may if ``redo`` is set, or if the cache has no tokens. False means that the code is the same.
+    It may if ``redo`` is set, or if no video of the cache has tokens. False means that the code is the same, or that
+    the cache does not record it and ``redo`` is not set.
 
     Args:
         refusal: the first line of the error about other differences.
@@ -150,7 +149,6 @@ def match_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refus
     Raises:
         IdentityMismatch: the code has changed and may not be accepted, or another setting differs.
         CorruptShard: a file of the videos table is damaged.
-        OSError: the store failed.
     """
     changed_methods = match_identity(old, new, refusal, redo=redo)
     if changed_methods and not redo:
@@ -173,7 +171,6 @@ def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, ru
     Raises:
         UsageError: the table has rows of an old version, which do not name their identity.
         CorruptShard: a file of the videos table is damaged.
-        OSError: the store failed.
     """
     if len(Ledger(store, "").refresh()):
         raise UsageError(f"{store}: rows of an older version do not record the code that made them: use another --out")
@@ -197,8 +194,7 @@ def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
         The deleted names; [] if nothing is superseded.
 
     Raises:
-        CorruptShard: a file of the videos table is damaged.
-        OSError: the store failed.
+        CorruptShard: a file of the videos table is damaged; nothing was deleted.
     """
     fingerprints = header.get("superseded", [])
     ledger = Ledger(store, fingerprint(header["identity"])).refresh() if fingerprints else None

@@ -1,7 +1,7 @@
 """Encode vectors as integers with one scale per group, and decode them: bit-identical results on every device.
 
 A decoded number is its integer times the float16 scale of its group. float32 holds this product exactly, and it is
-rounded once to bfloat16. ``bits``, ``group`` and ``kept`` are those of ``pipeline.cache.codecs.TokenCodec``.
+rounded once to bfloat16.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A coded vector takes three columns: ``token``, 8-bit or 4-bit integers; ``token_scale``, a float16 for each group of
 neighboring channels; and ``token_kept``, the channels of largest magnitude, unchanged. Without kept channels, a few
-outliers would take the whole range of their groups and round the other channels to zero. Each row names its kept
-channels, so that it can be decoded alone.
+outliers would take the whole range of their groups. Each row names its kept channels, so that it can be decoded alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Read and write the header of a cache or of answers: a schema version, and the settings that all rows share.
 
-A new cache also gets a README.md, whose ``configs`` let Hugging Face datasets load the two tables by name. Reading a
-cache imports no code that the cache names: the header itself has the declarations of a user method.
+Reading a cache imports no code that the cache names: the header itself has the declarations of a user method.
 """
 
 from __future__ import annotations
@@ -168,7 +167,6 @@ def read_header(store: Store) -> CacheHeader:
 
     Raises:
         NotACache: there is no header, it is damaged, or it has an unknown version or codec.
-        OSError: the store failed.
     """
     absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
     header = cast(CacheHeader, read_header_file(store, HEADER, VERSIONS, NotACache, absent))
@@ -177,7 +175,10 @@ def read_header(store: Store) -> CacheHeader:
 
 
 def write_new_header(store: Store, header: CacheHeader) -> None:
-    """Write the header of a new cache, and a README.md unless the store has one. Raises OSError if the store failed."""
+    """Write the header of a new cache, and a README.md unless the store has one.
+
+    The ``configs`` in the README.md let Hugging Face datasets load the two tables by name.
+    """
     store.put(HEADER, serialise_header(header))
     if not store.exists(CARD):
         store.put(CARD, _CARD_TEXT.encode())
@@ -208,7 +209,7 @@ def made_with(store: Store) -> str | None:
     """Read the header, and return the fingerprint of the cache's identity; None if there is no header.
 
     Raises:
-        NotACache: the header is damaged or has an unknown version.
+        NotACache: the header is damaged or has an unknown version or codec.
     """
     return fingerprint(read_header(store)["identity"]) if store.exists(HEADER) else None
 
@@ -240,7 +241,6 @@ def read_header_file(
     Raises:
         UsageError: (as the class ``error``) the file is missing, is not JSON, fails its checksum, has another version
             or has no identity.
-        OSError: the store failed.
     """
     try:
         header = json.loads(store.read(name))
@@ -276,7 +276,8 @@ def list_differences(
     """Return a line for each leaf in which two nested mappings differ, sorted by key.
 
     An example is ``pruner.params.alpha: the cache has 0.5, this run 0.3``. A missing key counts as None. The key
-    "preprocessing" is skipped if the model families differ, since it then differs too.
+    "preprocessing" is skipped if the model families differ, since it then differs too. Lines of more than 16 KiB are
+    cut.
 
     Args:
         prefix: the path of keys before each line, with a dot at the end.
@@ -299,7 +300,7 @@ def list_differences(
 
 
 def _without_checksum(header: CacheHeader | JsonObject) -> JsonObject:
-    """Return a header without its own checksum."""
+    """Return a copy of a header without its checksum."""
     return {key: cast(Json, value) for key, value in header.items() if key != CHECKSUM}
 
 

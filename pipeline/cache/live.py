@@ -2,10 +2,7 @@
 
 The videos table may have many rows per video. The live row is the first by (removed before ok before failed, most
 attempts, most rewritten, smallest tie_break). The rule depends on rows alone, so that files may come in any order,
-twice, or late. TokenCache, resume, inspect, verify and merge all use this module.
-
-The driver of a run keeps the live row of every video in a ``Ledger``, 100 bytes each, and reads each file once.
-``LiveVideos`` keeps only the rows of small files, and searches the sorted files for a requested video.
+twice, or late.
 """
 
 from __future__ import annotations
@@ -75,9 +72,9 @@ def find_live(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDA
             ``earlier_attempts``.
 
     Returns:
-        Two arrays with an item per id, sorted by id. The first has the indices of the live rows. The second has the
-        maximum, over the rows of the id, of ``attempts`` (rows of another file than the live row's) and ``earlier``
-        (rows of the same file). If rows are equal, the first is live.
+        Two arrays with an item per id, sorted by id. The first has the indices of the live rows; of equal rows, the
+        first is live. The second has the maximum, over the rows of the id, of ``attempts`` (rows of another file than
+        the live row's) and ``earlier`` (rows of the same file).
     """
     order = np.lexsort((columns["low"], columns["high"]))
     repeats = np.ones(max(len(order) - 1, 0), bool)
@@ -119,7 +116,8 @@ def sort_by_rule(
 def make_rule_columns(rows: pa.Table) -> Columns:
     """Convert rows with RULE_COLUMNS to the arrays that ``find_live`` takes.
 
-    Nulls become 0, and so do the columns clip_key, source_size and earlier_attempts if ``rows`` lack them.
+    Nulls in status mean FAILED. Nulls in the other columns become 0, and so do the columns clip_key, source_size and
+    earlier_attempts if ``rows`` lack them; id_high, id_low and tie_break have no nulls.
     """
     zeros = np.zeros(len(rows), np.int64)
     optional = {"clip": "clip_key", "size": "source_size", "earlier": "earlier_attempts"}
@@ -153,7 +151,7 @@ def select_ok(rows: pa.Table) -> pa.Table:
 
 
 def select_removed(rows: pa.Table) -> pa.Table:
-    """Return the rows whose status is "removed": the videos that were removed for good."""
+    """Return the rows whose status is "removed"."""
     return rows.filter(pc.equal(rows["status"], "removed"))
 
 
@@ -233,8 +231,8 @@ _FILES_AT_ONCE = 256  # small files that are converted to arrays together, since
 class Ledger:
     """The live row of every video as numbers, sorted by the hash of the id, for the driver of a run.
 
-    An id is stored as a hash of 16 bytes and its clip as a hash of 8 bytes; the other columns are the numbers for
-    resume and the summary. Other values of a row are read from its file again with ``read``.
+    It takes about 100 bytes per video. Values that are not in ``columns`` are read from a row's file again with
+    ``read``.
 
     Attributes:
         columns: name -> an array with an item per video; see ``_LEDGER``.
@@ -247,7 +245,7 @@ class Ledger:
         names: the files that were read.
         starts: the number of the first row of each of ``names``.
         strays: files in ``videos/`` that are not files of the table, and are ignored.
-        n_rows: the number of rows in all files, live or not.
+        n_rows: the number of rows in all files that were read, live or not.
     """
 
     def __init__(self, store: Store, made_with: str | None = None) -> None:
@@ -287,7 +285,7 @@ class Ledger:
         read, the table is listed again, up to _TRIES times in all.
 
         Raises:
-            CorruptShard: a file is damaged.
+            CorruptShard: a file is damaged, or a stray file must not be ignored.
             OSError: the store failed, or files vanished at every try. After any error the rows are as before the call,
                 and the next call reads all new files again.
         """
@@ -313,9 +311,6 @@ class Ledger:
 
         Sets ``strays``. Adds the files to ``names`` and ``starts`` and their rows to ``n_rows``, also those read before
         an error.
-
-        Raises:
-            CorruptShard: a file is damaged.
         """
         known_names = {*self.names, *self.foreign}
         files, self.strays = list_table(self._store)
@@ -381,8 +376,8 @@ class Ledger:
     def _number_notes(self, notes: pa.ChunkedArray) -> NDArray[np.uint8]:
         """Return the number in ``notes`` of each row's reason for another decoder, [n]; new reasons are appended.
 
-        The number is 0 without a reason, and if the requested decoder served after all. Remarks on partly read files
-        and on sizes are cut off, and numbers in a reason become N.
+        The number is 0 without a reason, and if the requested decoder served after all. A remark on partly read files
+        or on sizes is cut off with all that follows it, and numbers after a space become N.
         """
         notes = pc.fill_null(notes, "")
         if not pc.any(pc.not_equal(notes, "")).as_py():
@@ -447,7 +442,6 @@ class Ledger:
         Raises:
             CorruptShard: a file is damaged.
             FileNotFoundError: the file is gone, and no other file has a row of the video.
-            OSError: the store failed.
         """
         number = int(self.columns["row_number"][row])
         file = int(np.searchsorted(self.starts, number, side="right")) - 1
@@ -475,9 +469,6 @@ class Ledger:
 
         Args:
             token_shards: shards that were committed before the last refresh.
-
-        Raises:
-            OSError: the store failed.
         """
         if self.foreign:
             return []
@@ -553,6 +544,8 @@ class RowPlace(NamedTuple):
 class LiveVideos:
     """The live row of every video of a cache, for readers, when this object was opened. Threads may share it.
 
+    Only the rows of small files are in memory; sorted files are searched for a requested video.
+
     Attributes:
         table: the cache's table, which reads single rows and names foreign files.
         small: LIVE_COLUMNS of the live rows in small files, with ``file`` and ``row``.
@@ -575,13 +568,12 @@ class LiveVideos:
     @classmethod
     @_retried
     def open(cls, store: Store, made_with: str | None = None) -> LiveVideos:
-        """List the table, and read its small files: one LIST request, and one GET per small file.
+        """List the table, and read its small files, with one GET each.
 
         If another run merges and deletes files meanwhile, this is repeated, up to _TRIES times in all.
 
         Raises:
             CorruptShard: a small file is damaged, or a stray file must not be ignored.
-            OSError: the store failed.
         """
         table = VideosTable(store, made_with, _MAX_OPEN_FILES)
         files, strays = list_table(store)
@@ -598,7 +590,6 @@ class LiveVideos:
 
         Raises:
             CorruptShard: a file is damaged, or a stray file must not be ignored.
-            OSError: the store failed.
         """
         videos = cls.open(store, made_with)
         return videos, videos.live(columns)
@@ -606,13 +597,12 @@ class LiveVideos:
     @classmethod
     @_retried
     def read_removed(cls, store: Store, made_with: str | None) -> list[VideoRow]:
-        """Read the complete rows of the videos that were removed for good, which reads the whole table.
+        """Read the complete rows of the removed videos, which reads the whole table.
 
         If another run merges and deletes files meanwhile, this is repeated, up to _TRIES times in all.
 
         Raises:
             CorruptShard: a file is damaged, or a stray file must not be ignored.
-            OSError: the store failed.
         """
         videos = cls.open(store, made_with)
         return list(videos.table.read_rows(select_removed(videos.live(("status",)))))
@@ -623,13 +613,12 @@ class LiveVideos:
     def find(self, video_id: str) -> RowPlace | None:
         """Find the live row of a video; return None if the video has no row.
 
-        This takes at most two reads per level of sorted files, which threads send in parallel to an object store; the
-        small files are in memory.
+        This usually takes two reads per level of sorted files, in parallel on an object store; the small files are in
+        memory.
 
         Raises:
             CorruptShard: a sorted file is damaged.
-            FileNotFoundError: a file was merged since this object was opened.
-            OSError: the store failed.
+            FileNotFoundError: a file was merged and deleted since this object was opened.
         """
         try:
             high = int(hash_texts(pa.array([video_id]))[0, 0])
@@ -671,8 +660,7 @@ class LiveVideos:
 
         Raises:
             CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged since this object was opened.
-            OSError: the store failed.
+            FileNotFoundError: a file was merged and deleted since this object was opened.
         """
         place = self.find(video_id)
         return None if place is None else self.table.read_row(place.file, place.row)
@@ -684,8 +672,7 @@ class LiveVideos:
 
         Raises:
             CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged since this object was opened.
-            OSError: the store failed.
+            FileNotFoundError: a file was merged and deleted since this object was opened.
         """
         read_columns = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
         tables = (
@@ -709,14 +696,14 @@ class LiveVideos:
         return pa.concat_tables(tables)
 
     def near(self, video_id: str) -> str:
-        """Return ``"; did you mean A?"`` with the ids most similar to an unknown id, or "" if none is similar.
+        """Return ``"; did you mean A, B?"`` with up to three ids similar to an unknown id, or "" if none is similar.
 
-        Reads the ids of sorted files, skipping files beyond _MAX_IDS ids in all; removed videos are not suggested.
+        Reads the ids of sorted files, except of those that exceed _MAX_IDS ids in all; removed videos are not
+        suggested.
 
         Raises:
             CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged since this object was opened.
-            OSError: the store failed.
+            FileNotFoundError: a file was merged and deleted since this object was opened.
         """
         columns = ("video_id", "status")
         parts = [self.small.select(columns)]
@@ -728,14 +715,13 @@ class LiveVideos:
         return suggest_ids(video_id, list_nameable_ids(pa.concat_tables(parts)))
 
     def rows_of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
-        """Return ``columns``, ``file`` and ``row`` of the live rows of some videos, in any order, once per video.
+        """Return ``columns``, ``file`` and ``row`` of the live rows of some videos, sorted by id, once per video.
 
         Ids without a row are left out. For more than _MAX_SEARCHED_IDS videos the whole table is read.
 
         Raises:
             CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged since this object was opened.
-            OSError: the store failed.
+            FileNotFoundError: a file was merged and deleted since this object was opened.
         """
         ids = sorted(set(video_ids))
         if len(ids) > _MAX_SEARCHED_IDS or not self.sorted:
@@ -751,11 +737,6 @@ class LiveVideos:
 
         Only the small files and the first row group of one sorted file are looked at; the set is empty if these have no
         tokens.
-
-        Raises:
-            CorruptShard: the sorted file is damaged.
-            FileNotFoundError: the sorted file was merged since this object was opened.
-            OSError: the store failed.
         """
         first = next(self.table.iter_sorted(self.sorted), None)
         widths = set[int]() if first is None else find_widths(self.table.group(first.file, 0))

@@ -1,14 +1,12 @@
-"""Read and write the files of the videos table, a set of files that only grows.
+"""Read and write the files of the videos table, none of which ever changes.
 
-Order, repetition and late arrival of files change nothing. A *small* file is one commit of a run; its name has the run,
-a number and the hash of its content. A *sorted* file is merged from others (``pipeline.cache.merging``): its rows are
-sorted by ``id_high`` and ``id_low``, and its name has the level, the first and last ``id_high``, the number of rows,
-and the length and hash of its tail. No file ever changes, and the live row of a video follows from the rows alone
-(``pipeline.cache.live``), so nothing is locked.
+A *small* file is one commit of a run; its name has the run, a number and the hash of its content. A *sorted* file is
+merged from others (``pipeline.cache.merging``): its rows are sorted by ``id_high`` and ``id_low``, and its name has the
+level, the first and last ``id_high``, the number of rows, and the length and hash of its tail.
 
 The tail of a sorted file is a block that Parquet readers ignore, followed by the Parquet footer. The block has the
-first ``id_high`` of each row group and the CRC-32 of each column chunk. So one listing opens a table, two reads of a
-sorted file find a video, and damaged bytes raise CorruptShard.
+first ``id_high`` of each row group and the CRC-32 of each column chunk, so that two reads of a sorted file find a
+video.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ class TableFile(NamedTuple):
 
 
 class TableListing(NamedTuple):
-    """The files of the videos table, sorted by name, and the stray files in its folder, which are ignored."""
+    """The files of the videos table, sorted by name, and the stray files in its folder."""
 
     files: list[TableFile]
     strays: list[str]
@@ -109,7 +107,6 @@ def list_table_files(store: Store) -> list[TableFile]:
 
     Raises:
         CorruptShard: a stray file must not be ignored, or a file of the table is damaged.
-        OSError: the store failed.
     """
     return list_table(store).files
 
@@ -117,12 +114,12 @@ def list_table_files(store: Store) -> list[TableFile]:
 def list_table(store: Store) -> TableListing:
     """List the files of the videos table and the stray files in its folder, which are checked.
 
-    This is one LIST request if there are no stray files; otherwise the table is read. If a file of the table is merged
-    and deleted during the check, listing and check are repeated once.
+    Stray files are read, and the table too for those that are not copies. If a file of the table is merged and deleted
+    during the check, listing and check are repeated once.
 
     Raises:
         CorruptShard: a stray file must not be ignored (``pipeline.cache.strays``), or a file of the table is damaged.
-        OSError: the store failed.
+        FileNotFoundError: a file of the table was deleted during the second check too.
     """
     listing = list_unchecked(store)
     try:
@@ -137,7 +134,6 @@ def _check_strays(store: Store, listing: TableListing) -> None:
     """Raise CorruptShard if a stray file in the listing must not be ignored.
 
     Raises:
-        CorruptShard: also if a file of the table is damaged.
         FileNotFoundError: a file of the table was merged and deleted meanwhile.
     """
     if listing.strays:
@@ -149,11 +145,7 @@ def _check_strays(store: Store, listing: TableListing) -> None:
 
 
 def list_unchecked(store: Store) -> TableListing:
-    """List the files of the videos table and the stray files in its folder without reading any file.
-
-    Raises:
-        OSError: the store failed.
-    """
+    """List the files of the videos table and the stray files in its folder without reading any file."""
     names = store.names(VIDEOS, ".parquet")
     files = [parse_file_name(name) for name in names if is_table_name(name)]
     return TableListing(files, [name for name in names if not is_table_name(name)])
@@ -238,7 +230,7 @@ def serialise_sorted(
 
     Args:
         level: the level in its name, at least 1.
-        rows: at least one row, sorted by ``id_high``.
+        rows: at least one row, sorted by ``id_high`` and ``id_low``.
         metadata: entries for the footer.
         made_with: the fingerprint of the rows' identity; None leaves it out.
         group_rows: the number of rows per row group.
@@ -263,7 +255,6 @@ class SortedFile:
     Attributes:
         file: the facts in its name.
         made_with: the fingerprint of the rows' identity, or None.
-        schema: the Arrow schema.
         metadata: the key-value metadata in its footer.
         n_bytes: the size of the file.
         firsts: ``id_high`` of the first row of each row group.
@@ -276,7 +267,6 @@ class SortedFile:
         Raises:
             CorruptShard: the tail does not match the name or cannot be parsed.
             FileNotFoundError: the file does not exist.
-            OSError: the store failed.
         """
         self.file = file
         self._store = store
@@ -318,7 +308,6 @@ class SortedFile:
         Raises:
             CorruptShard: the bytes are damaged, or the file lacks a column.
             FileNotFoundError: the file was deleted.
-            OSError: the store failed.
         """
         names = [name for name in self.schema.names if columns is None or name in columns]
         stretches = [stretch for group in groups for stretch in self._read_stretches(group, frozenset(names))]
@@ -338,7 +327,6 @@ class SortedFile:
 
         Raises:
             CorruptShard: the bytes are damaged, or the file lacks a column.
-            OSError: the store failed.
         """
         for start in range(0, len(self.firsts), _GROUPS_AT_ONCE):
             yield self.read(range(start, min(start + _GROUPS_AT_ONCE, len(self.firsts))), columns)
@@ -379,7 +367,6 @@ class VideosTable:
     """The reader of the videos table: small files, sorted files and single rows. Threads may share it.
 
     Attributes:
-        store: the store of the cache.
         foreign: the files of another identity that were met so far -> the fingerprint of that identity.
         group: called with (file, number), loads a row group of a sorted file in VIDEO_SCHEMA; the last ones stay in
             memory.
@@ -406,7 +393,7 @@ class VideosTable:
 
         Raises:
             CorruptShard: a file is damaged or lacks a column.
-            OSError: the store failed, or a file is gone.
+            FileNotFoundError: a file is gone.
         """
         contents = zip(names, self.store.read_all(names), strict=True)
         # A small file is checked and parsed on one core, for most of the time without the GIL.
@@ -424,7 +411,7 @@ class VideosTable:
 
         Raises:
             CorruptShard: its tail is damaged.
-            OSError: the store failed, or the file is gone.
+            FileNotFoundError: the file is gone.
         """
         sorted_file = self._sorted(file)
         return sorted_file if self._is_own(file.name, sorted_file.made_with) else None
@@ -436,7 +423,7 @@ class VideosTable:
 
         Raises:
             CorruptShard: a tail is damaged.
-            OSError: the store failed, or a file is gone.
+            FileNotFoundError: a file is gone.
         """
         for file in files:
             if file.is_sorted and (sorted_file := self.open_sorted(file)) is not None:
@@ -448,7 +435,6 @@ class VideosTable:
         Raises:
             CorruptShard: the file is damaged.
             FileNotFoundError: the file is gone.
-            OSError: the store failed.
         """
         file = parse_file_name(name)
         if file.is_sorted:
@@ -466,7 +452,6 @@ class VideosTable:
         Raises:
             CorruptShard: a file is damaged.
             FileNotFoundError: a file is gone.
-            OSError: the store failed.
         """
         return map(self.read_row, places["file"].to_pylist(), places["row"].to_pylist())
 
@@ -484,10 +469,7 @@ def is_same_identity(made_with: str | None, other_fingerprint: str | None) -> bo
 
 
 def _load_rows(store: Store, file: TableFile) -> list[VideoRow]:
-    """Read all rows of a small file as Python objects.
-
-    Converting a single row of twenty with Arrow would take half as long.
-    """
+    """Read all rows of a small file as Python objects."""
     rows: list[VideoRow] = read_file(store, file).to_pylist()
     return rows
 
@@ -505,7 +487,7 @@ def read_file(store: Store, file: TableFile, columns: Sequence[str] = tuple(VIDE
 
     Raises:
         CorruptShard: the file is damaged or lacks a column.
-        OSError: the store failed, or the file is gone.
+        FileNotFoundError: the file is gone.
     """
     if file.is_sorted:
         return pa.concat_tables(SortedFile(store, file).parts(columns))
