@@ -25,11 +25,10 @@ _LOADERS_AHEAD = ("DataLoaderDispatcher", "DataLoaderShard")  # of Accelerate; t
 
 
 class Ranks(NamedTuple):
-    """The rank of a process, and the number of ranks.
+    """The rank of a process, and the number of ranks that divide the shards.
 
     Attributes:
         rank: 0 if the loader divides batches itself, since each process then reads all shards.
-        world_size: the number of ranks that divide the shards.
         divided: True if the loader divides batches among processes itself.
     """
 
@@ -89,8 +88,8 @@ def divide_by_videos(loader: Any) -> None:
 def find_caller(*class_names: str, method: str | None = None) -> Any:
     """Return the nearest ``self`` on the call stack whose class, or a base class, has one of these names; None if none.
 
-    ``method`` is the name of its method on the stack; None accepts any. Loaders tell a dataset nothing about
-    themselves. A forked worker also has its parent's calls on its stack.
+    ``method`` is the name of its method on the stack; None accepts any. A forked worker also has its parent's calls on
+    its stack.
     """
     for frame, _ in walk_stack(None):
         if frame.f_code.co_varnames[:1] == ("self",) and method in (None, frame.f_code.co_name):

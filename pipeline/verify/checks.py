@@ -201,8 +201,6 @@ def _ratio_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 
 def _frame_faults(row: VideoRow) -> Iterator[str]:
     """Yield the contradictions between a row's frame indices, timestamps, source length and number of repeated frames.
-
-    ``iter_count_faults`` has already checked that the two lists have equal lengths.
     """
     frames, seconds = np.asarray(row["frame_indices"]), np.asarray(row["timestamps"], dtype=np.float64)
     end = row["source_frames"] if row["source_frames"] is not None else math.inf
@@ -263,7 +261,7 @@ def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> 
     """Yield the differences between a token shard's columns and the columns that the header demands.
 
     If the names differ, only that is yielded. Columns of evidence may have any width of bfloat16 values, except that
-    one kind must have exactly one value.
+    kinds with one number per token must have exactly one value.
     """
     evidence = header["identity"].get("evidence", {})
     plain = build_token_schema(hidden_size, deepstack_levels(header), codec=find_codec(header["identity"]))

@@ -87,7 +87,7 @@ class LiveCheck:
         """Encode ``count`` random ok videos of ``live`` again, and add a result for each to ``report``.
 
         All of them are taken, with a note, if there are fewer. A changed source, a failure, and a difference that
-        rounding cannot explain also add a problem; a missing source does not.
+        rounding cannot explain also add a problem; a source that is missing, unreadable or not allowed does not.
 
         Args:
             live: the live rows of the videos to draw from.
@@ -146,7 +146,8 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
     """Compare a stored video, read in order of selection, with newly kept tokens.
 
     The state is "same" only if all bits are equal, including evidence and deepstack levels, and otherwise "different".
-    The differences are computed over the positions that both have; if the sizes of tokens differ, there are none.
+    The differences are computed over the positions that both have, and over all frames for evidence per frame; if the
+    vectors differ in width, there are none.
     """
     names, stored = sorted(cached.evidence), KeptTokens.of(cached, cached.deepstack, cached.evidence)
     parts = [(kept.tokens, *kept.deepstack, *(kept.evidence[name] for name in names)) for kept in (stored, encoded)]
@@ -172,8 +173,8 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
 def suspicion(result: LiveResult) -> str:
     """Return the reason why rounding cannot explain a difference; "" if it can, or if the state is not "different".
 
-    It cannot if fewer than MIN_SHARED of the positions agree, if the tokens differ by more than MAX_ROUNDING, or if the
-    same versions and devices made both.
+    It cannot if fewer than MIN_SHARED of the positions agree, if the relative difference is above MAX_ROUNDING or
+    unknown, or if the same versions and devices made both.
     """
     if result.state != "different":
         return ""
