@@ -69,9 +69,7 @@ def check_unpacked(
 
 
 def find_leaves(metadata: pq.FileMetaData, names: Collection[str]) -> list[int]:
-    """Return the numbers of the Parquet columns that belong to the top-level columns ``names``, ascending.
-
-    A list or struct has several; names that the file lacks are ignored.
+    """Return the numbers of the Parquet columns of the top-level columns ``names``, ascending; missing names are ignored.
     """
     paths = (metadata.schema.column(number).path for number in range(metadata.num_columns))
     return [number for number, path in enumerate(paths) if path.partition(".")[0] in names]

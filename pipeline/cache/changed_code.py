@@ -1,8 +1,7 @@
 """Handle a cache, or answers, whose user method now has other code than the code that made them.
 
 Changed code is refused like a changed parameter. ``--on-changed redo`` restarts a cache instead: one write gives its
-header the identity of the current code, after which no row of the old code counts. After a kill the cache therefore
-belongs to one of the two codes and never mixes them.
+header the identity of the current code, after which no row of the old code counts.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def refuse_changed_code(place: object, methods: Iterable[str], result_name: str)
     Args:
         place: the cache or the answers.
         methods: import paths; repeats are listed once.
-        result_name: what the old code made: "tokens" or "answers".
+        result_name: "tokens" or "answers".
     """
     lines = [printable(f"{name}{_where(name)}") for name in dict.fromkeys(methods)]
     if lines:
@@ -161,8 +160,8 @@ def match_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refus
 def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, run_id: str) -> CacheHeader:
     """Give a cache the identity of the changed code, so that a run encodes all its videos again; return the new header.
 
-    The rows of removed videos are committed again under the new identity, so that these videos stay removed. Then the
-    new header is written; it lists the old fingerprint as superseded. No file is deleted: ``delete_superseded`` does
+    The rows of removed videos are committed again under the new identity, so that these videos stay removed. The new
+    header is written last, and lists the old fingerprint as superseded. No file is deleted: ``delete_superseded`` does
     that at the end of the run. The caller must hold the cache's claim.
 
     Args:
@@ -194,7 +193,7 @@ def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
         The deleted names; [] if nothing is superseded.
 
     Raises:
-        CorruptShard: a file of the videos table is damaged; nothing was deleted.
+        CorruptShard: a file of the videos table is damaged.
     """
     fingerprints = header.get("superseded", [])
     ledger = Ledger(store, fingerprint(header["identity"])).refresh() if fingerprints else None

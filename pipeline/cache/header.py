@@ -1,7 +1,4 @@
-"""Read and write the header of a cache or of answers: a schema version, and the settings that all rows share.
-
-Reading a cache imports no code that the cache names: the header itself has the declarations of a user method.
-"""
+"""Read and write the header of a cache or of answers: a schema version, and the settings that all rows share."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class ModelIdentity(TypedDict):
     Attributes:
         type: the model type of transformers.
         weights: identifies the files of the checkpoint.
-        family: only for the family ``generic`` and for user families; other models have the family of their type.
+        family: only for the family ``generic`` and for user families.
         pooling_head: identifies the file of the pooling head, if there is one.
     """
 
@@ -75,7 +72,6 @@ class PrunerIdentity(TypedDict):
 
     Attributes:
         method: the name of a built-in method, or the import path of a user method.
-        params: the method's hyperparameters.
         seed: only for methods that draw random numbers.
         declares: the fields of DeclaredMethod; only for user methods.
         code: the hash of a user method's code; old caches lack it.
@@ -117,7 +113,6 @@ class CacheHeader(TypedDict):
     Attributes:
         newline: base64 of [D] bfloat16, the row that LLaVA-OneVision appends to the tokens of a video; None for other
             families.
-        hidden_size: D.
         deepstack_levels: absent from old caches, which have none.
         superseded: the fingerprints of the identities that the cache had before the code of its method changed.
     """
@@ -175,10 +170,7 @@ def read_header(store: Store) -> CacheHeader:
 
 
 def write_new_header(store: Store, header: CacheHeader) -> None:
-    """Write the header of a new cache, and a README.md unless the store has one.
-
-    The ``configs`` in the README.md let Hugging Face datasets load the two tables by name.
-    """
+    """Write the header of a new cache, and a README.md for Hugging Face datasets unless the store has one."""
     store.put(HEADER, serialise_header(header))
     if not store.exists(CARD):
         store.put(CARD, _CARD_TEXT.encode())
@@ -190,9 +182,7 @@ def has_own_card(store: Store) -> bool:
 
 
 def refuse_occupied_place(store: Store) -> None:
-    """Raise NotACache if a store has other files but no header, so that no new cache is made among them.
-
-    Notes of runs, indexes of archives and a README.md do not count.
+    """Raise NotACache if a store has no header but files other than notes of runs, indexes of archives and a README.md.
     """
     if not store.exists(HEADER) and store.has_other_files():
         raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
@@ -206,7 +196,7 @@ def change_codec(header: CacheHeader, codec: str) -> CacheHeader:
 
 
 def made_with(store: Store) -> str | None:
-    """Read the header, and return the fingerprint of the cache's identity; None if there is no header.
+    """Return the fingerprint of the identity in the cache's header; None if there is no header.
 
     Raises:
         NotACache: the header is damaged or has an unknown version or codec.

@@ -1,8 +1,7 @@
 """Select the live row of each video: the rule, and its two views, Ledger for the driver and LiveVideos for readers.
 
-The videos table may have many rows per video. The live row is the first by (removed before ok before failed, most
-attempts, most rewritten, smallest tie_break). The rule depends on rows alone, so that files may come in any order,
-twice, or late.
+The live row is the first by (removed before ok before failed, most attempts, most rewritten, smallest tie_break). The
+rule depends on rows alone, so that files may come in any order, twice, or late.
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ _RULE_NAMES = ("high", "low", "state", "attempts", "rewritten", "tie", "clip", "
 
 
 def select_live_rows(rows: pa.Table) -> pa.Table:
-    """Return each video's live row among ``rows``, sorted by video_id.
-
-    Tables of 2 GiB and more get large_string columns.
+    """Return each video's live row among ``rows``, sorted by video_id; tables of 2 GiB and more get large_string columns.
 
     Args:
         rows: they have RULE_COLUMNS and video_id.
@@ -172,8 +169,6 @@ def sort_by_shard(rows: pa.Table) -> pa.Table:
 
 def _retried(read: Callable[P, T]) -> Callable[P, T]:
     """Decorate ``read`` so that it is called again, up to _TRIES times in all, as long as it raises FileNotFoundError.
-
-    Another run may delete files by a merge after they were listed. The last error is raised.
     """
 
     @wraps(read)
@@ -231,8 +226,7 @@ _FILES_AT_ONCE = 256  # small files that are converted to arrays together, since
 class Ledger:
     """The live row of every video as numbers, sorted by the hash of the id, for the driver of a run.
 
-    It takes about 100 bytes per video. Values that are not in ``columns`` are read from a row's file again with
-    ``read``.
+    It takes about 100 bytes per video.
 
     Attributes:
         columns: name -> an array with an item per video; see ``_LEDGER``.
@@ -388,9 +382,7 @@ class Ledger:
         return _assign_numbers(notes, self.notes, _MAX_NOTES).astype(np.uint8)
 
     def _number_decoders(self, names: pa.ChunkedArray, versions: pa.ChunkedArray) -> NDArray[np.uint8]:
-        """Return the number in ``decoders`` of each row's user decoder, [n]; new decoders are appended.
-
-        The number is 0 for built-in decoders, whose names have no ":".
+        """Return the number in ``decoders`` of each row's user decoder, [n], 0 for built-in ones; new decoders are appended.
         """
         is_own = pc.fill_null(pc.match_substring(names, ":"), False)
         if not pc.any(is_own).as_py():
@@ -426,7 +418,7 @@ class Ledger:
         return np.equal(self.columns["fault"][rows], number)
 
     def removed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask over ``rows``, [n]: True for videos that were removed for good."""
+        """Return a mask over ``rows``, [n]: True for videos that were removed."""
         return np.equal(self.columns["state"][rows], REMOVED)
 
     def has_remark(self, rows: NDArray[np.int64], remark: int) -> NDArray[np.bool_]:
@@ -547,9 +539,7 @@ class LiveVideos:
     Only the rows of small files are in memory; sorted files are searched for a requested video.
 
     Attributes:
-        table: the cache's table, which reads single rows and names foreign files.
         small: LIVE_COLUMNS of the live rows in small files, with ``file`` and ``row``.
-        files: all files of the table.
         strays: files in ``videos/`` that are not files of the table, and are ignored.
         sorted: the sorted files among ``files``.
     """
@@ -568,9 +558,7 @@ class LiveVideos:
     @classmethod
     @_retried
     def open(cls, store: Store, made_with: str | None = None) -> LiveVideos:
-        """List the table, and read its small files, with one GET each.
-
-        If another run merges and deletes files meanwhile, this is repeated, up to _TRIES times in all.
+        """List the table, and read its small files; again, up to _TRIES times in all, if files are merged away meanwhile.
 
         Raises:
             CorruptShard: a small file is damaged, or a stray file must not be ignored.
@@ -586,7 +574,7 @@ class LiveVideos:
     def read(cls, store: Store, made_with: str | None, columns: Sequence[str]) -> tuple[LiveVideos, pa.Table]:
         """Open the table, and read all of it; return (the opened table, the result of ``live(columns)``).
 
-        If another run merges and deletes files meanwhile, this is repeated, up to _TRIES times in all.
+        It is read again, up to _TRIES times in all, if files are merged away meanwhile.
 
         Raises:
             CorruptShard: a file is damaged, or a stray file must not be ignored.
@@ -597,9 +585,9 @@ class LiveVideos:
     @classmethod
     @_retried
     def read_removed(cls, store: Store, made_with: str | None) -> list[VideoRow]:
-        """Read the complete rows of the removed videos, which reads the whole table.
+        """Read the whole table, and return the complete rows of the removed videos.
 
-        If another run merges and deletes files meanwhile, this is repeated, up to _TRIES times in all.
+        It is read again, up to _TRIES times in all, if files are merged away meanwhile.
 
         Raises:
             CorruptShard: a file is damaged, or a stray file must not be ignored.
@@ -613,8 +601,7 @@ class LiveVideos:
     def find(self, video_id: str) -> RowPlace | None:
         """Find the live row of a video; return None if the video has no row.
 
-        This usually takes two reads per level of sorted files, in parallel on an object store; the small files are in
-        memory.
+        This usually takes two reads per level of sorted files, in parallel on an object store.
 
         Raises:
             CorruptShard: a sorted file is damaged.
@@ -659,20 +646,16 @@ class LiveVideos:
         """Read the complete live row of a video; return None if the video has no row.
 
         Raises:
-            CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged and deleted since this object was opened.
+            CorruptShard, FileNotFoundError: a file is damaged, or was merged and deleted since this object was opened.
         """
         place = self.find(video_id)
         return None if place is None else self.table.read_row(place.file, place.row)
 
     def live(self, columns: Sequence[str]) -> pa.Table:
-        """Read ``columns`` of every live row, followed by ``file`` and ``row``, sorted by video_id.
-
-        This reads all sorted files.
+        """Read ``columns`` of every live row from all files, followed by ``file`` and ``row``, sorted by video_id.
 
         Raises:
-            CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged and deleted since this object was opened.
+            CorruptShard, FileNotFoundError: a file is damaged, or was merged and deleted since this object was opened.
         """
         read_columns = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
         tables = (
@@ -702,8 +685,7 @@ class LiveVideos:
         suggested.
 
         Raises:
-            CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged and deleted since this object was opened.
+            CorruptShard, FileNotFoundError: a file is damaged, or was merged and deleted since this object was opened.
         """
         columns = ("video_id", "status")
         parts = [self.small.select(columns)]
@@ -720,8 +702,7 @@ class LiveVideos:
         Ids without a row are left out. For more than _MAX_SEARCHED_IDS videos the whole table is read.
 
         Raises:
-            CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged and deleted since this object was opened.
+            CorruptShard, FileNotFoundError: a file is damaged, or was merged and deleted since this object was opened.
         """
         ids = sorted(set(video_ids))
         if len(ids) > _MAX_SEARCHED_IDS or not self.sorted:
@@ -733,10 +714,9 @@ class LiveVideos:
         return pa.Table.from_pylist(with_places, schema=make_empty_table(columns).schema)
 
     def widths(self) -> set[int]:
-        """Return the hidden sizes D of the tokens: one number, except in old caches, which could mix widths.
+        """Return the hidden sizes D of the tokens in the small files and in the first row group of one sorted file.
 
-        Only the small files and the first row group of one sorted file are looked at; the set is empty if these have no
-        tokens.
+        This is one number, none if these have no tokens, or several in old caches, which could mix widths.
         """
         first = next(self.table.iter_sorted(self.sorted), None)
         widths = set[int]() if first is None else find_widths(self.table.group(first.file, 0))
@@ -751,10 +731,8 @@ class LiveVideos:
 class LiveShards:
     """The token shards of some videos, and the row locations of these videos in the videos table.
 
-    Videos without tokens have the shard name "".
-
     Attributes:
-        names: [n] shard names, sorted, which is the order in which runs wrote them.
+        names: [n] shard names, sorted; videos without tokens have the name "".
         counts: [n] the number of videos per shard.
         places: ID_COLUMNS, ``file`` and ``row`` of each video, by token shard and in the order of its tokens.
     """

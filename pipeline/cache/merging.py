@@ -1,7 +1,6 @@
 """Merge the files of the videos table into fewer, sorted files without superseded rows.
 
-If a merge is killed, or two merges run at once, some rows are in two files, which does not change the live rows
-(``pipeline.cache.live``).
+A killed or concurrent merge leaves rows in two files, which does not change the live rows.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Merged:
         deleted: the source files of earlier merges that this call deleted.
         rows: the number of rows in the files of ``written``.
         superseded: the number of rows that were dropped because another row of the video is live.
-        waiting: the number of merged source files that stay for concurrent readers until a later merge deletes them.
+        waiting: the number of merged source files that stay for concurrent readers.
         foreign: the files of another identity, which are not merged.
     """
 
@@ -134,11 +133,7 @@ def merge(
 
 
 def merge_fully(store: Store, made_with: str | None) -> None:
-    """Merge a table that nobody reads into one level, and delete the source files at once.
-
-    Raises:
-        CorruptShard: a file is damaged.
-    """
+    """Merge a table that nobody reads into one level, and delete the source files at once."""
     for _ in range(2):  # the second merge deletes the sources of the first
         merge(store, made_with, everything=True, keep=timedelta(0))
 
@@ -161,9 +156,6 @@ def _read_small(table: VideosTable, all_names: Sequence[str]) -> tuple[list[pa.T
     Returns:
         (a table per file, the names of these files, True if a limit was reached before the last of ``all_names``).
         Files of another identity are in neither list.
-
-    Raises:
-        CorruptShard: a file is damaged.
     """
     tables: list[pa.Table] = []
     names: list[str] = []
@@ -211,9 +203,6 @@ def _write(
     Args:
         small: the rows of the small files, in VIDEO_SCHEMA.
         names: the names of all sources, small and sorted.
-
-    Raises:
-        CorruptShard: a sorted file is damaged.
     """
     level = find_level(len(small) + sum(file.file.rows for file in sorted_files))
     starts = [

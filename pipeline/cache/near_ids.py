@@ -47,10 +47,7 @@ def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
 
 
 def _first(ids: pa.ChunkedArray, limit: int = MAX_SUGGESTIONS) -> list[str]:
-    """Return up to ``limit`` distinct ids, in their order.
-
-    Only the first 2 * ``limit`` ids are looked at, so that heavily repeated ids may give fewer.
-    """
+    """Return up to ``limit`` distinct ids among the first 2 * ``limit``, in their order."""
     names: list[str] = pc.unique(ids.slice(0, 2 * limit)).to_pylist()  # an id may be in two files of the table
     return names[:limit]
 
@@ -58,8 +55,7 @@ def _first(ids: pa.ChunkedArray, limit: int = MAX_SUGGESTIONS) -> list[str]:
 def _only_of_base_name(wrong: str, ids: pa.ChunkedArray) -> list[str]:
     """Return the id whose base name is that of ``wrong``, in a list; [] if there is none or if several match.
 
-    If no base name is equal, an id is searched for whose base name differs only in the suffix, among the first 1,000
-    ids that contain the stem.
+    If none is equal, the base name may differ in the suffix, among the first 1,000 ids that contain the stem.
     """
     path = PurePosixPath(wrong)
     if not path.name:

@@ -1,7 +1,4 @@
-"""Copy vectors from the pages of a token shard into the result array, without Arrow's intermediate copies.
-
-Only PLAIN, uncompressed columns without nulls are read so; Arrow reads all others, and reports damage.
-"""
+"""Copy vectors from the pages of a token shard into the result array, without Arrow's intermediate copies."""
 
 from __future__ import annotations
 

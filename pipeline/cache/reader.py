@@ -63,8 +63,7 @@ class Reading(NamedTuple):
 class TokenCache:
     """A pruned-token cache, opened for reading. It shows the videos committed when it was opened, or at ``refresh``.
 
-    The tokens replace the vision encoder's output in the LLM of the same model; ``pipeline/examples/own_llm.py`` does
-    that with transformers in twenty lines.
+    The tokens replace the vision encoder's output in the LLM of the same model (``pipeline/examples/own_llm.py``).
 
     On S3, opening costs a LIST and a GET for each small file of the videos table, of which a run leaves few (``python
     -m jobs.compact`` leaves none). A video then costs one GET, plus one each for its token shard's footer and for the
@@ -96,11 +95,7 @@ class TokenCache:
         self._columns = tuple(build_token_schema(1, self.deepstack_levels, codec=self.codec).names)
 
     def refresh(self) -> None:
-        """List and read the videos table again, to see later commits and merges.
-
-        Raises:
-            CorruptShard: a file of the videos table is damaged.
-        """
+        """List and read the videos table again, to see later commits and merges."""
         self._live = LiveVideos.open(self.store, fingerprint(self.identity))
 
     @property
@@ -208,8 +203,7 @@ class TokenCache:
     def _unknown(self, video_id: str) -> UnknownVideo:
         """Build the error for a video that is not in the cache.
 
-        Only the first MAX_HINTS errors of this object suggest similar ids, since that reads the ids of the table; if
-        this fails, the suggestion is left out.
+        The first MAX_HINTS errors of this object suggest similar ids, unless the ids of the table cannot be read.
         """
         suggestion = ""
         if self._n_hints < MAX_HINTS and isinstance(video_id, str):
@@ -478,10 +472,7 @@ class TokenCache:
 
 
 def check_list(names: Sequence[str], name: str) -> None:
-    """Raise ValueError if ``names`` is a string, since its letters would be taken for names.
-
-    Args:
-        name: the name of the argument, for the message.
+    """Raise ValueError if ``names`` is a string, since its letters would be taken for names; ``name`` is for the message.
     """
     if isinstance(names, str):
         raise ValueError(f"{name} must be a list of names, got {names!r}: write [{names!r}]")

@@ -1,7 +1,6 @@
 """Define the Parquet format of the cache: its columns, their types and meanings, and how files are written and read.
 
-The videos table is both the index and the commit log: a token shard counts only once a row of the videos table names
-it.
+A token shard counts only once a row of the videos table names it.
 """
 
 from __future__ import annotations
@@ -186,9 +185,7 @@ READ_THREADS = False
 
 
 def open_parquet(source: Any, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
-    """Open a Parquet file so that every page is checked against its checksum when it is read.
-
-    Columns are read one by one, since with pre-buffering Arrow would also read the bytes between two columns.
+    """Open a Parquet file so that every page is checked against its checksum when it is read, column by column.
 
     Args:
         metadata: the parsed footer, if it is known; the file's footer is then not read.

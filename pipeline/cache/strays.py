@@ -1,7 +1,7 @@
 """Check files in ``videos/`` without a name of the videos table: copies, renamed files and unrelated files.
 
 A stray file is ignored if its rows would not change any live row. Otherwise reading the cache fails: the file may be a
-renamed file of the table, whose rows (a removal, for example) must not be lost.
+renamed file of the table, whose rows must not be lost.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Read and write the files of the videos table, none of which ever changes.
 
 A *small* file is one commit of a run; its name has the run, a number and the hash of its content. A *sorted* file is
-merged from others (``pipeline.cache.merging``): its rows are sorted by ``id_high`` and ``id_low``, and its name has the
-level, the first and last ``id_high``, the number of rows, and the length and hash of its tail.
-
-The tail of a sorted file is a block that Parquet readers ignore, followed by the Parquet footer. The block has the
-first ``id_high`` of each row group and the CRC-32 of each column chunk, so that two reads of a sorted file find a
-video.
+merged from others: its rows are sorted by ``id_high`` and ``id_low``, and its name has the fields of TableFile. Its
+tail is the Parquet footer after a block that Parquet readers ignore, with the first ``id_high`` of each row group and
+the CRC-32 of each column chunk, so that two reads of a sorted file find a video.
 """
 
 from __future__ import annotations
@@ -69,7 +66,6 @@ class TableFile(NamedTuple):
     """The facts that are encoded in the name of a file of the videos table.
 
     Attributes:
-        name: the path relative to the cache.
         level: the level of a sorted file, by the rows of its merge; 0 for a small file.
         first, last: ``id_high`` of the first and last row; the whole range for a small file.
         rows: the number of rows; 0 for a small file.
@@ -253,7 +249,6 @@ class SortedFile:
     """An open sorted file whose tail has the hash in the file's name. Threads may share it.
 
     Attributes:
-        file: the facts in its name.
         made_with: the fingerprint of the rows' identity, or None.
         metadata: the key-value metadata in its footer.
         n_bytes: the size of the file.
@@ -323,11 +318,7 @@ class SortedFile:
         return complete_columns(table, columns, VIDEO_SCHEMA, LATER, f"{self._store}/{self.file.name}")
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Yield all rows in order, 64 row groups per table, with ``columns`` as in ``read``.
-
-        Raises:
-            CorruptShard: the bytes are damaged, or the file lacks a column.
-        """
+        """Yield all rows in order, 64 row groups per table, with ``columns`` and errors as in ``read``."""
         for start in range(0, len(self.firsts), _GROUPS_AT_ONCE):
             yield self.read(range(start, min(start + _GROUPS_AT_ONCE, len(self.firsts))), columns)
 
@@ -392,8 +383,7 @@ class VideosTable:
         Files are read and parsed ahead by threads. Files of another identity are skipped and added to ``foreign``.
 
         Raises:
-            CorruptShard: a file is damaged or lacks a column.
-            FileNotFoundError: a file is gone.
+            CorruptShard, FileNotFoundError: a file is damaged, lacks a column, or is gone.
         """
         contents = zip(names, self.store.read_all(names), strict=True)
         # A small file is checked and parsed on one core, for most of the time without the GIL.
@@ -405,13 +395,10 @@ class VideosTable:
                         yield name, rows
 
     def open_sorted(self, file: TableFile) -> SortedFile | None:
-        """Open a sorted file, or take it from memory; return None if it has another identity.
-
-        A file of another identity is added to ``foreign``.
+        """Open a sorted file, or take it from memory; a file of another identity is added to ``foreign`` and gives None.
 
         Raises:
-            CorruptShard: its tail is damaged.
-            FileNotFoundError: the file is gone.
+            CorruptShard, FileNotFoundError: its tail is damaged, or the file is gone.
         """
         sorted_file = self._sorted(file)
         return sorted_file if self._is_own(file.name, sorted_file.made_with) else None
@@ -422,8 +409,7 @@ class VideosTable:
         Files of another identity are added to ``foreign``.
 
         Raises:
-            CorruptShard: a tail is damaged.
-            FileNotFoundError: a file is gone.
+            CorruptShard, FileNotFoundError: a tail is damaged, or a file is gone.
         """
         for file in files:
             if file.is_sorted and (sorted_file := self.open_sorted(file)) is not None:
@@ -433,8 +419,7 @@ class VideosTable:
         """Read row number ``row`` of a file, whatever its identity; the caller may modify the result.
 
         Raises:
-            CorruptShard: the file is damaged.
-            FileNotFoundError: the file is gone.
+            CorruptShard, FileNotFoundError: the file is damaged or gone.
         """
         file = parse_file_name(name)
         if file.is_sorted:
@@ -445,13 +430,10 @@ class VideosTable:
         return cast(VideoRow, {key: list(value) if isinstance(value, list) else value for key, value in values})
 
     def read_rows(self, places: pa.Table) -> Iterator[VideoRow]:
-        """Yield the row at each row location in ``places``, a table with ``file`` and ``row``.
-
-        A row is read, and may be modified, when it is reached.
+        """Yield the row at each row location in ``places``, a table with ``file`` and ``row``; a row is read when it is reached.
 
         Raises:
-            CorruptShard: a file is damaged.
-            FileNotFoundError: a file is gone.
+            CorruptShard, FileNotFoundError: a file is damaged or gone.
         """
         return map(self.read_row, places["file"].to_pylist(), places["row"].to_pylist())
 
@@ -486,8 +468,7 @@ def read_file(store: Store, file: TableFile, columns: Sequence[str] = tuple(VIDE
     """Read ``columns`` of all rows of a small or sorted file, whatever its identity.
 
     Raises:
-        CorruptShard: the file is damaged or lacks a column.
-        FileNotFoundError: the file is gone.
+        CorruptShard, FileNotFoundError: the file is damaged, lacks a column, or is gone.
     """
     if file.is_sorted:
         return pa.concat_tables(SortedFile(store, file).parts(columns))

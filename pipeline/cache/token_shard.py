@@ -141,7 +141,7 @@ class TokenShard:
     def read_by_index(
         self, rows: TokenRows, fetched: Fetched | None = None
     ) -> tuple[pa.Table, NDArray[np.int64], dict[str, NDArray[np.int16]]]:
-        """Read the requested rows, with the vectors already sorted by ``index``, which saves copies of the large columns.
+        """Read the requested rows, with the vectors already sorted by ``index``, which saves copies of large columns.
 
         Args:
             rows: the request; its columns must include ``index``.
@@ -323,10 +323,7 @@ class TokenShard:
 
 
 def _footer(source: LocalFile | RangedObject) -> bytes:
-    """Read the footer of an open Parquet file, including the length and magic at its end.
-
-    Raises:
-        ValueError: the file does not end in PAR1.
+    """Read the footer of an open Parquet file, with length and magic; raise ValueError if the file does not end in PAR1.
     """
     size = source.size()
     n_footer = parse_footer_length(bytes(source.view(max(0, size - FOOTER_TAIL), size)))
@@ -372,8 +369,7 @@ def list_videos(store: Store, token_shard: str) -> list[str]:
     """Read a whole token shard, and return the distinct ids of its videos in stored order.
 
     Raises:
-        OSError: the file is missing, a page is damaged, or the store failed.
-        ValueError, ArrowException: the file is not a readable Parquet file.
+        OSError, ValueError, ArrowException: the file is missing, damaged or not a Parquet file.
     """
     return list(read_bounded(store.read(token_shard), ["video_id"]).column(0).unique().to_pylist())
 
@@ -427,7 +423,7 @@ def is_shard_name(name: object) -> TypeGuard[str]:
 
 
 def has_shard_form(name: str) -> bool:
-    """Return True if a path's base name has the form of a token shard's, which ends in two hashes; no file is read."""
+    """Return True if a path's base name has the form of a token shard's, which ends in two hashes."""
     return _SHARD_NAME.fullmatch(PurePosixPath(name).name) is not None
 
 

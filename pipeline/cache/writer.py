@@ -1,7 +1,6 @@
 """Write the tokens of pruned videos to token shards, and commit their records to the videos table, all or nothing.
 
-A token shard is named by its content: a retry that computes the same bytes overwrites its own file, and a retry that
-computes other bytes (on another kind of GPU) never replaces a committed shard.
+A token shard is named by its content, so that a retry never replaces a committed shard by other bytes.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ Bits = NDArray[np.int16]  # bits of bfloat16, which numpy lacks
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The kept tokens of a video as arrays with the types of a token shard.
-
-    To be stored, they must be in order of selection.
+    """The kept tokens of a video as arrays with the types of a token shard, to be stored in order of selection.
 
     Attributes:
         tokens: [B, D] bits of bfloat16.
@@ -182,9 +179,7 @@ def write_token_shard(
 
 
 def commit_records(store: Store, run_id: str, number: int, records: Sequence[VideoRecord], *, made_with: str) -> None:
-    """Make records visible in the videos table: write them as one small file with the fingerprint ``made_with``.
-
-    ``run_id`` replaces that of every record, and ``number`` is the number of this commit in the run.
+    """Make records visible in the videos table, as ``commit_rows`` does for rows.
 
     Raises:
         FileNotFoundError: a token shard that they name is missing.
@@ -284,8 +279,7 @@ def copy_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[Vid
 def move_videos(table: VideosTable, run_id: str, number: int, places: pa.Table, made_with: str) -> list[VideoRow]:
     """Copy the tokens of videos to one new token shard, commit their new rows, and return these rows.
 
-    The old token shards stay. After a kill both copies may exist; they have the same tokens, and the live row names
-    one.
+    The old token shards stay. After a kill both copies may exist; the live row names one.
 
     Args:
         places: token_shard, first_row_group, ``file`` and ``row`` of each video.

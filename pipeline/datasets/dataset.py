@@ -110,7 +110,6 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
 
     ``state_dict`` and ``load_state_dict`` resume at the next video. With workers, use those of torchdata's
     StatefulDataLoader. In mid-epoch, a state is valid for the same ids, shards, options of the order, rank and worker.
-    The state of a finished epoch starts the next epoch; ``set_epoch`` with another epoch discards a state.
 
     The cache may be merged and compacted meanwhile. A video that is removed meanwhile is skipped, logged, and counted
     in the state; with ``even``, the last video is repeated once for each removed video, so that ranks stay in step.

@@ -1,7 +1,4 @@
-"""The share of an epoch that one process reads, and its position in that share.
-
-Ranks divide an epoch first, then the workers of each DataLoader; some loaders also divide batches among processes.
-"""
+"""The share of an epoch that one process reads, and its position in that share."""
 
 from __future__ import annotations
 
@@ -77,8 +74,7 @@ def find_prefetching_loader(method: str | None = None) -> Any:
 def divide_by_videos(loader: Any) -> None:
     """Make a loader of Accelerate that dispatches batches divide packed batches by their videos.
 
-    Accelerate's own function cuts every tensor at the same row. A function that the user set is kept. Other loaders,
-    and None, are left unchanged.
+    Other loaders, None, and loaders whose function to divide batches is the user's are left unchanged.
     """
     divide = getattr(loader, "slice_fn", None)
     if getattr(divide, "__module__", "").partition(".")[0] == "accelerate":

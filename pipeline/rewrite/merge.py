@@ -1,8 +1,7 @@
 """``jobs.merge``: make one cache from several caches of the same identity by linking or copying their token shards.
 
-Files are taken in this order: the header, the token shards that live rows of all caches name, removed rows, then the
-files of the videos tables, which make the rows visible. So an interrupt leaves no row without tokens and revives no
-removed video.
+Token shards are taken first, then removed rows, then the files of the videos tables, which make the rows visible. So an
+interrupt leaves no row without tokens and revives no removed video.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class _Union(NamedTuple):
     Attributes:
         rows: _COLUMNS of the live rows of all caches, and the column ``cache``: the cache's number, from 0.
         files: for each cache, the names of the table's files whose rows count.
-        foreign: paths of the files whose rows have another identity; they are not in ``files``.
+        foreign: paths of the other files.
     """
 
     rows: pa.Table

@@ -1,7 +1,6 @@
 """Make one cache from another: read it video by video, change each video, and commit shard by shard.
 
-``Rewrite`` itself is ``jobs.recode``; ``pipeline.rewrite.reprune`` subclasses it to change the videos as well. A rerun
-resumes from the rows of the new cache.
+``Rewrite`` itself is ``jobs.recode``; ``pipeline.rewrite.reprune`` subclasses it to change the videos as well.
 """
 
 from __future__ import annotations
@@ -118,11 +117,7 @@ def recoding(source: TokenCache, codec: str) -> Rewrite:
 
 
 def check_source(cache: TokenCache, verb: str) -> None:
-    """Raise UsageError unless a cache stores its tokens as bfloat16.
-
-    Args:
-        verb: what the command does with the source, for the message: "recode" or "prune".
-    """
+    """Raise UsageError unless a cache stores bfloat16 tokens; ``verb`` ("recode" or "prune") is for the message."""
     if cache.codec is not BFLOAT16:
         raise UsageError(
             f"{cache.store} stores {cache.codec.name} tokens already: {verb} the cache of bfloat16 tokens that it was "

@@ -1,8 +1,7 @@
 """``jobs.remove`` on a cache: remove videos for good.
 
 A removal first commits a row with status "removed", which outranks every other row of its video: from then on readers
-refuse the video, and no run encodes it again. Only then are rows, tokens and traces of the video deleted. After a kill,
-rerun the command.
+refuse the video, and no run encodes it again. Only then are rows, tokens and traces of the video deleted.
 """
 
 from __future__ import annotations
@@ -266,9 +265,7 @@ class _VideosRemover:
 
 
 def _read_shard_names(text: str | None) -> list[object]:
-    """Return the token shards that a "removed" row names in its ``model_extra``; [] if the text is not as expected.
-
-    The text may come from any cache, so the items may be anything: the caller checks them.
+    """Return the unchecked token shards that a "removed" row names in ``model_extra``; [] if the text is not as expected.
     """
     try:
         return list(json.loads(text or "{}").get(_SHARDS_KEY, ()))

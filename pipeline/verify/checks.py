@@ -44,8 +44,7 @@ class Checked:
     Attributes:
         problems: the problems of the file, its rows and its tokens.
         n_bytes: the size of the file; 0 if it was not read or cannot be opened.
-        is_gone: True if the file itself, or a table file with the rows that name it, was gone, so that nothing was
-            checked.
+        is_gone: True if the file itself, or a table file with the rows that name it, was gone.
     """
 
     problems: list[Problem]
@@ -129,8 +128,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
 def _judge_error(error: Exception, label: str = "") -> tuple[Kind, str]:
     """Return the kind and the description of an error of reading a file.
 
-    A CorruptShard has its own kind and text. An Arrow error comes from a file of the videos table, since token shards
-    raise CorruptShard; any other error means an unreadable file.
+    A CorruptShard has its own kind and text; an Arrow error is of kind COMMIT, any other of kind UNREADABLE.
 
     Args:
         label: put before the text of an error that does not name the file.

@@ -1,7 +1,7 @@
 """``jobs.verify --live``: encode some videos again from their sources with the cache's settings, and compare.
 
-The stages are those of a run, but in this process. Videos are decoded with the default decoder and encoded with this
-package's model code: a cache never selects code to run.
+Videos are decoded with the default decoder and encoded with this package's model code: a cache never selects code to
+run.
 """
 
 from __future__ import annotations

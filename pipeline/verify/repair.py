@@ -1,8 +1,7 @@
 """The changes that ``jobs.verify`` makes on request: ``--repair`` and ``--clean``.
 
-A repair marks damaged videos for another attempt, and keeps the sound ones. No file is changed in place: the new file
-is written, the old one is copied to ``repaired/``, and then the old one is deleted. After a kill both files exist, and
-the next repair finds the same problems and completes the work.
+No file is changed in place: the new file is written, the old one is copied to ``repaired/``, and then the old one is
+deleted. After a kill both files exist, and the next repair completes the work.
 """
 
 from __future__ import annotations

@@ -174,7 +174,6 @@ class Report:
         removed: names of the files and uploads that ``clean`` deleted.
         live: the results of the videos that were encoded again.
         found: the problems before a repair; empty without one.
-        repaired: what the repair did; None without one.
         bytes_read: bytes of the checked files, without token shards if only a sample of videos was read.
         seconds: wall time of reading.
     """

@@ -445,8 +445,7 @@ def _find_again(old: Places, new: Places) -> Places:
 
 
 def _without_problems(live: pa.Table, report: Report) -> pa.Table:
-    """Select the live rows of videos that have no problem, and whose token shard has none that concerns the whole shard.
-    """
+    """Select the live rows of videos that have no problem and whose token shard has no problem as a whole."""
     ids = [problem.video_id for problem in report.problems if problem.video_id is not None]
     shards = [problem.shard for problem in report.problems if problem.video_id is None and problem.shard is not None]
     return live.filter(pc.invert(pc.or_(is_among(live["video_id"], ids), is_among(live["token_shard"], shards))))
