@@ -1,7 +1,6 @@
 """Limit the memory that the files of a cache may take, before Arrow decompresses them.
 
-A Parquet file of some kilobytes can claim gigabytes: by zstd, by a dictionary, or by a run of one list value. Arrow
-allocates what the file claims.
+A Parquet file of some kilobytes can claim gigabytes: by zstd, by a dictionary, or by a run of one list value.
 """
 
 from __future__ import annotations
@@ -40,13 +39,12 @@ def check_unpacked(
     """Raise ValueError if columns of row groups would unpack to more than 64 MiB plus 256 times ``n_bytes``.
 
     The headers of pages are read only for texts, lists and compressions other than zstd; if the sum is then too large,
-    for all compressed columns.
+    for all compressed columns too.
 
     Args:
         groups: the row groups that are to be read; empty ones are skipped.
         numbers: the Parquet columns that are to be read, from ``find_leaves``.
         view: returns the bytes [start, end) of the file.
-        n_bytes: the size of the file.
 
     Raises:
         ValueError: also for a page header that cannot be parsed, and for negative sizes in the footer.
@@ -69,8 +67,7 @@ def check_unpacked(
 
 
 def find_leaves(metadata: pq.FileMetaData, names: Collection[str]) -> list[int]:
-    """Return the numbers of the Parquet columns of the top-level columns ``names``, ascending; missing names are ignored.
-    """
+    """Return the numbers of the Parquet columns of the top-level columns ``names``, ascending; ignore missing ones."""
     paths = (metadata.schema.column(number).path for number in range(metadata.num_columns))
     return [number for number, path in enumerate(paths) if path.partition(".")[0] in names]
 
@@ -152,8 +149,7 @@ def _estimate(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View
     """Return upper limits on (the bytes of a chunk's values in Arrow, the bytes of its decompressed pages).
 
     The footer alone gives them for columns of fixed width without lists that are uncompressed or zstd; others are
-    measured with ``_measure``. Arrow decompresses one column after the other, so that the pages of two columns are
-    never in memory at once.
+    measured with ``_measure``. Arrow holds the pages of one column at a time.
     """
     width = _WIDTHS.get(schema.physical_type, schema.length)
     ratio = _RATIOS.get(chunk.compression)

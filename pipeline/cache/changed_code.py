@@ -147,7 +147,6 @@ def match_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refus
 
     Raises:
         IdentityMismatch: the code has changed and may not be accepted, or another setting differs.
-        CorruptShard: a file of the videos table is damaged.
     """
     changed_methods = match_identity(old, new, refusal, redo=redo)
     if changed_methods and not redo:
@@ -161,15 +160,11 @@ def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, ru
     """Give a cache the identity of the changed code, so that a run encodes all its videos again; return the new header.
 
     The rows of removed videos are committed again under the new identity, so that these videos stay removed. The new
-    header is written last, and lists the old fingerprint as superseded. No file is deleted: ``delete_superseded`` does
-    that at the end of the run. The caller must hold the cache's claim.
-
-    Args:
-        run_id: the run that commits the rows of removed videos.
+    header is written last, and lists the old fingerprint as superseded. No file is deleted. The caller must hold the
+    cache's claim.
 
     Raises:
         UsageError: the table has rows of an old version, which do not name their identity.
-        CorruptShard: a file of the videos table is damaged.
     """
     if len(Ledger(store, "").refresh()):
         raise UsageError(f"{store}: rows of an older version do not record the code that made them: use another --out")
@@ -191,9 +186,6 @@ def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
 
     Returns:
         The deleted names; [] if nothing is superseded.
-
-    Raises:
-        CorruptShard: a file of the videos table is damaged.
     """
     fingerprints = header.get("superseded", [])
     ledger = Ledger(store, fingerprint(header["identity"])).refresh() if fingerprints else None

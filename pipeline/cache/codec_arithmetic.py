@@ -1,5 +1,4 @@
-"""Encode vectors as integers with one float16 scale per group, and decode them: bit-identical results on every device.
-"""
+"""Encode vectors as integers with one float16 scale per group, and decode them: bit-identical results on any device."""
 
 from __future__ import annotations
 

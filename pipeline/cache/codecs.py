@@ -79,7 +79,6 @@ class TokenCodec:
         bfloat16 returns ``values`` without a copy.
 
         Args:
-            column: the name of the first column; the names of the others begin with it.
             values: [K, D] bits of bfloat16.
 
         Raises:
@@ -98,7 +97,6 @@ class TokenCodec:
         bfloat16 returns the result of ``read_part`` itself.
 
         Args:
-            column: the name of the first column.
             read_part: called with each name of ``widths``; returns the column's bytes as [K, width / 2] bfloat16.
         """
         if not self.group:
@@ -112,7 +110,7 @@ class TokenCodec:
         """Encode and decode [K, D] bits of bfloat16; return [K, D] bfloat16 as readers of the cache get them.
 
         Raises:
-            ValueError: a number outside the kept channels is not finite or is too large for a float16 scale.
+            ValueError: a number cannot be encoded.
         """
         import torch  # noqa: PLC0415 - as above
 

@@ -141,11 +141,8 @@ def deepstack_levels(header: CacheHeader) -> int:
 def find_codec(identity: CacheIdentity, place: object = "the cache") -> TokenCodec:
     """Return the codec of the tokens in a cache with this identity; bfloat16 if an old identity names none.
 
-    Args:
-        place: the cache, for the error message.
-
     Raises:
-        NotACache: this version does not know the codec.
+        NotACache: this version does not know the codec; the message begins with ``place``.
     """
     name = identity.get("dtype", {}).get("stored", BFLOAT16.name)
     if name not in CODECS:
@@ -182,8 +179,7 @@ def has_own_card(store: Store) -> bool:
 
 
 def refuse_occupied_place(store: Store) -> None:
-    """Raise NotACache if a store has no header but files other than notes of runs, indexes of archives and a README.md.
-    """
+    """Raise NotACache if a store has no header but files other than notes of runs, archive indexes and a README.md."""
     if not store.exists(HEADER) and store.has_other_files():
         raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
 
@@ -224,7 +220,6 @@ def read_header_file(
 
     Args:
         versions: the versions that this program reads, ascending.
-        error: the class of the error to raise.
         absent: the error message if the file is missing, with the remedy.
         of: words before "schema version" in messages, with a space at the end.
 
@@ -271,8 +266,6 @@ def list_differences(
 
     Args:
         prefix: the path of keys before each line, with a dot at the end.
-        old_subject: the words before the old value.
-        new_subject: the words before the new value.
     """
     lines: list[str] = []
     families = [model.get("family") for side in (old, new) if isinstance(model := side.get("model"), Mapping)]

@@ -48,7 +48,9 @@ _RULE_NAMES = ("high", "low", "state", "attempts", "rewritten", "tie", "clip", "
 
 
 def select_live_rows(rows: pa.Table) -> pa.Table:
-    """Return each video's live row among ``rows``, sorted by video_id; tables of 2 GiB and more get large_string columns.
+    """Return each video's live row among ``rows``, sorted by video_id.
+
+    Tables of 2 GiB and more get large_string columns.
 
     Args:
         rows: they have RULE_COLUMNS and video_id.
@@ -168,8 +170,7 @@ def sort_by_shard(rows: pa.Table) -> pa.Table:
 
 
 def _retried(read: Callable[P, T]) -> Callable[P, T]:
-    """Decorate ``read`` so that it is called again, up to _TRIES times in all, as long as it raises FileNotFoundError.
-    """
+    """Decorate ``read`` so that it is called again, up to _TRIES times in all, while it raises FileNotFoundError."""
 
     @wraps(read)
     def read_again(*args: P.args, **keywords: P.kwargs) -> T:
@@ -231,7 +232,6 @@ class Ledger:
     Attributes:
         columns: name -> an array with an item per video; see ``_LEDGER``.
         classes: the fault classes by number; 0 is "ok".
-        runs: the run ids by number.
         decoders: user decoders with their versions, by number; 0 is "".
         notes: the reasons for another decoder than requested, by number, with N in place of numbers in the text; 0 is
             "".
@@ -382,7 +382,9 @@ class Ledger:
         return _assign_numbers(notes, self.notes, _MAX_NOTES).astype(np.uint8)
 
     def _number_decoders(self, names: pa.ChunkedArray, versions: pa.ChunkedArray) -> NDArray[np.uint8]:
-        """Return the number in ``decoders`` of each row's user decoder, [n], 0 for built-in ones; new decoders are appended.
+        """Return the number in ``decoders`` of each row's user decoder, [n]; new decoders are appended.
+
+        The number is 0 for built-in decoders, whose names have no ":".
         """
         is_own = pc.fill_null(pc.match_substring(names, ":"), False)
         if not pc.any(is_own).as_py():
@@ -536,12 +538,12 @@ class RowPlace(NamedTuple):
 class LiveVideos:
     """The live row of every video of a cache, for readers, when this object was opened. Threads may share it.
 
-    Only the rows of small files are in memory; sorted files are searched for a requested video.
+    Only the rows of small files are in memory; sorted files are searched for a requested video. Reading raises
+    CorruptShard for a damaged file, and FileNotFoundError for a file that was merged and deleted since.
 
     Attributes:
         small: LIVE_COLUMNS of the live rows in small files, with ``file`` and ``row``.
         strays: files in ``videos/`` that are not files of the table, and are ignored.
-        sorted: the sorted files among ``files``.
     """
 
     def __init__(
@@ -558,7 +560,9 @@ class LiveVideos:
     @classmethod
     @_retried
     def open(cls, store: Store, made_with: str | None = None) -> LiveVideos:
-        """List the table, and read its small files; again, up to _TRIES times in all, if files are merged away meanwhile.
+        """List the table, and read its small files.
+
+        It is read again, up to _TRIES times in all, if files are merged away meanwhile.
 
         Raises:
             CorruptShard: a small file is damaged, or a stray file must not be ignored.
@@ -575,9 +579,6 @@ class LiveVideos:
         """Open the table, and read all of it; return (the opened table, the result of ``live(columns)``).
 
         It is read again, up to _TRIES times in all, if files are merged away meanwhile.
-
-        Raises:
-            CorruptShard: a file is damaged, or a stray file must not be ignored.
         """
         videos = cls.open(store, made_with)
         return videos, videos.live(columns)
@@ -588,9 +589,6 @@ class LiveVideos:
         """Read the whole table, and return the complete rows of the removed videos.
 
         It is read again, up to _TRIES times in all, if files are merged away meanwhile.
-
-        Raises:
-            CorruptShard: a file is damaged, or a stray file must not be ignored.
         """
         videos = cls.open(store, made_with)
         return list(videos.table.read_rows(select_removed(videos.live(("status",)))))
@@ -602,10 +600,6 @@ class LiveVideos:
         """Find the live row of a video; return None if the video has no row.
 
         This usually takes two reads per level of sorted files, in parallel on an object store.
-
-        Raises:
-            CorruptShard: a sorted file is damaged.
-            FileNotFoundError: a file was merged and deleted since this object was opened.
         """
         try:
             high = int(hash_texts(pa.array([video_id]))[0, 0])
@@ -643,20 +637,12 @@ class LiveVideos:
         return None
 
     def row(self, video_id: str) -> VideoRow | None:
-        """Read the complete live row of a video; return None if the video has no row.
-
-        Raises:
-            CorruptShard, FileNotFoundError: a file is damaged, or was merged and deleted since this object was opened.
-        """
+        """Read the complete live row of a video; return None if the video has no row."""
         place = self.find(video_id)
         return None if place is None else self.table.read_row(place.file, place.row)
 
     def live(self, columns: Sequence[str]) -> pa.Table:
-        """Read ``columns`` of every live row from all files, followed by ``file`` and ``row``, sorted by video_id.
-
-        Raises:
-            CorruptShard, FileNotFoundError: a file is damaged, or was merged and deleted since this object was opened.
-        """
+        """Read ``columns`` of every live row from all files, followed by ``file`` and ``row``, sorted by video_id."""
         read_columns = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
         tables = (
             add_places(pa.concat_tables(file.parts(read_columns)), file.file.name)
@@ -683,9 +669,6 @@ class LiveVideos:
 
         Reads the ids of sorted files, except of those that exceed _MAX_IDS ids in all; removed videos are not
         suggested.
-
-        Raises:
-            CorruptShard, FileNotFoundError: a file is damaged, or was merged and deleted since this object was opened.
         """
         columns = ("video_id", "status")
         parts = [self.small.select(columns)]
@@ -700,9 +683,6 @@ class LiveVideos:
         """Return ``columns``, ``file`` and ``row`` of the live rows of some videos, sorted by id, once per video.
 
         Ids without a row are left out. For more than _MAX_SEARCHED_IDS videos the whole table is read.
-
-        Raises:
-            CorruptShard, FileNotFoundError: a file is damaged, or was merged and deleted since this object was opened.
         """
         ids = sorted(set(video_ids))
         if len(ids) > _MAX_SEARCHED_IDS or not self.sorted:

@@ -154,12 +154,7 @@ def _struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tupl
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Decode the unsigned varint at offset ``at``; return (its value, the offset after it).
-
-    Raises:
-        ValueError: it has more than ten bytes.
-        IndexError: the data ends within it.
-    """
+    """Decode the unsigned varint at offset ``at``; return (its value, the offset after it)."""
     value = 0
     for i in range(_VARINT):
         byte = data[at + i]

@@ -50,7 +50,6 @@ class Reading(NamedTuple):
         retention_ratio: the ratio of the nested selection; None for all stored tokens.
         evidence: name in the result -> column.
         columns: the columns to read.
-        verify: True to compare each video's checksum.
     """
 
     retention_ratio: float | None
@@ -65,10 +64,9 @@ class TokenCache:
 
     The tokens replace the vision encoder's output in the LLM of the same model (``pipeline/examples/own_llm.py``).
 
-    On S3, opening costs a LIST and a GET for each small file of the videos table, of which a run leaves few (``python
-    -m jobs.compact`` leaves none). A video then costs one GET, plus one each for its token shard's footer and for the
-    footer and a row group of a sorted file, unless these are in memory. If another run deletes files by a merge, the
-    cache refreshes itself.
+    Opening reads each small file of the videos table, of which a run leaves few (``python -m jobs.compact`` leaves
+    none). A video then costs a GET, and more if its row or its shard's footer is not in memory. If
+    another run deletes files by a merge, the cache refreshes itself.
 
     Args:
         path: a folder, or an address such as ``s3://bucket/prefix`` with credentials from the environment.
@@ -311,7 +309,6 @@ class TokenCache:
             EvidenceNotCached: the cache lacks the evidence, or has it from several sources.
             CorruptShard: a file is damaged or missing.
             ValueError: ``order`` or ``retention_ratio`` is invalid, or ``evidence`` is a string.
-            OSError: the store failed.
         """
         return self.get_many([video_id], retention_ratio, order, evidence, verify=verify)[0]
 
@@ -336,7 +333,6 @@ class TokenCache:
             EvidenceNotCached: the cache lacks the evidence, or has it from several sources.
             CorruptShard: a file is damaged or missing.
             ValueError: an option is invalid, or ``video_ids`` is a string.
-            OSError: the store failed.
         """
         check_list(video_ids, "video_ids")
         return self.get_rows(map(self.metadata, video_ids), retention_ratio, order, evidence, verify=verify)
@@ -472,8 +468,7 @@ class TokenCache:
 
 
 def check_list(names: Sequence[str], name: str) -> None:
-    """Raise ValueError if ``names`` is a string, since its letters would be taken for names; ``name`` is for the message.
-    """
+    """Raise ValueError if ``names`` is a string, since its letters would be taken for names."""
     if isinstance(names, str):
         raise ValueError(f"{name} must be a list of names, got {names!r}: write [{names!r}]")
 

@@ -99,11 +99,7 @@ class TableListing(NamedTuple):
 
 
 def list_table_files(store: Store) -> list[TableFile]:
-    """List the files of the videos table, sorted by name, after checking the stray files in its folder.
-
-    Raises:
-        CorruptShard: a stray file must not be ignored, or a file of the table is damaged.
-    """
+    """List the files of the videos table, sorted by name, after checking the stray files in its folder."""
     return list_table(store).files
 
 
@@ -127,11 +123,7 @@ def list_table(store: Store) -> TableListing:
 
 
 def _check_strays(store: Store, listing: TableListing) -> None:
-    """Raise CorruptShard if a stray file in the listing must not be ignored.
-
-    Raises:
-        FileNotFoundError: a file of the table was merged and deleted meanwhile.
-    """
+    """Raise CorruptShard if a stray file in the listing must not be ignored."""
     if listing.strays:
         from pipeline.cache.strays import find_stray_fault  # noqa: PLC0415 - strays imports this module
 
@@ -196,7 +188,6 @@ def parse_small(
     """Parse the content of a small file; return (its rows, the fingerprint of their identity or None).
 
     Args:
-        name: the file's name, for its hash and for messages.
         columns: the columns to read; a later column that the file lacks is null. None reads all columns of the file.
 
     Raises:
@@ -227,9 +218,7 @@ def serialise_sorted(
     Args:
         level: the level in its name, at least 1.
         rows: at least one row, sorted by ``id_high`` and ``id_low``.
-        metadata: entries for the footer.
         made_with: the fingerprint of the rows' identity; None leaves it out.
-        group_rows: the number of rows per row group.
     """
     rows = rows.replace_schema_metadata({**metadata, **({} if made_with is None else {MADE_WITH.encode(): made_with})})
     groups = [min(group_rows, len(rows) - start) for start in range(0, len(rows), group_rows)]
@@ -301,8 +290,7 @@ class SortedFile:
                 file.
 
         Raises:
-            CorruptShard: the bytes are damaged, or the file lacks a column.
-            FileNotFoundError: the file was deleted.
+            CorruptShard, FileNotFoundError: the file is damaged, lacks a column, or was deleted.
         """
         names = [name for name in self.schema.names if columns is None or name in columns]
         stretches = [stretch for group in groups for stretch in self._read_stretches(group, frozenset(names))]
@@ -318,7 +306,11 @@ class SortedFile:
         return complete_columns(table, columns, VIDEO_SCHEMA, LATER, f"{self._store}/{self.file.name}")
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Yield all rows in order, 64 row groups per table, with ``columns`` and errors as in ``read``."""
+        """Yield all rows in order, 64 row groups per table; ``columns`` are those of ``read``.
+
+        Raises:
+            CorruptShard, FileNotFoundError: the file is damaged, lacks a column, or was deleted.
+        """
         for start in range(0, len(self.firsts), _GROUPS_AT_ONCE):
             yield self.read(range(start, min(start + _GROUPS_AT_ONCE, len(self.firsts))), columns)
 
@@ -357,6 +349,9 @@ def _spans(metadata: pq.FileMetaData, group: int) -> list[tuple[int, int]]:
 class VideosTable:
     """The reader of the videos table: small files, sorted files and single rows. Threads may share it.
 
+    Reading raises CorruptShard for a file that is damaged or lacks a column, and FileNotFoundError for one that is
+    gone.
+
     Attributes:
         foreign: the files of another identity that were met so far -> the fingerprint of that identity.
         group: called with (file, number), loads a row group of a sorted file in VIDEO_SCHEMA; the last ones stay in
@@ -381,9 +376,6 @@ class VideosTable:
         """Yield (name, ``columns`` of the rows) for each small file, in the order of ``names``.
 
         Files are read and parsed ahead by threads. Files of another identity are skipped and added to ``foreign``.
-
-        Raises:
-            CorruptShard, FileNotFoundError: a file is damaged, lacks a column, or is gone.
         """
         contents = zip(names, self.store.read_all(names), strict=True)
         # A small file is checked and parsed on one core, for most of the time without the GIL.
@@ -395,10 +387,9 @@ class VideosTable:
                         yield name, rows
 
     def open_sorted(self, file: TableFile) -> SortedFile | None:
-        """Open a sorted file, or take it from memory; a file of another identity is added to ``foreign`` and gives None.
+        """Open a sorted file, or take it from memory.
 
-        Raises:
-            CorruptShard, FileNotFoundError: its tail is damaged, or the file is gone.
+        A file of another identity is added to ``foreign``, and None is returned.
         """
         sorted_file = self._sorted(file)
         return sorted_file if self._is_own(file.name, sorted_file.made_with) else None
@@ -407,20 +398,13 @@ class VideosTable:
         """Open the sorted files among ``files`` one by one, and yield those of this table's identity.
 
         Files of another identity are added to ``foreign``.
-
-        Raises:
-            CorruptShard, FileNotFoundError: a tail is damaged, or a file is gone.
         """
         for file in files:
             if file.is_sorted and (sorted_file := self.open_sorted(file)) is not None:
                 yield sorted_file
 
     def read_row(self, name: str, row: int) -> VideoRow:
-        """Read row number ``row`` of a file, whatever its identity; the caller may modify the result.
-
-        Raises:
-            CorruptShard, FileNotFoundError: the file is damaged or gone.
-        """
+        """Read row number ``row`` of a file, whatever its identity; the caller may modify the result."""
         file = parse_file_name(name)
         if file.is_sorted:
             number, row_in_group = divmod(row, self._sorted(file).group_rows)
@@ -430,10 +414,9 @@ class VideosTable:
         return cast(VideoRow, {key: list(value) if isinstance(value, list) else value for key, value in values})
 
     def read_rows(self, places: pa.Table) -> Iterator[VideoRow]:
-        """Yield the row at each row location in ``places``, a table with ``file`` and ``row``; a row is read when it is reached.
+        """Yield the row at each row location in ``places``, a table with ``file`` and ``row``.
 
-        Raises:
-            CorruptShard, FileNotFoundError: a file is damaged or gone.
+        A row is read when it is reached.
         """
         return map(self.read_row, places["file"].to_pylist(), places["row"].to_pylist())
 

@@ -40,7 +40,6 @@ class TokenRows(NamedTuple):
     """A request for the first ``keep`` token rows of a video.
 
     Attributes:
-        row: the video's row of the videos table.
         keep: the number of rows; only the row groups that contain them are read.
         near: columns that are fetched too but not read, so that the byte ranges of adjacent videos join.
     """
@@ -54,9 +53,10 @@ class TokenRows(NamedTuple):
 class TokenShard:
     """An open token shard whose footer has the hash in the videos rows. Threads may share it.
 
+    Its methods raise CorruptShard if the shard is damaged or missing, or contradicts a video's row.
+
     Attributes:
         name: the path of the file relative to the cache.
-        metadata: the Parquet metadata.
         n_bytes: the size of the file.
         n_footer: the size of the footer in bytes.
     """
@@ -97,9 +97,6 @@ class TokenShard:
         """Return the byte ranges [start, end) that a request needs, ascending; adjacent ranges are joined.
 
         For each row group the range reaches from the first to the last of ``rows.columns`` and ``rows.near``.
-
-        Raises:
-            CorruptShard: the shard lacks a column or row group of the request.
         """
         names = {*rows.columns, *rows.near}
         spans = Spans()
@@ -117,9 +114,6 @@ class TokenShard:
 
         Returns:
             None for a local file, which is mapped and read in place.
-
-        Raises:
-            CorruptShard: the shard is missing, or lacks a column or row group.
         """
         spans = join_spans(span for rows in videos for span in self.spans(rows))
         with self._faults():
@@ -130,9 +124,6 @@ class TokenShard:
 
         Args:
             fetched: the bytes from ``fetch_all``; only one thread may use them at a time. None fetches them now.
-
-        Raises:
-            CorruptShard: the shard is damaged or missing, or contradicts the video's row.
         """
         fetched = fetched or self.fetch_all([rows])
         self._check_bounds(rows, fetched)
@@ -152,9 +143,6 @@ class TokenShard:
             order of selection. ``order``, [K], has the row of ``table`` for each row by ascending index; equal indices
             stay in order of selection. ``vectors`` maps each other column to [K, width / 2] int16, in the order of
             ``order``.
-
-        Raises:
-            CorruptShard: the shard is damaged or missing, or contradicts the video's row.
         """
         fetched = fetched or self.fetch_all([rows])
         self._check_bounds(rows, fetched)
@@ -166,10 +154,10 @@ class TokenShard:
         return table, order, {name: self._read_vectors(rows, name, order, positions, fetched) for name in large}
 
     def read_checked(self, row: VideoRow) -> pa.Table:
-        """Read all token rows of a video with all columns, and compare their video id and checksum with ``row``.
+        """Read all token rows of a video with all columns.
 
         Raises:
-            CorruptShard: the id or the checksum differs, or the shard is damaged or missing.
+            CorruptShard: their video id or checksum is not that of ``row``, or the shard is damaged or missing.
         """
         table = self.read(TokenRows(row, row["n_tokens"], self.schema.names))
         if (ids := table["video_id"].unique().to_pylist()) != [row["video_id"]]:
@@ -323,7 +311,10 @@ class TokenShard:
 
 
 def _footer(source: LocalFile | RangedObject) -> bytes:
-    """Read the footer of an open Parquet file, with length and magic; raise ValueError if the file does not end in PAR1.
+    """Read the footer of an open Parquet file, including the length and magic at its end.
+
+    Raises:
+        ValueError: the file does not end in PAR1.
     """
     size = source.size()
     n_footer = parse_footer_length(bytes(source.view(max(0, size - FOOTER_TAIL), size)))

@@ -139,9 +139,6 @@ def write_token_shard(
     an equal share of the wall time as ``write_s``, and, unless the codec is bfloat16, ``token_codec`` and
     ``token_block``. No shard is written if no video has tokens.
 
-    Args:
-        codec: the codec of the cache's identity.
-
     Raises:
         ValueError: the codec cannot store a token, or evidence of a frame has no token beside it.
     """
@@ -179,7 +176,10 @@ def write_token_shard(
 
 
 def commit_records(store: Store, run_id: str, number: int, records: Sequence[VideoRecord], *, made_with: str) -> None:
-    """Make records visible in the videos table, as ``commit_rows`` does for rows.
+    """Make records visible in the videos table: write them as one small file, in which ``run_id`` replaces theirs.
+
+    Args:
+        number: the number of this commit in the run.
 
     Raises:
         FileNotFoundError: a token shard that they name is missing.
@@ -322,7 +322,6 @@ def _build_rows(record: VideoRecord, tokens: KeptTokens, vectors: Mapping[str, B
     Args:
         vectors: column -> values per token, in the order of ``tokens``. For evidence per frame, values per frame, which
             are copied into the row of the frame's first token.
-        schema: the schema of the shard.
 
     Raises:
         ValueError: evidence is per frame and a frame has no token.

@@ -96,17 +96,14 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     videos of ``mix`` consecutive shards are shuffled together. The order repeats for equal numbers of ranks and
     workers.
 
-    Ranks may get different numbers of videos; ``even`` truncates every rank to the shortest, also with workers, as
-    distributed training that synchronizes each step needs.
+    Ranks may get different numbers of videos; ``even`` truncates every rank to the shortest, also with workers.
 
     Ranks divide the shards that the cache had when each of them made its dataset. If a run or a compaction writes in
     between, some videos are read twice or not at all, and ``even`` does not hold. ``state_dict()["ids"]`` is equal on
     all ranks whose datasets have the same shards.
 
     The ranks are those of torch.distributed at the time of reading. A loader prepared by Accelerate or the HF Trainer
-    divides batches among processes itself, so the dataset then does not divide its shards. By default, such a loader
-    reads all videos on process 0 and sends batches to the others; with ``dispatch_batches=False`` every process reads
-    all videos and keeps its own batches.
+    divides batches among processes itself, so the dataset then does not divide its shards.
 
     ``state_dict`` and ``load_state_dict`` resume at the next video. With workers, use those of torchdata's
     StatefulDataLoader. In mid-epoch, a state is valid for the same ids, shards, options of the order, rank and worker.

@@ -105,7 +105,6 @@ class DatasetState(TypedDict):
         rank: the rank, and the number of ranks.
         worker: the id of the DataLoader worker, and the number of workers.
         done: the number of the epoch's videos that were read or skipped.
-        finished: True if these are all videos of the epoch.
         removed: the number of videos skipped because they were removed.
     """
 
@@ -149,7 +148,6 @@ class EpochPass:
     """One iteration of a process over its share of an epoch.
 
     Attributes:
-        n_videos: the number of videos in ``shares``.
         done: the number of videos read or skipped, including those before a resume.
         n_removed: the number of videos skipped because they were removed.
         loader: the loader of Accelerate that iterates; None for other loaders.

@@ -23,14 +23,12 @@ _EMPTIED_KEY = "emptied"  # key of a run's record: the token shards whose videos
 
 @dataclass
 class JoinResult:
-    """The result of ``join_tokens``.
+    """The result of ``join_tokens``; names are those of token shards.
 
     Attributes:
         run_id: the run whose record in runs/ names the emptied shards; "" if nothing was joined.
-        videos: the number of videos whose tokens were copied.
-        read: the names of the small token shards that were emptied.
-        written: the names of the new token shards.
-        deleted: the names of the deleted token shards, which earlier joins had emptied.
+        read: the small shards that were emptied.
+        deleted: the shards that earlier joins had emptied.
     """
 
     run_id: str = ""
@@ -62,7 +60,6 @@ def join_tokens(
     shards were joined, the files of the videos table are merged too.
 
     Args:
-        say: receives a line for each new shard.
         keep: the age of a join from which on its emptied shards are deleted, unless a live row names them; also the age
             from which the sources of earlier merges of the table are deleted.
 

@@ -48,11 +48,9 @@ class MergedCaches:
     """The result of ``merge_caches``.
 
     Attributes:
-        run_id: the id of this run, whose record is in runs/.
         videos: the number of live rows of the merged cache; failed and removed videos count too.
         equal: the number of live rows that lost against a row of the same video in another cache.
         linked: the number of token shards that are hard links to the files of their cache.
-        copied: the number of token shards that were copied; ``copied_bytes`` is their size.
         foreign: files of the videos tables that were left out because their rows have another identity.
         removed: ids of videos that at least one of the caches has removed.
         moved: the number of other videos that were copied to new shards, away from tokens of removed videos.
@@ -102,7 +100,6 @@ def merge_caches(
     ``out``. The records of runs are copied too. Rerun after an interrupt: existing files are not taken again.
 
     Args:
-        say: receives lines of progress, and warnings about removed videos.
         on_equal: "refuse" to raise UsageError if two caches have different tokens of one video.
 
     Raises:

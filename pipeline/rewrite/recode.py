@@ -86,7 +86,6 @@ class Rewritten:
         videos: rows that this run wrote, including failed and removed videos.
         failed: videos with tokens in the source that got a failed row.
         done: rows of the source that the new cache already had.
-        bytes: the size of the token shards that this run wrote.
     """
 
     run_id: str
@@ -155,11 +154,10 @@ def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
 def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: bool = False) -> Rewritten:
     """Bring ``out`` up to date with the source of a rewrite, and return the counts.
 
-    Videos are skipped if ``out`` has a row with the same or a better status and number of attempts, and erased if the
-    source has removed them. If the run fails, committed videos stay.
+    A video is skipped unless the source's row outranks the row in ``out`` by status, then by attempts. It is erased if
+    the source has removed it. If the run fails, committed videos stay.
 
     Args:
-        say: receives lines of progress and warnings.
         redo: make videos of ``out`` again if other code of the user method made them.
 
     Raises:
@@ -255,9 +253,6 @@ def _change_videos(job: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
     """Yield the changed videos of ``todo`` in order; rows of failed and removed videos are copied.
 
     If tokens exceed the range of the codec or ``job.change`` raises VideoFault, the video is yielded as a failed row.
-
-    Raises:
-        CorruptShard: the source is damaged.
     """
     codec = find_codec(job.header["identity"])
     for row in VideosTable(job.source.store).read_rows(todo):

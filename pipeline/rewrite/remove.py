@@ -98,13 +98,12 @@ def remove_videos(
 
 
 def erase_removed(store: Store, identity: str, run_id: str, say: Callable[[str], object]) -> CacheRemoval:
-    """Erase rows and tokens of all videos that have a "removed" row, where they came along from other caches.
+    """Erase rows and tokens of all videos that have a "removed" row.
 
     The "removed" rows stay. Files are deleted without waiting for readers, who find moved videos by themselves. Does
     nothing if the cache has no removed videos.
 
     Args:
-        identity: the fingerprint of the cache's identity.
         run_id: the id of the caller's run, which holds the cache's claim.
         say: receives a line about deleted files, and warnings about files that may still hold the videos.
 
@@ -265,8 +264,7 @@ class _VideosRemover:
 
 
 def _read_shard_names(text: str | None) -> list[object]:
-    """Return the unchecked token shards that a "removed" row names in ``model_extra``; [] if the text is not as expected.
-    """
+    """Return the unchecked token shards that a "removed" row names in ``model_extra``; [] if it has another form."""
     try:
         return list(json.loads(text or "{}").get(_SHARDS_KEY, ()))
     except (ValueError, RecursionError, AttributeError, TypeError):

@@ -198,8 +198,7 @@ def _ratio_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 
 
 def _frame_faults(row: VideoRow) -> Iterator[str]:
-    """Yield the contradictions between a row's frame indices, timestamps, source length and number of repeated frames.
-    """
+    """Yield contradictions between a row's frame indices, timestamps, source length and number of repeated frames."""
     frames, seconds = np.asarray(row["frame_indices"]), np.asarray(row["timestamps"], dtype=np.float64)
     end = row["source_frames"] if row["source_frames"] is not None else math.inf
     if frames[0] < 0 or frames[-1] >= end or (np.diff(frames) < 0).any():

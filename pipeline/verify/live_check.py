@@ -53,7 +53,6 @@ class LiveCheck:
 
         Args:
             model: the model's folder or id; None for the one in the run's record.
-            objects: the access to sources on S3.
             video_roots: folders and prefixes below which sources may be read.
 
         Raises:
@@ -88,10 +87,6 @@ class LiveCheck:
 
         All of them are taken, with a note, if there are fewer. A changed source, a failure, and a difference that
         rounding cannot explain also add a problem; a source that is missing, unreadable or not allowed does not.
-
-        Args:
-            live: the live rows of the videos to draw from.
-            seed: the seed of the draw.
         """
         ids = select_ok(live)["video_id"].to_pylist()
         if len(ids) < count:

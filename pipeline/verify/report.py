@@ -63,7 +63,6 @@ class Problem:
     """A problem of the cache that a check found.
 
     Attributes:
-        what: the description for the user.
         shard: the file with the problem: a token shard, a file of the videos table, or the header.
         video_id: the video, or None if the problem concerns the whole file.
         videos_shard: the file of the videos table that names the damaged token shard; otherwise None.
@@ -130,8 +129,6 @@ class Repaired:
     """The result of a repair.
 
     Attributes:
-        kept_in: the folder of the cache with the replaced files.
-        marked: videos marked for another attempt.
         moved: the number of sound videos copied to new token shards, away from damaged ones.
         replaced: names of the table files that were rewritten or set aside.
     """
@@ -163,19 +160,14 @@ class Report:
     """The findings of a verification, filled while it runs.
 
     Attributes:
-        cache: the cache, as it was named.
         counts: the numbers of checked videos, files and tokens, by name.
         problems: what is wrong; after a repair, what is still wrong.
-        notes: remarks that are not problems.
         orphans: token shards that no row names.
         leftovers: temporary files of interrupted writes.
         superseded: token shards that only superseded rows name.
         uploads: pending multipart uploads.
-        removed: names of the files and uploads that ``clean`` deleted.
-        live: the results of the videos that were encoded again.
         found: the problems before a repair; empty without one.
         bytes_read: bytes of the checked files, without token shards if only a sample of videos was read.
-        seconds: wall time of reading.
     """
 
     cache: str

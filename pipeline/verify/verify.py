@@ -69,8 +69,7 @@ class VerifyRequest:
         repair: True to repair problems first; this implies ``clean``.
         live: the number of videos to encode again.
         sample: the number of random videos whose tokens are read; 0 for all.
-        seed: the seed for drawing the videos of ``live`` and ``sample``.
-        model: the model's folder or id for ``live``; None for the one in the run's record.
+            model: the model's folder or id for ``live``; None for the one in the run's record.
         objects: the access to sources on S3; None for the settings of the environment.
         log_interval: seconds between lines of progress.
         video_root: folders and prefixes below which ``live`` may read sources.
@@ -102,7 +101,6 @@ def verify(store: Store, request: VerifyRequest, console: Console) -> Report:
         UsageError: videos cannot be encoded again (``live``), or nothing can be written to the cache.
         RunFailed: a repair would leave no video, or a file is not of this cache.
         CorruptShard: bytes that were sound before are damaged during the repair.
-        OSError: the store fails as a whole.
     """
     if not store.exists(HEADER):
         read_header(store)  # raises NotACache with the remedy
