@@ -139,7 +139,7 @@ def merge_fully(store: Store, made_with: str | None) -> None:
 
 
 def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge if there are more than ``at_least`` small files, but no level of more than two million rows.
+    """Merge if there are more than ``at_least`` small files; levels of more than two million rows are left alone.
 
     A CorruptShard or an OSError is not raised: ``say`` gets a warning, and no row is lost.
     """

@@ -65,8 +65,8 @@ class TokenCache:
     The tokens replace the vision encoder's output in the LLM of the same model (``pipeline/examples/own_llm.py``).
 
     Opening reads each small file of the videos table, of which a run leaves few (``python -m jobs.compact`` leaves
-    none). A video then costs a GET, and more if its row or its shard's footer is not in memory. If
-    another run deletes files by a merge, the cache refreshes itself.
+    none). A video then costs a GET, and more if its row or its shard's footer is not in memory. If another run deletes
+    files by a merge, the cache refreshes itself.
 
     Args:
         path: a folder, or an address such as ``s3://bucket/prefix`` with credentials from the environment.

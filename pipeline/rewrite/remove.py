@@ -130,6 +130,7 @@ class _VideosRemover:
     """
 
     def __init__(self, store: Store, identity: str, result: CacheRemoval, ids: frozenset[str]) -> None:
+        """Read all rows of the table, and collect the token shards that rows of the videos name."""
         self._store = store
         self._identity = identity
         self._result = result

@@ -69,7 +69,7 @@ class VerifyRequest:
         repair: True to repair problems first; this implies ``clean``.
         live: the number of videos to encode again.
         sample: the number of random videos whose tokens are read; 0 for all.
-            model: the model's folder or id for ``live``; None for the one in the run's record.
+        model: the model's folder or id for ``live``; None for the one in the run's record.
         objects: the access to sources on S3; None for the settings of the environment.
         log_interval: seconds between lines of progress.
         video_root: folders and prefixes below which ``live`` may read sources.
