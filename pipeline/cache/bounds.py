@@ -1,8 +1,6 @@
 """Limit the memory that the files of a cache may take, before Arrow decompresses them.
 
-A Parquet file of some kilobytes can claim gigabytes: by zstd, by a dictionary, or by a run of one list value. Arrow
-allocates what the file claims. The files that this project writes are far below the limit, even with thousands of equal
-texts.
+A Parquet file of some kilobytes can claim gigabytes: by zstd, by a dictionary, or by a run of one list value.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ View = Callable[[int, int], memoryview]
 def check_unpacked(
     metadata: pq.FileMetaData, groups: Iterable[int], numbers: Sequence[int], view: View, n_bytes: int
 ) -> None:
-    """Raise ValueError if columns of row groups would unpack to far more than a file of ``n_bytes`` can hold.
+    """Raise ValueError if columns of row groups would unpack to more than 64 MiB plus 256 times ``n_bytes``.
 
-    The limit is 64 MiB plus 256 times ``n_bytes``. The headers of all pages are read only if the footer alone does not
-    show that the limit holds.
+    The headers of pages are read only for texts, lists and compressions other than zstd; if the sum is then too large,
+    for all compressed columns too.
 
     Args:
         groups: the row groups that are to be read; empty ones are skipped.
@@ -69,10 +67,7 @@ def check_unpacked(
 
 
 def find_leaves(metadata: pq.FileMetaData, names: Collection[str]) -> list[int]:
-    """Return the numbers of the Parquet columns that belong to the top-level columns ``names``, ascending.
-
-    A list or struct has several; names that the file lacks are ignored.
-    """
+    """Return the numbers of the Parquet columns of the top-level columns ``names``, ascending; ignore missing ones."""
     paths = (metadata.schema.column(number).path for number in range(metadata.num_columns))
     return [number for number, path in enumerate(paths) if path.partition(".")[0] in names]
 
@@ -153,11 +148,8 @@ def find_span(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
 def _estimate(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
     """Return upper limits on (the bytes of a chunk's values in Arrow, the bytes of its decompressed pages).
 
-    The footer alone gives them for columns of fixed width without lists; others are measured with ``_measure``. Arrow
-    decompresses one column after the other, so that the pages of two columns are never in memory at once.
-
-    Raises:
-        ValueError: the footer has negative sizes, or a page header cannot be parsed.
+    The footer alone gives them for columns of fixed width without lists that are uncompressed or zstd; others are
+    measured with ``_measure``. Arrow holds the pages of one column at a time.
     """
     width = _WIDTHS.get(schema.physical_type, schema.length)
     ratio = _RATIOS.get(chunk.compression)
@@ -170,11 +162,8 @@ def _estimate(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View
 def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
     """Return the limits of ``_estimate`` by the headers of the chunk's pages, which ``view`` reads.
 
-    For texts the second limit is 0, since the first includes their pages. Uncompressed columns of fixed width need no
-    page headers.
-
-    Raises:
-        ValueError: the footer has negative sizes, or a page header cannot be parsed.
+    For texts the second limit is 0, since the first includes their pages. Uncompressed columns of fixed width without
+    lists need no page headers.
     """
     width = _WIDTHS.get(schema.physical_type, schema.length)
     n_values, n_packed = _read_sizes(chunk)

@@ -32,7 +32,6 @@ class CachedVideo:
     """The K stored tokens of a video that a read returned, in the requested order.
 
     Attributes:
-        video_id: the id in the manifest.
         tokens: [K, D] bfloat16; bit-identical to the encoder's output unless the cache has a lossy codec.
         index: [K] int64, the flat position t*N + i before pruning.
         rank: [K] int64, the order of selection; None for methods without one.
@@ -40,8 +39,8 @@ class CachedVideo:
         merged: [K] bool; None for methods that never merge.
         density: [K] float32 (Eq. 8); None for methods without one.
         metadata: the video's row of the videos table, with JSON columns parsed. ``fps`` is the rate of the source, and
-            on Qwen ``n_frames`` counts temporal patches; ``describe_frames`` puts both in words.
-        deepstack: [K, D] bfloat16 per deepstack level, with the same rows; empty for models without levels.
+            on Qwen ``n_frames`` counts temporal patches.
+        deepstack: [K, D] bfloat16 per deepstack level; empty for models without levels.
         evidence: the requested evidence by the requested name, bfloat16: [K, width] per token, [K] if it is one number
             per token, or [T, width] per frame.
         header: the header of the cache, for the model and the newline row.
@@ -66,7 +65,7 @@ class CachedVideo:
 
     @property
     def sampled_fps(self) -> float | None:
-        """The sampled frames per second; None if unknown. ``metadata["fps"]`` is the rate of the source."""
+        """The sampled frames per second; None if unknown."""
         return sampled_fps(self.metadata)
 
     def describe_frames(self) -> str:

@@ -1,10 +1,7 @@
 """Handle a cache, or answers, whose user method now has other code than the code that made them.
 
 Changed code is refused like a changed parameter. ``--on-changed redo`` restarts a cache instead: one write gives its
-header the identity of the current code. From then on no row of the old code counts, since every file of the table names
-the identity of its rows (``pipeline.cache.table``), and the run encodes all videos again. After a kill the cache
-therefore belongs to one of the two codes and never mixes them. The files of the old code are deleted at the end of the
-run.
+header the identity of the current code, after which no row of the old code counts.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ def _replace_methods(
 ) -> dict[str, Any]:
     """Return a copy of ``new`` with ``replace(old entry, new entry)`` for each user method that both identities have.
 
-    An entry is a user method if it has a hash of its code. It is searched for in nested mappings too.
+    An entry is a user method if it has a hash of its code. Nested mappings are searched too.
     """
     replaced = dict(new)
     for key, value in new.items():
@@ -96,14 +93,14 @@ def keep_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
 
 
 def refuse_changed_code(place: object, methods: Iterable[str], result_name: str) -> None:
-    """Raise IdentityMismatch that lists ``methods``, user methods whose code has changed, unless there are none.
+    """Raise IdentityMismatch that lists the user methods whose code has changed, unless there are none.
 
     The message names the file of each method; for that its module is imported, ignoring errors.
 
     Args:
         place: the cache or the answers.
         methods: import paths; repeats are listed once.
-        result_name: what the old code made: "tokens" or "answers".
+        result_name: "tokens" or "answers".
     """
     lines = [printable(f"{name}{_where(name)}") for name in dict.fromkeys(methods)]
     if lines:
@@ -142,15 +139,14 @@ def check_code(kind: type, code: str | None) -> None:
 def match_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refusal: str, *, redo: bool) -> bool:
     """Return True if the code of a cache's user method has changed and the cache may continue with the new code.
 
-    It may if ``redo`` is set, or if the cache has no tokens. False means that the code is the same.
+    It may if ``redo`` is set, or if no video of the cache has tokens. False means that the code is the same, or that
+    the cache does not record it and ``redo`` is not set.
 
     Args:
         refusal: the first line of the error about other differences.
 
     Raises:
         IdentityMismatch: the code has changed and may not be accepted, or another setting differs.
-        CorruptShard: a file of the videos table is damaged.
-        OSError: the store failed.
     """
     changed_methods = match_identity(old, new, refusal, redo=redo)
     if changed_methods and not redo:
@@ -163,17 +159,12 @@ def match_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refus
 def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, run_id: str) -> CacheHeader:
     """Give a cache the identity of the changed code, so that a run encodes all its videos again; return the new header.
 
-    The rows of removed videos are committed again under the new identity, so that these videos stay removed. Then the
-    new header is written; it lists the old fingerprint as superseded. No file is deleted: ``delete_superseded`` does
-    that at the end of the run. The caller must hold the cache's claim.
-
-    Args:
-        run_id: the run that commits the rows of removed videos.
+    The rows of removed videos are committed again under the new identity, so that these videos stay removed. The new
+    header is written last, and lists the old fingerprint as superseded. No file is deleted. The caller must hold the
+    cache's claim.
 
     Raises:
         UsageError: the table has rows of an old version, which do not name their identity.
-        CorruptShard: a file of the videos table is damaged.
-        OSError: the store failed.
     """
     if len(Ledger(store, "").refresh()):
         raise UsageError(f"{store}: rows of an older version do not record the code that made them: use another --out")
@@ -195,10 +186,6 @@ def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
 
     Returns:
         The deleted names; [] if nothing is superseded.
-
-    Raises:
-        CorruptShard: a file of the videos table is damaged.
-        OSError: the store failed.
     """
     fingerprints = header.get("superseded", [])
     ledger = Ledger(store, fingerprint(header["identity"])).refresh() if fingerprints else None

@@ -1,8 +1,4 @@
-"""Encode vectors as integers with one scale per group, and decode them: bit-identical results on every device.
-
-A decoded number is its integer times the float16 scale of its group. float32 holds this product exactly, and it is
-rounded once to bfloat16. ``bits``, ``group`` and ``kept`` are those of ``pipeline.cache.codecs.TokenCodec``.
-"""
+"""Encode vectors as integers with one float16 scale per group, and decode them: bit-identical results on any device."""
 
 from __future__ import annotations
 
@@ -81,7 +77,7 @@ def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> 
 def _pack(numbers: Tensor, bits: int) -> Tensor:
     """Pack [K, D] int8 numbers into [K, width / 2] int16, padded to an even number of bytes.
 
-    Two 4-bit numbers share a byte: the first is the high half, and each is stored plus 8.
+    Of two 4-bit numbers in a byte, the first is the high half; each is stored plus 8.
     """
     if bits == 8:
         return pad(numbers, (0, numbers.shape[1] % 2)).view(torch.int16)

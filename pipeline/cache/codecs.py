@@ -1,9 +1,7 @@
 """The codecs that store token vectors: as bfloat16 numbers, or as small integers with scales.
 
 A coded vector takes three columns: ``token``, 8-bit or 4-bit integers; ``token_scale``, a float16 for each group of
-neighboring channels; and ``token_kept``, the channels of largest magnitude, unchanged. Without kept channels, a few
-outliers would take the whole range of their groups and round the other channels to zero. Each row names its kept
-channels, so that it can be decoded alone.
+neighboring channels; and ``token_kept``, the channels of largest magnitude, unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenCodec:
-    """A way of storing vectors of D bfloat16 numbers; CODECS has all of them by name.
+    """A way of storing vectors of D bfloat16 numbers.
 
     Attributes:
         bits: the bits per stored number.
@@ -66,9 +64,7 @@ class TokenCodec:
         return 65504.0 * (2 ** (self.bits - 1) - 1) if self.group else math.inf
 
     def check_reach(self, *levels: Tensor) -> None:
-        """Raise VideoFault if a video's tokens are too large for this codec's float16 scales or are not finite.
-
-        bfloat16 accepts all numbers.
+        """Raise VideoFault if tokens are not finite or too large for this codec's float16 scales; bfloat16 accepts all.
 
         Args:
             levels: the tokens, and the vectors of each deepstack level; none may be empty.
@@ -83,7 +79,6 @@ class TokenCodec:
         bfloat16 returns ``values`` without a copy.
 
         Args:
-            column: the name of the first column; the names of the others begin with it.
             values: [K, D] bits of bfloat16.
 
         Raises:
@@ -102,7 +97,6 @@ class TokenCodec:
         bfloat16 returns the result of ``read_part`` itself.
 
         Args:
-            column: the name of the first column.
             read_part: called with each name of ``widths``; returns the column's bytes as [K, width / 2] bfloat16.
         """
         if not self.group:
@@ -116,7 +110,7 @@ class TokenCodec:
         """Encode and decode [K, D] bits of bfloat16; return [K, D] bfloat16 as readers of the cache get them.
 
         Raises:
-            ValueError: a number outside the kept channels is not finite or is too large for a float16 scale.
+            ValueError: a number cannot be encoded.
         """
         import torch  # noqa: PLC0415 - as above
 

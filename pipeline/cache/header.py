@@ -1,8 +1,4 @@
-"""Read and write the header of a cache or of answers: a schema version, and the settings that all rows share.
-
-A new cache also gets a README.md, whose ``configs`` let Hugging Face datasets load the two tables by name. Reading a
-cache imports no code that the cache names: the header itself has the declarations of a user method.
-"""
+"""Read and write the header of a cache or of answers: a schema version, and the settings that all rows share."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ class ModelIdentity(TypedDict):
     Attributes:
         type: the model type of transformers.
         weights: identifies the files of the checkpoint.
-        family: only for the family ``generic`` and for user families; other models have the family of their type.
+        family: only for the family ``generic`` and for user families.
         pooling_head: identifies the file of the pooling head, if there is one.
     """
 
@@ -76,7 +72,6 @@ class PrunerIdentity(TypedDict):
 
     Attributes:
         method: the name of a built-in method, or the import path of a user method.
-        params: the method's hyperparameters.
         seed: only for methods that draw random numbers.
         declares: the fields of DeclaredMethod; only for user methods.
         code: the hash of a user method's code; old caches lack it.
@@ -118,7 +113,6 @@ class CacheHeader(TypedDict):
     Attributes:
         newline: base64 of [D] bfloat16, the row that LLaVA-OneVision appends to the tokens of a video; None for other
             families.
-        hidden_size: D.
         deepstack_levels: absent from old caches, which have none.
         superseded: the fingerprints of the identities that the cache had before the code of its method changed.
     """
@@ -147,11 +141,8 @@ def deepstack_levels(header: CacheHeader) -> int:
 def find_codec(identity: CacheIdentity, place: object = "the cache") -> TokenCodec:
     """Return the codec of the tokens in a cache with this identity; bfloat16 if an old identity names none.
 
-    Args:
-        place: the cache, for the error message.
-
     Raises:
-        NotACache: this version does not know the codec.
+        NotACache: this version does not know the codec; the message begins with ``place``.
     """
     name = identity.get("dtype", {}).get("stored", BFLOAT16.name)
     if name not in CODECS:
@@ -168,7 +159,6 @@ def read_header(store: Store) -> CacheHeader:
 
     Raises:
         NotACache: there is no header, it is damaged, or it has an unknown version or codec.
-        OSError: the store failed.
     """
     absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
     header = cast(CacheHeader, read_header_file(store, HEADER, VERSIONS, NotACache, absent))
@@ -177,7 +167,7 @@ def read_header(store: Store) -> CacheHeader:
 
 
 def write_new_header(store: Store, header: CacheHeader) -> None:
-    """Write the header of a new cache, and a README.md unless the store has one. Raises OSError if the store failed."""
+    """Write the header of a new cache, and a README.md for Hugging Face datasets unless the store has one."""
     store.put(HEADER, serialise_header(header))
     if not store.exists(CARD):
         store.put(CARD, _CARD_TEXT.encode())
@@ -189,10 +179,7 @@ def has_own_card(store: Store) -> bool:
 
 
 def refuse_occupied_place(store: Store) -> None:
-    """Raise NotACache if a store has other files but no header, so that no new cache is made among them.
-
-    Notes of runs, indexes of archives and a README.md do not count.
-    """
+    """Raise NotACache if a store has no header but files other than notes of runs, archive indexes and a README.md."""
     if not store.exists(HEADER) and store.has_other_files():
         raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
 
@@ -205,10 +192,10 @@ def change_codec(header: CacheHeader, codec: str) -> CacheHeader:
 
 
 def made_with(store: Store) -> str | None:
-    """Read the header, and return the fingerprint of the cache's identity; None if there is no header.
+    """Return the fingerprint of the identity in the cache's header; None if there is no header.
 
     Raises:
-        NotACache: the header is damaged or has an unknown version.
+        NotACache: the header is damaged or has an unknown version or codec.
     """
     return fingerprint(read_header(store)["identity"]) if store.exists(HEADER) else None
 
@@ -233,14 +220,12 @@ def read_header_file(
 
     Args:
         versions: the versions that this program reads, ascending.
-        error: the class of the error to raise.
         absent: the error message if the file is missing, with the remedy.
         of: words before "schema version" in messages, with a space at the end.
 
     Raises:
         UsageError: (as the class ``error``) the file is missing, is not JSON, fails its checksum, has another version
             or has no identity.
-        OSError: the store failed.
     """
     try:
         header = json.loads(store.read(name))
@@ -276,12 +261,11 @@ def list_differences(
     """Return a line for each leaf in which two nested mappings differ, sorted by key.
 
     An example is ``pruner.params.alpha: the cache has 0.5, this run 0.3``. A missing key counts as None. The key
-    "preprocessing" is skipped if the model families differ, since it then differs too.
+    "preprocessing" is skipped if the model families differ, since it then differs too. Lines of more than 16 KiB are
+    cut.
 
     Args:
         prefix: the path of keys before each line, with a dot at the end.
-        old_subject: the words before the old value.
-        new_subject: the words before the new value.
     """
     lines: list[str] = []
     families = [model.get("family") for side in (old, new) if isinstance(model := side.get("model"), Mapping)]
@@ -299,7 +283,7 @@ def list_differences(
 
 
 def _without_checksum(header: CacheHeader | JsonObject) -> JsonObject:
-    """Return a header without its own checksum."""
+    """Return a copy of a header without its checksum."""
     return {key: cast(Json, value) for key, value in header.items() if key != CHECKSUM}
 
 

@@ -1,11 +1,7 @@
 """Select the live row of each video: the rule, and its two views, Ledger for the driver and LiveVideos for readers.
 
-The videos table may have many rows per video. The live row is the first by (removed before ok before failed, most
-attempts, most rewritten, smallest tie_break). The rule depends on rows alone, so that files may come in any order,
-twice, or late. TokenCache, resume, inspect, verify and merge all use this module.
-
-The driver of a run keeps the live row of every video in a ``Ledger``, 100 bytes each, and reads each file once.
-``LiveVideos`` keeps only the rows of small files, and searches the sorted files for a requested video.
+The live row is the first by (removed before ok before failed, most attempts, most rewritten, smallest tie_break). The
+rule depends on rows alone, so that files may come in any order, twice, or late.
 """
 
 from __future__ import annotations
@@ -75,9 +71,9 @@ def find_live(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDA
             ``earlier_attempts``.
 
     Returns:
-        Two arrays with an item per id, sorted by id. The first has the indices of the live rows. The second has the
-        maximum, over the rows of the id, of ``attempts`` (rows of another file than the live row's) and ``earlier``
-        (rows of the same file). If rows are equal, the first is live.
+        Two arrays with an item per id, sorted by id. The first has the indices of the live rows; of equal rows, the
+        first is live. The second has the maximum, over the rows of the id, of ``attempts`` (rows of another file than
+        the live row's) and ``earlier`` (rows of the same file).
     """
     order = np.lexsort((columns["low"], columns["high"]))
     repeats = np.ones(max(len(order) - 1, 0), bool)
@@ -119,7 +115,8 @@ def sort_by_rule(
 def make_rule_columns(rows: pa.Table) -> Columns:
     """Convert rows with RULE_COLUMNS to the arrays that ``find_live`` takes.
 
-    Nulls become 0, and so do the columns clip_key, source_size and earlier_attempts if ``rows`` lack them.
+    Nulls in status mean FAILED. Nulls in the other columns become 0, and so do the columns clip_key, source_size and
+    earlier_attempts if ``rows`` lack them; id_high, id_low and tie_break have no nulls.
     """
     zeros = np.zeros(len(rows), np.int64)
     optional = {"clip": "clip_key", "size": "source_size", "earlier": "earlier_attempts"}
@@ -153,7 +150,7 @@ def select_ok(rows: pa.Table) -> pa.Table:
 
 
 def select_removed(rows: pa.Table) -> pa.Table:
-    """Return the rows whose status is "removed": the videos that were removed for good."""
+    """Return the rows whose status is "removed"."""
     return rows.filter(pc.equal(rows["status"], "removed"))
 
 
@@ -173,10 +170,7 @@ def sort_by_shard(rows: pa.Table) -> pa.Table:
 
 
 def _retried(read: Callable[P, T]) -> Callable[P, T]:
-    """Decorate ``read`` so that it is called again, up to _TRIES times in all, as long as it raises FileNotFoundError.
-
-    Another run may delete files by a merge after they were listed. The last error is raised.
-    """
+    """Decorate ``read`` so that it is called again, up to _TRIES times in all, while it raises FileNotFoundError."""
 
     @wraps(read)
     def read_again(*args: P.args, **keywords: P.kwargs) -> T:
@@ -233,13 +227,11 @@ _FILES_AT_ONCE = 256  # small files that are converted to arrays together, since
 class Ledger:
     """The live row of every video as numbers, sorted by the hash of the id, for the driver of a run.
 
-    An id is stored as a hash of 16 bytes and its clip as a hash of 8 bytes; the other columns are the numbers for
-    resume and the summary. Other values of a row are read from its file again with ``read``.
+    It takes about 100 bytes per video.
 
     Attributes:
         columns: name -> an array with an item per video; see ``_LEDGER``.
         classes: the fault classes by number; 0 is "ok".
-        runs: the run ids by number.
         decoders: user decoders with their versions, by number; 0 is "".
         notes: the reasons for another decoder than requested, by number, with N in place of numbers in the text; 0 is
             "".
@@ -247,7 +239,7 @@ class Ledger:
         names: the files that were read.
         starts: the number of the first row of each of ``names``.
         strays: files in ``videos/`` that are not files of the table, and are ignored.
-        n_rows: the number of rows in all files, live or not.
+        n_rows: the number of rows in all files that were read, live or not.
     """
 
     def __init__(self, store: Store, made_with: str | None = None) -> None:
@@ -287,7 +279,7 @@ class Ledger:
         read, the table is listed again, up to _TRIES times in all.
 
         Raises:
-            CorruptShard: a file is damaged.
+            CorruptShard: a file is damaged, or a stray file must not be ignored.
             OSError: the store failed, or files vanished at every try. After any error the rows are as before the call,
                 and the next call reads all new files again.
         """
@@ -313,9 +305,6 @@ class Ledger:
 
         Sets ``strays``. Adds the files to ``names`` and ``starts`` and their rows to ``n_rows``, also those read before
         an error.
-
-        Raises:
-            CorruptShard: a file is damaged.
         """
         known_names = {*self.names, *self.foreign}
         files, self.strays = list_table(self._store)
@@ -381,8 +370,8 @@ class Ledger:
     def _number_notes(self, notes: pa.ChunkedArray) -> NDArray[np.uint8]:
         """Return the number in ``notes`` of each row's reason for another decoder, [n]; new reasons are appended.
 
-        The number is 0 without a reason, and if the requested decoder served after all. Remarks on partly read files
-        and on sizes are cut off, and numbers in a reason become N.
+        The number is 0 without a reason, and if the requested decoder served after all. A remark on partly read files
+        or on sizes is cut off with all that follows it, and numbers after a space become N.
         """
         notes = pc.fill_null(notes, "")
         if not pc.any(pc.not_equal(notes, "")).as_py():
@@ -431,7 +420,7 @@ class Ledger:
         return np.equal(self.columns["fault"][rows], number)
 
     def removed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask over ``rows``, [n]: True for videos that were removed for good."""
+        """Return a mask over ``rows``, [n]: True for videos that were removed."""
         return np.equal(self.columns["state"][rows], REMOVED)
 
     def has_remark(self, rows: NDArray[np.int64], remark: int) -> NDArray[np.bool_]:
@@ -447,7 +436,6 @@ class Ledger:
         Raises:
             CorruptShard: a file is damaged.
             FileNotFoundError: the file is gone, and no other file has a row of the video.
-            OSError: the store failed.
         """
         number = int(self.columns["row_number"][row])
         file = int(np.searchsorted(self.starts, number, side="right")) - 1
@@ -475,9 +463,6 @@ class Ledger:
 
         Args:
             token_shards: shards that were committed before the last refresh.
-
-        Raises:
-            OSError: the store failed.
         """
         if self.foreign:
             return []
@@ -553,12 +538,12 @@ class RowPlace(NamedTuple):
 class LiveVideos:
     """The live row of every video of a cache, for readers, when this object was opened. Threads may share it.
 
+    Only the rows of small files are in memory; sorted files are searched for a requested video. Reading raises
+    CorruptShard for a damaged file, and FileNotFoundError for a file that was merged and deleted since.
+
     Attributes:
-        table: the cache's table, which reads single rows and names foreign files.
         small: LIVE_COLUMNS of the live rows in small files, with ``file`` and ``row``.
-        files: all files of the table.
         strays: files in ``videos/`` that are not files of the table, and are ignored.
-        sorted: the sorted files among ``files``.
     """
 
     def __init__(
@@ -575,13 +560,12 @@ class LiveVideos:
     @classmethod
     @_retried
     def open(cls, store: Store, made_with: str | None = None) -> LiveVideos:
-        """List the table, and read its small files: one LIST request, and one GET per small file.
+        """List the table, and read its small files.
 
-        If another run merges and deletes files meanwhile, this is repeated, up to _TRIES times in all.
+        It is read again, up to _TRIES times in all, if files are merged away meanwhile.
 
         Raises:
             CorruptShard: a small file is damaged, or a stray file must not be ignored.
-            OSError: the store failed.
         """
         table = VideosTable(store, made_with, _MAX_OPEN_FILES)
         files, strays = list_table(store)
@@ -594,11 +578,7 @@ class LiveVideos:
     def read(cls, store: Store, made_with: str | None, columns: Sequence[str]) -> tuple[LiveVideos, pa.Table]:
         """Open the table, and read all of it; return (the opened table, the result of ``live(columns)``).
 
-        If another run merges and deletes files meanwhile, this is repeated, up to _TRIES times in all.
-
-        Raises:
-            CorruptShard: a file is damaged, or a stray file must not be ignored.
-            OSError: the store failed.
+        It is read again, up to _TRIES times in all, if files are merged away meanwhile.
         """
         videos = cls.open(store, made_with)
         return videos, videos.live(columns)
@@ -606,13 +586,9 @@ class LiveVideos:
     @classmethod
     @_retried
     def read_removed(cls, store: Store, made_with: str | None) -> list[VideoRow]:
-        """Read the complete rows of the videos that were removed for good, which reads the whole table.
+        """Read the whole table, and return the complete rows of the removed videos.
 
-        If another run merges and deletes files meanwhile, this is repeated, up to _TRIES times in all.
-
-        Raises:
-            CorruptShard: a file is damaged, or a stray file must not be ignored.
-            OSError: the store failed.
+        It is read again, up to _TRIES times in all, if files are merged away meanwhile.
         """
         videos = cls.open(store, made_with)
         return list(videos.table.read_rows(select_removed(videos.live(("status",)))))
@@ -623,13 +599,7 @@ class LiveVideos:
     def find(self, video_id: str) -> RowPlace | None:
         """Find the live row of a video; return None if the video has no row.
 
-        This takes at most two reads per level of sorted files, which threads send in parallel to an object store; the
-        small files are in memory.
-
-        Raises:
-            CorruptShard: a sorted file is damaged.
-            FileNotFoundError: a file was merged since this object was opened.
-            OSError: the store failed.
+        This usually takes two reads per level of sorted files, in parallel on an object store.
         """
         try:
             high = int(hash_texts(pa.array([video_id]))[0, 0])
@@ -667,26 +637,12 @@ class LiveVideos:
         return None
 
     def row(self, video_id: str) -> VideoRow | None:
-        """Read the complete live row of a video; return None if the video has no row.
-
-        Raises:
-            CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged since this object was opened.
-            OSError: the store failed.
-        """
+        """Read the complete live row of a video; return None if the video has no row."""
         place = self.find(video_id)
         return None if place is None else self.table.read_row(place.file, place.row)
 
     def live(self, columns: Sequence[str]) -> pa.Table:
-        """Read ``columns`` of every live row, followed by ``file`` and ``row``, sorted by video_id.
-
-        This reads all sorted files.
-
-        Raises:
-            CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged since this object was opened.
-            OSError: the store failed.
-        """
+        """Read ``columns`` of every live row from all files, followed by ``file`` and ``row``, sorted by video_id."""
         read_columns = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
         tables = (
             add_places(pa.concat_tables(file.parts(read_columns)), file.file.name)
@@ -709,14 +665,10 @@ class LiveVideos:
         return pa.concat_tables(tables)
 
     def near(self, video_id: str) -> str:
-        """Return ``"; did you mean A?"`` with the ids most similar to an unknown id, or "" if none is similar.
+        """Return ``"; did you mean A, B?"`` with up to three ids similar to an unknown id, or "" if none is similar.
 
-        Reads the ids of sorted files, skipping files beyond _MAX_IDS ids in all; removed videos are not suggested.
-
-        Raises:
-            CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged since this object was opened.
-            OSError: the store failed.
+        Reads the ids of sorted files, except of those that exceed _MAX_IDS ids in all; removed videos are not
+        suggested.
         """
         columns = ("video_id", "status")
         parts = [self.small.select(columns)]
@@ -728,14 +680,9 @@ class LiveVideos:
         return suggest_ids(video_id, list_nameable_ids(pa.concat_tables(parts)))
 
     def rows_of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
-        """Return ``columns``, ``file`` and ``row`` of the live rows of some videos, in any order, once per video.
+        """Return ``columns``, ``file`` and ``row`` of the live rows of some videos, sorted by id, once per video.
 
         Ids without a row are left out. For more than _MAX_SEARCHED_IDS videos the whole table is read.
-
-        Raises:
-            CorruptShard: a file is damaged.
-            FileNotFoundError: a file was merged since this object was opened.
-            OSError: the store failed.
         """
         ids = sorted(set(video_ids))
         if len(ids) > _MAX_SEARCHED_IDS or not self.sorted:
@@ -747,15 +694,9 @@ class LiveVideos:
         return pa.Table.from_pylist(with_places, schema=make_empty_table(columns).schema)
 
     def widths(self) -> set[int]:
-        """Return the hidden sizes D of the tokens: one number, except in old caches, which could mix widths.
+        """Return the hidden sizes D of the tokens in the small files and in the first row group of one sorted file.
 
-        Only the small files and the first row group of one sorted file are looked at; the set is empty if these have no
-        tokens.
-
-        Raises:
-            CorruptShard: the sorted file is damaged.
-            FileNotFoundError: the sorted file was merged since this object was opened.
-            OSError: the store failed.
+        This is one number, none if these have no tokens, or several in old caches, which could mix widths.
         """
         first = next(self.table.iter_sorted(self.sorted), None)
         widths = set[int]() if first is None else find_widths(self.table.group(first.file, 0))
@@ -770,10 +711,8 @@ class LiveVideos:
 class LiveShards:
     """The token shards of some videos, and the row locations of these videos in the videos table.
 
-    Videos without tokens have the shard name "".
-
     Attributes:
-        names: [n] shard names, sorted, which is the order in which runs wrote them.
+        names: [n] shard names, sorted; videos without tokens have the name "".
         counts: [n] the number of videos per shard.
         places: ID_COLUMNS, ``file`` and ``row`` of each video, by token shard and in the order of its tokens.
     """

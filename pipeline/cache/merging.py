@@ -1,9 +1,6 @@
 """Merge the files of the videos table into fewer, sorted files without superseded rows.
 
-A merge reads the small files and every level of sorted files that is not larger than the result. There are therefore
-few levels, and each row is rewritten only a few times. The source files stay for concurrent readers until the merged
-files are ``keep`` old; a later merge deletes them. If a merge is killed, or two merges run at once, some rows are in
-two files, which does not change the live rows (``pipeline.cache.live``).
+A killed or concurrent merge leaves rows in two files, which does not change the live rows.
 """
 
 from __future__ import annotations
@@ -45,13 +42,11 @@ class Merged:
 
     Attributes:
         read: the files that were merged, small and sorted.
-        written: the new sorted files.
         deleted: the source files of earlier merges that this call deleted.
-        rows: the number of rows in the written files.
+        rows: the number of rows in the files of ``written``.
         superseded: the number of rows that were dropped because another row of the video is live.
-        waiting: the number of merged source files that stay until the written files are old enough.
+        waiting: the number of merged source files that stay for concurrent readers.
         foreign: the files of another identity, which are not merged.
-        seconds: the wall time.
     """
 
     read: list[str] = field(default_factory=list)
@@ -88,22 +83,22 @@ def merge(
 ) -> Merged:
     """Merge the small files of the videos table with sorted files, and delete the sources of earlier merges.
 
-    The small files are merged in steps that fit in memory. Each step also merges the complete levels of sorted files
-    that are not larger than its result. Nothing is written if there are no small files, unless ``everything`` is set
-    and sorted files overlap. The files that this call merges stay for concurrent readers, unless ``keep`` is zero and a
-    later step deletes them.
+    Small files are merged in steps that fit in memory. Each step also merges the lowest levels of sorted files, as long
+    as they are not larger than its result, so that each row is rewritten only a few times. Nothing is written if there
+    are no small files, unless ``everything`` is set and sorted files overlap. The files that this call merges stay for
+    concurrent readers, unless ``keep`` is zero and a later step deletes them.
 
     Args:
         made_with: the fingerprint of the cache's identity; files of another identity are left alone. None merges all
             files.
-        everything: also merge all sorted files, so that each video is in one file.
+        everything: the last step merges all sorted files, so that each video is in one of the written files.
         keep: delete the sources of an earlier merge if all its files are at least this old; zero ignores their age.
-        max_rows: levels with more rows are not merged; ignored if ``everything``.
+        max_rows: a level with more rows, and all levels above it, are not merged; ignored by the last step of
+            ``everything``.
 
     Raises:
-        CorruptShard: a file is damaged. No row is lost; the steps before it stay.
+        CorruptShard: a file is damaged. No row is lost, and what earlier steps merged stays merged.
         FileNotFoundError: another merge deleted a file meanwhile.
-        OSError: the store failed.
     """
     start = time.monotonic()
     result = Merged()
@@ -138,21 +133,15 @@ def merge(
 
 
 def merge_fully(store: Store, made_with: str | None) -> None:
-    """Merge a table that nobody reads into one level, and delete the source files at once.
-
-    Raises:
-        CorruptShard: a file is damaged.
-        OSError: the store failed.
-    """
+    """Merge a table that nobody reads into one level, and delete the source files at once."""
     for _ in range(2):  # the second merge deletes the sources of the first
         merge(store, made_with, everything=True, keep=timedelta(0))
 
 
 def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge if there are more than ``at_least`` small files; never raise for damaged files or a failing store.
+    """Merge if there are more than ``at_least`` small files; levels of more than two million rows are left alone.
 
-    Levels of more than two million rows are left alone. After a CorruptShard or an OSError, ``say`` gets a warning; no
-    row is lost.
+    A CorruptShard or an OSError is not raised: ``say`` gets a warning, and no row is lost.
     """
     try:
         if sum(not file.is_sorted for file in list_table_files(store)) > at_least:
@@ -162,14 +151,11 @@ def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[
 
 
 def _read_small(table: VideosTable, all_names: Sequence[str]) -> tuple[list[pa.Table], list[str], bool]:
-    """Read small files in the order of their names, up to the limits of one step.
+    """Read small files in the given order until a step has 1,048,576 rows or 4,096 files.
 
     Returns:
-        (a table per file, the names of these files, True if a limit was reached and files are left). Files of another
-        identity are in neither list.
-
-    Raises:
-        CorruptShard: a file is damaged.
+        (a table per file, the names of these files, True if a limit was reached before the last of ``all_names``).
+        Files of another identity are in neither list.
     """
     tables: list[pa.Table] = []
     names: list[str] = []
@@ -186,8 +172,8 @@ def _read_small(table: VideosTable, all_names: Sequence[str]) -> tuple[list[pa.T
 def _choose_levels(sorted_files: Sequence[SortedFile], n_rows: int, max_rows: float) -> list[SortedFile]:
     """Choose the sorted files to merge with ``n_rows`` rows of small files; return [] if ``n_rows`` is 0.
 
-    The choice consists of complete levels, from the lowest up. It ends at a level that is higher than the level of all
-    rows chosen so far, or that has more than ``max_rows`` rows.
+    The choice consists of complete levels, from the lowest up. It ends before a level that is higher than the level of
+    all rows chosen so far, or that has more than ``max_rows`` rows.
     """
     by_level: dict[int, list[SortedFile]] = defaultdict(list)
     for file in sorted_files if n_rows else ():
@@ -212,14 +198,11 @@ def _write(
 ) -> None:
     """Write the live rows of all sources as new sorted files, one per range of hashes, and count them in ``result``.
 
-    Each file's metadata records ``names`` and the number of files.
+    Each file's metadata records ``names`` and the number of files, so that a later merge can delete the sources.
 
     Args:
         small: the rows of the small files, in VIDEO_SCHEMA.
         names: the names of all sources, small and sorted.
-
-    Raises:
-        CorruptShard: a sorted file is damaged.
     """
     level = find_level(len(small) + sum(file.file.rows for file in sorted_files))
     starts = [
@@ -249,8 +232,9 @@ def _delete_old_sources(
 ) -> set[str]:
     """Delete the sources of merges whose files are all at least ``keep`` old; return the sources of younger merges.
 
-    A merge of which a written file is missing, or vanishes meanwhile, is ignored: it was interrupted, or its files were
-    merged again. Deleted names are added to ``result.deleted``.
+    Only files of ``present`` are deleted or returned. A merge of which a written file is missing, or vanishes
+    meanwhile, is ignored: it was interrupted, or its files were merged again. Deleted names are added to
+    ``result.deleted``.
 
     Args:
         keep: zero deletes the sources whatever their age.

@@ -23,10 +23,11 @@ def suggest_ids(wrong: str, ids: pa.ChunkedArray) -> str:
 def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
     """Return up to MAX_SUGGESTIONS distinct ids that are similar to ``wrong``, the likeliest first.
 
-    The order is: ids that look the same (in another Unicode form, for example); the only id with the same base name,
-    with or without its suffix; ids that contain ``wrong``. Only if there are none of these, ids with similar letters
-    are returned (``difflib``); of more than 1,000 ids, only the first 1,000 that begin with its first half or end with
-    its second are compared. The result is [] for an empty text and for a text that is not valid Unicode.
+    The order is: ids that look the same (after Unicode normalization, trimming, and with / for each backslash); the
+    only id with the same base name, with or without its suffix; ids that contain ``wrong``. Only if there are none of
+    these, ``difflib`` compares the letters of up to 1,000 ids; if there are more ids, of those that begin with the
+    first half of ``wrong`` or end with its second half. The result is [] for an empty text and for a text that is not
+    valid Unicode.
     """
     try:
         wrong.encode()
@@ -46,10 +47,7 @@ def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
 
 
 def _first(ids: pa.ChunkedArray, limit: int = MAX_SUGGESTIONS) -> list[str]:
-    """Return up to ``limit`` distinct ids, in their order.
-
-    Only the first 2 * ``limit`` ids are looked at, so that heavily repeated ids may give fewer.
-    """
+    """Return up to ``limit`` distinct ids among the first 2 * ``limit``, in their order."""
     names: list[str] = pc.unique(ids.slice(0, 2 * limit)).to_pylist()  # an id may be in two files of the table
     return names[:limit]
 
@@ -57,7 +55,7 @@ def _first(ids: pa.ChunkedArray, limit: int = MAX_SUGGESTIONS) -> list[str]:
 def _only_of_base_name(wrong: str, ids: pa.ChunkedArray) -> list[str]:
     """Return the id whose base name is that of ``wrong``, in a list; [] if there is none or if several match.
 
-    If no base name is equal, an id whose base name differs only in the suffix is searched for.
+    If none is equal, the base name may differ in the suffix, among the first 1,000 ids that contain the stem.
     """
     path = PurePosixPath(wrong)
     if not path.name:

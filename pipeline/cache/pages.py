@@ -1,9 +1,4 @@
-"""Read vectors from the pages of a token shard directly into the result array, without an intermediate copy by Arrow.
-
-Arrow copies what it reads into its own memory, and reordering 11 MB of it is another copy. The vector columns of this
-project are PLAIN, uncompressed and without nulls: after a short header, a page consists of the vectors themselves.
-Columns of any other form are left to Arrow, which also reports damage.
-"""
+"""Copy vectors from the pages of a token shard into the result array, without Arrow's intermediate copies."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ _IS_DATA_PAGE, _IS_PLAIN = 0, 0
 
 
 class PageSize(NamedTuple):
-    """The sizes that the header of a Parquet page states; they are not checked.
+    """The sizes that the header of a Parquet page states, unchecked.
 
     Attributes:
         n_bytes: the uncompressed size.
@@ -55,11 +50,7 @@ def find_plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
 
 
 def find_plain_pages(group: pq.RowGroupMetaData, number: int) -> tuple[int, int] | None:
-    """Return the byte range [start, end) of a column chunk's pages, or None if it is compressed or has a dictionary.
-
-    Args:
-        number: the column number, from ``find_plain_columns``.
-    """
+    """Return the byte range [start, end) of a column chunk's pages, or None if it is compressed or has a dictionary."""
     column = group.column(number)
     if column.compression != "UNCOMPRESSED" or column.has_dictionary_page:
         return None
@@ -71,7 +62,7 @@ def put_rows(data: memoryview, n_rows: int, targets: NDArray[np.int64], out: NDA
     """Copy the first ``len(targets)`` vectors of a column chunk into the given rows of ``out``; return True on success.
 
     If it returns False, the content of ``out`` is undefined and the caller must read the column with Arrow: a page
-    fails its checksum, has no checksum, is cut short or is not a PLAIN page, or the pages have fewer rows than needed.
+    fails its checksum, has no checksum, is cut short or is not a PLAIN page, or the rows of the pages do not add up.
 
     Args:
         data: the pages of the column chunk, from their first header on.
@@ -100,7 +91,7 @@ def put_rows(data: memoryview, n_rows: int, targets: NDArray[np.int64], out: NDA
 
 
 def iter_page_sizes(data: memoryview) -> Iterator[PageSize]:
-    """Yield the sizes that the header of each page in a column chunk states, from the first page on.
+    """Yield the sizes that the header of each page in a column chunk states.
 
     Raises:
         ValueError: a header cannot be parsed or has no sizes.
@@ -135,11 +126,11 @@ def read_page_header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]
 def _struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
     """Read the struct of Thrift's compact protocol at offset ``at``, and return the offset after it.
 
-    The integer fields are added to ``numbers``, with ``path`` as the prefix of their keys. Texts (as in statistics) and
-    booleans are skipped.
+    The integer fields are added to ``numbers``, with ``path`` as the prefix of their keys. Texts and booleans are
+    skipped.
 
     Raises:
-        ValueError: a list, another unexpected type, or too many nested structs.
+        ValueError: a list, another unexpected type or form of a field, or too many nested structs.
         IndexError: the data ends within the struct.
     """
     if len(path) > _MAX_DEPTH:
@@ -163,12 +154,7 @@ def _struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tupl
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Decode the unsigned varint at offset ``at``; return (its value, the offset after it).
-
-    Raises:
-        ValueError: it has more than ten bytes.
-        IndexError: the data ends within it.
-    """
+    """Decode the unsigned varint at offset ``at``; return (its value, the offset after it)."""
     value = 0
     for i in range(_VARINT):
         byte = data[at + i]

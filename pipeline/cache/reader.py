@@ -1,8 +1,4 @@
-"""Read pruned visual tokens from a cache, without the videos or the vision encoder: TokenCache.
-
-Adjacent videos in a token shard are read as one run, which one request fetches. From an object store, the next runs are
-fetched ahead.
-"""
+"""Read pruned visual tokens from a cache, without the videos or the vision encoder: TokenCache."""
 
 from __future__ import annotations
 
@@ -52,10 +48,8 @@ class Reading(NamedTuple):
 
     Attributes:
         retention_ratio: the ratio of the nested selection; None for all stored tokens.
-        order: the order of the rows.
         evidence: name in the result -> column.
         columns: the columns to read.
-        verify: True to compare each video's checksum.
     """
 
     retention_ratio: float | None
@@ -68,25 +62,22 @@ class Reading(NamedTuple):
 class TokenCache:
     """A pruned-token cache, opened for reading. It shows the videos committed when it was opened, or at ``refresh``.
 
-    The tokens replace the vision encoder's output in the LLM of the same model; ``pipeline/examples/own_llm.py`` does
-    that with transformers in twenty lines.
+    The tokens replace the vision encoder's output in the LLM of the same model (``pipeline/examples/own_llm.py``).
 
-    On S3, opening costs two GETs, one LIST, and a GET for each small file of the videos table, of which a run leaves
-    few (``python -m jobs.compact`` leaves none). A video then costs one GET, plus one each for its token shard's footer
-    and for the footer and a row group of a sorted file, unless these are in memory. If another run deletes files by a
-    merge, the cache refreshes itself.
+    Opening reads each small file of the videos table, of which a run leaves few (``python -m jobs.compact`` leaves
+    none). A video then costs a GET, and more if its row or its shard's footer is not in memory. If another run deletes
+    files by a merge, the cache refreshes itself.
 
     Args:
-        path: a folder, or ``s3://bucket/prefix`` with credentials from the environment.
+        path: a folder, or an address such as ``s3://bucket/prefix`` with credentials from the environment.
         store: the opened store of the cache, in place of ``path``.
         live: the live rows to serve, LIVE_COLUMNS with ``file`` and ``row``; nothing is then listed. None lists the
             table.
 
     Raises:
-        NotACache: ``path`` is not a cache, or a newer version wrote it.
+        NotACache: ``path`` is not a cache, its header is damaged, or its version or codec is unknown.
         CorruptShard: a file of the videos table is damaged.
         UsageError: ``path`` is not a valid address.
-        OSError: the store failed.
     """
 
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
@@ -102,12 +93,7 @@ class TokenCache:
         self._columns = tuple(build_token_schema(1, self.deepstack_levels, codec=self.codec).names)
 
     def refresh(self) -> None:
-        """List and read the videos table again, to see later commits and merges.
-
-        Raises:
-            CorruptShard: a file of the videos table is damaged.
-            OSError: the store failed.
-        """
+        """List and read the videos table again, to see later commits and merges."""
         self._live = LiveVideos.open(self.store, fingerprint(self.identity))
 
     @property
@@ -184,9 +170,9 @@ class TokenCache:
         """Return the video's live row, whether it is ok, failed or removed, with JSON columns parsed.
 
         Raises:
-            UnknownVideo: the video has no row, or the id is not a str; the first few messages suggest similar ids.
+            UnknownVideo: the video has no row, or the id is not a str; the first MAX_HINTS messages suggest similar
+                ids.
             CorruptShard: a file of the videos table is damaged or missing, or a JSON column is not an object.
-            OSError: the store failed.
         """
         row = self._with_refresh(lambda live: live.row(video_id)) if isinstance(video_id, str) else None
         if row is None:
@@ -194,17 +180,11 @@ class TokenCache:
         return parse_json_columns(row)
 
     def _read_live(self, columns: Sequence[str]) -> pa.Table:
-        """Read ``columns`` of every live row, sorted by video_id; refreshes once if files were merged.
-
-        Raises:
-            CorruptShard: a file is damaged or missing.
-        """
+        """Read ``columns`` of every live row, sorted by video_id; refreshes once if files were merged."""
         return self._with_refresh(lambda live: live.live(columns))
 
     def _with_refresh(self, look: Callable[[LiveVideos], R]) -> R:
         """Return ``look(live rows)``; if that raises FileNotFoundError, refresh and call ``look`` once more.
-
-        Files may have been merged and deleted since the cache was opened.
 
         Raises:
             CorruptShard: a file is still missing.
@@ -221,8 +201,7 @@ class TokenCache:
     def _unknown(self, video_id: str) -> UnknownVideo:
         """Build the error for a video that is not in the cache.
 
-        Only the first MAX_HINTS errors of this object suggest similar ids, since that reads the ids of the table; if
-        this fails, the suggestion is left out.
+        The first MAX_HINTS errors of this object suggest similar ids, unless the ids of the table cannot be read.
         """
         suggestion = ""
         if self._n_hints < MAX_HINTS and isinstance(video_id, str):
@@ -241,7 +220,6 @@ class TokenCache:
         Raises:
             UnknownVideo: an id has no row.
             CorruptShard: a file of the videos table is damaged or missing.
-            OSError: the store failed.
         """
         columns = (*ID_COLUMNS, "token_shard", "first_row_group")
         if video_ids is None:
@@ -261,7 +239,6 @@ class TokenCache:
 
         Raises:
             CorruptShard: a file is damaged or missing, or a video has no row any more.
-            OSError: the store failed.
         """
         try:
             return _read_rows(self._live, shards, number)
@@ -332,7 +309,6 @@ class TokenCache:
             EvidenceNotCached: the cache lacks the evidence, or has it from several sources.
             CorruptShard: a file is damaged or missing.
             ValueError: ``order`` or ``retention_ratio`` is invalid, or ``evidence`` is a string.
-            OSError: the store failed.
         """
         return self.get_many([video_id], retention_ratio, order, evidence, verify=verify)[0]
 
@@ -347,9 +323,9 @@ class TokenCache:
     ) -> list[CachedVideo]:
         """Read several videos with the options of ``get``, and return them in the order of ``video_ids``.
 
-        Videos are read shard by shard. One request to an object store reads adjacent videos of a shard, up to 64 MiB (a
-        larger video alone), and up to four requests run in parallel. All videos are in memory at the end, so read a
-        batch at a time. Ids and options are checked before any tokens are read; of several errors, the first is raised.
+        One request to an object store reads adjacent videos of a shard, up to 64 MiB (a larger video alone), and up to
+        four requests run in parallel. All videos are in memory at the end, so read a batch at a time. Ids and options
+        are checked before any tokens are read; of several errors, the first is raised.
 
         Raises:
             UnknownVideo: a video has no row, was removed or failed.
@@ -357,7 +333,6 @@ class TokenCache:
             EvidenceNotCached: the cache lacks the evidence, or has it from several sources.
             CorruptShard: a file is damaged or missing.
             ValueError: an option is invalid, or ``video_ids`` is a string.
-            OSError: the store failed.
         """
         check_list(video_ids, "video_ids")
         return self.get_rows(map(self.metadata, video_ids), retention_ratio, order, evidence, verify=verify)
@@ -382,7 +357,6 @@ class TokenCache:
             EvidenceNotCached: the cache lacks the evidence, or has it from several sources.
             CorruptShard: a file is damaged or missing.
             ValueError: an option is invalid.
-            OSError: the store failed.
         """
         reading = self.check_options(retention_ratio, order, evidence, verify)
         videos = [self.make_token_request(row, reading) for row in rows]
@@ -452,9 +426,6 @@ class TokenCache:
         """Open the token shard of a run, and fetch the run's bytes; return (the shard, the bytes).
 
         The bytes are None for a local folder, and for videos that are verified: these are read later.
-
-        Raises:
-            CorruptShard: the shard is damaged or missing; the message names the run's first video.
         """
         first = run[0].row
         with self._video_in_errors(first["video_id"]):
@@ -497,20 +468,13 @@ class TokenCache:
 
 
 def check_list(names: Sequence[str], name: str) -> None:
-    """Raise ValueError if ``names`` is a string, since its letters would be taken for names.
-
-    Args:
-        name: the name of the argument, for the message.
-    """
+    """Raise ValueError if ``names`` is a string, since its letters would be taken for names."""
     if isinstance(names, str):
         raise ValueError(f"{name} must be a list of names, got {names!r}: write [{names!r}]")
 
 
 def check_positions(row: VideoRow, table: pa.Table) -> None:
-    """Raise CorruptShard if an index or a frame number of a video is null or out of range.
-
-    Readers allocate arrays by these numbers.
-    """
+    """Raise CorruptShard if an index or a frame number of a video is null or out of range."""
     for name, end in (("index", row["n_total"]), ("frame", row["n_frames"])):
         column = table[name]
         values = column.to_numpy()

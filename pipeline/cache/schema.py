@@ -1,8 +1,6 @@
 """Define the Parquet format of the cache: its columns, their types and meanings, and how files are written and read.
 
-``tokens/<shard>.parquet`` has a row per token. ``videos/<file>.parquet`` has a row per video (failed videos too), with
-the columns of ``pipeline.rows.VideoRecord``. The videos table is both the index and the commit log: a token shard
-counts only once a row of the videos table names it.
+A token shard counts only once a row of the videos table names it.
 """
 
 from __future__ import annotations
@@ -76,10 +74,7 @@ def build_token_schema(
 
 
 def _vector_columns(name: str, meaning: str, hidden_size: int, codec: TokenCodec) -> list[pa.Field]:
-    """Build the columns that store vectors with a codec: one for bfloat16, otherwise also scales and kept channels.
-
-    ``meaning`` is used for bfloat16 only.
-    """
+    """Build the columns that store vectors with a codec; ``meaning`` is used for bfloat16 only."""
     coded_meanings = {
         name: f"{codec.bits}-bit whole numbers; of 4 bits each plus 8, and the first in a byte's high half",
         f"{name}_scale": f"float16 that each {codec.group} of those are multiplied by",
@@ -118,8 +113,6 @@ def complete_columns(
 ) -> pa.Table:
     """Return ``columns`` of the rows of a stored file, in this order and without the file's metadata.
 
-    All tables of this project are read through this function: videos, answers and scores.
-
     Args:
         schema: the present schema of the table.
         later: the columns that older files may lack; they are filled with nulls.
@@ -154,8 +147,6 @@ def write_parquet(
     """Serialize a table to a Parquet file in memory, with page checksums.
 
     Fixed-size binary columns are not compressed; all others get zstd and statistics.
-
-    The file is serialized completely before it is written to a store, so that a truncated file never has a final name.
 
     Args:
         row_groups: the number of rows of each row group, which must sum to the rows of the table. None writes one
@@ -194,12 +185,9 @@ READ_THREADS = False
 
 
 def open_parquet(source: Any, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
-    """Open a Parquet file so that every page is checked against its checksum when it is read.
-
-    Columns are read one by one, since with pre-buffering Arrow would also read the bytes between two columns.
+    """Open a Parquet file so that every page is checked against its checksum when it is read, column by column.
 
     Args:
-        source: anything that ``pyarrow.parquet.ParquetFile`` takes.
         metadata: the parsed footer, if it is known; the file's footer is then not read.
     """
     return pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
@@ -211,7 +199,7 @@ def digest(*parts: Any) -> str:
 
 
 def hex_digest(*parts: Any) -> str:
-    """Hash the concatenation of bytes-like parts with BLAKE2b to 32 hex digits, the form in file names."""
+    """Hash the concatenation of bytes-like parts with BLAKE2b to 32 hex digits."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         state.update(part)
@@ -225,7 +213,7 @@ def parse_footer_length(tail: bytes) -> int:
     """Return the length in bytes of a Parquet footer, including the last FOOTER_TAIL bytes, from these last bytes.
 
     Raises:
-        ValueError: the file does not end in PAR1, so it is not a Parquet file.
+        ValueError: the file does not end in PAR1.
     """
     if len(tail) != FOOTER_TAIL or tail[4:] != b"PAR1":
         raise ValueError("not a Parquet file: it does not end in PAR1")

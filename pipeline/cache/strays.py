@@ -1,7 +1,7 @@
-"""Find files in ``videos/`` that are not files of the videos table: copies, renamed files and unrelated files.
+"""Check files in ``videos/`` without a name of the videos table: copies, renamed files and unrelated files.
 
 A stray file is ignored if its rows would not change any live row. Otherwise reading the cache fails: the file may be a
-renamed file of the table, whose rows (a removal, for example) must not be lost.
+renamed file of the table, whose rows must not be lost.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class StrayFault(NamedTuple):
 
     Attributes:
         message: the error message, with the remedy.
-        has_rows: True if it has rows that would be live in the table; False if it cannot be read as a file of the
-            table.
+        has_rows: True if it has rows that would be live; False if it cannot be read as a file of the table.
     """
 
     message: str
@@ -35,8 +34,8 @@ class StrayFault(NamedTuple):
 def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> StrayFault | None:
     """Return why a stray file cannot be ignored, or None if it can be.
 
-    It can be ignored if it is a copy of one of ``files``, if none of its rows would be live beside their rows, or if it
-    is gone by now. A file that is not Parquet or lacks the columns of the rule cannot be ignored.
+    It can be ignored if it is gone by now, has the content of one of ``files``, or has no row that would be live beside
+    their rows. A file that is not Parquet or lacks video_id or one of RULE_COLUMNS cannot be ignored.
 
     Args:
         files: the files of the videos table; all are read unless the stray file is a copy of one.

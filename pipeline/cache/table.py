@@ -1,14 +1,9 @@
-"""Read and write the files of the videos table, a set of files that only grows.
+"""Read and write the files of the videos table, none of which ever changes.
 
-Order, repetition and late arrival of files change nothing. A *small* file is one commit of a run; its name has the run,
-a number and the hash of its content. A *sorted* file is merged from others (``pipeline.cache.merging``): its rows are
-sorted by ``id_high`` and ``id_low``, and its name has the level, the first and last ``id_high``, the number of rows,
-and the length and hash of its tail. No file ever changes, and the live row of a video follows from the rows alone
-(``pipeline.cache.live``), so nothing is locked.
-
-The tail of a sorted file is a block that Parquet readers ignore, followed by the Parquet footer. The block has the
-first ``id_high`` of each row group and the CRC-32 of each column chunk. So one listing opens a table, two reads of a
-sorted file find a video, and damaged bytes raise CorruptShard.
+A *small* file is one commit of a run; its name has the run, a number and the hash of its content. A *sorted* file is
+merged from others: its rows are sorted by ``id_high`` and ``id_low``, and its name has the fields of TableFile. Its
+tail is the Parquet footer after a block that Parquet readers ignore, with the first ``id_high`` of each row group and
+the CRC-32 of each column chunk, so that two reads of a sorted file find a video.
 """
 
 from __future__ import annotations
@@ -71,7 +66,6 @@ class TableFile(NamedTuple):
     """The facts that are encoded in the name of a file of the videos table.
 
     Attributes:
-        name: the path relative to the cache.
         level: the level of a sorted file, by the rows of its merge; 0 for a small file.
         first, last: ``id_high`` of the first and last row; the whole range for a small file.
         rows: the number of rows; 0 for a small file.
@@ -98,31 +92,26 @@ class TableFile(NamedTuple):
 
 
 class TableListing(NamedTuple):
-    """The files of the videos table, sorted by name, and the stray files in its folder, which are ignored."""
+    """The files of the videos table, sorted by name, and the stray files in its folder."""
 
     files: list[TableFile]
     strays: list[str]
 
 
 def list_table_files(store: Store) -> list[TableFile]:
-    """List the files of the videos table, sorted by name, after checking the stray files in its folder.
-
-    Raises:
-        CorruptShard: a stray file must not be ignored, or a file of the table is damaged.
-        OSError: the store failed.
-    """
+    """List the files of the videos table, sorted by name, after checking the stray files in its folder."""
     return list_table(store).files
 
 
 def list_table(store: Store) -> TableListing:
     """List the files of the videos table and the stray files in its folder, which are checked.
 
-    This is one LIST request if there are no stray files; otherwise the table is read. If a file of the table is merged
-    and deleted during the check, listing and check are repeated once.
+    Stray files are read, and the table too for those that are not copies. If a file of the table is merged and deleted
+    during the check, listing and check are repeated once.
 
     Raises:
         CorruptShard: a stray file must not be ignored (``pipeline.cache.strays``), or a file of the table is damaged.
-        OSError: the store failed.
+        FileNotFoundError: a file of the table was deleted during the second check too.
     """
     listing = list_unchecked(store)
     try:
@@ -134,12 +123,7 @@ def list_table(store: Store) -> TableListing:
 
 
 def _check_strays(store: Store, listing: TableListing) -> None:
-    """Raise CorruptShard if a stray file in the listing must not be ignored.
-
-    Raises:
-        CorruptShard: also if a file of the table is damaged.
-        FileNotFoundError: a file of the table was merged and deleted meanwhile.
-    """
+    """Raise CorruptShard if a stray file in the listing must not be ignored."""
     if listing.strays:
         from pipeline.cache.strays import find_stray_fault  # noqa: PLC0415 - strays imports this module
 
@@ -149,11 +133,7 @@ def _check_strays(store: Store, listing: TableListing) -> None:
 
 
 def list_unchecked(store: Store) -> TableListing:
-    """List the files of the videos table and the stray files in its folder without reading any file.
-
-    Raises:
-        OSError: the store failed.
-    """
+    """List the files of the videos table and the stray files in its folder without reading any file."""
     names = store.names(VIDEOS, ".parquet")
     files = [parse_file_name(name) for name in names if is_table_name(name)]
     return TableListing(files, [name for name in names if not is_table_name(name)])
@@ -208,7 +188,6 @@ def parse_small(
     """Parse the content of a small file; return (its rows, the fingerprint of their identity or None).
 
     Args:
-        name: the file's name, for its hash and for messages.
         columns: the columns to read; a later column that the file lacks is null. None reads all columns of the file.
 
     Raises:
@@ -238,10 +217,8 @@ def serialise_sorted(
 
     Args:
         level: the level in its name, at least 1.
-        rows: at least one row, sorted by ``id_high``.
-        metadata: entries for the footer.
+        rows: at least one row, sorted by ``id_high`` and ``id_low``.
         made_with: the fingerprint of the rows' identity; None leaves it out.
-        group_rows: the number of rows per row group.
     """
     rows = rows.replace_schema_metadata({**metadata, **({} if made_with is None else {MADE_WITH.encode(): made_with})})
     groups = [min(group_rows, len(rows) - start) for start in range(0, len(rows), group_rows)]
@@ -261,9 +238,7 @@ class SortedFile:
     """An open sorted file whose tail has the hash in the file's name. Threads may share it.
 
     Attributes:
-        file: the facts in its name.
         made_with: the fingerprint of the rows' identity, or None.
-        schema: the Arrow schema.
         metadata: the key-value metadata in its footer.
         n_bytes: the size of the file.
         firsts: ``id_high`` of the first row of each row group.
@@ -276,7 +251,6 @@ class SortedFile:
         Raises:
             CorruptShard: the tail does not match the name or cannot be parsed.
             FileNotFoundError: the file does not exist.
-            OSError: the store failed.
         """
         self.file = file
         self._store = store
@@ -316,9 +290,7 @@ class SortedFile:
                 file.
 
         Raises:
-            CorruptShard: the bytes are damaged, or the file lacks a column.
-            FileNotFoundError: the file was deleted.
-            OSError: the store failed.
+            CorruptShard, FileNotFoundError: the file is damaged, lacks a column, or was deleted.
         """
         names = [name for name in self.schema.names if columns is None or name in columns]
         stretches = [stretch for group in groups for stretch in self._read_stretches(group, frozenset(names))]
@@ -334,11 +306,10 @@ class SortedFile:
         return complete_columns(table, columns, VIDEO_SCHEMA, LATER, f"{self._store}/{self.file.name}")
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Yield all rows in order, 64 row groups per table, with ``columns`` as in ``read``.
+        """Yield all rows in order, 64 row groups per table; ``columns`` are those of ``read``.
 
         Raises:
-            CorruptShard: the bytes are damaged, or the file lacks a column.
-            OSError: the store failed.
+            CorruptShard, FileNotFoundError: the file is damaged, lacks a column, or was deleted.
         """
         for start in range(0, len(self.firsts), _GROUPS_AT_ONCE):
             yield self.read(range(start, min(start + _GROUPS_AT_ONCE, len(self.firsts))), columns)
@@ -378,8 +349,10 @@ def _spans(metadata: pq.FileMetaData, group: int) -> list[tuple[int, int]]:
 class VideosTable:
     """The reader of the videos table: small files, sorted files and single rows. Threads may share it.
 
+    Reading raises CorruptShard for a file that is damaged or lacks a column, and FileNotFoundError for one that is
+    gone.
+
     Attributes:
-        store: the store of the cache.
         foreign: the files of another identity that were met so far -> the fingerprint of that identity.
         group: called with (file, number), loads a row group of a sorted file in VIDEO_SCHEMA; the last ones stay in
             memory.
@@ -403,10 +376,6 @@ class VideosTable:
         """Yield (name, ``columns`` of the rows) for each small file, in the order of ``names``.
 
         Files are read and parsed ahead by threads. Files of another identity are skipped and added to ``foreign``.
-
-        Raises:
-            CorruptShard: a file is damaged or lacks a column.
-            OSError: the store failed, or a file is gone.
         """
         contents = zip(names, self.store.read_all(names), strict=True)
         # A small file is checked and parsed on one core, for most of the time without the GIL.
@@ -418,13 +387,9 @@ class VideosTable:
                         yield name, rows
 
     def open_sorted(self, file: TableFile) -> SortedFile | None:
-        """Open a sorted file, or take it from memory; return None if it has another identity.
+        """Open a sorted file, or take it from memory.
 
-        A file of another identity is added to ``foreign``.
-
-        Raises:
-            CorruptShard: its tail is damaged.
-            OSError: the store failed, or the file is gone.
+        A file of another identity is added to ``foreign``, and None is returned.
         """
         sorted_file = self._sorted(file)
         return sorted_file if self._is_own(file.name, sorted_file.made_with) else None
@@ -433,23 +398,13 @@ class VideosTable:
         """Open the sorted files among ``files`` one by one, and yield those of this table's identity.
 
         Files of another identity are added to ``foreign``.
-
-        Raises:
-            CorruptShard: a tail is damaged.
-            OSError: the store failed, or a file is gone.
         """
         for file in files:
             if file.is_sorted and (sorted_file := self.open_sorted(file)) is not None:
                 yield sorted_file
 
     def read_row(self, name: str, row: int) -> VideoRow:
-        """Read row number ``row`` of a file, whatever its identity; the caller may modify the result.
-
-        Raises:
-            CorruptShard: the file is damaged.
-            FileNotFoundError: the file is gone.
-            OSError: the store failed.
-        """
+        """Read row number ``row`` of a file, whatever its identity; the caller may modify the result."""
         file = parse_file_name(name)
         if file.is_sorted:
             number, row_in_group = divmod(row, self._sorted(file).group_rows)
@@ -461,12 +416,7 @@ class VideosTable:
     def read_rows(self, places: pa.Table) -> Iterator[VideoRow]:
         """Yield the row at each row location in ``places``, a table with ``file`` and ``row``.
 
-        A row is read, and may be modified, when it is reached.
-
-        Raises:
-            CorruptShard: a file is damaged.
-            FileNotFoundError: a file is gone.
-            OSError: the store failed.
+        A row is read when it is reached.
         """
         return map(self.read_row, places["file"].to_pylist(), places["row"].to_pylist())
 
@@ -484,10 +434,7 @@ def is_same_identity(made_with: str | None, other_fingerprint: str | None) -> bo
 
 
 def _load_rows(store: Store, file: TableFile) -> list[VideoRow]:
-    """Read all rows of a small file as Python objects.
-
-    Converting a single row of twenty with Arrow would take half as long.
-    """
+    """Read all rows of a small file as Python objects."""
     rows: list[VideoRow] = read_file(store, file).to_pylist()
     return rows
 
@@ -504,8 +451,7 @@ def read_file(store: Store, file: TableFile, columns: Sequence[str] = tuple(VIDE
     """Read ``columns`` of all rows of a small or sorted file, whatever its identity.
 
     Raises:
-        CorruptShard: the file is damaged or lacks a column.
-        OSError: the store failed, or the file is gone.
+        CorruptShard, FileNotFoundError: the file is damaged, lacks a column, or is gone.
     """
     if file.is_sorted:
         return pa.concat_tables(SortedFile(store, file).parts(columns))

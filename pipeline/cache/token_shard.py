@@ -40,9 +40,7 @@ class TokenRows(NamedTuple):
     """A request for the first ``keep`` token rows of a video.
 
     Attributes:
-        row: the video's row of the videos table.
         keep: the number of rows; only the row groups that contain them are read.
-        columns: the columns to read.
         near: columns that are fetched too but not read, so that the byte ranges of adjacent videos join.
     """
 
@@ -55,11 +53,11 @@ class TokenRows(NamedTuple):
 class TokenShard:
     """An open token shard whose footer has the hash in the videos rows. Threads may share it.
 
+    Its methods raise CorruptShard if the shard is damaged or missing, or contradicts a video's row.
+
     Attributes:
         name: the path of the file relative to the cache.
-        metadata: the Parquet metadata.
-        schema: the Arrow schema.
-        n_bytes: the size of the file in bytes.
+        n_bytes: the size of the file.
         n_footer: the size of the footer in bytes.
     """
 
@@ -72,7 +70,6 @@ class TokenShard:
         Raises:
             CorruptShard: ``name`` is not a file directly in ``tokens/``, the file is missing or is not Parquet, or its
                 footer has another hash.
-            OSError: the store failed.
         """
         self.name = name
         self._label = f"{store}/{name}"
@@ -100,9 +97,6 @@ class TokenShard:
         """Return the byte ranges [start, end) that a request needs, ascending; adjacent ranges are joined.
 
         For each row group the range reaches from the first to the last of ``rows.columns`` and ``rows.near``.
-
-        Raises:
-            CorruptShard: the shard lacks a column or row group of the request.
         """
         names = {*rows.columns, *rows.near}
         spans = Spans()
@@ -120,10 +114,6 @@ class TokenShard:
 
         Returns:
             None for a local file, which is mapped and read in place.
-
-        Raises:
-            CorruptShard: the shard is missing, or lacks a column or row group.
-            OSError: the store failed.
         """
         spans = join_spans(span for rows in videos for span in self.spans(rows))
         with self._faults():
@@ -134,10 +124,6 @@ class TokenShard:
 
         Args:
             fetched: the bytes from ``fetch_all``; only one thread may use them at a time. None fetches them now.
-
-        Raises:
-            CorruptShard: the shard is damaged or missing, or contradicts the video's row.
-            OSError: the store failed.
         """
         fetched = fetched or self.fetch_all([rows])
         self._check_bounds(rows, fetched)
@@ -146,11 +132,10 @@ class TokenShard:
     def read_by_index(
         self, rows: TokenRows, fetched: Fetched | None = None
     ) -> tuple[pa.Table, NDArray[np.int64], dict[str, NDArray[np.int16]]]:
-        """Read the requested rows, with the vectors already sorted by ``index``.
-
-        This saves copies of the large columns. ``rows.columns`` must include ``index``.
+        """Read the requested rows, with the vectors already sorted by ``index``, which saves copies of large columns.
 
         Args:
+            rows: the request; its columns must include ``index``.
             fetched: the bytes from ``fetch_all``; only one thread may use them at a time. None fetches them now.
 
         Returns:
@@ -158,10 +143,6 @@ class TokenShard:
             order of selection. ``order``, [K], has the row of ``table`` for each row by ascending index; equal indices
             stay in order of selection. ``vectors`` maps each other column to [K, width / 2] int16, in the order of
             ``order``.
-
-        Raises:
-            CorruptShard: the shard is damaged or missing, or contradicts the video's row.
-            OSError: the store failed.
         """
         fetched = fetched or self.fetch_all([rows])
         self._check_bounds(rows, fetched)
@@ -173,11 +154,10 @@ class TokenShard:
         return table, order, {name: self._read_vectors(rows, name, order, positions, fetched) for name in large}
 
     def read_checked(self, row: VideoRow) -> pa.Table:
-        """Read all token rows of a video with all columns, and compare their video id and checksum with ``row``.
+        """Read all token rows of a video with all columns.
 
         Raises:
-            CorruptShard: the id or the checksum differs, or the shard is damaged or missing.
-            OSError: the store failed.
+            CorruptShard: their video id or checksum is not that of ``row``, or the shard is damaged or missing.
         """
         table = self.read(TokenRows(row, row["n_tokens"], self.schema.names))
         if (ids := table["video_id"].unique().to_pylist()) != [row["video_id"]]:
@@ -241,9 +221,6 @@ class TokenShard:
 
         Args:
             fetched: the bytes from ``fetch_all``; None for a local file.
-
-        Raises:
-            CorruptShard: the pages are damaged, or the number of rows is wrong.
         """
         groups = self._groups(rows)
         with self._faults():
@@ -268,14 +245,11 @@ class TokenShard:
         """Read a column of vectors as [K, width / 2] int16 in the order of ``order``.
 
         Plain pages are copied directly into the result; if any page is not plain or is damaged, Arrow reads the whole
-        column.
+        column, and raises CorruptShard for damage.
 
         Args:
             order: [K] the stored row for each row of the result.
             positions: [K] the inverse: the row of the result for each stored row.
-
-        Raises:
-            CorruptShard: the pages are damaged.
         """
         number, n_bytes = self._plain_columns[name]
         out = np.empty((len(positions), n_bytes // 2), np.int16)
@@ -386,8 +360,7 @@ def list_videos(store: Store, token_shard: str) -> list[str]:
     """Read a whole token shard, and return the distinct ids of its videos in stored order.
 
     Raises:
-        OSError: the store failed, the file is missing, or a page is damaged.
-        ValueError, ArrowException: the file is not a readable Parquet file.
+        OSError, ValueError, ArrowException: the file is missing, damaged or not a Parquet file.
     """
     return list(read_bounded(store.read(token_shard), ["video_id"]).column(0).unique().to_pylist())
 
@@ -398,8 +371,7 @@ def read_videos(store: Store, rows: Sequence[VideoRow]) -> list[pa.Table]:
     A shard is opened once for consecutive rows that name it.
 
     Raises:
-        CorruptShard: a shard is damaged or missing, or a video's checksum differs.
-        OSError: the store failed.
+        CorruptShard: a shard is damaged or missing, or a video's id or checksum differs.
     """
     tables: list[pa.Table] = []
     shard: TokenShard | None = None
@@ -442,7 +414,7 @@ def is_shard_name(name: object) -> TypeGuard[str]:
 
 
 def has_shard_form(name: str) -> bool:
-    """Return True if a path's base name has the form of a token shard's, which ends in two hashes; no file is read."""
+    """Return True if a path's base name has the form of a token shard's, which ends in two hashes."""
     return _SHARD_NAME.fullmatch(PurePosixPath(name).name) is not None
 
 

@@ -1,9 +1,6 @@
 """Write the tokens of pruned videos to token shards, and commit their records to the videos table, all or nothing.
 
-The videos of one call become one token shard; a driver then commits their records as a small file of the videos table.
-Calls share no state. A token shard is named by its content: a retry that computes the same bytes overwrites its own
-file, and a retry that computes other bytes (on another kind of GPU) never replaces a committed shard. The checksum of a
-video is computed while Arrow serializes the shard.
+A token shard is named by its content, so that a retry never replaces a committed shard by other bytes.
 """
 
 from __future__ import annotations
@@ -54,9 +51,7 @@ Bits = NDArray[np.int16]  # bits of bfloat16, which numpy lacks
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The kept tokens of a video as arrays with the types of a token shard.
-
-    To be stored, they must be in order of selection.
+    """The kept tokens of a video as arrays with the types of a token shard, to be stored in order of selection.
 
     Attributes:
         tokens: [B, D] bits of bfloat16.
@@ -140,16 +135,12 @@ def write_token_shard(
 ) -> list[VideoRecord]:
     """Write the tokens of all videos that have tokens as one shard; return a copy of every video's record, in order.
 
-    The copies of ok videos get ``row_counts``, ``first_row_group``, ``checksum``, ``token_shard``, ``footer_hash``, an
-    equal share of the wall time as ``write_s``, and, unless the codec is bfloat16, ``token_codec`` and ``token_block``.
-    No shard is written if no video has tokens.
-
-    Args:
-        codec: the codec of the cache's identity.
+    The copies of these videos get ``row_counts``, ``first_row_group``, ``checksum``, ``token_shard``, ``footer_hash``,
+    an equal share of the wall time as ``write_s``, and, unless the codec is bfloat16, ``token_codec`` and
+    ``token_block``. No shard is written if no video has tokens.
 
     Raises:
         ValueError: the codec cannot store a token, or evidence of a frame has no token beside it.
-        OSError: the shard cannot be written.
     """
     start = time.perf_counter()
     rows: list[VideoRecord] = [{**video.record} for video in videos]
@@ -185,14 +176,14 @@ def write_token_shard(
 
 
 def commit_records(store: Store, run_id: str, number: int, records: Sequence[VideoRecord], *, made_with: str) -> None:
-    """Make records visible in the videos table: write them as one small file with the fingerprint ``made_with``.
+    """Make records visible in the videos table: write them as one small file, in which ``run_id`` replaces theirs.
 
-    ``run_id`` replaces that of every record, and ``number`` is the number of this commit in the run.
+    Args:
+        number: the number of this commit in the run.
 
     Raises:
         FileNotFoundError: a token shard that they name is missing.
         RunFailed: a token shard was removed meanwhile; the new file is deleted again.
-        OSError: the store failed.
     """
     commit_rows(store, run_id, number, pa.Table.from_pylist(list(records), schema=VIDEO_SCHEMA), made_with=made_with)
 
@@ -202,6 +193,7 @@ def commit_rows(store: Store, run_id: str, number: int, rows: pa.Table, *, made_
 
     Args:
         run_id: the run; it replaces the ``run_id`` of every row.
+        number: the number of this commit in the run, for the file's name.
         rows: they have the columns of VIDEO_SCHEMA, which may all be nullable; KEY_COLUMNS are computed here.
         made_with: the fingerprint of the cache's identity, for the file's metadata.
 
@@ -209,7 +201,6 @@ def commit_rows(store: Store, run_id: str, number: int, rows: pa.Table, *, made_
         FileNotFoundError: a token shard of an ok row is missing, for example because a node without the shared folder
             wrote it to its local disk.
         RunFailed: a token shard was removed while this process was stopped; the new file is deleted again.
-        OSError: the store failed.
     """
     needs = sorted(set(select_ok(rows)["token_shard"].to_pylist()))
     if missing_shards := _find_missing(store, needs):
@@ -254,9 +245,6 @@ def put_token_shard(
         tables: the rows of each video, in the order of ``records``.
         checksums: futures of the videos' checksums, awaited after the shard is serialized; empty keeps those in
             ``records``.
-
-    Raises:
-        OSError: the shard cannot be written.
     """
     groups: list[int] = []
     for record in records:
@@ -282,7 +270,6 @@ def copy_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[Vid
 
     Raises:
         CorruptShard: a video is damaged.
-        OSError: the store failed.
     """
     new_rows: list[VideoRow] = [{**row, "rewritten": (row["rewritten"] or 0) + 1} for row in rows]
     put_token_shard(store, run_id, new_rows, read_videos(store, rows))
@@ -292,8 +279,7 @@ def copy_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[Vid
 def move_videos(table: VideosTable, run_id: str, number: int, places: pa.Table, made_with: str) -> list[VideoRow]:
     """Copy the tokens of videos to one new token shard, commit their new rows, and return these rows.
 
-    The old token shards stay. After a kill both copies may exist; they have the same tokens, and the live row names
-    one.
+    The old token shards stay. After a kill both copies may exist; the live row names one.
 
     Args:
         places: token_shard, first_row_group, ``file`` and ``row`` of each video.
@@ -301,7 +287,7 @@ def move_videos(table: VideosTable, run_id: str, number: int, places: pa.Table, 
     Raises:
         CorruptShard: a video is damaged.
         RunFailed: the new shard was removed meanwhile.
-        OSError: the store failed, or the new shard is missing.
+        FileNotFoundError: the new shard, or a file of the table, is missing.
     """
     rows = copy_videos(table.store, run_id, list(table.read_rows(sort_by_shard(places))))
     commit_records(table.store, run_id, number, rows, made_with=made_with)
@@ -336,7 +322,6 @@ def _build_rows(record: VideoRecord, tokens: KeptTokens, vectors: Mapping[str, B
     Args:
         vectors: column -> values per token, in the order of ``tokens``. For evidence per frame, values per frame, which
             are copied into the row of the frame's first token.
-        schema: the schema of the shard.
 
     Raises:
         ValueError: evidence is per frame and a frame has no token.

@@ -44,10 +44,10 @@ _EPOCH, _BY_WORKERS, _ENDED, _LEFT = range(4)
 class TokenDataset(Dataset[CachedVideo]):
     """A map-style dataset of the videos of a cache, for PyTorch's DataLoader and its samplers.
 
-    It keeps all ids in memory. For many millions of videos, use IterableTokenDataset, which keeps none.
+    It keeps all ids in memory. For many millions of videos, use IterableTokenDataset.
 
     An item is a CachedVideo; ``DataLoader(..., collate_fn=pipeline.pack)`` makes batches. The videos of a batch are
-    read together, shard by shard. The dataset pickles, and workers may be forked or spawned.
+    read together. The dataset pickles, and workers may be forked or spawned.
 
     Reading an item raises what ``TokenCache.get`` raises, for example RemovedVideo for a video removed meanwhile.
     """
@@ -92,30 +92,26 @@ class TokenDataset(Dataset[CachedVideo]):
 class IterableTokenDataset(IterableDataset[CachedVideo]):
     """An iterable dataset that streams a cache shard by shard; shards are divided among ranks, then among workers.
 
-    With ``shuffle``, ``seed`` and the epoch determine the order of the shards, and the videos of ``mix`` consecutive
-    shards are shuffled together. The order of the shards is the same on every rank, and repeats for equal numbers of
-    ranks and workers.
+    Items are CachedVideo objects. With ``shuffle``, ``seed`` and the epoch determine the order of the shards, and the
+    videos of ``mix`` consecutive shards are shuffled together. The order repeats for equal numbers of ranks and
+    workers.
 
-    Ranks may get different numbers of videos; ``even`` truncates every rank to the shortest. All ranks then have the
-    same number of batches, also with workers, as distributed training that synchronizes each step needs.
+    Ranks may get different numbers of videos; ``even`` truncates every rank to the shortest, also with workers.
 
     Ranks divide the shards that the cache had when each of them made its dataset. If a run or a compaction writes in
     between, some videos are read twice or not at all, and ``even`` does not hold. ``state_dict()["ids"]`` is equal on
     all ranks whose datasets have the same shards.
 
     The ranks are those of torch.distributed at the time of reading. A loader prepared by Accelerate or the HF Trainer
-    divides batches among processes itself, so the dataset then does not divide its shards. By default, such a loader
-    reads all videos on process 0 and sends batches to the others; with ``dispatch_batches=False`` every process reads
-    all videos and keeps its own batches.
+    divides batches among processes itself, so the dataset then does not divide its shards.
 
     ``state_dict`` and ``load_state_dict`` resume at the next video. With workers, use those of torchdata's
-    StatefulDataLoader, which saves each worker's state. A state is valid for the same ids, seed, and numbers of ranks
-    and workers. The state of a finished epoch starts the next epoch; ``set_epoch`` with another epoch discards a state.
+    StatefulDataLoader. In mid-epoch, a state is valid for the same ids, shards, options of the order, rank and worker.
 
     The cache may be merged and compacted meanwhile. A video that is removed meanwhile is skipped, logged, and counted
     in the state; with ``even``, the last video is repeated once for each removed video, so that ranks stay in step.
 
-    Items are CachedVideo objects. Iterating raises what ``TokenCache.get`` raises.
+    Iterating raises what ``TokenCache.get`` raises.
     """
 
     def __init__(
@@ -190,7 +186,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which changes the order from the next iteration on, and drop a loaded state.
 
-        Setting the current epoch changes nothing. A loader of Accelerate that calls this and dispatches batches is
+        Setting the current epoch keeps a loaded state. A loader of Accelerate that calls this and dispatches batches is
         modified to divide packed batches by videos.
 
         Raises:
@@ -286,10 +282,9 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return self._state(now.ranks, now.epoch, n_done, n_done >= now.n_videos, now.n_removed)
 
     def load_state_dict(self, state: DatasetState) -> None:
-        """Set the epoch, and the position at which the next iteration starts.
+        """Set the epoch, and the position at which the next iteration starts; the next iteration checks the state.
 
-        The next iteration checks the state, and raises ValueError if it belongs to other ids or another seed, or in
-        mid-epoch to other ranks or workers. The state of a finished epoch starts the next epoch.
+        The state of a finished epoch starts the next epoch.
         """
         self._start = state.copy()
         self._start_of_worker = get_loader_worker() is not None
@@ -348,7 +343,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         """Return the current rows of the videos of a share.
 
         Raises:
-            FailedVideo, RemovedVideo: the videos had no tokens when the dataset was made.
+            FailedVideo, RemovedVideo: the videos had no tokens when the dataset was made, and have none now.
             CorruptShard: the videos no longer have rows.
         """
         rows = self.cache.rows_of(self._shards, share.number)[share.first : share.first + share.n_videos]
@@ -409,7 +404,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         """Return the given rank and world size of this process, or the current ones of torch.distributed.
 
         Raises:
-            ValueError: more than one rank was given, but the loader divides batches too.
+            ValueError: a world size above 1 was given, but the loader divides batches too.
         """
         ranks = get_ranks(self._parent)
         if self._given_ranks is None:
@@ -438,8 +433,8 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     def _check(self, state: DatasetState, ranks: Ranks, goes_on: bool) -> None:
         """Raise ValueError if a state belongs to other ids or settings.
 
-        If it continues in mid-epoch (``goes_on``), rank and worker must match too, and a worker must have loaded it
-        itself.
+        If it continues in mid-epoch (``goes_on``), rank and worker must match too, and in a worker, a worker must have
+        loaded it.
         """
         if goes_on and get_loader_worker() is not None and not self._start_of_worker:
             raise ValueError(

@@ -25,8 +25,8 @@ class Packed(Mapping[str, Tensor]):
     """A batch of n videos whose tokens are concatenated, without padding.
 
     Training reads its properties. It is also a mapping of all its tensors by name, which Accelerate and the HF Trainer
-    move, concatenate and send to other processes. Each tensor is a concatenation over the videos, so batches can be
-    joined tensor by tensor. In shapes, K is the number of tokens of a video.
+    move, concatenate and send to other processes: each tensor is a concatenation over the videos. In shapes, K is the
+    number of tokens of a video.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Sequence[VideoRow] | None = None) -> None:

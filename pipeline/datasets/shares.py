@@ -1,7 +1,4 @@
-"""The share of an epoch that one process reads, and its position in that share.
-
-Ranks divide an epoch first, then the workers of each DataLoader; some loaders also divide batches among processes.
-"""
+"""The share of an epoch that one process reads, and its position in that share."""
 
 from __future__ import annotations
 
@@ -25,11 +22,10 @@ _LOADERS_AHEAD = ("DataLoaderDispatcher", "DataLoaderShard")  # of Accelerate; t
 
 
 class Ranks(NamedTuple):
-    """The rank of a process, and the number of ranks.
+    """The rank of a process, and the number of ranks that divide the shards.
 
     Attributes:
         rank: 0 if the loader divides batches itself, since each process then reads all shards.
-        world_size: the number of ranks that divide the shards.
         divided: True if the loader divides batches among processes itself.
     """
 
@@ -78,8 +74,7 @@ def find_prefetching_loader(method: str | None = None) -> Any:
 def divide_by_videos(loader: Any) -> None:
     """Make a loader of Accelerate that dispatches batches divide packed batches by their videos.
 
-    Accelerate's own function cuts every tensor at the same row. A function that the user set is kept. Other loaders,
-    and None, are left unchanged.
+    Other loaders, None, and loaders whose function to divide batches is the user's are left unchanged.
     """
     divide = getattr(loader, "slice_fn", None)
     if getattr(divide, "__module__", "").partition(".")[0] == "accelerate":
@@ -89,8 +84,8 @@ def divide_by_videos(loader: Any) -> None:
 def find_caller(*class_names: str, method: str | None = None) -> Any:
     """Return the nearest ``self`` on the call stack whose class, or a base class, has one of these names; None if none.
 
-    ``method`` is the name of its method on the stack; None accepts any. Loaders tell a dataset nothing about
-    themselves. A forked worker also has its parent's calls on its stack.
+    ``method`` is the name of its method on the stack; None accepts any. A forked worker also has its parent's calls on
+    its stack.
     """
     for frame, _ in walk_stack(None):
         if frame.f_code.co_varnames[:1] == ("self",) and method in (None, frame.f_code.co_name):
@@ -110,7 +105,6 @@ class DatasetState(TypedDict):
         rank: the rank, and the number of ranks.
         worker: the id of the DataLoader worker, and the number of workers.
         done: the number of the epoch's videos that were read or skipped.
-        finished: True if these are all videos of the epoch.
         removed: the number of videos skipped because they were removed.
     """
 
@@ -154,7 +148,6 @@ class EpochPass:
     """One iteration of a process over its share of an epoch.
 
     Attributes:
-        n_videos: the number of videos in ``shares``.
         done: the number of videos read or skipped, including those before a resume.
         n_removed: the number of videos skipped because they were removed.
         loader: the loader of Accelerate that iterates; None for other loaders.

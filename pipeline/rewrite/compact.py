@@ -1,8 +1,4 @@
-"""``jobs.compact --tokens``: copy the videos of small token shards to larger shards.
-
-The run's record names the shards that it emptied, and a later run deletes them. After a kill, rerun the command.
-``pipeline.cache.merging`` merges the files of the videos table.
-"""
+"""``jobs.compact --tokens``: copy the videos of small token shards to larger shards."""
 
 from __future__ import annotations
 
@@ -27,14 +23,12 @@ _EMPTIED_KEY = "emptied"  # key of a run's record: the token shards whose videos
 
 @dataclass
 class JoinResult:
-    """The result of ``join_tokens``.
+    """The result of ``join_tokens``; names are those of token shards.
 
     Attributes:
         run_id: the run whose record in runs/ names the emptied shards; "" if nothing was joined.
-        videos: the number of videos whose tokens were copied.
-        read: the names of the small token shards that were emptied.
-        written: the names of the new token shards.
-        deleted: the names of the deleted token shards, which earlier joins had emptied.
+        read: the small shards that were emptied.
+        deleted: the shards that earlier joins had emptied.
     """
 
     run_id: str = ""
@@ -62,19 +56,18 @@ def join_tokens(
     """Join small token shards into shards of about ``shard_bytes``, and delete the shards that earlier joins emptied.
 
     A shard is small below half of ``shard_bytes``. Only shards that live rows name are joined, two or more at a time.
-    The emptied shards stay for current readers. If any shards were joined, the files of the videos table are merged
-    too.
+    The emptied shards stay for current readers; the run's record names them, so that a later call deletes them. If any
+    shards were joined, the files of the videos table are merged too.
 
     Args:
-        say: receives a line for each new shard.
-        keep: the age of a join from which on its emptied shards are deleted, unless a live row names them.
+        keep: the age of a join from which on its emptied shards are deleted, unless a live row names them; also the age
+            from which the sources of earlier merges of the table are deleted.
 
     Raises:
         NotACache: ``store`` has no valid header.
         CacheLocked: another run is writing to the cache.
         UsageError: nothing can be written there, or a folder of the cache is a symbolic link.
         CorruptShard: a token shard or a file of the videos table is damaged.
-        OSError: the store fails.
     """
     made_with = fingerprint(read_header(store)["identity"])
     result = JoinResult()

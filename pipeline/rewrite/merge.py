@@ -1,13 +1,7 @@
 """``jobs.merge``: make one cache from several caches of the same identity by linking or copying their token shards.
 
-A cache is a set of rows and of files that never change, so the merged cache is the union of these sets. Files are taken
-in this order: the header, the token shards that live rows of the union name, then the files of the videos tables, which
-make the rows visible. Finally the table's files are merged, which drops superseded rows. After an interrupt, rerun the
-command.
-
-A video that any of the caches has removed stays removed: its "removed" row is written before all other rows, so that no
-interrupt revives it. At the end its other rows and its id in records are erased, and token shards with its tokens are
-rewritten without them.
+Token shards are taken first, then removed rows, then the files of the videos tables, which make the rows visible. So an
+interrupt leaves no row without tokens and revives no removed video.
 """
 
 from __future__ import annotations
@@ -54,11 +48,9 @@ class MergedCaches:
     """The result of ``merge_caches``.
 
     Attributes:
-        run_id: the id of this run, whose record is in runs/.
         videos: the number of live rows of the merged cache; failed and removed videos count too.
         equal: the number of live rows that lost against a row of the same video in another cache.
         linked: the number of token shards that are hard links to the files of their cache.
-        copied: the number of token shards that were copied; ``copied_bytes`` is their size.
         foreign: files of the videos tables that were left out because their rows have another identity.
         removed: ids of videos that at least one of the caches has removed.
         moved: the number of other videos that were copied to new shards, away from tokens of removed videos.
@@ -90,7 +82,7 @@ class _Union(NamedTuple):
     Attributes:
         rows: _COLUMNS of the live rows of all caches, and the column ``cache``: the cache's number, from 0.
         files: for each cache, the names of the table's files whose rows count.
-        foreign: paths of the files whose rows have another identity; they are not in ``files``.
+        foreign: paths of the other files.
     """
 
     rows: pa.Table
@@ -104,20 +96,18 @@ def merge_caches(
     """Merge caches of one identity into ``out``, which is empty or already holds such a cache; return the counts.
 
     The sources stay unchanged; a source that is ``out`` itself is skipped. If several caches have a row of a video, the
-    rule of ``pipeline.cache.live`` selects one. The records of runs are copied too. Rerun after an interrupt: existing
-    files are not taken again.
+    rule of ``pipeline.cache.live`` selects one. A video that any cache has removed stays removed, and is erased from
+    ``out``. The records of runs are copied too. Rerun after an interrupt: existing files are not taken again.
 
     Args:
-        say: receives lines of progress, and warnings about removed videos.
         on_equal: "refuse" to raise UsageError if two caches have different tokens of one video.
 
     Raises:
         NotACache: a source has no valid header, or ``out`` holds other files. Nothing is written.
-        IdentityMismatch: the caches have different identities. Nothing is written.
+        IdentityMismatch: the caches have different identities or newline rows. Nothing is written.
         UsageError: ``on_equal`` refuses, or nothing can be written to ``out``.
         CacheLocked: another run is writing to ``out``.
         CorruptShard: a file is damaged.
-        OSError: a store fails.
     """
     stores = [*[out] * out.exists(HEADER), *(source for source in sources if source.root != out.root)]
     header = _common_header(stores)
@@ -164,12 +154,7 @@ def _common_header(stores: Sequence[Store]) -> CacheHeader:
 
 
 def _read_union(stores: Sequence[Store], identity: str) -> _Union:
-    """Read the current live rows of each cache, and list the files of its table.
-
-    Raises:
-        CorruptShard: a file of a table is damaged.
-        OSError: a store fails.
-    """
+    """Read the current live rows of each cache, and list the files of its table."""
     tables = []
     files = []
     foreign = list[str]()
@@ -213,7 +198,6 @@ def _take_videos(
     Raises:
         CorruptShard: a file is damaged.
         FileNotFoundError: files were still disappearing at the last reading.
-        OSError: a store fails.
     """
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -237,9 +221,8 @@ def _take_live_tokens(
 ) -> None:
     """Link or copy the token shards that live rows of the union name to ``out``.
 
-    The live row of each video is selected over all caches first; shards that only superseded rows name are left out.
-    Sets the counts in ``result``, which do not include shards that ``out`` already has. ``say`` receives a line per
-    thousand shards of a cache.
+    The live row of each video is selected over all caches first. Sets the counts in ``result``, which do not include
+    shards that ``out`` already has. ``say`` receives a line per thousand shards of a cache.
     """
     order, _ = find_live(make_rule_columns(rows))
     winners = rows.take(pa.array(order))
@@ -266,14 +249,10 @@ def _take(source: Store, out: Store, name: str) -> int | None:
     """Link or copy the file ``name`` from ``source`` to ``out`` unless ``out`` has it.
 
     Token shards are linked between local stores on one file system. Copied token shards and small table files are
-    checked against the hash in their names first.
+    checked against the hash in their names first; CorruptShard is raised if they differ.
 
     Returns:
         The number of copied bytes, 0 for a linked token shard, and None if ``out`` has the file or is ``source``.
-
-    Raises:
-        CorruptShard: the content does not match the name.
-        OSError: a store fails.
     """
     if source is out or out.exists(name):
         return None

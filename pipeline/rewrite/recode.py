@@ -1,10 +1,6 @@
 """Make one cache from another: read it video by video, change each video, and commit shard by shard.
 
 ``Rewrite`` itself is ``jobs.recode``; ``pipeline.rewrite.reprune`` subclasses it to change the videos as well.
-
-A kill leaves at most token shards that no row names. A rerun resumes from the existing rows: a video is rewritten only
-if the source's row outranks the row in the new cache by the rule of ``pipeline.cache.live``. If the source has removed
-a video since, only its "removed" row stays.
 """
 
 from __future__ import annotations
@@ -90,8 +86,6 @@ class Rewritten:
         videos: rows that this run wrote, including failed and removed videos.
         failed: videos with tokens in the source that got a failed row.
         done: rows of the source that the new cache already had.
-        bytes: the size of the token shards that this run wrote.
-        seconds: wall time.
     """
 
     run_id: str
@@ -122,11 +116,7 @@ def recoding(source: TokenCache, codec: str) -> Rewrite:
 
 
 def check_source(cache: TokenCache, verb: str) -> None:
-    """Raise UsageError unless a cache stores its tokens as bfloat16.
-
-    Args:
-        verb: what the command does with the source, for the message: "recode" or "prune".
-    """
+    """Raise UsageError unless a cache stores bfloat16 tokens; ``verb`` ("recode" or "prune") is for the message."""
     if cache.codec is not BFLOAT16:
         raise UsageError(
             f"{cache.store} stores {cache.codec.name} tokens already: {verb} the cache of bfloat16 tokens that it was "
@@ -141,7 +131,7 @@ def make_config(store: Store) -> JsonObject:
 
 
 def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
-    """Raise UsageError unless a rewrite can write to ``out``: an empty location, or a cache of the header's identity.
+    """Raise UsageError unless ``out`` is empty or a cache that has no rows yet or has the header's identity.
 
     Returns:
         True if other code of the user method made the rows of ``out``, so that the caller must replace them: only with
@@ -164,11 +154,10 @@ def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
 def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: bool = False) -> Rewritten:
     """Bring ``out`` up to date with the source of a rewrite, and return the counts.
 
-    Videos are skipped if ``out`` has a row that the source's row does not outrank, and erased if the source has removed
-    them. If the run fails, committed videos stay.
+    A video is skipped unless the source's row outranks the row in ``out`` by status, then by attempts. It is erased if
+    the source has removed it. If the run fails, committed videos stay.
 
     Args:
-        say: receives lines of progress and warnings.
         redo: make videos of ``out`` again if other code of the user method made them.
 
     Raises:
@@ -176,7 +165,6 @@ def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: boo
         CacheLocked: another run is writing to ``out``.
         CorruptShard: the source is damaged.
         RunFailed: another cache was begun at ``out`` meanwhile, or a user method fails for every video (MethodFails).
-        OSError: a store fails.
     """
     check_place(out, job.header, redo=redo)
     start = time.monotonic()
@@ -247,7 +235,8 @@ def _stream(
 def _todo(source: TokenCache, out: Store, made_with: str, result: Rewritten) -> pa.Table:
     """Return the source's live rows that outrank the rows of ``out``, with their row locations, sorted by token shard.
 
-    On a tie, where only rewrites differ, the row of ``out`` wins. Sets ``result.done`` to the number of skipped rows.
+    Only status and attempts are compared; on a tie, the row of ``out`` wins. Sets ``result.done`` to the number of
+    skipped rows.
     """
     columns = (*RULE_COLUMNS, "token_shard", "first_row_group")
     _, rows = LiveVideos.read(source.store, fingerprint(source.identity), columns)
@@ -264,10 +253,6 @@ def _change_videos(job: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
     """Yield the changed videos of ``todo`` in order; rows of failed and removed videos are copied.
 
     If tokens exceed the range of the codec or ``job.change`` raises VideoFault, the video is yielded as a failed row.
-
-    Raises:
-        CorruptShard: the source is damaged.
-        OSError: the source's store fails.
     """
     codec = find_codec(job.header["identity"])
     for row in VideosTable(job.source.store).read_rows(todo):

@@ -1,9 +1,7 @@
 """``jobs.remove`` on a cache: remove videos for good.
 
 A removal first commits a row with status "removed", which outranks every other row of its video: from then on readers
-refuse the video, and no run encodes it again. Then the video is erased from records, logs and indexes, the other videos
-of its token shards move to new shards, and the videos table is merged, which drops superseded rows. Finally, after
-readers had time to finish, the files that held the video are deleted. After a kill, rerun the command.
+refuse the video, and no run encodes it again. Only then are rows, tokens and traces of the video deleted.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ class CacheRemoval(Removal):
         yield from self.iter_warnings()
 
     def iter_warnings(self) -> Iterator[str]:
-        """Yield a note if there are unread shards, and a warning per stray file: both may still hold the videos."""
+        """Yield a note if there are unread shards, and a warning per stray file."""
         if self.unread:
             yield (
                 f"note: {len(self.unread):,} damaged token shards of other videos, e.g. {self.unread[0]}, may hold "
@@ -91,7 +89,6 @@ def remove_videos(
         CacheLocked: another run is writing to the cache.
         UsageError: nothing can be written there, or a folder of the cache is a symbolic link.
         CorruptShard: a token shard with videos to move, or a file of the table, is damaged.
-        OSError: the store fails.
     """
     identity = fingerprint(read_header(store)["identity"])
     result = CacheRemoval(new_run_id(), len(ids))
@@ -101,19 +98,17 @@ def remove_videos(
 
 
 def erase_removed(store: Store, identity: str, run_id: str, say: Callable[[str], object]) -> CacheRemoval:
-    """Erase rows and tokens of all videos that have a "removed" row, where they came along from other caches.
+    """Erase rows and tokens of all videos that have a "removed" row.
 
     The "removed" rows stay. Files are deleted without waiting for readers, who find moved videos by themselves. Does
     nothing if the cache has no removed videos.
 
     Args:
-        identity: the fingerprint of the cache's identity.
         run_id: the id of the caller's run, which holds the cache's claim.
         say: receives a line about deleted files, and warnings about files that may still hold the videos.
 
     Raises:
         CorruptShard: a token shard with videos to move, or a file of the table, is damaged.
-        OSError: the store fails.
     """
     removed_rows = select_removed(LiveVideos.read(store, identity, ("video_id", "status"))[1])
     ids = frozenset(removed_rows["video_id"].to_pylist())
@@ -135,6 +130,7 @@ class _VideosRemover:
     """
 
     def __init__(self, store: Store, identity: str, result: CacheRemoval, ids: frozenset[str]) -> None:
+        """Read all rows of the table, and collect the token shards that rows of the videos name."""
         self._store = store
         self._identity = identity
         self._result = result
@@ -153,10 +149,6 @@ class _VideosRemover:
 
         Args:
             keep: the wait before unused token shards are deleted, and the age from which sources of merges are deleted.
-
-        Raises:
-            CorruptShard: a token shard with videos to move, or a file of the table, is damaged.
-            OSError: the store fails.
         """
         result = self._result
         self._mark(reason)
@@ -220,10 +212,9 @@ class _VideosRemover:
     def _find_others(self) -> None:
         """Find the token shards that hold a removed video though none of its rows names them.
 
-        These are shards of earlier attempts, concurrent runs and merged caches, whose rows were dropped by merges, and
-        of killed runs, which committed no rows. A shard whose footer cannot be read counts as holding all the videos,
-        unless a live row names it: such shards go to ``unread`` of the result. A file without the name of a token shard
-        counts only if it can be read.
+        These are shards of earlier attempts, concurrent runs, merged caches and killed runs. A shard whose footer
+        cannot be read counts as holding all the videos, unless a live row names it: such shards go to ``unread`` of the
+        result. A file without the name of a token shard counts only if it can be read.
         """
 
         def read_ids(name: str) -> Collection[str] | None:
@@ -274,10 +265,7 @@ class _VideosRemover:
 
 
 def _read_shard_names(text: str | None) -> list[object]:
-    """Return the token shards that a "removed" row names in its ``model_extra``; [] if the text is not as expected.
-
-    The text may come from any cache, so the items may be anything: the caller checks them.
-    """
+    """Return the unchecked token shards that a "removed" row names in ``model_extra``; [] if it has another form."""
     try:
         return list(json.loads(text or "{}").get(_SHARDS_KEY, ()))
     except (ValueError, RecursionError, AttributeError, TypeError):
@@ -292,9 +280,6 @@ def _forget_beside_tables(store: Store, ids: Collection[str], uris: Collection[s
 
     Args:
         uris: the URIs in the rows of the videos; empty if an earlier removal deleted those rows.
-
-    Raises:
-        OSError: the store fails.
     """
     deleted_names = remove_members(store, uris, ids)
     forget_in_runs(store, ids, uris)
@@ -311,9 +296,6 @@ def _list_strays_with(store: Store, ids: Collection[str]) -> list[str]:
 
     A Parquet file is listed if it has a row of them or cannot be read, any other file if its bytes contain an id. Empty
     files are not listed.
-
-    Raises:
-        OSError: the store fails.
     """
     names = []
     for folder, is_own in ((VIDEOS, is_table_name), (TOKENS, has_shard_form)):

@@ -40,7 +40,6 @@ def repruning(
     Args:
         params: the parameters of the method, as text.
         ratio: the requested retention ratio; the header gets the method's nominal ratio.
-        codec: the codec of the new cache.
 
     Raises:
         UsageError: the source lacks tokens or needed evidence or is not bfloat16, the method or a parameter is invalid,

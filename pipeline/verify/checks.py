@@ -44,8 +44,7 @@ class Checked:
     Attributes:
         problems: the problems of the file, its rows and its tokens.
         n_bytes: the size of the file; 0 if it was not read or cannot be opened.
-        is_gone: True if the file itself, or a table file with the rows that name it, was gone, so that nothing was
-            checked.
+        is_gone: True if the file itself, or a table file with the rows that name it, was gone.
     """
 
     problems: list[Problem]
@@ -129,8 +128,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
 def _judge_error(error: Exception, label: str = "") -> tuple[Kind, str]:
     """Return the kind and the description of an error of reading a file.
 
-    A CorruptShard has its own kind and text. An Arrow error comes from a file of the videos table, since token shards
-    raise CorruptShard; any other error means an unreadable file.
+    A CorruptShard has its own kind and text; an Arrow error is of kind COMMIT, any other of kind UNREADABLE.
 
     Args:
         label: put before the text of an error that does not name the file.
@@ -200,10 +198,7 @@ def _ratio_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 
 
 def _frame_faults(row: VideoRow) -> Iterator[str]:
-    """Yield the contradictions between a row's frame indices, timestamps, source length and number of repeated frames.
-
-    ``iter_count_faults`` has already checked that the two lists have equal lengths.
-    """
+    """Yield contradictions between a row's frame indices, timestamps, source length and number of repeated frames."""
     frames, seconds = np.asarray(row["frame_indices"]), np.asarray(row["timestamps"], dtype=np.float64)
     end = row["source_frames"] if row["source_frames"] is not None else math.inf
     if frames[0] < 0 or frames[-1] >= end or (np.diff(frames) < 0).any():
@@ -263,7 +258,7 @@ def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> 
     """Yield the differences between a token shard's columns and the columns that the header demands.
 
     If the names differ, only that is yielded. Columns of evidence may have any width of bfloat16 values, except that
-    one kind must have exactly one value.
+    kinds with one number per token must have exactly one value.
     """
     evidence = header["identity"].get("evidence", {})
     plain = build_token_schema(hidden_size, deepstack_levels(header), codec=find_codec(header["identity"]))

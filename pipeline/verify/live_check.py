@@ -1,7 +1,7 @@
 """``jobs.verify --live``: encode some videos again from their sources with the cache's settings, and compare.
 
-The stages are those of a run, but in this process. Videos are decoded with the default decoder and encoded with this
-package's model code: a cache never selects code to run.
+Videos are decoded with the default decoder and encoded with this package's model code: a cache never selects code to
+run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class LiveCheck:
 
         Args:
             model: the model's folder or id; None for the one in the run's record.
-            objects: the access to sources on S3.
             video_roots: folders and prefixes below which sources may be read.
 
         Raises:
@@ -87,11 +86,7 @@ class LiveCheck:
         """Encode ``count`` random ok videos of ``live`` again, and add a result for each to ``report``.
 
         All of them are taken, with a note, if there are fewer. A changed source, a failure, and a difference that
-        rounding cannot explain also add a problem; a missing source does not.
-
-        Args:
-            live: the live rows of the videos to draw from.
-            seed: the seed of the draw.
+        rounding cannot explain also add a problem; a source that is missing, unreadable or not allowed does not.
         """
         ids = select_ok(live)["video_id"].to_pylist()
         if len(ids) < count:
@@ -146,7 +141,8 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
     """Compare a stored video, read in order of selection, with newly kept tokens.
 
     The state is "same" only if all bits are equal, including evidence and deepstack levels, and otherwise "different".
-    The differences are computed over the positions that both have; if the sizes of tokens differ, there are none.
+    The differences are computed over the positions that both have, and over all frames for evidence per frame; if the
+    vectors differ in width, there are none.
     """
     names, stored = sorted(cached.evidence), KeptTokens.of(cached, cached.deepstack, cached.evidence)
     parts = [(kept.tokens, *kept.deepstack, *(kept.evidence[name] for name in names)) for kept in (stored, encoded)]
@@ -172,8 +168,8 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
 def suspicion(result: LiveResult) -> str:
     """Return the reason why rounding cannot explain a difference; "" if it can, or if the state is not "different".
 
-    It cannot if fewer than MIN_SHARED of the positions agree, if the tokens differ by more than MAX_ROUNDING, or if the
-    same versions and devices made both.
+    It cannot if fewer than MIN_SHARED of the positions agree, if the relative difference is above MAX_ROUNDING or
+    unknown, or if the same versions and devices made both.
     """
     if result.state != "different":
         return ""

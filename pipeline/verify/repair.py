@@ -1,15 +1,7 @@
 """The changes that ``jobs.verify`` makes on request: ``--repair`` and ``--clean``.
 
-A repair marks damaged videos for another attempt, and keeps the sound ones:
-
-- Files of the videos table that are damaged or have another identity are set aside. Videos in orphaned token shards
-  then get a failed row.
-- The table is merged, so that each video has one row and no earlier attempt becomes live again.
-- Videos whose tokens or row cannot be trusted get a failed row, so that ``jobs.prune --retry-failed`` encodes them
-  again; sound videos in a token shard with damaged ones move to a new shard.
-
 No file is changed in place: the new file is written, the old one is copied to ``repaired/``, and then the old one is
-deleted. After a kill both files exist, and the next repair finds the same problems and completes the work.
+deleted. After a kill both files exist, and the next repair completes the work.
 """
 
 from __future__ import annotations
@@ -87,7 +79,9 @@ class Repair:
     def carry_out(self, live: pa.Table, bad: Collection[Place]) -> Repaired:
         """Repair the problems of the report, and return what was done.
 
-        Damaged token shards are read once more first; one that is sound now only gets a note.
+        Damaged token shards are read once more first; one that is sound now only gets a note. Videos whose tokens or
+        row cannot be trusted get a failed row, so that ``jobs.prune --retry-failed`` encodes them again; sound videos
+        in a token shard with damaged ones move to a new shard.
 
         Args:
             live: the live rows, with ``file`` and ``row``.
@@ -238,11 +232,8 @@ def clean(
     that was not read may name them. The report gets the names of deleted files, and notes on orphans that stay.
 
     Args:
-        now: the current time; None for the clock of this machine.
+        now: the current time, for the age of uploads; None for the clock of this machine.
         commits: the names of the table files that were read; None if all were.
-
-    Raises:
-        OSError: the store fails.
     """
     files = _find_removable(store, report, commits)
     for file in [*report.leftovers, *files]:

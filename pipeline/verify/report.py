@@ -63,8 +63,6 @@ class Problem:
     """A problem of the cache that a check found.
 
     Attributes:
-        kind: its kind, with the remedy.
-        what: the description for the user.
         shard: the file with the problem: a token shard, a file of the videos table, or the header.
         video_id: the video, or None if the problem concerns the whole file.
         videos_shard: the file of the videos table that names the damaged token shard; otherwise None.
@@ -87,13 +85,13 @@ class LiveResult:
     """The result of encoding one video again from its source.
 
     Attributes:
-        video_id: the video.
-        state: "same" (every bit), "different", "source-gone", "source-changed", or "failed" (it could not be encoded).
+        state: "same" (every bit), "different", "source-gone" (or it must not be read), "source-changed", or "failed"
+            (it could not be encoded).
         note: the reason for the state; "" if there is nothing to say.
         same_indices: the share of selected positions that both have; None if nothing was compared.
         max_difference: the largest absolute difference of values at common positions; None if there are none.
-        relative_difference: the norm of these differences divided by the norm of the stored values; None if nothing was
-            compared.
+        relative_difference: the norm of the differences divided by the norm of the stored values, the largest over
+            tokens, deepstack levels and evidence; None if nothing was compared.
         versions: versions and devices that differ now: name -> (then, now).
     """
 
@@ -131,8 +129,6 @@ class Repaired:
     """The result of a repair.
 
     Attributes:
-        kept_in: the folder of the cache with the replaced files.
-        marked: videos marked for another attempt.
         moved: the number of sound videos copied to new token shards, away from damaged ones.
         replaced: names of the table files that were rewritten or set aside.
     """
@@ -164,20 +160,14 @@ class Report:
     """The findings of a verification, filled while it runs.
 
     Attributes:
-        cache: the cache, as it was named.
         counts: the numbers of checked videos, files and tokens, by name.
         problems: what is wrong; after a repair, what is still wrong.
-        notes: remarks that are not problems.
         orphans: token shards that no row names.
         leftovers: temporary files of interrupted writes.
         superseded: token shards that only superseded rows name.
         uploads: pending multipart uploads.
-        removed: names of the files and uploads that ``clean`` deleted.
-        live: the results of the videos that were encoded again.
         found: the problems before a repair; empty without one.
-        repaired: what the repair did; None without one.
-        bytes_read: bytes of the cache that were read.
-        seconds: wall time of reading.
+        bytes_read: bytes of the checked files, without token shards if only a sample of videos was read.
     """
 
     cache: str

@@ -69,7 +69,6 @@ class VerifyRequest:
         repair: True to repair problems first; this implies ``clean``.
         live: the number of videos to encode again.
         sample: the number of random videos whose tokens are read; 0 for all.
-        seed: the seed for drawing the videos of ``live`` and ``sample``.
         model: the model's folder or id for ``live``; None for the one in the run's record.
         objects: the access to sources on S3; None for the settings of the environment.
         log_interval: seconds between lines of progress.
@@ -102,7 +101,6 @@ def verify(store: Store, request: VerifyRequest, console: Console) -> Report:
         UsageError: videos cannot be encoded again (``live``), or nothing can be written to the cache.
         RunFailed: a repair would leave no video, or a file is not of this cache.
         CorruptShard: bytes that were sound before are damaged during the repair.
-        OSError: the store fails as a whole.
     """
     if not store.exists(HEADER):
         read_header(store)  # raises NotACache with the remedy
@@ -165,7 +163,6 @@ class _Check:
 
         Raises:
             UsageError: videos are to be encoded again and cannot be.
-            OSError: the store fails as a whole.
         """
         store = self.store
         request = self.request
@@ -446,7 +443,7 @@ def _find_again(old: Places, new: Places) -> Places:
 
 
 def _without_problems(live: pa.Table, report: Report) -> pa.Table:
-    """Select the live rows of videos that have no problem, and whose token shard has none either."""
+    """Select the live rows of videos that have no problem and whose token shard has no problem as a whole."""
     ids = [problem.video_id for problem in report.problems if problem.video_id is not None]
     shards = [problem.shard for problem in report.problems if problem.video_id is None and problem.shard is not None]
     return live.filter(pc.invert(pc.or_(is_among(live["video_id"], ids), is_among(live["token_shard"], shards))))
