@@ -30,7 +30,7 @@ class Incoming(Protocol):
 
 
 def write_download(download: Incoming, write: Callable[[bytes], object], limit: int | None, uri: str) -> int:
-    """Pass a whole object to ``write`` piece by piece, and return its size; ``download`` is not closed.
+    """Pass a whole object to ``write`` piece by piece, and return its size in bytes; ``download`` is not closed.
 
     Args:
         limit: the largest size allowed, in bytes; None for no limit.
@@ -50,8 +50,7 @@ def write_download(download: Incoming, write: Callable[[bytes], object], limit: 
 class Download(AbstractContextManager["Download"], Iterator[bytes]):
     """An iterator over the bytes [start, end) of an object, in pieces of up to 16 KiB. Close it after use.
 
-    No data is transferred while nobody asks for the next piece. A connection that breaks is resumed where it broke,
-    provided that the content is the same.
+    No data is transferred while nobody asks for the next piece.
 
     Attributes:
         size: the size of the whole object in bytes.
@@ -66,7 +65,7 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         start: int = 0,
         end: int | None = None,
     ) -> None:
-        """Send the request, await the answer, and set ``size`` (of the whole object) and ``mark`` (its ETag).
+        """Send the request, and await the answer but not the data.
 
         Args:
             ask: sends a GET and returns botocore's answer. It gets the value of the Range header (None for the whole
@@ -112,12 +111,13 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         self._body.close()
 
     def __next__(self) -> bytes:
-        """Return the next piece, from a new connection if the last one broke.
+        """Return the next piece; if the connection breaks, it is resumed where it broke.
 
         Raises:
             OSError: the connection broke for the fifth time without 16 MiB in between, it broke and the store cannot
-                resume or gave no ETag, or (ETIMEDOUT) the reads took more than two minutes plus the time that the
-                length takes at 256 KiB/s. The time between two calls does not count.
+                resume, gave no ETag or has other content now, or (ETIMEDOUT) the reads took more than two minutes plus
+                the time that the length takes at 256 KiB/s. The time between two calls and the time for resuming do not
+                count.
         """
         if not self._n_left:
             raise StopIteration

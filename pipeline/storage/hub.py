@@ -20,7 +20,7 @@ _PIECE = 2**26
 
 
 def is_remote(uri: str) -> bool:
-    """Return True if a URI names an object in S3 or a file on the hub, which has to be fetched."""
+    """Return True if a URI begins with s3:// or hf://, so that its file has to be fetched."""
     return is_s3(uri) or uri.startswith(SCHEME)
 
 
@@ -32,11 +32,10 @@ class HubFiles:
     """
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """Yield the files whose URIs begin with ``prefix``, sorted by name, after all were listed.
-
-        A listing takes about one request per folder or per thousand files.
+        """Yield the files whose URIs begin with ``prefix``, sorted by name, after the folder that contains them was listed.
 
         Args:
+            prefix: the URI of a folder that ends in "/", or the beginning of files' URIs.
             deep: also list files in subfolders.
         """
         folder = prefix.rpartition("/")[0]
@@ -55,11 +54,11 @@ class HubFiles:
         return _info(entry)
 
     def read(self, uri: str) -> bytes:
-        """Read a whole file in one request."""
+        """Read a whole file."""
         return self.read_slice(uri, 0).data
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) of a file in one request; a negative ``start`` counts from the file's end."""
+        """Read bytes [start, end) of a file, cut at its end; a negative ``start`` counts from the end."""
         with _connect_to(uri) as (hub, path), hub.open(path, "rb", cache_type="none") as file:
             size = int(file.size)
             first, last, _ = slice(start, end).indices(size)
@@ -67,20 +66,20 @@ class HubFiles:
             return Slice(file.read(last - first) if first < last else b"", size)
 
     def download(self, uri: str, start: int = 0, end: int | None = None) -> HubDownload:
-        """Return an iterator over bytes [start, end) of a file, which takes one request per 64 MiB."""
+        """Return an iterator over bytes [start, end) of a file, in pieces of up to 64 MiB."""
         return HubDownload(self, uri, start, end)
 
 
 class HubDownload(Iterator[bytes]):
-    """An iterator over the bytes [start, end) of a file on the hub, in order.
+    """An iterator over the bytes [start, end) of a file on the hub.
 
     Attributes:
         size: the size of the whole file in bytes.
-        mark: the hash of its content.
+        mark: the hash of its content; "" if unknown.
     """
 
     def __init__(self, files: HubFiles, uri: str, start: int, end: int | None) -> None:
-        """Fetch the size and hash of the file with one request."""
+        """Fetch the size and hash of the file; ``end`` is None for the file's end."""
         self._files = files
         self._uri = uri
         self._at = start
@@ -88,7 +87,7 @@ class HubDownload(Iterator[bytes]):
         self._end = self.size if end is None else min(end, self.size)
 
     def __next__(self) -> bytes:
-        """Fetch the next piece of up to 64 MiB with a request.
+        """Fetch the next piece of up to 64 MiB; the range is cut at the size that the file had at first.
 
         Raises:
             OSError: the request failed, or the file has become shorter.
@@ -113,7 +112,7 @@ def reach(uri: str, objects: Objects) -> Files:
     """Return the client that reads the file of a URI: ``objects`` for s3://, a new HubFiles for hf://datasets/.
 
     Raises:
-        UsageError: the URI is of another kind.
+        UsageError: the URI has another beginning.
     """
     if is_s3(uri):
         return objects

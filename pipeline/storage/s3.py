@@ -1,12 +1,9 @@
 """Access S3 and compatible stores: settings that travel to the workers, the requests, and errors without secrets.
 
 This uses botocore rather than a file-system layer, because every request counts over millions of videos: reading a
-video is one GET, writing a shard one PUT, and listing one LIST per thousand keys. Endpoint and credentials come from
-flags, the environment, and what botocore finds (profiles, files, roles). They travel to the workers in an ``Objects``
-and appear nowhere else: not in rows, records of runs, logs or errors.
-
-obstore (0.12.1) takes a tenth of the CPU time for a small GET, but cannot replace botocore: it cannot read keys such as
-``a//b.mp4``, hangs in forked children, and has neither profiles nor SSO nor pending uploads.
+video is one GET, writing a shard one PUT, and listing one LIST per thousand keys. obstore (0.12.1) takes a tenth of the
+CPU time for a small GET, but cannot replace botocore: it cannot read keys such as ``a//b.mp4``, hangs in forked
+children, and has neither profiles nor SSO nor pending uploads.
 """
 
 from __future__ import annotations
@@ -86,7 +83,6 @@ class ObjectInfo(NamedTuple):
     """An object in a listing.
 
     Attributes:
-        uri: the URI.
         size: the size in bytes.
         mark: differs if the content does, such as an ETag; "" if unknown.
     """
@@ -114,7 +110,6 @@ class Slice(NamedTuple):
     """A range of an object or file.
 
     Attributes:
-        data: the bytes of the range.
         size: the size of the whole object in bytes.
     """
 
@@ -129,9 +124,9 @@ class Objects:
     ``for_store`` returns the client that also writes. The first request, or ``decide``, settles what the configuration
     leaves open: the endpoint, and whether sources are read unsigned. A pickled client keeps this decision.
 
-    Methods take URIs ``s3://bucket/key``. Requests that a busy or absent store does not answer are retried for minutes
-    (``pipeline.storage.outages``). All methods raise OSErrors that name the URI: FileNotFoundError, PermissionError, or
-    a general one.
+    Methods take URIs ``s3://bucket/key``. Requests that a busy or absent store does not answer are retried for up to
+    five minutes. Methods that send requests raise OSErrors that name the URI: FileNotFoundError, PermissionError, or a
+    general one.
     """
 
     def __init__(
@@ -167,10 +162,9 @@ class Objects:
 
     @classmethod
     def from_environment(cls, endpoint: str | None = None, requester_pays: bool = False) -> Objects:
-        """Create a client from the AWS_* variables of this process.
+        """Create a client from the AWS_* variables of this process, which its pickled copies keep.
 
-        Workers get these settings with the pickled client, so only the driver needs the variables. Once temporary
-        credentials among them expire, each process uses the credentials that botocore finds.
+        Once temporary credentials among them expire, each process uses the credentials that botocore finds.
 
         Args:
             endpoint: the value of the flag; it overrides the configured endpoint.
@@ -183,7 +177,8 @@ class Objects:
         return cls(requester_pays=requester_pays, **{**settings, "endpoint_url": endpoint})
 
     def impatient(self) -> Objects:
-        """Return a client that gives up after two tries of 14 seconds each, for requests that are useless when late."""
+        """Return a client that sends a request at most twice, with a fifth of the timeouts (2 s to connect, 12 s of silence). 
+        """
         return self._copy(patience=0.2)
 
     def for_store(self) -> Objects:
@@ -209,8 +204,8 @@ class Objects:
     def _decide(self, session: Any) -> None:
         """Look up the endpoint, the region and whether there are credentials, and store the results in this client.
 
-        Explicit settings have precedence, and what is already decided stays. If there are no credentials, a note says
-        that sources are read unsigned.
+        Explicit settings have precedence, and what is already decided stays. A note is printed if sources are read
+        unsigned.
         """
         if not self._decided:
             configured = {"endpoint_url": find_endpoint(session), "region_name": session.get_config_variable("region")}
@@ -224,8 +219,8 @@ class Objects:
     def _start_session(self) -> Any:
         """Start a botocore session with the profile of the settings.
 
-        A node may lack the driver's profile: if its credentials are not needed, the profile is dropped. Otherwise
-        ProfileNotFound is raised.
+        A node may lack the driver's profile: if its credentials are not needed, the profile is removed from the
+        settings. Otherwise ProfileNotFound is raised.
         """
         from botocore.exceptions import ProfileNotFound  # noqa: PLC0415 - only where a store is used
 
@@ -268,14 +263,14 @@ class Objects:
                         yield ObjectInfo(f"{SCHEME}{bucket}/{item['Key']}", int(item["Size"]), item.get("ETag", ""))
 
     def info(self, uri: str) -> ObjectInfo:
-        """Return the object's size and ETag, with one request."""
+        """Return the object's URI, size and ETag, with one request."""
         answer = self._request("head_object", uri)
         return ObjectInfo(uri, int(answer["ContentLength"]), answer.get("ETag", ""))
 
     def age(self, uri: str) -> timedelta:
-        """Return the time since the object was written, with one request.
+        """Return the time since the object was written, by the store's clock, with one request.
 
-        Both times are the store's; if its answer has no Date, this machine's clock is used.
+        If the answer has no Date, this machine's clock is used.
         """
         answer = self._request("head_object", uri)
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
@@ -329,21 +324,22 @@ class Objects:
         return Download(ask, partial(self._errors, uri), _broken_downloads(), start, end)
 
     def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
-        """Download an object into ``write`` piece by piece, and return its size.
+        """Download an object into ``write`` piece by piece, and return its size in bytes.
 
-        A connection that breaks is resumed where it broke, provided that the content is the same.
+        If the connection breaks, it is resumed where it broke, up to four times without 16 MiB in between.
 
         Args:
             limit: the largest size allowed, in bytes; None for no limit.
 
         Raises:
-            OSError: (EFBIG) the object is larger than ``limit``; nothing is read. (ETIMEDOUT) the download is too slow.
+            OSError: (EFBIG) the object is larger than ``limit``; nothing is read. (ETIMEDOUT) the download is too slow:
+                below 256 KiB/s and two minutes late.
         """
         with self.download(uri) as download:
             return write_download(download, write, limit, uri)
 
     def put(self, uri: str, data: Any) -> None:
-        """Write a whole object in one request (at most 5 GiB): afterwards it is complete, or absent."""
+        """Write a whole object in one request (at most 5 GiB): afterwards it is complete, or as it was before."""
         self._request("put_object", uri, Body=bytes(data))
 
     def delete(self, uri: str) -> None:
@@ -377,11 +373,7 @@ class Objects:
         return _ACCESS_KEY.sub("***", _ADDRESS.sub("***", text))
 
     def _request(self, operation: str, uri: str, **more: object) -> Any:
-        """Send one request about an object, with the arguments ``more``, and return botocore's answer.
-
-        Raises:
-            OSError: the request failed; the error names the URI.
-        """
+        """Send one request about an object, with the arguments ``more``, and return botocore's answer."""
         bucket, key = _split(uri)
         with self._errors(uri):
             return getattr(self._client(), operation)(Bucket=bucket, Key=key, **more)
@@ -416,9 +408,9 @@ class Objects:
     ) -> float | None:
         """Return the seconds until botocore sends a request again; None if the answer stands or the patience is over.
 
-        botocore calls this after each try, since its own policy would end after seconds. The delay grows to 20 seconds,
-        with jitter. A request is tried for 300 seconds, or for 20 if the store has never answered or the failure may be
-        permanent; an impatient client tries twice. The answer or failure is reported to ``OUTAGES``.
+        The delay grows to 20 seconds, with jitter. A request is tried at least twice, and again for 300 seconds, or for
+        20 if the store has never answered or the failure may be permanent (status 500); an impatient client tries
+        twice. The answer or failure is reported to ``OUTAGES``.
         """
         place: str = request_dict["context"][_PLACE]
         sent: float = request_dict["context"][_SENT]
@@ -444,8 +436,8 @@ class Objects:
     def _errors(self, uri: str) -> Iterator[None]:
         """Convert errors in the context to OSErrors that name the URI, with a remedy and without endpoint and secrets.
 
-        404 becomes FileNotFoundError, 401 and 403 become PermissionError, 416 has errno ERANGE, and other errors of the
-        client have EIO.
+        Status 404 becomes FileNotFoundError, 401 and 403 become PermissionError, 416 has errno ERANGE, and other errors
+        of the client have EIO. An OSError keeps its errno, but has EIO if it names another file.
         """
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - only where a store is used
         from urllib3.exceptions import HTTPError  # noqa: PLC0415
@@ -534,7 +526,7 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
 
     Args:
         settings: arguments of the client; the profile is ignored, since ``session`` has it.
-        patience: scales the timeouts.
+        patience: scales the timeouts of 10 s to connect and 60 s of silence.
     """
     from botocore import UNSIGNED  # noqa: PLC0415 - only where a store is used
     from botocore.config import Config  # noqa: PLC0415
@@ -564,9 +556,11 @@ def _describe_failure(
 ) -> tuple[str, bool] | None:
     """Return why a request failed if another try may succeed; None if its answer stands.
 
+    Another try may succeed after an error of the connection, status 429, 500, 502, 503 or 504, and a code in
+    _AWAY_CODES (the store is busy).
+
     Returns:
-        (the reason without endpoint and secrets, whether failures of this kind pass with time). The latter is False for
-        status 500, which may be permanent.
+        (the reason without endpoint and secrets, False for status 500 without such a code, which may be permanent).
     """
     from botocore.exceptions import ConnectionError, HTTPClientError  # noqa: A004, PLC0415 - only where a store is used
 
@@ -602,9 +596,11 @@ def _renew(
 ) -> float | None:
     """Replace expired temporary credentials in ``client``, and return 0.0 so that botocore repeats the request at once.
 
+    A reply with status 400 and no code, as to HEAD, counts as expired too.
+
     Returns:
-        None if the failure has another cause, if the settings have no session token, if no credentials are found, and
-        after the second try.
+        None if the failure has another cause, the settings have no session token, no credentials are found, or the
+        request was tried more than twice.
     """
     if response is None or attempts > 2 or "aws_session_token" not in settings:
         return None

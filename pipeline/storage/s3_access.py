@@ -31,11 +31,7 @@ _NO_ROLE = frozenset({400, 403, 404, 405})  # also the answers of other clouds' 
 
 
 def start_session(profile: str | None) -> Any:
-    """Start a botocore session, which finds settings and credentials as boto3 does.
-
-    All sessions share the descriptions of AWS interfaces, since reading them takes longer than everything else that a
-    client needs.
-    """
+    """Start a botocore session, which finds settings and credentials as boto3 does."""
     from botocore.session import Session  # noqa: PLC0415 - only where a store is used
 
     session = Session(profile=profile)
@@ -65,7 +61,7 @@ def lacks_credentials(session: Any) -> bool:
     """Return True if no credentials are configured anywhere: environment, files, any profile, container or instance.
 
     Credentials that botocore silently ignores count as configured: incomplete variables, other profiles, and a metadata
-    service that fails.
+    service that fails. The machine's metadata service may be asked.
 
     Raises:
         BotoCoreError: credentials are incomplete or cannot be fetched.
@@ -135,10 +131,10 @@ def describe_credentials(credentials: Any, profile: str | None) -> str:
 def explain_refusal(status: int, code: str, credentials: Any, profile: str | None) -> str:
     """Return "; " and why a refused request may have the wrong credentials, with the remedy; "" for other failures.
 
-    Refusals are status 401 and 403 (except for archived objects), 400 without a code, and codes about credentials.
+    Refusals are status 401 and 403 (except for archived objects), 400 without a code, and codes about expired or wrong
+    credentials.
 
     Args:
-        status: the HTTP status.
         code: the error code in the reply; the status as text if the reply has none.
         credentials: the botocore credentials that signed the request; None if it was unsigned.
         profile: the profile of the settings; None for the default.
@@ -163,7 +159,10 @@ def explain_refusal(status: int, code: str, credentials: Any, profile: str | Non
 
 
 def explain_failure(error: Exception, profile: str | None) -> str | None:
-    """Return the cause and remedy of a botocore exception about credentials or their files; None for others."""
+    """Return the cause and remedy of a botocore exception about credentials or their files; None for others.
+
+    The kind of exception is found by the name of its class.
+    """
     name = type(error).__name__
     details = getattr(error, "kwargs", {})
     if name == "NoCredentialsError":

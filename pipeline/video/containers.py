@@ -1,13 +1,11 @@
 """Recognition of a file's container by its first bytes, so that only known video containers reach a decoder.
 
 If FFmpeg is not told the format, it guesses one, and some formats (playlists, concat scripts) name other files or hosts
-that it would then open. The container is therefore recognized here, and the file is opened with the demuxer of that
-container only.
+that it would then open. The file is therefore opened with the demuxer of the recognized container only.
 
 Some demuxers find their stream behind other bytes: a capture that begins inside a packet, padding, an ID3 tag, or the
-header of an image. In a file of unknown format, these streams are searched for as far as FFmpeg would look. Another
-container, an archive or a document is refused by name even if it contains a stream: read as a raw stream, it would lose
-its timestamps and mix its tracks.
+header of an image. Another container, an archive or a document is refused even if it contains a stream: read as a raw
+stream, it would lose its timestamps and mix its tracks.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ _SCRIPT = re.compile(rb"#EXTM3U|ffconcat version|<MPD|c=IN IP|\[playlist\]", re.
 
 
 def sniff(path: str | Path) -> str:
-    """Return the name of the FFmpeg demuxer to open a file with, from the file's first HEAD_BYTES bytes.
+    """Return the name of the FFmpeg demuxer to open a file with, from the file's first HEAD_BYTES bytes (1 MiB).
 
     Raises:
         VideoFault: "unsupported" for a folder and for anything but a known video container; "policy" for a playlist or
@@ -177,10 +175,7 @@ def count_missing_bytes(path: str | Path, demuxer: str) -> int:
     """Return how many bytes a truncated file lacks, according to the lengths stated inside it.
 
     The result is 0 for a complete file, a file that states no length, and containers other than MP4, Matroska and AVI.
-    In MP4, only boxes with video count.
-
-    Raises:
-        VideoFault: the file cannot be opened.
+    In MP4, only the boxes moov, mdat and moof count.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -202,9 +197,6 @@ def has_overstated_table(path: str | Path) -> bool:
 
     FFmpeg would reserve memory for all the stated entries. Only the first ``moov`` box is read; the result is False
     without one.
-
-    Raises:
-        VideoFault: the file cannot be opened.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -256,9 +248,9 @@ def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, in
 
 
 def _find_matroska_end(file: BufferedReader) -> int:
-    """Return the offset at which a Matroska file should end, or 0 if its segment states no length.
+    """Return the offset at which a Matroska file should end; 0 if its segment is missing or states no length.
 
-    The segment holds everything behind the EBML header. The result is also 0 if no segment follows the header.
+    The segment holds everything behind the EBML header.
     """
     header = file.read(64)
     length, width = _read_ebml_length(header[4:])
@@ -273,11 +265,7 @@ def _find_matroska_end(file: BufferedReader) -> int:
 
 
 def _read_ebml_length(data: bytes) -> tuple[int, int]:
-    """Parse the EBML variable-length integer at the beginning of ``data``.
-
-    Returns:
-        Its value, and the number of bytes that it takes.
-    """
+    """Return the EBML variable-length integer at the beginning of ``data``, and the number of bytes that it takes."""
     width = 9 - data[0].bit_length() if data and data[0] else 8
     return int.from_bytes(data[:width], "big") & ((1 << (7 * width)) - 1), width
 

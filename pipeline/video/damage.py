@@ -95,8 +95,8 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
         The holes in the clip that count; an empty tuple if the clip is not damaged or does not start before its end.
 
     Raises:
-        VideoFault: "corrupt" if more than MAX_LOST of a damaged clip or MAX_UNSHOWN of another clip does not decode, or
-            if there are errors or an unread part, and the clip has no frame although it starts before the video's end
+        VideoFault: "corrupt" if more than a quarter of a damaged clip or half of another clip does not decode, or if
+            there are errors or an unread part, and the clip has no frame although it starts before the video's end
             (unknown if the video goes on without a stated length).
     """
     start, stop = 0.0 if clip[0] is None else clip[0], math.inf if clip[1] is None else clip[1]
