@@ -44,8 +44,6 @@ _CHUNK_BYTES = 64 * 2**20
 class FrameDecoder(Protocol):
     """The interface of a decoder of one file.
 
-    ``DECODERS`` names the built-in decoders; ``package.module:Class`` names any other.
-
     Attributes:
         version: recorded beside the decoder's name with every video.
     """
@@ -68,11 +66,7 @@ class FrameDecoder(Protocol):
 
 
 def load_decoder(name: str) -> type[FrameDecoder]:
-    """Import the decoder class for a name in ``DECODERS`` or an import path ``package.module:Class``.
-
-    Raises:
-        KeyError: the name is unknown.
-        ImportError, AttributeError: the module or class cannot be found.
+    """Import the decoder class for a name in ``DECODERS`` (KeyError for others) or an import path ``package.module:Class``. 
     """
     decoder: type[FrameDecoder] = load_object(name) if ":" in name else DECODERS[name]
     return decoder
@@ -97,7 +91,8 @@ def find_installed_version(name: str | None) -> str | None:
 def find_version(decoder: type[FrameDecoder]) -> str:
     """Return the version of a decoder class; for a user decoder, followed by CODE and the hash of its code.
 
-    Raises UsageError if that code is in no file or has a syntax error.
+    Raises:
+        UsageError: that code is in no file or has a syntax error.
     """
     code = f"{CODE}{hash_code(decoder)}" if is_own(decoder) else ""
     return f"{decoder.version}{code}"
@@ -111,15 +106,14 @@ def chunk_length(height: int, width: int) -> int:
 class LibraryDecoder:
     """The base of decoders in which another library reads the file, for files that it is known to get right.
 
-    A subclass defines ``open`` and ``frames``, and may extend ``reason_against``. The library's own errors pass
-    through.
+    A subclass defines ``open`` and ``frames``, and may extend ``reason_against``. The library's own errors pass.
     """
 
     def __init__(self, index: VideoIndex) -> None:
         """Open the video with the library.
 
         Raises:
-            IndexMismatch: the library may get the file wrong (``reason_against``), or counts other frames than the
+            IndexMismatch: there is a ``reason_against`` the library, or it counts another number of frames than the
                 index.
         """
         if reason := self.reason_against(index):
@@ -173,7 +167,11 @@ class LibraryDecoder:
 
 
 class PyavDecoder:
-    """The decoder with PyAV on one thread. It decodes only the packets that the chosen frames need."""
+    """The decoder with PyAV on one thread.
+
+    It decodes only the packets that the chosen frames need, or all up to the last one if frames have no usable times or
+    damage shifts them.
+    """
 
     version = str(av.__version__)
 
@@ -193,7 +191,8 @@ class PyavDecoder:
         Raises:
             IndexMismatch: a frame does not come out of the decoder, or the file marks a frame as a keyframe that is not
                 one.
-            VideoFault: "unsupported" for a color matrix that FFmpeg does not convert, or an odd angle of rotation.
+            VideoFault: "unsupported" for a color matrix that FFmpeg does not convert, or a rotation by an angle that is
+                not a multiple of 90 degrees.
         """
         for frame in self._iter_frames(indices):
             yield self._pixels(frame)[None]
@@ -203,8 +202,6 @@ class PyavDecoder:
 
     def _pixels(self, frame: av.VideoFrame) -> Frames:
         """Convert a decoded frame to [H,W,3] uint8 RGB as players show it, in its own size.
-
-        The pixels are copied only if the frame is rotated or its rows are padded.
 
         Raises:
             VideoFault: "unsupported" for a color matrix that FFmpeg does not convert.
@@ -224,15 +221,11 @@ class PyavDecoder:
         return np.ascontiguousarray(orient_frame(rows[:, : 3 * width].reshape(height, width, 3), self._orientation))
 
     def _iter_frames(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
-        """Yield the decoded frames with the numbers ``indices``, from no more packets than they need.
+        """Yield the decoded frames with the numbers ``indices``; the errors are those of ``read``.
 
-        Frames are identified by their presentation times, or by counting in a file without times. Before each yield,
-        ``_orientation`` is set to that of the frame: its own display matrix, otherwise the last one since the run's
-        keyframe, otherwise that of the index.
-
-        Raises:
-            IndexMismatch: a frame does not come out, or the file marks a frame as a keyframe that is not one.
-            VideoFault: "unsupported" for a rotation by an angle that is not a multiple of 90 degrees.
+        Frames are identified by their presentation times, or by counting from the first packet in a file without times.
+        Before each yield, ``_orientation`` is set to that of the frame: its own display matrix, otherwise the last one
+        since the run's keyframe, otherwise that of the index.
         """
         table = self._packets.table
         pts = self._index.pts
@@ -283,8 +276,8 @@ def _check_keyframes(index: VideoIndex, indices: NDArray[np.int64]) -> None:
 class _PlainMarks:
     """A filter that marks frames as progressive and their chroma location as unspecified, without changing pixels.
 
-    The models' own loaders (decord, torchcodec) and the ffmpeg command line convert a frame's chroma as one picture,
-    and do not shift it by its stated location. FFmpeg's scaler would do both by default.
+    FFmpeg's scaler then converts a frame's chroma as one picture and does not shift it, as the models' own loaders
+    (decord, torchcodec) and the ffmpeg command line do.
     """
 
     def __init__(self) -> None:
@@ -292,10 +285,7 @@ class _PlainMarks:
         self._shape = (0, 0, "")
 
     def set_on(self, frame: av.VideoFrame) -> av.VideoFrame:
-        """Return the frame marked as progressive and without a chroma location.
-
-        A new size or pixel format rebuilds the filter.
-        """
+        """Return the marked frame. A new size or pixel format rebuilds the filter."""
         shape = frame.width, frame.height, frame.format.name
         if shape != self._shape:
             self._graph = av.filter.Graph()

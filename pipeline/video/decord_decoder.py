@@ -67,9 +67,7 @@ class DecordDecoder(LibraryDecoder):
 
 
 def _has_leading_frames(packets: Sequence[PacketInfo]) -> bool:
-    """Return True if some frame is stored after a keyframe and shown before it (open groups of pictures).
-
-    All packets must have presentation times.
+    """Return True if some frame is stored after a keyframe and shown before it; all packets must have presentation times. 
     """
     pts = np.array([packet.pts for packet in packets])
     keyframe = np.array([packet.keyframe for packet in packets])
@@ -79,7 +77,7 @@ def _has_leading_frames(packets: Sequence[PacketInfo]) -> bool:
 def _may_change_parameters(packets: VideoPackets) -> bool:
     """Return True if a keyframe seems to carry codec parameters, which may differ from the container's.
 
-    Reads the packet of each keyframe. A codec other than H.264 and HEVC gives True if the video has a keyframe.
+    A codec other than H.264 and HEVC gives True if the video has a keyframe.
     """
     pattern = re.compile(_PARAMETERS.get(packets.codec, b""))
     keyframes = (number for number, packet in enumerate(packets.table) if packet.keyframe)

@@ -75,7 +75,7 @@ def read_frame(path: str, name: str) -> bytes:
 
     Raises:
         VideoFault: "policy" if it is a link or not a regular file; "unsupported" if it is not a JPEG or is larger than
-            _MAX_FRAME_BYTES; "corrupt" if it is cut off; "io" if it cannot be opened.
+            64 MiB; "corrupt" if it is cut off (no end marker in the last 4 KiB); "io" if it cannot be opened.
     """
     file_path = os.path.join(path, name)  # noqa: PTH118
     try:
@@ -140,11 +140,7 @@ def source_state(path: str) -> FileState:
 
 
 def source_bytes(path: str) -> int:
-    """Return the bytes of a file, or of all frames of a folder.
-
-    Raises:
-        OSError, ValueError: the path does not exist or cannot be read.
-    """
+    """Return the bytes of a file, or of all frames of a folder; raise OSError or ValueError if it cannot be read."""
     return source_state(path).size
 
 
@@ -153,7 +149,6 @@ def sample_file(path: str) -> int:
 
     Raises:
         VideoFault: the file cannot be opened, or the folder is not a complete folder of frames.
-        OSError: the content cannot be read.
     """
     if os.path.isdir(path):  # noqa: PTH112
         names = frame_names(path)

@@ -74,8 +74,6 @@ class VideoPackets:
     """The packets of a file's video stream, in file order. Close it after use.
 
     Attributes:
-        demuxer: name of FFmpeg's demuxer, from ``containers.sniff``.
-        stream: PyAV's stream.
         codec: the codec's name ("av1"), not that of the library that decodes it ("libdav1d").
         start_time: start of the container in microseconds; None if it has none.
         n_streams: the number of video streams in the file, cover art included.
@@ -96,8 +94,9 @@ class VideoPackets:
     ) -> None:
         """Open the file and read all its packets.
 
-        Packets stay in memory if all together take at most MAX_KEPT_BYTES; otherwise none does, and requested packets
-        are read again. An error in the middle of the file becomes ``fault``. Nothing stays open after an exception.
+        Packets stay in memory if all together take at most MAX_KEPT_BYTES (256 MiB); otherwise none does, and requested
+        packets are read again. An error in the middle of the file becomes ``fault``. Nothing stays open after an
+        exception.
 
         Args:
             empty: indexes of streams without packets, which are only picked if there is no other.
@@ -165,21 +164,17 @@ class VideoPackets:
 
     @property
     def has_large_gap(self) -> bool:
-        """True if a gap between or after the stream's packets exceeds _MAX_GAP or _MAX_GAP_SHARE of the file."""
+        """True if a gap between or after the stream's packets exceeds 256 KiB or 5 % of the file."""
         gap = max(self._largest_gap, self._container.size - self._end_byte)
         return gap > min(_MAX_GAP, _MAX_GAP_SHARE * self._container.size)
 
     @property
     def has_unread(self) -> bool:
-        """True if more than a tenth of the file, and more than _PADDING bytes, lie behind the stream's last packet."""
+        """True if more than a tenth of the file, and more than 64 KiB, lie behind the stream's last packet."""
         return 0 < self._share < _WHOLE and self._container.size - self._end_byte > _PADDING
 
     def note_unread(self) -> None:
-        """Set ``note`` if it is empty and more of the film follows the stream's last packet (``goes_on``).
-
-        Raises:
-            VideoFault: the file cannot be opened again.
-        """
+        """Set ``note`` if it is empty and more of the film follows the stream's last packet (``goes_on``)."""
         where = (self._end_byte, self.stream.id, self._continuation)
         if self.has_unread and not self.note and goes_on(self._path, self.demuxer, *where):
             self.note = f"{PARTLY_READ}: video goes on in the last {1 - self._share:.0%} of the file"
@@ -243,9 +238,8 @@ class VideoPackets:
     def _get_decoder(self, start: int, stop: int) -> av.CodecContext:
         """Return the stream's decoder; for H.264 and HEVC, a new one if it has already decoded packets after ``start``.
 
-        A flush does not make the decoder forget the parameters of later packets (another frame size, for example), and
-        the earlier packets may have none of their own. A new decoder opens the file again. Records that packets up to
-        ``stop`` are decoded.
+        A flush does not make the decoder forget the parameters of later packets (another frame size, for example). A
+        new decoder opens the file again. Records that packets up to ``stop`` are decoded.
         """
         if start < self._decoded and self._decoded > 1 and self.codec in _KEEPING:
             if self._decoder_file is not None:
@@ -258,9 +252,9 @@ class VideoPackets:
     def runs(self, times: Sequence[int]) -> Iterator[Run]:
         """Yield the runs of packets to decode for the frames shown at ``times`` (ascending, not empty).
 
-        Each run starts at a keyframe that is shown no later than its frames, and runs do not overlap. There is one run
-        from the first packet if parameters change, or if neither the demuxer (_SEEKABLE) nor the codec (_PARSED_CODECS)
-        makes keyframes reliable.
+        Each run starts at the last keyframe that is stored and shown no later than its first frame, or at the first
+        packet without one; runs do not overlap. There is one run from the first packet if parameters change, or if
+        neither the demuxer (_SEEKABLE) nor the codec (_PARSED_CODECS) makes keyframes reliable.
 
         Raises:
             KeyError: no shown packet has one of the times.
@@ -302,7 +296,7 @@ class VideoPackets:
     def _decode_packet(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
         """Decode a packet to the frames that it completes; None flushes the decoder.
 
-        A packet that does not decode gives no frame, and its error becomes ``fault``. Raises MemoryError.
+        A packet that does not decode gives no frame, and its error becomes ``fault``; only MemoryError is raised.
         """
         try:
             return list(codec.decode(packet))
@@ -313,10 +307,10 @@ class VideoPackets:
             return []
 
     def _read(self) -> None:
-        """Read all packets into ``table``, and record damage, gaps and changes of parameters.
+        """Read all packets but empty ones into ``table``, and record damage, gaps and changes of parameters.
 
-        Empty packets are left out. Packets are kept in memory unless they exceed MAX_KEPT_BYTES together. If times are
-        missing and headers tell the order, ``pts`` become ranks. Raises MemoryError.
+        Packets are kept in memory unless they exceed MAX_KEPT_BYTES together. If times are missing and headers tell the
+        order, ``pts`` become ranks. Raises MemoryError.
         """
         size = 0
         has_gaps = False
@@ -353,7 +347,7 @@ class VideoPackets:
     def _readable(self) -> Iterator[av.Packet]:
         """Yield the packets of the stream up to the end of the file or the first error of the demuxer.
 
-        That error is not raised: it becomes ``fault`` and counts as a corrupt packet. Raises MemoryError.
+        That error is not raised, except for MemoryError: it becomes ``fault`` and counts as a corrupt packet.
         """
         try:
             yield from self._iter_packets(self._container, self.stream)
@@ -420,10 +414,10 @@ def open_container(path: str, demuxer: str, continuation: Continuation | None = 
 
 
 def read_packets(path: str, demuxer: str) -> VideoPackets:
-    """Read the packets of the best video stream that has any, or of an empty stream if none has.
+    """Read the packets of the best video stream that has any, or of an empty stream if none has; the caller closes them.
 
     A transport stream with large gaps (``has_large_gap``) is read again with the film's other PIDs, if it has any.
-    ``note`` of the result says what is not read. The caller closes the result.
+    ``note`` of the result says what is not read.
 
     Raises:
         VideoFault: "unsupported" if no stream can be decoded (``pick_stream``).
@@ -483,7 +477,7 @@ def _read_stated_seconds(container: InputContainer, stream: av.VideoStream, demu
     """Return the end of a video in seconds as its container states it, or None.
 
     The stream's duration counts first, then its DURATION tag, then the file's duration if it has no sound; the last two
-    less the container's start. Containers other than _STATING give None.
+    less the container's start. Containers other than Matroska, AVI, FLV and ASF give None.
     """
     if demuxer not in _STATING:
         return None

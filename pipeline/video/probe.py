@@ -48,9 +48,8 @@ class VideoIndex:
 
     Attributes:
         path: the absolute path of the file.
-        demuxer: name of FFmpeg's demuxer, from ``containers.sniff``; "" for a folder of frames.
+        demuxer: name of FFmpeg's demuxer; "" for a folder of frames.
         stream: index of the stream in the file.
-        codec: name of the codec.
         width: pixels of the first frame as shown (after rotation); later frames may have another size.
         height: as ``width``.
         pixel_format: FFmpeg's name for the first frame's pixel format.
@@ -58,7 +57,6 @@ class VideoIndex:
         timestamps: [F] float64 seconds, ascending.
         duration_s: end of the last frame, in seconds.
         tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
-        orientation: the rotation from stored to shown frames.
         pts: [F] int64 presentation times in ticks, by which decoded frames are identified; None if the file has no
             usable times, so that decoded frames can only be counted.
         keyframes: [K] int64 presentation times at which decoding can start, ascending.
@@ -100,7 +98,7 @@ def probe(path: str, demuxer: str) -> VideoIndex:
     """Index a file by reading its packets; only the first frame is decoded, for its shape and orientation.
 
     If packets do not determine the frames (no or broken timestamps), the whole file is decoded once instead. The index
-    keeps the file open, and up to ``packets.MAX_KEPT_BYTES`` bytes of packets in memory: close its ``packets``.
+    keeps the file open, and up to 256 MiB of packets in memory: close its ``packets``.
 
     Raises:
         VideoFault: "unsupported" if no stream can be decoded or the rotation is not a multiple of 90 degrees; "corrupt"
@@ -235,10 +233,7 @@ def _count_times(index: VideoIndex, n_frames: int, stored_times: Sequence[int | 
 
 
 def _list_stated_rates(packets: VideoPackets) -> list[Fraction]:
-    """List the frames per second that the file states, the likeliest first; [25] if it states none.
-
-    FFmpeg's demuxer makes up 25 for a raw stream; the rate that the stream itself states comes first there.
-    """
+    """List the frames per second that the file states, the likeliest first; [25] if it states none."""
     average, guessed_rate = packets.stream.average_rate, packets.stream.guessed_rate
     rates = (guessed_rate, average) if packets.demuxer in _RAW else (average, guessed_rate)
     return [_restore_rate(rate) for rate in rates if rate] or [Fraction(25)]
@@ -254,9 +249,8 @@ def _restore_rate(rate: Fraction) -> Fraction:
 def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fraction, tick: Fraction) -> float:
     """Return the frames per second of a file by its timestamps.
 
-    This is the first stated rate that agrees with them, since timestamps are rounded: to ticks, or to the milliseconds
-    of a container that the file was copied from. Otherwise it is the mean rate; for a single frame, the first stated
-    rate.
+    This is the first stated rate that agrees with them within a tick or half a millisecond, whichever is longer.
+    Otherwise it is the mean rate; for a single frame, the first stated rate.
 
     Args:
         stated_rates: at least one.
@@ -293,8 +287,7 @@ def _goes_on(times: Sequence[int], demuxer: str) -> bool:
 def read_orientation(frame: av.VideoFrame) -> Orientation | None:
     """Return the rotation that a frame's display matrix states; None without a matrix.
 
-    A rotation within half a degree of a quarter turn counts as one, as in the ffmpeg command line. A matrix of zeros
-    gives no rotation.
+    A rotation within half a degree of a quarter turn counts as one. A matrix of zeros gives no rotation.
 
     Raises:
         VideoFault: "unsupported" for other angles.

@@ -46,8 +46,7 @@ class Sampling:
             their rate is constant, otherwise over time. None for no limit.
         rule: only with ``num_frames``: a name in FRAME_RULES, which says how positions between two frames are rounded
             and what happens to a video with too few frames.
-        snap_to_keyframes_s: a chosen frame moves to a keyframe within this many seconds (``snap_frames``); None moves
-            none.
+        snap_to_keyframes_s: a chosen frame moves to a keyframe within this many seconds; None moves none.
         min_frames: only with ``fps``: if it gives fewer frames, this many are spread over the clip's frames, as far as
             it has them.
         min_rule: how they are spread: ROUNDED as in Qwen3VLVideoProcessor.sample_frames, or STEPPED as in
@@ -99,9 +98,9 @@ def find_clip_range(
 
     Args:
         timestamps: [F] seconds, ascending.
-        start_s: start of the clip in seconds; None for the start of the video.
-        end_s: end of the clip in seconds, which may exceed the video's; None for the end of the video.
-        duration_s: end of the last frame in seconds.
+        start_s: start of the clip; None for the start of the video.
+        end_s: end of the clip, which may exceed the video's; None for the end of the video.
+        duration_s: end of the last frame.
         tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
 
     Raises:
@@ -127,7 +126,8 @@ def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[n
     """Return the tolerance of each timestamp, [F] seconds: times within it mean that frame.
 
     The tolerance is half a millisecond plus half a tick, but less than half the distance to the nearest frame with
-    another timestamp. If frames are one tick apart, as in AVI, ticks count frames and round nothing.
+    another timestamp. The half tick shrinks to zero if that frame is closer than two ticks: frames that are one tick
+    apart, as in AVI, are counted in ticks, which rounds nothing.
 
     Args:
         timestamps: [F] seconds, ascending; several frames may share one.
@@ -144,7 +144,7 @@ def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[n
 
 
 def is_even(timestamps: NDArray[np.float64], tick_s: float) -> bool:
-    """Return True if frames have a constant rate, apart from rounding to ticks of ``tick_s`` seconds.
+    """Return True if frames have a constant rate, apart from rounding by two ticks of ``tick_s`` seconds or 1 ms.
 
     Fewer than three frames always do. ``timestamps`` are [F] seconds, ascending.
     """
@@ -177,10 +177,7 @@ def find_true_times(
 
 
 def _is_near(timestamps: NDArray[np.float64], even: NDArray[np.float64], step: float, tick_s: float) -> bool:
-    """Return True if timestamps are the ``even`` times, ``step`` seconds apart, after rounding.
-
-    Rounding is to ticks, or to the milliseconds of a container that the file was copied from.
-    """
+    """Return True if each timestamp is within two ticks or 1 ms, but at most half a ``step``, of its ``even`` time."""
     return bool(np.abs(timestamps - even).max() <= min(max(_TICKS * tick_s, _MS) + _EPSILON, step / 2))
 
 
@@ -224,7 +221,6 @@ def choose_frames(
 
     Args:
         timestamps: [F] seconds of every frame of the file in the order in which they are shown, ascending.
-        sampling: the rule.
         start_s: start of the clip in seconds; None for the start of the video.
         end_s: end of the clip in seconds, not included; None for the end of the video.
         duration_s: end of the last frame in seconds; by default its timestamp plus the mean distance between frames.
@@ -304,7 +300,7 @@ def snap_frames(
     """Move chosen frames to keyframes at most ``within_s`` seconds away; return [T] indices, ascending.
 
     Pairs are matched by distance, the nearest first. A keyframe takes one frame, so that two frames never become one; a
-    frame without a free keyframe stays. A decoder then decodes fewer other frames.
+    frame without a free keyframe stays.
 
     Args:
         indices: [T] indices of the chosen frames, ascending; not modified.
