@@ -54,8 +54,7 @@ class Clip(NamedTuple):
 
     Attributes:
         codec: a key of _ENCODERS.
-        height: the height in pixels, a multiple of 18.
-        seconds: the length in seconds.
+        height: a multiple of 18.
         group: the number of frames from one keyframe to the next.
     """
 
@@ -66,11 +65,7 @@ class Clip(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Clip:
-        """Parse a name such as h264-720p-10s-g250.
-
-        Raises:
-            argparse.ArgumentTypeError: the text is not such a name.
-        """
+        """Parse a name such as h264-720p-10s-g250; raise argparse.ArgumentTypeError for another text."""
         settings = re.fullmatch(rf"({'|'.join(_ENCODERS)})-([1-9]\d*)p-([1-9]\d*)s-g([1-9]\d*)", name)
         if settings is None or int(settings[2]) % 18:
             raise argparse.ArgumentTypeError(
@@ -107,12 +102,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_positive(text: str) -> float:
-    """Parse a finite number above 0 for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: the number is not positive or not finite.
-        ValueError: the text is not a number.
-    """
+    """Parse a finite number above 0 for argparse; raise ValueError or ArgumentTypeError for another text."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")

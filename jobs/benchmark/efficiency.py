@@ -1,8 +1,8 @@
 """The paper's efficiency figures (Table 3): E2E and LLM seconds, peak memory, KV cache, tokens per second.
 
-Each method answers questions from the videos, and from a cache of their tokens. Decoding and encoding depend neither on
-the question nor on the retention ratio: they are measured once per video, repeat and kind of evidence, and count for
-every online question. A cache is read from files that were just written and are still in the system's page cache.
+Each method answers questions from the videos, and from a cache of their tokens. Decoding and encoding are measured once
+per video, repeat and kind of evidence, and count for every online question. A cache is read from files that were just
+written and are still in the system's page cache.
 """
 
 from __future__ import annotations
@@ -146,7 +146,6 @@ def run(arguments: argparse.Namespace) -> CommandResult:
         UsageError: an option cannot be used, or a prompt does not fit the model.
         RunFailed: a video cannot be decoded.
         VideoFault: a video cannot be encoded or pruned.
-        OSError: the file of ``--latex`` cannot be written.
     """
     with TemporaryDirectory() as folder:
         bench = Bench(arguments, Path(folder), throttle(say, _PROGRESS_S))
@@ -193,7 +192,7 @@ class Bench:
             say: receives lines of progress.
 
         Raises:
-            UsageError: an option cannot be used; raised with its remedy before the models are loaded.
+            UsageError: an option cannot be used; raised before the models are loaded.
         """
         model = arguments.model
         self._arguments = arguments
@@ -400,11 +399,7 @@ class Bench:
 
 
 def kv_bytes(text_config: Any, number_bytes: int, tokens: int, *, layer: int = 0, dropped: int = 0) -> int:
-    """Compute the bytes of keys and values of ``tokens``, of which ``dropped`` are missing from ``layer`` on.
-
-    Args:
-        number_bytes: bytes per value.
-    """
+    """Compute the bytes of keys and values of ``tokens``, of which ``dropped`` are missing from ``layer`` on."""
     width = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     layers = text_config.num_hidden_layers
     numbers = layers * tokens - (layers - layer) * dropped

@@ -1,7 +1,6 @@
 """Seconds and bytes per video with the family generic, beside the model's own family.
 
-They differ in where frames are resized: in the decoder, or by the checkpoint's processor in the encoder, to which
-frames travel in their source size.
+Frames are resized in the decoder, or with the family generic by the checkpoint's processor in the encoder.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class VideoCost:
 
     @property
     def total_s(self) -> float:
-        """The seconds of all steps of a video."""
+        """The seconds of all steps."""
         return self.decode_s + self.copy_s + self.encode_s + self.prune_s
 
 
@@ -138,7 +137,7 @@ def measure(
 ) -> list[VideoCost]:
     """Measure a clip with both families, in turn so that disturbances affect both; return the costs, FAST first.
 
-    The models are loaded before, which is not measured. Both costs say whether the families' tokens are equal.
+    Loading the models is not measured.
     """
     steps: dict[tuple[str, str], Callable[[], Any]] = {}
     with DecodeSandbox(timeout_s=3600) as sandbox:

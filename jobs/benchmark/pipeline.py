@@ -150,7 +150,7 @@ def medians(turns: Sequence[Figures]) -> dict[str, float]:
 def run_child(work: Work) -> dict[str, float]:
     """Run a work in a child process that starts its own Ray; return its figures, memory and CPU time.
 
-    The videos are made first, in a temporary folder below ``work.folder``, which is deleted at the end.
+    The videos are made first, in a temporary folder below ``work.folder``.
 
     Raises:
         RunFailed: the child fails.
@@ -169,10 +169,7 @@ def run_child(work: Work) -> dict[str, float]:
 
 
 def _make_environment(ray_folder: str) -> dict[str, str]:
-    """Return the child's environment: without this process's RAY_ variables, and with settings of Ray.
-
-    Ray's workers get the same priority as a DataLoader's.
-    """
+    """Return the child's environment: without this process's RAY_ variables, and with settings of Ray."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     ray = {"TMPDIR": ray_folder, "AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}
     return inherited | {f"RAY_{name}": value for name, value in ray.items()} | {"RAY_ENABLE_AUTO_CONNECT": "0"}

@@ -173,10 +173,7 @@ def _read_in_turn(ways: Ways, repeats: int) -> dict[str, Turns]:
 
 
 def _make_pyarrow_ways(store: LocalStore, cache: TokenCache) -> Ways:
-    """Make the plain ways, which read the same row groups and columns with pyarrow alone, from files opened before.
-
-    Memory-mapped files with and without checksums, files that are not mapped, and mapped files at the smaller ratio.
-    """
+    """Make the plain ways, which read the same row groups and columns with pyarrow alone, from files opened before."""
     all_rows, tier_rows = (_list_rows(cache, ratio) for ratio in (None, TIER))
 
     def make_way(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
@@ -289,7 +286,7 @@ def _run_s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
 
     Raises:
         UsageError: moto or boto3 is not installed.
-        RunFailed: the server does not start within _START_S seconds.
+        RunFailed: the server does not start within a minute.
     """
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("boto3") is None:
         raise UsageError("--s3 needs moto and boto3: pip install 'moto[server]' boto3")

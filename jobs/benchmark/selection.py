@@ -99,8 +99,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> SelectionTimes:
     """Time the loop, the selection and whole methods on one video, in turn so that disturbances affect all of them.
 
-    Args:
-        name: the kind of input, for the result.
+    ``name`` is the kind of input, for the result.
     """
     tokens_MD = tokens_TND.flatten(0, 1)
     density_M = spatio_temporal_density(tokens_TND)[0].flatten()
@@ -130,9 +129,7 @@ def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Select
 
 
 def loop_steps(n_tokens: int, hidden: int, budget: int) -> int:
-    """Return the number of steps of the paper's loop to time: B - 1, or at most PREFIX if all would take too long.
-
-    At least 1.
+    """Return the number of steps of the paper's loop to time, at least 1: B - 1, or at most PREFIX if all take too long. 
     """
     fits = n_tokens <= _WHOLE_TOKENS and 4.0 * n_tokens * hidden * budget <= _WHOLE_BYTES
     return max(1, budget - 1 if fits else min(budget - 1, PREFIX))

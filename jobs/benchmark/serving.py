@@ -62,7 +62,7 @@ class WayResult:
         warm_requests_per_s: requests per second when the same requests are repeated.
         first_token_s: seconds to the first token of the median request if nothing is cached; None if unknown.
         reused: the share of the prompts' tokens that the prefix cache had; None if unknown.
-        visual_tokens: mean visual tokens per prompt.
+        visual_tokens: mean visual tokens per prompt; None for texts.
         prefilled_tokens: mean tokens per request that the model reads if nothing is cached before.
         sent_kb: kilobytes (10^3) per question sent to the engine's process; None for an engine in this process.
         peak_mb: the maximum over passes of the memory of all processes together, with the model (PSS, in which shared
@@ -168,7 +168,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 def choose_modes(names: Sequence[str] | None, model: str) -> list[str]:
     """Return the modes to measure: the named ones, or without names all that work with the model.
 
-    The model is looked up only if a mode prunes inside vLLM.
+    The model is looked up if a pruning mode is named, and without names.
 
     Raises:
         UsageError: vLLM cannot prune this model and a pruning mode is named, or the model cannot be found.
@@ -265,7 +265,7 @@ def _measure_in_child(mode: str, job: ServingWork, pipe: Connection, log: str) -
 def _measure_way(way: ServingWay, mode: str, job: ServingWork) -> Iterator[WayResult]:
     """Yield a result for each ratio and number of questions; every round asks cold, and then the same again warm.
 
-    One question per video is asked before, to warm up; it is not measured.
+    One question per video is asked before, as a warm-up.
     """
     way.make_ask(job.ratios[0], 1)()  # loading and compiling on first use are not measured
     memory = ProcessTree(os.getpid())

@@ -41,7 +41,7 @@ MODES = (*CACHED, ONLINE, *PRUNING)
 
 @dataclass(frozen=True)
 class ServingWork:
-    """The work of the benchmark: model, cache, ratios, numbers of questions per video. It can be pickled."""
+    """The work of the benchmark. It can be pickled."""
 
     model: str
     cache: str
@@ -56,7 +56,6 @@ class Pass(NamedTuple):
     """The times and counts of one pass over all requests, which are sent at once.
 
     Attributes:
-        requests: the number of requests.
         seconds: wall seconds of the pass, including reading tokens (or decoding and encoding videos).
         first_token_s: seconds to the first token of the median request; None if unknown.
         prompt_tokens: prompt tokens of all requests.
@@ -90,8 +89,8 @@ class ServingWay(Protocol):
 class CachedWay:
     """The way of answering from a cache with an engine of this package.
 
-    Each ``make_ask`` for a ratio uses a slightly different number of tokens per video. Rows and prefixes of another
-    number have other hashes, so that no engine finds them in its caches.
+    Each ``make_ask`` for a ratio uses a slightly different number of tokens per video, so that no engine finds rows or
+    prefixes in its caches.
     """
 
     def __init__(self, mode: str, job: ServingWork) -> None:
@@ -182,9 +181,7 @@ class CachedWay:
 
 
 class OnlineWay:
-    """The way of answering with vLLM alone: its loader decodes every video, and its model encodes it.
-
-    The model may also prune each video as it encodes it.
+    """The way of answering with vLLM alone: its loader decodes every video, and its model encodes it and may prune it.
     """
 
     def __init__(self, mode: str, job: ServingWork) -> None:
@@ -224,7 +221,7 @@ class OnlineWay:
     def make_ask(self, ratio: float, questions: int) -> Ask:
         """Empty all caches of vLLM, and make a function that asks ``questions`` questions about every video.
 
-        The ratio is that of the engine; ``ratio`` is ignored.
+        ``ratio`` is ignored: the engine has its own.
         """
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_mm_cache()

@@ -1,9 +1,4 @@
-"""The harness of all measurements: flags, ways that run in turn, the result, and CPU and memory of processes.
-
-A measurement is a module with ``add_flags`` and ``run``. It adds its flags (``add_flag``), runs several ways of doing
-the same work in turn (``run_in_turn``), and returns a table and a JSON document that name the machine
-(``make_result``).
-"""
+"""The harness of all measurements: flags, ways that run in turn, the result, and CPU and memory of processes."""
 
 from __future__ import annotations
 
@@ -153,11 +148,9 @@ def make_result(
     device: str = "cpu",
     **record: object,
 ) -> CommandResult:
-    """Return the result of a measurement: a table, and a JSON document with ``record``; both name the machine.
+    """Return the result of a measurement: a table with ``note`` below it, and a JSON document with ``record``.
 
-    Args:
-        note: a text below the table.
-        device: the device that was measured, by torch's name.
+    Both name the machine.
     """
     table = figure_table(f"{title}, on {machine_line(device)}", columns, rows, note)
     return CommandResult(0, {"machine": machine(device), **record}, [table])
@@ -251,8 +244,8 @@ class ProcessTree:
     Call ``look`` often: a process that starts and ends between two looks is missed.
 
     Attributes:
-        peak_mb: the maximum over looks of the memory of all processes together, in MB (10^6 bytes): the sum of
-            proportional set sizes (PSS), in which shared pages, such as Ray's object store, count once.
+        peak_mb: the maximum over looks of the memory of all processes together, in MB (10^6 bytes), in which shared
+            pages, such as Ray's object store, count once (PSS).
     """
 
     def __init__(self, root: int) -> None:
@@ -261,10 +254,7 @@ class ProcessTree:
         self._cpu_s: dict[int, float] = {}
 
     def look(self, *, memory: bool = False) -> None:
-        """Record the CPU seconds and the kind of each living process.
-
-        Args:
-            memory: True to update ``peak_mb`` too, which takes some ms per process.
+        """Record the CPU seconds and the kind of each living process; ``memory`` also updates ``peak_mb``, which takes longer. 
         """
         cpu_s_by_pid = self._read_cpu_s()
         for pid, seconds in cpu_s_by_pid.items():

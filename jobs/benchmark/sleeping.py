@@ -24,11 +24,7 @@ FAMILY = "jobs.benchmark.sleeping:Sleeping"
 
 
 def write_model(folder: Path, seconds: float) -> str:
-    """Write a checkpoint whose encoder sleeps ``seconds`` per video to ``folder``, and return its path.
-
-    Raises:
-        FileExistsError: the folder exists already.
-    """
+    """Write a checkpoint whose encoder sleeps ``seconds`` per video to a new ``folder``, and return its path."""
     folder.mkdir()
     tiny.write("tiny", folder)
     config = folder / "config.json"
@@ -44,10 +40,7 @@ class Sleeping(LlavaOnevision):
 
 
 class SleepingBackbone(Backbone):
-    """A backbone that sleeps once per video, and returns the same random tokens each time.
-
-    Calls from several threads sleep one after the other, since an encoder encodes one video at a time.
-    """
+    """A backbone that sleeps once per video, and returns the same random tokens each time."""
 
     @cached_property
     def hidden_size(self) -> int:

@@ -3,9 +3,9 @@
 The child serves one video after another and is replaced after a crash or a kill. It is forked from a fork server that
 has imported the heavy libraries once, so a replacement takes milliseconds.
 
-This is plain ``multiprocessing`` with one pipe whose other end only the child holds: however the child ends, even
-halfway through an answer, the parent reads end-of-file. A process pool that shares queues and locks with its workers
-cannot guarantee that. The parent unpickles nothing that the child sends, since a hostile video may run code there.
+This is plain ``multiprocessing`` with one pipe whose other end only the child holds: however the child ends, the parent
+reads end-of-file, which a process pool cannot guarantee. The parent unpickles nothing that the child sends, since a
+hostile video may run code there.
 """
 
 from __future__ import annotations
@@ -121,10 +121,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         """Send one request to the child and wait for its answer until ``deadline`` (``time.monotonic()``).
 
         After a timeout, an invalid message or an interrupt the child is killed, so that a late answer cannot reach the
-        next request.
-
-        Raises:
-            VideoFault: a fault of the video, "timeout", "crash", or "internal" if no child starts.
+        next request. The errors are those of ``decode``.
         """
         child = self._get_child()
         backend: str | None = None
@@ -158,9 +155,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
             raise
 
     def _get_child(self) -> _Child:
-        """Return the running child, or start one if there is none or the last one has ended.
-
-        ``starting_s`` grows by the time that this takes, even if it fails.
+        """Return the running child, or start one if there is none or the last one has ended; ``starting_s`` counts the time.
 
         Raises:
             VideoFault: "internal" if the child does not start.
@@ -179,10 +174,7 @@ class InThisProcess(DecodeSandbox):
     """A sandbox without a child or limits, for trusted videos in a notebook: a decoder's crash ends this process."""
 
     def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
-        """Decode one video in this process, from the open file ``descriptor`` if it is given.
-
-        Raises:
-            VideoFault: decoding failed.
+        """Decode one video in this process, from the open file ``descriptor`` if it is given; raise VideoFault if that fails. 
         """
         return decode_video(request if descriptor is None else replace(request, path=f"/proc/self/fd/{descriptor}"))
 
@@ -194,7 +186,7 @@ class _Child:
         """Start the process and wait until it is ready; log its note about a missing memory limit.
 
         Raises:
-            VideoFault: "internal" if it does not start within _START_S or sends an invalid message.
+            VideoFault: "internal" if it does not start within two minutes or sends an invalid message.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
@@ -277,7 +269,7 @@ def _check_backend(message: str | VideoFault | VideoMessage, request: DecodeRequ
 def _hide_main_module() -> Iterator[None]:
     """Keep a child that starts inside this context from importing this process's main module.
 
-    In an actor that is Ray's worker, which takes half a second to import and is useless to a decoder.
+    In an actor that is Ray's worker, which takes half a second to import.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -303,7 +295,7 @@ def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> 
     """Answer the requests that come through the pipe, in the child, until the parent closes it or is gone.
 
     Confines this process first, and sends a note about that ("" if all limits are set). Frames stay in shared memory; a
-    new block's descriptor follows its message. Any exception is sent as a fault.
+    new block's descriptor follows its message. Any exception of a request is sent as a fault.
 
     Args:
         gpus: the value of CUDA_VISIBLE_DEVICES; None leaves it unchanged.
@@ -369,7 +361,7 @@ def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
     """Let this process grow by ``memory_mb`` MiB from now on; return a note if that cannot be limited.
 
     If ``on_gpu``, only private writable memory counts, otherwise the whole address space. Files that it writes,
-    including memory that it shares with other processes, cannot exceed ``memory_mb`` MiB either. Lower hard limits
+    including memory that it shares with other processes, cannot exceed ``memory_mb`` MiB each either. Lower hard limits
     stay.
     """
     kind, field = (resource.RLIMIT_DATA, 5) if on_gpu else (resource.RLIMIT_AS, 0)
@@ -414,8 +406,8 @@ def _end_with_parent() -> None:
 def _strip_credentials() -> None:
     """Remove environment variables whose names look like credentials, so that the child cannot use them by accident.
 
-    Their values are also overwritten in the memory that /proc/self/environ shows, where removing a variable would leave
-    them. Code that takes over the child could still read its parent's memory.
+    Their values are also overwritten in the memory that /proc/self/environ shows. Code that takes over the child could
+    still read its parent's memory.
     """
     library = ctypes.CDLL(None)
     library.getenv.restype = ctypes.c_void_p

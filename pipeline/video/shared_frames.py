@@ -1,7 +1,6 @@
 """Shared memory for frames, which a decode process fills and its parent reads without a copy.
 
-Memory that no array refers to any more is filled again: the kernel takes longer to provide new pages than a frame takes
-to be resized.
+Memory that no array refers to any more is filled again, since new pages from the kernel take longer.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class SharedFrames:
     """The writer's side, in the decode process: one block of memory per video, reused when the reader frees it."""
 
     def __init__(self) -> None:
-        """Start without memory; ``allocate`` creates blocks as videos need them."""
+        """Start without memory."""
         self._idle: dict[int, mmap.mmap] = {}
         self._lent: dict[int, mmap.mmap] = {}
         self._n_pieces = 0
@@ -49,10 +48,7 @@ class SharedFrames:
         self._descriptor: int | None = None  # of the current block, if it is new to the reader
 
     def reuse(self, numbers: list[int]) -> None:
-        """Mark the blocks with these numbers, which the reader has freed, as idle.
-
-        Raises:
-            KeyError: a block was not handed over.
+        """Mark the blocks with these numbers, which the reader has freed, as idle; KeyError if one was not handed over.
         """
         for number in numbers:
             self._idle[number] = self._lent.pop(number)
@@ -81,7 +77,7 @@ class SharedFrames:
     def hand_over(self) -> tuple[Handover, int | None]:
         """Give the block of the last ``allocate``, which must have been called, to the reader.
 
-        Idle blocks beyond _MAX_IDLE_BYTES are given up, the largest first.
+        Idle blocks beyond 64 MiB together are given up, the largest first.
 
         Returns:
             The message for the reader, and the descriptor of a new block, which the caller closes; None for a known

@@ -1,10 +1,9 @@
 """The sources of videos: their current sizes, and the bytes that a decode process reads.
 
 The decode process opens a file or a folder of JPEG frames on disk by its own path. A remote file or a member of an
-archive is fetched first, into an anonymous file in memory, or into a temporary file on systems without these.
-
-The fetching process has the credentials; the decode process gets the file in memory as an open descriptor, which
-decoders open by the path ``/proc/self/fd/N``. On kernels with seals no process can write to that file any more.
+archive is fetched first, into an anonymous file in memory, or into a temporary file on systems without these. The
+fetching process has the credentials; the decode process gets the file in memory as an open descriptor. On kernels with
+seals no process can write to that file any more.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Fetch = Callable[[Callable[[bytes], object], int], int]
 
 @dataclass
 class Source(AbstractContextManager["Source"]):
-    """A video that is ready to be decoded, or the fault that prevents it; ``prepare_source`` creates it. Close it.
+    """A video that is ready to be decoded, or the fault that prevents it. Close it.
 
     Attributes:
         location: the location of the video, with its current mark, and the size if it was fetched.
@@ -182,7 +181,7 @@ def _fetch(source: Source, fetch: Fetch, limit: int) -> int:
 
 
 def _download(source: Source, objects: Objects, write: Callable[[bytes], object], limit: int) -> int:
-    """Write a remote file to ``write`` in one GET, set the mark in ``source.location``, and return the file's size.
+    """Write a remote file to ``write``, set the mark in ``source.location``, and return the file's size.
 
     Raises:
         OSError: the download failed, or the file has more than ``limit`` bytes (EFBIG).
@@ -211,10 +210,11 @@ def _make_fault(uri: str, error: Exception, limit: int) -> VideoFault:
 
 
 class Sizes:
-    """Looks up current sizes and marks of files and objects.
+    """Looks up current sizes and marks of files and objects; call ``finish`` at the end.
 
-    A store that never answers is an error, as no guess about its objects would be safe. Without ``objects``, the client
-    is created from the environment when it is needed.
+    A request is refused if it fails with an OSError other than FileNotFoundError. A store that refuses 32 requests in a
+    row is an error, as no guess about its objects would be safe. Without ``objects``, the client is created from the
+    environment when it is needed.
     """
 
     def __init__(self, objects: Objects | None = None) -> None:
@@ -230,19 +230,17 @@ class Sizes:
         return self._objects
 
     def of(self, paths: Sequence[str]) -> list[int]:
-        """Return the size of each file or object, -1 if it is gone or the request was refused.
-
-        Raises UsageError if the store refused _MAX_REQUESTS requests in a row.
+        """Return the size of each file or object, -1 if it is gone or the request was refused; raises UsageError as ``states``. 
         """
         return [state.size for state in self.states(paths)]
 
     def states(self, paths: Sequence[str]) -> list[FileState]:
         """Look up each file or object; return its state, or MISSING_STATE if it is gone or the request was refused.
 
-        Each object costs one request. Call ``finish`` after the last call.
+        Each object costs one request.
 
         Raises:
-            UsageError: the store refused _MAX_REQUESTS requests in a row, also over several calls.
+            UsageError: the store refused 32 requests in a row, also over several calls.
         """
         remote_states = self._on_s3([path for path in paths if is_remote(path)])
         return [next(remote_states) if is_remote(path) else _state_on_disk(path) for path in paths]
@@ -253,9 +251,10 @@ class Sizes:
             raise make_no_answer(self._refusal)
 
     def _on_s3(self, uris: Sequence[str]) -> Iterator[FileState]:
-        """Yield the state of each object in order, MISSING_STATE if it is gone or the request was refused.
+        """Yield the state of each remote file in order, MISSING_STATE if it is gone or the request was refused.
 
-        Raises UsageError if the store refused _MAX_REQUESTS requests in a row.
+        Raises:
+            UsageError: the store refused 32 requests in a row.
         """
         if not uris:
             return
@@ -273,11 +272,7 @@ class Sizes:
                         yield answer
 
     def _head(self, uri: str) -> FileState | OSError:
-        """Request an object's state from the store.
-
-        Returns:
-            MISSING_STATE if the object is gone; any other OSError, which is not raised.
-        """
+        """Return a remote file's state, MISSING_STATE if it is gone, or any other OSError, which is not raised."""
         try:
             _, size, mark = reach(uri, self.objects).info(uri)
         except FileNotFoundError:
