@@ -1,8 +1,8 @@
 """The paper's efficiency figures (Table 3): E2E and LLM seconds, peak memory, KV cache, tokens per second.
 
-Each method answers questions from the videos, and from a cache of their tokens. Decoding and encoding are measured once
-per video, repeat and kind of evidence, and count for every online question. A cache is read from files that were just
-written and are still in the system's page cache.
+Each method answers questions from the videos, and from a cache of their tokens that is still in the system's page
+cache. Decoding and encoding are measured once per video, repeat and kind of evidence, and count for every online
+question.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class Arm:
         recipe: the recipe of the arm's cache, which has kept tokens. For full retention and for a ``late`` method it
             has all tokens, with the evidence of that method.
         late: the pruning that is done anew for each question; None if tokens are pruned once per video, or not at all.
-        store: the arm's cache.
     """
 
     method: str
@@ -178,8 +177,8 @@ class Bench:
 
     A sample has the figures of one question in one mode: seconds of each step, 0 for a step that the mode skips, and
     sums. ``llm_s`` is the whole ``generate`` call, ``llm_with_tower_s`` adds encoding and pruning as the paper's
-    harness does, and ``total_s`` adds all other steps (online, the paper's E2E). ``peak_bytes`` is the peak of torch's
-    memory on a GPU, or of this process on a CPU, including weights; None if unknown.
+    harness does, and ``total_s`` adds all other steps. ``peak_bytes`` is the peak of torch's memory on a GPU, or of
+    this process on a CPU, including weights; None if unknown.
     """
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> None:
@@ -263,8 +262,7 @@ class Bench:
         """Measure all arms in both modes, and return the samples; call it only once, since it frees the vision tower.
 
         All arms first answer from the videos, which fills the caches, and then from the caches. In both modes,
-        questions about the first video are asked once more at the beginning, as a warm-up. Within a video, the arms
-        take turns, so that disturbances of the machine affect all of them.
+        questions about the first video are asked once more at the beginning, as a warm-up.
 
         Raises:
             RunFailed: a video cannot be decoded.

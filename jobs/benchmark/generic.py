@@ -1,7 +1,4 @@
-"""Seconds and bytes per video with the family generic, beside the model's own family.
-
-Frames are resized in the decoder, or with the family generic by the checkpoint's processor in the encoder.
-"""
+"""Seconds and bytes per video with the family generic, beside the model's own family."""
 
 from __future__ import annotations
 
@@ -120,12 +117,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def _resolve_ways(model: str) -> dict[str, ModelSource]:
-    """Resolve a model with its own family (FAST) and with the family generic (GENERIC).
-
-    Raises:
-        UsageError: the model has no family of its own.
-        ModelError: the model cannot be used.
-    """
+    """Resolve a model with its own family (FAST) and with GENERIC; UsageError if it has no family of its own."""
     source = ModelSource.resolve(model, gate=False)
     if isinstance(family_of(source), GenericFamily):
         raise UsageError(f"--model: {model} has the family generic alone: there is nothing to compare")
@@ -173,7 +165,7 @@ def measure(
 
 
 def _encode(backbone: Backbone, frames: NDArray[np.uint8], sampled: SampledVideo) -> Tensor:
-    """Encode a video to tokens [T,N,D], and copy them to the CPU, which waits for a GPU to finish."""
+    """Encode a video to tokens [T,N,D] on the CPU, which waits for a GPU to finish."""
     return backbone.encode(frames, video=sampled).tokens.cpu()
 
 

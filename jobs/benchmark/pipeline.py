@@ -1,7 +1,6 @@
 """The whole job beside a plain DataLoader loop on the same videos, with an encoder that only sleeps.
 
-Both run in turn as child processes, over few and over many videos. A figure is the cost per further video, so that the
-time to start cancels out.
+A figure is the cost per further video, so that the time to start cancels out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The cost of reading a cache, beside plain pyarrow, and on S3 beside plain GETs of the same bytes.
-
-Each way reads all videos of a synthetic cache once per round; the ways take turns.
-"""
+"""The cost of reading a cache, beside plain pyarrow, and on S3 beside plain GETs of the same bytes."""
 
 from __future__ import annotations
 
@@ -244,7 +241,7 @@ def _read_all(items: Iterable[T], read: Callable[[T], object]) -> None:
 
 
 def _list_rows(cache: TokenCache, ratio: float | None) -> list[TokenRows]:
-    """List the token rows to read for each video of the cache; None as the ratio means all that is stored."""
+    """List the token rows to read for each video of the cache; the ratio None means all that is stored."""
     options = cache.check_options(ratio, "index", (), False)
     return [cache.make_token_request(cache.metadata(video_id), options) for video_id in cache.video_ids]
 

@@ -40,7 +40,6 @@ class SelectionTimes:
         loop: Eqs. (9)-(12) with one matrix-vector product per step, extrapolated from the first ``loop_steps`` steps.
         selection: the selection of gstep.prune, given the density.
         gstep: all of gstep.prune, with the density and the copy of the kept tokens.
-        vidcom2: all of another method.
         same: the share of the selection's first ``loop_steps`` + 1 picks that the loop picked too.
     """
 
@@ -129,8 +128,7 @@ def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Select
 
 
 def loop_steps(n_tokens: int, hidden: int, budget: int) -> int:
-    """Return the number of steps of the paper's loop to time, at least 1: B - 1, or at most PREFIX if all take too long. 
-    """
+    """Return the number of steps of the loop to time, at least 1: B - 1, or at most PREFIX if all take too long."""
     fits = n_tokens <= _WHOLE_TOKENS and 4.0 * n_tokens * hidden * budget <= _WHOLE_BYTES
     return max(1, budget - 1 if fits else min(budget - 1, PREFIX))
 

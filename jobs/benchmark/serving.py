@@ -1,7 +1,4 @@
-"""Answers from a cache beside answers from the videos: requests per second, time to first token, reuse, memory.
-
-Each way runs in its own process, and answers the same questions about the same videos.
-"""
+"""Answers from a cache beside answers from the videos: requests per second, time to first token, reuse, memory."""
 
 from __future__ import annotations
 
@@ -57,16 +54,16 @@ class WayResult:
 
     Attributes:
         requests: the number of requests of a pass, all sent at once.
-        requests_per_s: requests per second if nothing of their videos is cached, including reading tokens (or decoding
-            and encoding videos).
-        warm_requests_per_s: requests per second when the same requests are repeated.
+        requests_per_s: if nothing of their videos is cached, including reading tokens (or decoding and encoding
+            videos).
+        warm_requests_per_s: when the same requests are repeated.
         first_token_s: seconds to the first token of the median request if nothing is cached; None if unknown.
         reused: the share of the prompts' tokens that the prefix cache had; None if unknown.
-        visual_tokens: mean visual tokens per prompt; None for texts.
+        visual_tokens: the mean per prompt; None for texts.
         prefilled_tokens: mean tokens per request that the model reads if nothing is cached before.
         sent_kb: kilobytes (10^3) per question sent to the engine's process; None for an engine in this process.
-        peak_mb: the maximum over passes of the memory of all processes together, with the model (PSS, in which shared
-            pages count once).
+        peak_mb: the maximum over passes of the memory of all processes together (PSS, in which shared pages count
+            once).
         gpu_mb: the peak of torch's GPU memory in the benchmark's process, without vLLM's engine; None without a GPU.
     """
 

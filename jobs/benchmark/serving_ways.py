@@ -1,6 +1,6 @@
 """Ways of answering questions about every video: from a cache, from texts of equal length, from the videos.
 
-Each way answers cold, when nothing of a video is cached anywhere, and then the same questions again.
+Each way answers cold, when nothing of a video is cached, and then the same questions again.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Pass(NamedTuple):
     """The times and counts of one pass over all requests, which are sent at once.
 
     Attributes:
-        seconds: wall seconds of the pass, including reading tokens (or decoding and encoding videos).
+        seconds: wall seconds, including reading tokens (or decoding and encoding videos).
         first_token_s: seconds to the first token of the median request; None if unknown.
         prompt_tokens: prompt tokens of all requests.
         reused_tokens: prompt tokens that the prefix cache had; None without a prefix cache.
-        visual_tokens: mean visual tokens per prompt; None for texts.
+        visual_tokens: the mean per prompt; None for texts.
         sent_bytes: bytes sent to the engine's process; None for an engine in this process.
     """
 

@@ -129,11 +129,7 @@ def format_figure(value: float | None) -> str:
 
 
 def figures_in_rows(columns: Iterable[Mapping[str, float | None]]) -> list[tuple[str, ...]]:
-    """Return table rows with one row per figure, its name first, and one cell per item; "-" where an item lacks it.
-
-    Args:
-        columns: the items: name of a figure -> number.
-    """
+    """Return table rows with one row per figure, its name first, and one cell per item; "-" where an item lacks it."""
     items = list(columns)
     names = dict.fromkeys(name for figures in items for name in figures)
     return [(name, *(format_figure(figures.get(name)) for figures in items)) for name in names]
@@ -241,7 +237,7 @@ def classify_process(command: str) -> str:
 class ProcessTree:
     """A process and its descendants, including those whose parent has ended, as seen by ``look``.
 
-    Call ``look`` often: a process that starts and ends between two looks is missed.
+    A process that starts and ends between two looks is missed.
 
     Attributes:
         peak_mb: the maximum over looks of the memory of all processes together, in MB (10^6 bytes), in which shared
@@ -254,8 +250,7 @@ class ProcessTree:
         self._cpu_s: dict[int, float] = {}
 
     def look(self, *, memory: bool = False) -> None:
-        """Record the CPU seconds and the kind of each living process; ``memory`` also updates ``peak_mb``, which takes longer. 
-        """
+        """Record the CPU seconds and the kind of each living process; ``memory`` also updates ``peak_mb``."""
         cpu_s_by_pid = self._read_cpu_s()
         for pid, seconds in cpu_s_by_pid.items():
             self._cpu_s[pid] = seconds
@@ -328,7 +323,7 @@ def _read_pss(pid: int) -> int:
 
 
 def _read(process: int | Path, name: str) -> str:
-    """Read a file of a process in /proc, or of a task below it, with NUL bytes as blanks; "" if it cannot be read."""
+    """Read a file of a process in /proc, or of a task below it; "" if that fails. NUL bytes become blanks."""
     try:
         return Path("/proc", str(process), name).read_text(encoding="utf-8", errors="replace").replace("\0", " ")
     except OSError:

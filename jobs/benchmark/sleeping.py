@@ -1,7 +1,4 @@
-"""A model family that sleeps instead of computing, for ``jobs.prune --family`` by its import path.
-
-Its checkpoint is the tiny LLaVA-OneVision, whose config.json also has the seconds to sleep per video.
-"""
+"""A model family that sleeps instead of computing, for ``jobs.prune --family`` by its import path."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Synthetic tokens for benchmarks: with the structure of real encoders, and the worst case.
+"""Synthetic tokens for benchmarks, seeded, [T,N,D] bfloat16.
 
-All are seeded, [T,N,D] bfloat16, and made frame by frame, which saves memory. Shapes: T frames, N tokens per frame, D
-hidden size, k directions.
+Shapes: T frames, N tokens per frame, D hidden size, k directions.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 Credentials are those that the provider's tools find (GOOGLE_APPLICATION_CREDENTIALS, a machine's identity); on Azure
 AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or an identity. Azure was tested with
-its emulator azurite; Google Cloud Storage is **untested**, since no available emulator takes Arrow's uploads.
-
-A write that breaks off may leave a truncated object. Its name, or the row that names it, has a hash, so no reader takes
-it for a complete one. Videos are not read from these stores.
+its emulator; Google Cloud Storage is **untested**. A write that breaks off may leave a truncated object, but its name,
+or the row that names it, has a hash, so no reader takes it for a complete one.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _AZURE = {"BlobEndpoint": "blob_storage_authority", "AccountName": "account_name
 
 
 class ArrowObjects:
-    """The client of an object store that Arrow's file systems reach. It can be pickled, and a forked process connects again.
+    """The client of an object store that Arrow's file systems reach. It can be pickled, and works after a fork.
 
     Methods that send requests raise OSErrors that name the URI: FileNotFoundError, PermissionError with the source of
     the credentials, or a general one.
@@ -100,7 +98,7 @@ class ArrowObjects:
                 yield ObjectInfo(f"{self._scheme}{item.path}", item.size)
 
     def age(self, uri: str) -> timedelta:
-        """Return the time since the object was written, by this machine's clock; negative if that is behind the store's.
+        """Return the time since the object was written, by this machine's clock, which may be behind the store's.
 
         Raises:
             FileNotFoundError: there is no such object.

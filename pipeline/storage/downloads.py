@@ -50,8 +50,6 @@ def write_download(download: Incoming, write: Callable[[bytes], object], limit: 
 class Download(AbstractContextManager["Download"], Iterator[bytes]):
     """An iterator over the bytes [start, end) of an object, in pieces of up to 16 KiB. Close it after use.
 
-    No data is transferred while nobody asks for the next piece.
-
     Attributes:
         size: the size of the whole object in bytes.
         mark: its ETag; None if the store does not give one.

@@ -20,7 +20,7 @@ _PIECE = 2**26
 
 
 def is_remote(uri: str) -> bool:
-    """Return True if a URI begins with s3:// or hf://, so that its file has to be fetched."""
+    """Return True if a URI begins with s3:// or hf://."""
     return is_s3(uri) or uri.startswith(SCHEME)
 
 
@@ -32,10 +32,9 @@ class HubFiles:
     """
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """Yield the files whose URIs begin with ``prefix``, sorted by name, after the folder that contains them was listed.
+        """Yield the files whose URIs begin with ``prefix``, sorted by name, after their folder was listed.
 
         Args:
-            prefix: the URI of a folder that ends in "/", or the beginning of files' URIs.
             deep: also list files in subfolders.
         """
         folder = prefix.rpartition("/")[0]
@@ -66,12 +65,12 @@ class HubFiles:
             return Slice(file.read(last - first) if first < last else b"", size)
 
     def download(self, uri: str, start: int = 0, end: int | None = None) -> HubDownload:
-        """Return an iterator over bytes [start, end) of a file, in pieces of up to 64 MiB."""
+        """Return an iterator over bytes [start, end) of a file."""
         return HubDownload(self, uri, start, end)
 
 
 class HubDownload(Iterator[bytes]):
-    """An iterator over the bytes [start, end) of a file on the hub.
+    """An iterator over the bytes [start, end) of a file on the hub, in pieces of up to 64 MiB.
 
     Attributes:
         size: the size of the whole file in bytes.
@@ -87,7 +86,7 @@ class HubDownload(Iterator[bytes]):
         self._end = self.size if end is None else min(end, self.size)
 
     def __next__(self) -> bytes:
-        """Fetch the next piece of up to 64 MiB; the range is cut at the size that the file had at first.
+        """Fetch the next piece; the range is cut at the size that the file had at first.
 
         Raises:
             OSError: the request failed, or the file has become shorter.
@@ -109,10 +108,7 @@ Files = Objects | HubFiles
 
 
 def reach(uri: str, objects: Objects) -> Files:
-    """Return the client that reads the file of a URI: ``objects`` for s3://, a new HubFiles for hf://datasets/.
-
-    Raises:
-        UsageError: the URI has another beginning.
+    """Return the client that reads a file: ``objects`` for s3://, a new HubFiles for hf://datasets/; UsageError for others.
     """
     if is_s3(uri):
         return objects
@@ -122,7 +118,7 @@ def reach(uri: str, objects: Objects) -> Files:
 
 
 def _info(entry: dict[str, Any]) -> ObjectInfo:
-    """Convert an entry of the hub's file system to an ObjectInfo; its mark is the hash of the content, or ""."""
+    """Convert an entry of the hub's file system; the mark is the hash of the content, or ""."""
     mark = (entry.get("lfs") or {}).get("sha256") or entry.get("blob_id") or ""
     return ObjectInfo(f"{SCHEME}{entry['name']}", int(entry["size"]), str(mark))
 

@@ -1,6 +1,6 @@
 """Report stores that do not answer for a while: one line when an outage begins and one when it ends.
 
-Each process records its own requests. The workers of a run report their outages to the driver, which prints all.
+The workers of a run report their outages to the driver, which prints all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ class Outage(NamedTuple):
     Attributes:
         place: the name of the store: s3://BUCKET.
         since: when the first unanswered request was sent, in seconds since 1970.
-        why: the error.
     """
 
     place: str
@@ -50,8 +49,7 @@ class Outages:
             outages.clear()
 
     def note_failure(self, outage: Outage) -> None:
-        """Record a failed request that will be retried; print a line, once, if the store has failed for MIN_OUTAGE_S (5 s). 
-        """
+        """Record a failed request that will be retried; print a line, once, if the store has failed for 5 s."""
         self._own_outages.setdefault(outage.place, outage)
         self._note()
 

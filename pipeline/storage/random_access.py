@@ -47,7 +47,7 @@ class LocalFile:
 
 
 class RangedObject:
-    """An object in a store for random access, by range requests. It holds no connection, so threads may share it.
+    """An object in a store for random access, by range requests; threads may share it.
 
     Opening it fetches its size and last 64 KiB with one request.
     """
@@ -82,8 +82,7 @@ class RangedObject:
         return self.stretch(start, end).view(start, end)
 
     def fetch(self, spans: Iterable[tuple[int, int]]) -> Fetched:
-        """Fetch ranges of the object into memory, with at most one request each. Reads outside of them send further requests. 
-        """
+        """Fetch ranges of the object, with at most one request each. Reads outside of them send further requests."""
         return Fetched([self.stretch(*span) for span in spans], self._size, self.stretch)
 
 
@@ -163,8 +162,8 @@ class Fetched(Positioned):
 class LoadedOnce(Generic[V]):
     """A cache of the last used results of a slow function, for threads and forked processes.
 
-    A forked process starts with an empty cache: it touches neither its parent's open files nor a lock that a thread of
-    the parent may hold. A pickled copy is empty too.
+    A forked process starts with an empty cache, so that it touches neither its parent's open files nor its locks. A
+    pickled copy is empty too.
     """
 
     def __init__(self, load: Callable[..., V], keep: int) -> None:

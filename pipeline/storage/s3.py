@@ -1,9 +1,8 @@
 """Access S3 and compatible stores: settings that travel to the workers, the requests, and errors without secrets.
 
 This uses botocore rather than a file-system layer, because every request counts over millions of videos: reading a
-video is one GET, writing a shard one PUT, and listing one LIST per thousand keys. obstore (0.12.1) takes a tenth of the
-CPU time for a small GET, but cannot replace botocore: it cannot read keys such as ``a//b.mp4``, hangs in forked
-children, and has neither profiles nor SSO nor pending uploads.
+video is one GET, writing a shard one PUT, and listing one LIST per thousand keys. The faster obstore cannot replace it:
+it hangs in forked children, and has neither profiles nor SSO nor pending uploads.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ class Upload(NamedTuple):
 
     Attributes:
         uri: the object that it would become.
-        upload_id: distinguishes uploads of the same object.
         started: the beginning, by the store's clock.
     """
 
@@ -167,7 +165,7 @@ class Objects:
         Once temporary credentials among them expire, each process uses the credentials that botocore finds.
 
         Args:
-            endpoint: the value of the flag; it overrides the configured endpoint.
+            endpoint: overrides the configured endpoint.
             requester_pays: accept the cost of reads from buckets whose owners want that.
         """
         settings: dict[str, Any] = {
@@ -177,8 +175,7 @@ class Objects:
         return cls(requester_pays=requester_pays, **{**settings, "endpoint_url": endpoint})
 
     def impatient(self) -> Objects:
-        """Return a client that sends a request at most twice, with a fifth of the timeouts (2 s to connect, 12 s of silence). 
-        """
+        """Return a client that sends a request at most twice, with a fifth of the timeouts."""
         return self._copy(patience=0.2)
 
     def for_store(self) -> Objects:
@@ -268,9 +265,7 @@ class Objects:
         return ObjectInfo(uri, int(answer["ContentLength"]), answer.get("ETag", ""))
 
     def age(self, uri: str) -> timedelta:
-        """Return the time since the object was written, by the store's clock, with one request.
-
-        If the answer has no Date, this machine's clock is used.
+        """Return the time since the object was written, by the store's clock, or by this machine's if the answer has no Date.
         """
         answer = self._request("head_object", uri)
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
@@ -326,14 +321,13 @@ class Objects:
     def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
         """Download an object into ``write`` piece by piece, and return its size in bytes.
 
-        If the connection breaks, it is resumed where it broke, up to four times without 16 MiB in between.
-
         Args:
             limit: the largest size allowed, in bytes; None for no limit.
 
         Raises:
             OSError: (EFBIG) the object is larger than ``limit``; nothing is read. (ETIMEDOUT) the download is too slow:
-                below 256 KiB/s and two minutes late.
+                below 256 KiB/s and two minutes late. Broken connections are resumed up to four times without 16 MiB in
+                between.
         """
         with self.download(uri) as download:
             return write_download(download, write, limit, uri)

@@ -160,7 +160,7 @@ class LocalStore:
         return root.is_file() or any(path.suffix != NOTE and path.parts[0] not in {INDEXES, CARD} for path in files)
 
     def impatient(self) -> LocalStore:
-        """Return this store; other stores return one with short timeouts, for requests that are useless when late."""
+        """Return this store; other stores return one with short timeouts."""
         return self
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
@@ -317,7 +317,7 @@ class LocalStore:
             os.unlink(name, dir_fd=root)
 
     def uploads(self) -> Iterator[Upload]:
-        """Return an iterator over the pending uploads below the root, which a store bills; a folder has none."""
+        """Return an iterator over the pending uploads below the root; a folder has none."""
         return iter(())
 
     def abort(self, upload: Upload) -> None:
@@ -376,11 +376,7 @@ class _OpenFolder:
 
 
 class ObjectStore:
-    """A store with the methods of LocalStore below a prefix of an object store.
-
-    On S3, a file is written with one PUT, so that no partial upload is left behind. Methods raise OSErrors that name
-    the URI.
-    """
+    """A store with the methods of LocalStore below a prefix of an object store."""
 
     def __init__(self, root: str, objects: Objects | ArrowObjects) -> None:
         self.root = root.rstrip("/")

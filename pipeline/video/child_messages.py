@@ -1,7 +1,6 @@
 """The messages from a decode process to its parent: JSON and arrays of numbers, which cannot carry code.
 
-A hostile video may have taken over the decode process. The parent therefore limits the size of a message and the time
-that it waits for one, and checks the type and range of every value.
+A hostile video may have taken over the decode process, so the parent checks every value and limits sizes and waits.
 """
 
 from __future__ import annotations

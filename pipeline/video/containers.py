@@ -1,11 +1,9 @@
 """Recognition of a file's container by its first bytes, so that only known video containers reach a decoder.
 
 If FFmpeg is not told the format, it guesses one, and some formats (playlists, concat scripts) name other files or hosts
-that it would then open. The file is therefore opened with the demuxer of the recognized container only.
-
-Some demuxers find their stream behind other bytes: a capture that begins inside a packet, padding, an ID3 tag, or the
-header of an image. Another container, an archive or a document is refused even if it contains a stream: read as a raw
-stream, it would lose its timestamps and mix its tracks.
+that it would then open. Some demuxers find their stream behind other bytes, such as padding or an ID3 tag. Another
+container, an archive or a document is refused even if it contains a stream: read as a raw stream, it would lose its
+timestamps and mix its tracks.
 """
 
 from __future__ import annotations
@@ -106,12 +104,11 @@ _SCRIPT = re.compile(rb"#EXTM3U|ffconcat version|<MPD|c=IN IP|\[playlist\]", re.
 
 
 def sniff(path: str | Path) -> str:
-    """Return the name of the FFmpeg demuxer to open a file with, from the file's first HEAD_BYTES bytes (1 MiB).
+    """Return the name of the FFmpeg demuxer to open a file with, from the file's first MiB.
 
     Raises:
         VideoFault: "unsupported" for a folder and for anything but a known video container; "policy" for a playlist or
-            other list of files, a FIFO, a socket or a device; "io" if the file cannot be opened. The message says what
-            the file looks like.
+            other list of files, a FIFO, a socket or a device; "io" if the file cannot be opened.
     """
     with open_regular(path) as file:
         return recognise(file.read(HEAD_BYTES), path)

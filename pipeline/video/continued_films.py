@@ -1,8 +1,8 @@
 """Films that continue where FFmpeg stops reading: under another PID of a transport stream, or in joined files.
 
-FFmpeg makes a stream for each PID of a transport stream, but ignores a PID that first appears late in the file. Players
-switch to it when new tables announce it. ``ContinuedFile`` therefore gives the later packets the film's first PID. In
-other containers, a film behind the first one is not read; ``goes_on`` only detects it.
+FFmpeg ignores a PID that first appears late in a transport stream. Players switch to it when new tables announce it;
+``ContinuedFile`` therefore gives the later packets the film's first PID. In other containers, a film behind the first
+one is only detected, by ``goes_on``.
 """
 
 from __future__ import annotations
@@ -280,10 +280,9 @@ def goes_on(path: str | Path, demuxer: str, place: int, pid: int, continuation: 
     other containers.
 
     Args:
-        demuxer: the name of FFmpeg's demuxer.
         place: the end of that last packet, in bytes.
         pid: the stream's PID; only used for transport streams.
-        continuation: the PIDs to replace in a transport stream; None leaves them as they are.
+        continuation: the PIDs to replace in a transport stream.
     """
     if demuxer == "mpegts":
         return _has_packets(path, place, pid, continuation)

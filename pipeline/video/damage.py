@@ -52,7 +52,7 @@ def find_lost_stretches(
     Args:
         timestamps: [F] seconds of the listed frames, ascending.
         is_lost: [F], True for each frame that does not come out of the decoder.
-        duration_s: end of the last listed frame, in seconds.
+        duration_s: end of the last listed frame.
     """
     starts = [*timestamps.tolist(), duration_s]
     runs = ([index for index, _ in run] for lost, run in groupby(enumerate(is_lost), lambda item: item[1]) if lost)
@@ -60,11 +60,7 @@ def find_lost_stretches(
 
 
 def find_skipped_holes(timestamps: NDArray[np.float64], fps: float) -> tuple[Hole, ...]:
-    """Find the gaps of at least two frames between decoded frames, in a file of constant rate that lists no times.
-
-    Args:
-        timestamps: [F] seconds of the decoded frames, ascending.
-    """
+    """Find the gaps of at least two frames between decoded frames, in a file of constant rate that lists no times."""
     long = np.flatnonzero(np.diff(timestamps) > (_MIN_LOST_FRAMES + 0.5) / fps)
     return tuple(Hole(float(timestamps[i]) + 1 / fps, float(timestamps[i + 1])) for i in long)
 

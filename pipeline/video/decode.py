@@ -1,6 +1,4 @@
 """Decode one video file or folder of frames to the sampled, resized frames, or to a VideoFault that says what is wrong.
-
-It runs in the child process of ``pipeline.video.sandbox``, since decoders can abort, hang and exhaust the memory.
 """
 
 from __future__ import annotations
@@ -83,9 +81,8 @@ class DecodeRequest:
         path: what ``decode_video`` opens: a local file, a folder of JPEG frames, or ``/proc/self/fd/N`` for an open
             file. Before that it may be any name, such as the uri of a row, which the source and the child process
             replace.
-        preprocessor: the rule for the frames' size.
-        start_s: start of the clip in seconds; None for the start of the video.
-        end_s: end of the clip in seconds, not included; None for the end of the video.
+        start_s: start of the clip; None for the start of the video.
+        end_s: end of the clip, not included; None for the end of the video.
         decoder: "auto" or "pyav" for PyAV; "decord", "torchcodec" or "nvdec", which fall back to PyAV where they fail
             or are known to be wrong; or the import path "package.module:Class" of a
             ``pipeline.video.decoders.FrameDecoder``, which has no fallback and is not imported yet.
@@ -120,7 +117,7 @@ class DecodedVideo:
         timestamps: [T] float64 seconds of these frames from the start of the file, as players show them.
         record: the columns of the videos table that decoding determines. Those that the file does not state are absent
             or None.
-        attempts: the number of decoding attempts: 2 if a built-in decoder other than PyAV ended the first process.
+        attempts: 2 if a built-in decoder other than PyAV ended the first process, otherwise 1.
         cpu_s: CPU seconds of the process while it decoded the video.
     """
 
@@ -136,7 +133,7 @@ class DecodedVideo:
         return replace(self, record={**self.record, **columns})
 
     def add_note(self, note: str) -> DecodedVideo:
-        """Return a copy whose ``backend_note`` begins with ``note``, if that is not empty; KeyError without a ``backend_note``. 
+        """Return a copy whose ``backend_note``, which must exist, begins with ``note``; an empty ``note`` adds nothing.
         """
         return self.add_columns({"backend_note": "; ".join(filter(None, (note, self.record["backend_note"])))})
 
@@ -222,7 +219,7 @@ class _Decoding:
             return self._read_by_any(index).add_columns(source)
 
     def _decode_folder(self, path: str) -> DecodedVideo:
-        """Decode a folder of JPEG frames with JpegDecoder, whatever decoder is requested; the clip is rounded to whole frames. 
+        """Decode a folder of JPEG frames with JpegDecoder, whatever decoder is requested; round the clip to whole frames.
         """
         index = index_frames(path)
         size, digest = fingerprint_frames(path, frame_names(path))
@@ -308,9 +305,7 @@ class _Decoding:
         return DecodedVideo(frames, indices, index.timestamps[indices], record)
 
     def _check(self, index: VideoIndex, clip: tuple[float | None, float | None]) -> int:
-        """Return the largest count of signs of damage that are known without FFmpeg's log.
-
-        The counts are corrupt packets, holes, and 1 for an unread part.
+        """Return the largest count of signs of damage outside FFmpeg's log: corrupt packets, holes, and 1 for an unread part.
 
         Raises:
             VideoFault: "corrupt" if too much of the clip does not decode (``check_decodable``).

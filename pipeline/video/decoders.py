@@ -66,8 +66,7 @@ class FrameDecoder(Protocol):
 
 
 def load_decoder(name: str) -> type[FrameDecoder]:
-    """Import the decoder class for a name in ``DECODERS`` (KeyError for others) or an import path ``package.module:Class``. 
-    """
+    """Import the decoder class for a name in ``DECODERS`` (KeyError for others) or a path ``package.module:Class``."""
     decoder: type[FrameDecoder] = load_object(name) if ":" in name else DECODERS[name]
     return decoder
 
@@ -276,8 +275,7 @@ def _check_keyframes(index: VideoIndex, indices: NDArray[np.int64]) -> None:
 class _PlainMarks:
     """A filter that marks frames as progressive and their chroma location as unspecified, without changing pixels.
 
-    FFmpeg's scaler then converts a frame's chroma as one picture and does not shift it, as the models' own loaders
-    (decord, torchcodec) and the ffmpeg command line do.
+    FFmpeg's scaler then converts chroma as the models' own loaders (decord, torchcodec) and the ffmpeg command line do.
     """
 
     def __init__(self) -> None:

@@ -18,11 +18,7 @@ _HEAD = 64  # bytes of a packet that are searched for them
 
 
 class DecordDecoder(LibraryDecoder):
-    """The decoder with decord on one thread. decord guesses the demuxer, so only sniffed files may reach it.
-
-    Raises:
-        DECORDError: decord cannot read the file.
-    """
+    """The decoder with decord on one thread. decord guesses the demuxer, so only sniffed files may reach it."""
 
     version = str(decord.__version__)
 
@@ -67,8 +63,7 @@ class DecordDecoder(LibraryDecoder):
 
 
 def _has_leading_frames(packets: Sequence[PacketInfo]) -> bool:
-    """Return True if some frame is stored after a keyframe and shown before it; all packets must have presentation times. 
-    """
+    """Return True if some frame is stored after a keyframe and shown before it; all packets must have times."""
     pts = np.array([packet.pts for packet in packets])
     keyframe = np.array([packet.keyframe for packet in packets])
     return bool((pts < np.maximum.accumulate(np.where(keyframe, pts, pts.min()))).any())

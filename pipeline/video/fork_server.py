@@ -1,7 +1,4 @@
-"""A process that a worker forks before it has threads, and that later becomes the server of its decode processes.
-
-It has already imported what they use, which saves the CPU second of a server that ``multiprocessing`` starts.
-"""
+"""A process that a worker forks before it has threads, and that later becomes the server of its decode processes."""
 
 from __future__ import annotations
 
@@ -59,8 +56,8 @@ def _wait(requests: socket.socket) -> None:
 def _show(title: bytes) -> None:
     """Make ``ps`` show ``title`` for this process, and hide the environment that it inherited.
 
-    Overwrites the memory that the kernel shows as this process's arguments and variables. ``os.environ`` is not
-    affected: the variables in use were moved elsewhere by now.
+    Overwrites the memory that the kernel shows as this process's arguments and variables; ``os.environ`` is not
+    affected.
     """
     addresses = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[45:49]  # see proc(5)
     arguments, arguments_end, variables, variables_end = map(int, addresses)

@@ -1,7 +1,6 @@
 """Read packet headers without decoding: which packets show a frame, and in which order frames are shown.
 
-Some containers tell neither. VP8, VP9, AV1 and MPEG-4 may store packets for frames that other frames refer to but no
-player shows, or packets without a frame. AVI and raw streams state no presentation times.
+VP8, VP9, AV1 and MPEG-4 may store packets that show no frame. AVI and raw streams state no presentation times.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class _Bits:
 
 
 def is_vp8_shown(data: memoryview) -> bool:
-    """Return True if a packet of VP8, which must not be empty, shows a frame; alternate reference frames do not.
-
-    Keyframes always count as shown: one that says otherwise is damaged.
-    """
+    """Return True if a packet of VP8, which must not be empty, shows a frame; keyframes always count as shown."""
     return bool(data[0] & 0x10) or not data[0] & 1
 
 

@@ -1,8 +1,7 @@
 """The decoder on an NVIDIA GPU (NVDEC): with PyAV's own wheel, or with torchcodec if PyAV was built without CUDA.
 
-FFmpeg loads the driver's libnvcuvid. Only the chosen frames come back to the host, where they are unpacked to the pixel
-layout of FFmpeg's software decoders. All later steps are those of PyAV on a CPU, color conversion included: on an H200,
-four clips gave the same bits.
+PyAV's frames are unpacked on the host to the pixel layout of FFmpeg's software decoders. All later steps are those of
+PyAV on a CPU, color conversion included: on an H200, four clips gave the same bits.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class VideoPackets:
         is_ranked: True if ``pts`` in ``table`` are ranks in the shown order, computed from headers because the
             container states no presentation times.
         parameters_change: True if the container gives the decoder new parameters in the middle of the stream.
-        stated_s: the end of the video in seconds as the container states it; None if it does not, and for MP4, which
-            lists every frame.
+        stated_s: the end of the video as the container states it; None if it does not, and for MP4, which lists every
+            frame.
         fault: the last error that a packet or the demuxer gave; None without one.
         note: what of the film was not read; empty if nothing is known to be missing.
         n_corrupt: the number of packets that the demuxer marks as damaged, plus 1 if an error ended reading.
@@ -154,9 +154,7 @@ class VideoPackets:
     def find_end(self, duration_s: float) -> float:
         """Return the end of the video in seconds, as the container states it, or an estimate from the file's size.
 
-        Args:
-            duration_s: the end of the last frame; returned if the file neither states nor suggests another end, and for
-                MP4.
+        The result is ``duration_s``, the end of the last frame, if there is neither, and for MP4.
         """
         if self.stated_s is not None or self.demuxer == "mov":
             return self.stated_s or duration_s
@@ -414,7 +412,7 @@ def open_container(path: str, demuxer: str, continuation: Continuation | None = 
 
 
 def read_packets(path: str, demuxer: str) -> VideoPackets:
-    """Read the packets of the best video stream that has any, or of an empty stream if none has; the caller closes them.
+    """Read the packets of the best video stream that has any, or of an empty stream if none has; close the result.
 
     A transport stream with large gaps (``has_large_gap``) is read again with the film's other PIDs, if it has any.
     ``note`` of the result says what is not read.

@@ -1,7 +1,7 @@
 """The frame-by-frame index of a video file, usually made without decoding it; every decoder works from it.
 
-Timestamps are seconds from the container's start time, which players show as zero. They come from the index whichever
-decoder delivers the pixels, because decoders disagree about start offsets and edit lists.
+Timestamps are seconds from the container's start time, which players show as zero, whichever decoder delivers the
+pixels.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class VideoIndex:
         pixel_format: FFmpeg's name for the first frame's pixel format.
         fps: average frames per second of the whole file.
         timestamps: [F] float64 seconds, ascending.
-        duration_s: end of the last frame, in seconds.
+        duration_s: end of the last frame.
         tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
         pts: [F] int64 presentation times in ticks, by which decoded frames are identified; None if the file has no
             usable times, so that decoded frames can only be counted.
@@ -253,7 +253,6 @@ def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fract
     Otherwise it is the mean rate; for a single frame, the first stated rate.
 
     Args:
-        stated_rates: at least one.
         span: seconds from the first to the last timestamp.
         tick: seconds.
     """

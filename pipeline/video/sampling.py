@@ -146,7 +146,7 @@ def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[n
 def is_even(timestamps: NDArray[np.float64], tick_s: float) -> bool:
     """Return True if frames have a constant rate, apart from rounding by two ticks of ``tick_s`` seconds or 1 ms.
 
-    Fewer than three frames always do. ``timestamps`` are [F] seconds, ascending.
+    Fewer than three frames always do.
     """
     if len(timestamps) < 3:
         return True

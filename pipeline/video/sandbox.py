@@ -1,10 +1,7 @@
 """A child process that decodes videos, and may crash, hang or exhaust its memory without harm to its parent.
 
-The child serves one video after another and is replaced after a crash or a kill. It is forked from a fork server that
-has imported the heavy libraries once, so a replacement takes milliseconds.
-
-This is plain ``multiprocessing`` with one pipe whose other end only the child holds: however the child ends, the parent
-reads end-of-file, which a process pool cannot guarantee. The parent unpickles nothing that the child sends, since a
+The child serves one video after another and is replaced after a crash or a kill. Only the child holds the other end of
+the pipe: however it ends, the parent reads end-of-file. The parent unpickles nothing that the child sends, since a
 hostile video may run code there.
 """
 
@@ -155,7 +152,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
             raise
 
     def _get_child(self) -> _Child:
-        """Return the running child, or start one if there is none or the last one has ended; ``starting_s`` counts the time.
+        """Return the running child, or start one if there is none or the last one has ended.
 
         Raises:
             VideoFault: "internal" if the child does not start.
@@ -174,8 +171,7 @@ class InThisProcess(DecodeSandbox):
     """A sandbox without a child or limits, for trusted videos in a notebook: a decoder's crash ends this process."""
 
     def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
-        """Decode one video in this process, from the open file ``descriptor`` if it is given; raise VideoFault if that fails. 
-        """
+        """Decode one video in this process, from the open file ``descriptor`` if it is given."""
         return decode_video(request if descriptor is None else replace(request, path=f"/proc/self/fd/{descriptor}"))
 
 

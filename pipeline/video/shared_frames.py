@@ -1,7 +1,4 @@
-"""Shared memory for frames, which a decode process fills and its parent reads without a copy.
-
-Memory that no array refers to any more is filled again, since new pages from the kernel take longer.
-"""
+"""Shared memory for frames, which a decode process fills and its parent reads without a copy."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """The sources of videos: their current sizes, and the bytes that a decode process reads.
 
 The decode process opens a file or a folder of JPEG frames on disk by its own path. A remote file or a member of an
-archive is fetched first, into an anonymous file in memory, or into a temporary file on systems without these. The
-fetching process has the credentials; the decode process gets the file in memory as an open descriptor. On kernels with
-seals no process can write to that file any more.
+archive is fetched first, into an anonymous file in memory, or into a temporary file on systems without these; the
+decode process gets no credentials.
 """
 
 from __future__ import annotations
@@ -212,9 +211,8 @@ def _make_fault(uri: str, error: Exception, limit: int) -> VideoFault:
 class Sizes:
     """Looks up current sizes and marks of files and objects; call ``finish`` at the end.
 
-    A request is refused if it fails with an OSError other than FileNotFoundError. A store that refuses 32 requests in a
-    row is an error, as no guess about its objects would be safe. Without ``objects``, the client is created from the
-    environment when it is needed.
+    A request is refused if it fails with an OSError other than FileNotFoundError. Without ``objects``, the client is
+    created from the environment when it is needed.
     """
 
     def __init__(self, objects: Objects | None = None) -> None:
@@ -230,7 +228,7 @@ class Sizes:
         return self._objects
 
     def of(self, paths: Sequence[str]) -> list[int]:
-        """Return the size of each file or object, -1 if it is gone or the request was refused; raises UsageError as ``states``. 
+        """Return the size of each file or object, -1 if it is gone or the request was refused; the errors of ``states`` pass.
         """
         return [state.size for state in self.states(paths)]
 
