@@ -112,8 +112,7 @@ def _parse_positive(text: str) -> float:
 def run(arguments: argparse.Namespace) -> CommandResult:
     """Measure the CPU seconds of decoding synthetic clips in several ways, and return the table.
 
-    Clips are made in ``--folder``, where they stay and existing ones are used as they are, or in a temporary folder.
-    Sets torch to one thread in this process.
+    Clips stay in ``--folder``, where existing ones are used as they are. Sets torch to one thread in this process.
 
     Raises:
         ManifestError: the sample clips are not installed.
@@ -136,7 +135,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 def make_clip(folder: Path, clip: Clip) -> Path:
     """Encode a clip to ``folder``, which is created if needed, and return its path; an existing file is not made again.
 
-    The frames are those of a sample clip, repeated forwards and backwards. The file appears when it is complete.
+    The frames are those of a sample clip, repeated forwards and backwards.
 
     Raises:
         ManifestError: the sample clips are not installed.
@@ -166,10 +165,9 @@ def make_clip(folder: Path, clip: Clip) -> Path:
 
 
 def measure(path: Path, sampling: Sampling, repeats: int, snap_s: float) -> tuple[int, dict[str, float | None]]:
-    """Measure all ways of decoding a clip in turn, some of them in a child process.
+    """Measure all ways of decoding a clip in turn, some of them in a child process; the best of ``repeats`` rounds counts.
 
     Args:
-        repeats: the number of rounds; the best one counts, because other work on the machine only adds time.
         snap_s: the --snap-to-keyframes of one way.
 
     Returns:

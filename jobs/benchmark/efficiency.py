@@ -188,7 +188,6 @@ class Bench:
 
         Args:
             folder: receives the arms' caches, and the files of a model with random weights.
-            say: receives lines of progress.
 
         Raises:
             UsageError: an option cannot be used; raised before the models are loaded.
@@ -291,7 +290,7 @@ class Bench:
         """Decode a video; for each arm encode it, write it to the arm's cache, and yield a sample per question.
 
         Arms with the same evidence share the encode seconds that were measured first. The questions are asked about the
-        tokens as they were stored, moved to the model's device.
+        tokens as they were stored.
 
         Raises:
             RunFailed: the video cannot be decoded.
@@ -437,8 +436,8 @@ def format_row(row: Figures, columns: Iterable[tuple[str, str]], full: Figures |
     Full retention is named "Original".
 
     Args:
-        columns: pairs of a mode and the name of a figure, one for each further cell; "-" if the figure is unknown.
-        full: the row of full retention; other rows have the relative change to it after figures with decimals. None for
+        columns: pairs of a mode and the name of a figure; the cell is "-" if the figure is unknown.
+        full: the row of full retention, to which figures with decimals in other rows show the relative change; None for
             no changes.
     """
     cells = ["Original" if row["method"] == FULL else method_title(row["method"]), f"{100 * row['retention_ratio']:g}%"]

@@ -97,9 +97,7 @@ def run_loop(work: Work) -> dict[str, float]:
 
 
 def encode_share(work: Work, encoder: int) -> None:
-    """Decode one encoder's share of the videos with a DataLoader, sleep for each, and write tokens to Parquet files.
-
-    The tokens are random bytes, as many as a video's kept tokens have.
+    """Decode one encoder's share of the videos with a DataLoader, sleep for each, and write random tokens to Parquet files.
     """
     tokens = os.urandom(work.frames * KEPT_BYTES_PER_FRAME)
     batch = dict[str, bytes]()

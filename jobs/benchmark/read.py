@@ -212,7 +212,7 @@ def _make_ways(cache: TokenCache) -> Ways:
 def _make_s3_ways(store: ObjectStore, objects: _CountedObjects, client: Any) -> Ways:
     """Make the plain way, one S3 GET for each video's bytes, and this package's ways, with their requests counted.
 
-    The footers of the shards are read here. Requests that DataLoader workers make in other processes are not counted.
+    Requests that DataLoader workers make in other processes are not counted.
     """
     cache = TokenCache(store.root, store=store)
     rows_of_videos = _list_rows(cache, None)

@@ -196,7 +196,7 @@ def split_work(mode: str, job: ServingWork) -> list[ServingWork]:
 
 
 def make_cache(folder: Path, model: str, num_frames: int) -> str:
-    """Make a cache of all tokens of the sample clips in GSTEP's order, which serves any ratio; return its path.
+    """Make a cache of all tokens of the sample clips, which serves any ratio; return its path.
 
     Raises:
         RunFailed: jobs.prune failed; the message has the end of its output.

@@ -94,10 +94,9 @@ class CachedWay:
     """
 
     def __init__(self, mode: str, job: ServingWork) -> None:
-        """Load the engine of ``mode``, a key of CACHED, with its model.
+        """Load the engine of ``mode``, a key of CACHED; with "text-vllm", visual tokens are replaced by random words.
 
-        With "text-vllm", visual tokens are replaced by random words. Whether ``job.cache`` was made with ``job.model``
-        is not checked.
+        Whether ``job.cache`` was made with ``job.model`` is not checked.
         """
         source = ModelSource.resolve(job.model)
         self._cache = TokenCache(job.cache)
@@ -138,7 +137,8 @@ class CachedWay:
         An engine in this process gets batches of its usual size, vLLM all prompts at once.
 
         Args:
-            seed: ratio and round, from which random words are drawn, so that texts of other rounds share no prefix.
+            seed: the seed of random words, which differs by ratio and round, so that texts of other rounds share no
+                prefix.
         """
         start_s = time.perf_counter()
         sent_before = self._sent.total if self._sent else 0
@@ -181,14 +181,14 @@ class CachedWay:
 
 
 class OnlineWay:
-    """The way of answering with vLLM alone: its loader decodes every video, and its model encodes it and may prune it.
+    """The way of answering with vLLM alone: its loader decodes each video, and its model encodes and perhaps prunes it.
     """
 
     def __init__(self, mode: str, job: ServingWork) -> None:
         """Load vLLM with its model, to answer from the video files that ``job.cache`` was made from.
 
-        vLLM may read all files below the common folder of the videos. It samples ``job.num_frames`` frames per video. A
-        ``mode`` of PRUNING prunes to the first of ``job.ratios``.
+        vLLM may read all files below the common folder of the videos. A ``mode`` of PRUNING prunes to the first of
+        ``job.ratios``.
 
         Raises:
             UsageError: a video of the cache is not a whole local file.

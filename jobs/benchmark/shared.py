@@ -162,7 +162,7 @@ def seconds_of(work: Callable[[], T]) -> tuple[float, T]:
 def time_work(work: Callable[[], T], device: str) -> tuple[T, float, float | None]:
     """Call ``work``; return its result, its wall seconds until the device has finished, and the peak memory in bytes.
 
-    The peak is reset first. It is torch's on a GPU; on a CPU it is this process's, or None if the system does not tell.
+    The peak is torch's on a GPU; on a CPU it is this process's, or None if the system does not tell.
     """
     if device.startswith("cuda"):
 
@@ -285,10 +285,7 @@ class ProcessTree:
 def run_watched(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[str, ProcessTree]:
     """Run a command in its own session; return its stdout and the figures of its processes.
 
-    Processes that it leaves behind are killed.
-
-    Args:
-        environment: the environment of the command; None for that of this process.
+    Processes that it leaves behind are killed. ``environment`` None means that of this process.
 
     Raises:
         RunFailed: the command fails; the message is the last line that it wrote to stderr.

@@ -34,10 +34,9 @@ def write_download(download: Incoming, write: Callable[[bytes], object], limit: 
 
     Args:
         limit: the largest size allowed, in bytes; None for no limit.
-        uri: the name of the object, for the error.
 
     Raises:
-        OSError: (EFBIG) the object is larger than ``limit``; nothing is read. Errors of ``download`` pass too.
+        OSError: (EFBIG) the object is larger than ``limit``; nothing is read. The error names ``uri``.
     """
     if limit is not None and download.size > limit:
         message = f"the object has {download.size} bytes, more than the {limit} allowed"
@@ -112,10 +111,9 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         """Return the next piece; if the connection breaks, it is resumed where it broke.
 
         Raises:
-            OSError: the connection broke for the fifth time without 16 MiB in between, it broke and the store cannot
-                resume, gave no ETag or has other content now, or (ETIMEDOUT) the reads took more than two minutes plus
-                the time that the length takes at 256 KiB/s. The time between two calls and the time for resuming do not
-                count.
+            OSError: the connection broke for the fifth time without 16 MiB in between, or the store cannot resume, gave
+                no ETag or has other content now. (ETIMEDOUT) The reads alone took more than two minutes plus the time
+                for the range at 256 KiB/s.
         """
         if not self._n_left:
             raise StopIteration

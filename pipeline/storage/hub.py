@@ -108,7 +108,10 @@ Files = Objects | HubFiles
 
 
 def reach(uri: str, objects: Objects) -> Files:
-    """Return the client that reads a file: ``objects`` for s3://, a new HubFiles for hf://datasets/; UsageError for others.
+    """Return the client that reads a file: ``objects`` for s3://, a new HubFiles for hf://datasets/.
+
+    Raises:
+        UsageError: the URI begins in another way.
     """
     if is_s3(uri):
         return objects
@@ -131,7 +134,6 @@ def _connect_to(uri: str) -> Iterator[tuple[Any, str]]:
         UsageError: huggingface_hub is not installed.
         FileNotFoundError: there is no such file or repository, or the token may not see it.
         PermissionError: the hub answered 401 or 403.
-        OSError: any other exception in the context.
     """
     try:
         from huggingface_hub import HfFileSystem  # noqa: PLC0415 - only where the hub is used

@@ -146,8 +146,7 @@ class Objects:
             unsigned: True to send unsigned requests from processes that find no credentials. None decides later. It
                 becomes False if there are keys in ``settings``, or with ``requester_pays``.
             requester_pays: accept the cost of reads from buckets whose owners want that.
-            settings: arguments of botocore's client (the keys of ``_ENVIRONMENT``), of which empty ones are dropped;
-                botocore finds other settings itself.
+            settings: arguments of botocore's client (the keys of ``_ENVIRONMENT``), of which empty ones are dropped.
         """
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
@@ -216,8 +215,8 @@ class Objects:
     def _start_session(self) -> Any:
         """Start a botocore session with the profile of the settings.
 
-        A node may lack the driver's profile: if its credentials are not needed, the profile is removed from the
-        settings. Otherwise ProfileNotFound is raised.
+        If this node lacks the profile and its credentials are not needed, it is removed from the settings; otherwise
+        ProfileNotFound is raised.
         """
         from botocore.exceptions import ProfileNotFound  # noqa: PLC0415 - only where a store is used
 
@@ -265,7 +264,7 @@ class Objects:
         return ObjectInfo(uri, int(answer["ContentLength"]), answer.get("ETag", ""))
 
     def age(self, uri: str) -> timedelta:
-        """Return the time since the object was written, by the store's clock, or by this machine's if the answer has no Date.
+        """Return the time since the object was written, by the store's clock; by this machine's if the answer has no Date.
         """
         answer = self._request("head_object", uri)
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
@@ -373,9 +372,7 @@ class Objects:
             return getattr(self._client(), operation)(Bucket=bucket, Key=key, **more)
 
     def _client(self) -> Any:
-        """Return the botocore client of this process, which the first call creates.
-
-        A forked process creates its own: an inherited client would share connections with the parent.
+        """Return the botocore client of this process, which the first call creates; a forked process creates its own.
         """
         if self._client_of_process is None or self._client_of_process[0] != os.getpid():
             session = self._start_session()
@@ -495,9 +492,7 @@ def _split(uri: str) -> tuple[str, str]:
 
 
 def _slice(answer: Any, start: int, end: int | None) -> Slice:
-    """Read the body of an answer to a range request, and return the bytes [start, end).
-
-    If the store ignored the range and sent the whole object, it is cut here.
+    """Read the body of an answer to a range request; if the store sent the whole object, return its bytes [start, end).
 
     Raises:
         OSError: (EIO) the store sent a range with another start.
@@ -516,11 +511,8 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
     """Create a botocore client for S3, without retries: ``Objects._delay`` decides about these.
 
     With an endpoint it uses path-style addresses and only the checksums that a request needs. Without one, it also
-    ignores endpoints that are configured on this node.
-
-    Args:
-        settings: arguments of the client; the profile is ignored, since ``session`` has it.
-        patience: scales the timeouts of 10 s to connect and 60 s of silence.
+    ignores endpoints that are configured on this node. ``patience`` scales the timeouts of 10 s to connect and 60 s of
+    silence.
     """
     from botocore import UNSIGNED  # noqa: PLC0415 - only where a store is used
     from botocore.config import Config  # noqa: PLC0415
@@ -551,7 +543,7 @@ def _describe_failure(
     """Return why a request failed if another try may succeed; None if its answer stands.
 
     Another try may succeed after an error of the connection, status 429, 500, 502, 503 or 504, and a code in
-    _AWAY_CODES (the store is busy).
+    _AWAY_CODES.
 
     Returns:
         (the reason without endpoint and secrets, False for status 500 without such a code, which may be permanent).

@@ -84,8 +84,8 @@ def lacks_credentials(session: Any) -> bool:
 def _may_have_role(session: Any) -> bool:
     """Return False if the metadata service of this machine is disabled or absent, or says that there is no role.
 
-    It sends up to two requests to the service, with a timeout of one second. If a configured service does not answer,
-    or the service fails, the result is True.
+    It sends up to two requests to the service, with a timeout of one second. If the service fails, or one that is
+    configured does not answer, the result is True.
     """
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
@@ -137,7 +137,6 @@ def explain_refusal(status: int, code: str, credentials: Any, profile: str | Non
     Args:
         code: the error code in the reply; the status as text if the reply has none.
         credentials: the botocore credentials that signed the request; None if it was unsigned.
-        profile: the profile of the settings; None for the default.
     """
     is_silent = code == str(status)  # the reply to HEAD has no text
     is_refusal = status in (401, 403) or (status == 400 and is_silent) or code in EXPIRED_CODES | _WRONG_CODES
@@ -159,10 +158,7 @@ def explain_refusal(status: int, code: str, credentials: Any, profile: str | Non
 
 
 def explain_failure(error: Exception, profile: str | None) -> str | None:
-    """Return the cause and remedy of a botocore exception about credentials or their files; None for others.
-
-    The kind of exception is found by the name of its class.
-    """
+    """Return the cause and remedy of a botocore exception about credentials or their files; None for others."""
     name = type(error).__name__
     details = getattr(error, "kwargs", {})
     if name == "NoCredentialsError":

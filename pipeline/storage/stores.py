@@ -65,8 +65,8 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
         objects: the client for ``s3://``; None creates one from the environment.
 
     Raises:
-        UsageError: another scheme or a malformed address, an empty text (often an unset shell variable), boto3 is not
-            installed, or the environment does not name the Azure account.
+        UsageError: another scheme, a malformed address or an empty text; boto3 is not installed, or the environment
+            does not name the Azure account.
     """
     text = str(place)
     if not text.strip():
@@ -171,7 +171,7 @@ class LocalStore:
 
         Raises:
             OSError: the write failed, the root was deleted or replaced, or (ELOOP) a folder below the root is a
-                symbolic link, through which files elsewhere would change.
+                symbolic link.
         """
         if self._makes_root and self._open_folder is None:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -207,8 +207,8 @@ class LocalStore:
         Missing folders below the root are created, but not the root.
 
         Raises:
-            OSError: any other failure, such as FileExistsError if ``name`` exists, or (ELOOP) a folder below the root
-                is a symbolic link.
+            OSError: any other failure, such as FileExistsError if ``name`` exists, or a symbolic link as a folder
+                (ELOOP).
         """
         root = self._descriptor()
         path = PurePosixPath(check_name(name))
@@ -261,7 +261,7 @@ class LocalStore:
     def names(self, folder: str, suffix: str) -> list[str]:
         """List the files of a folder whose names end in ``suffix``, as sorted paths FOLDER/NAME; [] without the folder.
 
-        Files whose base names begin with a dot, such as unfinished ones, are left out, and so are subfolders.
+        Files whose base names begin with a dot, such as unfinished ones, are left out.
         """
         try:
             with os.scandir(self.root / folder) as entries:
@@ -274,7 +274,7 @@ class LocalStore:
             return []
 
     def list_files(self, folder: str) -> list[FileInfo]:
-        """List all files of a folder ("" is the root) but not of its subfolders, sorted by name, including unfinished files.
+        """List all files of a folder ("" is the root), but not of subfolders, sorted by name, including unfinished ones.
 
         The list is empty if there is no such folder.
         """
@@ -332,10 +332,6 @@ def _make_folders(path: PurePosixPath, root: int) -> int:
     """Create the missing folders between the open root and a file, with the mode of the root, which is returned.
 
     The root itself is never created.
-
-    Args:
-        path: the file's path relative to the root.
-        root: the file descriptor of the root.
 
     Raises:
         OSError: (ELOOP) a folder is a symbolic link, or a folder cannot be created.

@@ -89,8 +89,8 @@ def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | Vi
     Raises:
         TimeoutError: the message is not complete at the deadline.
         EOFError, OSError: the pipe has ended.
-        WrongMessage: the data is not a valid message, its JSON exceeds 64 KiB, or a shape exceeds _MAX_FRAMES (4
-            million) or ``max_frame_bytes``.
+        WrongMessage: the data is not a valid message, its JSON exceeds 64 KiB, or a shape exceeds 4 million frames or
+            ``max_frame_bytes``.
     """
     try:
         (size,) = struct.unpack("!i", _read(pipe, deadline, 4))
@@ -126,11 +126,7 @@ def wait_for(pipe: Connection, deadline: float) -> None:
 
 
 def _read(pipe: Connection, deadline: float, size: int) -> bytes:
-    """Read exactly ``size`` bytes of a message from the pipe.
-
-    Raises:
-        TimeoutError: they are not complete at the deadline.
-        EOFError, OSError: the pipe has ended.
+    """Read exactly ``size`` bytes from the pipe; TimeoutError at the deadline, EOFError or OSError if the pipe has ended.
     """
     data = bytearray()
     while len(data) < size:

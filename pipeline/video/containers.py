@@ -115,14 +115,13 @@ def sniff(path: str | Path) -> str:
 
 
 def recognise(head: bytes, path: str | Path) -> str:
-    """Return the name of the FFmpeg demuxer for a file that begins with ``head``.
+    """Return the name of the FFmpeg demuxer for a file that begins with ``head``; ``path`` only names it in errors.
 
     Formats in _REFUSED are tried first, then known containers. A stream behind other bytes is searched for only in data
     of unknown format and behind MP3 audio, and a transport stream also behind PNG and JPEG images.
 
     Args:
         head: the first HEAD_BYTES bytes, or the whole of a smaller file.
-        path: a name for error messages; it is not opened.
 
     Raises:
         VideoFault: "policy" if the data is a list of other files or addresses, or has one in the searched bytes before
@@ -192,8 +191,7 @@ def count_missing_bytes(path: str | Path, demuxer: str) -> int:
 def has_overstated_table(path: str | Path) -> bool:
     """Return True if a sample table of an MP4 file states more entries than it holds.
 
-    FFmpeg would reserve memory for all the stated entries. Only the first ``moov`` box is read; the result is False
-    without one.
+    Only the first ``moov`` box is read; the result is False without one.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -212,7 +210,6 @@ def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
 
     Args:
         kind_at: the offset of the box's four-letter type in ``moov``.
-        file_size: the bytes of the file.
     """
     kind = moov[kind_at : kind_at + 4]
     box_end = kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
@@ -227,7 +224,7 @@ def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
 def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield (four-letter type, start, length) of each top-level box of an MP4 file, in bytes.
 
-    It ends before a box that states a length below 8 (0: up to the end of the file). A length may reach beyond
+    It ends before a box that states a length below 8 (0: up to the end of the file). The last box may reach beyond
     ``size``, the bytes of the file.
     """
     start = 0
@@ -245,10 +242,7 @@ def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, in
 
 
 def _find_matroska_end(file: BufferedReader) -> int:
-    """Return the offset at which a Matroska file should end; 0 if its segment is missing or states no length.
-
-    The segment holds everything behind the EBML header.
-    """
+    """Return the offset at which a Matroska file should end; 0 if its segment is missing or states no length."""
     header = file.read(64)
     length, width = _read_ebml_length(header[4:])
     segment = 4 + width + length
@@ -270,8 +264,7 @@ def _read_ebml_length(data: bytes) -> tuple[int, int]:
 def _describe_content(head: bytes) -> str:
     """Describe data of unknown format for an error message: "an empty file", "text" or "unknown binary data".
 
-    Text is printable UTF-8. In a ``head`` of _MAGIC_BYTES or more, invalid bytes are ignored, since the end may cut a
-    character.
+    Text is printable UTF-8. In a ``head`` of _MAGIC_BYTES (4 KiB) or more, invalid bytes are ignored.
     """
     if not head:
         return "an empty file"

@@ -112,7 +112,7 @@ def find_continuation(path: str, pid: int) -> Continuation | None:
     They have the same codec, overlap each PID of the film by at most 2 % of the smaller one's bytes, and never share a
     table with one. If several compete, those of the PID's own program come first, then those that begin earlier. All
     get the PID of the earliest one; tables are hidden (PID 0x1FFF) from the first announcement of another PID on. PIDs
-    of another codec are only named in ``note``. The file is read twice if other PIDs are found.
+    of another codec are only named in ``note``.
 
     Returns:
         None if ``pid`` is not announced as video, or nothing was found. If there is only a note, the arrays are empty.

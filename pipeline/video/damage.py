@@ -80,8 +80,7 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
 
     A clip is damaged if FFmpeg reported errors, if part of a file of stated length was not read, if its codec's decoder
     reports no errors (AV1), or if it has no frame. In a clip with frames, holes before the video's first frame do not
-    count, since a recording may begin anywhere; nor do holes that the file does not list, unless FFmpeg reported errors
-    or a part was not read.
+    count; nor do holes that the file does not list, unless FFmpeg reported errors or a part was not read.
 
     Args:
         clip: start and end in seconds; None for the video's start or end.

@@ -153,8 +153,7 @@ def decode_video(
     File descriptor 2 is redirected meanwhile for the whole process, and FFmpeg's log level and callback stay changed.
 
     Args:
-        announce: called with the name of each decoder before it opens the file, so that a parent process can name the
-            decoder that ended this process.
+        announce: called with the name of each decoder before it opens the file.
         allocate: returns the array that the final frames are written to.
 
     Raises:
@@ -219,8 +218,7 @@ class _Decoding:
             return self._read_by_any(index).add_columns(source)
 
     def _decode_folder(self, path: str) -> DecodedVideo:
-        """Decode a folder of JPEG frames with JpegDecoder, whatever decoder is requested; round the clip to whole frames.
-        """
+        """Decode a folder of JPEG frames, whatever decoder is requested; round the clip to whole frames."""
         index = index_frames(path)
         size, digest = fingerprint_frames(path, frame_names(path))
         clip = round_to_frames(self._request.start_s, self._request.end_s, index.fps)
@@ -305,7 +303,9 @@ class _Decoding:
         return DecodedVideo(frames, indices, index.timestamps[indices], record)
 
     def _check(self, index: VideoIndex, clip: tuple[float | None, float | None]) -> int:
-        """Return the largest count of signs of damage outside FFmpeg's log: corrupt packets, holes, and 1 for an unread part.
+        """Return the largest count of signs of damage outside FFmpeg's log.
+
+        The counts are corrupt packets, holes, and 1 for an unread part.
 
         Raises:
             VideoFault: "corrupt" if too much of the clip does not decode (``check_decodable``).
@@ -321,8 +321,8 @@ class _Decoding:
 
         The size that the model wants follows from the frame with the most pixels. Only frames of the largest size so
         far go through the preprocessor, others through ``gstep``'s ``resize_frames``. If a frame is larger than all
-        before it, the resized frames before it are resized once more. The final frames are in an array from
-        ``allocate``.
+        before it, the resized frames before it are resized once more. The final frames are in an array from the
+        request's ``allocate``.
 
         Args:
             chunks: arrays [k,H,W,3] of the distinct frames of ``indices``.
@@ -402,7 +402,7 @@ def count_warnings() -> Iterator[Callable[[], int]]:
 
     FFmpeg writes to file descriptor 2, which is redirected for the whole process; Python's own stderr still goes to its
     old target. FFmpeg's callback and log level (ERROR) stay set afterwards. Between two calls of the function, lines
-    beyond 4 MiB are not counted, since broken data may log a hundred times its size.
+    beyond 4 MiB are not counted.
     """
     av.logging.restore_default_callback()  # to the descriptor: PyAV's own handler would drop the lines
     av.logging.set_libav_level(av.logging.ERROR)

@@ -77,7 +77,7 @@ def find_installed_version(name: str | None) -> str | None:
     The library of pyav, decord and torchcodec is not imported; nvdec and a user decoder are.
 
     Raises:
-        UsageError: the code of a user decoder cannot be hashed, because its class is in no file or has a syntax error.
+        UsageError: the class of a user decoder is in no file, or its code has a syntax error.
     """
     if name is None:
         return None
@@ -258,8 +258,7 @@ class PyavDecoder:
 def _check_keyframes(index: VideoIndex, indices: NDArray[np.int64]) -> None:
     """Raise IndexMismatch if decoding cannot begin at one of the keyframes that precede the frames ``indices``.
 
-    Each of these keyframes is decoded, but not the file's first. The second keyframe of the file is always decoded:
-    this detects files that mark every frame as a keyframe.
+    Each of these keyframes is decoded, but not the file's first. The second keyframe of the file is always decoded.
     """
     assert index.packets is not None and index.pts is not None
     before = np.searchsorted(index.keyframes, index.pts[indices], side="right") - 1

@@ -42,9 +42,7 @@ class DecordDecoder(LibraryDecoder):
         return next((reason for applies, reason in reasons if applies), "")
 
     def open(self, index: VideoIndex) -> decord.VideoReader:
-        """Open the file with decord so that a damaged frame raises; by default decord would copy a neighbor.
-
-        Sets decord's log level for the whole process.
+        """Open the file with decord so that a damaged frame raises; set decord's log level for the whole process.
 
         Raises:
             IndexMismatch: decord's keyframes are not those of the index.

@@ -70,7 +70,7 @@ def _show(title: bytes) -> None:
 def use_standby_server() -> Iterator[None]:
     """Let the waiting process, if there is one, become the fork server that ``multiprocessing`` starts in this context.
 
-    It serves once: a later server is started as usual, as is one whose waiting process was killed. ``multiprocessing``
+    It serves once; other servers are started as usual, as is one whose waiting process was killed. ``multiprocessing``
     is patched inside the context, for all threads.
     """
     start = util.spawnv_passfds

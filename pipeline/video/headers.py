@@ -352,8 +352,8 @@ class ShownOrder:
     def _add_picture(self, picture: H264Picture | None, headers: H264Headers) -> None:
         """Add the next H.264 picture, whose position in the shown order counts from the last IDR picture.
 
-        A missing header, a field, or a picture without a position makes the order unknown for good, unless the stored
-        order is the shown order.
+        A missing header, a field, or a missing position (unless stored order is shown order) makes the order unknown
+        for good.
         """
         if picture is None or picture.field is not None or (picture.order is None and not headers.in_stored_order):
             self._is_known = False

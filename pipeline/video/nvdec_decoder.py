@@ -26,8 +26,7 @@ _NO_GPU = "PyAV finds no NVIDIA GPU with a video decoder here (libcuda and libnv
 class PyavNvdecDecoder(PyavDecoder):
     """The decoder with PyAV on the first GPU that this process sees.
 
-    ``read`` also raises IndexMismatch for interlaced frames and for frames of another size than the index, and PyAV's
-    errors for data that the GPU cannot decode.
+    ``read`` also raises PyAV's errors for data that the GPU cannot decode.
     """
 
     def __init__(self, index: VideoIndex) -> None:
@@ -51,8 +50,7 @@ class PyavNvdecDecoder(PyavDecoder):
         """Copy a frame from the GPU to the host and convert it to [H,W,3] uint8 RGB.
 
         Raises:
-            IndexMismatch: the frame is interlaced or has another size than the index, so the CPU would show it
-                differently.
+            IndexMismatch: the frame is interlaced or has another size than the index.
             VideoFault: "unsupported" for a color matrix that FFmpeg does not convert.
         """
         index = self._index

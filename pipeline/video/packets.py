@@ -94,9 +94,8 @@ class VideoPackets:
     ) -> None:
         """Open the file and read all its packets.
 
-        Packets stay in memory if all together take at most MAX_KEPT_BYTES (256 MiB); otherwise none does, and requested
-        packets are read again. An error in the middle of the file becomes ``fault``. Nothing stays open after an
-        exception.
+        Packets stay in memory if all together take at most 256 MiB; otherwise none does, and requested packets are read
+        again. An error in the middle of the file becomes ``fault``.
 
         Args:
             empty: indexes of streams without packets, which are only picked if there is no other.
@@ -236,8 +235,8 @@ class VideoPackets:
     def _get_decoder(self, start: int, stop: int) -> av.CodecContext:
         """Return the stream's decoder; for H.264 and HEVC, a new one if it has already decoded packets after ``start``.
 
-        A flush does not make the decoder forget the parameters of later packets (another frame size, for example). A
-        new decoder opens the file again. Records that packets up to ``stop`` are decoded.
+        A used one would keep the parameters of later packets. A new decoder opens the file again. Records that packets
+        up to ``stop`` are decoded.
         """
         if start < self._decoded and self._decoded > 1 and self.codec in _KEEPING:
             if self._decoder_file is not None:
@@ -307,8 +306,7 @@ class VideoPackets:
     def _read(self) -> None:
         """Read all packets but empty ones into ``table``, and record damage, gaps and changes of parameters.
 
-        Packets are kept in memory unless they exceed MAX_KEPT_BYTES together. If times are missing and headers tell the
-        order, ``pts`` become ranks. Raises MemoryError.
+        If times are missing and headers tell the order, ``pts`` become ranks. Raises MemoryError.
         """
         size = 0
         has_gaps = False
@@ -441,7 +439,7 @@ def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.Vi
     """Return the video stream that the ffmpeg command line would use, and configure its decoder.
 
     This is the largest one, where a default stream counts 5 megapixels more. Streams with an index in ``empty`` come
-    last. The decoder gets one thread, and the flag that lets FFmpeg crop exactly on the left.
+    last. The decoder gets one thread.
 
     Raises:
         VideoFault: "unsupported" if the file has no video stream (cover art does not count), the codec is unknown, or

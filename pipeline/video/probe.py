@@ -102,7 +102,7 @@ def probe(path: str, demuxer: str) -> VideoIndex:
 
     Raises:
         VideoFault: "unsupported" if no stream can be decoded or the rotation is not a multiple of 90 degrees; "corrupt"
-            if no frame comes out. Nothing stays open.
+            if no frame comes out.
         FFmpegError: PyAV cannot open the file or has no decoder for it.
     """
     packets = read_packets(path, demuxer)
@@ -201,7 +201,7 @@ def _add_times(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64],
 
     Args:
         pts: [F] presentation times in the stream's ticks, ascending.
-        last_duration: the last frame's duration in ticks; 0 stands for one frame at the rate.
+        last_duration: in ticks; 0 stands for one frame at the rate.
     """
     tick: Fraction = packets.stream.time_base
     start_time = packets.start_time

@@ -98,8 +98,8 @@ def find_clip_range(
 
     Args:
         timestamps: [F] seconds, ascending.
-        start_s: start of the clip; None for the start of the video.
-        end_s: end of the clip, which may exceed the video's; None for the end of the video.
+        start_s: None for the start of the video.
+        end_s: may exceed the video's end; None for that end.
         duration_s: end of the last frame.
         tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
 
@@ -125,13 +125,12 @@ def find_clip_range(
 def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[np.float64]:
     """Return the tolerance of each timestamp, [F] seconds: times within it mean that frame.
 
-    The tolerance is half a millisecond plus half a tick, but less than half the distance to the nearest frame with
-    another timestamp. The half tick shrinks to zero if that frame is closer than two ticks: frames that are one tick
-    apart, as in AVI, are counted in ticks, which rounds nothing.
+    The tolerance is half a millisecond plus half a tick (none if timestamps are not rounded), but less than half the
+    distance to the nearest frame with another timestamp. The half tick shrinks to zero if that frame is closer than two
+    ticks: frames that are one tick apart, as in AVI, are counted in ticks.
 
     Args:
         timestamps: [F] seconds, ascending; several frames may share one.
-        tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
     """
     steps = np.diff(timestamps, prepend=-math.inf, append=math.inf)
     before, after = steps[:-1], steps[1:]
@@ -165,7 +164,6 @@ def find_true_times(
 
     Args:
         timestamps: [F] seconds, ascending, at least one.
-        fps: average frames per second of the file.
     """
     even = timestamps[0] + np.arange(len(timestamps)) / fps
     if not _is_near(timestamps, even, 1 / fps, tick_s):
@@ -221,9 +219,9 @@ def choose_frames(
 
     Args:
         timestamps: [F] seconds of every frame of the file in the order in which they are shown, ascending.
-        start_s: start of the clip in seconds; None for the start of the video.
-        end_s: end of the clip in seconds, not included; None for the end of the video.
-        duration_s: end of the last frame in seconds; by default its timestamp plus the mean distance between frames.
+        start_s: start of the clip; None for the start of the video.
+        end_s: end of the clip, not included; None for the end of the video.
+        duration_s: end of the last frame; by default its timestamp plus the mean distance between frames.
         tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
 
     Raises:
@@ -267,7 +265,7 @@ def count_frames_by_rate(
     """Return how many frames ``sampling.fps`` alone would give if a limit changed their number.
 
     Args:
-        n_frames: the number of frames that ``choose_frames`` chose with the other arguments.
+        n_frames: the number of frames that ``choose_frames`` chose.
 
     Returns:
         None without ``fps``, 0 if no limit applied, otherwise the number, at most 2^31 - 1.
@@ -299,8 +297,7 @@ def snap_frames(
 ) -> NDArray[np.int64]:
     """Move chosen frames to keyframes at most ``within_s`` seconds away; return [T] indices, ascending.
 
-    Pairs are matched by distance, the nearest first. A keyframe takes one frame, so that two frames never become one; a
-    frame without a free keyframe stays.
+    Pairs are matched by distance, the nearest first. A keyframe takes one frame; a frame without a free keyframe stays.
 
     Args:
         indices: [T] indices of the chosen frames, ascending; not modified.

@@ -210,7 +210,7 @@ class _Child:
 
         Raises:
             WrongMessage: the memory that the message names was not handed over or does not fit.
-            TimeoutError: no descriptor arrives before ``deadline`` (``time.monotonic()``).
+            TimeoutError: no descriptor arrives before ``deadline``.
             EOFError: the child has ended.
         """
         descriptor = None
@@ -263,10 +263,7 @@ def _check_backend(message: str | VideoFault | VideoMessage, request: DecodeRequ
 
 @contextmanager
 def _hide_main_module() -> Iterator[None]:
-    """Keep a child that starts inside this context from importing this process's main module.
-
-    In an actor that is Ray's worker, which takes half a second to import.
-    """
+    """Keep a child that starts inside this context from importing this process's main module, such as Ray's worker."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -379,8 +376,8 @@ def _end_with_parent() -> None:
 
     Returns at once, and does nothing in a process that multiprocessing did not start.
 
-    The parent holds the other end of the sentinel pipe. The kernel's signal needs no Python to run here, so a decoder
-    that never releases the interpreter's lock cannot delay it. A thread serves systems without O_ASYNC.
+    The parent holds the other end of the sentinel pipe. The kernel sends a signal, which needs no Python to run here; a
+    thread serves systems without O_ASYNC.
     """
     parent = multiprocessing.parent_process()
     if parent is None:  # not a child: called by hand
@@ -402,8 +399,7 @@ def _end_with_parent() -> None:
 def _strip_credentials() -> None:
     """Remove environment variables whose names look like credentials, so that the child cannot use them by accident.
 
-    Their values are also overwritten in the memory that /proc/self/environ shows. Code that takes over the child could
-    still read its parent's memory.
+    Their values are also overwritten in the memory that /proc/self/environ shows.
     """
     library = ctypes.CDLL(None)
     library.getenv.restype = ctypes.c_void_p

@@ -117,8 +117,7 @@ class ReceivedFrames:
             descriptor: of a new block; it stays the caller's. None for a known block.
 
         Raises:
-            OSError: the block is unknown, smaller than the frames, larger than a new block may be, or may shrink, which
-                would kill this process while it reads.
+            OSError: the block is unknown, smaller than the frames, larger than a new block may be, or may shrink.
         """
         size = math.prod(shape)
         for number in handover.dropped:

@@ -101,7 +101,6 @@ def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetc
     the fault. A failed fetch raises nothing: any Exception becomes the source's ``fault``.
 
     Args:
-        objects: the client for remote files; each is one GET.
         limit: the largest number of bytes to fetch.
         fetch: fetches a member of an archive; None for a separate file.
     """
@@ -120,8 +119,6 @@ def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetc
 
 def prepare_unchanged_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
     """Prepare the source of a row of the videos table if it still has the recorded size; the caller closes it.
-
-    ``objects`` and ``fetch`` are those of ``prepare_source``.
 
     Raises:
         VideoFault: "io" if the source is gone or cannot be read, or the row lacks its size or hash.
@@ -180,10 +177,7 @@ def _fetch(source: Source, fetch: Fetch, limit: int) -> int:
 
 
 def _download(source: Source, objects: Objects, write: Callable[[bytes], object], limit: int) -> int:
-    """Write a remote file to ``write``, set the mark in ``source.location``, and return the file's size.
-
-    Raises:
-        OSError: the download failed, or the file has more than ``limit`` bytes (EFBIG).
+    """Write a remote file to ``write``, set the mark in ``source.location``, and return the file's size; EFBIG above ``limit``.
     """
     uri = source.location.file
     mark = source.location.mark
@@ -228,7 +222,7 @@ class Sizes:
         return self._objects
 
     def of(self, paths: Sequence[str]) -> list[int]:
-        """Return the size of each file or object, -1 if it is gone or the request was refused; the errors of ``states`` pass.
+        """Return the size of each file or object in the way of ``states``, -1 if it is gone or the request was refused.
         """
         return [state.size for state in self.states(paths)]
 
