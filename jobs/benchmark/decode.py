@@ -165,7 +165,7 @@ def make_clip(folder: Path, clip: Clip) -> Path:
 
 
 def measure(path: Path, sampling: Sampling, repeats: int, snap_s: float) -> tuple[int, dict[str, float | None]]:
-    """Measure all ways of decoding a clip in turn, some of them in a child process; the best of ``repeats`` rounds counts.
+    """Measure all ways of decoding a clip in turn, some in a child process; the best of ``repeats`` rounds counts.
 
     Args:
         snap_s: the --snap-to-keyframes of one way.
@@ -255,7 +255,7 @@ def _convert_and_resize(frame: Any) -> Any:
 
 
 def _read_index(path: Path) -> None:
-    """Read the clip's packet index with the pipeline's probe, and discard it."""
+    """Index the clip with the pipeline's probe, and discard the index."""
     index = probe(str(path), sniff(path))
     assert index.packets is not None
     index.packets.close()

@@ -1,8 +1,6 @@
-"""The paper's efficiency figures (Table 3): E2E and LLM seconds, peak memory, KV cache, tokens per second.
+"""The paper's efficiency figures (Table 3), for answers from the videos and from a cache of their tokens.
 
-Each method answers questions from the videos, and from a cache of their tokens that is still in the system's page
-cache. Decoding and encoding are measured once per video, repeat and kind of evidence, and count for every online
-question.
+Decoding and encoding are measured once per video, repeat and kind of evidence, and count for every online question.
 """
 
 from __future__ import annotations
@@ -290,11 +288,7 @@ class Bench:
         """Decode a video; for each arm encode it, write it to the arm's cache, and yield a sample per question.
 
         Arms with the same evidence share the encode seconds that were measured first. The questions are asked about the
-        tokens as they were stored.
-
-        Raises:
-            RunFailed: the video cannot be decoded.
-            VideoFault: the video cannot be encoded or pruned.
+        tokens as they were stored. The errors are those of ``run``.
         """
         todo: TodoRow = {**row, "attempts": repeat + 1}  # a later repeat replaces the row of an earlier one
 
@@ -341,7 +335,7 @@ class Bench:
         """Ask one question about a video's tokens, pruned before if the arm prunes per question; return the sample.
 
         Args:
-            question: the number of the question, which makes its text unique.
+            question: a number, which makes the text unique.
             about: the figures of the steps before.
 
         Raises:

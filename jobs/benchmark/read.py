@@ -74,7 +74,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> CommandResult:
     """Make a cache in a temporary folder (and on S3 with ``--s3``), read it in every way, and return the table.
 
-    Limits torch and pyarrow's CPU pool to one thread in this process; threads that read files stay.
+    Limits torch and pyarrow's CPU pool to one thread in this process.
 
     Raises:
         RunFailed: the S3 server does not start.

@@ -53,7 +53,6 @@ class WayResult:
     """The median measurements for one way, ratio and number of questions per video.
 
     Attributes:
-        requests: the number of requests of a pass, all sent at once.
         requests_per_s: if nothing of their videos is cached, including reading tokens (or decoding and encoding
             videos).
         warm_requests_per_s: when the same requests are repeated.
@@ -184,9 +183,10 @@ def choose_modes(names: Sequence[str] | None, model: str) -> list[str]:
 
 
 def split_work(mode: str, job: ServingWork) -> list[ServingWork]:
-    """Split the work into the tasks that each get a process, since an engine that prunes has a single ratio.
+    """Split the work into the tasks that each get a process.
 
-    The way without pruning has the ratio 1 only; pruning ways skip the ratio 1, so that the list may be empty.
+    The way without pruning has the ratio 1 only; pruning ways have a task per ratio and skip the ratio 1, so that the
+    list may be empty.
     """
     if mode == ONLINE:
         return [replace(job, ratios=(1.0,))]

@@ -58,7 +58,6 @@ class Pass(NamedTuple):
     Attributes:
         seconds: wall seconds, including reading tokens (or decoding and encoding videos).
         first_token_s: seconds to the first token of the median request; None if unknown.
-        prompt_tokens: prompt tokens of all requests.
         reused_tokens: prompt tokens that the prefix cache had; None without a prefix cache.
         visual_tokens: the mean per prompt; None for texts.
         sent_bytes: bytes sent to the engine's process; None for an engine in this process.
@@ -134,11 +133,8 @@ class CachedWay:
     def _ask(self, read: Callable[[str], Visual], questions: int, seed: str) -> Pass:
         """Read all videos, build all prompts and generate the answers, timed as one pass.
 
-        An engine in this process gets batches of its usual size, vLLM all prompts at once.
-
-        Args:
-            seed: the seed of random words, which differs by ratio and round, so that texts of other rounds share no
-                prefix.
+        An engine in this process gets batches of its usual size, vLLM all prompts at once. ``seed``, for random words,
+        differs by ratio and round, so that texts of other rounds share no prefix.
         """
         start_s = time.perf_counter()
         sent_before = self._sent.total if self._sent else 0
@@ -181,8 +177,7 @@ class CachedWay:
 
 
 class OnlineWay:
-    """The way of answering with vLLM alone: its loader decodes each video, and its model encodes and perhaps prunes it.
-    """
+    """The way of answering with vLLM alone: its loader decodes each video, and its model encodes and may prune it."""
 
     def __init__(self, mode: str, job: ServingWork) -> None:
         """Load vLLM with its model, to answer from the video files that ``job.cache`` was made from.

@@ -59,8 +59,7 @@ def add_flag(
 ) -> None:
     """Add a flag that takes one value, or one or more values if its default is a list; its help ends with the default.
 
-    Args:
-        kind: parses a value; by default whole numbers from 1, or texts if the default has a text.
+    ``kind`` parses a value; by default these are whole numbers from 1, or texts if the default has a text.
     """
     values = default if isinstance(default, list) else [] if default is None else [default]
     parser.add_argument(
@@ -194,7 +193,6 @@ class Turns:
     """The runs of one way.
 
     Attributes:
-        wall_s: wall seconds of each run.
         cpu_s: CPU seconds of each run, of this process and of its multiprocessing children that exist throughout.
         result: the result of the last run.
     """
@@ -285,7 +283,7 @@ class ProcessTree:
 def run_watched(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[str, ProcessTree]:
     """Run a command in its own session; return its stdout and the figures of its processes.
 
-    Processes that it leaves behind are killed. ``environment`` None means that of this process.
+    Processes that it leaves behind are killed.
 
     Raises:
         RunFailed: the command fails; the message is the last line that it wrote to stderr.

@@ -1,9 +1,9 @@
 """Use Google Cloud Storage (gs://) and Azure (az://) as stores of caches, through the file systems of Arrow.
 
-Credentials are those that the provider's tools find (GOOGLE_APPLICATION_CREDENTIALS, a machine's identity); on Azure
-AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or an identity. Azure was tested with
-its emulator; Google Cloud Storage is **untested**. A write that breaks off may leave a truncated object, but its name,
-or the row that names it, has a hash, so no reader takes it for a complete one.
+Credentials are those that the provider's tools find, and on Azure AZURE_STORAGE_CONNECTION_STRING, or
+AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY. Azure was tested with its emulator; Google Cloud Storage is **untested**.
+A write that breaks off may leave a truncated object, but its name, or the row that names it, has a hash, so no reader
+takes it for a complete one.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ class ArrowObjects:
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
         """Yield the objects of a folder, sorted by name, after all were listed; nothing if there is no such folder.
 
-        Args:
-            deep: also list objects in subfolders.
+        ``deep`` includes subfolders.
         """
         with self._connect_to(prefix) as (files, path):
             infos = files.get_file_info(fs.FileSelector(path, recursive=deep, allow_not_found=True))
@@ -98,11 +97,7 @@ class ArrowObjects:
                 yield ObjectInfo(f"{self._scheme}{item.path}", item.size)
 
     def age(self, uri: str) -> timedelta:
-        """Return the time since the object was written, by this machine's clock, which may be behind the store's.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-        """
+        """Return the time since the object was written, by this machine's clock, which may be behind the store's."""
         with self._connect_to(uri) as (files, path):
             info = files.get_file_info(path)
             if info.type == fs.FileType.NotFound:
@@ -161,7 +156,7 @@ def _azure_settings(uri: str) -> dict[str, str]:
     Values in AZURE_STORAGE_CONNECTION_STRING have precedence over AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY.
 
     Raises:
-        UsageError: no variable names the account; the error names ``uri``.
+        UsageError: no variable names the account.
     """
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
     settings = dict(part.split("=", 1) for part in text.split(";") if "=" in part)

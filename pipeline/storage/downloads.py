@@ -104,7 +104,7 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         self.close()
 
     def close(self) -> None:
-        """Close the connection. It may be called twice."""
+        """Close the connection."""
         self._body.close()
 
     def __next__(self) -> bytes:

@@ -34,8 +34,7 @@ class HubFiles:
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
         """Yield the files whose URIs begin with ``prefix``, sorted by name, after their folder was listed.
 
-        Args:
-            deep: also list files in subfolders.
+        ``deep`` includes subfolders.
         """
         folder = prefix.rpartition("/")[0]
         with _connect_to(folder) as (hub, path):

@@ -44,7 +44,7 @@ class Outages:
         self._announced: dict[str, Outage] = {}
 
     def clear(self) -> None:
-        """Forget all outages without printing: without further requests, nobody would notice their end."""
+        """Forget all outages without printing."""
         for outages in (self._own_outages, self._workers, self._announced):
             outages.clear()
 

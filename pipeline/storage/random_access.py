@@ -134,8 +134,6 @@ class Fetched(Positioned):
         """Create the file object at position 0.
 
         Args:
-            stretches: the fetched bytes.
-            size: the size of the whole object in bytes.
             read_other: called with [start, end) for bytes that no single stretch contains; returns a stretch that does.
         """
         super().__init__(size)

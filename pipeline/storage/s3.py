@@ -1,8 +1,7 @@
 """Access S3 and compatible stores: settings that travel to the workers, the requests, and errors without secrets.
 
 This uses botocore rather than a file-system layer, because every request counts over millions of videos: reading a
-video is one GET, writing a shard one PUT, and listing one LIST per thousand keys. The faster obstore cannot replace it:
-it hangs in forked children, and has neither profiles nor SSO nor pending uploads.
+video is one GET, writing a shard one PUT, and listing one LIST per thousand keys.
 """
 
 from __future__ import annotations
@@ -122,9 +121,8 @@ class Objects:
     ``for_store`` returns the client that also writes. The first request, or ``decide``, settles what the configuration
     leaves open: the endpoint, and whether sources are read unsigned. A pickled client keeps this decision.
 
-    Methods take URIs ``s3://bucket/key``. Requests that a busy or absent store does not answer are retried for up to
-    five minutes. Methods that send requests raise OSErrors that name the URI: FileNotFoundError, PermissionError, or a
-    general one.
+    Requests that a busy or absent store does not answer are retried for up to five minutes. Methods that send requests
+    raise OSErrors that name the URI: FileNotFoundError, PermissionError, or a general one.
     """
 
     def __init__(
@@ -162,10 +160,7 @@ class Objects:
         """Create a client from the AWS_* variables of this process, which its pickled copies keep.
 
         Once temporary credentials among them expire, each process uses the credentials that botocore finds.
-
-        Args:
-            endpoint: overrides the configured endpoint.
-            requester_pays: accept the cost of reads from buckets whose owners want that.
+        ``endpoint`` overrides the configured one.
         """
         settings: dict[str, Any] = {
             name: next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
@@ -190,7 +185,7 @@ class Objects:
         credentials, a note says that sources are read unsigned.
 
         Raises:
-            OSError: the configuration cannot be used; the error names ``uri``.
+            OSError: the configuration cannot be used.
         """
         with self._errors(uri):
             if self._decided and self._unsigned is not None:
@@ -200,8 +195,7 @@ class Objects:
     def _decide(self, session: Any) -> None:
         """Look up the endpoint, the region and whether there are credentials, and store the results in this client.
 
-        Explicit settings have precedence, and what is already decided stays. A note is printed if sources are read
-        unsigned.
+        What is already set stays. A note is printed if sources are read unsigned.
         """
         if not self._decided:
             configured = {"endpoint_url": find_endpoint(session), "region_name": session.get_config_variable("region")}
@@ -245,10 +239,8 @@ class Objects:
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
         """Yield the objects whose URIs begin with ``prefix``, in order of their keys, with one request per thousand.
 
-        Keys that end in "/" (folders that consoles make) are left out.
-
-        Args:
-            deep: also list objects whose keys have another "/" after the prefix.
+        Keys that end in "/" (folders that consoles make) are left out, and without ``deep`` also keys that have another
+        "/" after the prefix.
         """
         bucket, key = _split(prefix)
         options = {} if deep else {"Delimiter": "/"}
@@ -264,8 +256,7 @@ class Objects:
         return ObjectInfo(uri, int(answer["ContentLength"]), answer.get("ETag", ""))
 
     def age(self, uri: str) -> timedelta:
-        """Return the time since the object was written, by the store's clock; by this machine's if the answer has no Date.
-        """
+        """Return the time since the object was written, by the store's clock; if its answer has no Date, by this one's."""
         answer = self._request("head_object", uri)
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         now = datetime.now(UTC) if date is None else parsedate_to_datetime(date)
@@ -324,9 +315,8 @@ class Objects:
             limit: the largest size allowed, in bytes; None for no limit.
 
         Raises:
-            OSError: (EFBIG) the object is larger than ``limit``; nothing is read. (ETIMEDOUT) the download is too slow:
-                below 256 KiB/s and two minutes late. Broken connections are resumed up to four times without 16 MiB in
-                between.
+            OSError: (EFBIG) the object is larger than ``limit``; nothing is read. (ETIMEDOUT) The download is too slow:
+                below 256 KiB/s and two minutes late.
         """
         with self.download(uri) as download:
             return write_download(download, write, limit, uri)
@@ -349,7 +339,7 @@ class Objects:
                         yield Upload(f"{SCHEME}{bucket}/{item['Key']}", item["UploadId"], item["Initiated"])
 
     def abort(self, upload: Upload) -> None:
-        """Abort a multipart upload, so that the store drops its data; do nothing if there is none."""
+        """Abort a multipart upload; do nothing if there is none."""
         with suppress(FileNotFoundError):
             self._request("abort_multipart_upload", upload.uri, UploadId=upload.upload_id)
 
@@ -372,8 +362,7 @@ class Objects:
             return getattr(self._client(), operation)(Bucket=bucket, Key=key, **more)
 
     def _client(self) -> Any:
-        """Return the botocore client of this process, which the first call creates; a forked process creates its own.
-        """
+        """Return the botocore client of this process, which the first call creates; a forked process creates its own."""
         if self._client_of_process is None or self._client_of_process[0] != os.getpid():
             session = self._start_session()
             is_driver = self._unsigned is None

@@ -141,7 +141,7 @@ class LocalStore:
         raise FileNotFoundError(errno.ENOENT, f"the folder {fault} since this run first wrote to it", str(self.root))
 
     def _stat(self, name: str) -> os.stat_result:
-        """Return the status of a file below the root; below the open descriptor if this process has written."""
+        """Return the status of a file; below the open descriptor of the root if this process has written."""
         folder = self._open_folder
         return self._path(name).stat() if folder is None else os.stat(check_name(name), dir_fd=folder.descriptor)
 
@@ -274,7 +274,7 @@ class LocalStore:
             return []
 
     def list_files(self, folder: str) -> list[FileInfo]:
-        """List all files of a folder ("" is the root), but not of subfolders, sorted by name, including unfinished ones.
+        """List all files of a folder ("" is the root), but not of subfolders, sorted by name, with unfinished ones.
 
         The list is empty if there is no such folder.
         """
@@ -287,10 +287,7 @@ class LocalStore:
         return sorted(files)
 
     def exists(self, name: str) -> bool:
-        """Return True if ``name`` is a regular file; False for a folder, and for a name that is too long.
-
-        Other failures, such as a lack of permission, raise OSError.
-        """
+        """Return True if ``name`` is a regular file; False for a folder, and for a name that is too long."""
         check_name(name)
         try:
             return stat.S_ISREG(self._stat(name).st_mode)
@@ -393,8 +390,7 @@ class ObjectStore:
         """Do nothing: prefixes need not be created."""
 
     def has_other_files(self) -> bool:
-        """Return True if the first 10,000 objects below the root include others than notes of runs, indexes and CARD.
-        """
+        """Return True if the first 10,000 objects include others than notes of runs, indexes and CARD."""
         first = islice(self.objects.list(f"{self.root}/", deep=True), 10_000)
         names = (info.uri.removeprefix(f"{self.root}/") for info in first)
         return any(not name.endswith(NOTE) and name.partition("/")[0] not in {INDEXES, CARD} for name in names)

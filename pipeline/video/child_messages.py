@@ -40,7 +40,6 @@ class VideoMessage(NamedTuple):
     Attributes:
         video: the video with an empty array in place of its frames.
         shape: the shape [T, h, w, 3] of its frames.
-        handover: the message about the shared memory that holds them.
     """
 
     video: DecodedVideo
@@ -49,7 +48,7 @@ class VideoMessage(NamedTuple):
 
 
 def send_text(pipe: Connection, text: str) -> None:
-    """Send a text to the parent: first a note about the process, later the name of each decoder that it tries."""
+    """Send a text to the parent: first a note about the process, later the name of each decoder."""
     _send(pipe, {"text": text})
 
 
@@ -126,7 +125,11 @@ def wait_for(pipe: Connection, deadline: float) -> None:
 
 
 def _read(pipe: Connection, deadline: float, size: int) -> bytes:
-    """Read exactly ``size`` bytes from the pipe; TimeoutError at the deadline, EOFError or OSError if the pipe has ended.
+    """Read exactly ``size`` bytes from the pipe.
+
+    Raises:
+        TimeoutError: they are not complete at the deadline.
+        EOFError, OSError: the pipe has ended.
     """
     data = bytearray()
     while len(data) < size:

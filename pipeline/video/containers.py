@@ -2,8 +2,7 @@
 
 If FFmpeg is not told the format, it guesses one, and some formats (playlists, concat scripts) name other files or hosts
 that it would then open. Some demuxers find their stream behind other bytes, such as padding or an ID3 tag. Another
-container, an archive or a document is refused even if it contains a stream: read as a raw stream, it would lose its
-timestamps and mix its tracks.
+container, an archive or a document is refused even if it contains a stream.
 """
 
 from __future__ import annotations
@@ -151,8 +150,8 @@ def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading in binary mode; the caller closes it.
 
     Raises:
-        VideoFault: "io" if it is missing (a file under another Unicode form of the name is suggested), cannot be opened
-            or has a NUL byte in its name; "unsupported" for a folder; "policy" for a FIFO, socket or device.
+        VideoFault: "io" if it is missing, cannot be opened or has a NUL byte in its name; "unsupported" for a folder;
+            "policy" for a FIFO, socket or device.
     """
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - first, since opening a FIFO would block

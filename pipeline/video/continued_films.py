@@ -1,8 +1,7 @@
 """Films that continue where FFmpeg stops reading: under another PID of a transport stream, or in joined files.
 
-FFmpeg ignores a PID that first appears late in a transport stream. Players switch to it when new tables announce it;
-``ContinuedFile`` therefore gives the later packets the film's first PID. In other containers, a film behind the first
-one is only detected, by ``goes_on``.
+FFmpeg ignores a PID that first appears late in a transport stream; ``ContinuedFile`` gives its packets the film's first
+PID. In other containers, a film behind the first one is only detected, by ``goes_on``.
 """
 
 from __future__ import annotations
@@ -281,7 +280,6 @@ def goes_on(path: str | Path, demuxer: str, place: int, pid: int, continuation: 
 
     Args:
         place: the end of that last packet, in bytes.
-        pid: the stream's PID; only used for transport streams.
         continuation: the PIDs to replace in a transport stream.
     """
     if demuxer == "mpegts":

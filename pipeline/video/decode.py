@@ -1,5 +1,4 @@
-"""Decode one video file or folder of frames to the sampled, resized frames, or to a VideoFault that says what is wrong.
-"""
+"""Decode one video file or folder of frames to the sampled, resized frames, or to a VideoFault."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ class DecodeRequest:
 
     Attributes:
         path: what ``decode_video`` opens: a local file, a folder of JPEG frames, or ``/proc/self/fd/N`` for an open
-            file. Before that it may be any name, such as the uri of a row, which the source and the child process
-            replace.
+            file. Before that it may be any name, which the source and the child process replace.
         start_s: start of the clip; None for the start of the video.
         end_s: end of the clip, not included; None for the end of the video.
         decoder: "auto" or "pyav" for PyAV; "decord", "torchcodec" or "nvdec", which fall back to PyAV where they fail
@@ -129,12 +127,11 @@ class DecodedVideo:
     cpu_s: float = 0.0
 
     def add_columns(self, columns: VideoRecord) -> DecodedVideo:
-        """Return a copy whose record also has ``columns``, which replace existing columns of the same names."""
+        """Return a copy whose record also has ``columns``, which replace existing ones."""
         return replace(self, record={**self.record, **columns})
 
     def add_note(self, note: str) -> DecodedVideo:
-        """Return a copy whose ``backend_note``, which must exist, begins with ``note``; an empty ``note`` adds nothing.
-        """
+        """Return a copy whose ``backend_note``, which must exist, begins with ``note``; "" adds nothing."""
         return self.add_columns({"backend_note": "; ".join(filter(None, (note, self.record["backend_note"])))})
 
 

@@ -56,9 +56,8 @@ class FrameDecoder(Protocol):
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
         """Yield the frames with the numbers ``indices`` (distinct, ascending), in this order.
 
-        They come in chunks [k,H,W,3] of uint8 RGB, rotated as players show them. H and W are those of the index, or of
-        the frame itself where the frame size changes within the file. Chunks are small (``chunk_length``), so that
-        memory stays bounded. May raise any exception.
+        They come in small chunks [k,H,W,3] of uint8 RGB, rotated as players show them. H and W are those of the index,
+        or of the frame itself where the frame size changes within the file. May raise any exception.
         """
 
     def close(self) -> None:
@@ -298,7 +297,7 @@ class _PlainMarks:
 
 
 def _starts_a_group(frame: av.VideoFrame) -> bool:
-    """Return True if a decoded frame is a keyframe or another intra picture, which refers to no other frame."""
+    """Return True if a decoded frame is an intra picture, which refers to no other frame."""
     return bool(frame.key_frame) or frame.pict_type in (PictureType.I, PictureType.SI, PictureType.BI)
 
 

@@ -167,7 +167,7 @@ def is_keyframe(packet: av.Packet) -> bool:
 
 
 def is_packed(data: bytes) -> bool:
-    """Return True if MPEG-4 parameters say that a packet may hold two frames, which leaves the next one without any."""
+    """Return True if MPEG-4 parameters say that a packet may hold two frames."""
     return _PACKED.search(data) is not None
 
 

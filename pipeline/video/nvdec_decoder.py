@@ -1,7 +1,7 @@
 """The decoder on an NVIDIA GPU (NVDEC): with PyAV's own wheel, or with torchcodec if PyAV was built without CUDA.
 
 PyAV's frames are unpacked on the host to the pixel layout of FFmpeg's software decoders. All later steps are those of
-PyAV on a CPU, color conversion included: on an H200, four clips gave the same bits.
+PyAV on a CPU, color conversion included.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _make_gpu_decoder(codec: str) -> VideoCodecContext:
 
 @cache
 def _hold_primary_context() -> VideoCodecContext:
-    """Hold the GPU's primary context until this process ends, so that it is not created again for each file."""
+    """Hold the GPU's primary context until this process ends."""
     return _make_gpu_decoder("h264")
 
 

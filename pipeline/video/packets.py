@@ -82,8 +82,7 @@ class VideoPackets:
         is_ranked: True if ``pts`` in ``table`` are ranks in the shown order, computed from headers because the
             container states no presentation times.
         parameters_change: True if the container gives the decoder new parameters in the middle of the stream.
-        stated_s: the end of the video as the container states it; None if it does not, and for MP4, which lists every
-            frame.
+        stated_s: the end of the video as the container states it; None if it does not, and for MP4.
         fault: the last error that a packet or the demuxer gave; None without one.
         note: what of the film was not read; empty if nothing is known to be missing.
         n_corrupt: the number of packets that the demuxer marks as damaged, plus 1 if an error ended reading.
@@ -144,7 +143,7 @@ class VideoPackets:
         return open_container(self._path, self.demuxer, self._continuation)
 
     def close(self) -> None:
-        """Close the file and drop the packets. May be called twice."""
+        """Close the file and drop the packets."""
         self._kept_packets = []
         for file in (self._container, self._second_file, self._decoder_file):
             if file is not None:

@@ -1,7 +1,6 @@
 """The frame-by-frame index of a video file, usually made without decoding it; every decoder works from it.
 
-Timestamps are seconds from the container's start time, which players show as zero, whichever decoder delivers the
-pixels.
+Timestamps are seconds from the container's start time, which players show as zero.
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ class VideoIndex:
     """The index of a video stream: its F frames in the order in which they are shown.
 
     Attributes:
-        path: the absolute path of the file.
         demuxer: name of FFmpeg's demuxer; "" for a folder of frames.
-        stream: index of the stream in the file.
         width: pixels of the first frame as shown (after rotation); later frames may have another size.
         height: as ``width``.
         pixel_format: FFmpeg's name for the first frame's pixel format.
@@ -61,7 +58,6 @@ class VideoIndex:
             usable times, so that decoded frames can only be counted.
         keyframes: [K] int64 presentation times at which decoding can start, ascending.
         whole: True if frames come out at these ``pts`` only when all packets are decoded, since some are damaged.
-        holes: the known stretches that do not decode.
         record: columns of the videos table that the file states and decoding does not need.
         packets: the open file, which the caller of ``probe`` closes; None for a folder of frames.
     """

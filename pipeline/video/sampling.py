@@ -97,10 +97,8 @@ def find_clip_range(
     """Return the range of frames (first, stop) whose timestamps lie in [start_s, end_s), within ``find_tolerances``.
 
     Args:
-        timestamps: [F] seconds, ascending.
         start_s: None for the start of the video.
         end_s: may exceed the video's end; None for that end.
-        duration_s: end of the last frame.
         tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
 
     Raises:
@@ -214,8 +212,8 @@ def choose_frames(
 
     With ``fps``, for k = 0, 1, ..., the frame on screen at start + k / fps is taken: the last one whose timestamp is
     not later (within ``find_tolerances``). The first frame may therefore have appeared just before the clip starts. No
-    frame at or behind the end of the clip is taken. Then ``min_frames`` and ``max_frames`` apply.
-    ``snap_to_keyframes_s`` is left to ``snap_frames``.
+    frame at or behind the end of the clip is taken. Then ``min_frames`` and ``max_frames`` apply, but not
+    ``snap_to_keyframes_s``.
 
     Args:
         timestamps: [F] seconds of every frame of the file in the order in which they are shown, ascending.

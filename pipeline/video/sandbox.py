@@ -1,8 +1,7 @@
 """A child process that decodes videos, and may crash, hang or exhaust its memory without harm to its parent.
 
-The child serves one video after another and is replaced after a crash or a kill. Only the child holds the other end of
-the pipe: however it ends, the parent reads end-of-file. The parent unpickles nothing that the child sends, since a
-hostile video may run code there.
+Only the child holds the other end of the pipe: however it ends, the parent reads end-of-file. The parent unpickles
+nothing that the child sends, since a hostile video may run code there.
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         memory_mb: MiB by which the child may grow beyond its size after its imports. A platform without such a limit
             logs a warning.
         on_gpu: True if a decoder may use a GPU. The limit then covers the memory that the child can write to, instead
-            of its address space, of which a CUDA context reserves hundreds of GiB.
+            of its address space.
 
     Attributes:
-        starting_s: seconds that starting its children took, all of them together.
+        starting_s: seconds that starting all its children took.
     """
 
     def __init__(self, timeout_s: float = 120.0, memory_mb: int = 4096, on_gpu: bool = False) -> None:
@@ -354,8 +353,7 @@ def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
     """Let this process grow by ``memory_mb`` MiB from now on; return a note if that cannot be limited.
 
     If ``on_gpu``, only private writable memory counts, otherwise the whole address space. Files that it writes,
-    including memory that it shares with other processes, cannot exceed ``memory_mb`` MiB each either. Lower hard limits
-    stay.
+    including shared memory, cannot exceed ``memory_mb`` MiB each either. Lower hard limits stay.
     """
     kind, field = (resource.RLIMIT_DATA, 5) if on_gpu else (resource.RLIMIT_AS, 0)
     try:
@@ -374,10 +372,8 @@ def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
 def _end_with_parent() -> None:
     """Arrange that this process ends when its parent is gone, even if it was SIGKILLed or a decoder loops forever here.
 
-    Returns at once, and does nothing in a process that multiprocessing did not start.
-
-    The parent holds the other end of the sentinel pipe. The kernel sends a signal, which needs no Python to run here; a
-    thread serves systems without O_ASYNC.
+    Returns at once, and does nothing in a process that multiprocessing did not start. The kernel sends a signal, which
+    needs no Python to run here; a thread serves systems without O_ASYNC.
     """
     parent = multiprocessing.parent_process()
     if parent is None:  # not a child: called by hand

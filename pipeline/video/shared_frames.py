@@ -23,7 +23,6 @@ class Handover(NamedTuple):
     """The message about the memory that holds a video's frames.
 
     Attributes:
-        number: the number of the memory block.
         new: True if the block's descriptor follows.
         dropped: numbers of blocks that the writer will not use again.
     """
@@ -45,8 +44,7 @@ class SharedFrames:
         self._descriptor: int | None = None  # of the current block, if it is new to the reader
 
     def reuse(self, numbers: list[int]) -> None:
-        """Mark the blocks with these numbers, which the reader has freed, as idle; KeyError if one was not handed over.
-        """
+        """Mark these blocks, which the reader has freed, as idle; KeyError if one was not handed over."""
         for number in numbers:
             self._idle[number] = self._lent.pop(number)
 
@@ -99,7 +97,7 @@ class ReceivedFrames:
         self._freed: list[int] = []
 
     def close(self) -> None:
-        """Drop all blocks; the memory is released once no array refers to it. May be called twice."""
+        """Drop all blocks; the memory is released once no array refers to it."""
         self._pieces.clear()
 
     def list_freed(self) -> list[int]:

@@ -1,8 +1,7 @@
 """The sources of videos: their current sizes, and the bytes that a decode process reads.
 
-The decode process opens a file or a folder of JPEG frames on disk by its own path. A remote file or a member of an
-archive is fetched first, into an anonymous file in memory, or into a temporary file on systems without these; the
-decode process gets no credentials.
+A remote file or a member of an archive is fetched first, into an anonymous file in memory, or into a temporary file on
+systems without these; the decode process gets no credentials.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class Source(AbstractContextManager["Source"]):
 
     Attributes:
         location: the location of the video, with its current mark, and the size if it was fetched.
-        fault: the reason why the video cannot be decoded; None without one.
         descriptor: of the content in memory; None otherwise.
         path: of the content on disk: the video's own path, or a temporary file where the platform has no files in
             memory.
@@ -62,7 +60,7 @@ class Source(AbstractContextManager["Source"]):
         self.close()
 
     def close(self) -> None:
-        """Release the copy of the content, if there is one. May be called twice."""
+        """Release the copy of the content, if there is one."""
         if self.descriptor is not None:
             os.close(self.descriptor)
         if self.path is not None and self.is_copy:
@@ -159,8 +157,8 @@ def _check_present(row: VideoRow) -> None:
 def _fetch(source: Source, fetch: Fetch, limit: int) -> int:
     """Fetch the bytes into memory, or into a temporary file on systems without files in memory; return their number.
 
-    Sets ``source.descriptor`` or ``source.path``, also before ``fetch`` raises, so the caller closes the source. The
-    file in memory is sealed afterwards.
+    Sets ``source.descriptor`` or ``source.path``, also before ``fetch`` raises. The file in memory is sealed
+    afterwards.
     """
     if hasattr(os, "memfd_create"):
         source.descriptor = os.memfd_create("video", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -177,7 +175,10 @@ def _fetch(source: Source, fetch: Fetch, limit: int) -> int:
 
 
 def _download(source: Source, objects: Objects, write: Callable[[bytes], object], limit: int) -> int:
-    """Write a remote file to ``write``, set the mark in ``source.location``, and return the file's size; EFBIG above ``limit``.
+    """Write a remote file to ``write``, set the mark in ``source.location``, and return the file's size.
+
+    Raises:
+        OSError: the download failed, or the file has more than ``limit`` bytes (EFBIG).
     """
     uri = source.location.file
     mark = source.location.mark
@@ -222,8 +223,7 @@ class Sizes:
         return self._objects
 
     def of(self, paths: Sequence[str]) -> list[int]:
-        """Return the size of each file or object in the way of ``states``, -1 if it is gone or the request was refused.
-        """
+        """Return the ``size`` of each of ``states``: -1 if a file is gone or the request was refused."""
         return [state.size for state in self.states(paths)]
 
     def states(self, paths: Sequence[str]) -> list[FileState]:
