@@ -112,7 +112,8 @@ def _parse_positive(text: str) -> float:
 def run(arguments: argparse.Namespace) -> CommandResult:
     """Measure the CPU seconds of decoding synthetic clips in several ways, and return the table.
 
-    Clips stay in ``--folder``, where existing ones are used as they are. Sets torch to one thread in this process.
+    Clips are made in ``--folder``, where they stay and existing ones are used as they are, or in a temporary folder.
+    Sets torch to one thread in this process.
 
     Raises:
         ManifestError: the sample clips are not installed.
@@ -135,7 +136,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 def make_clip(folder: Path, clip: Clip) -> Path:
     """Encode a clip to ``folder``, which is created if needed, and return its path; an existing file is not made again.
 
-    The frames are those of a sample clip, repeated forwards and backwards.
+    The frames are those of a sample clip, repeated forwards and backwards. The file appears when it is complete.
 
     Raises:
         ManifestError: the sample clips are not installed.

@@ -99,7 +99,6 @@ class Arm:
     """A pruning method at a retention ratio.
 
     Attributes:
-        method: the method with its parameters.
         recipe: the recipe of the arm's cache, which has kept tokens. For full retention and for a ``late`` method it
             has all tokens, with the evidence of that method.
         late: the pruning that is done anew for each question; None if tokens are pruned once per video, or not at all.
@@ -184,9 +183,6 @@ class Bench:
 
         The end token is removed from the language model's generation config, so that every answer has its full length.
 
-        Args:
-            folder: receives the arms' caches, and the files of a model with random weights.
-
         Raises:
             UsageError: an option cannot be used; raised before the models are loaded.
         """
@@ -258,8 +254,7 @@ class Bench:
     def run(self) -> list[Figures]:
         """Measure all arms in both modes, and return the samples; call it only once, since it frees the vision tower.
 
-        All arms first answer from the videos, which fills the caches, and then from the caches. In both modes,
-        questions about the first video are asked once more at the beginning, as a warm-up.
+        All arms first answer from the videos, which fills the caches, and then from the caches.
 
         Raises:
             RunFailed: a video cannot be decoded.
@@ -288,7 +283,11 @@ class Bench:
         """Decode a video; for each arm encode it, write it to the arm's cache, and yield a sample per question.
 
         Arms with the same evidence share the encode seconds that were measured first. The questions are asked about the
-        tokens as they were stored. The errors are those of ``run``.
+        tokens as they were stored.
+
+        Raises:
+            RunFailed: the video cannot be decoded.
+            VideoFault: the video cannot be encoded or pruned.
         """
         todo: TodoRow = {**row, "attempts": repeat + 1}  # a later repeat replaces the row of an earlier one
 

@@ -127,7 +127,7 @@ def _resolve_ways(model: str) -> dict[str, ModelSource]:
 def measure(
     ways: dict[str, ModelSource], height: int, path: Path, n_frames: int, runtime: Runtime, repeats: int
 ) -> list[VideoCost]:
-    """Measure a clip with both families, in turn so that disturbances affect both; return the costs, FAST first.
+    """Measure a clip with both families, which take turns; return the costs, FAST first.
 
     Loading the models is not measured.
     """

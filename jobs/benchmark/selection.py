@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> SelectionTimes:
-    """Time the loop, the selection and whole methods on one video, in turn so that disturbances affect all of them."""
+    """Time the loop, the selection and whole methods on one video, in turn."""
     tokens_MD = tokens_TND.flatten(0, 1)
     density_M = spatio_temporal_density(tokens_TND)[0].flatten()
     n_tokens, hidden = tokens_MD.shape

@@ -210,7 +210,7 @@ def make_cache(folder: Path, model: str, num_frames: int) -> str:
 
 
 def measure(mode: str, job: ServingWork) -> list[WayResult]:
-    """Measure one mode in a child process, so that its memory is freed at the end.
+    """Measure one mode in a child process.
 
     Raises:
         RunFailed: the child failed; the message has the cause from its log.

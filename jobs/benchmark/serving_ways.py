@@ -1,7 +1,4 @@
-"""Ways of answering questions about every video: from a cache, from texts of equal length, from the videos.
-
-Each way answers cold, when nothing of a video is cached, and then the same questions again.
-"""
+"""Ways of answering questions about every video: from a cache, from texts of equal length, from the videos."""
 
 from __future__ import annotations
 

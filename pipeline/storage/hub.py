@@ -72,7 +72,7 @@ class HubDownload(Iterator[bytes]):
     """An iterator over the bytes [start, end) of a file on the hub, in pieces of up to 64 MiB.
 
     Attributes:
-        size: the size of the whole file in bytes.
+        size: the bytes of the whole file.
         mark: the hash of its content; "" if unknown.
     """
 

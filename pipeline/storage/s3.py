@@ -1,7 +1,6 @@
 """Access S3 and compatible stores: settings that travel to the workers, the requests, and errors without secrets.
 
-This uses botocore rather than a file-system layer, because every request counts over millions of videos: reading a
-video is one GET, writing a shard one PUT, and listing one LIST per thousand keys.
+This uses botocore rather than a file-system layer, because every request counts over millions of videos.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ class ObjectInfo(NamedTuple):
     """An object in a listing.
 
     Attributes:
-        size: the size in bytes.
         mark: differs if the content does, such as an ETag; "" if unknown.
     """
 
@@ -209,8 +207,8 @@ class Objects:
     def _start_session(self) -> Any:
         """Start a botocore session with the profile of the settings.
 
-        If this node lacks the profile and its credentials are not needed, it is removed from the settings; otherwise
-        ProfileNotFound is raised.
+        If this node lacks the profile, the configuration is decided, and requests are unsigned or have keys in the
+        settings, the profile is removed from the settings. Otherwise ProfileNotFound is raised.
         """
         from botocore.exceptions import ProfileNotFound  # noqa: PLC0415 - only where a store is used
 
@@ -256,7 +254,7 @@ class Objects:
         return ObjectInfo(uri, int(answer["ContentLength"]), answer.get("ETag", ""))
 
     def age(self, uri: str) -> timedelta:
-        """Return the time since the object was written, by the store's clock; if its answer has no Date, by this one's."""
+        """Return the time since an object was written, by the store's clock, or by this machine's without a Date."""
         answer = self._request("head_object", uri)
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         now = datetime.now(UTC) if date is None else parsedate_to_datetime(date)
@@ -362,7 +360,7 @@ class Objects:
             return getattr(self._client(), operation)(Bucket=bucket, Key=key, **more)
 
     def _client(self) -> Any:
-        """Return the botocore client of this process, which the first call creates; a forked process creates its own."""
+        """Return the botocore client of this process, which the first call creates; a fork creates its own."""
         if self._client_of_process is None or self._client_of_process[0] != os.getpid():
             session = self._start_session()
             is_driver = self._unsigned is None
@@ -451,7 +449,7 @@ def is_s3(uri: str) -> bool:
 
 
 def has_query(uri: str) -> bool:
-    """Return True if a URI ends in a query such as ``?versionId=1``, which may hold a secret.
+    """Return True if a URI ends in a query such as ``?versionId=1``.
 
     A query has a parameter of S3 or of a signature, or begins with NAME= and does not end in a file suffix:
     ``who?.mp4`` and ``watch?v=1.mp4`` give False.

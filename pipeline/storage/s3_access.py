@@ -109,7 +109,7 @@ def _may_have_role(session: Any) -> bool:
 
 
 def describe_credentials(credentials: Any, profile: str | None) -> str:
-    """Describe where botocore credentials come from, in words that follow "the credentials from"."""
+    """Describe where botocore credentials come from, such as "the environment (AWS_ACCESS_KEY_ID)" or "the instance role"."""
     session = start_session(profile)
     name = session.profile or "default"
     files = {

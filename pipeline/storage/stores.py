@@ -287,7 +287,10 @@ class LocalStore:
         return sorted(files)
 
     def exists(self, name: str) -> bool:
-        """Return True if ``name`` is a regular file; False for a folder, and for a name that is too long."""
+        """Return True if ``name`` is a regular file; False for a folder, and for a name that is too long.
+
+        Other failures, such as a lack of permission, raise OSError.
+        """
         check_name(name)
         try:
             return stat.S_ISREG(self._stat(name).st_mode)

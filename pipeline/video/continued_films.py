@@ -324,9 +324,10 @@ def _is_mostly_video(path: str | Path, place: int) -> bool:
 
 
 def _has_packets(path: str | Path, place: int, pid: int, continuation: Continuation | None) -> bool:
-    """Return True if over half of a transport stream's packets from ``place`` on are of ``pid`` or new PIDs with video.
+    """Return True if over half of a transport stream's packets from ``place`` on are of PIDs that go on with the film.
 
-    New PIDs have no video before ``place``. PIDs are those after the replacements of ``continuation``, if it is given.
+    These have video there, and are ``pid`` or had no video before. PIDs are those after the replacements of
+    ``continuation``, if it is given.
     """
     before, behind = set[int](), set[int]()  # PIDs with video
     counts = np.zeros(2**13, np.int64)

@@ -84,9 +84,6 @@ class DecodeRequest:
         decoder: "auto" or "pyav" for PyAV; "decord", "torchcodec" or "nvdec", which fall back to PyAV where they fail
             or are known to be wrong; or the import path "package.module:Class" of a
             ``pipeline.video.decoders.FrameDecoder``, which has no fallback and is not imported yet.
-
-    Raises:
-        ValueError: the decoder's name is unknown.
     """
 
     path: str | Path
@@ -115,7 +112,7 @@ class DecodedVideo:
         timestamps: [T] float64 seconds of these frames from the start of the file, as players show them.
         record: the columns of the videos table that decoding determines. Those that the file does not state are absent
             or None.
-        attempts: 2 if a built-in decoder other than PyAV ended the first process, otherwise 1.
+        attempts: 2 if PyAV decoded it after another decoder ended the process or sent an invalid message, otherwise 1.
         cpu_s: CPU seconds of the process while it decoded the video.
     """
 

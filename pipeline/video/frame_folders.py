@@ -2,7 +2,8 @@
 
 A folder is a video only if its path gives the rate: ``tvqa/frames_fps3_hq/castle_s07e04_seg02_clip_14`` has three
 frames per second. Frame number k is then at k / 3 s, and a clip extends from the frame nearest to its start (at least
-the first) to the frame nearest to its end, both included (``read_frame`` in ``video_chat2/mvbench.ipynb`` of MVBench).
+the first) to the frame nearest to its end, both included (``read_frame`` of github.com/OpenGVLab/Ask-Anything,
+``video_chat2/mvbench.ipynb``).
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def source_state(path: str) -> FileState:
 
 
 def source_bytes(path: str) -> int:
-    """Return the bytes of a file, or of all frames of a folder; the errors of ``source_state`` pass."""
+    """Return the bytes of a file, or of all frames of a folder; raise OSError or ValueError if there is none."""
     return source_state(path).size
 
 

@@ -305,7 +305,9 @@ class VideoPackets:
     def _read(self) -> None:
         """Read all packets but empty ones into ``table``, and record damage, gaps and changes of parameters.
 
-        If times are missing and headers tell the order, ``pts`` become ranks. Raises MemoryError.
+        Packets are kept in memory unless all together exceed MAX_KEPT_BYTES. If times are missing and headers tell the
+        order, ``pts`` become ranks. ``lacks_times`` becomes True for MPEG-4 with B-frames and frames without content.
+        Only MemoryError is raised.
         """
         size = 0
         has_gaps = False

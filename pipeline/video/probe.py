@@ -250,7 +250,6 @@ def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fract
 
     Args:
         span: seconds from the first to the last timestamp.
-        tick: seconds.
     """
     if n_frames < 2 or not span:
         return float(stated_rates[0])

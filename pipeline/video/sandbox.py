@@ -117,7 +117,10 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         """Send one request to the child and wait for its answer until ``deadline`` (``time.monotonic()``).
 
         After a timeout, an invalid message or an interrupt the child is killed, so that a late answer cannot reach the
-        next request. The errors are those of ``decode``.
+        next request.
+
+        Raises:
+            VideoFault: a fault of the video, "timeout", "crash", or "internal" if no child starts.
         """
         child = self._get_child()
         backend: str | None = None
@@ -393,7 +396,7 @@ def _end_with_parent() -> None:
 
 
 def _strip_credentials() -> None:
-    """Remove environment variables whose names look like credentials, so that the child cannot use them by accident.
+    """Remove environment variables whose names look like credentials (_SECRET_NAMES, _SECRET_PARTS).
 
     Their values are also overwritten in the memory that /proc/self/environ shows.
     """

@@ -52,7 +52,7 @@ class SharedFrames:
         """Return a uint8 array for [T,h,w,3] frames in the smallest idle block that fits, or in a new block.
 
         Fill the array, then call ``hand_over``. A second call before that takes the first array's block back, or drops
-        it if it is new, so the first array must no longer be used.
+        it if it is new.
         """
         if self._descriptor is not None:
             os.close(self._descriptor)  # the reader never got it, so a new block is dropped
@@ -115,7 +115,7 @@ class ReceivedFrames:
             descriptor: of a new block; it stays the caller's. None for a known block.
 
         Raises:
-            OSError: the block is unknown, smaller than the frames, larger than a new block may be, or may shrink.
+            OSError: the block is unknown or smaller than the frames, or a new block is larger or may shrink.
         """
         size = math.prod(shape)
         for number in handover.dropped:

@@ -297,7 +297,7 @@ def sample_source(uri: str, size: int, objects: Objects) -> int | None:
         None if it is gone, or if a local file cannot be opened or a folder of frames is not complete.
 
     Raises:
-        UsageError: the store does not answer, or reading a local file failed.
+        UsageError: the store fails or refuses the request, or reading a local file failed.
     """
     try:
         if not is_remote(uri):
