@@ -91,7 +91,7 @@ CLIPS = [
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``decode`` to a parser."""
+    """Add the flags of this measurement."""
     clips = "clips to make, CODEC-HEIGHTp-SECONDSs-gFRAMES with FRAMES from a keyframe to the next"
     add_flag(parser, "--clips", CLIPS, clips, "NAME", Clip.parse)
     add_flag(parser, "--frames", 32, "frames per clip", "T")

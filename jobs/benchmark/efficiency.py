@@ -112,7 +112,7 @@ class Arm:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``efficiency`` to a parser."""
+    """Add the flags of this measurement."""
     model = (
         "a Hugging Face id or folder; a folder with a config.json and no weights gets random weights. The default is "
         "random and small: its figures compare methods; they are not speeds of a real model"
@@ -212,7 +212,7 @@ class Bench:
             arm.store.put(HEADER, serialise_header(arm.recipe.header(self.runtime.dtype_name, static)))
 
     def _resolve_arms(self, source: ModelSource, folder: Path) -> list[Arm]:
-        """Resolve full retention and each method at each ratio; an explicit "none" is not repeated.
+        """Resolve full retention, which comes first, and each method at each ratio; an explicit "none" is not repeated.
 
         Raises:
             UsageError: a method or option cannot be used.

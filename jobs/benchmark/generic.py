@@ -66,7 +66,7 @@ class VideoCost:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``generic`` to a parser."""
+    """Add the flags of this measurement."""
     models = (
         "Hugging Face ids or folders of families with code of their own; the defaults are random and small: only "
         "frames have real sizes"

@@ -43,7 +43,7 @@ _MIN_VIDEOS = 16  # fewer videos would not fill every stage
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``pipeline`` to a parser."""
+    """Add the flags of this measurement."""
     add_flag(parser, "--frames", [2, 32], "frames of a video, 0.44 MB each", "N")
     add_flag(parser, "--encode-ms", [15, 60, 250], "milliseconds that an encoder sleeps for a video", "N")
     add_flag(parser, "--nodes", [], "logical nodes; each has a worker of each kind, and a loop beside it", "N")

@@ -60,7 +60,7 @@ _IDENTITY: CacheIdentity = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``read`` to a parser."""
+    """Add the flags of this measurement."""
     add_flag(parser, "--videos", 66, "synthetic videos", "N")
     add_flag(parser, "--tokens", 1568, "stored tokens per video, a quarter of all", "K")
     add_flag(parser, "--hidden", 3584, "hidden size", "D")

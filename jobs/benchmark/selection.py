@@ -56,7 +56,7 @@ class SelectionTimes:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``selection`` to a parser."""
+    """Add the flags of this measurement."""
     add_flag(parser, "--frames", [8, 32, 128, 384], "frames, a synthetic video for each number", "T")
     add_flag(parser, "--tokens-per-frame", 196, "tokens of a frame", "N")
     add_flag(parser, "--hidden", 3584, "hidden size", "D")

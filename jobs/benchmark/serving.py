@@ -82,7 +82,7 @@ class WayResult:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``serving`` to a parser."""
+    """Add the flags of this measurement."""
     parser.add_argument(
         "--model",
         default="tiny-qwen2-5-vl",

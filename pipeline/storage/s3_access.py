@@ -48,7 +48,10 @@ def _interfaces(folders: str | None) -> Any:
 
 
 def find_endpoint(session: Any) -> str | None:
-    """Return the S3 endpoint that the environment or the profile configures, in botocore's order; None for AWS."""
+    """Return the S3 endpoint that the environment or the profile configures, in botocore's order.
+
+    None stands for AWS: no endpoint is configured, or the configuration says that they are ignored.
+    """
     from botocore.configprovider import ConfiguredEndpointProvider  # noqa: PLC0415 - only where a store is used
 
     if session.get_config_variable("ignore_configured_endpoint_urls"):
@@ -109,7 +112,7 @@ def _may_have_role(session: Any) -> bool:
 
 
 def describe_credentials(credentials: Any, profile: str | None) -> str:
-    """Describe where botocore credentials come from, such as "the environment (AWS_ACCESS_KEY_ID)" or "the instance role"."""
+    """Describe where botocore credentials come from, such as "the instance role" or a variable or file by its name."""
     session = start_session(profile)
     name = session.profile or "default"
     files = {
