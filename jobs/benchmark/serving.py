@@ -199,7 +199,7 @@ def make_cache(folder: Path, model: str, num_frames: int) -> str:
     """Make a cache of all tokens of the sample clips, which serves any ratio; return its path.
 
     Raises:
-        RunFailed: jobs.prune failed; the message has the end of its output.
+        RunFailed: jobs.prune failed.
     """
     command = [sys.executable, "-m", "jobs.prune", "sample", "--out", str(folder), "--model", model]
     command += ["--retention-ratio", "1.0", "--num-frames", str(num_frames)]

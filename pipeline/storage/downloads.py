@@ -50,7 +50,7 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
     """An iterator over the bytes [start, end) of an object, in pieces of up to 16 KiB. Close it after use.
 
     Attributes:
-        size: the size of the whole object in bytes.
+        size: the bytes of the whole object.
         mark: its ETag; None if the store does not give one.
     """
 

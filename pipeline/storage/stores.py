@@ -317,7 +317,7 @@ class LocalStore:
             os.unlink(name, dir_fd=root)
 
     def uploads(self) -> Iterator[Upload]:
-        """Return an iterator over the pending uploads below the root; a folder has none."""
+        """Return an iterator over pending uploads, of which a folder has none."""
         return iter(())
 
     def abort(self, upload: Upload) -> None:

@@ -56,8 +56,7 @@ def _wait(requests: socket.socket) -> None:
 def _show(title: bytes) -> None:
     """Make ``ps`` show ``title`` for this process, and hide the environment that it inherited.
 
-    Overwrites the memory that the kernel shows as this process's arguments and variables; ``os.environ`` is not
-    affected.
+    Overwrites the memory that the kernel shows as this process's arguments and variables, but not ``os.environ``.
     """
     addresses = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[45:49]  # see proc(5)
     arguments, arguments_end, variables, variables_end = map(int, addresses)
