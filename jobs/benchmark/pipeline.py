@@ -175,7 +175,7 @@ def _make_environment(ray_folder: str) -> dict[str, str]:
 
 
 def make_videos(work: Work) -> None:
-    """Write the work's manifest, and one still clip beside it that all rows name and that decodes fast."""
+    """Write the work's manifest, and one still clip beside it that all rows name."""
     picture = np.full((SIDE, SIDE, 3), np.linspace(32, 224, SIDE, dtype=np.uint8)[:, None], dtype=np.uint8)
     with av.open(str(work.manifest.with_name("clip.mp4")), "w") as container:
         stream = container.add_stream("libx264", rate=30)

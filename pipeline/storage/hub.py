@@ -99,7 +99,7 @@ class HubDownload(Iterator[bytes]):
         return piece
 
     def close(self) -> None:
-        """Do nothing: no connection stays open between pieces."""
+        """Do nothing."""
 
 
 #: A client that reads videos from a store.

@@ -223,7 +223,7 @@ class JpegDecoder:
             yield _decode_frame(self._path, self._names[i]).to_ndarray(format="rgb24", interpolation="BICUBIC")[None]
 
     def close(self) -> None:
-        """Do nothing: no file stays open."""
+        """Do nothing."""
 
 
 def _decode_frame(path: str, name: str) -> av.VideoFrame:

@@ -52,7 +52,7 @@ class PacketInfo(NamedTuple):
         dts: decoding time in ticks; None if unknown.
         duration: in ticks; 0 if unknown.
         keyframe: True if decoding can start here, according to the file.
-        hidden: True if it shows no frame: the container discards it, or only other frames use it.
+        hidden: True if it shows no frame: the container discards it, or its headers say so.
     """
 
     pts: int | None
@@ -82,7 +82,8 @@ class VideoPackets:
         is_ranked: True if ``pts`` in ``table`` are ranks in the shown order, computed from headers because the
             container states no presentation times.
         parameters_change: True if the container gives the decoder new parameters in the middle of the stream.
-        stated_s: the end of the video as the container states it; None if it does not, and for MP4.
+        stated_s: the end of the video as the container states it; None if it does not, and for containers other
+            than Matroska, AVI, FLV and ASF.
         fault: the last error that a packet or the demuxer gave; None without one.
         note: what of the film was not read; empty if nothing is known to be missing.
         n_corrupt: the number of packets that the demuxer marks as damaged, plus 1 if an error ended reading.
@@ -292,7 +293,8 @@ class VideoPackets:
     def _decode_packet(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
         """Decode a packet to the frames that it completes; None flushes the decoder.
 
-        A packet that does not decode gives no frame, and its error becomes ``fault``; only MemoryError is raised.
+        A packet that does not decode gives no frame, and its error becomes ``fault``, except for MemoryError, which is
+        raised.
         """
         try:
             return list(codec.decode(packet))
@@ -307,7 +309,7 @@ class VideoPackets:
 
         Packets are kept in memory unless all together exceed MAX_KEPT_BYTES. If times are missing and headers tell the
         order, ``pts`` become ranks. ``lacks_times`` becomes True for MPEG-4 with B-frames and frames without content.
-        Only MemoryError is raised.
+        Raises MemoryError.
         """
         size = 0
         has_gaps = False
