@@ -111,8 +111,7 @@ class LibraryDecoder:
         """Open the video with the library.
 
         Raises:
-            IndexMismatch: there is a ``reason_against`` the library, or it counts another number of frames than the
-                index.
+            IndexMismatch: ``reason_against`` gives a reason, or the library counts other frames than the index.
         """
         if reason := self.reason_against(index):
             raise IndexMismatch(reason)
