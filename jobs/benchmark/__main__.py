@@ -27,8 +27,7 @@ MEASUREMENTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the measurement that the first word names; return the exit code.
 
-    Only the module of that measurement is imported. 1 is returned for missing sample clips, a failed run and an
-    unreadable video, and 2 for a UsageError.
+    The code is 1 for missing sample clips, a failed run and an unreadable video, and 2 for a UsageError.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser("python -m jobs.benchmark", description=__doc__)

@@ -54,8 +54,7 @@ class Clip(NamedTuple):
 
     Attributes:
         codec: a key of _ENCODERS.
-        height: the height in pixels, a multiple of 18.
-        seconds: the length in seconds.
+        height: a multiple of 18.
         group: the number of frames from one keyframe to the next.
     """
 
@@ -66,11 +65,7 @@ class Clip(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Clip:
-        """Parse a name such as h264-720p-10s-g250.
-
-        Raises:
-            argparse.ArgumentTypeError: the text is not such a name.
-        """
+        """Parse a name such as h264-720p-10s-g250; raise argparse.ArgumentTypeError for another text."""
         settings = re.fullmatch(rf"({'|'.join(_ENCODERS)})-([1-9]\d*)p-([1-9]\d*)s-g([1-9]\d*)", name)
         if settings is None or int(settings[2]) % 18:
             raise argparse.ArgumentTypeError(
@@ -96,7 +91,7 @@ CLIPS = [
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``decode`` to a parser."""
+    """Add the flags of this measurement."""
     clips = "clips to make, CODEC-HEIGHTp-SECONDSs-gFRAMES with FRAMES from a keyframe to the next"
     add_flag(parser, "--clips", CLIPS, clips, "NAME", Clip.parse)
     add_flag(parser, "--frames", 32, "frames per clip", "T")
@@ -107,12 +102,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_positive(text: str) -> float:
-    """Parse a finite number above 0 for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: the number is not positive or not finite.
-        ValueError: the text is not a number.
-    """
+    """Parse a finite number above 0 for argparse; raise ValueError or ArgumentTypeError for another text."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
@@ -176,10 +166,9 @@ def make_clip(folder: Path, clip: Clip) -> Path:
 
 
 def measure(path: Path, sampling: Sampling, repeats: int, snap_s: float) -> tuple[int, dict[str, float | None]]:
-    """Measure all ways of decoding a clip in turn, some of them in a child process.
+    """Measure all ways of decoding a clip in turn, some in a child process; the best of ``repeats`` rounds counts.
 
     Args:
-        repeats: the number of rounds; the best one counts, because other work on the machine only adds time.
         snap_s: the --snap-to-keyframes of one way.
 
     Returns:
@@ -267,7 +256,7 @@ def _convert_and_resize(frame: Any) -> Any:
 
 
 def _read_index(path: Path) -> None:
-    """Read the clip's packet index with the pipeline's probe, and discard it."""
+    """Index the clip with the pipeline's probe, and discard the index."""
     index = probe(str(path), sniff(path))
     assert index.packets is not None
     index.packets.close()

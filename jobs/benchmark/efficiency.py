@@ -1,8 +1,6 @@
-"""The paper's efficiency figures (Table 3): E2E and LLM seconds, peak memory, KV cache, tokens per second.
+"""The paper's efficiency figures (Table 3), for answers from the videos and from a cache of their tokens.
 
-Each method answers questions from the videos, and from a cache of their tokens. Decoding and encoding depend neither on
-the question nor on the retention ratio: they are measured once per video, repeat and kind of evidence, and count for
-every online question. A cache is read from files that were just written and are still in the system's page cache.
+Decoding and encoding are measured once per video, repeat and kind of evidence, and count for every online question.
 """
 
 from __future__ import annotations
@@ -101,11 +99,9 @@ class Arm:
     """A pruning method at a retention ratio.
 
     Attributes:
-        method: the method with its parameters.
         recipe: the recipe of the arm's cache, which has kept tokens. For full retention and for a ``late`` method it
             has all tokens, with the evidence of that method.
         late: the pruning that is done anew for each question; None if tokens are pruned once per video, or not at all.
-        store: the arm's cache.
     """
 
     method: str
@@ -116,7 +112,7 @@ class Arm:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``efficiency`` to a parser."""
+    """Add the flags of this measurement."""
     model = (
         "a Hugging Face id or folder; a folder with a config.json and no weights gets random weights. The default is "
         "random and small: its figures compare methods; they are not speeds of a real model"
@@ -146,7 +142,6 @@ def run(arguments: argparse.Namespace) -> CommandResult:
         UsageError: an option cannot be used, or a prompt does not fit the model.
         RunFailed: a video cannot be decoded.
         VideoFault: a video cannot be encoded or pruned.
-        OSError: the file of ``--latex`` cannot be written.
     """
     with TemporaryDirectory() as folder:
         bench = Bench(arguments, Path(folder), throttle(say, _PROGRESS_S))
@@ -179,8 +174,8 @@ class Bench:
 
     A sample has the figures of one question in one mode: seconds of each step, 0 for a step that the mode skips, and
     sums. ``llm_s`` is the whole ``generate`` call, ``llm_with_tower_s`` adds encoding and pruning as the paper's
-    harness does, and ``total_s`` adds all other steps (online, the paper's E2E). ``peak_bytes`` is the peak of torch's
-    memory on a GPU, or of this process on a CPU, including weights; None if unknown.
+    harness does, and ``total_s`` adds all other steps. ``peak_bytes`` is the peak of torch's memory on a GPU, or of
+    this process on a CPU, including weights; None if unknown.
     """
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> None:
@@ -188,12 +183,8 @@ class Bench:
 
         The end token is removed from the language model's generation config, so that every answer has its full length.
 
-        Args:
-            folder: receives the arms' caches, and the files of a model with random weights.
-            say: receives lines of progress.
-
         Raises:
-            UsageError: an option cannot be used; raised with its remedy before the models are loaded.
+            UsageError: an option cannot be used; raised before the models are loaded.
         """
         model = arguments.model
         self._arguments = arguments
@@ -221,7 +212,7 @@ class Bench:
             arm.store.put(HEADER, serialise_header(arm.recipe.header(self.runtime.dtype_name, static)))
 
     def _resolve_arms(self, source: ModelSource, folder: Path) -> list[Arm]:
-        """Resolve full retention and each method at each ratio; an explicit "none" is not repeated.
+        """Resolve full retention, which comes first, and each method at each ratio; an explicit "none" is not repeated.
 
         Raises:
             UsageError: a method or option cannot be used.
@@ -263,9 +254,7 @@ class Bench:
     def run(self) -> list[Figures]:
         """Measure all arms in both modes, and return the samples; call it only once, since it frees the vision tower.
 
-        All arms first answer from the videos, which fills the caches, and then from the caches. In both modes,
-        questions about the first video are asked once more at the beginning, as a warm-up. Within a video, the arms
-        take turns, so that disturbances of the machine affect all of them.
+        All arms first answer from the videos, which fills the caches, and then from the caches.
 
         Raises:
             RunFailed: a video cannot be decoded.
@@ -294,7 +283,7 @@ class Bench:
         """Decode a video; for each arm encode it, write it to the arm's cache, and yield a sample per question.
 
         Arms with the same evidence share the encode seconds that were measured first. The questions are asked about the
-        tokens as they were stored, moved to the model's device.
+        tokens as they were stored.
 
         Raises:
             RunFailed: the video cannot be decoded.
@@ -345,7 +334,7 @@ class Bench:
         """Ask one question about a video's tokens, pruned before if the arm prunes per question; return the sample.
 
         Args:
-            question: the number of the question, which makes its text unique.
+            question: a number, which makes the text unique.
             about: the figures of the steps before.
 
         Raises:
@@ -400,11 +389,7 @@ class Bench:
 
 
 def kv_bytes(text_config: Any, number_bytes: int, tokens: int, *, layer: int = 0, dropped: int = 0) -> int:
-    """Compute the bytes of keys and values of ``tokens``, of which ``dropped`` are missing from ``layer`` on.
-
-    Args:
-        number_bytes: bytes per value.
-    """
+    """Compute the bytes of keys and values of ``tokens``, of which ``dropped`` are missing from ``layer`` on."""
     width = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     layers = text_config.num_hidden_layers
     numbers = layers * tokens - (layers - layer) * dropped
@@ -444,8 +429,8 @@ def format_row(row: Figures, columns: Iterable[tuple[str, str]], full: Figures |
     Full retention is named "Original".
 
     Args:
-        columns: pairs of a mode and the name of a figure, one for each further cell; "-" if the figure is unknown.
-        full: the row of full retention; other rows have the relative change to it after figures with decimals. None for
+        columns: pairs of a mode and the name of a figure; the cell is "-" if the figure is unknown.
+        full: the row of full retention, to which figures with decimals in other rows show the relative change; None for
             no changes.
     """
     cells = ["Original" if row["method"] == FULL else method_title(row["method"]), f"{100 * row['retention_ratio']:g}%"]

@@ -1,8 +1,4 @@
-"""Seconds and bytes per video with the family generic, beside the model's own family.
-
-They differ in where frames are resized: in the decoder, or by the checkpoint's processor in the encoder, to which
-frames travel in their source size.
-"""
+"""Seconds and bytes per video with the family generic, beside the model's own family."""
 
 from __future__ import annotations
 
@@ -65,12 +61,12 @@ class VideoCost:
 
     @property
     def total_s(self) -> float:
-        """The seconds of all steps of a video."""
+        """The seconds of all steps."""
         return self.decode_s + self.copy_s + self.encode_s + self.prune_s
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``generic`` to a parser."""
+    """Add the flags of this measurement."""
     models = (
         "Hugging Face ids or folders of families with code of their own; the defaults are random and small: only "
         "frames have real sizes"
@@ -121,12 +117,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def _resolve_ways(model: str) -> dict[str, ModelSource]:
-    """Resolve a model with its own family (FAST) and with the family generic (GENERIC).
-
-    Raises:
-        UsageError: the model has no family of its own.
-        ModelError: the model cannot be used.
-    """
+    """Resolve a model with its own family (FAST) and with GENERIC; UsageError if it has no family of its own."""
     source = ModelSource.resolve(model, gate=False)
     if isinstance(family_of(source), GenericFamily):
         raise UsageError(f"--model: {model} has the family generic alone: there is nothing to compare")
@@ -136,9 +127,9 @@ def _resolve_ways(model: str) -> dict[str, ModelSource]:
 def measure(
     ways: dict[str, ModelSource], height: int, path: Path, n_frames: int, runtime: Runtime, repeats: int
 ) -> list[VideoCost]:
-    """Measure a clip with both families, in turn so that disturbances affect both; return the costs, FAST first.
+    """Measure a clip with both families, which take turns; return the costs, FAST first.
 
-    The models are loaded before, which is not measured. Both costs say whether the families' tokens are equal.
+    Loading the models is not measured.
     """
     steps: dict[tuple[str, str], Callable[[], Any]] = {}
     with DecodeSandbox(timeout_s=3600) as sandbox:
@@ -174,7 +165,7 @@ def measure(
 
 
 def _encode(backbone: Backbone, frames: NDArray[np.uint8], sampled: SampledVideo) -> Tensor:
-    """Encode a video to tokens [T,N,D], and copy them to the CPU, which waits for a GPU to finish."""
+    """Encode a video to tokens [T,N,D] on the CPU, which waits for a GPU to finish."""
     return backbone.encode(frames, video=sampled).tokens.cpu()
 
 

@@ -1,7 +1,6 @@
 """The whole job beside a plain DataLoader loop on the same videos, with an encoder that only sleeps.
 
-Both run in turn as child processes, over few and over many videos. A figure is the cost per further video, so that the
-time to start cancels out.
+A figure is the cost per further video, so that the time to start cancels out.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _MIN_VIDEOS = 16  # fewer videos would not fill every stage
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``pipeline`` to a parser."""
+    """Add the flags of this measurement."""
     add_flag(parser, "--frames", [2, 32], "frames of a video, 0.44 MB each", "N")
     add_flag(parser, "--encode-ms", [15, 60, 250], "milliseconds that an encoder sleeps for a video", "N")
     add_flag(parser, "--nodes", [], "logical nodes; each has a worker of each kind, and a loop beside it", "N")
@@ -150,7 +149,7 @@ def medians(turns: Sequence[Figures]) -> dict[str, float]:
 def run_child(work: Work) -> dict[str, float]:
     """Run a work in a child process that starts its own Ray; return its figures, memory and CPU time.
 
-    The videos are made first, in a temporary folder below ``work.folder``, which is deleted at the end.
+    The videos are made first, in a temporary folder below ``work.folder``.
 
     Raises:
         RunFailed: the child fails.
@@ -169,17 +168,14 @@ def run_child(work: Work) -> dict[str, float]:
 
 
 def _make_environment(ray_folder: str) -> dict[str, str]:
-    """Return the child's environment: without this process's RAY_ variables, and with settings of Ray.
-
-    Ray's workers get the same priority as a DataLoader's.
-    """
+    """Return the child's environment: without this process's RAY_ variables, and with settings of Ray."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     ray = {"TMPDIR": ray_folder, "AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}
     return inherited | {f"RAY_{name}": value for name, value in ray.items()} | {"RAY_ENABLE_AUTO_CONNECT": "0"}
 
 
 def make_videos(work: Work) -> None:
-    """Write the work's manifest, and one still clip beside it that all rows name and that decodes fast."""
+    """Write the work's manifest, and one still clip beside it that all rows name."""
     picture = np.full((SIDE, SIDE, 3), np.linspace(32, 224, SIDE, dtype=np.uint8)[:, None], dtype=np.uint8)
     with av.open(str(work.manifest.with_name("clip.mp4")), "w") as container:
         stream = container.add_stream("libx264", rate=30)

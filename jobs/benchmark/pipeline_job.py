@@ -26,8 +26,7 @@ _NODE = {"object_store_memory": 512 * 2**20, "include_dashboard": False, "includ
 def run_job(work: Work) -> dict[str, float]:
     """Prune the videos of the work; return the seconds, and the MB and objects that went into Ray's object stores.
 
-    Starts Ray, on ``nodes`` logical nodes or as the job itself does, and shuts it down at the end. The method is
-    "random", which takes no time worth measuring.
+    Starts Ray, on ``nodes`` logical nodes or as the job itself does, and shuts it down at the end.
 
     Raises:
         RunFailed: a video failed.

@@ -34,13 +34,10 @@ class Work:
 
     Attributes:
         kind: LOOP for a DataLoader in front of a model, JOB for ``jobs.prune``.
-        frames: the number of frames per video.
         encode_s: seconds that an encoder sleeps per video.
-        workers: the number of decode workers.
         encoders: the number of encoders; the plain loop has one process for each.
         nodes: the number of logical Ray nodes; 0 for the Ray that the job starts itself.
-        folder: the folder with the videos, which receives the results.
-        videos: the number of videos.
+        folder: has the videos, and receives the results.
     """
 
     kind: str
@@ -64,7 +61,7 @@ class Work:
 
 
 class VideoDataset(Dataset[tuple[str, torch.Tensor]]):
-    """Every ``work.encoders``-th video, beginning at number ``encoder``: ids and frames [t,h,w,3] uint8."""
+    """Every ``work.encoders``-th video, beginning at number ``encoder``."""
 
     def __init__(self, work: Work, encoder: int) -> None:
         self._work = work
@@ -83,11 +80,7 @@ class VideoDataset(Dataset[tuple[str, torch.Tensor]]):
 
 
 def run_loop(work: Work) -> dict[str, float]:
-    """Run the plain loop over all videos, in one process per encoder if there are several; return the seconds.
-
-    Raises:
-        FileExistsError: the folder for results exists already.
-    """
+    """Run the plain loop over all videos, in one process per encoder if there are several; return the seconds."""
     work.out.mkdir()
     started = time.perf_counter()
     if work.encoders == 1:
@@ -99,13 +92,7 @@ def run_loop(work: Work) -> dict[str, float]:
 
 
 def encode_share(work: Work, encoder: int) -> None:
-    """Decode one encoder's share of the videos with a DataLoader, sleep for each, and write tokens to Parquet files.
-
-    The tokens are random bytes, as many as a video's kept tokens have.
-
-    Args:
-        encoder: the number of the encoder, from 0.
-    """
+    """Decode one encoder's share of the videos with a DataLoader, sleep for each, and write random tokens to files."""
     tokens = os.urandom(work.frames * KEPT_BYTES_PER_FRAME)
     batch = dict[str, bytes]()
     videos = VideoDataset(work, encoder)

@@ -1,7 +1,4 @@
-"""The cost of reading a cache, beside plain pyarrow, and on S3 beside plain GETs of the same bytes.
-
-Each way reads all videos of a synthetic cache once per round; the ways take turns.
-"""
+"""The cost of reading a cache, beside plain pyarrow, and on S3 beside plain GETs of the same bytes."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ _IDENTITY: CacheIdentity = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``read`` to a parser."""
+    """Add the flags of this measurement."""
     add_flag(parser, "--videos", 66, "synthetic videos", "N")
     add_flag(parser, "--tokens", 1568, "stored tokens per video, a quarter of all", "K")
     add_flag(parser, "--hidden", 3584, "hidden size", "D")
@@ -77,7 +74,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> CommandResult:
     """Make a cache in a temporary folder (and on S3 with ``--s3``), read it in every way, and return the table.
 
-    Limits torch and pyarrow's CPU pool to one thread in this process; threads that read files stay.
+    Limits torch and pyarrow's CPU pool to one thread in this process.
 
     Raises:
         RunFailed: the S3 server does not start.
@@ -173,10 +170,7 @@ def _read_in_turn(ways: Ways, repeats: int) -> dict[str, Turns]:
 
 
 def _make_pyarrow_ways(store: LocalStore, cache: TokenCache) -> Ways:
-    """Make the plain ways, which read the same row groups and columns with pyarrow alone, from files opened before.
-
-    Memory-mapped files with and without checksums, files that are not mapped, and mapped files at the smaller ratio.
-    """
+    """Make the plain ways, which read the same row groups and columns with pyarrow alone, from files opened before."""
     all_rows, tier_rows = (_list_rows(cache, ratio) for ratio in (None, TIER))
 
     def make_way(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
@@ -218,7 +212,7 @@ def _make_ways(cache: TokenCache) -> Ways:
 def _make_s3_ways(store: ObjectStore, objects: _CountedObjects, client: Any) -> Ways:
     """Make the plain way, one S3 GET for each video's bytes, and this package's ways, with their requests counted.
 
-    The footers of the shards are read here. Requests that DataLoader workers make in other processes are not counted.
+    Requests that DataLoader workers make in other processes are not counted.
     """
     cache = TokenCache(store.root, store=store)
     rows_of_videos = _list_rows(cache, None)
@@ -247,7 +241,7 @@ def _read_all(items: Iterable[T], read: Callable[[T], object]) -> None:
 
 
 def _list_rows(cache: TokenCache, ratio: float | None) -> list[TokenRows]:
-    """List the token rows to read for each video of the cache; None as the ratio means all that is stored."""
+    """List the token rows to read for each video of the cache; the ratio None means all that is stored."""
     options = cache.check_options(ratio, "index", (), False)
     return [cache.make_token_request(cache.metadata(video_id), options) for video_id in cache.video_ids]
 
@@ -289,7 +283,7 @@ def _run_s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
 
     Raises:
         UsageError: moto or boto3 is not installed.
-        RunFailed: the server does not start within _START_S seconds.
+        RunFailed: the server does not start within a minute.
     """
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("boto3") is None:
         raise UsageError("--s3 needs moto and boto3: pip install 'moto[server]' boto3")

@@ -40,7 +40,6 @@ class SelectionTimes:
         loop: Eqs. (9)-(12) with one matrix-vector product per step, extrapolated from the first ``loop_steps`` steps.
         selection: the selection of gstep.prune, given the density.
         gstep: all of gstep.prune, with the density and the copy of the kept tokens.
-        vidcom2: all of another method.
         same: the share of the selection's first ``loop_steps`` + 1 picks that the loop picked too.
     """
 
@@ -57,7 +56,7 @@ class SelectionTimes:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``selection`` to a parser."""
+    """Add the flags of this measurement."""
     add_flag(parser, "--frames", [8, 32, 128, 384], "frames, a synthetic video for each number", "T")
     add_flag(parser, "--tokens-per-frame", 196, "tokens of a frame", "N")
     add_flag(parser, "--hidden", 3584, "hidden size", "D")
@@ -97,11 +96,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> SelectionTimes:
-    """Time the loop, the selection and whole methods on one video, in turn so that disturbances affect all of them.
-
-    Args:
-        name: the kind of input, for the result.
-    """
+    """Time the loop, the selection and whole methods on one video, in turn."""
     tokens_MD = tokens_TND.flatten(0, 1)
     density_M = spatio_temporal_density(tokens_TND)[0].flatten()
     n_tokens, hidden = tokens_MD.shape
@@ -130,10 +125,7 @@ def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Select
 
 
 def loop_steps(n_tokens: int, hidden: int, budget: int) -> int:
-    """Return the number of steps of the paper's loop to time: B - 1, or at most PREFIX if all would take too long.
-
-    At least 1.
-    """
+    """Return the number of steps of the loop to time, at least 1: B - 1, or at most PREFIX if all take too long."""
     fits = n_tokens <= _WHOLE_TOKENS and 4.0 * n_tokens * hidden * budget <= _WHOLE_BYTES
     return max(1, budget - 1 if fits else min(budget - 1, PREFIX))
 

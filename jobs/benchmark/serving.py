@@ -1,7 +1,4 @@
-"""Answers from a cache beside answers from the videos: requests per second, time to first token, reuse, memory.
-
-Each way runs in its own process, and answers the same questions about the same videos.
-"""
+"""Answers from a cache beside answers from the videos: requests per second, time to first token, reuse, memory."""
 
 from __future__ import annotations
 
@@ -56,17 +53,16 @@ class WayResult:
     """The median measurements for one way, ratio and number of questions per video.
 
     Attributes:
-        requests: the number of requests of a pass, all sent at once.
-        requests_per_s: requests per second if nothing of their videos is cached, including reading tokens (or decoding
-            and encoding videos).
-        warm_requests_per_s: requests per second when the same requests are repeated.
+        requests_per_s: if nothing of their videos is cached, including reading tokens (or decoding and encoding
+            videos).
+        warm_requests_per_s: when the same requests are repeated.
         first_token_s: seconds to the first token of the median request if nothing is cached; None if unknown.
         reused: the share of the prompts' tokens that the prefix cache had; None if unknown.
-        visual_tokens: mean visual tokens per prompt.
+        visual_tokens: the mean per prompt; None for texts.
         prefilled_tokens: mean tokens per request that the model reads if nothing is cached before.
         sent_kb: kilobytes (10^3) per question sent to the engine's process; None for an engine in this process.
-        peak_mb: the maximum over passes of the memory of all processes together, with the model (PSS, in which shared
-            pages count once).
+        peak_mb: the maximum over passes of the memory of all processes together (PSS, in which shared pages count
+            once).
         gpu_mb: the peak of torch's GPU memory in the benchmark's process, without vLLM's engine; None without a GPU.
     """
 
@@ -86,7 +82,7 @@ class WayResult:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``serving`` to a parser."""
+    """Add the flags of this measurement."""
     parser.add_argument(
         "--model",
         default="tiny-qwen2-5-vl",
@@ -168,7 +164,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 def choose_modes(names: Sequence[str] | None, model: str) -> list[str]:
     """Return the modes to measure: the named ones, or without names all that work with the model.
 
-    The model is looked up only if a mode prunes inside vLLM.
+    The model is looked up if a pruning mode is named, and without names.
 
     Raises:
         UsageError: vLLM cannot prune this model and a pruning mode is named, or the model cannot be found.
@@ -187,9 +183,10 @@ def choose_modes(names: Sequence[str] | None, model: str) -> list[str]:
 
 
 def split_work(mode: str, job: ServingWork) -> list[ServingWork]:
-    """Split the work into the tasks that each get a process, since an engine that prunes has a single ratio.
+    """Split the work into the tasks that each get a process.
 
-    The way without pruning has the ratio 1 only; pruning ways skip the ratio 1, so that the list may be empty.
+    The way without pruning has the ratio 1 only; pruning ways have a task per ratio and skip the ratio 1, so that the
+    list may be empty.
     """
     if mode == ONLINE:
         return [replace(job, ratios=(1.0,))]
@@ -199,10 +196,10 @@ def split_work(mode: str, job: ServingWork) -> list[ServingWork]:
 
 
 def make_cache(folder: Path, model: str, num_frames: int) -> str:
-    """Make a cache of all tokens of the sample clips in GSTEP's order, which serves any ratio; return its path.
+    """Make a cache of all tokens of the sample clips, which serves any ratio; return its path.
 
     Raises:
-        RunFailed: jobs.prune failed; the message has the end of its output.
+        RunFailed: jobs.prune failed.
     """
     command = [sys.executable, "-m", "jobs.prune", "sample", "--out", str(folder), "--model", model]
     command += ["--retention-ratio", "1.0", "--num-frames", str(num_frames)]
@@ -213,7 +210,7 @@ def make_cache(folder: Path, model: str, num_frames: int) -> str:
 
 
 def measure(mode: str, job: ServingWork) -> list[WayResult]:
-    """Measure one mode in a child process, so that its memory is freed at the end.
+    """Measure one mode in a child process.
 
     Raises:
         RunFailed: the child failed; the message has the cause from its log.
@@ -265,7 +262,7 @@ def _measure_in_child(mode: str, job: ServingWork, pipe: Connection, log: str) -
 def _measure_way(way: ServingWay, mode: str, job: ServingWork) -> Iterator[WayResult]:
     """Yield a result for each ratio and number of questions; every round asks cold, and then the same again warm.
 
-    One question per video is asked before, to warm up; it is not measured.
+    One question per video is asked before, as a warm-up.
     """
     way.make_ask(job.ratios[0], 1)()  # loading and compiling on first use are not measured
     memory = ProcessTree(os.getpid())

@@ -1,7 +1,4 @@
-"""Ways of answering questions about every video: from a cache, from texts of equal length, from the videos.
-
-Each way answers cold, when nothing of a video is cached anywhere, and then the same questions again.
-"""
+"""Ways of answering questions about every video: from a cache, from texts of equal length, from the videos."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ MODES = (*CACHED, ONLINE, *PRUNING)
 
 @dataclass(frozen=True)
 class ServingWork:
-    """The work of the benchmark: model, cache, ratios, numbers of questions per video. It can be pickled."""
+    """The work of the benchmark. It can be pickled."""
 
     model: str
     cache: str
@@ -56,12 +53,10 @@ class Pass(NamedTuple):
     """The times and counts of one pass over all requests, which are sent at once.
 
     Attributes:
-        requests: the number of requests.
-        seconds: wall seconds of the pass, including reading tokens (or decoding and encoding videos).
+        seconds: wall seconds, including reading tokens (or decoding and encoding videos).
         first_token_s: seconds to the first token of the median request; None if unknown.
-        prompt_tokens: prompt tokens of all requests.
         reused_tokens: prompt tokens that the prefix cache had; None without a prefix cache.
-        visual_tokens: mean visual tokens per prompt; None for texts.
+        visual_tokens: the mean per prompt; None for texts.
         sent_bytes: bytes sent to the engine's process; None for an engine in this process.
     """
 
@@ -90,15 +85,14 @@ class ServingWay(Protocol):
 class CachedWay:
     """The way of answering from a cache with an engine of this package.
 
-    Each ``make_ask`` for a ratio uses a slightly different number of tokens per video. Rows and prefixes of another
-    number have other hashes, so that no engine finds them in its caches.
+    Each ``make_ask`` for a ratio uses a slightly different number of tokens per video, so that no engine finds rows or
+    prefixes in its caches.
     """
 
     def __init__(self, mode: str, job: ServingWork) -> None:
-        """Load the engine of ``mode``, a key of CACHED, with its model.
+        """Load the engine of ``mode``, a key of CACHED; with "text-vllm", visual tokens are replaced by random words.
 
-        With "text-vllm", visual tokens are replaced by random words. Whether ``job.cache`` was made with ``job.model``
-        is not checked.
+        Whether ``job.cache`` was made with ``job.model`` is not checked.
         """
         source = ModelSource.resolve(job.model)
         self._cache = TokenCache(job.cache)
@@ -136,10 +130,8 @@ class CachedWay:
     def _ask(self, read: Callable[[str], Visual], questions: int, seed: str) -> Pass:
         """Read all videos, build all prompts and generate the answers, timed as one pass.
 
-        An engine in this process gets batches of its usual size, vLLM all prompts at once.
-
-        Args:
-            seed: ratio and round, from which random words are drawn, so that texts of other rounds share no prefix.
+        An engine in this process gets batches of its usual size, vLLM all prompts at once. ``seed``, for random words,
+        differs by ratio and round, so that texts of other rounds share no prefix.
         """
         start_s = time.perf_counter()
         sent_before = self._sent.total if self._sent else 0
@@ -182,16 +174,13 @@ class CachedWay:
 
 
 class OnlineWay:
-    """The way of answering with vLLM alone: its loader decodes every video, and its model encodes it.
-
-    The model may also prune each video as it encodes it.
-    """
+    """The way of answering with vLLM alone: its loader decodes each video, and its model encodes and may prune it."""
 
     def __init__(self, mode: str, job: ServingWork) -> None:
         """Load vLLM with its model, to answer from the video files that ``job.cache`` was made from.
 
-        vLLM may read all files below the common folder of the videos. It samples ``job.num_frames`` frames per video. A
-        ``mode`` of PRUNING prunes to the first of ``job.ratios``.
+        vLLM may read all files below the common folder of the videos. A ``mode`` of PRUNING prunes to the first of
+        ``job.ratios``.
 
         Raises:
             UsageError: a video of the cache is not a whole local file.
@@ -224,7 +213,7 @@ class OnlineWay:
     def make_ask(self, ratio: float, questions: int) -> Ask:
         """Empty all caches of vLLM, and make a function that asks ``questions`` questions about every video.
 
-        The ratio is that of the engine; ``ratio`` is ignored.
+        ``ratio`` is ignored: the engine has its own.
         """
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_mm_cache()

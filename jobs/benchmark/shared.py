@@ -1,9 +1,4 @@
-"""The harness of all measurements: flags, ways that run in turn, the result, and CPU and memory of processes.
-
-A measurement is a module with ``add_flags`` and ``run``. It adds its flags (``add_flag``), runs several ways of doing
-the same work in turn (``run_in_turn``), and returns a table and a JSON document that name the machine
-(``make_result``).
-"""
+"""The harness of all measurements: flags, ways that run in turn, the result, and CPU and memory of processes."""
 
 from __future__ import annotations
 
@@ -64,8 +59,7 @@ def add_flag(
 ) -> None:
     """Add a flag that takes one value, or one or more values if its default is a list; its help ends with the default.
 
-    Args:
-        kind: parses a value; by default whole numbers from 1, or texts if the default has a text.
+    ``kind`` parses a value; by default these are whole numbers from 1, or texts if the default has a text.
     """
     values = default if isinstance(default, list) else [] if default is None else [default]
     parser.add_argument(
@@ -134,11 +128,7 @@ def format_figure(value: float | None) -> str:
 
 
 def figures_in_rows(columns: Iterable[Mapping[str, float | None]]) -> list[tuple[str, ...]]:
-    """Return table rows with one row per figure, its name first, and one cell per item; "-" where an item lacks it.
-
-    Args:
-        columns: the items: name of a figure -> number.
-    """
+    """Return table rows with one row per figure, its name first, and one cell per item; "-" where an item lacks it."""
     items = list(columns)
     names = dict.fromkeys(name for figures in items for name in figures)
     return [(name, *(format_figure(figures.get(name)) for figures in items)) for name in names]
@@ -153,11 +143,9 @@ def make_result(
     device: str = "cpu",
     **record: object,
 ) -> CommandResult:
-    """Return the result of a measurement: a table, and a JSON document with ``record``; both name the machine.
+    """Return the result of a measurement: a table with ``note`` below it, and a JSON document with ``record``.
 
-    Args:
-        note: a text below the table.
-        device: the device that was measured, by torch's name.
+    Both name the machine.
     """
     table = figure_table(f"{title}, on {machine_line(device)}", columns, rows, note)
     return CommandResult(0, {"machine": machine(device), **record}, [table])
@@ -173,7 +161,7 @@ def seconds_of(work: Callable[[], T]) -> tuple[float, T]:
 def time_work(work: Callable[[], T], device: str) -> tuple[T, float, float | None]:
     """Call ``work``; return its result, its wall seconds until the device has finished, and the peak memory in bytes.
 
-    The peak is reset first. It is torch's on a GPU; on a CPU it is this process's, or None if the system does not tell.
+    The peak is torch's on a GPU; on a CPU it is this process's, or None if the system does not tell.
     """
     if device.startswith("cuda"):
 
@@ -205,7 +193,6 @@ class Turns:
     """The runs of one way.
 
     Attributes:
-        wall_s: wall seconds of each run.
         cpu_s: CPU seconds of each run, of this process and of its multiprocessing children that exist throughout.
         result: the result of the last run.
     """
@@ -248,11 +235,11 @@ def classify_process(command: str) -> str:
 class ProcessTree:
     """A process and its descendants, including those whose parent has ended, as seen by ``look``.
 
-    Call ``look`` often: a process that starts and ends between two looks is missed.
+    A process that starts and ends between two looks is missed.
 
     Attributes:
-        peak_mb: the maximum over looks of the memory of all processes together, in MB (10^6 bytes): the sum of
-            proportional set sizes (PSS), in which shared pages, such as Ray's object store, count once.
+        peak_mb: the maximum over looks of the memory of all processes together, in MB (10^6 bytes), in which shared
+            pages, such as Ray's object store, count once (PSS).
     """
 
     def __init__(self, root: int) -> None:
@@ -261,11 +248,7 @@ class ProcessTree:
         self._cpu_s: dict[int, float] = {}
 
     def look(self, *, memory: bool = False) -> None:
-        """Record the CPU seconds and the kind of each living process.
-
-        Args:
-            memory: True to update ``peak_mb`` too, which takes some ms per process.
-        """
+        """Record the CPU seconds and the kind of each living process; ``memory`` also updates ``peak_mb``."""
         cpu_s_by_pid = self._read_cpu_s()
         for pid, seconds in cpu_s_by_pid.items():
             self._cpu_s[pid] = seconds
@@ -302,9 +285,6 @@ def run_watched(command: Sequence[str], environment: Mapping[str, str] | None = 
 
     Processes that it leaves behind are killed.
 
-    Args:
-        environment: the environment of the command; None for that of this process.
-
     Raises:
         RunFailed: the command fails; the message is the last line that it wrote to stderr.
     """
@@ -338,7 +318,7 @@ def _read_pss(pid: int) -> int:
 
 
 def _read(process: int | Path, name: str) -> str:
-    """Read a file of a process in /proc, or of a task below it, with NUL bytes as blanks; "" if it cannot be read."""
+    """Read a file of a process in /proc, or of a task below it; "" if that fails. NUL bytes become blanks."""
     try:
         return Path("/proc", str(process), name).read_text(encoding="utf-8", errors="replace").replace("\0", " ")
     except OSError:

@@ -1,7 +1,4 @@
-"""A model family that sleeps instead of computing, for ``jobs.prune --family`` by its import path.
-
-Its checkpoint is the tiny LLaVA-OneVision, whose config.json also has the seconds to sleep per video.
-"""
+"""A model family that sleeps instead of computing, for ``jobs.prune --family`` by its import path."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ FAMILY = "jobs.benchmark.sleeping:Sleeping"
 
 
 def write_model(folder: Path, seconds: float) -> str:
-    """Write a checkpoint whose encoder sleeps ``seconds`` per video to ``folder``, and return its path.
-
-    Raises:
-        FileExistsError: the folder exists already.
-    """
+    """Write a checkpoint whose encoder sleeps ``seconds`` per video to a new ``folder``, and return its path."""
     folder.mkdir()
     tiny.write("tiny", folder)
     config = folder / "config.json"
@@ -44,10 +37,7 @@ class Sleeping(LlavaOnevision):
 
 
 class SleepingBackbone(Backbone):
-    """A backbone that sleeps once per video, and returns the same random tokens each time.
-
-    Calls from several threads sleep one after the other, since an encoder encodes one video at a time.
-    """
+    """A backbone that sleeps once per video, and returns the same random tokens each time."""
 
     @cached_property
     def hidden_size(self) -> int:

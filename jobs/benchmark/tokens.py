@@ -1,6 +1,5 @@
-"""Synthetic tokens for benchmarks: with the structure of real encoders, and the worst case.
+"""Synthetic tokens for benchmarks, seeded, [T,N,D] bfloat16.
 
-All are seeded, [T,N,D] bfloat16, and made frame by frame, so that making them takes little more memory than the tokens.
 Shapes: T frames, N tokens per frame, D hidden size, k directions.
 """
 
@@ -23,7 +22,7 @@ def structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
 
     The content of each position lies in min(64, D) directions whose spread falls as k^-0.5. It follows an AR(1) process
     in time (correlation 0.98); on average one frame in 24 starts a new scene. White noise of 0.3 times the content's
-    spread is added, so 0.09 / 1.09 = 8 % of a token's squared length lies outside of these directions.
+    spread is added.
     """
     rng = torch.Generator().manual_seed(0)
     k = min(DIRECTIONS, hidden)

@@ -1,11 +1,9 @@
 """Use Google Cloud Storage (gs://) and Azure (az://) as stores of caches, through the file systems of Arrow.
 
-Credentials are those that the provider's tools find (GOOGLE_APPLICATION_CREDENTIALS, a machine's identity); on Azure
-AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or an identity. Azure was tested with
-its emulator azurite; Google Cloud Storage is **untested**, since no available emulator takes Arrow's uploads.
-
-A write that breaks off may leave a truncated object. Its name, or the row that names it, has a hash, so no reader takes
-it for a complete one. Videos are not read from these stores.
+Credentials are those that the provider's tools find, and on Azure AZURE_STORAGE_CONNECTION_STRING, or
+AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY. Azure was tested with its emulator; Google Cloud Storage is **untested**.
+A write that breaks off may leave a truncated object, but its name, or the row that names it, has a hash, so no reader
+takes it for a complete one.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ _AZURE = {"BlobEndpoint": "blob_storage_authority", "AccountName": "account_name
 
 
 class ArrowObjects:
-    """The client of an object store that Arrow's file systems reach. It can be pickled.
+    """The client of an object store that Arrow's file systems reach. It can be pickled, and works after a fork.
 
-    A forked process connects again. All methods raise OSErrors that name the URI: FileNotFoundError, PermissionError
-    with the source of the credentials, or a general one.
+    Methods that send requests raise OSErrors that name the URI: FileNotFoundError, PermissionError with the source of
+    the credentials, or a general one.
     """
 
     def __init__(self, scheme: str, connect: Callable[[], fs.FileSystem]) -> None:
@@ -72,7 +70,8 @@ class ArrowObjects:
     def _connect_to(self, uri: str) -> Iterator[tuple[fs.FileSystem, str]]:
         """Yield (the file system, the object's path), and convert OSErrors in the context to ones that name the URI.
 
-        The first use in a process connects. A message about refused credentials becomes a PermissionError.
+        The first use in a process connects; errors of connecting are not converted. If the message matches _IS_REFUSED
+        (credentials refused or not found), the error becomes a PermissionError.
         """
         if self._connection is None or self._connection[0] != os.getpid():
             self._connection = os.getpid(), self._connect()
@@ -89,8 +88,7 @@ class ArrowObjects:
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
         """Yield the objects of a folder, sorted by name, after all were listed; nothing if there is no such folder.
 
-        Args:
-            deep: also list objects in subfolders.
+        ``deep`` includes subfolders.
         """
         with self._connect_to(prefix) as (files, path):
             infos = files.get_file_info(fs.FileSelector(path, recursive=deep, allow_not_found=True))
@@ -99,11 +97,7 @@ class ArrowObjects:
                 yield ObjectInfo(f"{self._scheme}{item.path}", item.size)
 
     def age(self, uri: str) -> timedelta:
-        """Return the time since the object was written, by this machine's clock, which may be behind the store's.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-        """
+        """Return the time since the object was written, by this machine's clock, which may be behind the store's."""
         with self._connect_to(uri) as (files, path):
             info = files.get_file_info(path)
             if info.type == fs.FileType.NotFound:
@@ -117,22 +111,18 @@ class ArrowObjects:
             return bool(files.get_file_info(path).type == fs.FileType.File)
 
     def read(self, uri: str) -> bytes:
-        """Read a whole object. Raises FileNotFoundError if there is none."""
+        """Read a whole object."""
         return self.read_slice(uri, 0).data
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) of an object, cut at its end; a negative ``start`` counts from the end.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-        """
+        """Read bytes [start, end) of an object, cut at its end; a negative ``start`` counts from the end."""
         with self._connect_to(uri) as (files, path), files.open_input_file(path) as file:
             size = file.size()
             first, last, _ = slice(start, end).indices(size)
             return Slice(bytes(file.read_at(last - first, first)) if first < last else b"", size)
 
     def put(self, uri: str, data: bytes | pa.Buffer) -> None:
-        """Write a whole object, replacing one of that name. A write that breaks off may leave a truncated object."""
+        """Write a whole object, replacing an existing one. A write that breaks off may leave a truncated object."""
         with self._connect_to(uri) as (files, path), files.open_output_stream(path) as stream:
             stream.write(data)
 
@@ -151,7 +141,7 @@ class ArrowObjects:
 
 
 def _describe_credentials(scheme: str) -> str:
-    """Describe where the credentials of a store come from, for an error; no secret is in the text."""
+    """Describe the source of a store's credentials for an error, without secrets."""
     if scheme == "gs://":
         path = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
         return f"{path} (GOOGLE_APPLICATION_CREDENTIALS)" if path else "the login of gcloud or the machine's account"
@@ -163,10 +153,7 @@ def _describe_credentials(scheme: str) -> str:
 def _azure_settings(uri: str) -> dict[str, str]:
     """Return the arguments of AzureFileSystem that the environment gives.
 
-    AZURE_STORAGE_CONNECTION_STRING has precedence over the other variables.
-
-    Args:
-        uri: the store, for the error.
+    Values in AZURE_STORAGE_CONNECTION_STRING have precedence over AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY.
 
     Raises:
         UsageError: no variable names the account.

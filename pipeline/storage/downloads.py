@@ -30,14 +30,13 @@ class Incoming(Protocol):
 
 
 def write_download(download: Incoming, write: Callable[[bytes], object], limit: int | None, uri: str) -> int:
-    """Pass a whole object to ``write`` piece by piece, and return its size; ``download`` is not closed.
+    """Pass a whole object to ``write`` piece by piece, and return its size in bytes; ``download`` is not closed.
 
     Args:
         limit: the largest size allowed, in bytes; None for no limit.
-        uri: the name of the object, for the error.
 
     Raises:
-        OSError: (EFBIG) the object is larger than ``limit``; nothing is read. Errors of ``download`` pass too.
+        OSError: (EFBIG) the object is larger than ``limit``; nothing is read. The error names ``uri``.
     """
     if limit is not None and download.size > limit:
         message = f"the object has {download.size} bytes, more than the {limit} allowed"
@@ -50,11 +49,8 @@ def write_download(download: Incoming, write: Callable[[bytes], object], limit: 
 class Download(AbstractContextManager["Download"], Iterator[bytes]):
     """An iterator over the bytes [start, end) of an object, in pieces of up to 16 KiB. Close it after use.
 
-    No data is transferred while nobody asks for the next piece. A connection that breaks is resumed where it broke,
-    provided that the content is the same.
-
     Attributes:
-        size: the size of the whole object in bytes.
+        size: the bytes of the whole object.
         mark: its ETag; None if the store does not give one.
     """
 
@@ -66,7 +62,7 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         start: int = 0,
         end: int | None = None,
     ) -> None:
-        """Send the request, await the answer, and set ``size`` (of the whole object) and ``mark`` (its ETag).
+        """Send the request, and await the answer but not the data.
 
         Args:
             ask: sends a GET and returns botocore's answer. It gets the value of the Range header (None for the whole
@@ -108,16 +104,16 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         self.close()
 
     def close(self) -> None:
-        """Close the connection. It may be called twice."""
+        """Close the connection."""
         self._body.close()
 
     def __next__(self) -> bytes:
-        """Return the next piece, from a new connection if the last one broke.
+        """Return the next piece; if the connection breaks, it is resumed where it broke.
 
         Raises:
-            OSError: the connection broke for the fifth time without 16 MiB in between, it broke and the store cannot
-                resume or gave no ETag, or (ETIMEDOUT) the reads took more than two minutes plus the time that the
-                length takes at 256 KiB/s. The time between two calls does not count.
+            OSError: the connection broke for the fifth time without 16 MiB in between, or the store cannot resume, gave
+                no ETag or has other content now. (ETIMEDOUT) The reads alone took more than two minutes plus the time
+                for the range at 256 KiB/s.
         """
         if not self._n_left:
             raise StopIteration

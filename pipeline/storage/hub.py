@@ -20,7 +20,7 @@ _PIECE = 2**26
 
 
 def is_remote(uri: str) -> bool:
-    """Return True if a URI names an object in S3 or a file on the hub, which has to be fetched."""
+    """Return True if a URI begins with s3:// or hf://."""
     return is_s3(uri) or uri.startswith(SCHEME)
 
 
@@ -32,12 +32,9 @@ class HubFiles:
     """
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """Yield the files whose URIs begin with ``prefix``, sorted by name, after all were listed.
+        """Yield the files whose URIs begin with ``prefix``, sorted by name, after their folder was listed.
 
-        A listing takes about one request per folder or per thousand files.
-
-        Args:
-            deep: also list files in subfolders.
+        ``deep`` includes subfolders.
         """
         folder = prefix.rpartition("/")[0]
         with _connect_to(folder) as (hub, path):
@@ -55,11 +52,11 @@ class HubFiles:
         return _info(entry)
 
     def read(self, uri: str) -> bytes:
-        """Read a whole file in one request."""
+        """Read a whole file."""
         return self.read_slice(uri, 0).data
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) of a file in one request; a negative ``start`` counts from the file's end."""
+        """Read bytes [start, end) of a file, cut at its end; a negative ``start`` counts from the end."""
         with _connect_to(uri) as (hub, path), hub.open(path, "rb", cache_type="none") as file:
             size = int(file.size)
             first, last, _ = slice(start, end).indices(size)
@@ -67,20 +64,20 @@ class HubFiles:
             return Slice(file.read(last - first) if first < last else b"", size)
 
     def download(self, uri: str, start: int = 0, end: int | None = None) -> HubDownload:
-        """Return an iterator over bytes [start, end) of a file, which takes one request per 64 MiB."""
+        """Return an iterator over bytes [start, end) of a file."""
         return HubDownload(self, uri, start, end)
 
 
 class HubDownload(Iterator[bytes]):
-    """An iterator over the bytes [start, end) of a file on the hub, in order.
+    """An iterator over the bytes [start, end) of a file on the hub, in pieces of up to 64 MiB.
 
     Attributes:
-        size: the size of the whole file in bytes.
-        mark: the hash of its content.
+        size: the bytes of the whole file.
+        mark: the hash of its content; "" if unknown.
     """
 
     def __init__(self, files: HubFiles, uri: str, start: int, end: int | None) -> None:
-        """Fetch the size and hash of the file with one request."""
+        """Fetch the size and hash of the file; ``end`` is None for the file's end."""
         self._files = files
         self._uri = uri
         self._at = start
@@ -88,7 +85,7 @@ class HubDownload(Iterator[bytes]):
         self._end = self.size if end is None else min(end, self.size)
 
     def __next__(self) -> bytes:
-        """Fetch the next piece of up to 64 MiB with a request.
+        """Fetch the next piece; the range is cut at the size that the file had at first.
 
         Raises:
             OSError: the request failed, or the file has become shorter.
@@ -102,7 +99,7 @@ class HubDownload(Iterator[bytes]):
         return piece
 
     def close(self) -> None:
-        """Do nothing: no connection stays open between pieces."""
+        """Do nothing."""
 
 
 #: A client that reads videos from a store.
@@ -110,10 +107,10 @@ Files = Objects | HubFiles
 
 
 def reach(uri: str, objects: Objects) -> Files:
-    """Return the client that reads the file of a URI: ``objects`` for s3://, a new HubFiles for hf://datasets/.
+    """Return the client that reads a file: ``objects`` for s3://, a new HubFiles for hf://datasets/.
 
     Raises:
-        UsageError: the URI is of another kind.
+        UsageError: the URI begins in another way.
     """
     if is_s3(uri):
         return objects
@@ -123,7 +120,7 @@ def reach(uri: str, objects: Objects) -> Files:
 
 
 def _info(entry: dict[str, Any]) -> ObjectInfo:
-    """Convert an entry of the hub's file system to an ObjectInfo; its mark is the hash of the content, or ""."""
+    """Convert an entry of the hub's file system; the mark is the hash of the content, or ""."""
     mark = (entry.get("lfs") or {}).get("sha256") or entry.get("blob_id") or ""
     return ObjectInfo(f"{SCHEME}{entry['name']}", int(entry["size"]), str(mark))
 
@@ -136,7 +133,6 @@ def _connect_to(uri: str) -> Iterator[tuple[Any, str]]:
         UsageError: huggingface_hub is not installed.
         FileNotFoundError: there is no such file or repository, or the token may not see it.
         PermissionError: the hub answered 401 or 403.
-        OSError: any other exception in the context.
     """
     try:
         from huggingface_hub import HfFileSystem  # noqa: PLC0415 - only where the hub is used

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 def make_uri(archive: str, member: str) -> str:
-    """Return ARCHIVE#MEMBER, the URI of a member, which ``Location.parse`` reads."""
+    """Return ARCHIVE#MEMBER, the URI of a member of an archive."""
     return f"{archive}#{member}"
 
 

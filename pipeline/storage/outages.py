@@ -1,6 +1,6 @@
 """Report stores that do not answer for a while: one line when an outage begins and one when it ends.
 
-Each process records its own requests. The workers of a run report their outages to the driver, which prints all.
+The workers of a run report their outages to the driver, which prints all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ class Outage(NamedTuple):
     Attributes:
         place: the name of the store: s3://BUCKET.
         since: when the first unanswered request was sent, in seconds since 1970.
-        why: the error in its place.
     """
 
     place: str
@@ -29,12 +28,12 @@ class Outage(NamedTuple):
 
 
 class Outages:
-    """The stores that do not answer at present. It has no lock, so threads and forked processes may share it.
+    """The stores that do not answer at present. It has no lock, so it is safe in threads and after a fork.
 
     Attributes:
-        say: prints a line for the user; outside a run it logs a warning.
-        record: called with a store's name and the time since which it has not answered (0 once it answers again), when
-            the line is printed.
+        say: prints a line for the user; the default logs a warning.
+        record: called when a line is printed, with the store's name and the time since which it has not answered; 0 for
+            a store that answers again.
     """
 
     def __init__(self) -> None:
@@ -45,12 +44,12 @@ class Outages:
         self._announced: dict[str, Outage] = {}
 
     def clear(self) -> None:
-        """Forget all outages without a line: without further requests, nobody would notice their end."""
+        """Forget all outages without printing."""
         for outages in (self._own_outages, self._workers, self._announced):
             outages.clear()
 
     def note_failure(self, outage: Outage) -> None:
-        """Record a failed request that will be retried; print a line if the store has failed for MIN_OUTAGE_S."""
+        """Record a failed request that will be retried; print a line, once, if the store has failed for 5 s."""
         self._own_outages.setdefault(outage.place, outage)
         self._note()
 

@@ -47,10 +47,9 @@ class LocalFile:
 
 
 class RangedObject:
-    """An object in a store for random access, by range requests.
+    """An object in a store for random access, by range requests; threads may share it.
 
-    Opening it fetches its size and last 64 KiB with one request; it raises FileNotFoundError if there is no such
-    object, and OSError if the store failed. It has no position and holds no connection, so threads may share it.
+    Opening it fetches its size and last 64 KiB with one request.
     """
 
     mapped = None  # Arrow reads the result of ``fetch``
@@ -70,9 +69,6 @@ class RangedObject:
         """Return a stretch that contains the bytes [start, end), cut at the object's end; at most one request.
 
         If the last 64 KiB contain these bytes, they are returned as a whole.
-
-        Raises:
-            OSError: the store failed.
         """
         end = min(end, self._size)
         if start >= end:
@@ -82,17 +78,11 @@ class RangedObject:
         return Stretch(start, self._objects.read_slice(self._uri, start, end).data)
 
     def view(self, start: int, end: int) -> memoryview:
-        """Return the bytes [start, end) of the object; at most one request. Raises OSError if the store failed."""
+        """Return the bytes [start, end) of the object; at most one request."""
         return self.stretch(start, end).view(start, end)
 
     def fetch(self, spans: Iterable[tuple[int, int]]) -> Fetched:
-        """Fetch ranges of the object into memory, with one request each.
-
-        Reads outside of these ranges send further requests.
-
-        Raises:
-            OSError: the store failed.
-        """
+        """Fetch ranges of the object, with at most one request each. Reads outside of them send further requests."""
         return Fetched([self.stretch(*span) for span in spans], self._size, self.stretch)
 
 
@@ -101,7 +91,6 @@ class Stretch(NamedTuple):
 
     Attributes:
         start: the offset of the first byte in the file.
-        data: the bytes.
     """
 
     start: int
@@ -139,14 +128,12 @@ class Positioned(io.RawIOBase):
 
 
 class Fetched(Positioned):
-    """A file object over fetched stretches of an object; for one reader at a time, since it has a position."""
+    """A file object over fetched stretches of an object; it has a position, so threads may not share it."""
 
     def __init__(self, stretches: Sequence[Stretch], size: int, read_other: Callable[[int, int], Stretch]) -> None:
         """Create the file object at position 0.
 
         Args:
-            stretches: the fetched bytes.
-            size: the size of the whole object in bytes.
             read_other: called with [start, end) for bytes that no single stretch contains; returns a stretch that does.
         """
         super().__init__(size)
@@ -173,8 +160,8 @@ class Fetched(Positioned):
 class LoadedOnce(Generic[V]):
     """A cache of the last used results of a slow function, for threads and forked processes.
 
-    Threads that ask for the same key wait for a single call. A forked process starts with an empty cache: it touches
-    neither its parent's open files nor a lock that a thread of the parent may hold. A pickled copy is empty too.
+    A forked process starts with an empty cache, so that it touches neither its parent's open files nor its locks. A
+    pickled copy is empty too.
     """
 
     def __init__(self, load: Callable[..., V], keep: int) -> None:

@@ -1,12 +1,6 @@
 """Access S3 and compatible stores: settings that travel to the workers, the requests, and errors without secrets.
 
-This uses botocore rather than a file-system layer, because every request counts over millions of videos: reading a
-video is one GET, writing a shard one PUT, and listing one LIST per thousand keys. Endpoint and credentials come from
-flags, the environment, and what botocore finds (profiles, files, roles). They travel to the workers in an ``Objects``
-and appear nowhere else: not in rows, records of runs, logs or errors.
-
-obstore (0.12.1) takes a tenth of the CPU time for a small GET, but cannot replace botocore: it cannot read keys such as
-``a//b.mp4``, hangs in forked children, and has neither profiles nor SSO nor pending uploads.
+This uses botocore rather than a file-system layer, because every request counts over millions of videos.
 """
 
 from __future__ import annotations
@@ -86,8 +80,6 @@ class ObjectInfo(NamedTuple):
     """An object in a listing.
 
     Attributes:
-        uri: the URI.
-        size: the size in bytes.
         mark: differs if the content does, such as an ETag; "" if unknown.
     """
 
@@ -101,7 +93,6 @@ class Upload(NamedTuple):
 
     Attributes:
         uri: the object that it would become.
-        upload_id: distinguishes uploads of the same object.
         started: the beginning, by the store's clock.
     """
 
@@ -114,7 +105,6 @@ class Slice(NamedTuple):
     """A range of an object or file.
 
     Attributes:
-        data: the bytes of the range.
         size: the size of the whole object in bytes.
     """
 
@@ -129,9 +119,8 @@ class Objects:
     ``for_store`` returns the client that also writes. The first request, or ``decide``, settles what the configuration
     leaves open: the endpoint, and whether sources are read unsigned. A pickled client keeps this decision.
 
-    Methods take URIs ``s3://bucket/key``. Requests that a busy or absent store does not answer are retried for minutes
-    (``pipeline.storage.outages``). All methods raise OSErrors that name the URI: FileNotFoundError, PermissionError, or
-    a general one.
+    Requests that a busy or absent store does not answer are retried for up to five minutes. Methods that send requests
+    raise OSErrors that name the URI: FileNotFoundError, PermissionError, or a general one.
     """
 
     def __init__(
@@ -153,8 +142,7 @@ class Objects:
             unsigned: True to send unsigned requests from processes that find no credentials. None decides later. It
                 becomes False if there are keys in ``settings``, or with ``requester_pays``.
             requester_pays: accept the cost of reads from buckets whose owners want that.
-            settings: arguments of botocore's client (the keys of ``_ENVIRONMENT``), of which empty ones are dropped;
-                botocore finds other settings itself.
+            settings: arguments of botocore's client (the keys of ``_ENVIRONMENT``), of which empty ones are dropped.
         """
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
@@ -167,14 +155,10 @@ class Objects:
 
     @classmethod
     def from_environment(cls, endpoint: str | None = None, requester_pays: bool = False) -> Objects:
-        """Create a client from the AWS_* variables of this process.
+        """Create a client from the AWS_* variables of this process, which its pickled copies keep.
 
-        Workers get these settings with the pickled client, so only the driver needs the variables. Once temporary
-        credentials among them expire, each process uses the credentials that botocore finds.
-
-        Args:
-            endpoint: the value of the flag; it overrides the configured endpoint.
-            requester_pays: accept the cost of reads from buckets whose owners want that.
+        Once temporary credentials among them expire, each process uses the credentials that botocore finds.
+        ``endpoint`` overrides the configured one.
         """
         settings: dict[str, Any] = {
             name: next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
@@ -183,7 +167,7 @@ class Objects:
         return cls(requester_pays=requester_pays, **{**settings, "endpoint_url": endpoint})
 
     def impatient(self) -> Objects:
-        """Return a client that gives up after two tries of 14 seconds each, for requests that are useless when late."""
+        """Return a client that sends a request at most twice, with a fifth of the timeouts."""
         return self._copy(patience=0.2)
 
     def for_store(self) -> Objects:
@@ -199,7 +183,7 @@ class Objects:
         credentials, a note says that sources are read unsigned.
 
         Raises:
-            OSError: the configuration cannot be used; the error names ``uri``.
+            OSError: the configuration cannot be used.
         """
         with self._errors(uri):
             if self._decided and self._unsigned is not None:
@@ -209,8 +193,7 @@ class Objects:
     def _decide(self, session: Any) -> None:
         """Look up the endpoint, the region and whether there are credentials, and store the results in this client.
 
-        Explicit settings have precedence, and what is already decided stays. If there are no credentials, a note says
-        that sources are read unsigned.
+        What is already set stays. A note is printed if sources are read unsigned.
         """
         if not self._decided:
             configured = {"endpoint_url": find_endpoint(session), "region_name": session.get_config_variable("region")}
@@ -224,8 +207,8 @@ class Objects:
     def _start_session(self) -> Any:
         """Start a botocore session with the profile of the settings.
 
-        A node may lack the driver's profile: if its credentials are not needed, the profile is dropped. Otherwise
-        ProfileNotFound is raised.
+        If this node lacks the profile, the configuration is decided, and requests are unsigned or have keys in the
+        settings, the profile is removed from the settings. Otherwise ProfileNotFound is raised.
         """
         from botocore.exceptions import ProfileNotFound  # noqa: PLC0415 - only where a store is used
 
@@ -254,10 +237,8 @@ class Objects:
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
         """Yield the objects whose URIs begin with ``prefix``, in order of their keys, with one request per thousand.
 
-        Keys that end in "/" (folders that consoles make) are left out.
-
-        Args:
-            deep: also list objects whose keys have another "/" after the prefix.
+        Keys that end in "/" (folders that consoles make) are left out, and without ``deep`` also keys that have another
+        "/" after the prefix.
         """
         bucket, key = _split(prefix)
         options = {} if deep else {"Delimiter": "/"}
@@ -268,15 +249,12 @@ class Objects:
                         yield ObjectInfo(f"{SCHEME}{bucket}/{item['Key']}", int(item["Size"]), item.get("ETag", ""))
 
     def info(self, uri: str) -> ObjectInfo:
-        """Return the object's size and ETag, with one request."""
+        """Return the object's URI, size and ETag, with one request."""
         answer = self._request("head_object", uri)
         return ObjectInfo(uri, int(answer["ContentLength"]), answer.get("ETag", ""))
 
     def age(self, uri: str) -> timedelta:
-        """Return the time since the object was written, with one request.
-
-        Both times are the store's; if its answer has no Date, this machine's clock is used.
-        """
+        """Return the time since an object was written, by the store's clock, or by this machine's without a Date."""
         answer = self._request("head_object", uri)
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         now = datetime.now(UTC) if date is None else parsedate_to_datetime(date)
@@ -329,21 +307,20 @@ class Objects:
         return Download(ask, partial(self._errors, uri), _broken_downloads(), start, end)
 
     def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
-        """Download an object into ``write`` piece by piece, and return its size.
-
-        A connection that breaks is resumed where it broke, provided that the content is the same.
+        """Download an object into ``write`` piece by piece, and return its size in bytes.
 
         Args:
             limit: the largest size allowed, in bytes; None for no limit.
 
         Raises:
-            OSError: (EFBIG) the object is larger than ``limit``; nothing is read. (ETIMEDOUT) the download is too slow.
+            OSError: (EFBIG) the object is larger than ``limit``; nothing is read. (ETIMEDOUT) The download is too slow:
+                below 256 KiB/s and two minutes late.
         """
         with self.download(uri) as download:
             return write_download(download, write, limit, uri)
 
     def put(self, uri: str, data: Any) -> None:
-        """Write a whole object in one request (at most 5 GiB): afterwards it is complete, or absent."""
+        """Write a whole object in one request (at most 5 GiB): afterwards it is complete, or as it was before."""
         self._request("put_object", uri, Body=bytes(data))
 
     def delete(self, uri: str) -> None:
@@ -360,7 +337,7 @@ class Objects:
                         yield Upload(f"{SCHEME}{bucket}/{item['Key']}", item["UploadId"], item["Initiated"])
 
     def abort(self, upload: Upload) -> None:
-        """Abort a multipart upload, so that the store drops its data; do nothing if there is none."""
+        """Abort a multipart upload; do nothing if there is none."""
         with suppress(FileNotFoundError):
             self._request("abort_multipart_upload", upload.uri, UploadId=upload.upload_id)
 
@@ -377,20 +354,13 @@ class Objects:
         return _ACCESS_KEY.sub("***", _ADDRESS.sub("***", text))
 
     def _request(self, operation: str, uri: str, **more: object) -> Any:
-        """Send one request about an object, with the arguments ``more``, and return botocore's answer.
-
-        Raises:
-            OSError: the request failed; the error names the URI.
-        """
+        """Send one request about an object, with the arguments ``more``, and return botocore's answer."""
         bucket, key = _split(uri)
         with self._errors(uri):
             return getattr(self._client(), operation)(Bucket=bucket, Key=key, **more)
 
     def _client(self) -> Any:
-        """Return the botocore client of this process, which the first call creates.
-
-        A forked process creates its own: an inherited client would share connections with the parent.
-        """
+        """Return the botocore client of this process, which the first call creates; a fork creates its own."""
         if self._client_of_process is None or self._client_of_process[0] != os.getpid():
             session = self._start_session()
             is_driver = self._unsigned is None
@@ -416,9 +386,9 @@ class Objects:
     ) -> float | None:
         """Return the seconds until botocore sends a request again; None if the answer stands or the patience is over.
 
-        botocore calls this after each try, since its own policy would end after seconds. The delay grows to 20 seconds,
-        with jitter. A request is tried for 300 seconds, or for 20 if the store has never answered or the failure may be
-        permanent; an impatient client tries twice. The answer or failure is reported to ``OUTAGES``.
+        The delay grows to 20 seconds, with jitter. A request is tried at least twice, and again for 300 seconds, or for
+        20 if the store has never answered or the failure may be permanent (status 500); an impatient client tries
+        twice. The answer or failure is reported to ``OUTAGES``.
         """
         place: str = request_dict["context"][_PLACE]
         sent: float = request_dict["context"][_SENT]
@@ -444,8 +414,8 @@ class Objects:
     def _errors(self, uri: str) -> Iterator[None]:
         """Convert errors in the context to OSErrors that name the URI, with a remedy and without endpoint and secrets.
 
-        404 becomes FileNotFoundError, 401 and 403 become PermissionError, 416 has errno ERANGE, and other errors of the
-        client have EIO.
+        Status 404 becomes FileNotFoundError, 401 and 403 become PermissionError, 416 has errno ERANGE, and other errors
+        of the client have EIO. An OSError keeps its errno, but has EIO if it names another file.
         """
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - only where a store is used
         from urllib3.exceptions import HTTPError  # noqa: PLC0415
@@ -479,7 +449,7 @@ def is_s3(uri: str) -> bool:
 
 
 def has_query(uri: str) -> bool:
-    """Return True if a URI ends in a query such as ``?versionId=1``, which may hold a secret.
+    """Return True if a URI ends in a query such as ``?versionId=1``.
 
     A query has a parameter of S3 or of a signature, or begins with NAME= and does not end in a file suffix:
     ``who?.mp4`` and ``watch?v=1.mp4`` give False.
@@ -509,9 +479,7 @@ def _split(uri: str) -> tuple[str, str]:
 
 
 def _slice(answer: Any, start: int, end: int | None) -> Slice:
-    """Read the body of an answer to a range request, and return the bytes [start, end).
-
-    If the store ignored the range and sent the whole object, it is cut here.
+    """Read the body of an answer to a range request; if the store sent the whole object, return its bytes [start, end).
 
     Raises:
         OSError: (EIO) the store sent a range with another start.
@@ -530,11 +498,8 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
     """Create a botocore client for S3, without retries: ``Objects._delay`` decides about these.
 
     With an endpoint it uses path-style addresses and only the checksums that a request needs. Without one, it also
-    ignores endpoints that are configured on this node.
-
-    Args:
-        settings: arguments of the client; the profile is ignored, since ``session`` has it.
-        patience: scales the timeouts.
+    ignores endpoints that are configured on this node. ``patience`` scales the timeouts of 10 s to connect and 60 s of
+    silence.
     """
     from botocore import UNSIGNED  # noqa: PLC0415 - only where a store is used
     from botocore.config import Config  # noqa: PLC0415
@@ -564,9 +529,11 @@ def _describe_failure(
 ) -> tuple[str, bool] | None:
     """Return why a request failed if another try may succeed; None if its answer stands.
 
+    Another try may succeed after an error of the connection, status 429, 500, 502, 503 or 504, and a code in
+    _AWAY_CODES.
+
     Returns:
-        (the reason without endpoint and secrets, whether failures of this kind pass with time). The latter is False for
-        status 500, which may be permanent.
+        (the reason without endpoint and secrets, False for status 500 without such a code, which may be permanent).
     """
     from botocore.exceptions import ConnectionError, HTTPClientError  # noqa: A004, PLC0415 - only where a store is used
 
@@ -602,9 +569,11 @@ def _renew(
 ) -> float | None:
     """Replace expired temporary credentials in ``client``, and return 0.0 so that botocore repeats the request at once.
 
+    A reply with status 400 and no code, as to HEAD, counts as expired too.
+
     Returns:
-        None if the failure has another cause, if the settings have no session token, if no credentials are found, and
-        after the second try.
+        None if the failure has another cause, the settings have no session token, no credentials are found, or the
+        request was tried more than twice.
     """
     if response is None or attempts > 2 or "aws_session_token" not in settings:
         return None

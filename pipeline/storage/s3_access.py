@@ -31,11 +31,7 @@ _NO_ROLE = frozenset({400, 403, 404, 405})  # also the answers of other clouds' 
 
 
 def start_session(profile: str | None) -> Any:
-    """Start a botocore session, which finds settings and credentials as boto3 does.
-
-    All sessions share the descriptions of AWS interfaces, since reading them takes longer than everything else that a
-    client needs.
-    """
+    """Start a botocore session, which finds settings and credentials as boto3 does."""
     from botocore.session import Session  # noqa: PLC0415 - only where a store is used
 
     session = Session(profile=profile)
@@ -52,7 +48,10 @@ def _interfaces(folders: str | None) -> Any:
 
 
 def find_endpoint(session: Any) -> str | None:
-    """Return the S3 endpoint that the environment or the profile configures, in botocore's order; None for AWS."""
+    """Return the S3 endpoint that the environment or the profile configures, in botocore's order.
+
+    None stands for AWS: no endpoint is configured, or the configuration says that they are ignored.
+    """
     from botocore.configprovider import ConfiguredEndpointProvider  # noqa: PLC0415 - only where a store is used
 
     if session.get_config_variable("ignore_configured_endpoint_urls"):
@@ -65,7 +64,7 @@ def lacks_credentials(session: Any) -> bool:
     """Return True if no credentials are configured anywhere: environment, files, any profile, container or instance.
 
     Credentials that botocore silently ignores count as configured: incomplete variables, other profiles, and a metadata
-    service that fails.
+    service that fails. The machine's metadata service may be asked.
 
     Raises:
         BotoCoreError: credentials are incomplete or cannot be fetched.
@@ -88,8 +87,8 @@ def lacks_credentials(session: Any) -> bool:
 def _may_have_role(session: Any) -> bool:
     """Return False if the metadata service of this machine is disabled or absent, or says that there is no role.
 
-    It sends up to two requests to the service, with a timeout of one second. If a configured service does not answer,
-    or the service fails, the result is True.
+    It sends up to two requests to the service, with a timeout of one second. If the service fails, or one that is
+    configured does not answer, the result is True.
     """
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
@@ -113,7 +112,7 @@ def _may_have_role(session: Any) -> bool:
 
 
 def describe_credentials(credentials: Any, profile: str | None) -> str:
-    """Describe where botocore credentials come from, in words that follow "the credentials from"."""
+    """Describe where botocore credentials come from, such as "the instance role" or a variable or file by its name."""
     session = start_session(profile)
     name = session.profile or "default"
     files = {
@@ -135,13 +134,12 @@ def describe_credentials(credentials: Any, profile: str | None) -> str:
 def explain_refusal(status: int, code: str, credentials: Any, profile: str | None) -> str:
     """Return "; " and why a refused request may have the wrong credentials, with the remedy; "" for other failures.
 
-    Refusals are status 401 and 403 (except for archived objects), 400 without a code, and codes about credentials.
+    Refusals are status 401 and 403 (except for archived objects), 400 without a code, and codes about expired or wrong
+    credentials.
 
     Args:
-        status: the HTTP status.
         code: the error code in the reply; the status as text if the reply has none.
         credentials: the botocore credentials that signed the request; None if it was unsigned.
-        profile: the profile of the settings; None for the default.
     """
     is_silent = code == str(status)  # the reply to HEAD has no text
     is_refusal = status in (401, 403) or (status == 400 and is_silent) or code in EXPIRED_CODES | _WRONG_CODES

@@ -1,6 +1,6 @@
 """Store the files of a cache in a folder or below a prefix of an object store.
 
-A file appears whole and in one step, or not at all.
+In a folder and on S3, a file appears whole and in one step, or not at all.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
         objects: the client for ``s3://``; None creates one from the environment.
 
     Raises:
-        UsageError: any other or a malformed address, an empty text (often an unset shell variable), boto3 is not
-            installed, or the environment does not name the Azure account.
+        UsageError: another scheme, a malformed address or an empty text; boto3 is not installed, or the environment
+            does not name the Azure account.
     """
     text = str(place)
     if not text.strip():
@@ -99,7 +99,8 @@ class LocalStore:
     """Files below a local folder, named by POSIX paths relative to it. It can be pickled; ``str`` is the root as given.
 
     A process that has written there keeps the folder open: if the folder is replaced by another, nothing is written to
-    the new folder or deleted from it. All methods raise FileNotFoundError for a name that leads out of the root.
+    the new folder or deleted from it. Methods that take the name of a file raise FileNotFoundError if it leads out of
+    the root; the folders that ``names`` and ``list_files`` take are not checked.
     """
 
     def __init__(self, root: Path | str) -> None:
@@ -140,12 +141,12 @@ class LocalStore:
         raise FileNotFoundError(errno.ENOENT, f"the folder {fault} since this run first wrote to it", str(self.root))
 
     def _stat(self, name: str) -> os.stat_result:
-        """Return the status of a file below the root; below the open descriptor if this process has written."""
+        """Return the status of a file; below the open descriptor of the root if this process has written."""
         folder = self._open_folder
         return self._path(name).stat() if folder is None else os.stat(check_name(name), dir_fd=folder.descriptor)
 
     def make(self) -> None:
-        """Create the root and its parents if they do not exist. Raises UsageError if that fails."""
+        """Create the root and its parents if they do not exist; raise UsageError if that fails."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -159,18 +160,18 @@ class LocalStore:
         return root.is_file() or any(path.suffix != NOTE and path.parts[0] not in {INDEXES, CARD} for path in files)
 
     def impatient(self) -> LocalStore:
-        """Return this store; other stores return one with short timeouts, for requests that are useless when late."""
+        """Return this store; other stores return one with short timeouts."""
         return self
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file in one atomic step, replacing a file of that name: afterwards it is complete, or unchanged.
 
-        Missing folders are created. The root is created too, unless this store has written before or came from another
-        process. The file and its folder are synced to disk; a file system that cannot sync folders is accepted.
+        Missing folders are created, and so is the root, unless this store has written before or was unpickled. The file
+        and its folder are synced to disk; a file system that cannot sync folders is accepted.
 
         Raises:
             OSError: the write failed, the root was deleted or replaced, or (ELOOP) a folder below the root is a
-                symbolic link, through which files elsewhere would change.
+                symbolic link.
         """
         if self._makes_root and self._open_folder is None:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -203,10 +204,11 @@ class LocalStore:
     def link(self, name: str, file: Path) -> bool:
         """Create a hard link ``name`` to a finished file; return False if the file systems do not allow that.
 
-        Missing folders below the root are created.
+        Missing folders below the root are created, but not the root.
 
         Raises:
-            OSError: any other failure, such as FileExistsError if ``name`` exists.
+            OSError: any other failure, such as FileExistsError if ``name`` exists, or a symbolic link as a folder
+                (ELOOP).
         """
         root = self._descriptor()
         path = PurePosixPath(check_name(name))
@@ -220,12 +222,7 @@ class LocalStore:
         return True
 
     def read(self, name: str) -> bytes:
-        """Read a whole file.
-
-        Raises:
-            FileNotFoundError: there is no such file, or it is a pipe or device.
-            IsADirectoryError: ``name`` is a folder.
-        """
+        """Read a whole file. A folder raises IsADirectoryError; a pipe or device raises FileNotFoundError."""
         with self._open_regular(name) as file:
             return file.read()
 
@@ -249,18 +246,14 @@ class LocalStore:
         return map(self.read, names)
 
     def read_slice(self, name: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) of a file, cut at its end; a negative ``start`` counts from the end.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
+        """Read bytes [start, end) of a file, cut at its end; a negative ``start`` counts from the end."""
         with self._open_regular(name) as file:
             size = os.fstat(file.fileno()).st_size
             first, last, _ = slice(start, end).indices(size)
             return Slice(os.pread(file.fileno(), max(0, last - first), first), size)
 
     def open(self, name: str) -> LocalFile:
-        """Map a file into memory for random access. Raises FileNotFoundError unless it is a regular file."""
+        """Map a file into memory for random access; raise FileNotFoundError unless it is a regular file."""
         if not self.exists(name):  # a folder, or a pipe that would wait for a writer: names come from untrusted files
             raise FileNotFoundError(errno.ENOENT, "no such file", str(self.root / name))
         return LocalFile(pa.memory_map(str(self._path(name)), "r"))
@@ -281,9 +274,9 @@ class LocalStore:
             return []
 
     def list_files(self, folder: str) -> list[FileInfo]:
-        """List all files of a folder ("" is the root), sorted by name, including unfinished files.
+        """List all files of a folder ("" is the root), but not of subfolders, sorted by name, with unfinished ones.
 
-        Files in its subfolders are left out. The list is empty if there is no such folder.
+        The list is empty if there is no such folder.
         """
         root = self.root / folder
         files = []
@@ -296,8 +289,7 @@ class LocalStore:
     def exists(self, name: str) -> bool:
         """Return True if ``name`` is a regular file; False for a folder, and for a name that is too long.
 
-        Raises:
-            OSError: any other failure, such as a lack of permission.
+        Other failures, such as a lack of permission, raise OSError.
         """
         check_name(name)
         try:
@@ -308,11 +300,11 @@ class LocalStore:
             return False
 
     def age(self, name: str) -> timedelta:
-        """Return the time since a file was written, by this machine's clock. FileNotFoundError if there is none."""
+        """Return the time since a file was written, by this machine's clock."""
         return datetime.now(UTC) - datetime.fromtimestamp(self._stat(name).st_mtime, UTC)
 
     def delete(self, name: str) -> None:
-        """Remove a file; do nothing if there is none, or if the root was deleted or replaced since the first write.
+        """Remove a file; do nothing if there is none, or if the root is missing, or was replaced since the first write.
 
         Raises:
             OSError: the file cannot be removed, or (ELOOP) a folder below the root is a symbolic link.
@@ -325,11 +317,11 @@ class LocalStore:
             os.unlink(name, dir_fd=root)
 
     def uploads(self) -> Iterator[Upload]:
-        """Return an iterator over the pending uploads below the root, which a store bills; a folder has none."""
+        """Return an iterator over pending uploads, of which a folder has none."""
         return iter(())
 
     def abort(self, upload: Upload) -> None:
-        """Abort a pending upload; a folder has none, so this raises AssertionError."""
+        """Raise AssertionError: a folder has no pending upload."""
         raise AssertionError(f"a folder has no {upload}")
 
     def __str__(self) -> str:
@@ -337,13 +329,9 @@ class LocalStore:
 
 
 def _make_folders(path: PurePosixPath, root: int) -> int:
-    """Create the missing folders between the open root and a file, and return the mode of the root.
+    """Create the missing folders between the open root and a file, with the mode of the root, which is returned.
 
-    New folders get this mode. The root itself is never created.
-
-    Args:
-        path: the file's path relative to the root.
-        root: the file descriptor of the root.
+    The root itself is never created.
 
     Raises:
         OSError: (ELOOP) a folder is a symbolic link, or a folder cannot be created.
@@ -384,11 +372,7 @@ class _OpenFolder:
 
 
 class ObjectStore:
-    """A store with the methods of LocalStore below a prefix of an object store.
-
-    A file is written with one PUT, so that no partial upload is left behind. Objects have no folders to create or to
-    sync, and methods raise OSErrors that name the URI.
-    """
+    """A store with the methods of LocalStore below a prefix of an object store."""
 
     def __init__(self, root: str, objects: Objects | ArrowObjects) -> None:
         self.root = root.rstrip("/")
@@ -409,7 +393,7 @@ class ObjectStore:
         """Do nothing: prefixes need not be created."""
 
     def has_other_files(self) -> bool:
-        """Return True if there are such files among the first 10,000 objects below the root."""
+        """Return True if the first 10,000 objects include others than notes of runs, indexes and CARD."""
         first = islice(self.objects.list(f"{self.root}/", deep=True), 10_000)
         names = (info.uri.removeprefix(f"{self.root}/") for info in first)
         return any(not name.endswith(NOTE) and name.partition("/")[0] not in {INDEXES, CARD} for name in names)

@@ -1,7 +1,6 @@
 """The messages from a decode process to its parent: JSON and arrays of numbers, which cannot carry code.
 
-A hostile video may have taken over the decode process. The parent therefore limits the size of a message and the time
-that it waits for one, and checks the type and range of every value before anything uses it.
+A hostile video may have taken over the decode process, so the parent checks every value and limits sizes and waits.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _BITS = {"int32": 31, "int64": 63, "uint64": 64}  # bits of nonnegative integers
 
 
 class WrongMessage(Exception):  # noqa: N818
-    """The decode process sent data that is not a valid message. The parent raises it."""
+    """The decode process sent data that is not a valid message."""
 
 
 class VideoMessage(NamedTuple):
@@ -41,7 +40,6 @@ class VideoMessage(NamedTuple):
     Attributes:
         video: the video with an empty array in place of its frames.
         shape: the shape [T, h, w, 3] of its frames.
-        handover: the message about the shared memory that holds them.
     """
 
     video: DecodedVideo
@@ -50,20 +48,20 @@ class VideoMessage(NamedTuple):
 
 
 def send_text(pipe: Connection, text: str) -> None:
-    """Send a text to the parent: first a note about the process, later the name of each decoder that it tries."""
+    """Send a text to the parent: first a note about the process, later the name of each decoder."""
     _send(pipe, {"text": text})
 
 
 def send_fault(pipe: Connection, fault: VideoFault) -> None:
-    """Send the class, message and decoder of a video's fault. Other attributes of the fault are not sent."""
+    """Send the class, message and decoder of a video's fault, but no other attributes."""
     _send(pipe, {"fault": [fault.fault_class, fault.message, fault.backend]})
 
 
 def send_video(pipe: Connection, video: DecodedVideo, handover: Handover) -> None:
     """Send a decoded video without its frames, which the parent reads from shared memory.
 
-    Only the columns that decoding determines are sent (``Column.decoded``). A column that is missing in the record is
-    sent as null, and texts are made printable.
+    Only the columns that decoding determines are sent (``Column.decoded``); missing ones are sent as null, and texts
+    are made printable.
     """
     values = ((name, video.record.get(name)) for name in _COLUMNS)
     fields = {name: printable(value) if isinstance(value, str) else value for name, value in values}
@@ -90,7 +88,7 @@ def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | Vi
     Raises:
         TimeoutError: the message is not complete at the deadline.
         EOFError, OSError: the pipe has ended.
-        WrongMessage: the data is not a valid message, its JSON exceeds _MAX_BYTES, or a shape exceeds _MAX_FRAMES or
+        WrongMessage: the data is not a valid message, its JSON exceeds 64 KiB, or a shape exceeds 4 million frames or
             ``max_frame_bytes``.
     """
     try:
@@ -127,7 +125,7 @@ def wait_for(pipe: Connection, deadline: float) -> None:
 
 
 def _read(pipe: Connection, deadline: float, size: int) -> bytes:
-    """Read exactly ``size`` bytes of a message from the pipe; ``Connection.recv_bytes`` could not be limited in time.
+    """Read exactly ``size`` bytes from the pipe.
 
     Raises:
         TimeoutError: they are not complete at the deadline.
@@ -163,11 +161,7 @@ def _check_shape(shape: list[Any], max_frame_bytes: int) -> tuple[int, int, int,
 
 
 def _check_handover(handover: list[Any]) -> Handover:
-    """Convert the list [number, new, dropped] of a message to a Handover.
-
-    Raises:
-        WrongMessage: the list has another structure, or a number is negative.
-    """
+    """Convert the list [number, new, dropped] of a message to a Handover; raise WrongMessage if it is invalid."""
     match handover:
         case [int(number), bool(new), [*dropped]] if all(_is_int(n, 0, 2**63) for n in [number, *dropped]):
             return Handover(number, new, tuple(dropped))

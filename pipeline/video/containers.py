@@ -1,13 +1,8 @@
 """Recognition of a file's container by its first bytes, so that only known video containers reach a decoder.
 
 If FFmpeg is not told the format, it guesses one, and some formats (playlists, concat scripts) name other files or hosts
-that it would then open. The container is therefore recognized here, and the file is opened with the demuxer of that
-container only.
-
-Some demuxers find their stream behind other bytes: a capture that begins inside a packet, padding, an ID3 tag, or the
-header of an image. In a file of unknown format, these streams are searched for as far as FFmpeg would look. Another
-container, an archive or a document is refused by name even if it contains a stream: read as a raw stream, it would lose
-its timestamps and mix its tracks.
+that it would then open. Some demuxers find their stream behind other bytes, such as padding or an ID3 tag. Another
+container, an archive or a document is refused even if it contains a stream.
 """
 
 from __future__ import annotations
@@ -108,26 +103,24 @@ _SCRIPT = re.compile(rb"#EXTM3U|ffconcat version|<MPD|c=IN IP|\[playlist\]", re.
 
 
 def sniff(path: str | Path) -> str:
-    """Return the name of the FFmpeg demuxer to open a file with, from the file's first HEAD_BYTES bytes.
+    """Return the name of the FFmpeg demuxer to open a file with, from the file's first MiB.
 
     Raises:
         VideoFault: "unsupported" for a folder and for anything but a known video container; "policy" for a playlist or
-            other list of files, a FIFO, a socket or a device; "io" if the file cannot be opened. The message says what
-            the file looks like.
+            other list of files, a FIFO, a socket or a device; "io" if the file cannot be opened.
     """
     with open_regular(path) as file:
         return recognise(file.read(HEAD_BYTES), path)
 
 
 def recognise(head: bytes, path: str | Path) -> str:
-    """Return the name of the FFmpeg demuxer for a file that begins with ``head``.
+    """Return the name of the FFmpeg demuxer for a file that begins with ``head``; ``path`` only names it in errors.
 
     Formats in _REFUSED are tried first, then known containers. A stream behind other bytes is searched for only in data
     of unknown format and behind MP3 audio, and a transport stream also behind PNG and JPEG images.
 
     Args:
         head: the first HEAD_BYTES bytes, or the whole of a smaller file.
-        path: a name for error messages; it is not opened.
 
     Raises:
         VideoFault: "policy" if the data is a list of other files or addresses, or has one in the searched bytes before
@@ -157,8 +150,8 @@ def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading in binary mode; the caller closes it.
 
     Raises:
-        VideoFault: "io" if it is missing (a file under another Unicode form of the name is suggested), cannot be opened
-            or has a NUL byte in its name; "unsupported" for a folder; "policy" for a FIFO, socket or device.
+        VideoFault: "io" if it is missing, cannot be opened or has a NUL byte in its name; "unsupported" for a folder;
+            "policy" for a FIFO, socket or device.
     """
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - first, since opening a FIFO would block
@@ -177,10 +170,7 @@ def count_missing_bytes(path: str | Path, demuxer: str) -> int:
     """Return how many bytes a truncated file lacks, according to the lengths stated inside it.
 
     The result is 0 for a complete file, a file that states no length, and containers other than MP4, Matroska and AVI.
-    In MP4, only boxes with video count.
-
-    Raises:
-        VideoFault: the file cannot be opened.
+    In MP4, only the boxes moov, mdat and moof count.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -200,11 +190,7 @@ def count_missing_bytes(path: str | Path, demuxer: str) -> int:
 def has_overstated_table(path: str | Path) -> bool:
     """Return True if a sample table of an MP4 file states more entries than it holds.
 
-    FFmpeg would reserve memory for all the stated entries. Only the first ``moov`` box is read; the result is False
-    without one.
-
-    Raises:
-        VideoFault: the file cannot be opened.
+    Only the first ``moov`` box is read; the result is False without one.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -223,7 +209,6 @@ def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
 
     Args:
         kind_at: the offset of the box's four-letter type in ``moov``.
-        file_size: the bytes of the file.
     """
     kind = moov[kind_at : kind_at + 4]
     box_end = kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
@@ -238,7 +223,7 @@ def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
 def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield (four-letter type, start, length) of each top-level box of an MP4 file, in bytes.
 
-    It ends before a box that states a length below 8 (0: up to the end of the file). A length may reach beyond
+    It ends before a box that states a length below 8 (0: up to the end of the file). The last box may reach beyond
     ``size``, the bytes of the file.
     """
     start = 0
@@ -256,10 +241,7 @@ def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, in
 
 
 def _find_matroska_end(file: BufferedReader) -> int:
-    """Return the offset at which a Matroska file should end, or 0 if its segment states no length.
-
-    The segment holds everything behind the EBML header. The result is also 0 if no segment follows the header.
-    """
+    """Return the offset at which a Matroska file should end; 0 if its segment is missing or states no length."""
     header = file.read(64)
     length, width = _read_ebml_length(header[4:])
     segment = 4 + width + length
@@ -273,11 +255,7 @@ def _find_matroska_end(file: BufferedReader) -> int:
 
 
 def _read_ebml_length(data: bytes) -> tuple[int, int]:
-    """Parse the EBML variable-length integer at the beginning of ``data``.
-
-    Returns:
-        Its value, and the number of bytes that it takes.
-    """
+    """Return the EBML variable-length integer at the beginning of ``data``, and the number of bytes that it takes."""
     width = 9 - data[0].bit_length() if data and data[0] else 8
     return int.from_bytes(data[:width], "big") & ((1 << (7 * width)) - 1), width
 
@@ -285,8 +263,7 @@ def _read_ebml_length(data: bytes) -> tuple[int, int]:
 def _describe_content(head: bytes) -> str:
     """Describe data of unknown format for an error message: "an empty file", "text" or "unknown binary data".
 
-    Text is printable UTF-8. In a ``head`` of _MAGIC_BYTES or more, invalid bytes are ignored, since the end may cut a
-    character.
+    Text is printable UTF-8. In a ``head`` of _MAGIC_BYTES (4 KiB) or more, invalid bytes are ignored.
     """
     if not head:
         return "an empty file"

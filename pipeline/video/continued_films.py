@@ -1,9 +1,7 @@
 """Films that continue where FFmpeg stops reading: under another PID of a transport stream, or in joined files.
 
-FFmpeg makes a stream for each PID of a transport stream, but ignores a PID that first appears late in the file. Players
-switch to it when new tables announce it. ``ContinuedFile`` therefore gives the later packets the film's first PID while
-the file is read, and hides the tables that announce the other PIDs. In other containers, a film behind the first one is
-not read; ``goes_on`` only detects it.
+FFmpeg ignores a PID that first appears late in a transport stream; ``ContinuedFile`` gives its packets the film's first
+PID. In other containers, a film behind the first one is only detected, by ``goes_on``.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class _Video(NamedTuple):
         kind: the stream type in the tables, a key of _VIDEO_TYPES.
         program: the number of the first program that lists the PID.
         announced: the position of that program's table in the file, in bytes.
-        spans: number of a block of _PART_BYTES bytes -> positions of the PID's first and last packet in that block.
+        spans: number of a block of 32 KiB -> positions of the PID's first and last packet in that block.
     """
 
     pid: int
@@ -66,7 +64,7 @@ class _Video(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """The bytes that the spans cover, which estimate the size of the PID's video."""
+        """The bytes that the spans cover, an estimate of the size of the PID's video."""
         return sum(last - first for first, last in self.spans.values())
 
 
@@ -88,11 +86,7 @@ class ContinuedFile:
     """A readable file object over a transport stream in which a ``Continuation`` replaces PIDs. Close it after use."""
 
     def __init__(self, path: str | Path, continuation: Continuation) -> None:
-        """Open the file.
-
-        Raises:
-            VideoFault: the file cannot be opened.
-        """
+        """Open the file; raise VideoFault if that fails."""
         self._file = open_regular(path)
         self._continuation = continuation
         self.seek, self.tell, self.close = self._file.seek, self._file.tell, self._file.close
@@ -114,16 +108,13 @@ class ContinuedFile:
 def find_continuation(path: str, pid: int) -> Continuation | None:
     """Find the other PIDs of a transport stream that carry the same film as ``pid``, before or behind it.
 
-    They have the same codec, take turns with all PIDs of the film (``_alternate``), and never share a table with one.
-    If several compete, those of the PID's own program come first, then those that begin earlier. All get the PID of the
-    earliest one; tables are hidden from the first announcement of another PID on. PIDs of another codec are only named
-    in ``note``. The file is read twice if other PIDs are found.
+    They have the same codec, overlap each PID of the film by at most 2 % of the smaller one's bytes, and never share a
+    table with one. If several compete, those of the PID's own program come first, then those that begin earlier. All
+    get the PID of the earliest one; tables are hidden (PID 0x1FFF) from the first announcement of another PID on. PIDs
+    of another codec are only named in ``note``.
 
     Returns:
         None if ``pid`` is not announced as video, or nothing was found. If there is only a note, the arrays are empty.
-
-    Raises:
-        VideoFault: the file cannot be opened.
     """
     videos, together, tables, size = _list_videos(path)
     main = videos.get(pid)
@@ -283,18 +274,13 @@ def _read_program(packet: bytes) -> tuple[int, Mapping[int, int]]:
 def goes_on(path: str | Path, demuxer: str, place: int, pid: int, continuation: Continuation | None) -> bool:
     """Return True if more of the film follows behind the last packet that FFmpeg read from the stream.
 
-    Sound, padding, indexes and attachments do not count. MP4, FLV, ASF and AVI files are searched for the beginning of
-    another file. Program streams must consist mostly of video there; transport streams mostly of video of ``pid`` and
-    of PIDs that are new there. The result is False for other containers.
+    MP4, FLV, ASF and AVI files are searched for the beginning of another file. More than half of the rest of a program
+    stream must be video; in a transport stream, video of ``pid`` or of PIDs that are new there. The result is False for
+    other containers.
 
     Args:
-        demuxer: the name of FFmpeg's demuxer.
         place: the end of that last packet, in bytes.
-        pid: the stream's PID; only used for transport streams.
-        continuation: the PIDs to replace in a transport stream; None leaves them as they are.
-
-    Raises:
-        VideoFault: the file cannot be opened.
+        continuation: the PIDs to replace in a transport stream.
     """
     if demuxer == "mpegts":
         return _has_packets(path, place, pid, continuation)
@@ -338,9 +324,10 @@ def _is_mostly_video(path: str | Path, place: int) -> bool:
 
 
 def _has_packets(path: str | Path, place: int, pid: int, continuation: Continuation | None) -> bool:
-    """Return True if over half of a transport stream's packets from ``place`` on are of ``pid`` or new PIDs with video.
+    """Return True if over half of a transport stream's packets from ``place`` on are of PIDs that go on with the film.
 
-    New PIDs have no video before ``place``. PIDs are those after the replacements of ``continuation``, if it is given.
+    These have video there, and are ``pid`` or had no video before. PIDs are those after the replacements of
+    ``continuation``, if it is given.
     """
     before, behind = set[int](), set[int]()  # PIDs with video
     counts = np.zeros(2**13, np.int64)

@@ -52,7 +52,7 @@ def find_lost_stretches(
     Args:
         timestamps: [F] seconds of the listed frames, ascending.
         is_lost: [F], True for each frame that does not come out of the decoder.
-        duration_s: end of the last listed frame, in seconds.
+        duration_s: end of the last listed frame.
     """
     starts = [*timestamps.tolist(), duration_s]
     runs = ([index for index, _ in run] for lost, run in groupby(enumerate(is_lost), lambda item: item[1]) if lost)
@@ -60,11 +60,7 @@ def find_lost_stretches(
 
 
 def find_skipped_holes(timestamps: NDArray[np.float64], fps: float) -> tuple[Hole, ...]:
-    """Find the gaps of at least two frames between decoded frames, in a file of constant rate that lists no times.
-
-    Args:
-        timestamps: [F] seconds of the decoded frames, ascending.
-    """
+    """Find the gaps of at least two frames between decoded frames, in a file of constant rate that lists no times."""
     long = np.flatnonzero(np.diff(timestamps) > (_MIN_LOST_FRAMES + 0.5) / fps)
     return tuple(Hole(float(timestamps[i]) + 1 / fps, float(timestamps[i + 1])) for i in long)
 
@@ -84,8 +80,7 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
 
     A clip is damaged if FFmpeg reported errors, if part of a file of stated length was not read, if its codec's decoder
     reports no errors (AV1), or if it has no frame. In a clip with frames, holes before the video's first frame do not
-    count, since a recording may begin anywhere; nor do holes that the file does not list, unless FFmpeg reported errors
-    or a part was not read.
+    count; nor do holes that the file does not list, unless FFmpeg reported errors or a part was not read.
 
     Args:
         clip: start and end in seconds; None for the video's start or end.
@@ -95,8 +90,8 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
         The holes in the clip that count; an empty tuple if the clip is not damaged or does not start before its end.
 
     Raises:
-        VideoFault: "corrupt" if more than MAX_LOST of a damaged clip or MAX_UNSHOWN of another clip does not decode, or
-            if there are errors or an unread part, and the clip has no frame although it starts before the video's end
+        VideoFault: "corrupt" if more than a quarter of a damaged clip or half of another clip does not decode, or if
+            there are errors or an unread part, and the clip has no frame although it starts before the video's end
             (unknown if the video goes on without a stated length).
     """
     start, stop = 0.0 if clip[0] is None else clip[0], math.inf if clip[1] is None else clip[1]

@@ -1,8 +1,4 @@
-"""Decode one video file or folder of frames to the sampled, resized frames, or to a VideoFault that says what is wrong.
-
-``decode_video`` runs in the child process of ``pipeline.video.sandbox``, since decoders can abort, hang and exhaust the
-memory.
-"""
+"""Decode one video file or folder of frames to the sampled, resized frames, or to a VideoFault."""
 
 from __future__ import annotations
 
@@ -81,19 +77,13 @@ class DecodeRequest:
     """A request to decode chosen frames of one video.
 
     Attributes:
-        path: what ``decode_video`` opens: a local file, a folder of JPEG frames (``pipeline.video.frame_folders``), or
-            ``/proc/self/fd/N`` for an open file. Before that it may be any name, such as the uri of a row: the source
-            (``pipeline.video.source``) and the sandbox's child process replace it.
-        sampling: the rule for choosing frames.
-        preprocessor: the rule for their size.
-        start_s: start of the clip in seconds; None for the start of the video.
-        end_s: end of the clip in seconds, not included; None for the end of the video.
+        path: what ``decode_video`` opens: a local file, a folder of JPEG frames, or ``/proc/self/fd/N`` for an open
+            file. Before that it may be any name, which the source and the child process replace.
+        start_s: start of the clip; None for the start of the video.
+        end_s: end of the clip, not included; None for the end of the video.
         decoder: "auto" or "pyav" for PyAV; "decord", "torchcodec" or "nvdec", which fall back to PyAV where they fail
             or are known to be wrong; or the import path "package.module:Class" of a
-            ``pipeline.video.decoders.FrameDecoder``, which has no fallback.
-
-    Raises:
-        ValueError: the decoder's name is unknown. An import path is not imported yet.
+            ``pipeline.video.decoders.FrameDecoder``, which has no fallback and is not imported yet.
     """
 
     path: str | Path
@@ -120,9 +110,9 @@ class DecodedVideo:
         frame_indices: [T] int64 frame numbers in the file, ascending; an index repeats where the clip has too few
             frames.
         timestamps: [T] float64 seconds of these frames from the start of the file, as players show them.
-        record: the columns of the videos table that decoding determines (``Column.decoded``). Those that the file does
-            not state are absent or None.
-        attempts: the number of decoding attempts: 2 if a built-in decoder other than PyAV ended the first process.
+        record: the columns of the videos table that decoding determines. Those that the file does not state are absent
+            or None.
+        attempts: 2 if PyAV decoded it after another decoder ended the process or sent an invalid message, otherwise 1.
         cpu_s: CPU seconds of the process while it decoded the video.
     """
 
@@ -134,15 +124,11 @@ class DecodedVideo:
     cpu_s: float = 0.0
 
     def add_columns(self, columns: VideoRecord) -> DecodedVideo:
-        """Return a copy whose record also has ``columns``, which replace existing columns of the same names."""
+        """Return a copy whose record also has ``columns``, which replace existing ones."""
         return replace(self, record={**self.record, **columns})
 
     def add_note(self, note: str) -> DecodedVideo:
-        """Return a copy whose ``backend_note`` begins with ``note``; an empty ``note`` adds nothing.
-
-        Raises:
-            KeyError: the record has no ``backend_note`` yet.
-        """
+        """Return a copy whose ``backend_note``, which must exist, begins with ``note``; "" adds nothing."""
         return self.add_columns({"backend_note": "; ".join(filter(None, (note, self.record["backend_note"])))})
 
 
@@ -161,8 +147,7 @@ def decode_video(
     File descriptor 2 is redirected meanwhile for the whole process, and FFmpeg's log level and callback stay changed.
 
     Args:
-        announce: called with the name of each decoder before it opens the file, so that a parent process can name the
-            decoder that ended this process.
+        announce: called with the name of each decoder before it opens the file.
         allocate: returns the array that the final frames are written to.
 
     Raises:
@@ -188,7 +173,7 @@ class _Decoding:
     """The state of one decoding.
 
     Attributes:
-        warnings: a function that returns the number of errors that FFmpeg has logged so far.
+        warnings: returns the number of errors that FFmpeg has logged so far.
         backend: the name of the decoder that opened the file last; None before the first.
     """
 
@@ -227,10 +212,7 @@ class _Decoding:
             return self._read_by_any(index).add_columns(source)
 
     def _decode_folder(self, path: str) -> DecodedVideo:
-        """Decode a folder of JPEG frames with JpegDecoder, whatever decoder is requested.
-
-        The clip is rounded to whole frames. Raises VideoFault, or an error of PyAV.
-        """
+        """Decode a folder of JPEG frames, whatever decoder is requested; round the clip to whole frames."""
         index = index_frames(path)
         size, digest = fingerprint_frames(path, frame_names(path))
         clip = round_to_frames(self._request.start_s, self._request.end_s, index.fps)
@@ -241,8 +223,8 @@ class _Decoding:
         """Read the frames with the first decoder of the request that succeeds; errors of earlier ones are only noted.
 
         If PyAV is last and its frames do not match the index, the whole file is decoded once to make another index, and
-        PyAV tries again. ``backend_note`` says why the earlier decoder failed, or else the first index, and which video
-        was not read.
+        PyAV tries again. After the last decoder, ``backend_note`` says why the earlier one failed, or else why the
+        first index did not match, and which video was not read.
 
         Raises:
             Exception: the error of the last attempt, whatever it is.
@@ -315,9 +297,9 @@ class _Decoding:
         return DecodedVideo(frames, indices, index.timestamps[indices], record)
 
     def _check(self, index: VideoIndex, clip: tuple[float | None, float | None]) -> int:
-        """Return how many signs of damage are known without FFmpeg's log: corrupt packets, holes, or an unread part.
+        """Return the largest count of signs of damage outside FFmpeg's log.
 
-        This is the largest of the three counts, of which the last is 0 or 1.
+        The counts are corrupt packets, holes, and 1 for an unread part.
 
         Raises:
             VideoFault: "corrupt" if too much of the clip does not decode (``check_decodable``).
@@ -331,9 +313,10 @@ class _Decoding:
     ) -> tuple[Frames, list[tuple[int, int]]]:
         """Resize frames as they arrive, so that full-size frames never pile up, and copy repeated frames.
 
-        The size that the model wants follows from the largest frame. Only frames of the largest size so far go through
-        the preprocessor. If a frame is larger than all before it, the resized frames before it are resized once more.
-        The final frames are in an array from ``allocate``.
+        The size that the model wants follows from the frame with the most pixels. Only frames of the largest size so
+        far go through the preprocessor, others through ``gstep``'s ``resize_frames``. If a frame is larger than all
+        before it, the resized frames before it are resized once more. The final frames are in an array from the
+        request's ``allocate``.
 
         Args:
             chunks: arrays [k,H,W,3] of the distinct frames of ``indices``.
@@ -401,13 +384,7 @@ def _describe_sizes(sizes: set[tuple[int, int]]) -> str:
 
 
 def fingerprint(path: str | Path) -> tuple[int, str]:
-    """Return a file's size in bytes and the hash of its content, "blake2b:<hex>".
-
-    FFmpeg's reads do not pass through Python, so the file is read once more, from the page cache.
-
-    Raises:
-        VideoFault: the file cannot be opened.
-    """
+    """Return a file's size in bytes and the hash of its content, "blake2b:<hex>"; the whole file is read."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
         return file.tell(), f"blake2b:{digest.hexdigest()}"
@@ -419,7 +396,7 @@ def count_warnings() -> Iterator[Callable[[], int]]:
 
     FFmpeg writes to file descriptor 2, which is redirected for the whole process; Python's own stderr still goes to its
     old target. FFmpeg's callback and log level (ERROR) stay set afterwards. Between two calls of the function, lines
-    beyond _MAX_LOG_BYTES are not counted, since broken data may log a hundred times its size.
+    beyond 4 MiB are not counted.
     """
     av.logging.restore_default_callback()  # to the descriptor: PyAV's own handler would drop the lines
     av.logging.set_libav_level(av.logging.ERROR)

@@ -44,8 +44,6 @@ _CHUNK_BYTES = 64 * 2**20
 class FrameDecoder(Protocol):
     """The interface of a decoder of one file.
 
-    ``DECODERS`` names the built-in decoders; ``package.module:Class`` names any other.
-
     Attributes:
         version: recorded beside the decoder's name with every video.
     """
@@ -58,9 +56,8 @@ class FrameDecoder(Protocol):
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
         """Yield the frames with the numbers ``indices`` (distinct, ascending), in this order.
 
-        They come in chunks [k,H,W,3] of uint8 RGB, rotated as players show them. H and W are those of the index, or of
-        the frame itself where the frame size changes within the file. Chunks are small (``chunk_length``), so that
-        memory stays bounded. May raise any exception.
+        They come in small chunks [k,H,W,3] of uint8 RGB, rotated as players show them. H and W are those of the index,
+        or of the frame itself where the frame size changes within the file. May raise any exception.
         """
 
     def close(self) -> None:
@@ -68,12 +65,7 @@ class FrameDecoder(Protocol):
 
 
 def load_decoder(name: str) -> type[FrameDecoder]:
-    """Import the decoder class for a name in ``DECODERS`` or an import path ``package.module:Class``.
-
-    Raises:
-        KeyError: the name is unknown.
-        ImportError, AttributeError: the module or class cannot be found.
-    """
+    """Import the decoder class for a name in ``DECODERS`` (KeyError for others) or a path ``package.module:Class``."""
     decoder: type[FrameDecoder] = load_object(name) if ":" in name else DECODERS[name]
     return decoder
 
@@ -84,7 +76,7 @@ def find_installed_version(name: str | None) -> str | None:
     The library of pyav, decord and torchcodec is not imported; nvdec and a user decoder are.
 
     Raises:
-        UsageError: the code of a user decoder cannot be hashed, because its class is in no file or has a syntax error.
+        UsageError: the class of a user decoder is in no file, or its code has a syntax error.
     """
     if name is None:
         return None
@@ -97,7 +89,8 @@ def find_installed_version(name: str | None) -> str | None:
 def find_version(decoder: type[FrameDecoder]) -> str:
     """Return the version of a decoder class; for a user decoder, followed by CODE and the hash of its code.
 
-    Raises UsageError if that code is in no file or has a syntax error.
+    Raises:
+        UsageError: that code is in no file or has a syntax error.
     """
     code = f"{CODE}{hash_code(decoder)}" if is_own(decoder) else ""
     return f"{decoder.version}{code}"
@@ -111,16 +104,14 @@ def chunk_length(height: int, width: int) -> int:
 class LibraryDecoder:
     """The base of decoders in which another library reads the file, for files that it is known to get right.
 
-    A subclass defines ``open`` and ``frames``, and may extend ``reason_against``. The library's own errors pass
-    through.
+    A subclass defines ``open`` and ``frames``, and may extend ``reason_against``. The library's own errors pass.
     """
 
     def __init__(self, index: VideoIndex) -> None:
         """Open the video with the library.
 
         Raises:
-            IndexMismatch: the library may get the file wrong (``reason_against``), or counts other frames than the
-                index.
+            IndexMismatch: ``reason_against`` gives a reason, or the library counts other frames than the index.
         """
         if reason := self.reason_against(index):
             raise IndexMismatch(reason)
@@ -173,7 +164,11 @@ class LibraryDecoder:
 
 
 class PyavDecoder:
-    """The decoder with PyAV on one thread. It decodes only the packets that the chosen frames need."""
+    """The decoder with PyAV on one thread.
+
+    It decodes only the packets that the chosen frames need, or all up to the last one if frames have no usable times or
+    damage shifts them.
+    """
 
     version = str(av.__version__)
 
@@ -193,7 +188,8 @@ class PyavDecoder:
         Raises:
             IndexMismatch: a frame does not come out of the decoder, or the file marks a frame as a keyframe that is not
                 one.
-            VideoFault: "unsupported" for a color matrix that FFmpeg does not convert, or an odd angle of rotation.
+            VideoFault: "unsupported" for a color matrix that FFmpeg does not convert, or a rotation by an angle that is
+                not a multiple of 90 degrees.
         """
         for frame in self._iter_frames(indices):
             yield self._pixels(frame)[None]
@@ -203,8 +199,6 @@ class PyavDecoder:
 
     def _pixels(self, frame: av.VideoFrame) -> Frames:
         """Convert a decoded frame to [H,W,3] uint8 RGB as players show it, in its own size.
-
-        The pixels are copied only if the frame is rotated or its rows are padded.
 
         Raises:
             VideoFault: "unsupported" for a color matrix that FFmpeg does not convert.
@@ -224,11 +218,11 @@ class PyavDecoder:
         return np.ascontiguousarray(orient_frame(rows[:, : 3 * width].reshape(height, width, 3), self._orientation))
 
     def _iter_frames(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
-        """Yield the decoded frames with the numbers ``indices``, from no more packets than they need.
+        """Yield the decoded frames with the numbers ``indices``.
 
-        Frames are identified by their presentation times, or by counting in a file without times. Before each yield,
-        ``_orientation`` is set to that of the frame: its own display matrix, otherwise the last one since the run's
-        keyframe, otherwise that of the index.
+        Frames are identified by their presentation times, or by counting from the first packet in a file without times.
+        Before each yield, ``_orientation`` is set to that of the frame: its own display matrix, otherwise the last one
+        since the run's keyframe, otherwise that of the index.
 
         Raises:
             IndexMismatch: a frame does not come out, or the file marks a frame as a keyframe that is not one.
@@ -266,8 +260,7 @@ class PyavDecoder:
 def _check_keyframes(index: VideoIndex, indices: NDArray[np.int64]) -> None:
     """Raise IndexMismatch if decoding cannot begin at one of the keyframes that precede the frames ``indices``.
 
-    Each of these keyframes is decoded, but not the file's first. The second keyframe of the file is always decoded:
-    this detects files that mark every frame as a keyframe.
+    Each of these keyframes is decoded, but not the file's first. The second keyframe of the file is always decoded.
     """
     assert index.packets is not None and index.pts is not None
     before = np.searchsorted(index.keyframes, index.pts[indices], side="right") - 1
@@ -283,8 +276,7 @@ def _check_keyframes(index: VideoIndex, indices: NDArray[np.int64]) -> None:
 class _PlainMarks:
     """A filter that marks frames as progressive and their chroma location as unspecified, without changing pixels.
 
-    The models' own loaders (decord, torchcodec) and the ffmpeg command line convert a frame's chroma as one picture,
-    and do not shift it by its stated location. FFmpeg's scaler would do both by default.
+    FFmpeg's scaler then converts chroma as the models' own loaders (decord, torchcodec) and the ffmpeg command line do.
     """
 
     def __init__(self) -> None:
@@ -292,10 +284,7 @@ class _PlainMarks:
         self._shape = (0, 0, "")
 
     def set_on(self, frame: av.VideoFrame) -> av.VideoFrame:
-        """Return the frame marked as progressive and without a chroma location.
-
-        A new size or pixel format rebuilds the filter.
-        """
+        """Return the marked frame. A new size or pixel format rebuilds the filter."""
         shape = frame.width, frame.height, frame.format.name
         if shape != self._shape:
             self._graph = av.filter.Graph()
@@ -311,7 +300,7 @@ class _PlainMarks:
 
 
 def _starts_a_group(frame: av.VideoFrame) -> bool:
-    """Return True if a decoded frame is a keyframe or another intra picture, which refers to no other frame."""
+    """Return True if a decoded frame is an intra picture, which refers to no other frame."""
     return bool(frame.key_frame) or frame.pict_type in (PictureType.I, PictureType.SI, PictureType.BI)
 
 

@@ -18,11 +18,7 @@ _HEAD = 64  # bytes of a packet that are searched for them
 
 
 class DecordDecoder(LibraryDecoder):
-    """The decoder with decord on one thread. decord guesses the demuxer, so only sniffed files may reach it.
-
-    Raises:
-        DECORDError: decord cannot read the file.
-    """
+    """The decoder with decord on one thread. decord guesses the demuxer, so only sniffed files may reach it."""
 
     version = str(decord.__version__)
 
@@ -46,9 +42,7 @@ class DecordDecoder(LibraryDecoder):
         return next((reason for applies, reason in reasons if applies), "")
 
     def open(self, index: VideoIndex) -> decord.VideoReader:
-        """Open the file with decord so that a damaged frame raises; by default decord would copy a neighbor.
-
-        Sets decord's log level for the whole process.
+        """Open the file with decord so that a damaged frame raises; set decord's log level for the whole process.
 
         Raises:
             IndexMismatch: decord's keyframes are not those of the index.
@@ -67,10 +61,7 @@ class DecordDecoder(LibraryDecoder):
 
 
 def _has_leading_frames(packets: Sequence[PacketInfo]) -> bool:
-    """Return True if some frame is stored after a keyframe and shown before it (open groups of pictures).
-
-    All packets must have presentation times.
-    """
+    """Return True if some frame is stored after a keyframe and shown before it; all packets must have times."""
     pts = np.array([packet.pts for packet in packets])
     keyframe = np.array([packet.keyframe for packet in packets])
     return bool((pts < np.maximum.accumulate(np.where(keyframe, pts, pts.min()))).any())
@@ -79,7 +70,7 @@ def _has_leading_frames(packets: Sequence[PacketInfo]) -> bool:
 def _may_change_parameters(packets: VideoPackets) -> bool:
     """Return True if a keyframe seems to carry codec parameters, which may differ from the container's.
 
-    Reads the packet of each keyframe. A codec other than H.264 and HEVC gives True if the video has a keyframe.
+    A codec other than H.264 and HEVC gives True if the video has a keyframe.
     """
     pattern = re.compile(_PARAMETERS.get(packets.codec, b""))
     keyframes = (number for number, packet in enumerate(packets.table) if packet.keyframe)

@@ -1,7 +1,4 @@
-"""A process that a worker forks before it has threads, and that later becomes the server of its decode processes.
-
-It has already imported what they use. A server that ``multiprocessing`` starts afresh spends a CPU second on that.
-"""
+"""A process that a worker forks before it has threads, and that later becomes the server of its decode processes."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ _standing_by: _StandBy | None = None
 
 
 def fork_standby() -> None:
-    """Fork the process that waits until ``use_standby_server`` makes it the fork server.
+    """Fork the process that waits until ``use_standby_server`` makes it the fork server; it ends with this process.
 
-    It ends with this process. Call this once, in a process that was itself forked and has no threads.
+    Call this once, in a process that was itself forked and has no threads.
     """
     global _standing_by  # noqa: PLW0603 - a process has one, as it has one server
     parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -43,8 +40,8 @@ def fork_standby() -> None:
 def _wait(requests: socket.socket) -> None:
     """Wait for the two descriptors of a fork server, then run it; never return.
 
-    Until the descriptors arrive, the process exits when the parent's end of the socket closes. After that it exits when
-    the fork server ends.
+    The process exits when the parent's end of the socket closes before the descriptors arrive, and otherwise when the
+    fork server ends.
     """
     try:
         _, descriptors, *_ = socket.recv_fds(requests, 1, 2)
@@ -59,8 +56,7 @@ def _wait(requests: socket.socket) -> None:
 def _show(title: bytes) -> None:
     """Make ``ps`` show ``title`` for this process, and hide the environment that it inherited.
 
-    Overwrites the memory that the kernel shows as this process's arguments and variables. ``os.environ`` is not
-    affected: the variables in use, which have no credentials, were moved elsewhere by now.
+    Overwrites the memory that the kernel shows as this process's arguments and variables, but not ``os.environ``.
     """
     addresses = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[45:49]  # see proc(5)
     arguments, arguments_end, variables, variables_end = map(int, addresses)
@@ -73,7 +69,7 @@ def _show(title: bytes) -> None:
 def use_standby_server() -> Iterator[None]:
     """Let the waiting process, if there is one, become the fork server that ``multiprocessing`` starts in this context.
 
-    It serves once: a later server is started as usual, as is one whose waiting process was killed. ``multiprocessing``
+    It serves once; other servers are started as usual, as is one whose waiting process was killed. ``multiprocessing``
     is patched inside the context, for all threads.
     """
     start = util.spawnv_passfds

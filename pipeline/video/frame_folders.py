@@ -1,9 +1,9 @@
 """Videos that are folders of JPEG frames: 00001.jpg, 00002.jpg and so on, as MVBench has for TVQA.
 
-The files do not say how fast the frames follow each other, so a folder is a video only if its path gives the rate:
-``tvqa/frames_fps3_hq/castle_s07e04_seg02_clip_14`` has three frames per second. Frame number k is then at k / 3 s, and
-a clip extends from the frame nearest to its start (at least the first) to the frame nearest to its end, both included
-(``read_frame`` of github.com/OpenGVLab/Ask-Anything, ``video_chat2/mvbench.ipynb``).
+A folder is a video only if its path gives the rate: ``tvqa/frames_fps3_hq/castle_s07e04_seg02_clip_14`` has three
+frames per second. Frame number k is then at k / 3 s, and a clip extends from the frame nearest to its start (at least
+the first) to the frame nearest to its end, both included (``read_frame`` of github.com/OpenGVLab/Ask-Anything,
+``video_chat2/mvbench.ipynb``).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def read_frame(path: str, name: str) -> bytes:
 
     Raises:
         VideoFault: "policy" if it is a link or not a regular file; "unsupported" if it is not a JPEG or is larger than
-            _MAX_FRAME_BYTES; "corrupt" if it is cut off; "io" if it cannot be opened.
+            64 MiB; "corrupt" if it is cut off (no end marker in the last 4 KiB); "io" if it cannot be opened.
     """
     file_path = os.path.join(path, name)  # noqa: PTH118
     try:
@@ -140,11 +140,7 @@ def source_state(path: str) -> FileState:
 
 
 def source_bytes(path: str) -> int:
-    """Return the bytes of a file, or of all frames of a folder.
-
-    Raises:
-        OSError, ValueError: the path does not exist or cannot be read.
-    """
+    """Return the bytes of a file, or of all frames of a folder; raise OSError or ValueError if there is none."""
     return source_state(path).size
 
 
@@ -153,7 +149,6 @@ def sample_file(path: str) -> int:
 
     Raises:
         VideoFault: the file cannot be opened, or the folder is not a complete folder of frames.
-        OSError: the content cannot be read.
     """
     if os.path.isdir(path):  # noqa: PTH112
         names = frame_names(path)
@@ -228,7 +223,7 @@ class JpegDecoder:
             yield _decode_frame(self._path, self._names[i]).to_ndarray(format="rgb24", interpolation="BICUBIC")[None]
 
     def close(self) -> None:
-        """Do nothing: no file stays open."""
+        """Do nothing."""
 
 
 def _decode_frame(path: str, name: str) -> av.VideoFrame:

@@ -1,7 +1,6 @@
 """Read packet headers without decoding: which packets show a frame, and in which order frames are shown.
 
-Some files tell neither in their container. VP8, VP9, AV1 and MPEG-4 may store packets for frames that other frames
-refer to but no player shows, or packets without a frame. AVI and raw streams state no presentation times.
+VP8, VP9, AV1 and MPEG-4 may store packets that show no frame. AVI and raw streams state no presentation times.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class _Bits:
 
 
 def is_vp8_shown(data: memoryview) -> bool:
-    """Return True if a packet of VP8 shows a frame; alternate reference frames do not.
-
-    Keyframes always count as shown: one that says otherwise is damaged. ``data`` must not be empty.
-    """
+    """Return True if a packet of VP8, which must not be empty, shows a frame; keyframes always count as shown."""
     return bool(data[0] & 0x10) or not data[0] & 1
 
 
@@ -171,7 +167,7 @@ def is_keyframe(packet: av.Packet) -> bool:
 
 
 def is_packed(data: bytes) -> bool:
-    """Return True if MPEG-4 parameters say that a packet may hold two frames, which leaves the next one without any."""
+    """Return True if MPEG-4 parameters say that a packet may hold two frames."""
     return _PACKED.search(data) is not None
 
 
@@ -180,7 +176,7 @@ class _H264Parameters(NamedTuple):
 
     Attributes:
         order_type: 0 if slices state positions in the shown order (of ``order_bits`` bits), 2 if stored order is shown
-            order.
+            order; 1 otherwise.
         has_planes: True if color planes are coded separately.
     """
 
@@ -356,7 +352,8 @@ class ShownOrder:
     def _add_picture(self, picture: H264Picture | None, headers: H264Headers) -> None:
         """Add the next H.264 picture, whose position in the shown order counts from the last IDR picture.
 
-        A missing header, a field, or a picture without a position makes the order unknown for good.
+        A missing header, a field, or a missing position (unless stored order is shown order) makes the order unknown
+        for good.
         """
         if picture is None or picture.field is not None or (picture.order is None and not headers.in_stored_order):
             self._is_known = False

@@ -1,8 +1,7 @@
 """The decoder on an NVIDIA GPU (NVDEC): with PyAV's own wheel, or with torchcodec if PyAV was built without CUDA.
 
-FFmpeg loads the driver's libnvcuvid. Only the packets that the chosen frames need go to the GPU, and only the chosen
-frames come back to the host, where they are unpacked to the pixel layout of FFmpeg's software decoders. All later steps
-are those of PyAV on a CPU, color conversion included: on an H200, four clips gave the same bits.
+PyAV's frames are unpacked on the host to the pixel layout of FFmpeg's software decoders. All later steps are those of
+PyAV on a CPU, color conversion included.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ _NO_GPU = "PyAV finds no NVIDIA GPU with a video decoder here (libcuda and libnv
 class PyavNvdecDecoder(PyavDecoder):
     """The decoder with PyAV on the first GPU that this process sees.
 
-    ``read`` also raises IndexMismatch for frames that the CPU would show differently, and PyAV's errors for data that
-    the GPU cannot decode.
+    ``read`` also raises PyAV's errors for data that the GPU cannot decode.
     """
 
     def __init__(self, index: VideoIndex) -> None:
@@ -52,8 +50,7 @@ class PyavNvdecDecoder(PyavDecoder):
         """Copy a frame from the GPU to the host and convert it to [H,W,3] uint8 RGB.
 
         Raises:
-            IndexMismatch: the frame is interlaced or has another size than the index, so the CPU would show it
-                differently.
+            IndexMismatch: the frame is interlaced or has another size than the index.
             VideoFault: "unsupported" for a color matrix that FFmpeg does not convert.
         """
         index = self._index
@@ -88,19 +85,14 @@ def _make_gpu_decoder(codec: str) -> VideoCodecContext:
 
 @cache
 def _hold_primary_context() -> VideoCodecContext:
-    """Hold the GPU's primary context until this process ends, so that it is not created again for each file.
-
-    Raises:
-        RuntimeError: there is no GPU.
-    """
+    """Hold the GPU's primary context until this process ends."""
     return _make_gpu_decoder("h264")
 
 
 def make_torchcodec_decoder() -> type[FrameDecoder]:
     """Return the decoder class with torchcodec on the first GPU; it has not run on a GPU yet.
 
-    The GPU decodes and converts colors, with other last bits than FFmpeg. Frames are resized on the host, as with any
-    decoder.
+    The GPU decodes and converts colors, with other last bits than FFmpeg.
 
     Raises:
         ImportError: torchcodec is missing, or it or torch is built for CPUs only; the message gives the remedy.
@@ -116,7 +108,7 @@ def make_torchcodec_decoder() -> type[FrameDecoder]:
         )
 
     class TorchcodecNvdecDecoder(TorchcodecDecoder):
-        """The decoder with torchcodec on the first GPU that this process sees. Raises RuntimeError without a GPU."""
+        """The decoder with torchcodec on the first GPU that this process sees; RuntimeError without a GPU."""
 
         device = "cuda"
 

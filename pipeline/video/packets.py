@@ -52,7 +52,7 @@ class PacketInfo(NamedTuple):
         dts: decoding time in ticks; None if unknown.
         duration: in ticks; 0 if unknown.
         keyframe: True if decoding can start here, according to the file.
-        hidden: True if it shows no frame: the container discards it, or only other frames use it.
+        hidden: True if it shows no frame: the container discards it, or its headers say so.
     """
 
     pts: int | None
@@ -74,8 +74,6 @@ class VideoPackets:
     """The packets of a file's video stream, in file order. Close it after use.
 
     Attributes:
-        demuxer: name of FFmpeg's demuxer, from ``containers.sniff``.
-        stream: PyAV's stream.
         codec: the codec's name ("av1"), not that of the library that decodes it ("libdav1d").
         start_time: start of the container in microseconds; None if it has none.
         n_streams: the number of video streams in the file, cover art included.
@@ -84,8 +82,8 @@ class VideoPackets:
         is_ranked: True if ``pts`` in ``table`` are ranks in the shown order, computed from headers because the
             container states no presentation times.
         parameters_change: True if the container gives the decoder new parameters in the middle of the stream.
-        stated_s: the end of the video in seconds as the container states it; None if it does not, and for MP4, which
-            lists every frame.
+        stated_s: the end of the video as the container states it; None if it does not, and for containers other
+            than Matroska, AVI, FLV and ASF.
         fault: the last error that a packet or the demuxer gave; None without one.
         note: what of the film was not read; empty if nothing is known to be missing.
         n_corrupt: the number of packets that the demuxer marks as damaged, plus 1 if an error ended reading.
@@ -96,8 +94,8 @@ class VideoPackets:
     ) -> None:
         """Open the file and read all its packets.
 
-        Packets stay in memory if all together take at most MAX_KEPT_BYTES; otherwise none does, and requested packets
-        are read again. An error in the middle of the file becomes ``fault``. Nothing stays open after an exception.
+        Packets stay in memory if all together take at most 256 MiB; otherwise none does, and requested packets are read
+        again. An error in the middle of the file becomes ``fault``.
 
         Args:
             empty: indexes of streams without packets, which are only picked if there is no other.
@@ -146,7 +144,7 @@ class VideoPackets:
         return open_container(self._path, self.demuxer, self._continuation)
 
     def close(self) -> None:
-        """Close the file and drop the packets. May be called twice."""
+        """Close the file and drop the packets."""
         self._kept_packets = []
         for file in (self._container, self._second_file, self._decoder_file):
             if file is not None:
@@ -155,9 +153,7 @@ class VideoPackets:
     def find_end(self, duration_s: float) -> float:
         """Return the end of the video in seconds, as the container states it, or an estimate from the file's size.
 
-        Args:
-            duration_s: the end of the last frame; returned if the file neither states nor suggests another end, and for
-                MP4.
+        The result is ``duration_s``, the end of the last frame, if there is neither, and for MP4.
         """
         if self.stated_s is not None or self.demuxer == "mov":
             return self.stated_s or duration_s
@@ -165,21 +161,17 @@ class VideoPackets:
 
     @property
     def has_large_gap(self) -> bool:
-        """True if a gap between or after the stream's packets exceeds _MAX_GAP or _MAX_GAP_SHARE of the file."""
+        """True if a gap between or after the stream's packets exceeds 256 KiB or 5 % of the file."""
         gap = max(self._largest_gap, self._container.size - self._end_byte)
         return gap > min(_MAX_GAP, _MAX_GAP_SHARE * self._container.size)
 
     @property
     def has_unread(self) -> bool:
-        """True if more than a tenth of the file, and more than _PADDING bytes, lie behind the stream's last packet."""
+        """True if more than a tenth of the file, and more than 64 KiB, lie behind the stream's last packet."""
         return 0 < self._share < _WHOLE and self._container.size - self._end_byte > _PADDING
 
     def note_unread(self) -> None:
-        """Set ``note`` if it is empty and more of the film follows the stream's last packet (``goes_on``).
-
-        Raises:
-            VideoFault: the file cannot be opened again.
-        """
+        """Set ``note`` if it is empty and more of the film follows the stream's last packet (``goes_on``)."""
         where = (self._end_byte, self.stream.id, self._continuation)
         if self.has_unread and not self.note and goes_on(self._path, self.demuxer, *where):
             self.note = f"{PARTLY_READ}: video goes on in the last {1 - self._share:.0%} of the file"
@@ -243,9 +235,8 @@ class VideoPackets:
     def _get_decoder(self, start: int, stop: int) -> av.CodecContext:
         """Return the stream's decoder; for H.264 and HEVC, a new one if it has already decoded packets after ``start``.
 
-        A flush does not make the decoder forget the parameters of later packets (another frame size, for example), and
-        the earlier packets may have none of their own. A new decoder opens the file again. Records that packets up to
-        ``stop`` are decoded.
+        A used one would keep the parameters of later packets. A new decoder opens the file again. Records that packets
+        up to ``stop`` are decoded.
         """
         if start < self._decoded and self._decoded > 1 and self.codec in _KEEPING:
             if self._decoder_file is not None:
@@ -258,9 +249,9 @@ class VideoPackets:
     def runs(self, times: Sequence[int]) -> Iterator[Run]:
         """Yield the runs of packets to decode for the frames shown at ``times`` (ascending, not empty).
 
-        Each run starts at a keyframe that is shown no later than its frames, and runs do not overlap. There is one run
-        from the first packet if parameters change, or if neither the demuxer (_SEEKABLE) nor the codec (_PARSED_CODECS)
-        makes keyframes reliable.
+        Each run starts at the last keyframe that is stored and shown no later than its first frame, or at the first
+        packet without one; runs do not overlap. There is one run from the first packet if parameters change, or if
+        neither the demuxer (_SEEKABLE) nor the codec (_PARSED_CODECS) makes keyframes reliable.
 
         Raises:
             KeyError: no shown packet has one of the times.
@@ -302,7 +293,8 @@ class VideoPackets:
     def _decode_packet(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
         """Decode a packet to the frames that it completes; None flushes the decoder.
 
-        A packet that does not decode gives no frame, and its error becomes ``fault``. Raises MemoryError.
+        A packet that does not decode gives no frame, and its error becomes ``fault``, except for MemoryError, which is
+        raised.
         """
         try:
             return list(codec.decode(packet))
@@ -313,10 +305,11 @@ class VideoPackets:
             return []
 
     def _read(self) -> None:
-        """Read all packets into ``table``, and record damage, gaps and changes of parameters.
+        """Read all packets but empty ones into ``table``, and record damage, gaps and changes of parameters.
 
-        Empty packets are left out. Packets are kept in memory unless they exceed MAX_KEPT_BYTES together. If times are
-        missing and headers tell the order, ``pts`` become ranks. Raises MemoryError.
+        Packets are kept in memory unless all together exceed MAX_KEPT_BYTES. If times are missing and headers tell the
+        order, ``pts`` become ranks. ``lacks_times`` becomes True for MPEG-4 with B-frames and frames without content.
+        Raises MemoryError.
         """
         size = 0
         has_gaps = False
@@ -353,7 +346,7 @@ class VideoPackets:
     def _readable(self) -> Iterator[av.Packet]:
         """Yield the packets of the stream up to the end of the file or the first error of the demuxer.
 
-        That error is not raised: it becomes ``fault`` and counts as a corrupt packet. Raises MemoryError.
+        That error is not raised, except for MemoryError: it becomes ``fault`` and counts as a corrupt packet.
         """
         try:
             yield from self._iter_packets(self._container, self.stream)
@@ -420,10 +413,10 @@ def open_container(path: str, demuxer: str, continuation: Continuation | None = 
 
 
 def read_packets(path: str, demuxer: str) -> VideoPackets:
-    """Read the packets of the best video stream that has any, or of an empty stream if none has.
+    """Read the packets of the best video stream that has any, or of an empty stream if none has; close the result.
 
     A transport stream with large gaps (``has_large_gap``) is read again with the film's other PIDs, if it has any.
-    ``note`` of the result says what is not read. The caller closes the result.
+    ``note`` of the result says what is not read.
 
     Raises:
         VideoFault: "unsupported" if no stream can be decoded (``pick_stream``).
@@ -449,7 +442,7 @@ def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.Vi
     """Return the video stream that the ffmpeg command line would use, and configure its decoder.
 
     This is the largest one, where a default stream counts 5 megapixels more. Streams with an index in ``empty`` come
-    last. The decoder gets one thread, and the flag that lets FFmpeg crop exactly on the left.
+    last. The decoder gets one thread.
 
     Raises:
         VideoFault: "unsupported" if the file has no video stream (cover art does not count), the codec is unknown, or
@@ -483,7 +476,7 @@ def _read_stated_seconds(container: InputContainer, stream: av.VideoStream, demu
     """Return the end of a video in seconds as its container states it, or None.
 
     The stream's duration counts first, then its DURATION tag, then the file's duration if it has no sound; the last two
-    less the container's start. Containers other than _STATING give None.
+    less the container's start. Containers other than Matroska, AVI, FLV and ASF give None.
     """
     if demuxer not in _STATING:
         return None

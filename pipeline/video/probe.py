@@ -1,7 +1,6 @@
 """The frame-by-frame index of a video file, usually made without decoding it; every decoder works from it.
 
-Timestamps are seconds from the container's start time, which players show as zero. They come from the index whichever
-decoder delivers the pixels, because decoders disagree about start offsets and edit lists.
+Timestamps are seconds from the container's start time, which players show as zero.
 """
 
 from __future__ import annotations
@@ -47,23 +46,18 @@ class VideoIndex:
     """The index of a video stream: its F frames in the order in which they are shown.
 
     Attributes:
-        path: the absolute path of the file.
-        demuxer: name of FFmpeg's demuxer, from ``containers.sniff``; "" for a folder of frames.
-        stream: index of the stream in the file.
-        codec: name of the codec.
+        demuxer: name of FFmpeg's demuxer; "" for a folder of frames.
         width: pixels of the first frame as shown (after rotation); later frames may have another size.
         height: as ``width``.
         pixel_format: FFmpeg's name for the first frame's pixel format.
         fps: average frames per second of the whole file.
         timestamps: [F] float64 seconds, ascending.
-        duration_s: end of the last frame, in seconds.
+        duration_s: end of the last frame.
         tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
-        orientation: the rotation from stored to shown frames.
         pts: [F] int64 presentation times in ticks, by which decoded frames are identified; None if the file has no
             usable times, so that decoded frames can only be counted.
         keyframes: [K] int64 presentation times at which decoding can start, ascending.
         whole: True if frames come out at these ``pts`` only when all packets are decoded, since some are damaged.
-        holes: the known stretches that do not decode.
         record: columns of the videos table that the file states and decoding does not need.
         packets: the open file, which the caller of ``probe`` closes; None for a folder of frames.
     """
@@ -100,11 +94,11 @@ def probe(path: str, demuxer: str) -> VideoIndex:
     """Index a file by reading its packets; only the first frame is decoded, for its shape and orientation.
 
     If packets do not determine the frames (no or broken timestamps), the whole file is decoded once instead. The index
-    keeps the file open, and up to ``packets.MAX_KEPT_BYTES`` bytes of packets in memory: close its ``packets``.
+    keeps the file open, and up to 256 MiB of packets in memory: close its ``packets``.
 
     Raises:
         VideoFault: "unsupported" if no stream can be decoded or the rotation is not a multiple of 90 degrees; "corrupt"
-            if no frame comes out. Nothing stays open.
+            if no frame comes out.
         FFmpegError: PyAV cannot open the file or has no decoder for it.
     """
     packets = read_packets(path, demuxer)
@@ -203,7 +197,7 @@ def _add_times(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64],
 
     Args:
         pts: [F] presentation times in the stream's ticks, ascending.
-        last_duration: the last frame's duration in ticks; 0 stands for one frame at the rate.
+        last_duration: in ticks; 0 stands for one frame at the rate.
     """
     tick: Fraction = packets.stream.time_base
     start_time = packets.start_time
@@ -235,10 +229,7 @@ def _count_times(index: VideoIndex, n_frames: int, stored_times: Sequence[int | 
 
 
 def _list_stated_rates(packets: VideoPackets) -> list[Fraction]:
-    """List the frames per second that the file states, the likeliest first; [25] if it states none.
-
-    FFmpeg's demuxer makes up 25 for a raw stream; the rate that the stream itself states comes first there.
-    """
+    """List the frames per second that the file states, the likeliest first; [25] if it states none."""
     average, guessed_rate = packets.stream.average_rate, packets.stream.guessed_rate
     rates = (guessed_rate, average) if packets.demuxer in _RAW else (average, guessed_rate)
     return [_restore_rate(rate) for rate in rates if rate] or [Fraction(25)]
@@ -254,14 +245,11 @@ def _restore_rate(rate: Fraction) -> Fraction:
 def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fraction, tick: Fraction) -> float:
     """Return the frames per second of a file by its timestamps.
 
-    This is the first stated rate that agrees with them, since timestamps are rounded: to ticks, or to the milliseconds
-    of a container that the file was copied from. Otherwise it is the mean rate; for a single frame, the first stated
-    rate.
+    This is the first stated rate that agrees with them within a tick or half a millisecond, whichever is longer.
+    Otherwise it is the mean rate; for a single frame, the first stated rate.
 
     Args:
-        stated_rates: at least one.
         span: seconds from the first to the last timestamp.
-        tick: seconds.
     """
     if n_frames < 2 or not span:
         return float(stated_rates[0])
@@ -293,8 +281,7 @@ def _goes_on(times: Sequence[int], demuxer: str) -> bool:
 def read_orientation(frame: av.VideoFrame) -> Orientation | None:
     """Return the rotation that a frame's display matrix states; None without a matrix.
 
-    A rotation within half a degree of a quarter turn counts as one, as in the ffmpeg command line. A matrix of zeros
-    gives no rotation.
+    A rotation within half a degree of a quarter turn counts as one. A matrix of zeros gives no rotation.
 
     Raises:
         VideoFault: "unsupported" for other angles.

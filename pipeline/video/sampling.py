@@ -46,8 +46,7 @@ class Sampling:
             their rate is constant, otherwise over time. None for no limit.
         rule: only with ``num_frames``: a name in FRAME_RULES, which says how positions between two frames are rounded
             and what happens to a video with too few frames.
-        snap_to_keyframes_s: a chosen frame moves to a keyframe within this many seconds (``snap_frames``); None moves
-            none.
+        snap_to_keyframes_s: a chosen frame moves to a keyframe within this many seconds; None moves none.
         min_frames: only with ``fps``: if it gives fewer frames, this many are spread over the clip's frames, as far as
             it has them.
         min_rule: how they are spread: ROUNDED as in Qwen3VLVideoProcessor.sample_frames, or STEPPED as in
@@ -98,10 +97,8 @@ def find_clip_range(
     """Return the range of frames (first, stop) whose timestamps lie in [start_s, end_s), within ``find_tolerances``.
 
     Args:
-        timestamps: [F] seconds, ascending.
-        start_s: start of the clip in seconds; None for the start of the video.
-        end_s: end of the clip in seconds, which may exceed the video's; None for the end of the video.
-        duration_s: end of the last frame in seconds.
+        start_s: None for the start of the video.
+        end_s: may exceed the video's end; None for that end.
         tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
 
     Raises:
@@ -126,12 +123,12 @@ def find_clip_range(
 def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[np.float64]:
     """Return the tolerance of each timestamp, [F] seconds: times within it mean that frame.
 
-    The tolerance is half a millisecond plus half a tick, but less than half the distance to the nearest frame with
-    another timestamp. If frames are one tick apart, as in AVI, ticks count frames and round nothing.
+    The tolerance is half a millisecond plus half a tick (none if timestamps are not rounded), but less than half the
+    distance to the nearest frame with another timestamp. The half tick shrinks to zero if that frame is closer than two
+    ticks: frames that are one tick apart, as in AVI, are counted in ticks.
 
     Args:
         timestamps: [F] seconds, ascending; several frames may share one.
-        tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
     """
     steps = np.diff(timestamps, prepend=-math.inf, append=math.inf)
     before, after = steps[:-1], steps[1:]
@@ -144,9 +141,9 @@ def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[n
 
 
 def is_even(timestamps: NDArray[np.float64], tick_s: float) -> bool:
-    """Return True if frames have a constant rate, apart from rounding to ticks of ``tick_s`` seconds.
+    """Return True if frames have a constant rate, apart from rounding by two ticks of ``tick_s`` seconds or 1 ms.
 
-    Fewer than three frames always do. ``timestamps`` are [F] seconds, ascending.
+    Fewer than three frames always do.
     """
     if len(timestamps) < 3:
         return True
@@ -165,7 +162,6 @@ def find_true_times(
 
     Args:
         timestamps: [F] seconds, ascending, at least one.
-        fps: average frames per second of the file.
     """
     even = timestamps[0] + np.arange(len(timestamps)) / fps
     if not _is_near(timestamps, even, 1 / fps, tick_s):
@@ -177,10 +173,7 @@ def find_true_times(
 
 
 def _is_near(timestamps: NDArray[np.float64], even: NDArray[np.float64], step: float, tick_s: float) -> bool:
-    """Return True if timestamps are the ``even`` times, ``step`` seconds apart, after rounding.
-
-    Rounding is to ticks, or to the milliseconds of a container that the file was copied from.
-    """
+    """Return True if each timestamp is within two ticks or 1 ms, but at most half a ``step``, of its ``even`` time."""
     return bool(np.abs(timestamps - even).max() <= min(max(_TICKS * tick_s, _MS) + _EPSILON, step / 2))
 
 
@@ -219,15 +212,14 @@ def choose_frames(
 
     With ``fps``, for k = 0, 1, ..., the frame on screen at start + k / fps is taken: the last one whose timestamp is
     not later (within ``find_tolerances``). The first frame may therefore have appeared just before the clip starts. No
-    frame at or behind the end of the clip is taken. Then ``min_frames`` and ``max_frames`` apply.
-    ``snap_to_keyframes_s`` is left to ``snap_frames``.
+    frame at or behind the end of the clip is taken. Then ``min_frames`` and ``max_frames`` apply, but not
+    ``snap_to_keyframes_s``.
 
     Args:
         timestamps: [F] seconds of every frame of the file in the order in which they are shown, ascending.
-        sampling: the rule.
-        start_s: start of the clip in seconds; None for the start of the video.
-        end_s: end of the clip in seconds, not included; None for the end of the video.
-        duration_s: end of the last frame in seconds; by default its timestamp plus the mean distance between frames.
+        start_s: start of the clip; None for the start of the video.
+        end_s: end of the clip, not included; None for the end of the video.
+        duration_s: end of the last frame; by default its timestamp plus the mean distance between frames.
         tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
 
     Raises:
@@ -271,7 +263,7 @@ def count_frames_by_rate(
     """Return how many frames ``sampling.fps`` alone would give if a limit changed their number.
 
     Args:
-        n_frames: the number of frames that ``choose_frames`` chose with the other arguments.
+        n_frames: the number of frames that ``choose_frames`` chose.
 
     Returns:
         None without ``fps``, 0 if no limit applied, otherwise the number, at most 2^31 - 1.
@@ -303,8 +295,7 @@ def snap_frames(
 ) -> NDArray[np.int64]:
     """Move chosen frames to keyframes at most ``within_s`` seconds away; return [T] indices, ascending.
 
-    Pairs are matched by distance, the nearest first. A keyframe takes one frame, so that two frames never become one; a
-    frame without a free keyframe stays. A decoder then decodes fewer other frames.
+    Pairs are matched by distance, the nearest first. A keyframe takes one frame; a frame without a free keyframe stays.
 
     Args:
         indices: [T] indices of the chosen frames, ascending; not modified.

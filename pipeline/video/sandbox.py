@@ -1,11 +1,7 @@
 """A child process that decodes videos, and may crash, hang or exhaust its memory without harm to its parent.
 
-The child serves one video after another and is replaced after a crash or a kill. It is forked from a fork server that
-has imported the heavy libraries once, so a replacement takes milliseconds.
-
-This is plain ``multiprocessing`` with one pipe whose other end only the child holds: however the child ends, even
-halfway through an answer, the parent reads end-of-file. A process pool that shares queues and locks with its workers
-cannot guarantee that. The parent unpickles nothing that the child sends, since a hostile video may run code there.
+Only the child holds the other end of the pipe: however it ends, the parent reads end-of-file. The parent unpickles
+nothing that the child sends, since a hostile video may run code there.
 """
 
 from __future__ import annotations
@@ -65,10 +61,10 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         memory_mb: MiB by which the child may grow beyond its size after its imports. A platform without such a limit
             logs a warning.
         on_gpu: True if a decoder may use a GPU. The limit then covers the memory that the child can write to, instead
-            of its address space, of which a CUDA context reserves hundreds of GiB.
+            of its address space.
 
     Attributes:
-        starting_s: seconds that starting its children took, all of them together.
+        starting_s: seconds that starting all its children took.
     """
 
     def __init__(self, timeout_s: float = 120.0, memory_mb: int = 4096, on_gpu: bool = False) -> None:
@@ -160,8 +156,6 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
     def _get_child(self) -> _Child:
         """Return the running child, or start one if there is none or the last one has ended.
 
-        ``starting_s`` grows by the time that this takes, even if it fails.
-
         Raises:
             VideoFault: "internal" if the child does not start.
         """
@@ -179,11 +173,7 @@ class InThisProcess(DecodeSandbox):
     """A sandbox without a child or limits, for trusted videos in a notebook: a decoder's crash ends this process."""
 
     def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
-        """Decode one video in this process, from the open file ``descriptor`` if it is given.
-
-        Raises:
-            VideoFault: decoding failed.
-        """
+        """Decode one video in this process, from the open file ``descriptor`` if it is given."""
         return decode_video(request if descriptor is None else replace(request, path=f"/proc/self/fd/{descriptor}"))
 
 
@@ -194,7 +184,7 @@ class _Child:
         """Start the process and wait until it is ready; log its note about a missing memory limit.
 
         Raises:
-            VideoFault: "internal" if it does not start within _START_S or sends an invalid message.
+            VideoFault: "internal" if it does not start within two minutes or sends an invalid message.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
@@ -222,7 +212,7 @@ class _Child:
 
         Raises:
             WrongMessage: the memory that the message names was not handed over or does not fit.
-            TimeoutError: no descriptor arrives before ``deadline`` (``time.monotonic()``).
+            TimeoutError: no descriptor arrives before ``deadline``.
             EOFError: the child has ended.
         """
         descriptor = None
@@ -275,10 +265,7 @@ def _check_backend(message: str | VideoFault | VideoMessage, request: DecodeRequ
 
 @contextmanager
 def _hide_main_module() -> Iterator[None]:
-    """Keep a child that starts inside this context from importing this process's main module.
-
-    In an actor that is Ray's worker, which takes half a second to import and is useless to a decoder.
-    """
+    """Keep a child that starts inside this context from importing this process's main module, such as Ray's worker."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -303,7 +290,7 @@ def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> 
     """Answer the requests that come through the pipe, in the child, until the parent closes it or is gone.
 
     Confines this process first, and sends a note about that ("" if all limits are set). Frames stay in shared memory; a
-    new block's descriptor follows its message. Any exception is sent as a fault.
+    new block's descriptor follows its message. Any exception of a request is sent as a fault.
 
     Args:
         gpus: the value of CUDA_VISIBLE_DEVICES; None leaves it unchanged.
@@ -369,8 +356,7 @@ def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
     """Let this process grow by ``memory_mb`` MiB from now on; return a note if that cannot be limited.
 
     If ``on_gpu``, only private writable memory counts, otherwise the whole address space. Files that it writes,
-    including memory that it shares with other processes, cannot exceed ``memory_mb`` MiB either. Lower hard limits
-    stay.
+    including shared memory, cannot exceed ``memory_mb`` MiB each either. Lower hard limits stay.
     """
     kind, field = (resource.RLIMIT_DATA, 5) if on_gpu else (resource.RLIMIT_AS, 0)
     try:
@@ -389,10 +375,8 @@ def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
 def _end_with_parent() -> None:
     """Arrange that this process ends when its parent is gone, even if it was SIGKILLed or a decoder loops forever here.
 
-    Returns at once, and does nothing in a process that multiprocessing did not start.
-
-    The parent holds the other end of the sentinel pipe. The kernel's signal needs no Python to run here, so a decoder
-    that never releases the interpreter's lock cannot delay it. A thread serves systems without O_ASYNC.
+    Returns at once, and does nothing in a process that multiprocessing did not start. The kernel sends a signal, which
+    needs no Python to run here; a thread serves systems without O_ASYNC.
     """
     parent = multiprocessing.parent_process()
     if parent is None:  # not a child: called by hand
@@ -412,10 +396,9 @@ def _end_with_parent() -> None:
 
 
 def _strip_credentials() -> None:
-    """Remove environment variables whose names look like credentials, so that the child cannot use them by accident.
+    """Remove environment variables whose names look like credentials (_SECRET_NAMES, _SECRET_PARTS).
 
-    Their values are also overwritten in the memory that /proc/self/environ shows, where removing a variable would leave
-    them. Code that takes over the child could still read its parent's memory.
+    Their values are also overwritten in the memory that /proc/self/environ shows.
     """
     library = ctypes.CDLL(None)
     library.getenv.restype = ctypes.c_void_p

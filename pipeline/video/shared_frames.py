@@ -1,8 +1,4 @@
-"""Shared memory for frames, which a decode process fills and its parent reads without a copy.
-
-Memory that no array refers to any more is filled again: the kernel takes longer to provide new pages than a frame takes
-to be resized.
-"""
+"""Shared memory for frames, which a decode process fills and its parent reads without a copy."""
 
 from __future__ import annotations
 
@@ -27,7 +23,6 @@ class Handover(NamedTuple):
     """The message about the memory that holds a video's frames.
 
     Attributes:
-        number: the number of the memory block.
         new: True if the block's descriptor follows.
         dropped: numbers of blocks that the writer will not use again.
     """
@@ -41,7 +36,7 @@ class SharedFrames:
     """The writer's side, in the decode process: one block of memory per video, reused when the reader frees it."""
 
     def __init__(self) -> None:
-        """Start without memory; ``allocate`` creates blocks as videos need them."""
+        """Start without memory."""
         self._idle: dict[int, mmap.mmap] = {}
         self._lent: dict[int, mmap.mmap] = {}
         self._n_pieces = 0
@@ -49,11 +44,7 @@ class SharedFrames:
         self._descriptor: int | None = None  # of the current block, if it is new to the reader
 
     def reuse(self, numbers: list[int]) -> None:
-        """Mark the blocks with these numbers, which the reader has freed, as idle.
-
-        Raises:
-            KeyError: a block was not handed over.
-        """
+        """Mark these blocks, which the reader has freed, as idle; KeyError if one was not handed over."""
         for number in numbers:
             self._idle[number] = self._lent.pop(number)
 
@@ -61,7 +52,7 @@ class SharedFrames:
         """Return a uint8 array for [T,h,w,3] frames in the smallest idle block that fits, or in a new block.
 
         Fill the array, then call ``hand_over``. A second call before that takes the first array's block back, or drops
-        it if it is new, so the first array must no longer be used.
+        it if it is new.
         """
         if self._descriptor is not None:
             os.close(self._descriptor)  # the reader never got it, so a new block is dropped
@@ -81,7 +72,7 @@ class SharedFrames:
     def hand_over(self) -> tuple[Handover, int | None]:
         """Give the block of the last ``allocate``, which must have been called, to the reader.
 
-        Idle blocks beyond _MAX_IDLE_BYTES are given up, the largest first.
+        Idle blocks beyond 64 MiB together are given up, the largest first.
 
         Returns:
             The message for the reader, and the descriptor of a new block, which the caller closes; None for a known
@@ -106,7 +97,7 @@ class ReceivedFrames:
         self._freed: list[int] = []
 
     def close(self) -> None:
-        """Drop all blocks; the memory is released once no array refers to it. May be called twice."""
+        """Drop all blocks; the memory is released once no array refers to it."""
         self._pieces.clear()
 
     def list_freed(self) -> list[int]:
@@ -124,8 +115,7 @@ class ReceivedFrames:
             descriptor: of a new block; it stays the caller's. None for a known block.
 
         Raises:
-            OSError: the block is unknown, smaller than the frames, larger than a new block may be, or may shrink, which
-                would kill this process while it reads.
+            OSError: the block is unknown or smaller than the frames, or a new block is larger or may shrink.
         """
         size = math.prod(shape)
         for number in handover.dropped:

@@ -1,10 +1,7 @@
 """The sources of videos: their current sizes, and the bytes that a decode process reads.
 
-The decode process opens a file or a folder of JPEG frames on disk by its own path. A remote file or a member of an
-archive is fetched first, into an anonymous file in memory, or into a temporary file on systems without these.
-
-The fetching process has the credentials; the decode process gets the file in memory as an open descriptor, which
-decoders open by the path ``/proc/self/fd/N``. On kernels with seals no process can write to that file any more.
+A remote file or a member of an archive is fetched first, into an anonymous file in memory, or into a temporary file on
+systems without these; the decode process gets no credentials.
 """
 
 from __future__ import annotations
@@ -43,11 +40,10 @@ Fetch = Callable[[Callable[[bytes], object], int], int]
 
 @dataclass
 class Source(AbstractContextManager["Source"]):
-    """A video that is ready to be decoded, or the fault that prevents it; ``prepare_source`` creates it. Close it.
+    """A video that is ready to be decoded, or the fault that prevents it. Close it.
 
     Attributes:
         location: the location of the video, with its current mark, and the size if it was fetched.
-        fault: the reason why the video cannot be decoded; None without one.
         descriptor: of the content in memory; None otherwise.
         path: of the content on disk: the video's own path, or a temporary file where the platform has no files in
             memory.
@@ -64,7 +60,7 @@ class Source(AbstractContextManager["Source"]):
         self.close()
 
     def close(self) -> None:
-        """Release the copy of the content, if there is one. May be called twice."""
+        """Release the copy of the content, if there is one."""
         if self.descriptor is not None:
             os.close(self.descriptor)
         if self.path is not None and self.is_copy:
@@ -103,7 +99,6 @@ def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetc
     the fault. A failed fetch raises nothing: any Exception becomes the source's ``fault``.
 
     Args:
-        objects: the client for remote files; each is one GET.
         limit: the largest number of bytes to fetch.
         fetch: fetches a member of an archive; None for a separate file.
     """
@@ -122,8 +117,6 @@ def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetc
 
 def prepare_unchanged_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
     """Prepare the source of a row of the videos table if it still has the recorded size; the caller closes it.
-
-    ``objects`` and ``fetch`` are those of ``prepare_source``.
 
     Raises:
         VideoFault: "io" if the source is gone or cannot be read, or the row lacks its size or hash.
@@ -164,8 +157,8 @@ def _check_present(row: VideoRow) -> None:
 def _fetch(source: Source, fetch: Fetch, limit: int) -> int:
     """Fetch the bytes into memory, or into a temporary file on systems without files in memory; return their number.
 
-    Sets ``source.descriptor`` or ``source.path``, also before ``fetch`` raises, so the caller closes the source. The
-    file in memory is sealed afterwards.
+    Sets ``source.descriptor`` or ``source.path``, also before ``fetch`` raises. The file in memory is sealed
+    afterwards.
     """
     if hasattr(os, "memfd_create"):
         source.descriptor = os.memfd_create("video", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -182,7 +175,7 @@ def _fetch(source: Source, fetch: Fetch, limit: int) -> int:
 
 
 def _download(source: Source, objects: Objects, write: Callable[[bytes], object], limit: int) -> int:
-    """Write a remote file to ``write`` in one GET, set the mark in ``source.location``, and return the file's size.
+    """Write a remote file to ``write``, set the mark in ``source.location``, and return the file's size.
 
     Raises:
         OSError: the download failed, or the file has more than ``limit`` bytes (EFBIG).
@@ -211,10 +204,10 @@ def _make_fault(uri: str, error: Exception, limit: int) -> VideoFault:
 
 
 class Sizes:
-    """Looks up current sizes and marks of files and objects.
+    """Looks up current sizes and marks of files and objects; call ``finish`` at the end.
 
-    A store that never answers is an error, as no guess about its objects would be safe. Without ``objects``, the client
-    is created from the environment when it is needed.
+    A request is refused if it fails with an OSError other than FileNotFoundError. Without ``objects``, the client is
+    created from the environment when it is needed.
     """
 
     def __init__(self, objects: Objects | None = None) -> None:
@@ -230,19 +223,16 @@ class Sizes:
         return self._objects
 
     def of(self, paths: Sequence[str]) -> list[int]:
-        """Return the size of each file or object, -1 if it is gone or the request was refused.
-
-        Raises UsageError if the store refused _MAX_REQUESTS requests in a row.
-        """
+        """Return the ``size`` of each of ``states``: -1 if a file is gone or the request was refused."""
         return [state.size for state in self.states(paths)]
 
     def states(self, paths: Sequence[str]) -> list[FileState]:
         """Look up each file or object; return its state, or MISSING_STATE if it is gone or the request was refused.
 
-        Each object costs one request. Call ``finish`` after the last call.
+        Each object costs one request.
 
         Raises:
-            UsageError: the store refused _MAX_REQUESTS requests in a row, also over several calls.
+            UsageError: the store refused 32 requests in a row, also over several calls.
         """
         remote_states = self._on_s3([path for path in paths if is_remote(path)])
         return [next(remote_states) if is_remote(path) else _state_on_disk(path) for path in paths]
@@ -253,9 +243,10 @@ class Sizes:
             raise make_no_answer(self._refusal)
 
     def _on_s3(self, uris: Sequence[str]) -> Iterator[FileState]:
-        """Yield the state of each object in order, MISSING_STATE if it is gone or the request was refused.
+        """Yield the state of each remote file in order, MISSING_STATE if it is gone or the request was refused.
 
-        Raises UsageError if the store refused _MAX_REQUESTS requests in a row.
+        Raises:
+            UsageError: the store refused 32 requests in a row.
         """
         if not uris:
             return
@@ -273,11 +264,7 @@ class Sizes:
                         yield answer
 
     def _head(self, uri: str) -> FileState | OSError:
-        """Request an object's state from the store.
-
-        Returns:
-            MISSING_STATE if the object is gone; any other OSError, which is not raised.
-        """
+        """Return a remote file's state, MISSING_STATE if it is gone, or any other OSError, which is not raised."""
         try:
             _, size, mark = reach(uri, self.objects).info(uri)
         except FileNotFoundError:
@@ -310,7 +297,7 @@ def sample_source(uri: str, size: int, objects: Objects) -> int | None:
         None if it is gone, or if a local file cannot be opened or a folder of frames is not complete.
 
     Raises:
-        UsageError: the store does not answer, or reading a local file failed.
+        UsageError: the store fails or refuses the request, or reading a local file failed.
     """
     try:
         if not is_remote(uri):

@@ -35,7 +35,6 @@ class TorchcodecDecoder(LibraryDecoder):
         Raises:
             IndexMismatch: torchcodec would rotate frames differently: it ignores mirroring, and rotations that only the
                 codec states.
-            RuntimeError: torchcodec cannot read the file.
         """
         options = {"dimension_order": "NHWC", "num_ffmpeg_threads": 1, "device": self.device, "seek_mode": "exact"}
         video = VideoDecoder(index.path, stream_index=index.stream, **options)
