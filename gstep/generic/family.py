@@ -206,7 +206,7 @@ class VideoReader:
         return inputs, recorder.output
 
     def replay(self, record: str) -> dict[str, Any]:
-        """Return what the processor makes from a video's record. Raises ValueError if it is damaged or lacks something."""
+        """Return what the processor makes from a video's record. Raises ValueError for an unusable record."""
         return replay(self._processor, self._text, record)
 
     def count_placeholders(self, inputs: Mapping[str, Any]) -> int:

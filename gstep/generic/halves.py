@@ -224,7 +224,7 @@ def keep_positions(model: Any) -> Iterator[None]:
 
 
 def build_shell(source: ModelSource) -> Any:
-    """Build the whole model on the meta device, for its rules of positions. Raises ModelError for an unusable config."""
+    """Build the whole model on the meta device, for its rules of positions. Raises ModelError if that fails."""
     cls, config = source.stock_class()
     try:
         with torch.device("meta"):

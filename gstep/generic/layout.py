@@ -56,7 +56,7 @@ class Layout:
 
     @classmethod
     def of(cls, source: ModelSource) -> Layout:
-        """Return the layout that the gate attached to a model. Raises ModelError if it was resolved without the gate."""
+        """Return the layout that the gate attached to a model. Raises ModelError if it attached none."""
         if source.layout is None:
             raise ModelError(f"{source.name!r} was resolved without its check (ModelSource.resolve(..., gate=True))")
         return cls(**source.layout)
@@ -137,7 +137,7 @@ def placeholder_ids(config: Any) -> list[int]:
 
 
 def find_placeholders(config: Any, input_ids: Tensor, n_rows: int) -> Tensor:
-    """Return the mask, [1, L] bool, of the first placeholder with ``n_rows`` occurrences. Raises ModelError without one."""
+    """Return the mask, [1, L] bool, of the first placeholder that occurs ``n_rows`` times, or raise ModelError."""
     masks = [input_ids == i for i in placeholder_ids(config)]
     for mask in masks:
         if int(mask.sum()) == n_rows:

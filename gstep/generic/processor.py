@@ -268,7 +268,7 @@ def replay(processor: Any, text: str, record: str) -> dict[str, Any]:
 
 
 def encode_record(output: Mapping[str, Any]) -> str:
-    """Encode a video processor's output as text, with only the shapes of pixels. Raises ModelError for an unknown type."""
+    """Encode a video processor's output as text, with only the shapes of pixels, or raise ModelError."""
     from transformers import __version__  # noqa: PLC0415 - imported by the processor already
 
     content = {"transformers": __version__, "output": {key: _to_json(key, value) for key, value in output.items()}}
