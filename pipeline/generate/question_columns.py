@@ -122,7 +122,9 @@ def _fold(name: str) -> str:
 
 
 def _differ_by_one_edit(a: str, b: str) -> bool:
-    """Return True if at most one edit makes two texts equal: a letter inserted, removed or changed, or two neighbors swapped.
+    """Return True if two texts are equal but for at most one edit.
+
+    An edit inserts, removes or changes a letter, or swaps two neighbors.
     """
     short, long = sorted((a, b), key=len)
     same = next((i for i, (x, y) in enumerate(zip(short, long, strict=False)) if x != y), len(short))
