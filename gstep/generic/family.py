@@ -49,7 +49,7 @@ class SourceSizePreprocessor(Preprocessor):
         """Return ``(height, width)`` unchanged.
 
         Raises:
-            UnsupportedVideo: the frames together are larger than MAX_FRAME_BYTES.
+            UnsupportedVideo: the frames together are larger than MAX_FRAME_BYTES (1 GiB).
         """
         n_bytes = 3 * n_frames * height * width
         if n_bytes > MAX_FRAME_BYTES:
@@ -242,9 +242,9 @@ class GenericBackbone(Backbone):
     ) -> VisualTokens:
         """Encode one video of frames in their source size, uint8 [t, H, W, 3], to tokens [T, N, D].
 
-        The tokens have the compute dtype, and ``extra`` has the record of the processor. If the gate found that the
-        model can encode in pieces, a CPU encodes single steps, so that tokens do not depend on the length of the video,
-        and a GPU ``frame_batch`` frames at once, halved when memory runs out.
+        The tokens have the compute dtype, and ``extra`` has the processor's record and the tail, if any. If the gate
+        found that the model can encode in pieces, a CPU encodes single steps, so that tokens do not depend on the
+        length of the video, and a GPU ``frame_batch`` frames at once, halved when memory runs out.
 
         Args:
             video: the facts that the processor writes into prompts, such as times; None assumes two frames per second.

@@ -196,9 +196,9 @@ def compare(source: ModelSource, model: Any) -> Layout:
         The layout of the model, with the measurements in ``parity``.
 
     Raises:
-        ModelError: the results differ by more than TOLERANCE, or a wrong token, position or weight does not show
-            (except positions without any effect); or the model's tokens, steps or prompts have a form that is not
-            supported.
+        ModelError: the results differ by more than TOLERANCE (2 % of the standard deviation), or a wrong token,
+            position or weight does not show (except positions without any effect); or the model's tokens, steps or
+            prompts have a form that is not supported.
     """
     modality, method = find_encoder(model)
     reader = VideoReader(source, None)

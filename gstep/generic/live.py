@@ -340,7 +340,8 @@ class _PrunedGenerate:
     def _fit(self, options: dict[str, Any], whole: _WholePrompt) -> dict[str, Any]:
         """Adapt the options of ``generate`` in place, so that they refer to the whole prompt, and return them.
 
-        Length limits are reduced by the dropped tokens; processors, criteria and streamers are wrapped.
+        Length limits are reduced by the dropped tokens; processors, criteria, streamers and
+        ``prefix_allowed_tokens_fn`` are wrapped.
         """
         defaults = GenerationConfig()
         for name in ("max_length", "min_length"):

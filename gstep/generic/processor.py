@@ -35,6 +35,8 @@ _INSTALL = f"pip install torch=={_TORCH} 'gstep-cache[generic]' (in a clone: -e 
 def load_processor(source: ModelSource) -> Any:
     """Return a shallow copy of the checkpoint's processor; the last two that were loaded are cached in this process.
 
+    Its own compression of visual tokens (VideoLLaMA3) is turned off.
+
     Raises:
         ModelError: a package that it needs is missing or broken, or the checkpoint's files do not make a processor for
             videos.
@@ -113,7 +115,7 @@ class _ProcessorTemplate:
 
 
 def run_processor(processor: Any, text: str, video: Any, metadata: Any, device: str | None = None) -> dict[str, Any]:
-    """Run a processor on the text of a prompt, and on the video that it mentions, if any.
+    """Run a processor on the text of a prompt, and on the video whose placeholder it contains, if any.
 
     The frames are not sampled again. MARK splits the text and gives no token. The processor's own errors are passed on.
 
@@ -325,7 +327,10 @@ def _to_json(key: str, value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    """Convert the JSON of :func:`_to_json` back; tensors without values become zeros."""
+    """Convert the JSON of :func:`_to_json` back; tensors without values become zeros.
+
+    Damaged JSON raises ValueError, KeyError, TypeError or AttributeError.
+    """
     if isinstance(value, list):
         return [_from_json(part) for part in value]
     if not isinstance(value, dict):

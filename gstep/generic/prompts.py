@@ -143,7 +143,8 @@ class GenericPrompts(PromptBuilder):
     def _cut(self, inputs: dict[str, Any], keep: Tensor, visuals: tuple[Visual, ...], mask: Tensor) -> Prompt:
         """Make the prompt of the columns ``keep``, [L] bool, at the positions of the policy.
 
-        Other inputs with a value per token, except the attention mask, become ``token_inputs``.
+        Other inputs with a value per token, except the attention mask, become ``token_inputs``. The prefix ends with
+        the last kept placeholder of ``mask``, [L] bool.
         """
         ids = inputs["input_ids"]
         columns = select_token_inputs(self._shell, inputs)

@@ -418,7 +418,7 @@ def parse_shard(store: Store, name: str, data: bytes) -> pa.Table:
     """Convert the bytes of a shard to a table with the columns of ANSWER_SCHEMA and then its carried columns.
 
     Columns of LATER_COLUMNS that an older shard lacks are null, and carried columns that it has as JSON in one column
-    are unpacked.
+    are unpacked. Of the metadata, only the list of a merged file's sources stays.
 
     Raises:
         CorruptShard: the bytes do not match the hash, or a column is missing or has a wrong type.

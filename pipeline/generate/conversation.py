@@ -30,8 +30,9 @@ def parse_messages(value: UserValue, where: str, n_videos: int) -> list[ChatMess
         where: the file and row, with which an error begins.
 
     Raises:
-        QuestionsError: a message is invalid, the last one is not a user message with text, or the number of video parts
-            is neither 0 nor ``n_videos``, the number of the row's videos.
+        QuestionsError: the value is not such a list, or is empty; a message is invalid; the last one is not a user
+            message with text; or the number of video parts is neither 0 nor ``n_videos``, the number of the row's
+            videos.
     """
     try:
         if isinstance(value, str):

@@ -75,6 +75,8 @@ def find_model(
 ) -> ModelSource:
     """Return the checkpoint that a cache was made with, or ``model`` if it fits the cache; weights are not loaded.
 
+    For the family generic, its gate may compare a reduced model first, which takes a minute or two.
+
     Args:
         model: None uses the one that the cache names.
         revision: of the model; None uses the commit that made the cache, if ``model`` is None or the same id.
@@ -83,7 +85,7 @@ def find_model(
         family: the user family with which the cache was made; it is imported.
 
     Raises:
-        UsageError: no model is named, or vLLM does not support it.
+        UsageError: no model is named, vLLM does not support it, or the cache's user family is not given.
         IdentityMismatch: the model does not fit the cache.
         ModelError: there is no such checkpoint, or it cannot be used.
     """

@@ -139,8 +139,8 @@ def make_carried_columns(
 ) -> dict[str, pa.Array]:
     """Convert the columns that are carried to the answers to Arrow arrays, by their names in the answers.
 
-    A column keeps its type; if it has values of several types, or that Parquet cannot hold, it becomes text. A name
-    that the answers use themselves is written as ``question_NAME``.
+    A column gets its declared type or the common type of its values; without one that Parquet can hold, it becomes
+    text. A name that the answers use themselves is written as ``question_NAME``.
 
     Args:
         rows: the carried columns of each question.

@@ -321,7 +321,7 @@ def _parse_conversation(row: UserRow, where: str, n_videos: int) -> list[ChatMes
 
 
 def _check_columns(row: UserRow, where: str) -> None:
-    """Raise QuestionsError if a needed column is missing or a name is near a known column's name."""
+    """Raise QuestionsError for a missing column, a misspelled one (``refuse_near_names``), or a setting of another tool."""
     refuse_near_names(row, where)
     other_names = [str(name) for name in row if name not in KNOWN_COLUMNS]
     needed_names = ("question_id", "video_id", *(("prompt",) if "messages" not in row else ()))
@@ -366,7 +366,7 @@ def _parse_choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | No
 
     Raises:
         QuestionsError: it is not a list of at least two texts, none of them blank, or has more than 26 for a method
-            that needs letters.
+            other than "loglikelihood".
     """
     value = row.get("choices")
     if value is None:

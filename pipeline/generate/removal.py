@@ -105,6 +105,7 @@ def remove_answers(store: Store, ids: Sequence[str], reason: str, say: Callable[
         NotAnswers: ``store`` does not hold answers.
         CacheLocked: a run writes to ``store``.
         UsageError: ``store`` cannot be written to.
+        CorruptShard: a file of answers is damaged.
     """
     read_answers_header(store)
     result = AnswersRemoval(new_run_id(), len(ids))

@@ -60,7 +60,7 @@ from pipeline.storage.stores import Store, store_at
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A request whose options, questions, cache, model and stored answers are compatible; ``check_request`` creates it.
+    """A request whose options, questions, cache, model and stored answers are compatible.
 
     Attributes:
         store: the folder of the answers.
@@ -151,7 +151,7 @@ def check_request(
     """Check the options against the questions, the cache, the model and the stored answers; start and write nothing.
 
     Prints notes, for example about prompts that are too long. With vLLM it may import vLLM and set its environment
-    variables.
+    variables; the gate of a generic model may take a minute or two.
 
     Args:
         questions: table with the columns of QUESTION_SCHEMA and carried columns. None reads the file
@@ -161,7 +161,7 @@ def check_request(
             model's placeholders, and get no notes about the model.
 
     Raises:
-        UsageError: the request cannot be carried out, or a file or store cannot be read.
+        UsageError: the request cannot be carried out, or a file or store cannot be read (OSError for ``removed/``).
         CorruptShard: a file of the cache's table, of the answers or of ``removed/`` is damaged.
     """
     say = speaker(console)

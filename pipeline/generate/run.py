@@ -62,8 +62,8 @@ def answer(
 ) -> AnswerSummary:
     """Ask the questions that have no answer in ``config.out`` yet, and return the counts over all questions.
 
-    Prints the options, notes and progress, and may merge small files at the end. If no question is left, no cluster is
-    started and no record is written.
+    Prints the options, notes and progress, creates the folder, and may merge small files at the end. If no question is
+    left, no cluster is started and no record is written.
 
     Args:
         questions: table with the columns of QUESTION_SCHEMA and carried columns. None reads ``config.questions``, or
@@ -196,7 +196,7 @@ class CommittedAnswers:
         """Commit rows of the model as shard ``number``, count them, and add new runtimes of workers to the record.
 
         Rows that arrive a second time, after an interrupt, are written again but not counted. After every
-        MAX_WAITING_FILES shards, small files are merged.
+        MAX_WAITING_FILES shards, small files are merged; if that fails, a warning is printed.
         """
         if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
             self._runtimes.extend(new)

@@ -179,7 +179,7 @@ def draw_page(
 def shared_values(row: VideoRow, model: ModelIdentity, pictures: Pictures, style: str) -> dict[str, Any]:
     """Return the template variables that the pages of videos and of comparisons share.
 
-    A frame of the page shows the picture of the first of its sampled frames.
+    A frame of the page shows the picture of the first of its sampled frames. ``style`` is the page's own style sheet.
     """
     width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
     frames = [
@@ -242,7 +242,7 @@ def _describe_row(row: VideoRow) -> str:
 
 
 def _explanation(row: VideoRow) -> str:
-    """Return the sentences that explain the page's pictures."""
+    """Return the sentences that explain the page's pictures; without a grid, only numbers are shown."""
     grid = get_grid(row)
     if grid is None:
         return f"{row['tokens_per_frame']} tokens per frame form no square grid, so only their number is shown."

@@ -77,7 +77,7 @@ def _count_table_files(ledger: Ledger) -> dict[str, int]:
 
 
 def cache_record(cache: TokenCache, ledger: Ledger, summary: Summary) -> JsonObject:
-    """Return a cache's summary as a JSON-able dict; ``last_run`` is None without a run."""
+    """Return a cache's identity, table and counts as a JSON-able dict; ``last_run`` is None without a run."""
     run = latest_run(cache.store, ledger)
     return {
         "cache": str(cache.store),

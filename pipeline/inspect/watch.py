@@ -114,6 +114,8 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
 def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProgress:
     """Make the progress of a run from its rows, its record, and its note while it writes.
 
+    A damaged record raises KeyError, TypeError or ValueError.
+
     Args:
         note: the note of the writing run; None if no run is writing, which turns the status "running" into "gone".
     """

@@ -52,7 +52,7 @@ class RequestLimits:
 
 
 class RequestGate:
-    """The outermost ASGI middleware: it requires the key, limits bodies, and names an answer's videos.
+    """The outermost ASGI middleware: it requires the key, limits bodies, and names an answer's videos in its headers.
 
     After SIGTERM, it refuses new requests, and ends the server once the running requests have their answers or
     ``shutdown_timeout`` is over.

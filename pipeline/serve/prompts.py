@@ -190,7 +190,7 @@ class CachedPrompts:
             )
 
     def find(self, link: CacheLink) -> Future[ServedVideo]:
-        """Return a future of the linked video, done if memory has it as of the last refresh; otherwise a thread gets it.
+        """Return a future of the linked video, done if memory has it as of the last refresh.
 
         A link without a ratio gets the server's ratio.
 
@@ -276,7 +276,7 @@ def _role(message: ClientMessage) -> str:
     """Return a message's role, with "system" for "developer".
 
     Raises:
-        ValueError: another role, such as that of tool calls, or a further field with a value.
+        ValueError: another role, such as that of tool calls, or a field with a value other than content, name and type.
     """
     role = message.get("role")
     if role not in _ROLES:
