@@ -321,7 +321,7 @@ def _parse_conversation(row: UserRow, where: str, n_videos: int) -> list[ChatMes
 
 
 def _check_columns(row: UserRow, where: str) -> None:
-    """Raise QuestionsError for a missing column, a misspelled one (``refuse_near_names``), or a setting of another tool."""
+    """Raise QuestionsError for a missing or misspelled column (``refuse_near_names``), or a setting of another tool."""
     refuse_near_names(row, where)
     other_names = [str(name) for name in row if name not in KNOWN_COLUMNS]
     needed_names = ("question_id", "video_id", *(("prompt",) if "messages" not in row else ()))
