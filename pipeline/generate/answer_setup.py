@@ -105,7 +105,10 @@ class PromptForecast:
         return {video_id: row for video_id, row in self.videos.items() if row["status"] == "ok"}
 
     def n_visual(self, videos: Sequence[VideoRecord], pruning: str = "") -> int:
-        """Compute the maximum number of visual tokens, newlines included, that a prompt about these videos has."""
+        """Compute the maximum number of visual tokens, newlines included, that a prompt about these videos has.
+
+        ``pruning`` is a name in ``setup.prunings``.
+        """
         late = self._setup.prunings[pruning]
         builder = self._builder
         if late is not None:

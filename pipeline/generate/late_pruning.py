@@ -214,6 +214,8 @@ class LatePruning:
 def make_visual_tokens(visual: Visual, columns: Iterable[tuple[str, str]], device: str) -> VisualTokens:
     """Return the cached tokens of a whole video, with grid and times, as the input of a method, [T,N,D] on the device.
 
+    The result has no deepstack levels.
+
     Args:
         visual: all tokens of the video in ascending index, with the evidence.
         columns: pairs of the evidence's name in the result and in ``visual.evidence``.
