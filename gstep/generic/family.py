@@ -41,11 +41,7 @@ _LONG = 16  # number of frames that is enough for any model
 
 @dataclass(frozen=True)
 class SourceSizePreprocessor(Preprocessor):
-    """A preprocessor that keeps frames in their source size: the checkpoint's own processor resizes them.
-
-    Attributes:
-        processor: the content of the checkpoint's processor files, by file name, for the fingerprint of a cache.
-    """
+    """A preprocessor that keeps frames in their source size: the checkpoint's own processor resizes them."""
 
     processor: Mapping[str, Any]
 
@@ -53,7 +49,7 @@ class SourceSizePreprocessor(Preprocessor):
         """Return ``(height, width)`` unchanged.
 
         Raises:
-            UnsupportedVideo: the frames together are larger than MAX_FRAME_BYTES.
+            UnsupportedVideo: the frames together are larger than MAX_FRAME_BYTES (1 GiB).
         """
         n_bytes = 3 * n_frames * height * width
         if n_bytes > MAX_FRAME_BYTES:
@@ -66,7 +62,7 @@ class SourceSizePreprocessor(Preprocessor):
         return height, width
 
     def settings(self) -> dict[str, Any]:
-        """Return the content of the checkpoint's processor files as JSON values, for the fingerprint of a cache."""
+        """Return the content of the processor files, for the fingerprint of a cache."""
         return {"resize": "by the model's own processor", "processor": dict(self.processor)}
 
 
@@ -92,16 +88,14 @@ class GenericFamily(ModelFamily):
         )
 
     def check_tensors(self) -> bool:
-        """Return True if the gate checked the names of all tensors, False if the weights were not on this machine."""
+        """Return True if the gate compared the names of all tensors, False if the weights were not on this machine."""
         return bool(self.layout.parity["names"])
 
     def static(self) -> StaticParts:
         return StaticParts(self.layout.hidden_size, None, self.layout.deepstack_levels)
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Count (T, N) by a dry run of the processor on frames of this size.
-
-        T is extrapolated from 32 frames for longer videos.
+        """Count (T, N) by a dry run of the processor; T is extrapolated from 32 frames for longer videos.
 
         Raises:
             UnsupportedVideo: the processor refuses the video.
@@ -114,11 +108,11 @@ class GenericFamily(ModelFamily):
         raise ModelError(f"the work of the vision tower of {self.source.name!r} is not known")
 
     def flops(self, n_frames: int, height: int, width: int) -> int | None:
-        """Return None: the work of this vision tower is unknown."""
+        """Return None: the work is unknown."""
         return None
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Compute the size in bytes of a video's tokens and deepstack levels in bfloat16; ``evidence`` is ignored."""
+        """Compute the size in bytes of a video's tokens and deepstack levels in bfloat16."""
         layout = self.layout
         T, N = self.token_counts(n_frames, height, width)
         return 2 * T * N * layout.hidden_size * (1 + layout.deepstack_levels)
@@ -127,19 +121,14 @@ class GenericFamily(ModelFamily):
         """Load the whole model except its language model, and its processor.
 
         Raises:
-            ModelError: weights are missing or do not have the shapes of the config, or the processor cannot be loaded.
+            ModelError: weights or the processor cannot be loaded.
         """
         return GenericBackbone(self, load_model(self.source, runtime, TOWER), self.preprocessor(), runtime, frame_batch)
 
 
 @lru_cache(maxsize=64)
 def _count_tokens(source: ModelSource, n_frames: int, height: int, width: int) -> tuple[int, int]:
-    """Count a video's visual tokens, (T, N), by running the model's processor on frames that take no memory.
-
-    Raises:
-        UnsupportedVideo: the processor refuses the video.
-        ModelError: the processor cannot be loaded, or its prompt does not divide into steps.
-    """
+    """Count a video's visual tokens, (T, N), by running the model's processor on frames that take no memory."""
     reader = VideoReader(source, None)
     frames = torch.zeros(1, dtype=torch.uint8, device="cpu").expand(n_frames, 3, height, width)
     inputs, _ = reader.read(frames, describe_untimed_video(n_frames, height, width))
@@ -156,11 +145,7 @@ def describe_untimed_video(n_frames: int, height: int, width: int) -> SampledVid
 
 
 class VideoReader:
-    """A model's processor for a video alone: it turns frames into the inputs of the encoder.
-
-    Attributes:
-        config: the config of the class that reads videos.
-    """
+    """A model's processor for a video alone: it turns frames into the inputs of the encoder."""
 
     def __init__(self, source: ModelSource, device: str | None) -> None:
         """Load the processor and render a question about a video.
@@ -221,15 +206,11 @@ class VideoReader:
         return inputs, recorder.output
 
     def replay(self, record: str) -> dict[str, Any]:
-        """Return what the processor makes from the record of a video instead of its frames.
-
-        Raises:
-            ValueError: the record is damaged, or this version of the processor needs more than it has.
-        """
+        """Return what the processor makes from a video's record. Raises ValueError for an unusable record."""
         return replay(self._processor, self._text, record)
 
     def count_placeholders(self, inputs: Mapping[str, Any]) -> int:
-        """Return the number of a video's placeholders in a prompt: of the first kind that occurs more than once."""
+        """Count a video's placeholders in a prompt: those of the first kind that occurs more than once."""
         counts = [int((inputs["input_ids"] == i).sum()) for i in placeholder_ids(self.config)]
         return next((count for count in counts if count > 1), max(counts, default=0))
 
@@ -261,9 +242,9 @@ class GenericBackbone(Backbone):
     ) -> VisualTokens:
         """Encode one video of frames in their source size, uint8 [t, H, W, 3], to tokens [T, N, D].
 
-        The processor prepares the whole video; its record is in ``extra``. If the gate found that the model can encode
-        in pieces, a CPU encodes single steps, so that tokens do not depend on the length of the video, and a GPU
-        ``frame_batch`` frames at once, halved when memory runs out. Tokens have the compute dtype.
+        The tokens have the compute dtype, and ``extra`` has the processor's record and the tail, if any. If the gate
+        found that the model can encode in pieces, a CPU encodes single steps, so that tokens do not depend on the
+        length of the video, and a GPU ``frame_batch`` frames at once, halved when memory runs out.
 
         Args:
             video: the facts that the processor writes into prompts, such as times; None assumes two frames per second.
@@ -294,11 +275,7 @@ class GenericBackbone(Backbone):
         return self._make_tokens(levels, inputs, output)
 
     def _make_tokens(self, levels: list[Tensor], inputs: dict[str, Any], output: Mapping[str, Any]) -> VisualTokens:
-        """Make the tokens of a video from its rows of features; ``extra`` gets the processor's record and the tail.
-
-        Raises:
-            ModelError: the rows do not divide into steps, or the processor's output cannot be recorded.
-        """
+        """Make the tokens of a video from its rows of features; ``extra`` gets the processor's record and the tail."""
         layout = self.layout
         n_rows = len(levels[0])
         T = count_steps(self._reader.config, inputs, layout.units_per_step, n_rows, layout.tail)
@@ -316,7 +293,7 @@ class GenericBackbone(Backbone):
         evidence: Mapping[str, str] = {},
         sampled: Sequence[SampledVideo] | None = None,
     ) -> list[VisualTokens]:
-        """Encode several videos one by one with :meth:`encode`; return their tokens in order."""
+        """Encode several videos one by one; return their tokens in order."""
         facts: Sequence[SampledVideo | None] = sampled or [None] * len(videos)
         return [self.encode(frames, evidence, video) for frames, video in zip(videos, facts, strict=True)]
 
@@ -329,7 +306,7 @@ class GenericBackbone(Backbone):
 
 
 def read_tail(extra: Mapping[str, Any], layout: Layout) -> Tensor:
-    """Read the rows behind a video's last step from its ``extra``, [R, D] bfloat16; [0, D] if the layout has none.
+    """Read the rows behind a video's last step, [R, D] bfloat16; [0, D] if the layout has none.
 
     Raises:
         ValueError: the rows are missing or have another size.

@@ -1,10 +1,8 @@
 """The gate of the generic family: before any work, it checks that cached tokens give the result of the stock model.
 
-By names: the tensors of both halves of the model are in the checkpoint, with their shapes. By numbers: a reduced model
-(the checkpoint's config with few layers, random weights in bfloat16) reads a short clip, once from pixels and once from
-cached tokens, whose prompt the processor writes from its record. The results must agree, and the same comparison must
-notice a swapped token, a weight of zero and, unless the model's layers use no positions, a shifted position. The result
-is stored on disk for each class, config and version of transformers.
+The tensors of both halves of the model must be in the checkpoint. Then a reduced model with random weights reads a
+short clip, once from pixels and once from cached tokens. The results must agree, and a wrong token, weight or position
+must change them.
 """
 
 from __future__ import annotations
@@ -68,15 +66,15 @@ BATCH_TOLERANCE = 0.1
 
 
 def check_model(source: ModelSource) -> dict[str, Any]:
-    """Check a model of the generic family, and return what was found: the fields of a Layout as JSON values.
+    """Check a model of the generic family; return the fields of a Layout as JSON values.
 
-    A result for the same config, processor, prompt files, code and versions is read from the user's cache folder if
-    there is one, and only the names of other weights are checked then. Otherwise the model is checked, which may take a
-    minute or two, with messages on stderr, and the result is stored; a failure is not stored. ``parity["names"]`` is
-    False if the weights are not on this machine.
+    A result for the same config, processor, prompt files, code and versions is read from the user's cache folder, and
+    only the names of other weights are checked then. Otherwise the check may take a minute or two, with messages on
+    stderr, and its result is stored, unless it fails. ``parity["names"]`` is False if the weights are not on this
+    machine.
 
     Raises:
-        ModelError: the model cannot be used, or its own code fails in the check; the message has the reason.
+        ModelError: the model cannot be used, or its own code fails in the check.
     """
     path = _cache_folder() / f"{_compute_key(source)}.json"
     kept = _read(path)
@@ -92,10 +90,10 @@ def check_model(source: ModelSource) -> dict[str, Any]:
 def _check(source: ModelSource, kept: dict[str, Any] | None) -> dict[str, Any]:
     """Check a model's names, and its numbers unless a stored result is given; return the result to store.
 
-    The model's identity is added to the result if its names could be checked. Progress is printed to stderr.
+    Progress is printed to stderr.
 
     Args:
-        kept: the stored result, which is modified; None if there is none.
+        kept: the stored result, to which the model's identity is added if its names could be checked; or None.
     """
     line = f"checking that transformers answers from cached tokens of {source.name} as from its videos"
     start = time.monotonic()
@@ -112,7 +110,7 @@ def _check(source: ModelSource, kept: dict[str, Any] | None) -> dict[str, Any]:
 
 @contextmanager
 def _refusing(source: ModelSource) -> Iterator[None]:
-    """Convert any error inside this context to a ModelError."""
+    """Convert an Exception in this context to a ModelError; a ModelError passes unchanged."""
     try:
         yield
     except ModelError:
@@ -127,7 +125,8 @@ def _refusing(source: ModelSource) -> Iterator[None]:
 def check_weights(source: ModelSource) -> tuple[str, str, str]:
     """Compare the stock model with cached tokens on the checkpoint's real weights, on the CPU, for ``jobs.doctor``.
 
-    If they agree and :func:`check_model` has no result, this result is stored for it.
+    If they agree and :func:`check_model` has no result, this result is stored for it. If only some weight files are on
+    this machine, the others are downloaded.
 
     Returns:
         (state, what was measured, the remedy). The state is "ok", "wrong" (the model cannot be used, with the reason),
@@ -159,12 +158,10 @@ def check_weights(source: ModelSource) -> tuple[str, str, str]:
 
 
 def _check_names(source: ModelSource) -> bool:
-    """Check that the checkpoint has the tensors of both halves; return False if its weights are not on this machine.
-
-    transformers compares names and shapes on the meta device, with its own rules for renamed weights.
+    """Check that the checkpoint has the tensors of both halves; return False if a weight file is not on this machine.
 
     Raises:
-        ModelError: tensors are missing or have another shape; the message has some names.
+        ModelError: tensors are missing or have another shape.
     """
     if not source.weight_files or not all(_file_bytes(source)):
         return False
@@ -174,7 +171,7 @@ def _check_names(source: ModelSource) -> bool:
 
 
 def _file_bytes(source: ModelSource) -> Iterator[int]:
-    """Yield the size of each weight file in bytes; 0 for a file that is not on this machine."""
+    """Yield the size of each weight file in bytes; 0 if it is not on this machine."""
     for filename in source.weight_files:
         path = source.files.find_local(filename)
         yield 0 if path is None else path.stat().st_size
@@ -184,11 +181,7 @@ def _file_bytes(source: ModelSource) -> Iterator[int]:
 
 
 def _check_numbers(source: ModelSource) -> dict[str, Any]:
-    """Compare a reduced model's results from pixels and from cached tokens; return the layout as JSON values.
-
-    Raises:
-        ModelError: the results differ, the comparison is blind, or the config cannot be reduced.
-    """
+    """Compare a reduced model's results from pixels and from cached tokens; return the layout as JSON values."""
     return compare(source, build_reduced(source)).to_json()
 
 
@@ -203,9 +196,9 @@ def compare(source: ModelSource, model: Any) -> Layout:
         The layout of the model, with the measurements in ``parity``.
 
     Raises:
-        ModelError: the results differ by more than TOLERANCE, or a wrong token, position or weight does not show
-            (except positions without any effect); or the model's tokens, steps or prompts have a form that is not
-            supported.
+        ModelError: the results differ by more than TOLERANCE (2 % of the standard deviation), or a wrong token,
+            position or weight does not show (except positions without any effect); or the model's tokens, steps or
+            prompts have a form that is not supported.
     """
     modality, method = find_encoder(model)
     reader = VideoReader(source, None)
@@ -314,10 +307,7 @@ def _make_clip(n_frames: int = _FRAMES) -> tuple[Tensor, SampledVideo]:
 
 
 def _make_prompt(model: Any, inputs: Mapping[str, Any], n_rows: int) -> dict[str, Any]:
-    """Make the inputs of ``forward`` for the prompt of a cached video whose tokens are all kept.
-
-    Returns:
-        The inputs with a value per token, ``attention_mask``, and original ``position_ids``.
+    """Make the inputs of ``forward`` for a cached video with all tokens kept, with original ``position_ids``.
 
     Raises:
         ModelError: no placeholder occurs ``n_rows`` times.
@@ -335,12 +325,8 @@ def _measure_sensitivity(
 ) -> dict[str, float]:
     """Measure how much a swapped token, a shifted position and a zeroed weight change the result: name -> difference.
 
-    Up to _ZEROED of the decoder's largest matrices are zeroed in turn, until one changes it by more than TOLERANCE, and
-    restored.
-
-    Args:
-        run: maps features and changed inputs to logits.
-        stock: the logits from pixels.
+    Up to _ZEROED of the decoder's largest matrices, without embeddings and experts, are zeroed in turn, until one
+    changes the result by more than TOLERANCE, and restored.
     """
     order = torch.arange(len(levels[0]))
     order[[0, len(order) // 2]] = order[[len(order) // 2, 0]]
@@ -406,7 +392,7 @@ def _answers_in_batches(
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest absolute difference of two results; infinity if shapes differ or a value is NaN."""
+    """Return the largest absolute difference; infinity if shapes differ or a value is NaN."""
     if a.shape != b.shape:
         return float("inf")
     difference = float((a.float() - b.float()).abs().max())
@@ -441,7 +427,7 @@ def _compute_key(source: ModelSource) -> str:
 
 
 def _hash_file(source: ModelSource, filename: str) -> str | None:
-    """Return the SHA-256 of a checkpoint's small file, as hex; None if it has no such file."""
+    """Return the SHA-256 of a checkpoint's file, as hex; None if it has no such file."""
     path = source.files.find(filename)
     return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""The model class of a checkpoint, and models with half of its weights: the vision tower, or the language model."""
+"""The model class of a checkpoint, whole or with the weights of one half: the vision tower or the language model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WHOLE, TOWER, LLM = "whole", "tower", "llm"
 def load_model(source: ModelSource, runtime: Runtime, part: str = WHOLE) -> Any:
     """Load a model in eval mode, onto the runtime's device, whole or half, from safetensors files.
 
-    The modules that are left out are empty: their tensors are neither allocated nor read. On the device "meta", only
-    names and shapes are read. Missing files are downloaded.
+    The tensors of the other half are neither allocated nor read. On the device "meta", only names and shapes are read.
+    Missing files are downloaded.
 
     Args:
         part: WHOLE; TOWER, all but the language model; or LLM, the language model.
@@ -58,7 +58,7 @@ def load_model(source: ModelSource, runtime: Runtime, part: str = WHOLE) -> Any:
 
 @contextmanager
 def _silence_loading() -> Iterator[None]:
-    """Hide transformers' progress bars and its report of tensors in this context; missing tensors are an error here."""
+    """Hide transformers' progress bars and its report of tensors in this context."""
     from transformers.utils import logging  # noqa: PLC0415 - takes seconds
 
     was_shown = logging.is_progress_bar_enabled()
@@ -86,9 +86,8 @@ def _refuse_missing(name: str, info: dict[str, Any]) -> None:
 def _part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
     """Return the class that builds a part of a model, and its config.
 
-    For ``WHOLE`` it is the stock class. Otherwise ``part`` names a half, and the class is a subclass with the name and
-    module of the stock class, since transformers converts names on disk only for its own classes. Its ``__init__``
-    empties the modules of the other half.
+    For ``WHOLE`` it is the stock class; otherwise a subclass with the stock class's name and module, whose ``__init__``
+    empties the modules that ``part`` does not need.
     """
     stock: Any
     stock, config = source.stock_class()
@@ -126,7 +125,7 @@ def _leave_out(model: Any, part: str) -> None:
 
 
 def _empty(model: nn.Module, ids: set[int]) -> None:
-    """Replace the modules of a model with these ids (of ``id()``) by empty ones, in place."""
+    """Replace the modules with these ids (of ``id()``) by empty ones, in place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in ids:
@@ -136,7 +135,7 @@ def _empty(model: nn.Module, ids: set[int]) -> None:
 def find_encoder(model: Any) -> tuple[str, Callable[..., Any]]:
     """Return the modality under which a model accepts features of a video, and the method that makes them.
 
-    The modality is "video", or "image" for a model that only has ``get_image_features``.
+    The modality is "video", or "image" for a model with only ``get_image_features``.
 
     Raises:
         ModelError: the model makes no features, or its forward has no ``mm_encoder_outputs``.
@@ -154,8 +153,7 @@ def make_features(method: Callable[..., Any], inputs: dict[str, Any]) -> Any:
     """Run a model's own encoder on the inputs that its signature names; return its output, a ModelOutput.
 
     Raises:
-        ModelError: the processor did not make an input that the encoder needs, or the encoder reads the question
-            (``input_ids``).
+        ModelError: the processor did not make an input that the encoder needs, or the encoder reads the question.
     """
     names = inspect.signature(method).parameters
     pixels = {key: value for key, value in inputs.items() if key in names}
@@ -168,7 +166,7 @@ def make_features(method: Callable[..., Any], inputs: dict[str, Any]) -> Any:
 
 
 def select_forward_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs that a model's ``forward`` accepts; a processor makes more."""
+    """Return the inputs that a model's ``forward`` accepts."""
     names = inspect.signature(model.forward).parameters
     return {key: value for key, value in inputs.items() if key in names}
 
@@ -192,7 +190,7 @@ def move(inputs: dict[str, Any], device: torch.device | str, dtype: torch.dtype)
 
 @contextmanager
 def replace_method(model: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one object inside this context; at its end, the original is restored."""
+    """Replace a method of one object inside this context."""
     before = vars(model).get(name)
     setattr(model, name, method)
     try:
@@ -226,11 +224,7 @@ def keep_positions(model: Any) -> Iterator[None]:
 
 
 def build_shell(source: ModelSource) -> Any:
-    """Build the whole model on the meta device: its rules for positions, without weights.
-
-    Raises:
-        ModelError: config.json does not make a model.
-    """
+    """Build the whole model on the meta device, for its rules of positions. Raises ModelError if that fails."""
     cls, config = source.stock_class()
     try:
         with torch.device("meta"):

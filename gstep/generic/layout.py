@@ -1,7 +1,7 @@
 """How the rows of a video's features depend on its frames, and which columns of a prompt they fill.
 
-Shapes: F frames, T steps of time (frames, or groups of frames), N tokens per step, D hidden size, R rows behind the
-last step (the tail).
+Shapes: F frames, T steps of time (frames or groups of frames), N tokens per step, D hidden size, R rows of the tail,
+which is behind the last step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Layout:
         frames_per_step: the number of frames that are encoded together.
         tail: R, the number of rows behind the last step that depend on no frame (LLaVA-OneVision's newline).
         units_per_step: the number of the processor's units of time (:func:`count_units`) in a step.
-        axes: the number of axes of a position: 1, or 3 (time, height, width).
+        axes: 1, or 3 if a position has time, height and width.
         in_pieces: True if a video may be encoded in pieces of whole steps.
         in_batches: True if a batch of prompts gives the logits of single prompts.
-        parity: what the gate measured to show that cached tokens give the stock model's logits.
+        parity: what the gate measured.
     """
 
     hidden_size: int
@@ -51,16 +51,12 @@ class Layout:
     parity: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layout as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def of(cls, source: ModelSource) -> Layout:
-        """Return the layout that the gate attached to a model.
-
-        Raises:
-            ModelError: the model was resolved without the gate.
-        """
+        """Return the layout that the gate attached to a model. Raises ModelError if it attached none."""
         if source.layout is None:
             raise ModelError(f"{source.name!r} was resolved without its check (ModelSource.resolve(..., gate=True))")
         return cls(**source.layout)
@@ -89,11 +85,7 @@ def count_units(inputs: Mapping[str, Any]) -> int:
 
 
 def find_pixels(inputs: Mapping[str, Any]) -> tuple[str, Tensor]:
-    """Return (name, values) of the first ``pixel_values...`` tensor in a processor's output.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Return (name, values) of the first ``pixel_values...`` tensor of an output. Raises ModelError without one."""
     for name, value in inputs.items():
         if name.startswith("pixel_values") and isinstance(value, Tensor):
             return name, value
@@ -128,9 +120,9 @@ def _count_runs(mask_L: Tensor) -> int:
 
 
 def list_separators(config: Any, input_ids: Tensor) -> list[tuple[int, ...]]:
-    """List the texts between the placeholders in a prompt, [1, L], as token ids.
+    """List the texts between a prompt's placeholders (of the kind that occurs most often) as token ids.
 
-    The placeholder is the one that occurs most often; adjacent placeholders have no text between them.
+    Adjacent placeholders have no text between them.
     """
     mask = max((input_ids[0] == i for i in placeholder_ids(config)), key=lambda mask: int(mask.sum()))
     columns = mask.nonzero()[:, 0].tolist()
@@ -139,17 +131,13 @@ def list_separators(config: Any, input_ids: Tensor) -> list[tuple[int, ...]]:
 
 
 def placeholder_ids(config: Any) -> list[int]:
-    """List the ids of a model's placeholders for videos and images, without repetitions, those for videos first."""
+    """List the ids of a model's placeholders, without repetitions, those for videos before those for images."""
     values = [getattr(config, f"{kind}_token_{end}", None) for kind in ("video", "image") for end in ("id", "index")]
     return list(dict.fromkeys(value for value in values if isinstance(value, int)))
 
 
 def find_placeholders(config: Any, input_ids: Tensor, n_rows: int) -> Tensor:
-    """Return the mask, [1, L] bool, of the first placeholder (of videos, then images) that occurs ``n_rows`` times.
-
-    Raises:
-        ModelError: no placeholder occurs ``n_rows`` times.
-    """
+    """Return the mask, [1, L] bool, of the first placeholder that occurs ``n_rows`` times, or raise ModelError."""
     masks = [input_ids == i for i in placeholder_ids(config)]
     for mask in masks:
         if int(mask.sum()) == n_rows:
@@ -203,14 +191,9 @@ def encode_pieces(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Encode a processor's output for one video; return the rows of tokens and of each deepstack level.
+    """Encode one video, ``steps`` steps at once; return the rows of tokens and of each deepstack level.
 
     If the layout does not allow pieces, the video is encoded at once. Only the tail of the last piece is kept.
-
-    Args:
-        method: the model's own encoder.
-        steps: the number of steps to encode at once.
-        device, dtype: those of the encoder, to which each piece is moved.
     """
     units = max(1, round(steps * layout.units_per_step)) if layout.in_pieces else count_units(inputs)
     pieces = split_inputs(inputs, units)
@@ -234,8 +217,8 @@ def find_dependence(encode: Callable[[Tensor], tuple[list[Tensor], float]], fram
         (frames encoded together, rows behind the last step, units of time per step).
 
     Raises:
-        ModelError: rows depend on anything but one group of consecutive frames each, or their number depends on the
-            pixels.
+        ModelError: no row depends on the frames, a row depends on anything but one group of consecutive frames, or the
+            number of rows depends on the pixels.
     """
     n = len(frames)
     (base, *_), units = encode(frames)
@@ -310,24 +293,19 @@ def probe_units(
 
 
 def mark_kept_columns(mask_L: Tensor, rows: Tensor) -> Tensor:
-    """Mark the columns of a prompt to keep, [L] bool: all texts, and the placeholders at the positions ``rows``.
-
-    Args:
-        mask_L: True for the placeholders.
-        rows: indices among the placeholders.
-    """
+    """Mark the columns to keep, [L] bool: all texts, and the placeholders (True in ``mask_L``) numbered ``rows``."""
     keep = ~mask_L
     keep[mask_L.nonzero()[:, 0][rows]] = True
     return keep
 
 
 def kept_rows(index: Tensor, n_tokens: int, tail: int) -> Tensor:
-    """Return the indices of a video's rows of features to keep: the kept tokens, and the rows behind the last step."""
+    """Return the indices of a video's rows of features to keep: the kept tokens, and the tail."""
     return torch.cat([index, torch.arange(n_tokens, n_tokens + tail, device=index.device)])
 
 
 def default_positions(axes: int) -> str:
-    """Return the default policy for positions with ``axes`` axes: "original" for 3, otherwise "contiguous"."""
+    """Return the default policy for positions: "original" for three axes, otherwise "contiguous"."""
     return "original" if axes == 3 else "contiguous"
 
 

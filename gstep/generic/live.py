@@ -71,18 +71,15 @@ def pruning(
     ...     inputs = processor(text=[prompt], videos=[frames], return_tensors="pt")
     ...     ids = model.generate(**inputs.to(model.device), max_new_tokens=64)
 
-    The model's own encoder makes the tokens, which are rounded to bfloat16 and pruned; the language model then reads a
-    prompt without the dropped tokens. The returned ids begin with the whole prompt, as they do outside this context.
-    Inputs without a video are answered by the stock ``generate``. For a model that is not in the table of families, the
-    first video is encoded up to six times, to find out which tokens belong to which frames.
+    The tokens of the model's own encoder are rounded to bfloat16 and pruned. The returned ids begin with the whole
+    prompt. Inputs without a video are answered by the stock ``generate``. For a model that is not in the table of
+    families, the first video (of each length, if all frames are encoded together) is encoded up to six times, to find
+    out which tokens belong to which frames.
 
     Args:
-        model: a loaded transformers model with a vision encoder, on any device and in any dtype. Its ``generate`` is
-            replaced inside the context.
+        model: a loaded transformers model with a vision encoder. Its ``generate`` is replaced inside the context.
         method: a method that needs only tokens: a name of PRUNERS, ``module:Class``, or a Pruner object.
         retention_ratio: the share of the tokens to keep, in (0, 1].
-        seed: the seed of methods that draw random numbers.
-        params: the method's hyper-parameters, as for :func:`gstep.prune`.
 
     Raises:
         ValueError: the method needs more than tokens, an argument is not valid, or the model is in such a context
@@ -126,10 +123,10 @@ def _make_method(model: Any, method: str | Pruner, params: Mapping[str, Any]) ->
 
 
 class _PrunedGenerate:
-    """A replacement for a model's ``generate`` that prunes the tokens of the prompt's video. ``pruning`` creates it."""
+    """A replacement for a model's ``generate`` that prunes the tokens of the prompt's video."""
 
     def __init__(self, model: Any, pruner: Pruner, retention_ratio: float, seed: int) -> None:
-        """Check the arguments and inspect the model; nothing is run.
+        """Check the arguments and inspect the model.
 
         Raises:
             ValueError: the ratio or the seed is not valid.
@@ -153,10 +150,10 @@ class _PrunedGenerate:
 
     @torch.no_grad()
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Generate from the kept tokens of the video, if there is one, with the arguments and result of ``generate``.
+        """Generate from the kept tokens of the video, if there is one; otherwise call the stock ``generate``.
 
         Scores, hidden states and the cache in the result are those of the pruned prompt. The model's ``rope_deltas``
-        are restored at the end. ``video_metadata`` is not passed on.
+        are restored at the end.
 
         Raises:
             ValueError: there are several prompts or videos, images or sounds, or an option that is refused.
@@ -232,7 +229,10 @@ class _PrunedGenerate:
         return ids
 
     def _check_frames(self, inputs: Mapping[str, Any], ids: Tensor) -> None:
-        """Raise ValueError if all patches are in one row (MiniCPM) and no ``video_metadata`` counts the frames."""
+        """Raise ValueError if ``video_metadata`` is needed to count the frames, but missing.
+
+        It is needed if all patches are in one row (MiniCPM) and text stands between the prompt's placeholders.
+        """
         pixels = inputs[self._pixels]
         in_one_row = pixels.ndim == 4 and len(pixels) == 1 and "video_grid_thw" not in inputs
         if in_one_row and "video_metadata" not in inputs and list_separators(self._model.config, ids):
@@ -282,8 +282,7 @@ class _PrunedGenerate:
         units of time.
 
         Raises:
-            ModelError: the rows of features mix frames.
-            ValueError: there are several videos.
+            ModelError: the rows of features mix frames, or do not depend on them.
         """
         units = count_units(inputs)
         if (layout := self._layouts.get(None) or self._layouts.get(units)) is not None:
@@ -315,10 +314,6 @@ class _PrunedGenerate:
         """Encode and prune the video of a processor's output; return the model's inputs for the pruned prompt.
 
         They are the kept columns, their ``position_ids``, and ``mm_encoder_outputs``.
-
-        Raises:
-            ModelError: the rows of features mix frames, or do not fit the prompt.
-            ValueError: there are several videos.
         """
         model = self._model
         layout = self._find_layout(inputs)
@@ -345,7 +340,8 @@ class _PrunedGenerate:
     def _fit(self, options: dict[str, Any], whole: _WholePrompt) -> dict[str, Any]:
         """Adapt the options of ``generate`` in place, so that they refer to the whole prompt, and return them.
 
-        Length limits are reduced by the dropped tokens; processors, criteria and streamers are wrapped.
+        Length limits are reduced by the dropped tokens; processors, criteria, streamers and
+        ``prefix_allowed_tokens_fn`` are wrapped.
         """
         defaults = GenerationConfig()
         for name in ("max_length", "min_length"):
@@ -370,11 +366,7 @@ class _PrunedGenerate:
 
 
 class _WholePrompt:
-    """The whole prompt, [1, L], which replaces the pruned prompt at the start of generated ids.
-
-    Attributes:
-        n_dropped: the number of tokens that the pruned prompt lacks.
-    """
+    """The whole prompt, [1, L], which replaces the pruned prompt at the start of generated ids."""
 
     def __init__(self, prompt: Tensor, n_kept: int) -> None:
         self._prompt = prompt
@@ -397,7 +389,7 @@ class _WholeStreamer:
         self._is_first = True
 
     def put(self, value: Tensor) -> None:
-        """Stream the whole prompt in the first call, and then new tokens unchanged."""
+        """Stream the whole prompt in the first call, and then new tokens."""
         self._stock.put(self._whole.restore(value) if self._is_first else value)
         self._is_first = False
 

@@ -1,4 +1,4 @@
-"""The language model of a checkpoint of the generic family, which needs neither its vision part nor a video."""
+"""The language model of a checkpoint of the generic family."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def wrap_features(levels: Sequence[Sequence[Tensor]], layout: Layout) -> dict[st
     """Make the ``mm_encoder_outputs`` from rows of features.
 
     Args:
-        levels: a list with the rows [K, D] of each video, for the tokens and then for each deepstack level.
+        levels: the rows [K, D] of each video, for the tokens and then for each deepstack level.
     """
     tokens, *deepstack = (list(level) for level in levels)
     pooled: Any = torch.cat(tokens)[None] if layout.stacked else tokens
@@ -46,8 +46,8 @@ def wrap_features(levels: Sequence[Sequence[Tensor]], layout: Layout) -> dict[st
 class GenericLanguageModel(LanguageModel):
     """The language model of one checkpoint on one device, without its vision part.
 
-    Every prompt is computed whole, since nothing is known about the caches of a model's layers. Prompts share a batch
-    only if the gate found that a batch gives the logits of single prompts.
+    Every prompt is computed whole. Prompts share a batch only if the gate found that a batch gives the logits of single
+    prompts.
     """
 
     layout: Layout
@@ -57,8 +57,8 @@ class GenericLanguageModel(LanguageModel):
         """Load the model, without its vision part, and its tokenizer.
 
         Raises:
-            ModelError: weights are missing, quantized or do not have the shapes of the config, the tokenizer or
-                generation_config.json cannot be loaded, or the model was resolved without the gate.
+            ModelError: weights, the tokenizer or generation_config.json cannot be loaded, or the model was resolved
+                without the gate.
         """
         model = load_model(source, runtime, LLM)
         model.generation_config = generation_config(source, model.config)
@@ -77,7 +77,7 @@ class GenericLanguageModel(LanguageModel):
     def generate(self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], **options: Any) -> list[Answer]:
         """Answer prompts, in one batch or one by one; return an Answer per prompt, in order.
 
-        The options are those of :meth:`LanguageModel.generate`; ``share_prefix`` has no effect.
+        The option ``share_prefix`` has no effect.
 
         Raises:
             ValueError: ``inside`` is given: pruning inside the model is not supported.
@@ -137,15 +137,11 @@ class GenericLanguageModel(LanguageModel):
         raise ValueError(f"{method.name} prunes inside a model, which models of the generic family do not allow")
 
     def _make_batch_and_cache(self, prompts: Sequence[Prompt], last: int = 1) -> tuple[Batch, None]:
-        """Make the batch of all prompts, without a cache of their videos; ``last`` is ignored."""
+        """Make the batch of all prompts, without a cache of their videos."""
         return Batch.of(prompts), None
 
     def _encoder_outputs(self, visuals: Sequence[Visual]) -> dict[str, Any]:
-        """Make the ``mm_encoder_outputs`` for a batch's videos, in the order of its rows, tails included.
-
-        Raises:
-            ValueError: a video's tail is missing or has another size.
-        """
+        """Make the ``mm_encoder_outputs`` for a batch's videos, in the order of its rows, tails included."""
 
         def place(rows: Tensor) -> Tensor:
             return rows.to(self.device, self.model.dtype)
@@ -156,7 +152,7 @@ class GenericLanguageModel(LanguageModel):
         return wrap_features([tokens, *levels], self.layout)
 
     def _position_ids(self, batch: Batch) -> Tensor:
-        """Make the position ids for forward and generate: [B, L], or [3, B, L]."""
+        """Make the position ids: [B, L], or [3, B, L]."""
         return batch.positions[0] if len(batch.positions) == 1 else batch.positions
 
 

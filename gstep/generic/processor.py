@@ -1,8 +1,7 @@
 """A checkpoint's own processor: loaded, recorded while it prepares a video, and replayed for a question.
 
-The processor writes everything into a prompt that depends on a video: placeholders, timestamps, separators, token
-types. At encode time it runs once, and its output is recorded, with the shapes of the pixels instead of their values.
-At question time, the same processor gets this record instead of a video, and writes the prompt.
+At encode time the processor's output is recorded, with the shapes of the pixels instead of their values. At question
+time, the same processor gets this record instead of a video, and writes the prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _INSTALL = f"pip install torch=={_TORCH} 'gstep-cache[generic]' (in a clone: -e 
 
 
 def load_processor(source: ModelSource) -> Any:
-    """Load the checkpoint's processor, or return a shallow copy if it is one of the last two loaded in this process.
+    """Return a shallow copy of the checkpoint's processor; the last two that were loaded are cached in this process.
 
     Its own compression of visual tokens (VideoLLaMA3) is turned off.
 
@@ -64,7 +63,7 @@ def load_processor(source: ModelSource) -> Any:
 
 @lru_cache(maxsize=2)
 def _load_processor(name: str, revision: str | None, state: FolderState) -> Any:
-    """Load the processor of a commit or a folder; ``state`` makes the cache reload a folder that has changed."""
+    """Load the processor of a commit or a folder; ``state`` makes the cache reload a changed folder."""
     from transformers import AutoProcessor  # noqa: PLC0415 - takes seconds
 
     processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=False)
@@ -104,10 +103,7 @@ def render(source: ModelSource, processor: Any, messages: Sequence[ChatMessage])
 
 
 class _ProcessorTemplate:
-    """The ``apply_chat_template`` of a processor, in the form that ``render_chat_template`` takes.
-
-    Some classes choose another template for conversations with videos (SmolVLM).
-    """
+    """The processor's ``apply_chat_template``, since some classes choose another template for videos (SmolVLM)."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -119,13 +115,12 @@ class _ProcessorTemplate:
 
 
 def run_processor(processor: Any, text: str, video: Any, metadata: Any, device: str | None = None) -> dict[str, Any]:
-    """Run a processor on the text of a prompt, and on the video whose placeholder the text contains, if any.
+    """Run a processor on the text of a prompt, and on the video whose placeholder it contains, if any.
 
     The frames are not sampled again. MARK splits the text and gives no token. The processor's own errors are passed on.
 
     Args:
-        video: the frames, [F, 3, H, W] uint8; None for a prompt without a video.
-        metadata: their VideoMetadata of transformers; None without a video.
+        video: the frames, [F, 3, H, W] uint8, or None; ``metadata`` is their VideoMetadata.
         device: where the frames are resized and normalized; None keeps them where they are.
     """
     processor = copy.copy(processor)
@@ -195,10 +190,10 @@ def list_placeholder_texts(processor: Any, config: Any) -> list[str]:
 
 
 def make_metadata(video: SampledVideo) -> Any:
-    """Make the VideoMetadata of transformers for sampled frames: the clip's own length, rate and times.
+    """Make the VideoMetadata of transformers for sampled frames; times count from the start of the clip.
 
     The rate is a multiple of the clip's frame rate near 1000 per second, so that every time is the time of a frame, to
-    less than a millisecond. Times count from the start of the clip.
+    less than a millisecond.
     """
     from transformers.video_utils import VideoMetadata  # noqa: PLC0415 - seconds to import
 
@@ -221,11 +216,7 @@ def make_metadata(video: SampledVideo) -> Any:
 
 
 class Recorder:
-    """A wrapper of a video processor that keeps its last output.
-
-    Attributes:
-        output: the last output, by key; unset before the first call.
-    """
+    """A wrapper of a video processor that keeps its last output, by key, in ``output``."""
 
     output: Mapping[str, Any]
 
@@ -260,8 +251,7 @@ def replay(processor: Any, text: str, record: str) -> dict[str, Any]:
     """Run a processor on the text of a prompt with one video, from the video's record alone.
 
     Raises:
-        ValueError: the record is damaged, or lacks what this version of the processor needs; the message names the
-            version that wrote it.
+        ValueError: the record is damaged, or lacks what this version of the processor needs.
     """
     from transformers import __version__  # noqa: PLC0415 - imported by the processor already
 
@@ -280,11 +270,7 @@ def replay(processor: Any, text: str, record: str) -> dict[str, Any]:
 
 
 def encode_record(output: Mapping[str, Any]) -> str:
-    """Encode a video processor's output as a short text: all keys and dtypes, but only the shapes of pixels.
-
-    Raises:
-        ModelError: a value has a type that no processor is known to return.
-    """
+    """Encode a video processor's output as text, with only the shapes of pixels, or raise ModelError."""
     from transformers import __version__  # noqa: PLC0415 - imported by the processor already
 
     content = {"transformers": __version__, "output": {key: _to_json(key, value) for key, value in output.items()}}
@@ -295,7 +281,7 @@ def encode_record(output: Mapping[str, Any]) -> str:
 def decode_record(record: str) -> tuple[dict[str, Any], str]:
     """Decode a text of :func:`encode_record`: the processor's output, and the version of transformers that wrote it.
 
-    Pixels are zeros that take no memory, because some processors count frames by their shape.
+    Pixels are zeros that take no memory.
 
     Raises:
         ValueError: the text is damaged.
@@ -310,10 +296,7 @@ def decode_record(record: str) -> tuple[dict[str, Any], str]:
 def _to_json(key: str, value: Any) -> Any:
     """Convert a value of a processor's output to JSON; ``{"kind": ...}`` describes types that JSON does not have.
 
-    Pixels and other floating-point tensors with several axes are reduced to dtype and shape.
-
-    Args:
-        key: the name of the output, which tells pixels.
+    Tensors named ``pixel_values...`` and other floating-point tensors with several axes are reduced to dtype and shape.
 
     Raises:
         ModelError: the type of the value is unknown.
@@ -346,8 +329,7 @@ def _to_json(key: str, value: Any) -> Any:
 def _from_json(value: Any) -> Any:
     """Convert the JSON of :func:`_to_json` back; tensors without values become zeros.
 
-    Raises:
-        ValueError: a dtype is unknown. Damaged JSON also raises KeyError, TypeError or AttributeError.
+    Damaged JSON raises ValueError, KeyError, TypeError or AttributeError.
     """
     if isinstance(value, list):
         return [_from_json(part) for part in value]

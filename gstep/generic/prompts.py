@@ -34,13 +34,12 @@ _RULE = "transformers-5"
 class GenericPrompts(PromptBuilder):
     """The builder of prompts with one video or none, for any model of the generic family. Picklable.
 
-    The model's own rule gives the positions of the whole prompt. Then the columns of the tokens that the pruning method
-    dropped are removed from token ids, token types and positions. By default, positions are renumbered if they have one
-    axis, and original if they have three (time, height, width).
+    The columns of the dropped tokens are removed from the whole prompt. By default, positions are renumbered if they
+    have one axis, and original if they have three (time, height, width).
     """
 
     def __init__(self, source: ModelSource, policy: PromptPolicy) -> None:
-        """Load the processor, and the model without weights, of a source that the gate has checked.
+        """Load the processor, and the model without weights.
 
         Raises:
             ModelError: a file is missing or does not fit, or the source was resolved without the gate.
@@ -54,7 +53,7 @@ class GenericPrompts(PromptBuilder):
         self._load()
 
     def _load(self) -> None:
-        """Load the processor and, for its rule of positions, the model on the meta device; neither is pickled."""
+        """Load the processor and, for its rule of positions, the model on the meta device."""
         self._processor = load_processor(self.source)
         self._shell = _load_shell(self.source)
         self.config = self._shell.config
@@ -98,7 +97,7 @@ class GenericPrompts(PromptBuilder):
         return self.layout.hidden_size
 
     def n_visual(self, visuals: Sequence[Visual]) -> int:
-        """Return the number of placeholders that the videos have in a prompt, with the rows behind each video."""
+        """Count the videos' placeholders in a prompt, tails included."""
         return sum(len(visual.index) + self.layout.tail for visual in visuals)
 
     def check(self, visual: Visual) -> None:
@@ -144,11 +143,8 @@ class GenericPrompts(PromptBuilder):
     def _cut(self, inputs: dict[str, Any], keep: Tensor, visuals: tuple[Visual, ...], mask: Tensor) -> Prompt:
         """Make the prompt of the columns ``keep``, [L] bool, at the positions of the policy.
 
-        Other inputs with a value per token, except the attention mask, become ``token_inputs``.
-
-        Args:
-            inputs: the processor's output for the whole prompt.
-            mask: [L] bool, True for the placeholders in the whole prompt.
+        Other inputs with a value per token, except the attention mask, become ``token_inputs``. The prefix ends with
+        the last kept placeholder of ``mask``, [L] bool.
         """
         ids = inputs["input_ids"]
         columns = select_token_inputs(self._shell, inputs)
@@ -169,7 +165,7 @@ class GenericPrompts(PromptBuilder):
 
     @property
     def _placeholder_texts(self) -> Sequence[str]:
-        """The texts that the model or its processor would interpret as an image, a video or a sound."""
+        """The texts that stand for an image, a video or a sound."""
         return self._special
 
     def _apply_template(self, messages: Sequence[ChatMessage]) -> str:

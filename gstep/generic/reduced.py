@@ -1,4 +1,4 @@
-"""A reduced model for the gate of the generic family: a checkpoint's config with few layers, and random weights."""
+"""A reduced model for the gate of the generic family: few layers and random weights."""
 
 from __future__ import annotations
 
@@ -79,9 +79,6 @@ def _reduce_config(config: Any, reduce_vision: bool) -> Any:
 
     The language model keeps at least _MIN_LAYERS layers, one more than deepstack levels, and one of each kind, and at
     most _MAX_EXPERTS experts, or as many as a token uses. Other parts, such as audio, are unchanged.
-
-    Args:
-        reduce_vision: False keeps the layers of the vision part.
     """
     content: dict[str, Any] = copy.deepcopy(config.to_dict())
     text = cast("Any", config.get_text_config())  # may be the config itself
@@ -174,7 +171,7 @@ def _fill(model: nn.Module) -> None:
 
 
 def free_bytes() -> int:
-    """Return the free memory of this machine in bytes (MemAvailable); 2^60 if it is unknown."""
+    """Return the free memory of this machine in bytes; 2^60 if it is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -1,8 +1,4 @@
-"""The setup of a run that answers questions, and what the driver forecasts from it and the videos' rows.
-
-``AnswerSetup`` travels to every worker. ``PromptForecast`` stays with the driver: it finds the questions that need no
-model, and counts the visual tokens of prompts.
-"""
+"""The setup of a run that answers questions, which every worker gets, and the driver's forecast of prompts."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ class AnswerSetup:
         live: the live rows of the questions' videos (LIVE_COLUMNS), so that no worker reads the whole table.
         prunings: name (the ``pruning`` of questions) -> pruning of the cached tokens, None for the stored tokens. Every
             question is asked under each. A single pruning has the name "".
-        order: the order in which stored tokens are read: "index" or "selection".
+        order: the order in which stored tokens are read.
         largest_video: the maximum number of visual tokens of a video in a prompt.
         device, dtype: of the model; "auto" until the driver chooses them.
     """
@@ -63,12 +59,12 @@ class AnswerSetup:
 
     @property
     def own_order(self) -> bool:
-        """True if prompts keep the order of tokens that a method defines (``--order`` is not "index")."""
+        """True if prompts keep the order of tokens that a method defines."""
         return self.config.order != "index"
 
     @property
     def read_ratio(self) -> float | None:
-        """The retention ratio to read; None reads all stored tokens, as runs do that prune or have several prunings."""
+        """The retention ratio to read; None, for all stored tokens, if the run prunes or has several prunings."""
         return self.config.retention_ratio if self.prunings.get("", ...) is None else None
 
 
@@ -109,10 +105,9 @@ class PromptForecast:
         return {video_id: row for video_id, row in self.videos.items() if row["status"] == "ok"}
 
     def n_visual(self, videos: Sequence[VideoRecord], pruning: str = "") -> int:
-        """Return the maximum number of visual tokens, newlines included, that a prompt about these videos has.
+        """Compute the maximum number of visual tokens, newlines included, that a prompt about these videos has.
 
-        Args:
-            pruning: a name in ``setup.prunings``.
+        ``pruning`` is a name in ``setup.prunings``.
         """
         late = self._setup.prunings[pruning]
         builder = self._builder
@@ -125,7 +120,7 @@ class PromptForecast:
         return n_kept + (len(videos) if builder.needs_newline else 0)
 
     def largest_video(self) -> int:
-        """Return the maximum number of visual tokens of one video in a prompt, under any pruning; 0 without videos."""
+        """Compute the maximum number of visual tokens of a video in a prompt, under any pruning; 0 without videos."""
         sizes = (self.n_visual([row], name) for row in self.cached.values() for name in self._setup.prunings)
         return max(sizes, default=0)
 
@@ -170,11 +165,7 @@ class PromptForecast:
         console.print(f"note: {text}: they become rows of class prompt-too-long", highlight=False, markup=False)
 
     def split(self, questions: Sequence[QuestionRecord]) -> tuple[list[QuestionRecord], list[AnswerRecord]]:
-        """Split questions into those for the model and, as finished rows, those that need no model: failed or removed.
-
-        Returns:
-            The questions for the model, and the rows of the others.
-        """
+        """Split questions into those for the model and, as finished rows, those that need none (failed or removed)."""
         for_model: list[QuestionRecord] = []
         rows: list[AnswerRecord] = []
         for question in questions:
@@ -219,11 +210,9 @@ class PromptForecast:
 
 
 def make_length_fault(n_tokens: int, max_tokens: int, context_length: int | None = None) -> QuestionFault:
-    """Create the fault of a prompt that does not fit the context; its message has the remedy.
+    """Create the fault of a prompt whose ``n_tokens`` and answer exceed ``max_tokens``.
 
     Args:
-        n_tokens: the tokens of the prompt, text and visual.
-        max_tokens: the tokens that a prompt and its answer may have.
         context_length: the context of the model, if ``max_tokens`` may be the smaller limit of the engine's memory.
     """
     limit = (

@@ -1,7 +1,6 @@
 """The actor that answers: a block of questions -> prompts -> engine -> rows of answers, or error rows.
 
-Questions travel in blocks of one row each, which Ray can neither split nor join. The questions of a block share videos,
-which are read once and go through the model once.
+Questions travel in blocks of one row each, which Ray can neither split nor join; the questions of a block share videos.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def group_by_videos(questions: Sequence[QuestionRecord], size: int) -> list[list
     """Group questions into blocks of at most ``size``; questions about the same videos stay together if they fit.
 
     Blocks are sorted by the lists of videos. Within the same videos, questions are sorted by pruning, in order of first
-    appearance, because under one pruning their prompts begin alike.
+    appearance.
     """
     turns = {name: turn for turn, name in enumerate(dict.fromkeys(row.get("pruning", "") for row in questions))}
     sorted_questions = sorted(questions, key=lambda row: (row["video_ids"], turns[row.get("pruning", "")]))
@@ -59,12 +58,12 @@ def group_by_videos(questions: Sequence[QuestionRecord], size: int) -> list[list
 
 
 def pack_blocks(blocks: Iterable[Sequence[QuestionRecord]]) -> list[pa.Table]:
-    """Convert each block of questions to a table of one row, the input of the actor."""
+    """Convert each block of questions to a table of one row."""
     return [pa.Table.from_pylist([{"questions": list(block)}], schema=_BLOCK_SCHEMA) for block in blocks]
 
 
 def unpack_answers(parts: pa.Table) -> pa.Table:
-    """Convert the actor's output, one row per part, to one row per answer with the columns of ANSWERED_SCHEMA."""
+    """Convert the actor's output to one row per answer, with the columns of ANSWERED_SCHEMA."""
     return pa.Table.from_struct_array(parts["answers"].combine_chunks().flatten()).cast(ANSWERED_SCHEMA)
 
 
@@ -74,13 +73,12 @@ class Answerer:
     def __init__(self, setup: AnswerSetup, heartbeats: Any = None, engine: Engine | None = None) -> None:
         """Start the heartbeat, open the cache, and load the model.
 
-        Args:
-            heartbeats: the actor that gets the heartbeats; None outside of Ray.
-            engine: a loaded engine to use instead of the one that ``setup`` describes.
+        Without ``heartbeats``, outside of Ray, nothing is reported. ``engine`` replaces the engine that ``setup``
+        describes.
 
         Raises:
             ModelError: the model cannot be loaded.
-            WorkerGivenUp: too many processes of this worker have crashed.
+            WorkerGivenUp: the heartbeats actor refuses another process of this worker, since too many crashed.
         """
         self._heartbeat = Heartbeat(STAGE, heartbeats)
         self._heartbeat.start()
@@ -96,9 +94,9 @@ class Answerer:
         self._provenance = json.dumps(self._engine.describe())
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
-        """Answer a packed block of questions; yield packed parts of the answers as soon as each is complete.
+        """Answer a packed block of questions; yield packed tables of answers as soon as each is complete.
 
-        A part has ``batch_size`` answers (the last may have fewer), in the order of the questions.
+        A table has ``batch_size`` answers (the last may have fewer), in the order of the questions.
 
         Raises:
             MethodFails: a user method fails for every video.
@@ -109,10 +107,9 @@ class Answerer:
             yield pa.Table.from_pylist([{"answers": part}], schema=_PART_SCHEMA)
 
     def _answer_in_parts(self, questions: Sequence[QuestionRecord]) -> Iterator[list[AnswerRecord]]:
-        """Yield the answers in the order of the questions, in parts of a fixed size, as soon as each part is complete.
+        """Yield the answers in the order of the questions, in lists of a fixed size, as soon as each is complete.
 
-        If Ray retries a call, it identifies parts by their number, so their content must not depend on the batches that
-        were made.
+        If Ray retries a call, it identifies the lists by number, so their content must not depend on the batches.
         """
         answers_by_key: dict[tuple[str, str | None], AnswerRecord] = {}
         keys = [make_answer_key(question) for question in questions]
@@ -157,10 +154,9 @@ class Answerer:
                 yield from self._answer_together(batch)
 
     def _batches(self, questions: list[PreparedQuestion]) -> list[list[PreparedQuestion]]:
-        """Group questions into batches that the engine can afford; the last batch may be smaller, or empty.
+        """Group questions into batches within the engine's limits; the last batch may be smaller, or empty.
 
-        A question that was in hand at an earlier crash is a batch of its own, at the beginning, to identify the one
-        that crashes.
+        A question that was in hand at an earlier crash is a batch by itself, at the beginning.
         """
         suspects = list[list[PreparedQuestion]]()
         others = list[PreparedQuestion]()
@@ -174,7 +170,7 @@ class Answerer:
         return [*suspects, *([others[i] for i in part] for part in plan or [[]])]
 
     def _answer_together(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
-        """Answer one batch, report it as in hand meanwhile, and adjust the size of later batches to what fitted."""
+        """Answer one batch, reported as in hand, and adjust the size of later batches to what fitted."""
         with self._heartbeat.holding(*(make_heartbeat_name(question.row) for question in batch)) as items:
             self._ran_short = False
             self._n_fitted = 0
@@ -216,8 +212,7 @@ class Answerer:
     def _generate(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
         """Generate an answer to each question; return the rows in order, still without a status.
 
-        If a question has choices, ``choice`` is the index of the one that the answer names, and absent if it names
-        none.
+        ``choice`` is the index of the choice that the answer names, and absent if it names none.
         """
         decodings = [question.mode.decoding for question in batch]
         answers = self._engine.generate([question.prompt for question in batch], decodings, inside=batch[0].inside)
@@ -270,12 +265,12 @@ class Answerer:
 
 
 def _argmax(values: Sequence[float]) -> int:
-    """Return the index of the largest value, the first of equal values."""
+    """Return the index of the first largest value."""
     return values.index(max(values))
 
 
 class BatchSize:
-    """The number of questions to answer at once (``now``): it falls when memory runs out, and rises again later."""
+    """The number of questions to answer at once (``now``), which adapts to memory."""
 
     def __init__(self, largest: int) -> None:
         self._largest = largest
@@ -283,13 +278,12 @@ class BatchSize:
         self.now = largest
 
     def adjust(self, n_fitted: int, is_short: bool) -> None:
-        """Set the size to ``n_fitted``, at least 1, if memory ran out; otherwise raise it after some batches.
+        """Set the size to ``n_fitted``, at least 1, if memory ran out; otherwise count a batch that fitted.
 
-        After every GROW_AFTER batches in a row that fitted, it doubles, up to the initial size.
+        After every GROW_AFTER such batches in a row, the size doubles, up to the initial size.
 
         Args:
-            n_fitted: the size of the largest part of the batch that fitted.
-            is_short: True if memory ran out.
+            n_fitted: the size of the largest slice of the batch that fitted.
         """
         if is_short:
             self.now = max(1, n_fitted)

@@ -1,8 +1,8 @@
 """Answers on disk: the columns, the settings that all rows share, and the live rows.
 
-``answers.json`` holds the settings, ``answers/<shard>.parquet`` or ``.jsonl`` one row per question (failed questions
-too), ``runs/<run_id>.json`` the provenance, and ``removed/`` the barred videos (``pipeline.generate.removal``). A
-question has one live row under each pruning, chosen by the rule for videos (``pipeline.cache.live``).
+``answers.json`` holds the settings, ``answers/<shard>.parquet`` or ``.jsonl`` one row per question,
+``runs/<run_id>.json`` the provenance, and ``removed/`` the barred videos. A question has one live row under each
+pruning.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ LATER_COLUMNS: Mapping[str, str] = {
 
 
 class LateIdentity(PrunerIdentity):
-    """The identity of a method that prunes after the cache, with the source of its evidence and the positions."""
+    """The identity of a method that prunes after the cache."""
 
     text_tower: NotRequired[str]
     positions: NotRequired[str]
@@ -116,12 +116,10 @@ class AnswersIdentity(TypedDict, total=False):
     """The settings that all answers in one folder share.
 
     Attributes:
-        prompt: the positions and the order of tokens (``gstep.language.PromptPolicy``).
-        decoding: the run's default mode of answering.
         pruner: the single pruning after the cache; absent if the stored tokens are used.
         prunings: several prunings by label, None for the stored tokens; later runs may add some.
-        engine: its name and arguments; absent for the transformers engine.
-        benchmark, protocol: the evaluation and the identity of its results; absent from answers of jobs.generate.
+        engine: absent for the transformers engine.
+        benchmark, protocol: absent from answers of jobs.generate.
     """
 
     cache: CacheIdentity
@@ -144,18 +142,15 @@ class AnswersHeader(TypedDict):
 
 
 def make_answer_key(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
-    """Return the key of a row within a run: (question id, pruning), None for the single pruning."""
+    """Return (question id, pruning), the key of a row within a run; the single pruning is None."""
     return row["question_id"], row.get("pruning")
 
 
 def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
-    """Read the live row of every question, in natural order of question_id: 1, 2, 10.
+    """Read the live rows, with ANSWER_SCHEMA and carried columns, in natural order of question_id: 1, 2, 10.
 
     Args:
         path: a folder or ``s3://bucket/prefix``; not used if ``store`` is given.
-
-    Returns:
-        A table with the columns of ANSWER_SCHEMA, followed by those carried from the questions file.
 
     Raises:
         NotAnswers: the location does not hold answers.
@@ -176,18 +171,14 @@ def sort_naturally(rows: pa.Table) -> pa.Table:
 
 
 def read_answers_header(store: Store) -> AnswersHeader:
-    """Read answers.json.
-
-    Raises:
-        NotAnswers: it is missing, damaged, or has another version.
-    """
+    """Read answers.json. Raises NotAnswers if it is missing, damaged or has another version."""
     absent = f"no answers (no {HEADER}); python -m jobs.generate makes some"
     header = read_header_file(store, HEADER, (ANSWERS_VERSION,), NotAnswers, absent, of="answers of ")
     return cast(AnswersHeader, header)
 
 
 def write_answers_header(store: Store, identity: AnswersIdentity) -> None:
-    """Write answers.json, which makes the store a folder of answers; the folder is created if needed."""
+    """Write answers.json, and create the folder if needed."""
     store.make()
     store.put(HEADER, serialise_header({"schema_version": ANSWERS_VERSION, "identity": cast(JsonObject, identity)}))
 
@@ -225,7 +216,6 @@ def match_answers(
     Raises:
         IdentityMismatch: the settings differ, or good answers were made with other code.
         NotAnswers: answers.json is damaged or has another version.
-        CorruptShard: a file of answers is damaged.
     """
     if not store.exists(HEADER) or not AnswersTable(store).names():
         return MatchedIdentity(requested, changed=False)
@@ -259,8 +249,8 @@ def _select_compared(
 ) -> JsonObject:
     """Return the entries of ``identity`` to compare: those in ``compared_keys``, or all if that is None.
 
-    Within PRUNINGS, only entries that both settings have are compared; if only one has PRUNINGS, it counts as a
-    difference, unless ``compared_keys`` are given.
+    Of PRUNINGS, only entries that both settings have are compared. If only one has PRUNINGS, that is a difference,
+    unless ``compared_keys`` are given.
     """
     selection: dict[str, Json] = {
         key: cast(Json, value) for key, value in identity.items() if compared_keys is None or key in compared_keys
@@ -274,10 +264,7 @@ def _select_compared(
 def find_code(identity: AnswersIdentity, pruning: str | None) -> str | None:
     """Return the hashes of the user code behind answers under a pruning, joined by a space; None if there is none.
 
-    They cover the method that pruned the cache and the method that prunes now.
-
-    Args:
-        pruning: the label; None or "" for the single pruning.
+    They cover the methods that pruned the cache and that prune now. ``pruning`` is None or "" for the single pruning.
     """
     late = identity[PRUNINGS].get(pruning or "") if PRUNINGS in identity else identity.get("pruner")
     cached_method = identity["cache"].get("pruner") if "cache" in identity else None
@@ -286,7 +273,7 @@ def find_code(identity: AnswersIdentity, pruning: str | None) -> str | None:
 
 
 class AnswersTable:
-    """A view of the committed rows of answers; shards never change, so each is read once and kept in memory.
+    """A view of the committed rows of answers; each shard is read once and kept in memory.
 
     Args:
         identity: the settings whose rows are live: rows made with other code are not. None uses answers.json.
@@ -298,17 +285,13 @@ class AnswersTable:
         self._tables: dict[str, pa.Table] = {}
 
     def names(self) -> list[str]:
-        """Return the names of the committed shards, Parquet and JSON lines, without copies under other names."""
+        """List the committed shards, without copies under other names."""
         return list_shards(self._store)[0]
 
     def rows(self) -> pa.Table:
         """Return all committed rows, with the columns of ANSWER_SCHEMA and then the carried columns.
 
-        Reads only shards that were not read before. If one was merged and deleted after the listing, it lists and reads
-        once more.
-
-        Raises:
-            CorruptShard: a shard is damaged.
+        If a shard was merged and deleted after the listing, this lists and reads once more.
         """
         try:
             names = self._read()
@@ -317,7 +300,7 @@ class AnswersTable:
         return concat_answers([ANSWER_SCHEMA.empty_table(), *(self._tables[name] for name in names)])
 
     def _read(self) -> list[str]:
-        """Read the shards committed since the last call, and return the names of all shards."""
+        """Read the shards committed since the last call; return the names of all shards."""
         names = self.names()
         new = [name for name in names if name not in self._tables]
         for name, data in zip(new, self._store.read_all(new), strict=True):
@@ -325,11 +308,7 @@ class AnswersTable:
         return names
 
     def live(self) -> pa.Table:
-        """Return the live row of every question under every pruning, sorted by question_id, without rows of other code.
-
-        Raises:
-            CorruptShard: a shard is damaged.
-        """
+        """Return the live row of every question under every pruning, by question_id, without rows of other code."""
         rows = select_live(self.rows())
         identity = self._identity
         if identity is None:
@@ -347,12 +326,9 @@ class AnswersTable:
 
 
 def list_shards(store: Store) -> tuple[list[str], dict[str, str]]:
-    """List the shards of answers, Parquet and JSON lines, sorted by name, and the copies of shards under other names.
+    """List the shards of answers, sorted by name, and the copies of shards under other names (copy -> shard).
 
     A file without a hash in its name is read: it is a copy if its content is that of a shard, otherwise a shard itself.
-
-    Returns:
-        The names of the shards, and copy -> name of its shard.
     """
     names = sorted(name for suffix in SUFFIXES.values() for name in store.names(ANSWERS, suffix))
     shards = {PurePosixPath(name).stem[-32:]: name for name in names if has_content_hash(name)}
@@ -365,8 +341,8 @@ def list_shards(store: Store) -> tuple[list[str], dict[str, str]]:
 def select_live(rows: pa.Table) -> pa.Table:
     """Select the live row of each question, pruning and code, sorted by question_id.
 
-    As for videos, removed beats ok, ok beats failed, and then more attempts win. Ties go to the earliest run id, then
-    to the first ``answer`` in sort order.
+    Removed beats ok, ok beats failed, and then more attempts win. Ties go to the earliest run id, then to the first
+    ``answer`` in sort order.
     """
     if len(rows) == 0:
         return rows
@@ -382,13 +358,9 @@ def select_live(rows: pa.Table) -> pa.Table:
 def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     """Merge the Parquet files of answers that no earlier merge has read, if they are more than ``at_least``.
 
-    The merged file has only their live rows. Its sources stay for readers. In any case, sources of earlier merges are
-    deleted if their merged file is at least ``keep`` old; a source that has a copy stays as long as the copy. Files of
-    JSON lines are left alone.
-
-    Raises:
-        CorruptShard: a file is damaged.
-        OSError: the store failed.
+    The merged file has only their live rows, and its sources stay for readers. In any case, sources of earlier merges
+    are deleted if their merged file is at least ``keep`` old; a source that has a copy stays as long as the copy. Files
+    of JSON lines are left alone.
     """
     shards, copies = list_shards(store)
     names = [name for name in shards if PurePosixPath(name).suffix == SUFFIXES["parquet"]]
@@ -410,10 +382,7 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
 
 
 def try_merge_answers(store: Store, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge the Parquet files of answers if more than ``at_least`` wait, and delete expired sources of earlier merges.
-
-    If a file is damaged or the store fails, no row is lost, and ``say`` gets a warning instead of an exception.
-    """
+    """Call ``merge_answers``; ``say`` gets a warning if a file is damaged or the store fails."""
     try:
         merge_answers(store, at_least)
     except (CorruptShard, OSError) as error:
@@ -431,11 +400,9 @@ def commit_answers(
     """Write rows as one file, which makes them visible.
 
     Args:
-        run_id: the run, which every row gets.
-        number: the number of the shard in this run, used in the file's name.
+        number: the number of the shard in this run, for the file's name.
         form: "parquet" or "jsonl". In JSON lines, infinite log-probabilities become null.
-        questions: the questions whose carried columns the rows get, by question_id; removed rows get nulls. None adds
-            no columns.
+        questions: the questions whose carried columns the rows get; removed rows get nulls. None adds no columns.
     """
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     if questions is not None:
@@ -451,10 +418,7 @@ def parse_shard(store: Store, name: str, data: bytes) -> pa.Table:
     """Convert the bytes of a shard to a table with the columns of ANSWER_SCHEMA and then its carried columns.
 
     Columns of LATER_COLUMNS that an older shard lacks are null, and carried columns that it has as JSON in one column
-    are unpacked. The only metadata that stays is the list of a merged file's sources.
-
-    Args:
-        name: the shard's name, which ends with the hash of its content; the suffix tells Parquet from JSON lines.
+    are unpacked. Of the metadata, only the list of a merged file's sources stays.
 
     Raises:
         CorruptShard: the bytes do not match the hash, or a column is missing or has a wrong type.
@@ -491,7 +455,7 @@ def parse_shard(store: Store, name: str, data: bytes) -> pa.Table:
 
 
 def iter_answers(table: pa.Table) -> Iterator[AnswerRecord]:
-    """Yield the rows of a table as records without nulls; only a few thousand at a time exist as Python objects."""
+    """Yield the rows of a table as records without nulls."""
     for batch in table.to_batches(max_chunksize=_MAX_ROWS_AS_OBJECTS):
         for row in batch.to_pylist():
             yield without_nulls(row, AnswerRecord)

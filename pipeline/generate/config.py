@@ -1,4 +1,4 @@
-"""The options of ``jobs.generate`` as dataclasses; the command's flags and the run's record are made from them."""
+"""The options of ``jobs.generate``."""
 
 from __future__ import annotations
 

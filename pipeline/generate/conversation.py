@@ -1,7 +1,7 @@
 """Conversations: the column ``messages`` of a questions file, checked and normalized; tables hold it as JSON.
 
 In the normalized form, the content of a message is a list of parts, ``{"type": "text", "text": ...}`` and ``{"type":
-"video"}``, as the chat templates of video models take it. The video parts say where each video stands.
+"video"}``, as the chat templates of video models take it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def parse_messages(value: UserValue, where: str, n_videos: int) -> list[ChatMess
     Args:
         value: a list of messages, or its JSON.
         where: the file and row, with which an error begins.
-        n_videos: the number of the row's videos.
 
     Raises:
-        QuestionsError: a message is invalid, the last one is not a user message with text, or the number of video parts
-            is neither 0 nor ``n_videos``.
+        QuestionsError: the value is not such a list, or is empty; a message is invalid; the last one is not a user
+            message with text; or the number of video parts is neither 0 nor ``n_videos``, the number of the row's
+            videos.
     """
     try:
         if isinstance(value, str):
@@ -89,7 +89,7 @@ def _parse_message(value: UserValue, where: str, *, is_first: bool) -> ChatMessa
 
 
 def _parse_part(value: UserValue, where: str) -> ChatPart:
-    """Return a checked part of a message, without keys whose value is None; ``where`` names the message in an error.
+    """Return a checked part of a message, without keys whose value is None.
 
     Raises:
         QuestionsError: the part is neither a text that is not blank nor a video, or has further keys.
@@ -112,7 +112,7 @@ def _parse_part(value: UserValue, where: str) -> ChatPart:
 
 
 def _refuse_keys(value: Mapping[str, UserValue], known: set[str], where: str) -> None:
-    """Raise QuestionsError if a key that is not among the ``known`` keys has a value other than None."""
+    """Raise QuestionsError if an unknown key has a value other than None."""
     if unknown := [str(key) for key in value if key not in known and value[key] is not None]:
         remedy = "; the video is named by video_id" if "video" in (value.get("type"), *unknown) else ""
         raise QuestionsError(f"{where}: {unknown[0]} is not read: leave it out{remedy}")
@@ -124,7 +124,7 @@ def has_system(messages: Sequence[ChatMessage]) -> bool:
 
 
 def get_question(messages: Sequence[ChatMessage]) -> str:
-    """Return the question of a conversation: the text parts of its last message, joined by newlines."""
+    """Return the text parts of the last message, joined by newlines."""
     return "\n".join(part["text"] for part in messages[-1]["content"] if "text" in part)
 
 
@@ -139,13 +139,11 @@ def load_messages(text: str) -> list[ChatMessage]:
 
 
 def make_chat(messages: Sequence[ChatMessage], system: str | None, ending: str) -> list[ChatMessage]:
-    """Return the messages of a prompt: the system message, if any, and the conversation with ``ending`` appended.
-
-    The given messages are not modified. ``ending`` is appended to the last text part.
+    """Return the messages of a prompt: the system message, if any, and the conversation; arguments are not modified.
 
     Args:
         system: a system message to put first; None if there is none, or the conversation has its own.
-        ending: the text that lists the choices of the question; "" for none.
+        ending: appended to the last text part: the text that lists the choices of the question, or "".
     """
     parts = [part.copy() for part in messages[-1]["content"]]
     last = next(part for part in reversed(parts) if "text" in part)

@@ -1,4 +1,4 @@
-"""The Ray job of a run that answers questions: the plan of language models for the cluster, and their graph."""
+"""The Ray job of a run that answers questions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ANSWERING = Wording(
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions that a run asks the model, all of which are known from the start."""
+    """The questions that a run asks the model."""
 
     KEY: ClassVar[Sequence[str]] = KEYS
     is_complete: ClassVar[bool] = True
@@ -53,7 +53,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class AnswerPlan(Plan):
-    """The resources that the language models of a graph reserve, and the size of their blocks."""
+    """The resources that the language models reserve, and the size of their blocks."""
 
     wording: ClassVar[Wording] = ANSWERING
 
@@ -70,9 +70,9 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
     """Plan how many language models start, what each of them reserves, and how many questions a block has.
 
     Each model takes ``tensor_parallel`` GPUs, or one CPU. There are at least one and at most as many models as fit and
-    as there are questions. By default all GPUs are used, but only one CPU. A block has whole batches, about an eighth
-    of a model's questions up to ``questions_per_shard``, but at least one batch, and more if there would be more than
-    MAX_BLOCKS blocks.
+    as there are questions. By default all GPUs are used, but only one CPU. A block has at least one batch, and
+    otherwise whole batches for about an eighth of a model's questions, up to ``questions_per_shard``. Blocks are larger
+    if there would be more than MAX_BLOCKS.
 
     Args:
         gpus: the GPUs of the cluster; 0 if models run on CPUs.
@@ -96,12 +96,7 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
 
 
 class AnswerJob(Job[Questions]):
-    """The work of a run on Ray: language models that answer blocks of questions.
-
-    Args:
-        setup: the settings of the workers, with the device and dtype chosen.
-        record: gets the latest plan.
-    """
+    """The work of a run on Ray: language models that answer blocks of questions."""
 
     wording = ANSWERING
     options: GenerateConfig
@@ -125,16 +120,13 @@ class AnswerJob(Job[Questions]):
         return plan
 
     def replan(self, n_items: int) -> AnswerPlan:
-        """Plan ``n_items`` questions on the current nodes, without recording the plan."""
+        """Plan ``n_items`` questions on the current nodes."""
         cluster = self.available_resources()
         on_gpus = self._setup.device == "cuda"
         return plan_answers(cluster["CPU"], cluster["GPU"] if on_gpus else 0.0, n_items, self.options)
 
     def graph(self, items: Questions, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
-        """Build the Ray Data graph that answers the questions on all nodes but ``excluded_nodes``.
-
-        Its rows have ANSWERED_SCHEMA.
-        """
+        """Build the Ray Data graph, on all nodes but ``excluded_nodes``; its rows have ANSWERED_SCHEMA."""
         assert isinstance(plan, AnswerPlan)
         size = plan.questions_per_block
         selector = exclude_nodes(self.excluded_nodes)
@@ -143,23 +135,20 @@ class AnswerJob(Job[Questions]):
         return RunGraph(answers, size, unpack_block=unpack_answers)
 
     def available_resources(self) -> dict[str, float]:
-        """Return the resources that the run may use now, counting only GPUs that can serve a whole model."""
+        """Sum the resources that the run may use now."""
         return sum_model_resources(self.options, self.excluded_nodes)
 
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
-        """Return True if a cluster with these resources has a CPU and, on the device "cuda", the GPUs of a model."""
+        """Return True if these resources include a CPU and, on the device "cuda", the GPUs of a model."""
         n_gpus = self.options.tensor_parallel if self._setup.device == "cuda" else 0
         return super().can_run_on(cluster) and cluster.get("GPU", 0.0) >= n_gpus
 
 
 def sum_model_resources(config: GenerateConfig, excluded_nodes: Mapping[str, str]) -> dict[str, float]:
-    """Add up the resources of the living nodes that are not excluded, counting only GPUs that can serve a whole model.
+    """Add up the resources of the living nodes that are not excluded, with GPUs for whole models only.
 
     A model cannot span nodes: with ``tensor_parallel`` 4, a node of 6 GPUs counts as 4. GPUs are capped at
     ``max_gpus``.
-
-    Args:
-        excluded_nodes: node id -> host.
     """
     cluster = sum_resources(excluded_nodes)
     per_model = config.tensor_parallel

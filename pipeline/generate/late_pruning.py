@@ -1,8 +1,7 @@
 """Pruning after the cache, when a question is asked: any method at any ratio, on a cache that holds all tokens.
 
-What a method declares (:class:`gstep.pruners.base.Pruner`) decides how it runs. With a ``layer``, it prunes inside the
-language model; otherwise before it. The text embedding that it ``needs`` is computed from the question; other evidence
-is read from the cache.
+A method with a ``layer`` prunes inside the language model, others before it. The text embedding that a method ``needs``
+is computed from the question; other evidence is read from the cache.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ class PruningSpec:
 
     Attributes:
         method: its name, or ``module:Class``.
-        params: its parameters as text, and ``seed`` if the user gave one there (``read`` moves it).
+        params: its parameters as text, and maybe ``seed``.
         siglip: the SigLIP checkpoint for methods that compare patches with the question.
-        seed: the seed of methods that draw random numbers.
         positions: of the kept tokens, "contiguous" or "original"; None uses the run's.
     """
 
@@ -58,7 +56,7 @@ class PruningSpec:
 
     @property
     def method_label(self) -> str:
-        """The method with its given parameters, sorted by name, then the seed unless 0, and the positions if given."""
+        """The method with its given parameters, sorted by name, a seed other than 0, and the positions if given."""
         own_settings = {"seed": self.seed or None, "positions": self.positions}
         settings = [
             *sorted(self.params.items()),
@@ -71,9 +69,6 @@ class PruningSpec:
 
         In the copy, a parameter ``seed`` is moved to the field ``seed``, unless the method itself has a parameter of
         this name. The field is 0 for a method that draws nothing. A user method is imported.
-
-        Args:
-            family: the model's family, the default of a method's family parameter.
 
         Raises:
             ValueError: the method is unknown, or a parameter or the seed is invalid.
@@ -97,10 +92,6 @@ def parse_pruning_grid(
     The result is ordered by method as given, then by seed, then by ratio from the largest; equal ratios count once.
     ``seed=0..4`` stands for five methods, and ``positions=...`` sets the positions of the kept tokens. Names of methods
     and parameters are not checked.
-
-    Args:
-        siglip: the SigLIP checkpoint for methods that compare patches with the question.
-        seed: the seed of every spec; a parameter ``seed`` overrides it later.
 
     Raises:
         UsageError: a parameter is not NAME=VALUE, the positions are unknown, or a range of seeds is empty.
@@ -128,17 +119,14 @@ def parse_pruning_grid(
 
 @dataclass(frozen=True)
 class LatePruning:
-    """A checked method with the share of a video's visual tokens that it keeps; ``resolve_pruning`` creates it.
+    """A checked method with the share of a video's tokens that it keeps, from ``resolve_pruning``. Picklable.
 
-    It can be pickled. A method may compare the question's words with tokens only in a space that both share. On
-    LLaVA-OneVision, that is SigLIP's, whose text tower is not part of the model. Qwen's vision encoder has no such
-    space, and no official code defines one: there, the tokens are compared with the language model's embeddings, since
-    both are its inputs.
+    A method may compare the question's words with tokens only in a space that both share: that of SigLIP on
+    LLaVA-OneVision, and the language model's input embeddings on Qwen.
 
     Attributes:
         text_tower: SigLIP's; None if the language model embeds the question, or no embedding is needed.
         evidence: the evidence read from the cache: pairs of its name for the method and its name for the cache.
-        seed: the seed of methods that draw random numbers.
         positions: of the kept tokens in a prompt; None uses the run's.
         code: the hash of a user method's code, which workers must have too; None for other methods.
     """
@@ -160,13 +148,13 @@ class LatePruning:
 
     @property
     def inside(self) -> tuple[Pruner, float] | None:
-        """The method and share, if it prunes inside the language model; None if it prunes before."""
+        """The method and share, if it prunes inside the language model; otherwise None."""
         return None if self.pruner.layer is None else (self.pruner, self.retention_ratio)
 
     def describe(self) -> LateIdentity:
         """Return the method's entry in the identity of the answers, JSON-able.
 
-        It has the method and its parameters and, where they apply, its code, seed, text tower and positions.
+        It has the parameters and, where they apply, code, seed, text tower and positions.
         """
         identity = cast(LateIdentity, describe_method(self.pruner))
         if self.code is not None:
@@ -180,13 +168,13 @@ class LatePruning:
         return identity
 
     def max_tokens(self, n_frames: int, per_frame: int, hidden: int) -> int:
-        """Return the maximum number of tokens of a video [T,N,D] in a prompt: T*N if the model prunes inside."""
+        """Return the maximum number of tokens of a video in a prompt: all if the model prunes inside."""
         if self.pruner.layer is not None:
             return n_frames * per_frame
         return self.pruner.at_most(n_frames, per_frame, hidden, self.retention_ratio)
 
     def n_kept_inside(self, n_total: int) -> int:
-        """Return how many of a prompt's ``n_total`` visual tokens are kept if the method prunes inside the model."""
+        """Return how many of a prompt's ``n_total`` visual tokens a method inside the model keeps."""
         return self.pruner.at_most(1, n_total, n_total, self.retention_ratio)
 
     def select(self, visual: Visual, device: str, text_embedding: Tensor | None = None) -> PrunedTokens:
@@ -208,13 +196,11 @@ class LatePruning:
         return prune_tokens(self.pruner, whole, self.retention_ratio, self.seed)
 
     def reduce(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
-        """Return a copy of a whole video with only its selected tokens, without its evidence.
-
-        If the method merges tokens, the merged tokens replace the video's.
+        """Return a copy of a whole video with only its selected (or merged) tokens, and without evidence.
 
         Args:
-            own_order: whether to keep the order for prompts that the method defines, if any; otherwise tokens are in
-                ascending index.
+            own_order: whether to keep the order that the method defines, if any; otherwise tokens are in ascending
+                index.
         """
         uses_own_order = own_order and self.pruner.reorders
         index = (pruned.index[pruned.selection_order()] if uses_own_order else pruned.index).cpu()
@@ -226,9 +212,9 @@ class LatePruning:
 
 
 def make_visual_tokens(visual: Visual, columns: Iterable[tuple[str, str]], device: str) -> VisualTokens:
-    """Return the cached tokens of a whole video as the input of a method, [T,N,D] on the device.
+    """Return the cached tokens of a whole video, with grid and times, as the input of a method, [T,N,D] on the device.
 
-    The result has the grid and times of the frames, but no deepstack levels, which no method uses.
+    The result has no deepstack levels.
 
     Args:
         visual: all tokens of the video in ascending index, with the evidence.
@@ -247,9 +233,7 @@ def make_visual_tokens(visual: Visual, columns: Iterable[tuple[str, str]], devic
 
 
 def _unpickle(method: str, params: JsonObject, *settings: Any) -> LatePruning:
-    """Create a LatePruning from its method's name and parameters, as ``__reduce__`` serialized it.
-
-    A user method is imported.
+    """Create a LatePruning from what ``__reduce__`` serialized; a user method is imported.
 
     Raises:
         ValueError: the method cannot be found on this node.
@@ -263,13 +247,7 @@ def _unpickle(method: str, params: JsonObject, *settings: Any) -> LatePruning:
 def resolve_pruning(
     spec: PruningSpec, cache_identity: CacheIdentity, source: ModelSource, builder: PromptBuilder
 ) -> LatePruning:
-    """Check a requested pruning against the cache and the model, before the model is loaded, and return it resolved.
-
-    A user method is imported.
-
-    Args:
-        spec: the pruning as the user describes it.
-        cache_identity: the identity of the cache that holds the tokens.
+    """Check a requested pruning against the cache and the model, and return it resolved; a user method is imported.
 
     Raises:
         UsageError: the cache does not hold all tokens or the evidence; the method prunes inside the model and has a
@@ -332,9 +310,6 @@ def find_evidence_columns(
     The text embedding is not among them. Neither is the image embedding if the family gives none to a method that needs
     both: the tokens themselves take its place.
 
-    Args:
-        method: the name of the method, for errors.
-
     Raises:
         UsageError: the method does not say where its evidence comes from, or the family or this cache lacks it.
     """
@@ -373,13 +348,7 @@ def _find_text_tower(
     cache_identity: CacheIdentity,
     source: ModelSource,
 ) -> TextTowerSource | None:
-    """Return the text tower of the checkpoint ``siglip`` if the method compares patch embeddings with the question.
-
-    Returns None for any other method.
-
-    Args:
-        method: the name of the method, for errors.
-        evidence: pairs of a name and its column.
+    """Return the text tower of the checkpoint ``siglip``; None if the method compares no patches with the question.
 
     Raises:
         UsageError: ``siglip`` is None.
@@ -405,8 +374,7 @@ def _find_text_tower(
 def is_whole(cache_identity: CacheIdentity) -> bool:
     """Return True if a cache of this identity holds every token unchanged.
 
-    That takes a stored ratio of 1 and a known method that is exact and does not merge: others drop or merge tokens even
-    at a ratio of 1.
+    That takes a stored ratio of 1 and a known method that is exact and does not merge.
     """
     method = read_declared_method(cache_identity)
     keeps_all = method is not None and method.exact and not method.merges

@@ -41,13 +41,10 @@ def choose_model(model: str | None, revision: str | None, weights: str) -> tuple
 
 
 def choose_family(identity: ModelIdentity, family: str | None = None) -> str | None:
-    """Return the family with which to resolve a cache's model; None for the default family of its model type.
-
-    Args:
-        family: the family that the user named, which wins over the cache's.
+    """Return the user's ``family``, or the one that the cache names; None for the default of the model type.
 
     Raises:
-        UsageError: the cache was made with a user family that is not named here: a cache alone never selects code to
+        UsageError: the cache was made with a user family that is not named here, since a cache never selects code to
             import.
     """
     cached_family = identity.get("family")
@@ -60,7 +57,7 @@ def choose_family(identity: ModelIdentity, family: str | None = None) -> str | N
 
 
 def refuse_vllm(identity: ModelIdentity) -> None:
-    """Raise UsageError for a model of the generic or a user family: vLLM has no class that takes its tokens."""
+    """Raise UsageError for a model of the generic or a user family, which vLLM does not support."""
     if (family := identity.get("family")) is not None:
         raise UsageError(
             f"vLLM has no class that takes cached tokens of {identity['type']} (family {family}): answer with python "
@@ -78,15 +75,17 @@ def find_model(
 ) -> ModelSource:
     """Return the checkpoint that a cache was made with, or ``model`` if it fits the cache; weights are not loaded.
 
+    For the family generic, its gate may compare a reduced model first, which takes a minute or two.
+
     Args:
-        model: a Hugging Face id or folder; None uses the one that the cache names.
+        model: None uses the one that the cache names.
         revision: of the model; None uses the commit that made the cache, if ``model`` is None or the same id.
-        read_tower: reads the hash of the vision encoder that made the cache; given for vLLM, which may use other or
-            quantized weights with the same vision encoder.
+        read_tower: reads the hash of the vision encoder that made the cache. If given, vLLM must support the model, and
+            other or quantized weights with this vision encoder fit too.
         family: the user family with which the cache was made; it is imported.
 
     Raises:
-        UsageError: no model is named, or vLLM does not support it.
+        UsageError: no model is named, vLLM does not support it, or the cache's user family is not given.
         IdentityMismatch: the model does not fit the cache.
         ModelError: there is no such checkpoint, or it cannot be used.
     """
@@ -102,11 +101,7 @@ def find_model(
 
 
 def make_prompt_builder(source: ModelSource, options: GenerateConfig, positions: str | None = None) -> PromptBuilder:
-    """Create the prompt builder of a model; ``positions`` replaces the positions of the options.
-
-    Raises:
-        ModelError: the checkpoint lacks a tokenizer, a chat template or a token of prompts.
-    """
+    """Create the prompt builder of a model; ``positions`` replaces the positions of the options."""
     default = None if options.positions == "auto" else options.positions
     thought = "closed" if options.close_thought else "open"
     return prompt_builder(source, positions or default, options.rule, options.frame_times, thought)
@@ -115,11 +110,10 @@ def make_prompt_builder(source: ModelSource, options: GenerateConfig, positions:
 def model_source(cache: TokenCache, model: str | None = None, family: str | None = None) -> ModelSource:
     """Return the checkpoint that a cache was made with; no weights are loaded.
 
-    Its ``pretrained()`` returns the name and revision for transformers' ``from_pretrained``.
+    Its ``pretrained()`` returns the name and revision for ``from_pretrained``.
 
     Args:
         model: the folder with the weights, if the cache does not name the model.
-        family: the user family ``module:Class`` with which the cache was made, if any.
 
     Raises:
         UsageError: no model is named, or it is not the one that made the cache.
@@ -134,8 +128,6 @@ def check_model(
     """Raise IdentityMismatch if a model's weights or family are not those that made the cache.
 
     Args:
-        cache: the cache, for the error.
-        identity: the model in the cache's header.
         read_tower: reads the hash of the vision encoder that made the cache. If given, other weights of the same model
             type are accepted if their vision encoder has this hash.
 
@@ -168,22 +160,13 @@ def check_model(
 
 
 def read_tower_hash(cache: Store, header: CacheHeader) -> str | None:
-    """Return the hash of the vision encoder that made a cache, from the first row that has it; None if no row does.
-
-    Raises:
-        CorruptShard: a file of the cache's table is damaged.
-        OSError: the store failed.
-    """
+    """Read the hash of the vision encoder that made a cache, from the first row that has it; None if no row does."""
     _, rows = LiveVideos.read(cache, fingerprint(header["identity"]), ("tower_hash",))
     return next(filter(None, rows["tower_hash"].unique().to_pylist()), None)
 
 
 def check_tokens(cache: Store, header: CacheHeader, widths: Collection[int], builder: PromptBuilder) -> None:
-    """Raise UsageError if the cached tokens do not fit the model: hidden sizes, deepstack levels or newline row.
-
-    Args:
-        widths: the hidden sizes of the cached videos.
-    """
+    """Raise UsageError if the cached tokens do not fit the model: hidden sizes, deepstack levels or newline row."""
     remedy = "prune into another --out with the same model"
     levels = deepstack_levels(header)
     if levels != builder.deepstack_levels:

@@ -1,7 +1,4 @@
-"""Prompts of questions: videos are read from the cache, pruned, and kept in memory for later questions.
-
-A question for which no prompt can be made becomes its error row.
-"""
+"""Prompts of questions: videos are read from the cache, pruned, and kept in memory for later questions."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ V = TypeVar("V")
 class LruCache(Generic[K, V]):
     """A mapping that keeps the most recently used values, up to ``max_bytes`` as measured by ``size``.
 
-    The newest value always stays, even if it is larger.
+    The newest value stays, even if it is larger.
     """
 
     def __init__(self, max_bytes: int, size: Callable[[V], int]) -> None:
@@ -70,7 +67,7 @@ class LruCache(Generic[K, V]):
         return self._values.get(key)
 
     def put(self, key: K, value: V) -> V:
-        """Store a value, drop the least recently used values beyond the limit, and return the value."""
+        """Store and return a value; drop the least recently used values beyond the limit."""
         if key in self._values:
             self._bytes -= self._size(self._values.pop(key))
         self._values[key] = value
@@ -90,8 +87,7 @@ def count_bytes(visual: Visual) -> int:
 class VideoMemory:
     """A reader of cached videos that also prunes them for prompts, and keeps recent results in memory.
 
-    Questions under the same pruning share one Visual of a video, unless the method depends on the question. A method
-    that ignores the question selects once per video. If it is nested, it selects at the largest ratio of its prunings,
+    A method that ignores the question selects once per video; if it is nested, at the largest ratio of its prunings,
     because the selections of smaller ratios are prefixes of that one.
 
     Attributes:
@@ -115,10 +111,8 @@ class VideoMemory:
         Args:
             prunings: all prunings that ``prune`` will get; their evidence is read with the tokens.
             retention_ratio: the ratio at which tokens are read; None reads all stored tokens.
-            order: the order in which tokens are read, "index" or "selection".
             own_order: whether pruned tokens keep the order that a method defines for prompts.
             device: the device on which methods select.
-            heartbeat: reports the video that is being read; None reports to nobody.
             max_bytes: the bytes of videos in memory; the last video stays even if it is larger.
         """
         rising = sorted(prunings, key=attrgetter("retention_ratio"))
@@ -145,7 +139,6 @@ class VideoMemory:
             RatioNotCached: the cache cannot serve the ratio.
             EvidenceNotCached: the cache lacks the evidence of a pruning.
             CorruptShard: the shard of the tokens is damaged.
-            OSError: the store failed.
         """
         if (video := self._videos.get(video_id)) is not None:
             return video
@@ -191,7 +184,7 @@ def _selection_key(late: LatePruning) -> tuple[str, int, float | None]:
 
 
 class Embedder(Protocol):
-    """An object that embeds texts: a language model or a SigLIP text tower."""
+    """An object that embeds texts."""
 
     def embedding(self, text: str) -> Tensor:
         """Return the embedding [Q,De] of a text."""
@@ -200,9 +193,8 @@ class Embedder(Protocol):
 class TextEmbeddings:
     """The embeddings of questions for methods that compare them with tokens.
 
-    They come from the language ``model`` or from text towers, which are loaded on creation. The embedded text is that
-    of the questions file, as in CDPruner's official code: without chat template and choices. For a conversation it is
-    the text of the last message.
+    The embedded text is that of the questions file, without chat template and choices; for a conversation, it is the
+    text of the last message.
     """
 
     def __init__(self, model: Embedder, device: str, prunings: Iterable[LatePruning]) -> None:
@@ -215,11 +207,7 @@ class TextEmbeddings:
         self._by_tower = {tower: TextTower.load(tower, device) if tower else model for tower in towers}
 
     def embedding(self, late: LatePruning, text: str) -> Tensor | None:
-        """Return the embedding [Q,De] of a text, or None if the method of ``late`` does not need it.
-
-        Raises:
-            ValueError: the text has no token.
-        """
+        """Return the embedding [Q,De] of a text, or None if the method of ``late`` does not need it."""
         if "text_embedding" not in late.pruner.needs:
             return None
         return self._by_tower[late.text_tower].embedding(text)
@@ -227,11 +215,7 @@ class TextEmbeddings:
 
 @dataclass(frozen=True)
 class PreparedQuestion:
-    """A question with its prompt, and its answer row as far as it is known before answering.
-
-    Attributes:
-        inside: the method that prunes inside the model and the share it keeps; None if no method does.
-    """
+    """A question with its prompt, and its answer row as far as it is known before answering."""
 
     row: AnswerRecord
     prompt: Prompt
@@ -245,7 +229,7 @@ class PreparedQuestion:
 
 
 def make_heartbeat_name(row: QuestionRecord | AnswerRecord) -> str:
-    """Return the name of a question and its pruning in heartbeats, unique in a run."""
+    """Return the name of a question and its pruning in heartbeats."""
     pruning = row.get("pruning")
     return f"{row['question_id']} under {pruning}" if pruning else row["question_id"]
 
@@ -253,10 +237,8 @@ def make_heartbeat_name(row: QuestionRecord | AnswerRecord) -> str:
 def convert_error(question_id: str, error: Exception, pruner: Pruner | None = None) -> QuestionFault:
     """Convert an unforeseen error to the fault of a question; end this process if the error broke the GPU.
 
-    Errors of user code become "own-code", running out of memory "out-of-memory", and all others "internal".
-
-    Args:
-        pruner: the method that prunes inside the language model, if any; it may be the user's.
+    Errors of user code (with ``pruner``, a method inside the model) become "own-code", running out of memory
+    "out-of-memory", and all others "internal".
 
     Raises:
         MethodFails: ``error`` itself, because every other question would fail too.
@@ -274,7 +256,7 @@ def convert_error(question_id: str, error: Exception, pruner: Pruner | None = No
 
 
 class PromptMaker:
-    """The maker of prompts from questions and cached videos, for one engine; an Answerer holds one."""
+    """The maker of prompts from questions and cached videos, for one engine."""
 
     def __init__(self, setup: AnswerSetup, engine: Engine, device: str, heartbeat: Heartbeat) -> None:
         """Open the cache, and load the text towers that prunings need; no video is read yet.
@@ -310,9 +292,9 @@ class PromptMaker:
     def make(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
         """Return the question with its prompt, or its error row if no prompt can be made.
 
-        A video that was removed since the run began gives a removed row. A question that was in hand at POISON crashes
-        gets an error row without another try. Any other Exception becomes an error row too (an OSError "io", a
-        ValueError "bad-prompt"), but one that broke the GPU ends this process with exit code 70.
+        A video that was removed since the run began gives a removed row. A question that was in hand at POISON (2)
+        crashes gets an error row without another try. Any other Exception becomes an error row too, for example OSError
+        "io" and ValueError "bad-prompt", but one that broke the GPU ends this process with exit code 70.
 
         Raises:
             MethodFails: a user method fails for every video.
@@ -342,11 +324,7 @@ class PromptMaker:
         return failed_answer(question, fault)
 
     def _build(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
-        """Read the question's videos, prune them under the question's pruning, and build the prompt.
-
-        Returns:
-            The prepared question; or its error row if prompt and answer together exceed the context.
-        """
+        """Read and prune the question's videos, and build its prompt; return an error row if that is too long."""
         late = self._prunings[question.get("pruning", "")]
         words = None if late is None else self._embeddings.embedding(late, question["prompt"])
         videos = []

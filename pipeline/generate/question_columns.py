@@ -1,7 +1,6 @@
 """The columns of a questions file: those that are read, similar names, which are refused, and the carried columns.
 
-Columns that are not read are carried to the answers. A setting with a misspelled name would therefore have no effect,
-and nobody would notice, so such names are refused.
+Columns that are not read are carried to the answers, so a misspelled setting would go unnoticed.
 """
 
 from __future__ import annotations
@@ -117,15 +116,15 @@ def _split_words(name: str) -> list[str]:
 
 
 def _fold(name: str) -> str:
-    """Return a name in lower case with letters and digits only, and without the s of a plural at its end."""
+    """Return a name in lower case with letters and digits only, and without the s of a plural."""
     *words, last = _split_words(name) or [""]
     return "".join([*words, last.removesuffix("s") or last])
 
 
 def _differ_by_one_edit(a: str, b: str) -> bool:
-    """Return True if one edit makes two texts equal: a letter inserted, removed or changed, or two neighbors swapped.
+    """Return True if two texts are equal but for at most one edit.
 
-    Equal texts give True, too.
+    An edit inserts, removes or changes a letter, or swaps two neighbors.
     """
     short, long = sorted((a, b), key=len)
     same = next((i for i, (x, y) in enumerate(zip(short, long, strict=False)) if x != y), len(short))
@@ -140,13 +139,13 @@ def make_carried_columns(
 ) -> dict[str, pa.Array]:
     """Convert the columns that are carried to the answers to Arrow arrays, by their names in the answers.
 
-    A column keeps its type; if it has values of several types, or that Parquet cannot hold, it becomes text. A name
-    that the answers use themselves is written as ``question_NAME``.
+    A column gets its declared type or the common type of its values; without one that Parquet can hold, it becomes
+    text. A name that the answers use themselves is written as ``question_NAME``.
 
     Args:
-        rows: the carried columns of each question; a missing value becomes null.
+        rows: the carried columns of each question.
         own_names: the names of the answers' own columns.
-        types: the declared types of carried columns, if the file or table has types; these come first in the result.
+        types: the declared types of carried columns, if any; these come first in the result.
 
     Raises:
         QuestionsError: two columns would get the same name, or a name is not valid text.
@@ -188,7 +187,7 @@ def _as_text(value: Any) -> str:
 
 
 def append_carried_columns(answers: pa.Table, questions: pa.Table, own_names: Collection[str]) -> pa.Table:
-    """Append to answers the columns of their questions that are not among ``own_names``, matched by question_id.
+    """Append the columns of the questions that are not among ``own_names``, matched by question_id.
 
     Removed answers, and answers without a question, get nulls.
     """
@@ -221,7 +220,7 @@ def concat_answers(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _with_texts(table: pa.Table, names: Collection[str]) -> pa.Table:
-    """Return a table with the columns ``names`` as text; values that are not text become JSON, and nulls stay."""
+    """Return a table with the columns ``names`` as text or JSON; nulls stay."""
     for index, name in enumerate(table.column_names):
         if name in names:
             texts = [None if value is None else _as_text(value) for value in table[name].to_pylist()]

@@ -1,6 +1,6 @@
 """Questions: a file becomes an Arrow table with one row per question, every row checked.
 
-At the end of the file: the prompts of questions with choices, and the choice that a generated answer names.
+Also: the prompts of questions with choices, and the choice that a generated answer names.
 """
 
 from __future__ import annotations
@@ -99,9 +99,8 @@ class AnswerMode:
     """How a question is answered: the run's default, or the mode of a single question.
 
     Attributes:
-        decoding: the options of generating.
-        method: "letter" and "loglikelihood" score the choices, "generate" generates an answer. As a run's default it
-            applies to questions with choices; questions without choices are always generated.
+        method: "letter" and "loglikelihood" score the choices, "generate" generates an answer. Questions without
+            choices are always generated.
         system: the system message; None leaves it to the chat template.
     """
 
@@ -111,14 +110,14 @@ class AnswerMode:
 
     @classmethod
     def of(cls, config: GenerateConfig) -> AnswerMode:
-        """Create a run's default mode from its options. Raises UsageError if a decoding option is invalid."""
+        """Create a run's default mode. Raises UsageError if a decoding option is invalid."""
         with usage_errors():
             decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
         return cls(decoding, config.choices, config.system)
 
     @classmethod
     def parse(cls, text: str) -> AnswerMode:
-        """Parse the JSON that ``describe`` returned; decoding options that it left out get their defaults."""
+        """Parse the JSON of ``describe``; missing decoding options get their defaults."""
         options = json.loads(text)
         decoding = Decoding(**{item.name: options[item.name] for item in fields(Decoding) if item.name in options})
         return cls(decoding, options["method"], options["system"])
@@ -129,7 +128,7 @@ class AnswerMode:
         return self.method != "generate"
 
     def describe(self) -> str:
-        """Return the mode as JSON for ``parse``, without decoding options that have no effect."""
+        """Return the mode as JSON, without decoding options that have no effect."""
         options = {} if self.scores_choices else describe_decoding(self.decoding)
         fields = {"method": self.method, "system": self.system, **options}
         return json.dumps(fields, sort_keys=True, ensure_ascii=False)
@@ -145,18 +144,16 @@ def describe_decoding(decoding: Decoding) -> dict[str, int | float]:
 def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None, limit: int | None = None) -> pa.Table:
     """Read and check a file of questions (.jsonl, .parquet or .csv, local or s3://), in the file's order.
 
-    Args:
-        mode: the run's default mode; a row's options replace its decoding options and system message.
-        objects: the access to S3; None creates it from the environment.
-        limit: the number of rows to read; later rows are not checked. None reads all.
+    The table has the columns of QUESTION_SCHEMA, followed by the file's other columns.
 
-    Returns:
-        A table with the columns of QUESTION_SCHEMA, followed by the file's other columns.
+    Args:
+        mode: the run's default; a row's options replace its decoding options and system message.
+        limit: the number of rows to read; later rows are not checked.
 
     Raises:
         QuestionsError: the file cannot be read or has no row; a row lacks question_id, video_id, or prompt and
             messages; a question_id repeats; a column seems to be a misspelled one; or messages, choices or options are
-            invalid. The message names the file and the row.
+            invalid.
     """
     with _open_file(place, objects) as file:
         try:
@@ -171,10 +168,7 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
 def read_given_questions(source: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
     """Check questions given as dicts or as a table that Arrow can convert, like the rows of a file.
 
-    Carried columns of a table keep their types.
-
-    Returns:
-        A table with the columns of QUESTION_SCHEMA, followed by the carried columns.
+    The result has the columns of QUESTION_SCHEMA, and the carried columns, which keep a table's types.
 
     Raises:
         QuestionsError: ``source`` holds no rows, or a row is invalid.
@@ -196,12 +190,10 @@ def _check_rows(
     mode: AnswerMode,
     limit: int | None,
 ) -> pa.Table:
-    """Check the first ``limit`` rows; return a table with the columns of QUESTION_SCHEMA and the carried columns.
+    """Check the first ``limit`` rows; return a table with QUESTION_SCHEMA and the carried columns.
 
     Args:
         numbered_rows: pairs of the row's location in words and the row.
-        types: the types of the columns, if the source has types.
-        place: the file's name, for messages.
 
     Raises:
         QuestionsError: there is no row, a row is invalid, or a question_id repeats.
@@ -232,7 +224,7 @@ def _check_rows(
 def refuse_placeholders(questions: pa.Table, builder: PromptBuilder, place: str) -> None:
     """Raise QuestionsError if a text has a placeholder of the model, such as ``<video>``.
 
-    Prompts, messages, choices and system messages are checked. The error begins with ``place`` and names the question.
+    Prompts, messages, choices and system messages are checked.
     """
     for row in questions.select(QUESTION_SCHEMA.names).to_pylist():
         texts = [row["prompt"], *(row["choices"] or ()), *list_texts(load_messages(row["conversation"] or "[]"))]
@@ -245,11 +237,7 @@ def refuse_placeholders(questions: pa.Table, builder: PromptBuilder, place: str)
 def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: AnswerMode) -> pa.Table:
     """Create the table of questions (QUESTION_SCHEMA) that asks every prompt about every video, for ``--ask``.
 
-    It is ordered by video, then prompt. An id is the video's id, "#" and a hash of the prompt, so that a rerun finds
-    the answers.
-
-    Args:
-        mode: the mode in which all of them are answered.
+    It is ordered by video, then prompt. An id is the video's id, "#" and a hash of the prompt.
 
     Raises:
         QuestionsError: a prompt is blank, not valid text or repeated, or there are no videos.
@@ -267,8 +255,7 @@ def _open_file(place: str, objects: Objects | None) -> BinaryIO:
     """Open a local file of questions, or read one on S3 whole, as a binary file.
 
     Raises:
-        QuestionsError: the suffix is unknown, or the file cannot be opened (for a local file, a similar name in its
-            folder is suggested).
+        QuestionsError: the suffix is unknown, or the file cannot be opened.
     """
     if find_suffix(place) not in TABLE_SUFFIXES:
         raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
@@ -285,7 +272,7 @@ def _open_file(place: str, objects: Objects | None) -> BinaryIO:
 def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | list[str] | None]:
     """Check one row of a question file, and return it as a row of QUESTION_SCHEMA.
 
-    NaN counts as an empty cell. ``where`` names the file and the row in the QuestionsError of an invalid row.
+    NaN counts as an empty cell. An invalid row raises QuestionsError, which begins with ``where``.
     """
     row = {name: value for name, value in row.items() if not is_nan(value)}
     _check_columns(row, where)
@@ -320,7 +307,7 @@ def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str
 
 
 def _parse_conversation(row: UserRow, where: str, n_videos: int) -> list[ChatMessage]:
-    """Return the checked messages of a row about ``n_videos`` videos.
+    """Return the checked messages of a row.
 
     Raises:
         QuestionsError: a message is invalid, the row has a prompt too, or both messages and row have a system message.
@@ -334,10 +321,7 @@ def _parse_conversation(row: UserRow, where: str, n_videos: int) -> list[ChatMes
 
 
 def _check_columns(row: UserRow, where: str) -> None:
-    """Raise QuestionsError if a needed column is missing or a name is a misspelled one (``refuse_near_names``).
-
-    For a missing column, a similar other name in the row is suggested, if there is one.
-    """
+    """Raise QuestionsError for a missing or misspelled column (``refuse_near_names``), or a setting of another tool."""
     refuse_near_names(row, where)
     other_names = [str(name) for name in row if name not in KNOWN_COLUMNS]
     needed_names = ("question_id", "video_id", *(("prompt",) if "messages" not in row else ()))
@@ -369,7 +353,7 @@ def _parse_video_ids(row: UserRow, where: str) -> list[str]:
 
 
 def _id_text(value: object) -> str | None:
-    """Return an id as text, by the rules of manifests (1.0 is "1"); None if the value is blank or not an id."""
+    """Return an id as text (1.0 is "1"); None if the value is blank or not an id."""
     try:
         text = cell_text(value, "the id")
     except ValueError:
@@ -382,7 +366,7 @@ def _parse_choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | No
 
     Raises:
         QuestionsError: it is not a list of at least two texts, none of them blank, or has more than 26 for a method
-            that needs letters.
+            other than "loglikelihood".
     """
     value = row.get("choices")
     if value is None:
@@ -402,7 +386,7 @@ def _parse_choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | No
 def _parse_target(row: UserRow, where: str) -> str | None:
     """Return the right answer (the column ``answer``) as text; None if it is missing or a blank text.
 
-    A whole float such as 2.0, which pandas makes of integers in a column with gaps, becomes "2".
+    A whole float such as 2.0 becomes "2".
 
     Raises:
         QuestionsError: the value is neither text nor a number.
@@ -476,14 +460,14 @@ def _parse_number(value: Any, kind: type, name: str, where: str) -> Any:
 
 
 def derive_seed(seed: int, question_id: str) -> int:
-    """Compute a question's seed, below 2**63, from the run's seed and the question's id alone."""
+    """Compute a question's seed, below 2**63, from the run's seed and its id."""
     return int.from_bytes(blake2b(f"{seed}\0{question_id}".encode(errors="replace"), digest_size=8).digest()) >> 1
 
 
 def add_choices(prompt: str, choices: Sequence[str]) -> str:
-    """Append the choices as lines "A. ..." and the instruction to answer with a letter to the prompt.
+    """Append the choices, as lines "A. ...", and the instruction to answer with a letter to the prompt.
 
-    If the choices carry their letters already, those letters are not repeated. Choices beyond Z are left out.
+    Letters that the choices begin with already are not repeated. Choices beyond Z are left out.
     """
     texts = strip_letters(choices)
     options = "".join(f"{letter}. {text}\n" for letter, text in zip(ascii_uppercase, texts, strict=False))
@@ -491,7 +475,7 @@ def add_choices(prompt: str, choices: Sequence[str]) -> str:
 
 
 def split_letter(choice: str) -> tuple[str, str]:
-    """Split a choice into (the letter before it as a capital, its text); the letter is "" if there is none."""
+    """Split a choice into (the letter before it as a capital, its text); the letter may be ""."""
     match = _LABEL.match(choice)
     return ("", choice) if match is None else (match[1].upper(), choice[match.end() :])
 
@@ -499,8 +483,7 @@ def split_letter(choice: str) -> tuple[str, str]:
 def strip_letters(choices: Sequence[str]) -> list[str]:
     """Return the choices without the letters before them, if these are A, B, C and so on for all choices.
 
-    Otherwise, return the choices unchanged: in "A. Lincoln" and "G. Bush" the letters are initials. The same applies to
-    choices whose texts would become equal, as "(a) only" and "(b) only", which refer to the question.
+    Otherwise, or if the texts would become equal, as in "(a) only" and "(b) only", return the choices unchanged.
     """
     letters, texts = zip(*map(split_letter, choices), strict=True) if choices else ((), ())
     is_labeled = list(letters) == list_letters(len(choices)) and len(set(texts)) == len(texts)
@@ -514,7 +497,7 @@ def find_count_from_1(answers: Iterable[tuple[str | None, Sequence[str] | None]]
     choices. An answer that is the text of a choice is not a number.
 
     Args:
-        answers: pairs of a question's right answer and its choices; a pair with None is left out.
+        answers: pairs of a right answer and the choices; pairs with None are left out.
     """
     pairs = [(answer, choices) for answer, choices in answers if answer is not None and choices]
     numbers = [
@@ -533,7 +516,7 @@ def find_count_from_1(answers: Iterable[tuple[str | None, Sequence[str] | None]]
 
 
 def list_letters(count: int) -> list[str]:
-    """Return the first ``count`` capital letters, at most 26; they name choices."""
+    """Return the first ``count`` capital letters, at most 26."""
     return list(ascii_uppercase[:count])
 
 
@@ -565,11 +548,8 @@ def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
 def strip_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
     """Return a reply without the text between pairs of tags, stripped of surrounding white space.
 
-    Equals ``strip_reasoning_tags`` of lmms-eval 0.7.3. A closing tag without an opening tag removes all text before it,
-    because the opening tag was in the prompt. An opening tag that is never closed stays.
-
-    Args:
-        tags: pairs of an opening and a closing tag.
+    Equals ``strip_reasoning_tags`` of lmms-eval 0.7.3. A closing tag without an opening tag removes all text before it.
+    An opening tag that is never closed stays.
     """
     for opening, closing in tags:
         while (start := reply.find(opening)) >= 0 and (end := reply.find(closing, start)) >= 0:
@@ -580,5 +560,5 @@ def strip_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
 
 
 def _normalise(text: str) -> str:
-    """Return a text in lower case, without surrounding white space and final periods."""
+    """Return a text in lower case, without final periods and surrounding white space."""
     return text.strip().rstrip(".").casefold()

@@ -1,4 +1,4 @@
-"""The questions that a run must ask, and notes for the user about questions that have answers already."""
+"""The questions that a run must ask, and notes about questions that have answers already."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ def select_remaining_questions(
 
     A question is asked if it has no live row. A failed one is asked again only with ``--retry-failed``, and only if it
     has changed, has attempts left, or failed for lack of videos that are cached now. A removed row is final. A failed
-    question about a video that was removed since is returned too: the run replaces its row by a removed one.
+    question about a video that was removed since is returned too, to get a removed row.
 
     Args:
         live: the live rows of these questions under these prunings.
-        questions: table with the columns of QUESTION_SCHEMA.
         codes: pruning -> the hashes of its user code (``find_code``).
         cached_ids: the ids of videos with tokens.
-        removed_ids: the ids of videos that were removed from the cache or from the answers.
+        removed_ids: those of videos that were removed from the cache or the answers.
 
     Raises:
         QuestionsChanged: a question with a good answer has changed.
@@ -77,7 +76,7 @@ def select_remaining_questions(
 def _pair_with_prunings(
     questions: Iterable[QuestionRecord], codes: Mapping[str, str | None]
 ) -> Iterator[QuestionRecord]:
-    """Yield every question under every pruning, with its code; the prunings of one question follow each other."""
+    """Yield every question under every pruning, with the code; those of one question follow each other."""
     for question in questions:
         for pruning, code in codes.items():
             row: QuestionRecord = {**question, "pruning": pruning} if pruning else question
@@ -85,10 +84,7 @@ def _pair_with_prunings(
 
 
 def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:
-    """Describe the first difference between a question and its answered version; return None if they are equal.
-
-    For conversations, the first message that differs is shown.
-    """
+    """Describe the first difference between a question and its answered version; return None if they are equal."""
     for name in COMPARED_COLUMNS:
         before, now = answer.get(name), question.get(name)
         if before != now:
@@ -108,11 +104,7 @@ def _shorten(value: object) -> str:
 
 
 def refuse_changed_questions(changes: Sequence[str], store: Store) -> None:
-    """Raise QuestionsChanged with the first five ``changes``, unless there are none.
-
-    Args:
-        changes: descriptions of the changed questions.
-    """
+    """Raise QuestionsChanged with the first five of these descriptions, unless there are none."""
     if changes:
         raise QuestionsChanged(
             f"{len(changes)} questions with an answer in {store} have changed:\n  "
@@ -124,13 +116,12 @@ def refuse_changed_questions(changes: Sequence[str], store: Store) -> None:
 def format_answered(
     live: pa.Table, n_questions: int, remaining: Sequence[QuestionRecord], config: GenerateConfig
 ) -> Iterator[str]:
-    """Yield a line for the user with the number of answered questions, if any, and how many of them failed.
+    """Yield a line with the number of answered questions, if any, and how many of them failed.
 
     Removed rows are not counted. The line, or a second one, says how failed questions can be asked again: with
     ``--retry-failed``, or by a larger ``--max-attempts``.
 
     Args:
-        live: the live rows of the questions.
         n_questions: the number of questions times prunings.
         remaining: the questions that the run asks.
     """
@@ -153,12 +144,9 @@ def format_answered(
 
 
 def format_new_targets(store: Store, live: pa.Table, questions: pa.Table) -> Iterator[str]:
-    """Yield a note for the user if the right answers of answered questions have changed in the questions file.
+    """Yield a note if the right answers of answered questions have changed in the questions file.
 
     Such questions are not asked again, and ``store`` keeps the earlier right answers.
-
-    Args:
-        live: the live rows of ``questions``.
     """
     good = live.filter(pc.equal(live["status"], "ok"))
     rows_of_questions = pc.index_in(good["question_id"], value_set=questions["question_id"].combine_chunks())
@@ -178,12 +166,11 @@ def format_new_targets(store: Store, live: pa.Table, questions: pa.Table) -> Ite
 
 
 def format_encoded_again(store: Store, live: pa.Table, videos: pa.Table) -> Iterator[str]:
-    """Yield a note for the user if good answers are about videos that were encoded again since.
+    """Yield a note if good answers are about videos that were encoded again since.
 
     A video was encoded again if its run id, which begins with a time, is greater than the answer's.
 
     Args:
-        live: the live rows of the answers.
         videos: ``video_id``, ``status``, ``run_id`` and ``rewritten`` of the live rows of their videos. Rows with
             ``rewritten`` are skipped: their run only moved the tokens.
     """
@@ -203,14 +190,9 @@ def format_encoded_again(store: Store, live: pa.Table, videos: pa.Table) -> Iter
 def format_removed(
     store: Store, live: pa.Table, remaining: Sequence[QuestionRecord], reasons: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield up to two notes for the user about removed videos: on questions not asked, and on good answers that stay.
+    """Yield up to two notes about removed videos: on questions not asked, and on good answers that stay.
 
-    The second note has the command that removes these answers.
-
-    Args:
-        live: the live rows of the questions.
-        remaining: the questions that have no answer yet.
-        reasons: the reason for each removed video.
+    The second note has the command that removes them. ``reasons`` has the reason for each removed video.
     """
     if not reasons:
         return

@@ -1,10 +1,7 @@
-"""The removal of answers for good: for takedowns, licences, privacy.
+"""The removal of answers for good: for takedowns, licenses, privacy. Rerun the command to resume after a kill.
 
-Each removal puts a file into ``removed/`` with the ids of its videos. It bars them: a question about one of them is
-neither asked nor counted as failed. Their answers stay as rows of status "removed" without any text, which beat all
-other rows of the question. Files that held the texts are rewritten and deleted.
-
-Rerun the command to resume after a kill.
+Each removal puts a file into ``removed/`` that bars its videos: questions about them are neither asked nor counted as
+failed. Their answers stay as rows of status "removed" without any text, which beat all other rows of the question.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ class AnswersRemoval(Removal):
     answers: int = 0
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user with the counts, and notes about unknown ids."""
+        """Yield lines with the counts, and notes about unknown ids."""
         yield (
             f"{self.videos:,} videos removed for good from the answers, with {len(self.questions):,} questions about "
             f"them; {self.answers:,} answers lost their texts"
@@ -68,7 +65,6 @@ def read_removal_reasons(store: Store) -> dict[str, str]:
 
     Raises:
         CorruptShard: a file does not match the hash in its name, or is not such a file.
-        OSError: the store failed.
     """
     barred: dict[str, str] = {}
     for name in store.names(REMOVED, ".json"):
@@ -85,10 +81,10 @@ def read_removal_reasons(store: Store) -> dict[str, str]:
 
 
 def bar_videos(store: Store, run_id: str, reasons: Mapping[str, str]) -> None:
-    """Bar videos from answers or results, by one new file; videos that are barred already keep their reason.
+    """Bar videos from answers or results, by one new file, unless all are barred already; those keep their reason.
 
     Args:
-        reasons: video id -> reason, cut to 1 KB. Nothing is written if all are barred already.
+        reasons: video id -> reason, cut to 1 KB.
     """
     barred = read_removal_reasons(store)
     if new := {video_id: printable(reason) for video_id, reason in reasons.items() if video_id not in barred}:
@@ -104,14 +100,12 @@ def remove_answers(store: Store, ids: Sequence[str], reason: str, say: Callable[
 
     Args:
         reason: stored with the rows, the bars and the record of the removal.
-        say: prints lines for the user.
 
     Raises:
         NotAnswers: ``store`` does not hold answers.
         CacheLocked: a run writes to ``store``.
         UsageError: ``store`` cannot be written to.
         CorruptShard: a file of answers is damaged.
-        OSError: the store failed.
     """
     read_answers_header(store)
     result = AnswersRemoval(new_run_id(), len(ids))
@@ -125,7 +119,7 @@ class _AnswersRemover:
     """The steps of one removal of answers, once its videos are barred."""
 
     def __init__(self, store: Store, ids: frozenset[str], reason: str, result: AnswersRemoval) -> None:
-        """Prepare the removal of the answers about the videos ``ids``; ``run`` does it, and fills in ``result``."""
+        """Prepare the removal of the answers about the videos ``ids``; ``run`` fills in ``result``."""
         self._store = store
         self._ids = ids
         self._result = result
@@ -141,10 +135,6 @@ class _AnswersRemover:
 
         Texts that other answers have too stay in the records. Copies of the old files and unfinished files are deleted
         too. Fills in the result.
-
-        Raises:
-            CorruptShard: a file of answers is damaged.
-            OSError: the store failed.
         """
         names, copies = list_shards(self._store)
         result = self._result
@@ -175,7 +165,7 @@ class _AnswersRemover:
         result.deleted += [*old_names, *delete_unfinished(self._store, ("", ANSWERS, RUNS, REMOVED))]
 
     def _read(self, names: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
-        """Yield (name, rows) of each file of answers. Raises CorruptShard if one is damaged, and OSError."""
+        """Yield (name, rows) of each file. Raises CorruptShard if one is damaged."""
         for name, data in zip(names, self._store.read_all(names), strict=True):
             yield name, parse_shard(self._store, name, data)
 
@@ -184,7 +174,7 @@ class _AnswersRemover:
         return pa.array([not self._ids.isdisjoint(ids) for ids in table["video_ids"].to_pylist()], pa.bool_())
 
     def _rewrite(self, number: int, name: str) -> None:
-        """Write the rows of a file of answers to a new file, without the texts of removed rows; the old file stays."""
+        """Write a file of answers anew without the texts of removed rows; the old file stays."""
         data = self._store.read(name)
         suffix = PurePosixPath(name).suffix
         if suffix == SUFFIXES["parquet"]:
@@ -207,7 +197,7 @@ class _AnswersRemover:
         return table
 
     def _clear_line(self, line: str) -> str:
-        """Return a JSON line cleared like a removed row if it is about a removed video; otherwise unchanged."""
+        """Return a JSON line, cleared if it is about a removed video."""
         row: dict[str, Any] = json.loads(line)
         if self._ids.isdisjoint(row["video_ids"]):
             return line

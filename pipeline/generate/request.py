@@ -60,13 +60,12 @@ from pipeline.storage.stores import Store, store_at
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A request whose options, questions, cache, model and stored answers are compatible; ``check_request`` creates it.
+    """A request whose options, questions, cache, model and stored answers are compatible.
 
     Attributes:
         store: the folder of the answers.
         questions: table with the columns of QUESTION_SCHEMA and the carried columns.
         setup: the settings of the workers; the device is not chosen yet.
-        forecast: finds the questions that need no model, and computes the sizes of prompts.
         identity: the settings that all answers in the store share; those of the options until ``match_answers``.
         video_runs: the columns of the questions' videos that ``format_encoded_again`` takes.
         is_evaluation: True if an evaluation made the request, which scores the answers with its own annotations.
@@ -95,19 +94,15 @@ class AnswerRequest:
         Raises:
             IdentityMismatch: the stored answers were made with other settings, or good ones with other code of a user
                 method (unless ``--on-changed redo``).
-            NotAnswers, CorruptShard: the stored answers are damaged.
         """
         identity, is_changed = match_answers(self.store, self.identity, redo=self.config.on_changed == REDO)
         return replace(self, identity=identity, is_code_changed=is_changed)
 
     def select_todo(self) -> tuple[AnswersTable, list[QuestionRecord]]:
-        """Read the stored answers, print notes about answered or removed questions, and select those still to ask.
+        """Read the stored answers, print notes, and return them with the questions still to ask, once for each pruning.
 
         If the code of a user method has changed, this writes the header with the new code, so that answers made with
         the old code are no longer live.
-
-        Returns:
-            The table of the stored answers, and one record for each question and pruning to ask.
 
         Raises:
             QuestionsChanged: a question that has a good answer has changed.
@@ -155,8 +150,8 @@ def check_request(
 ) -> AnswerRequest:
     """Check the options against the questions, the cache, the model and the stored answers; start and write nothing.
 
-    Prints notes about prompts that are too long, a model that reasons first, open questions to the shipped model, and a
-    method that keeps another ratio. With vLLM it may import vLLM and set its environment variables.
+    Prints notes, for example about prompts that are too long. With vLLM it may import vLLM and set its environment
+    variables; the gate of a generic model may take a minute or two.
 
     Args:
         questions: table with the columns of QUESTION_SCHEMA and carried columns. None reads the file
@@ -166,9 +161,8 @@ def check_request(
             model's placeholders, and get no notes about the model.
 
     Raises:
-        UsageError: the request cannot be carried out, or a file or store cannot be read.
-        CorruptShard: a file of the cache's table, of the answers or of the bars is damaged.
-        OSError: the bars of removed videos cannot be read.
+        UsageError: the request cannot be carried out, or a file or store cannot be read (OSError for ``removed/``).
+        CorruptShard: a file of the cache's table, of the answers or of ``removed/`` is damaged.
     """
     say = speaker(console)
     specs = {"": make_spec(config)} if specs is None else specs
@@ -227,7 +221,7 @@ def check_request(
 
 
 def _list_videos_with_tokens(videos: LiveVideos, config: GenerateConfig) -> list[str]:
-    """Return the ids of the cache's videos that have tokens. Raises UsageError if there are none."""
+    """List the cache's videos that have tokens. Raises UsageError if there are none."""
     ids: list[str] = select_ok(videos.live(("video_id", "status")))["video_id"].to_pylist()
     if not ids:
         raise UsageError(f"--ask: no video in {config.cache} has tokens; python -m jobs.prune makes some")
@@ -267,7 +261,7 @@ def resolve_prunings(
 ) -> dict[str, LatePruning | None]:
     """Check each named pruning against the cache, the model and the engine, and return it resolved; None stays None.
 
-    A user method is imported, and vLLM if it gets engine parameters. No model is loaded.
+    A user method is imported, and vLLM if it gets engine parameters.
 
     Raises:
         UsageError: a method is unknown, or not supported by the cache, the model or the engine; or no pruning uses
@@ -316,10 +310,6 @@ def identify_answers(
 
     A single pruning, named "", is described under ``pruner``. Several are described by name under PRUNINGS, to which
     later runs may add; the cache is then described without its evidence.
-
-    Args:
-        policy: the positions and rules of the prompts.
-        evaluation: the entries that an evaluation adds: its benchmark and protocol.
     """
     config = setup.config
     mode = AnswerMode.of(setup.config)
@@ -347,7 +337,7 @@ def identify_answers(
 
 
 def drop_evidence(cache_identity: CacheIdentity) -> CacheIdentity:
-    """Return a copy of a cache's identity without the description of its evidence, which does not change the tokens."""
+    """Return a copy of a cache's identity without the description of its evidence."""
     identity = cache_identity.copy()
     model = cache_identity["model"].copy()
     identity.pop("evidence", None)

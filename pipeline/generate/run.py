@@ -69,7 +69,6 @@ def answer(
         questions: table with the columns of QUESTION_SCHEMA and carried columns. None reads ``config.questions``, or
             makes those of ``config.ask``.
         specs: name -> pruning under which every question is asked. None uses the pruning of the options.
-        evaluation: the entries that an evaluation adds to the identity of the answers.
         here: answer in this process instead of on Ray, and commit every batch, so that a killed run loses at most one.
 
     Raises:
@@ -142,7 +141,7 @@ def ask(request: AnswerRequest, run_id: str, todo: list[QuestionRecord], monitor
 def answer_here(setup: AnswerSetup, questions: list[QuestionRecord], done: CommittedAnswers, say: Say) -> None:
     """Load the model into this process, answer the questions sorted by video, and commit each batch.
 
-    Progress is printed after a batch, at intervals of ``config.log_interval`` seconds or more.
+    Progress is printed at intervals of ``config.log_interval`` seconds or more.
 
     Raises:
         UsageError: the model cannot be loaded.
@@ -160,14 +159,14 @@ def answer_here(setup: AnswerSetup, questions: list[QuestionRecord], done: Commi
 
 
 def choose_device_here(config: GenerateConfig) -> tuple[str, str]:
-    """Return the (device, dtype) of this process. Raises UsageError if the options do not fit this machine."""
+    """Choose the (device, dtype) of this process. Raises UsageError if the options do not fit it."""
     with usage_errors():
         runtime = choose_runtime(config.device, config.dtype, config.attn)
     return runtime.device, runtime.dtype_name
 
 
 class CommittedAnswers:
-    """The writer of one run's rows, which counts them for the run's record and metrics.
+    """The writer of one run's rows, which also counts them.
 
     Attributes:
         n_settled_shards: shards of rows that needed no model; the shards of answers are numbered from here.
@@ -197,10 +196,7 @@ class CommittedAnswers:
         """Commit rows of the model as shard ``number``, count them, and add new runtimes of workers to the record.
 
         Rows that arrive a second time, after an interrupt, are written again but not counted. After every
-        MAX_WAITING_FILES shards small files are merged; if that fails, a warning is printed.
-
-        Args:
-            rows: table with the columns of ANSWERED_SCHEMA.
+        MAX_WAITING_FILES shards, small files are merged; if that fails, a warning is printed.
         """
         if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
             self._runtimes.extend(new)
@@ -216,7 +212,7 @@ class CommittedAnswers:
             try_merge_answers(self._request.store, MAX_WAITING_FILES, speaker(self._request.console))
 
     def _write(self, number: int, rows: Sequence[AnswerRecord]) -> None:
-        """Write rows as shard ``number`` in the format of the options, with the columns that their questions carry."""
+        """Write rows, with their carried columns, as shard ``number``."""
         request = self._request
         commit_answers(request.store, self._run_id, number, rows, request.config.format, request.questions)
 
@@ -236,14 +232,13 @@ def answer_questions(
     >>> pipeline.read_answers(summary.out).select(["question_id", "answer"]).to_pylist()
 
     Calling it again asks only the questions without an answer. A running Ray is used and kept; otherwise Ray is
-    started, and shut down at the end. Settings of Ray, loggers and warnings are restored.
+    started, and shut down at the end.
 
     Args:
         cache: a path, or a TokenCache, which is opened again.
         questions: a file as for ``python -m jobs.generate --questions``; or rows with question_id, video_id, prompt or
             messages, and optional choices, answer, system and decoding options: dicts, or a table of Arrow, pandas or
             Polars. None with ``ask=["What happens here?"]``, which asks every video of the cache.
-        out: the answers to create or to continue.
         progress: True shows the progress, False shows nothing, and a function is called with each Progress.
         options: the options of ``python -m jobs.generate --help-all``: ``--max-new-tokens 8`` is ``max_new_tokens=8``.
 

@@ -1,4 +1,4 @@
-"""The counts over a file's questions, computed from the stored rows of answers, never from a run's counters."""
+"""The counts over the questions of a file, computed from the stored rows of answers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ class AnswerSummary(Outcome):
 
     Attributes:
         n_questions: questions times prunings, without those about removed videos.
-        visual_tokens: mean visual tokens per answered prompt.
-        prompt_tokens: mean text and visual tokens per answered prompt.
+        visual_tokens, prompt_tokens: means per answered prompt.
         new_tokens: generated tokens in total.
         seconds: seconds of this run by kind of work (load, prefill, decode); each batch counts once.
         n_cut: answers that ``max_new_tokens`` cut.
         n_warned: answers about videos that were decoded with warnings.
         n_warned_videos: those videos; several in one prompt count as one.
-        warned: the first of those videos.
+        warned: the first three of those videos.
         n_removed: questions about removed videos, which are counted nowhere else.
     """
 
@@ -51,7 +50,7 @@ class AnswerSummary(Outcome):
     warned: list[str] = field(default_factory=list)
 
     def exit_code(self, failure_limit: int, infrastructure_limit: int | None = None) -> int:
-        """Return 0 if every question is about a removed video; otherwise the exit code for the counts of failures."""
+        """Return 0 if every question is about a removed video; otherwise the code for the failures."""
         if self.n_removed and not self.n_questions:
             return 0
         return super().exit_code(failure_limit, infrastructure_limit)
@@ -63,15 +62,13 @@ class AnswerSummary(Outcome):
 def summarise_answers(
     live: pa.Table, n_questions: int, new: Set[tuple[str, str | None]], wall_s: float
 ) -> AnswerSummary:
-    """Count the live rows of a run's questions; ``out`` and ``log`` of the summary stay empty.
+    """Count the live rows of a run's questions; ``out`` and ``log`` stay empty.
 
     If a question failed under several prunings, ``failed`` has one of the classes.
 
     Args:
         live: the live rows of these questions under the run's prunings.
-        n_questions: the number of questions times prunings.
         new: (question_id, pruning) of the questions that this run asked; seconds are those of their good rows.
-        wall_s: the seconds that the run took.
     """
     rows = live.select(list(_COLUMNS)).to_pylist()
     good = [row for row in rows if row["status"] == "ok"]
@@ -107,7 +104,7 @@ def summarise_answers(
 
 
 def render_answers(summary: AnswerSummary) -> RenderableType:
-    """Render the summary for the terminal; failures are listed by class, with an example and the remedy."""
+    """Render the summary; failures are listed by class, with an example and the remedy."""
     table = Table.grid(padding=(0, 2))
     counts = f"{summary.n_ok} answered, {summary.n_failed} failed, {summary.n_missing} without a row"
     table.add_row("questions", counts)
@@ -127,7 +124,7 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
 
 
 def format_warned(summary: AnswerSummary) -> str:
-    """Describe how many answers are about videos whose frames may be damaged, and name the first videos."""
+    """Describe the answers about videos whose frames may be damaged, with the first videos."""
     names = name_first(summary.warned, summary.n_warned_videos)
     return (
         f"{summary.n_warned} answers are about videos that were decoded with warnings ({names}): their frames may be "
@@ -136,5 +133,5 @@ def format_warned(summary: AnswerSummary) -> str:
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Return the mean of a column, or 0 if there are no rows."""
+    """Return the mean of a column; 0 without rows."""
     return sum(row[name] for row in rows) / len(rows) if rows else 0.0

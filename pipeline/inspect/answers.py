@@ -38,8 +38,7 @@ class Answers:
     """The answers at one location, read for display.
 
     Attributes:
-        place: the location, as it was named.
-        identity: the settings that all answers share.
+        place: the location as it was named.
         rows: the live row of each question under each pruning, in natural order of the ids.
     """
 
@@ -55,7 +54,6 @@ class Answers:
             NotAnswers: the store holds no answers.
             UsageError: the question has no row; the message suggests a similar id.
             CorruptShard: a file of the answers is damaged.
-            OSError: the store fails.
         """
         identity = read_answers_header(store)["identity"]
         rows = AnswersTable(store, identity).live()
@@ -68,12 +66,12 @@ class Answers:
 
     @cached_property
     def summary(self) -> AnswerSummary:
-        """The counts of these answers, computed once."""
+        """The counts of these answers."""
         return summarise_answers(self.rows, len(self.rows), frozenset(), 0.0)
 
     @cached_property
     def prunings(self) -> list[str]:
-        """The names of the prunings of the rows, "none" for a row without one; [] if no row has its own pruning."""
+        """The names of the prunings of the rows, "none" for a row without one; [] if no row has one."""
         names = pc.unique(self.rows["pruning"]).to_pylist()
         return [name or "none" for name in names] if any(names) else []
 
@@ -84,7 +82,7 @@ class Answers:
         return {"answers": self.place, "identity": cast(JsonObject, self.identity), **counts}
 
     def failed(self) -> Failures:
-        """List the failed questions in row order: question_id, pruning, class, message, attempts."""
+        """List the failed questions in row order."""
         return failed_records(self.rows, ("question_id", "pruning", "error_class", "error_message", "attempts"))
 
 
@@ -117,7 +115,7 @@ def question_report(answers: Answers) -> RenderableType:
 
 
 def _facts(answers: Answers) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) pairs of the answers' identity and counts; names that the identity lacks are left out."""
+    """Yield (name, value) pairs of the answers' identity and counts, without names that the identity lacks."""
     identity = answers.identity
     counts = answers.summary
     yield "answers", answers.place
@@ -182,7 +180,7 @@ def _format_answer(row: AnswerRecord) -> str:
 
 
 def _earlier_messages(row: AnswerRecord) -> Iterator[tuple[str, str]]:
-    """Yield (role, text) of the messages before the prompt; a part without text is shown as "(video)"."""
+    """Yield (role, text) of the messages before the prompt; a video is shown as "(video)"."""
     for message in load_messages(row["conversation"] or "[]")[:-1]:
         yield message["role"], " ".join(part.get("text", "(video)") for part in message["content"])
 

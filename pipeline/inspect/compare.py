@@ -1,7 +1,4 @@
-"""``pipeline.compare``: the tokens that several methods keep of one video, all from one encoding of it.
-
-The methods select from the stored tokens of a cache if these suffice; otherwise the source is encoded here.
-"""
+"""``pipeline.compare``: the tokens that several methods keep of one video, all from one encoding of it."""
 
 from __future__ import annotations
 
@@ -85,7 +82,7 @@ def compare(
         start_s, end_s: the clip of a file, in seconds.
         video_roots: folders and prefixes below which the sources that a cache names may be read.
         options: the options of ``python -m jobs.prune --help-all`` about one video: ``model``, ``num_frames``, ``fps``,
-            ``device`` and so on. With a cache, options about frames and precision are refused.
+            ``device`` and so on. With a cache, options other than CACHE_OPTIONS are refused.
 
     Raises:
         UsageError: an option, a method or a ratio cannot be used, or a cache holds too few tokens for the methods and
@@ -150,7 +147,6 @@ class CachedComparison:
 
     Attributes:
         config: the options of the call; those that the cache determines are ignored.
-        roots: folders and prefixes below which sources may be read.
         has_model: True if the call names the model.
     """
 
@@ -171,9 +167,7 @@ class CachedComparison:
         Raises:
             UsageError: a method cannot be used, or the source is needed and cannot be decoded.
             VideoFault: the source cannot be encoded, or a method cannot prune the video.
-            UnknownVideo: the cache has no tokens of the video.
             RatioNotCached: the cache does not serve a stored ratio.
-            MethodFails: a user method fails for every video.
         """
         cache = self.cache
         identity = self.cache.identity
@@ -207,11 +201,7 @@ class CachedComparison:
             ) from fault
 
     def _show_stored(self, settings: Mapping[str, Mapping[str, Json]], ratios: Sequence[float]) -> Comparison:
-        """Return the selections that the cache stores at these ratios, the largest first, once for each label.
-
-        Args:
-            settings: label -> parameters of the method, for display.
-        """
+        """Return the selections that the cache stores at these ratios, the largest first, once for each label."""
         selections = {}
         for ratio in sorted(set(ratios), reverse=True):
             video = self.cache.get(self.video_id, ratio)
@@ -222,11 +212,7 @@ class CachedComparison:
         return self._make_comparison(selections, row, f"The selections are those that {self.cache.store} stores.")
 
     def _compare_tokens(self, wanted: Sequence[Wanted], columns: Mapping[str, str]) -> Comparison:
-        """Compare the methods on the stored tokens, which are all tokens, on the GPU if there is one.
-
-        Args:
-            columns: label of evidence -> the column of the cache.
-        """
+        """Compare the methods on the stored tokens, which are all tokens, on the GPU if there is one."""
         video = self.cache.get(self.video_id, evidence=tuple(columns.values()))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         visual = make_visual_tokens(video.visual, columns.items(), device)
@@ -236,7 +222,7 @@ class CachedComparison:
     def _make_comparison(
         self, selections: Mapping[tuple[str, float], MethodSelection], row: VideoRow, origin: str
     ) -> Comparison:
-        """Make the comparison; the video's frames are decoded again for pictures if the source can be read."""
+        """Make the comparison, with pictures if the source can be decoded again."""
         identity = self.cache.identity
         pictures = source_pictures(row, identity["sampling"], self.objects, self.roots)
         return Comparison(
@@ -247,9 +233,6 @@ class CachedComparison:
         """Encode the source again as the cache's newest run did, and compare the methods on all tokens.
 
         The result's ``origin`` also compares the new selection of the cache's method with the stored one.
-
-        Args:
-            lacking: the reason why stored tokens do not suffice, for messages.
 
         Raises:
             UsageError: no record tells the settings, or the model is not the cache's or lacks needed evidence.
@@ -308,7 +291,7 @@ class CachedComparison:
 def is_stored(identity: CacheIdentity, row: Wanted) -> bool:
     """Return True if a cache of this identity holds a selection: same method and seed, at a ratio that it serves.
 
-    A smaller ratio is served only for a nested method.
+    A ratio below the stored one is served only for a nested method.
     """
     entry = {**describe_method(row.pruner), **({"seed": row.seed} if row.pruner.seeded else {})}
     above = row.retention_ratio - identity["retention_ratio"]
@@ -342,7 +325,7 @@ def _find_lacking(cache: TokenCache, wanted: Sequence[Wanted], family: str) -> t
 def _check_same_encoding(cache: TokenCache, recipe: Recipe, dtype: str) -> None:
     """Raise UsageError unless model, preprocessing and sampling of a recipe are those of the cache.
 
-    A pooling head and ``dtype``, the compute dtype that the recipe's identity needs, are not compared.
+    A pooling head and ``dtype``, which the recipe's identity needs, are not compared.
     """
     names = ("type", "weights", "family")  # a pooling head makes no tokens
 

@@ -1,4 +1,4 @@
-"""The tokens that several methods keep of one video: ``Comparison``, the result of ``pipeline.compare``."""
+"""``Comparison``, the result of ``pipeline.compare``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class MethodSelection:
     """The tokens that a method keeps of a video, T frames (on Qwen pairs of frames) x N tokens, at one ratio.
 
     Attributes:
-        method: the method as it was named, with its parameters: ``random,seed=1``.
-        retention_ratio: the nominal ratio.
+        method: the method with its parameters: ``random,seed=1``.
         index: [B] int64 on the CPU, flat index t*N + i, ascending. A merged token has the index of its target.
         merged: [B] bool, True for a token that is a mixture of several; None for a method that never merges.
         n_total: T*N, the number of tokens before pruning.
@@ -61,7 +60,7 @@ class MethodSelection:
 
     @property
     def n_merged(self) -> int:
-        """The number of kept tokens that are mixtures; 0 for a method that never merges."""
+        """The number of kept tokens that are mixtures."""
         return 0 if self.merged is None else int(self.merged.sum())
 
     @cached_property
@@ -73,7 +72,7 @@ class MethodSelection:
 
     @property
     def per_frame_label(self) -> str:
-        """The smallest and the largest number of kept tokens per frame, ``4 to 160``; just ``49`` if they are equal."""
+        """The smallest and the largest number of kept tokens per frame, ``4 to 160``, or just ``49``."""
         return " to ".join(map(str, sorted({min(self.kept_per_frame), max(self.kept_per_frame)})))
 
     def mask(self, *, merged: bool = False) -> NDArray[np.bool_]:
@@ -98,14 +97,11 @@ class Comparison:
     >>> comparison.save("page.html")
 
     Attributes:
-        video_id: the id in the cache, or the name of the file.
         selections: the kept tokens by (method, retention ratio): the largest ratio first, then in the order of the
             methods.
         metadata: the video's row of the videos table (see pipeline.cache.schema) with decoded JSON columns; for a video
             that is in no cache, the columns that decoding fills.
         grid: (rows, columns) of the N tokens of a frame; None if the model does not say.
-        model: the model that made the tokens.
-        sampling: the settings by which frames were sampled.
         origin: a sentence on where the selections come from; "" for a video encoded from its file.
         pictures: JPEGs of the sampled frames, or the reason why there are none.
     """
@@ -130,7 +126,7 @@ class Comparison:
         return list(dict.fromkeys(ratio for _, ratio in self.selections))
 
     def at(self, retention_ratio: float) -> Sequence[MethodSelection]:
-        """Return the selections at exactly this nominal ratio, in the order of the methods; [] if there are none."""
+        """Return the selections at exactly this nominal ratio, in the order of the methods."""
         return [selection for selection in self.rows if selection.retention_ratio == retention_ratio]
 
     def overlap(self, retention_ratio: float) -> NDArray[np.float64]:
@@ -138,7 +134,7 @@ class Comparison:
 
         Returns:
             [K,K] for the K selections of ``at(retention_ratio)``: row a, column b is the share of the tokens kept by a
-            that b keeps too. The matrix is symmetric if all methods keep the same number.
+            that b keeps too.
 
         Raises:
             ValueError: there is no selection at this ratio.
@@ -148,7 +144,7 @@ class Comparison:
         return shares
 
     def to_html(self) -> str:
-        """Return the page as HTML: the frames in a row for each method and ratio. The page loads no other file."""
+        """Return the page as HTML: a row of frames for each method and ratio. It loads no other file."""
         from pipeline.inspect.comparison_page import draw_comparison  # noqa: PLC0415 - it draws this class
 
         return draw_comparison(self)
@@ -162,7 +158,7 @@ class Comparison:
         return write_html(Path(file), self.to_html(), self.video_id, self.pictures.missing)
 
     def _repr_html_(self) -> str:
-        """Return the page in an iframe, so that its styles and those of the notebook stay separate."""
+        """Return the page in an iframe, which separates its styles from the notebook's."""
         style = f"width:100%;height:{_MAX_INLINE}px;border:0;border-radius:8px"
         title = html.escape(f"{self.video_id}: kept tokens")
         return f'<iframe title="{title}" srcdoc="{html.escape(self.to_html())}" style="{style}"></iframe>'

@@ -1,4 +1,4 @@
-"""The page of a comparison: the same frames in a row for each method and ratio, with each picture stored once."""
+"""The page of a comparison: the same frames in a row for each method and ratio."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _WIDE_FRAMES, _TALL_FRAMES = 8, 12
 
 
 class Tile(NamedTuple):
-    """A frame in the row of a selection: three SVG paths whose unit is one token, and a number.
+    """A frame in the row of a selection: three SVG paths whose unit is one token, and the number of kept tokens.
 
     Attributes:
         holes: the runs of kept tokens.
         edges: the lines between kept and dropped tokens, and between kept tokens and the frame's border.
         merged: the runs of kept tokens that are mixtures.
-        n_kept: the number of kept tokens.
     """
 
     holes: str
@@ -35,7 +34,7 @@ class Tile(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """The row of a selection in one band: its tiles, and the SVG path of the bars of kept tokens per frame."""
+    """The row of a selection in one band: its tiles, and the SVG path of its bars."""
 
     row: MethodSelection
     tiles: Sequence[Tile]
@@ -59,7 +58,7 @@ class Overlap(NamedTuple):
 
 
 def draw_comparison(comparison: Comparison) -> str:
-    """Render the page of a comparison as HTML, which loads no other file and runs no script."""
+    """Render the page of a comparison as HTML, without other files and scripts."""
     row, grid = comparison.metadata, comparison.grid
     shared = shared_values(row, comparison.model, comparison.pictures, "comparison.css")
     template = html_pages.environment(PACKAGE).get_template("comparison.html")
@@ -84,7 +83,7 @@ def draw_comparison(comparison: Comparison) -> str:
 
 
 def _explanation(comparison: Comparison) -> str:
-    """Return the sentences that explain the page's frames (pairs, changed shapes, an unknown grid), or ""."""
+    """Return the sentences that explain the page's frames, or ""."""
     row, grid = comparison.metadata, comparison.grid
     words = "A token spans two frames, of which the first is shown." if has_paired_frames(row) else ""
     if grid is not None:
@@ -94,7 +93,7 @@ def _explanation(comparison: Comparison) -> str:
 
 
 def _list_highest(comparison: Comparison) -> list[tuple[MethodSelection, int]]:
-    """Pair each selection with the largest number of tokens that any selection at its ratio keeps in a frame."""
+    """Pair each selection with the largest number of tokens per frame of the selections at its ratio."""
     highest = {
         ratio: max(max(row.kept_per_frame) for row in comparison.at(ratio)) for ratio in comparison.retention_ratios
     }
@@ -121,7 +120,7 @@ def _list_bands(comparison: Comparison, *, is_wide: bool) -> Iterator[Band]:
 
 
 def _list_tiles(row: MethodSelection, grid: tuple[int, int] | None) -> list[Tile]:
-    """Return the tile of each frame of a selection; without a grid, tiles have only the number of kept tokens."""
+    """Return the tile of each frame of a selection; without a grid, tiles have only ``n_kept``."""
     if grid is None:
         return [Tile("", "", "", count) for count in row.kept_per_frame]
     masks = (row.mask().reshape(-1, *grid), row.mask(merged=True).reshape(-1, *grid))

@@ -1,4 +1,4 @@
-"""The page of ``jobs.inspect --html``: one self-contained file that shows which tokens of a video were kept."""
+"""The page of ``jobs.inspect --html``: one file that shows which tokens of a video were kept."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Tier(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A frame (on Qwen a temporal patch) of the page: t, its time, its source frames, and a base64 JPEG or ""."""
+    """A frame (on Qwen, a temporal patch) of the page: t, time, source frames, and a base64 JPEG or ""."""
 
     t: int
     at: str
@@ -62,14 +62,13 @@ def write_page(
 
     Args:
         retention_ratio: where the slider starts; None for all that is stored.
-        objects: the access to a source on S3; None for the settings of the environment.
+        objects: None for the settings of the environment.
         video_roots: folders and prefixes below which the source may be read, for pictures.
 
     Raises:
         UsageError: ``file`` cannot be written (checked first), or a root does not exist.
         UnknownVideo: the cache has no tokens of the video; FailedVideo if it failed.
         ValueError: the ratio is invalid; RatioNotCached if the cache does not serve it.
-        CorruptShard: a file of the cache is damaged.
     """
     check_page_file(file)
     page = video_page(cache, video_id, retention_ratio, objects, video_roots)
@@ -77,7 +76,7 @@ def write_page(
 
 
 def check_page_file(file: Path) -> None:
-    """Raise UsageError if no page can be written to ``file``: its folder does not exist, or it is itself a folder."""
+    """Raise UsageError if ``file`` is a folder, or its folder does not exist."""
     if not file.parent.is_dir():
         raise UsageError(f"{file}: the folder {file.parent} does not exist")
     if file.is_dir():
@@ -116,15 +115,12 @@ def video_page(
 
     Args:
         retention_ratio: where the slider starts; None for all that is stored.
-        objects: the access to a source on S3; None for the settings of the environment.
         video_roots: folders and prefixes below which the source may be read.
 
     Raises:
         ManifestError: a root does not exist.
         UnknownVideo: the cache has no tokens of the video; FailedVideo if it failed.
-        RatioNotCached: the cache does not serve the ratio.
-        ValueError: the ratio is invalid.
-        CorruptShard: a file of the cache is damaged.
+        ValueError: the ratio is invalid; RatioNotCached if the cache does not serve it.
     """
     if retention_ratio is not None:
         cache.get(video_id, retention_ratio)  # raises for a ratio that the cache cannot serve
@@ -141,7 +137,6 @@ def draw_page(
 
     Args:
         video: all stored tokens of the video, read in order of selection.
-        identity: the identity of its cache.
         retention_ratio: where the slider starts; None for all that is stored.
     """
     row = video.metadata
@@ -184,10 +179,7 @@ def draw_page(
 def shared_values(row: VideoRow, model: ModelIdentity, pictures: Pictures, style: str) -> dict[str, Any]:
     """Return the template variables that the pages of videos and of comparisons share.
 
-    A frame of the page shows the picture of the first of its sampled frames.
-
-    Args:
-        style: the name of the page's own style sheet, which follows the shared one.
+    A frame of the page shows the picture of the first of its sampled frames. ``style`` is the page's own style sheet.
     """
     width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
     frames = [
@@ -237,7 +229,7 @@ def list_tiers(row: VideoRow, more: float | None = None) -> list[tuple[float, in
 
 
 def _describe_row(row: VideoRow) -> str:
-    """Return the line about a video's source, length, sampled rate and tokens; an unknown source is left out."""
+    """Describe a video's source, length, sampled rate and tokens; an unknown source is left out."""
     unit = "pair" if has_paired_frames(row) else "frame"
     parts = [f"{row['tokens_per_frame']} tokens × {row['n_frames']} {unit}{'s' if row['n_frames'] > 1 else ''}"]
     if has_paired_frames(row):
@@ -250,7 +242,7 @@ def _describe_row(row: VideoRow) -> str:
 
 
 def _explanation(row: VideoRow) -> str:
-    """Return the sentences that explain the page's pictures, or say that without a grid only numbers are shown."""
+    """Return the sentences that explain the page's pictures; without a grid, only numbers are shown."""
     grid = get_grid(row)
     if grid is None:
         return f"{row['tokens_per_frame']} tokens per frame form no square grid, so only their number is shown."
@@ -272,5 +264,5 @@ def explain_shape(row: VideoRow, grid: tuple[int, int]) -> str:
 
 
 def has_paired_frames(row: VideoRow) -> bool:
-    """Return True if a video has more sampled frames than t, so that a token spans two frames, as on Qwen."""
+    """Return True if a video has more sampled frames than t, as on Qwen, where a token spans two."""
     return len(row["frame_indices"]) > int(row["n_frames"])

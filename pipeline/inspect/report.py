@@ -1,4 +1,4 @@
-"""Reports of ``jobs.inspect`` for the terminal and as records: a cache, one of its videos, and failures."""
+"""Reports of ``jobs.inspect``: a cache, one of its videos, and failures."""
 
 from __future__ import annotations
 
@@ -39,10 +39,6 @@ def count(cache: TokenCache) -> tuple[Ledger, Summary]:
     """Read the whole videos table of a cache; return its live rows and the counts of all videos.
 
     The counts include videos whose committed token shards have no row any more.
-
-    Raises:
-        CorruptShard: a file of the table is damaged.
-        OSError: the store fails.
     """
     committed_names = list_committed_shards(cache.store)
     ledger = Ledger(cache.store, fingerprint(cache.identity)).refresh()
@@ -56,10 +52,7 @@ def count(cache: TokenCache) -> tuple[Ledger, Summary]:
 
 
 def cache_report(cache: TokenCache, ledger: Ledger, summary: Summary) -> RenderableType:
-    """Render identity, counts and latest run of a cache, table files that do not count, and its first videos.
-
-    ``ledger`` and ``summary`` are the results of ``count``.
-    """
+    """Render identity, counts and latest run of a cache, table files that do not count, and its first videos."""
     facts = [("cache", str(cache.store)), *identity_facts(cache.identity)]
     if cache.evidence:
         facts.append(("evidence", describe_evidence(cache.evidence)))
@@ -84,7 +77,7 @@ def _count_table_files(ledger: Ledger) -> dict[str, int]:
 
 
 def cache_record(cache: TokenCache, ledger: Ledger, summary: Summary) -> JsonObject:
-    """Return a cache's summary as a JSON-able dict: cache, identity, table, last_run (None without one) and counts."""
+    """Return a cache's identity, table and counts as a JSON-able dict; ``last_run`` is None without a run."""
     run = latest_run(cache.store, ledger)
     return {
         "cache": str(cache.store),
@@ -125,9 +118,6 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
 
     A failed or removed video has the reason instead of tokens.
 
-    Args:
-        retention_ratio: the ratio at which tokens are counted; None for all that is stored.
-
     Raises:
         UnknownVideo: the cache has no row of the video.
         RatioNotCached: the cache does not serve the ratio.
@@ -150,9 +140,6 @@ def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None
 
     For a failed or removed video, ``retention_ratio``, ``n_kept``, ``kept_per_frame`` and ``sampling`` are None.
 
-    Args:
-        retention_ratio: the ratio at which tokens are counted; None for all that is stored.
-
     Raises:
         UnknownVideo: the cache has no row of the video.
         RatioNotCached: the cache does not serve the ratio.
@@ -169,7 +156,7 @@ def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None
 
 
 def _sampling_record(row: VideoRow, sampling: SamplingIdentity) -> JsonObject:
-    """Return the frame rates and frame counts of an ok video by explicit names; None if not applicable or unknown."""
+    """Return the frame rates and frame counts of an ok video; None if not applicable or unknown."""
     n_sampled, by_rate = len(row["frame_indices"]), row["frames_by_rate"]
     return {
         "text": "; ".join(filter(None, (describe_frames(row), describe_limit(row, sampling)))),
@@ -183,22 +170,14 @@ def _sampling_record(row: VideoRow, sampling: SamplingIdentity) -> JsonObject:
 
 
 def _kept_per_frame(cache: TokenCache, row: VideoRow, retention_ratio: float | None) -> list[int]:
-    """Count the kept tokens of each frame at a ratio; None for all that is stored.
-
-    Raises:
-        RatioNotCached: the cache does not serve the ratio.
-    """
+    """Count the kept tokens of each frame. Raises RatioNotCached if the cache does not serve the ratio."""
     video = cache.get(row["video_id"], retention_ratio)
     counts: list[int] = torch.bincount(video.frame, minlength=row["n_frames"]).tolist()
     return counts
 
 
 def source_facts(row: VideoRow, sampling: SamplingIdentity) -> list[tuple[str, str]]:
-    """Return (name, value) pairs on a row's source, decoding, carried columns and run; unknown values are left out.
-
-    Args:
-        sampling: the sampling in the cache's identity.
-    """
+    """Return (name, value) pairs on a row's source, decoding, carried columns and run; unknown values are left out."""
     facts = [("video", row["video_id"]), ("source", row["uri"])]
     if row["start_s"] is not None or row["end_s"] is not None:
         end = "the end" if row["end_s"] is None else f"{row['end_s']:g} s"
@@ -262,27 +241,18 @@ def list_step_frames(row: VideoRow) -> list[list[int]]:
 
 
 def source_frames(row: VideoRow, frames: Sequence[int]) -> str:
-    """Describe sampled frames by their numbers in the source: ``frame 3`` or ``frames 3, 7``.
-
-    Args:
-        frames: positions in ``frame_indices``.
-    """
+    """Describe sampled frames by their numbers in the source: ``frame 3`` or ``frames 3, 7``."""
     return f"frame{'s' if len(frames) > 1 else ''} {', '.join(str(row['frame_indices'][i]) for i in frames)}"
 
 
 def failed_videos(cache: TokenCache) -> Failures:
-    """List the failed videos, with video_id, uri, stage, class, message and attempts.
-
-    Raises:
-        CorruptShard: a file of the table is damaged.
-        OSError: the store fails.
-    """
+    """List the failed videos, with the columns of _FAILURE_COLUMNS but for the status."""
     _, rows = LiveVideos.read(cache.store, fingerprint(cache.identity), _FAILURE_COLUMNS)
     return failed_records(rows, _FAILURE_COLUMNS[:-1])
 
 
 def failed_records(rows: pa.Table, columns: Sequence[str]) -> Failures:
-    """Convert the given columns of the failed rows to dicts; ``error_class`` becomes "class", and so on."""
+    """Convert the failed rows to dicts of these columns; ``error_class`` becomes "class", and so on."""
     failed_rows = rows.filter(pc.equal(rows["status"], "failed")).select(list(columns))
     return [{_SHORT_NAMES.get(name, name): value for name, value in row.items()} for row in failed_rows.to_pylist()]
 
@@ -303,7 +273,7 @@ def failed_lines(failures: Failures) -> Iterator[str]:
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
-    """Render (name, value) pairs as a borderless table; texts are cleaned first, since they come from files."""
+    """Render (name, value) pairs as a borderless table; unprintable characters are cleaned."""
     table = Table.grid(padding=(0, 2))
     for name, value in facts:
         table.add_row(Text(clean_line(name)), Text(clean_line(value)))
@@ -321,5 +291,5 @@ def identity_facts(identity: CacheIdentity) -> list[tuple[str, str]]:
 
 
 def flat(values: Mapping[str, object]) -> str:
-    """Join the values that are not None as ``name=value``, with each value as JSON."""
+    """Join the values that are not None as ``name=value``, with JSON values."""
     return " ".join(f"{name}={json.dumps(value)}" for name, value in values.items() if value is not None)

@@ -30,7 +30,7 @@ from pipeline.storage.s3 import Objects
 
 
 class Wanted(NamedTuple):
-    """A requested selection: a method, its label in the result, its nominal ratio, and the seed if it draws."""
+    """A requested selection: a method, its label in the result, its nominal ratio, and its seed."""
 
     label: str
     pruner: Pruner
@@ -47,7 +47,6 @@ def list_wanted(methods: Sequence[str | Pruner], ratios: Sequence[float], seed: 
     """List the requested selections: the largest ratio first, then in the order of the methods; repeats are dropped.
 
     Args:
-        methods: names as for ``pipeline.compare``, or Pruner objects.
         seed: the seed of methods that draw and name none.
         family: the model family's variant of methods that differ by family (``ModelFamily.variant``).
 
@@ -183,7 +182,6 @@ def compare_frames(
     Raises:
         UsageError: the model cannot be loaded.
         VideoFault: the video cannot be encoded, or a method cannot prune it.
-        MethodFails: a user method would fail for every video.
     """
     with usage_errors():
         encoder = VideoEncoder(recipe.encode_setup(device, dtype))

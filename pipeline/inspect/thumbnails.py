@@ -1,4 +1,4 @@
-"""Small pictures of a cached video's sampled frames, which are decoded again from the source."""
+"""Small pictures of a cached video's sampled frames, decoded again from the source."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Thumbnails:
     width: int
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) in pixels to resize a frame to; a frame is never enlarged."""
+        """Return the (height, width) to resize a frame to; a frame is never enlarged."""
         scale = min(1.0, self.width / width, self.width * 9 / 7 / height)
         return max(1, round(height * scale)), max(1, round(width * scale))
 
@@ -54,11 +54,8 @@ class Pictures:
 def source_pictures(row: VideoRow, sampling: SamplingIdentity, objects: Objects, roots: Roots) -> Pictures:
     """Decode a video's sampled frames again, and return them as JPEGs, or the reason why there are none.
 
-    The file is decoded in a child process, which may crash or hang without harm. The source must lie below one of
-    ``roots``, have the hash in the row, and give exactly the frames that the row names. No VideoFault is raised.
-
-    Args:
-        sampling: the sampling in the cache's identity.
+    The file is decoded in a child process. The source must lie below one of ``roots``, have the hash in the row, and
+    give exactly the frames that the row names. No VideoFault is raised.
     """
     try:
         return Pictures(to_jpegs(_decode_again(row, sampling, objects, roots).frames))
@@ -91,11 +88,7 @@ def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects, r
 
 
 def _sampling(settings: SamplingIdentity) -> Sampling:
-    """Make the sampling that a cache's identity describes.
-
-    Raises:
-        VideoFault: the settings are not valid.
-    """
+    """Make the sampling that a cache's identity describes. Raises VideoFault for invalid settings."""
     try:
         options = {name: value for name, value in settings.items() if name != "time_rule"}
         return Sampling(**{"num_frames": None, **options})  # type: ignore[arg-type]
@@ -104,16 +97,12 @@ def _sampling(settings: SamplingIdentity) -> Sampling:
 
 
 def _width(n_frames: int) -> int:
-    """Return the width in pixels of pictures for a page with ``n_frames`` frames; more frames get smaller pictures."""
+    """Return the width in pixels of pictures; more frames get smaller pictures."""
     return next((width for limit, width in _WIDTHS if n_frames <= limit), _MIN_WIDTH)
 
 
 def shrink(frames: Frames, size: tuple[int, int]) -> Frames:
-    """Shrink [T,H,W,3] frames for a page: [T,h,w,3] uint8 in the shape of their source.
-
-    Args:
-        size: (height, width) of the source.
-    """
+    """Shrink [T,H,W,3] frames for a page: [T,h,w,3] uint8 in the shape of their source, (height, width) ``size``."""
     target = Thumbnails(_width(len(frames))).target_size(len(frames), *size)
     return resize_frames(frames, target).numpy()
 

@@ -1,4 +1,4 @@
-"""The progress of a cache's latest run, read from the cache alone, and ``jobs.inspect CACHE --watch``."""
+"""The progress of a cache's latest run, read from the cache alone."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ class RunProgress:
     """The progress of a cache's latest run, counted from its videos table.
 
     Attributes:
-        run_id: the id of the run; its record is runs/<run_id>.json.
         status: "starting", "running", "finished", "failed", "cancelled", or "gone" if the run ended without a final
             record.
-        host: the host of the run's driver.
-        pid: the process id of the driver.
+        host, pid: the host and process id of the run's driver.
         n_videos: the number of videos to process; too low or too high if ``estimated``.
         estimated: True while not all archives are indexed yet.
         n_done: the number of live rows that the run wrote.
@@ -63,10 +61,7 @@ class RunProgress:
     now: Progress | None = None
 
     def estimate_left_s(self, rate: float) -> float | None:
-        """Estimate the remaining seconds at ``rate`` videos per second.
-
-        None if the rate is 0, or if more videos are done than were estimated.
-        """
+        """Estimate the remaining seconds; None if the rate is 0, or more videos are done than estimated."""
         return (self.n_videos - self.n_done) / rate if rate > 0 and self.n_done <= self.n_videos else None
 
     def describe(self) -> str:
@@ -98,7 +93,6 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
 
     Raises:
         CorruptShard: the record of the run is damaged.
-        OSError: the store fails.
     """
     names = store.names(RUNS, ".json")
     note = find_holder(store)
@@ -120,11 +114,10 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
 def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProgress:
     """Make the progress of a run from its rows, its record, and its note while it writes.
 
+    A damaged record raises KeyError, TypeError or ValueError.
+
     Args:
         note: the note of the writing run; None if no run is writing, which turns the status "running" into "gone".
-
-    Raises:
-        KeyError, TypeError, ValueError: the record is damaged.
     """
     n_done, n_failed = ledger.count_run_rows(record["run_id"])
     status = "gone" if record["status"] == "running" and not note else record["status"]
@@ -156,12 +149,10 @@ def wait_for_cache(store: Store, say: Callable[[str], object], every_s: float = 
 
     Returns at once if there is a cache, or any other file. There is no time limit until a run appears.
 
-    Args:
-        say: receives a line once if the call waits.
+    ``say`` receives a line once if the call waits.
 
     Raises:
         NotACache: the run ended without a cache.
-        OSError: the store fails.
     """
     last_note = None
     is_announced = False
@@ -180,14 +171,12 @@ def wait_for_cache(store: Store, say: Callable[[str], object], every_s: float = 
 def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> RunProgress | None:
     """Show the run that writes to a cache, otherwise its newest run, until it ends; return its last state.
 
-    On a terminal the display is updated in place; elsewhere each look prints a line. Returns None if the cache has no
-    run.
+    On a terminal the display is updated in place; elsewhere each look prints a line. Returns None without a run.
 
     Args:
         every_s: seconds between looks; None for 2 s for a folder on a terminal, 10 s for a store or a log.
 
     Raises:
-        OSError: the store fails.
         CorruptShard: a record or a file of the table is damaged.
     """
     run = None
@@ -206,13 +195,10 @@ def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> 
 
 
 def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunProgress, float]]:
-    """Yield (progress of ``latest_run``, videos per second) every ``every_s`` seconds until the run has ended.
+    """Yield (latest run, videos per second) every ``every_s`` seconds until the run has ended.
 
     The rate is that of the last minute; at the first look it is the average since the run's start. Nothing is yielded
     without a run.
-
-    Args:
-        made_with: the fingerprint of the cache's identity.
     """
     ledger = Ledger(store, made_with)
     recent = deque[tuple[float, int]]()
@@ -229,7 +215,7 @@ def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunPro
 
 
 def _render(run: RunProgress, rate: float) -> RenderableType:
-    """Render a run for the terminal: progress bar, time left at ``rate`` videos per second, load of stages."""
+    """Render a run: progress bar, time left at ``rate`` videos per second, load of stages."""
     lines: list[RenderableType] = [Text(clean_line(run.describe()))]
     if run.status == "running":
         left_s = run.estimate_left_s(rate)

@@ -1,4 +1,4 @@
-"""What ``python -m jobs.serve`` does: it runs vLLM's OpenAI server, on cached videos or with live pruning.
+"""What ``python -m jobs.serve`` does: it runs vLLM's OpenAI server.
 
 On a cache, messages name cached videos by ``cache://`` links. With live pruning, messages bring their videos.
 """
@@ -16,7 +16,7 @@ LIMITS = "limits"
 def register() -> None:
     """Register the renderer and tokenizer of cached videos in vLLM, as its entry point ``vllm.general_plugins``.
 
-    Every vLLM process calls it, often more than once; later calls do nothing.
+    Later calls do nothing.
     """
     from vllm.renderers.registry import RENDERER_REGISTRY  # noqa: PLC0415 - this package is imported without vLLM, too
     from vllm.tokenizers.registry import TokenizerRegistry  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""The options of a server, on cached videos or with live pruning: dataclasses from which the flags are made."""
+"""The options of a server, on cached videos or with live pruning."""
 
 from __future__ import annotations
 
@@ -86,11 +86,7 @@ class ServerOptions:
         return not self.no_key and not _is_loopback(self.host)
 
     def engine_params(self) -> dict[str, Json]:
-        """Parse ``--engine-param`` into values by name, spelled as in vLLM's EngineArgs; JSON values are decoded.
-
-        Raises:
-            UsageError: an argument is not NAME=VALUE.
-        """
+        """Parse ``--engine-param`` into values by name, decoded from JSON. Raises UsageError unless NAME=VALUE."""
         return engine_values(self.engine_param)
 
 
@@ -139,7 +135,7 @@ class ServeConfig(ServerOptions, PromptOptions, S3Options):
         self.named_caches()
 
     def named_caches(self) -> dict[str, str]:
-        """Parse ``--cache`` into name -> place; the first cache has no name and is not included.
+        """Parse the further caches into name -> location.
 
         Raises:
             UsageError: an argument is not NAME=PLACE, or a name repeats.
@@ -209,7 +205,7 @@ class LiveConfig(ServerOptions):
         return named_values(self.method_param, "--method-param")
 
     def media_hosts(self) -> list[str]:
-        """Return the hosts of ``--media-domain`` in lower case, because vLLM compares lower-case hosts."""
+        """Return the hosts of ``--media-domain`` in lower case, as vLLM needs them."""
         return [name.lower() for name in self.media_domain]
 
 
@@ -226,10 +222,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise UsageError if the server cannot listen on this port, which vLLM would report only after loading the model.
-
-    The port is released again.
-    """
+    """Raise UsageError if the server cannot listen on this port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as port_socket:
         port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The gate that every request passes before vLLM sees it: it checks the key and the size, and ends the server."""
+"""The gate that every request passes before vLLM: it checks the key and the size, and ends the server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class RequestLimits:
 
     Attributes:
         needs_key: True if the server must not start without a key.
-        max_request_bytes: the maximum size of a request's body.
         shutdown_timeout: the seconds that running requests have after SIGTERM.
     """
 
@@ -53,15 +52,14 @@ class RequestLimits:
 
 
 class RequestGate:
-    """The outermost ASGI middleware: it requires the key on every route, limits bodies, and names an answer's videos.
+    """The outermost ASGI middleware: it requires the key, limits bodies, and names an answer's videos in its headers.
 
-    vLLM's own check of the key leaves out some routes that answer and read. After SIGTERM, vLLM would answer new
-    requests with an empty text; the gate refuses them, and ends the server once the running requests have their answers
-    or ``shutdown_timeout`` is over.
+    After SIGTERM, it refuses new requests, and ends the server once the running requests have their answers or
+    ``shutdown_timeout`` is over.
     """
 
     def __init__(self, app: App) -> None:
-        """Read the key from the environment; limits and caches follow when the server starts."""
+        """Read the key from the environment."""
         self._app = app
         self._key = os.environ.get(KEY, "").encode()
         self._state: Any = None  # the state of vLLM's application
@@ -104,8 +102,6 @@ class RequestGate:
         Raises:
             UsageError: the server needs a key and has none, or a cache does not fit the model.
             ModelError: the model of the caches cannot be used.
-            CorruptShard: a file of a cache's table is damaged.
-            OSError: a store failed.
         """
         self._state = state
         values = state.vllm_config.additional_config
@@ -121,7 +117,7 @@ class RequestGate:
         loop.add_signal_handler(signal.SIGTERM, self._drain)
 
     def _drain(self) -> None:
-        """Begin the shutdown: from now on new requests are refused. Later calls do nothing."""
+        """Begin the shutdown, in which new requests are refused; later calls do nothing."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._end())
 
@@ -134,7 +130,7 @@ class RequestGate:
         self._state.server.should_exit = True
 
     def _has_key(self, scope: Scope) -> bool:
-        """Return True if the header is ``Authorization: Bearer KEY``; keys are compared in constant time."""
+        """Return True if the header is ``Authorization: Bearer KEY``."""
         scheme, _, client_key = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
         return scheme.lower() == b"bearer" and secrets.compare_digest(client_key, self._key)
 
@@ -165,7 +161,7 @@ class RequestGate:
         VIDEOS.set(videos)
 
         async def send_named(message: Message) -> None:
-            """Send a message of the answer, with the headers that the gate adds."""
+            """Send a message, with the headers that the gate adds."""
             if message["type"] == "http.response.start":
                 names = [(_HEADER, name.encode()) for name in videos]
                 retry = [(b"retry-after", str(RETRY_AFTER_S).encode())] if message["status"] == 503 else []
@@ -187,15 +183,12 @@ class RequestGate:
 
         Only a request about cached videos can be ended this way. The start of a 500 is held back until its body shows
         whether it was.
-
-        Args:
-            videos: filled by the renderer while vLLM makes the prompt.
         """
         is_ended = False
         kept_messages = list[Message]()
 
         async def send_unless_ended(message: Message) -> None:
-            """Send a message, but keep back the start of a 500 until its body says if the engine ended it."""
+            """Send a message, but keep back the start of a 500 until its body shows the cause."""
             nonlocal is_ended
             if message["type"] == "http.response.start" and message["status"] == 500 and videos:
                 kept_messages.append(message)
@@ -213,8 +206,7 @@ class RequestGate:
 def _explain_no_media(error: Exception) -> str | None:
     """Return why a video that a request names cannot be read; None for errors that are not the request's fault.
 
-    The reasons are a file that is not allowed, is missing or cannot be opened, and a URL that cannot be fetched. vLLM
-    itself would answer 500 and log a traceback.
+    The reasons are a file that is not allowed, is missing or cannot be opened, and a URL that cannot be fetched.
     """
     if isinstance(error, RuntimeError) and _NO_FILES in str(error):
         return "this server reads no files: send the video as a data URL"
@@ -226,7 +218,7 @@ def _explain_no_media(error: Exception) -> str | None:
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that first returns a body that was read already, then the client's further messages."""
+    """Return a ``receive`` that returns ``body`` first, then the client's further messages."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

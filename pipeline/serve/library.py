@@ -21,8 +21,7 @@ def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "a
     Call it before vLLM is imported: it sets environment variables and registers model classes for vLLM in this process.
 
     Args:
-        model: a folder or Hugging Face id, needed if the cache does not name the model; other weights with the cache's
-            vision encoder fit too.
+        model: needed if the cache does not name the model; other weights with the cache's vision encoder fit too.
         dtype: "auto" is bfloat16 on GPUs and float32 on CPUs.
         more: further arguments of EngineArgs; they replace those made here.
 
@@ -55,8 +54,7 @@ def vllm_input(
 
     Args:
         video: from :meth:`TokenCache.get`; several videos appear in the prompt in this order.
-        prompt: the question, as a user's message.
-        model: a folder or Hugging Face id, needed if the cache does not name the model.
+        model: needed if the cache does not name the model.
         system: a system message; None leaves it to the chat template.
         positions, rule, frame_times: the arguments of :func:`gstep.language.prompt_builder`.
 
@@ -90,10 +88,7 @@ def _builder(
     rule: str,
     frame_times: str,
 ) -> PromptBuilder:
-    """Return the prompt builder of a cache's model; the last eight builders are kept for later calls.
-
-    Args:
-        tower: the hash of the vision encoder that made the cache.
+    """Return the prompt builder of a cache's model; the last eight are kept for later calls.
 
     Raises:
         IdentityMismatch: ``model`` has another vision encoder.

@@ -1,7 +1,4 @@
-"""Messages as an OpenAI client writes them -> a prompt of cached tokens; vLLM is not needed.
-
-A message names a cached video by ``cache://VIDEO_ID?retention_ratio=R``.
-"""
+"""Messages as an OpenAI client writes them -> a prompt of cached tokens; vLLM is not needed."""
 
 from __future__ import annotations
 
@@ -37,10 +34,10 @@ _CHARACTERS_PER_TOKEN = 8  # the highest average of a text that may fit; ordinar
 
 @dataclass(frozen=True)
 class CacheLink:
-    """A parsed link to a cached video.
+    """A parsed link ``cache://VIDEO_ID?retention_ratio=R&cache=NAME`` to a cached video.
 
     Attributes:
-        retention_ratio: the share of the video's tokens; None uses the server's.
+        retention_ratio: None uses the server's.
         cache: the name of the cache; "" is the first cache.
     """
 
@@ -92,11 +89,11 @@ class ServedCache:
     Attributes:
         cache: the first cache: a folder or ``s3://bucket/prefix``.
         model, revision: the arguments of ModelSource.resolve.
-        others: (name, place) of further caches, which links name by ``?cache=NAME``.
+        others: (name, location) of further caches, which links name by ``?cache=NAME``.
         retention_ratio: for links without a ratio; None is all that is stored.
         positions, rule, frame_times: the arguments of prompt_builder.
         refresh_seconds: the interval at which the videos tables are read again.
-        held_bytes: the bytes of tokens kept in memory for later questions.
+        held_bytes: the bytes of tokens kept in memory.
     """
 
     cache: str
@@ -112,13 +109,13 @@ class ServedCache:
 
     @classmethod
     def from_config(cls, config: VllmConfig) -> ServedCache:
-        """Create the settings from vLLM's configuration, in which JSON has turned tuples into lists."""
+        """Create the settings from vLLM's configuration."""
         values = config.additional_config[CONFIG]
         return cls(**{**values, "others": tuple((name, place) for name, place in values["others"])})
 
 
 class Conversation(NamedTuple):
-    """A parsed conversation: messages for the chat template, their links in order, and the length of their texts."""
+    """A parsed conversation: messages for the chat template, links in order, and the length of the texts."""
 
     messages: list[ChatMessage]
     links: list[CacheLink]
@@ -129,9 +126,6 @@ class CachedPrompts:
     """The maker of prompts about videos of the served caches, for one model; thread-safe.
 
     Attributes:
-        served: the settings.
-        source: the checkpoint.
-        builder: the prompt builder of the checkpoint.
         caches: name -> the videos of each cache; "" is the first cache.
         largest_video: the maximum number of visual tokens of a cached video in a prompt.
     """
@@ -139,13 +133,9 @@ class CachedPrompts:
     def __init__(self, config: ServedCache) -> None:
         """Open all caches and check that they fit the model; a thread per cache refreshes it until ``close``.
 
-        Weights are not loaded.
-
         Raises:
             UsageError: a cache does not exist, was made with another model, or cannot serve the ratio.
             ModelError: there is no such checkpoint, or it cannot be used.
-            CorruptShard: a file of a cache's table is damaged.
-            OSError: a store failed.
         """
         self.served = config
         self.source = ModelSource.resolve(config.model, config.revision, quantized=True)
@@ -156,11 +146,7 @@ class CachedPrompts:
         self.largest_video += 1 if self.builder.needs_newline else 0
 
     def _open_cache(self, place: str) -> ServedVideos:
-        """Open a cache, check that it fits the model, and start the thread that refreshes it.
-
-        Raises:
-            UsageError: the cache does not exist, was made with another model, or cannot serve the server's ratio.
-        """
+        """Open a cache, check that it fits the model, and start the thread that refreshes it."""
         # If the store does not answer, a request gets its 503 soon instead of after minutes.
         open_token_cache = partial(TokenCache, place, store=store_at(place).impatient())
         first = open_token_cache()
@@ -204,7 +190,7 @@ class CachedPrompts:
             )
 
     def find(self, link: CacheLink) -> Future[ServedVideo]:
-        """Return a future of the linked video, done already if the tokens are in memory; otherwise a thread reads them.
+        """Return a future of the linked video, done if memory has it as of the last refresh.
 
         A link without a ratio gets the server's ratio.
 
@@ -221,7 +207,7 @@ class CachedPrompts:
         """Build the prompt of a conversation, up to the model's next message.
 
         Args:
-            videos: the videos of the conversation's links, in their order.
+            videos: those of the conversation's links, in their order.
             max_tokens: the visual tokens that a video may have in a prompt.
 
         Raises:
@@ -258,7 +244,7 @@ def _check_ratio(cache: TokenCache, ratio: float | None) -> None:
 
 @lru_cache(maxsize=1)
 def find_prompts(config: ServedCache) -> CachedPrompts:
-    """Return the CachedPrompts of this process, which renderer and gate share; the first call opens the caches."""
+    """Return the CachedPrompts of this process; the first call opens the caches."""
     return CachedPrompts(config)
 
 
@@ -290,8 +276,7 @@ def _role(message: ClientMessage) -> str:
     """Return a message's role, with "system" for "developer".
 
     Raises:
-        ValueError: another role, such as that of tool calls, or a further field with a value, which a template would
-            write unchecked.
+        ValueError: another role, such as that of tool calls, or a field with a value other than content, name and type.
     """
     role = message.get("role")
     if role not in _ROLES:

@@ -31,11 +31,11 @@ _STATUS = {StoreAway: 503, TooLarge: 503, VideoGone: 410, CorruptShard: 500}
 class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
     """The vLLM renderer that turns messages with links to cached videos into prompts.
 
-    It follows BaseRenderer of vLLM 0.30 to 0.32: messages -> prompt -> engine input.
+    It follows BaseRenderer of vLLM 0.30 to 0.32.
     """
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
-        """Create the two threads that tokenize; the caches are opened at the first request.
+        """Create the two threads that tokenize.
 
         Raises:
             ModelError: the configuration has a KV connector that cannot tell videos apart.
@@ -46,7 +46,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         self._short, self._long = (ThreadPoolExecutor(1, f"prompts-{name}") for name in ("short", "long"))
 
     def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
-        """Return (messages, prompt), blocking until the videos are read; the server uses the async method instead.
+        """Return (messages, prompt), blocking until the videos are read.
 
         A conversation without a video is rendered by vLLM.
 
@@ -102,7 +102,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
     async def process_for_engine_async(
         self, prompt: Any, arrival_time: float, *, skip_mm_cache: bool = False, **more: Any
     ) -> Any:
-        """Return the engine's input for a prompt, like ``process_for_engine``; nothing is awaited for cached videos."""
+        """Return the engine's input for a prompt, without waiting if it has cached videos."""
         if (ready := self._make_ready_input(prompt, arrival_time, skip_mm_cache=skip_mm_cache)) is not None:
             return ready
         return await super().process_for_engine_async(prompt, arrival_time, skip_mm_cache=skip_mm_cache, **more)
@@ -139,7 +139,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
 
     @cached_property
     def _room(self) -> int:
-        """The visual tokens that a video may have in a prompt; known once the engine has started."""
+        """The visual tokens that a video may have in a prompt."""
         return read_max_video_rows(self.config)
 
     def _get_prompts(self) -> CachedPrompts:
@@ -171,11 +171,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         return prompts.read(message_dicts)
 
     def _prompt(self, conversation: Conversation, videos: Sequence[ServedVideo]) -> tuple[list[Any], Any]:
-        """Build the prompt of a conversation.
-
-        Returns:
-            The messages as vLLM keeps them, with their texts only, and the prompt, which needs no further processing.
-        """
+        """Build the prompt of a conversation; return the messages, with their texts only, and the prompt."""
         prompts = self._get_prompts()
         prompt = prompts.prompt(conversation, videos, self._room)
         ready = make_engine_input(prompt, prompts.builder.placeholder_id)
@@ -187,7 +183,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
 
 
 def _check_params(params: Any) -> None:
-    """Raise VLLMValidationError for template options that are not supported with cached videos."""
+    """Raise VLLMValidationError for unsupported template options."""
     options = params.chat_template_kwargs
     if refused_names := sorted(name for name, value in options.items() if value and name not in _ACCEPTED_NAMES):
         raise VLLMValidationError(f"{refused_names[0]} cannot go with a cached video", parameter=refused_names[0])

@@ -1,4 +1,4 @@
-"""The start of vLLM's server in this process, on a cache or with live pruning, after checks of the options."""
+"""The start of vLLM's server in this process, after checks of the options."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def serve(config: ServeConfig | LiveConfig) -> None:
     Raises:
         UsageError: the options, the model or a cache do not fit together; nothing was loaded.
         CorruptShard: a file of a cache's table is damaged.
+        SystemExit: vLLM does not know an argument of the user (code 2).
     """
     arguments = server_arguments(config)
     if config.print_command:
@@ -86,10 +87,10 @@ def serve(config: ServeConfig | LiveConfig) -> None:
 def server_arguments(config: ServeConfig | LiveConfig) -> list[str]:
     """Check the options, the model and the caches, and return the arguments of ``vllm serve``.
 
-    Sets the environment variables that vLLM's processes need in this process: the store, the key, and vLLM's.
+    Sets environment variables in this process: the store, the key, and vLLM's.
 
     Raises:
-        UsageError: they do not fit together, or vLLM is missing.
+        UsageError: they do not fit together, or vLLM is missing or not a tested version.
         CorruptShard: a file of a cache's table is damaged.
     """
     os.environ.update(_list_variables(config))
@@ -99,7 +100,7 @@ def server_arguments(config: ServeConfig | LiveConfig) -> list[str]:
 
 
 def _list_variables(config: ServeConfig | LiveConfig) -> dict[str, str]:
-    """Return the environment variables that vLLM's processes need to read what the flags name, and nothing else.
+    """Return the environment variables that vLLM's processes need to read what the flags name.
 
     On a cache these are the variables of ``--s3-endpoint``, or none without it. With live pruning it is the one that
     forbids redirections of media URLs, unless the environment sets it.
@@ -126,11 +127,7 @@ def _prepare(config: ServeConfig | LiveConfig, source: ModelSource) -> Runtime:
 
 
 def _live_arguments(config: LiveConfig) -> list[str]:
-    """Return the arguments of ``vllm serve`` for live pruning.
-
-    Raises:
-        UsageError: the options and the model do not fit together, or vLLM is missing.
-    """
+    """Return the arguments of ``vllm serve`` for live pruning."""
     source, live = check_live(config)
     check_installed("jobs.serve --live")
     runtime = _prepare(config, source)
@@ -145,7 +142,7 @@ def _live_arguments(config: LiveConfig) -> list[str]:
 def check_live(config: LiveConfig) -> tuple[ModelSource, LivePruning]:
     """Check that model, method and engine arguments fit together; return the checkpoint and the pruning.
 
-    Reads small files of the model, and does not need vLLM.
+    Does not need vLLM.
 
     Raises:
         UsageError: they do not fit together, or an engine argument is reserved.
@@ -208,7 +205,7 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
 
 
 def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
-    """Return the number of visual tokens per video, with the prompt's newline, for which memory is reserved.
+    """Return the number of visual tokens per video, newline included, for which memory is reserved.
 
     Raises:
         UsageError: ``max_tokens_per_video`` is too small for a cached video.
@@ -252,7 +249,7 @@ def make_served_cache(config: ServeConfig) -> ServedCache:
 
 
 def strip_suboptions(params: JsonObject) -> JsonObject:
-    """Return arguments by their names up to the first dot, such as compilation_config of compilation_config.mode."""
+    """Cut the names of arguments at the first dot, as in compilation_config.mode."""
     return {name.partition(".")[0]: value for name, value in params.items()}
 
 

@@ -1,4 +1,4 @@
-"""The videos of one cache that a server answers from; those asked about most recently stay in memory."""
+"""The videos of one cache that a server answers from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VideoKey = tuple[str, float | None]  # video id, retention ratio
 
 
 class StoreAway(Exception):  # noqa: N818
-    """The store of the cache does not answer now, but may later."""
+    """The store of the cache does not answer now."""
 
 
 class VideoGone(Exception):  # noqa: N818
@@ -29,7 +29,7 @@ class VideoGone(Exception):  # noqa: N818
 
 
 class TooLarge(Exception):  # noqa: N818
-    """The engine has no memory for a video of this many tokens until the server restarts."""
+    """The engine has no memory for a video of this many tokens."""
 
 
 class ServedVideo(NamedTuple):
@@ -46,7 +46,7 @@ class ServedVideo(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """An open cache, the names of the files of its table when it was opened, and the number of earlier snapshots."""
+    """An open cache, the names of the files of its table then, and the number of earlier snapshots."""
 
     cache: TokenCache
     files: frozenset[str]
@@ -63,13 +63,9 @@ class ServedVideos:
     def __init__(self, open_cache: Callable[[], TokenCache], refresh_seconds: float, held_bytes: int) -> None:
         """Open the cache, and start a thread that refreshes it every ``refresh_seconds``.
 
-        Args:
-            held_bytes: the bytes of tokens to keep in memory.
-
         Raises:
             NotACache: there is no cache.
             CorruptShard: a file of the cache's table is damaged.
-            OSError: the store failed.
         """
         self._open = open_cache
         cache = open_cache()
@@ -132,10 +128,7 @@ class ServedVideos:
         """Open the cache again as the next snapshot.
 
         Raises:
-            NotACache: the cache is gone, or was replaced by one with another identity, whose tokens the model may not
-                understand.
-            CorruptShard: a file of the cache's table is damaged.
-            OSError: the store failed.
+            NotACache: the cache is gone, or was replaced by one with another identity.
         """
         cache = self._open()
         if cache.identity != self._identity:
@@ -145,7 +138,7 @@ class ServedVideos:
             self._snapshot = _Snapshot(cache, files, self._snapshot.number + 1)
 
     def _keep_looking(self, seconds: float) -> None:
-        """Refresh the cache every so many seconds until ``close``; runs in a thread."""
+        """Refresh the cache at this interval until ``close``; runs in a thread."""
         while not self._close_event.wait(seconds):
             self.refresh()
 
@@ -215,16 +208,16 @@ class ServedVideos:
 
 
 def _n_bytes(video: ServedVideo) -> int:
-    """Return the bytes of a video's tensors, with its placeholder rows if they are a copy of the tokens."""
+    """Count the bytes of a video's tensors, with its placeholder rows if they are a copy of the tokens."""
     visual = video.visual
     return count_bytes(visual) + (0 if visual.placeholder_rows is visual.tokens else visual.placeholder_rows.nbytes)
 
 
 def _file_names(cache: TokenCache) -> frozenset[str]:
-    """Return the names of the files of the cache's table."""
+    """List the files of the cache's table."""
     return frozenset(file.name for file in list_table_files(cache.store))
 
 
 def _content_name(row: VideoRow) -> str:
-    """Return a name for the stored content of a video: ID=SHARD:ROW_GROUP:CHECKSUM, with the id percent-encoded."""
+    """Name the stored content of a video: ID=SHARD:ROW_GROUP:CHECKSUM, with the id percent-encoded."""
     return f"{quote(row['video_id'])}={row['token_shard']}:{row['first_row_group']}:{row['checksum']}"

@@ -40,7 +40,7 @@ _NO_ANSWER = frozenset(
 
 
 def describe_engine(options: EngineOptions) -> AnswersIdentity:
-    """Return the engine's entry in the identity of the answers, JSON-able; empty for the transformers engine.
+    """Return the engine's entry in the identity of the answers; empty for the transformers engine.
 
     Engine parameters that affect only speed, memory or access are left out.
     """
@@ -51,7 +51,7 @@ def describe_engine(options: EngineOptions) -> AnswersIdentity:
 
 
 def choose_batch_size(options: EngineOptions) -> int:
-    """Return the maximum number of questions that a model gets at once: the option, or the engine's default."""
+    """Return the option ``batch_size``, or the engine's default."""
     return options.batch_size or BATCH_SIZES[options.engine]
 
 
@@ -96,18 +96,18 @@ class Engine(Protocol):
         """Return the mean input embedding [1,D] float32 of a text's tokens. Raises ValueError if there is no token."""
 
     def describe(self) -> JsonObject:
-        """Return the versions and settings that compute the answers, for their provenance, JSON-able."""
+        """Return the versions and settings that compute the answers, JSON-able."""
 
     def close(self) -> None:
         """Release the model."""
 
 
 class EngineCrashed(Exception):  # noqa: N818
-    """An error after which this process can compute nothing more, while another process can."""
+    """An error after which this process can compute nothing more."""
 
 
 def load_engine(options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int = 0) -> Engine:
-    """Load the engine that the options name, with its model, which takes minutes for a large model.
+    """Load the engine that the options name, with its model, which may take minutes.
 
     Args:
         largest_video: the maximum number of visual tokens of a video in a prompt; only vLLM uses it.

