@@ -1,7 +1,6 @@
 """The base class of input forms: files that hold many videos (archives or tables), and random access to their bytes.
 
-A form is a subclass of Archive in this folder and a line in ``pipeline.inputs.forms``. The driver makes the index of an
-archive. The worker that decodes a video reads only the bytes of that video: archives are not unpacked.
+A form is a subclass of Archive in this folder and a line in ``pipeline.inputs.forms``.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ class Member(NamedTuple):
         size: its size in bytes; None if unknown before reading.
         carried: the carried columns, as JSON.
         fault: "class: message" if it cannot be read.
-        start_s: the start of the clip in seconds.
-        end_s: the end of the clip in seconds.
         video_id: its id, if that is not made from the names of the archive and the member.
         mark: a text from the archive that changes with the content.
         path: the path of the file with the video, if the row of a table has a path instead of bytes.
@@ -82,8 +79,8 @@ class Archive(ABC):
     """An open archive or table: the base class of every input form, constructed from a RandomFile.
 
     Attributes:
-        rows_per_group: the maximum number of videos that are read together: the rows of a table's largest row group or
-            record batch, known once ``members`` has started; 1 for tars and zips.
+        rows_per_group: the rows of a table's largest row group or record batch, which are read together, known once
+            ``members`` has started; 1 for tars and zips.
         note: a note for the user about the members, set while they are read; None if there is none.
     """
 
@@ -120,11 +117,7 @@ class Archive(ABC):
         """
 
     def sample(self, location: Location) -> int | None:
-        """Return the ``sample_key`` of a video's bytes, or None for a form that cannot read pieces of a video.
-
-        Raises:
-            OSError: the archive cannot be read.
-        """
+        """Return the ``sample_key`` of a video's bytes, or None for a form that cannot read pieces of a video."""
         return None
 
 
@@ -137,8 +130,8 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
     """Return the member unchanged if its name is safe in an id; otherwise with a new fault and the name NAME@OFFSET.
 
     Its name is the ``shown_name`` if it has one. A name is unsafe ("policy") if it is not UTF-8, is absolute, has empty
-    or dot segments or control characters, is longer than 1,024 characters; or ("corrupt") if it is in ``seen_names``,
-    to which it is added.
+    or dot segments or control characters, or is longer than 1,024 characters; or ("corrupt") if it is in
+    ``seen_names``, to which it is added.
     """
     name = member.shown_name or member.name
     is_repeated = name in seen_names
@@ -175,9 +168,7 @@ def open_archive(uri: str, objects: Objects, info: ObjectInfo | None = None) -> 
 
 
 def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sort byte ranges, and merge those at most 1 MiB apart, for which one request is cheaper than two.
-
-    Empty ranges are dropped.
+    """Sort byte ranges, drop empty ones, and merge those at most 1 MiB apart, for which one request is cheaper than two.
     """
     joined: list[tuple[int, int]] = []
     for start, end in sorted(span for span in spans if span[0] < span[1]):
@@ -192,8 +183,6 @@ class PlainFile:
     """A regular file on this machine with random access.
 
     Attributes:
-        uri: its path.
-        size: its size in bytes.
         mark: a text that changes when the file is modified.
         fetched: bytes that came from a store: always 0.
     """
@@ -201,11 +190,7 @@ class PlainFile:
     fetched = 0
 
     def __init__(self, path: str) -> None:
-        """Open the file.
-
-        Raises:
-            OSError: it cannot be opened, or is not a regular file.
-        """
+        """Open the file; raise OSError if that fails or it is not a regular file."""
         self.uri = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not block
         status = os.fstat(self._descriptor)
@@ -216,11 +201,7 @@ class PlainFile:
         self.mark = f"{status.st_size}-{status.st_mtime_ns}"
 
     def read(self, start: int, end: int) -> bytes:
-        """Read bytes [start, end); fewer if the file ends before ``end``.
-
-        Raises:
-            OSError: the disk fails.
-        """
+        """Read bytes [start, end); fewer if the file ends before ``end``."""
         parts: list[bytes] = []
         while start < end and (part := os.pread(self._descriptor, end - start, start)):
             parts.append(part)
@@ -241,7 +222,7 @@ class _Range:
     """A byte range of an object that one request fetches when it is first read.
 
     Args:
-        whole: True keeps the whole range in memory, so that it can be read in any order. False streams it: reads must
+        whole: True keeps the whole range in memory, so that it can be read in any order. False streams it: reads should
             ascend, earlier bytes are dropped, and going back costs another request.
         gap: number of unread bytes that cost less than another request.
 
@@ -366,7 +347,7 @@ class RemoteFile:
     def plan(self, spans: Sequence[tuple[int, int]], *, keep: bool = False) -> None:
         """Replace the planned ranges by ``spans``; nothing is requested yet.
 
-        Each range must be read in ascending order, or with ``keep`` is buffered whole and can be read in any order.
+        Each range should be read in ascending order, or with ``keep`` is buffered whole and can be read in any order.
         """
         self._end(self._ranges)
         self._ranges = [_Range(self._files, self.uri, *span, whole=keep) for span in spans]
@@ -375,7 +356,8 @@ class RemoteFile:
         """Read bytes [start, end), cut at the end of the object; usually one request or none.
 
         Raises:
-            OSError: a request fails; with ESTALE if the object changed since it was listed or first read.
+            OSError: a request fails; with ESTALE if the object has another size than when it was listed or first read,
+                or ends early.
         """
         end = end if self._info is None else min(end, self._info.size)
         if start >= end:
@@ -413,9 +395,10 @@ class RemoteFile:
         return data + self.read(until, end)
 
     def _goes_forward(self, start: int) -> bool:
-        """Record the start of a read; return True if reads advance in steps so short that a slice is cheaper.
+        """Record the start of a read; return True if it continues short steps, for which a slice is cheaper.
 
-        This is always False while ranges are planned.
+        The steps of more than 16 KiB must be at most 4 MiB on average. This is False for the first read, for a read
+        that goes back, and while ranges are planned.
         """
         step = -1 if self._at is None else start - self._at
         if step > _MIN_READ_BYTES:
@@ -426,7 +409,8 @@ class RemoteFile:
         """Return the range to request for an unplanned read of bytes [start, end).
 
         With ``forward`` it is a slice of 32 MiB, streamed; the size of the object may cost a request. Otherwise it has
-        at least 16 KiB and is buffered whole. If ``start`` is in the last 64 KiB, the range begins with these.
+        at least 16 KiB and is buffered whole; if ``start`` is known to be in the last 64 KiB, the range begins with
+        these.
         """
         if forward:
             return _Range(self._files, self.uri, start, min(start + _SLICE, self.size), whole=False, gap=_SLICE)

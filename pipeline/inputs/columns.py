@@ -1,8 +1,7 @@
 """Tables with videos in a column of bytes: Parquet, read by row group, and Arrow, read by record batch.
 
-Rows stay in order. The index reads only the small columns; the worker that decodes the videos reads their bytes, a row
-group at a time. The uri of a video contains a hash of the table's footer, so a modified table has other uris. A row of
-the datasets library ({bytes, path}) with a path and no bytes is a separate file.
+The uri of a video contains a hash of the table's size and last 64 KiB (its footer), so a modified table has other uris.
+A row of the datasets library ({bytes, path}) with a path and no bytes is a separate file.
 """
 
 from __future__ import annotations
@@ -57,9 +56,6 @@ class Table(Archive):
 
     def __init__(self, file: RandomFile) -> None:
         """Hash the end of the file, which the names of the videos contain; the table is opened when it is first read.
-
-        Raises:
-            OSError: the file cannot be read.
         """
         self._file = file
         self.rows_per_group = 1
@@ -114,11 +110,12 @@ class Table(Archive):
         return 0, 0  # ``read`` plans its own requests, by row group
 
     def read(self, location: Location) -> Iterator[bytes]:
-        """Yield the bytes of a row at once. Rows that are requested in ascending order are read once.
+        """Yield the bytes of a row at once. Rows of a piece that are requested in ascending order are read once.
 
         Raises:
-            VideoFault: "io" if the table has changed, "corrupt" if the row is damaged, "unsupported" if it has no
-                bytes.
+            VideoFault: "io" if the table has changed, "corrupt" if the row is damaged or missing, "unsupported" if it
+                has no bytes.
+            ManifestError: an Arrow file is in a store.
             OSError: the file cannot be read.
         """
         stamp, _, column = str(location.member).partition("/")
@@ -157,12 +154,7 @@ class Table(Archive):
         return next(self._rows)
 
     def _open_pieces(self) -> _RowGroups | RecordBatches:
-        """Return the row groups or record batches of the table; the first call opens it.
-
-        Raises:
-            ManifestError: an Arrow file is in a store.
-            ArrowException, OSError: the table is damaged or cannot be read.
-        """
+        """Return the row groups or record batches of the table; the first call opens it."""
         if self._pieces is None:
             is_parquet = find_suffix(self._file.uri) == ".parquet"
             self._pieces = _RowGroups(self._file) if is_parquet else RecordBatches(self._file.uri)
@@ -269,9 +261,9 @@ def _rows(batch: pa.RecordBatch) -> list[UserRow]:
 
 
 def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: tuple[str, str] | None) -> Member:
-    """Return the member of a row, with all columns that are not null, except ``video_id``, carried as JSON.
+    """Return the member of a row, with its columns that are not null, except ``video_id``, carried as JSON.
 
-    A NaN or infinite clip time, which carried JSON cannot hold, and a path with a NUL become a fault.
+    A NaN or infinite clip time and a path with a NUL become a fault.
     """
     video_id = row.get(_KEY)
     values = {

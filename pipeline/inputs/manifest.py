@@ -53,12 +53,7 @@ from pipeline.storage.s3 import SCHEME, Objects, check_uri, has_query, is_s3
 
 
 class NameContents(NamedTuple):
-    """The videos that a name stands for, or its archives.
-
-    Attributes:
-        videos: the videos, MANIFEST_SCHEMA; None for archives.
-        archives: the archives; empty if ``videos`` is set.
-    """
+    """The videos that a name stands for (MANIFEST_SCHEMA), or None and its archives."""
 
     videos: pa.Table | None = None
     archives: Sequence[NamedFile] = ()
@@ -103,9 +98,9 @@ def require_unique_files(all_contents: Sequence[NameContents], options: ArchiveO
 def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut) -> NameContents:
     """List the videos of one name, or if it has none, its archives; tables are archives only with a ``--column``.
 
-    A name is "sample", an address, a folder, a file or a glob. A single .parquet, .jsonl or .csv is read as a manifest
-    unless it is an archive; a local file of any other suffix that is not an archive is a video. ``left_out`` counts the
-    other files, except for "sample".
+    A name is an address, a folder, a file, a glob, or "sample", which always stands for the sample clips. A single
+    .parquet, .jsonl or .csv is read as a manifest unless it is an archive; a local file of any other suffix that is not
+    an archive is a video. ``left_out`` counts the other files, except for "sample".
 
     Raises:
         ManifestError: the name stands for nothing, is unsupported, or cannot be read.
@@ -189,7 +184,7 @@ def _names_paths(table: NamedFile, column: str, objects: Objects) -> bool | None
 def _read_manifest(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
     """Read a manifest on disk or in a store.
 
-    Relative uris start at its folder or prefix, and it may name only videos there and below ``roots``. ``paths`` is the
+    Relative uris start at its folder or prefix. Videos outside of this and ``roots`` get a policy. ``paths`` is the
     column that serves as ``uri``, if that has another name.
 
     Raises:
@@ -323,7 +318,7 @@ def _videos_or_archives(
 ) -> NameContents:
     """List the videos among files below ``root``, sorted by path, or the archives if there are no videos.
 
-    Archives beside videos, and other files, are counted in ``left_out``; folders are ignored.
+    Archives beside videos, and other files, are counted in ``left_out``; folders without a suffix of these are ignored.
 
     Args:
         roots: further folders to which links may lead.
@@ -351,10 +346,7 @@ def _videos_or_archives(
 
 
 def _record_skipped_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
-    """Count archives beside videos in ``left_out``, with a remedy.
-
-    The same videos may be in both, and encoding them twice helps nobody.
-    """
+    """Count archives beside videos in ``left_out``, with a remedy."""
     for uri in uris:
         left_out.add(ARCHIVES, uri)
     if uris:
@@ -428,7 +420,7 @@ def _list_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_
 def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
     """Yield every file that matches the segments of a local glob; also folders, if the glob has no ``**``.
 
-    With ``**``, each folder is entered once, since links can form a cycle; names that begin with a dot match only
+    With ``**``, each folder is entered once, since links can form a cycle. Names that begin with a dot match only
     segments that do.
     """
     depth = pattern.index("**") if "**" in pattern else len(pattern)
@@ -484,12 +476,13 @@ def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects:
     Args:
         rows: a list or tuple of paths or s3:// objects, each of which may be read, with its last segment as
             ``video_id``; or rows (dicts, or a table that Arrow accepts) with video_id and uri, as in a manifest in the
-            current folder. An iterator is consumed.
+            current folder.
         video_roots: folders and prefixes that rows may name too.
         objects: the access to S3; None reads it from the environment.
 
     Raises:
-        ManifestError: there are no rows, a row is invalid, or a ``video_id`` is missing or repeated.
+        ManifestError: there are no rows, a row is invalid, a ``video_id`` is missing or repeated, or a root does not
+            exist.
         UsageError: the configuration of S3 cannot be used.
     """
     roots = sort_roots(video_roots)

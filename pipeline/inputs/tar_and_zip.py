@@ -1,9 +1,7 @@
 """Tars and zips as archives of videos.
 
-Each video of a tar is a member; .json, .txt and .cls members with its name are carried along, wherever they are in the
-tar (``_Sidecars``). The index of a tar is made from headers alone. The data of a member is one byte range of the tar; a
-worker reads only that, and checks the header before it to see whether the tar is still the one that was indexed. A
-member of a zip is read in the same way.
+The index of a tar is made from its headers and small carried members, that of a zip from its directory. The data of a
+member is one byte range, and a worker reads only that and the header before it.
 """
 
 from __future__ import annotations
@@ -63,10 +61,10 @@ class Tar(Archive):
         self._sidecars = _Sidecars()
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
-        """Yield the videos in order; broken places of the tar are members with a fault, named by their offset.
+        """Yield the videos in order; a break in the tar is a member with a fault, named by its offset ("@512").
 
-        Carried and left-out members are collected for ``pair_sidecars``; the former are read. A video that is a link or
-        device has a fault; other links, devices and folders are ignored, and so are the ``options``.
+        Carried and left-out members are collected for ``pair_sidecars``; carried ones of up to 64 KiB are read. A link,
+        device or folder with the suffix of a video has a fault; others are ignored, and so are the ``options``.
 
         Raises:
             OSError: the tar cannot be read.
@@ -103,7 +101,8 @@ class Tar(Archive):
         """Yield a member's bytes in pieces of at most 1 MiB.
 
         Raises:
-            VideoFault: "io" if the tar has changed: it is too short, or no header of this size is before the data.
+            VideoFault: "io" if the tar has changed: it is too short, or no header of this size (compared below 8 GiB)
+                is before the data.
             OSError: the tar cannot be read.
         """
         offset, end = self.span(location)
@@ -125,7 +124,7 @@ class Tar(Archive):
     def _read_carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
         """Return the content of a .json, .txt or .cls member, parsed unless it is a .txt; None if it is over 64 KiB.
 
-        Content that ``parse_json`` refuses is returned as text.
+        Content that ``parse_json`` refuses is returned as stripped text.
         """
         if entry.size > _MAX_CARRIED_BYTES:
             return None
@@ -138,10 +137,10 @@ class Tar(Archive):
             return text.strip()
 
     def _entries(self) -> Iterator[_MemberEntry]:
-        """Yield the members as their headers describe them.
+        """Yield the members as their headers describe them, up to the end mark of the tar.
 
-        A place without a valid header becomes a faulty entry named by its offset ("@512"), after which reading
-        continues at the next header. So does a missing end of the tar, and an end after which another tar follows.
+        An invalid header becomes a faulty entry named by its offset ("@512"), after which reading continues at the next
+        valid header. A missing end mark, and an end mark that another tar follows, also become an entry.
         """
         offset = 0
         size = self._file.size
@@ -200,7 +199,7 @@ class Tar(Archive):
         return _MemberEntry(records.get("path") or extended_header.name or header.name, data, size, header.type, wrong)
 
     def _goes_on(self, end: int) -> bool:
-        """Return True if another header follows the end mark and the zeros that fill a record, within 16 KiB."""
+        """Return True if a valid ustar header is within 16 KiB after the end mark at ``end``."""
         padding = self._file.read(end, end + _MAX_RECORD_BYTES)
         blocks = (padding[start : start + _BLOCK] for start in range(0, len(padding), _BLOCK))
         return any(block[257:262] == b"ustar" and _parse_header(block) is not None for block in blocks)
@@ -241,7 +240,7 @@ class _Extended:
 
 
 def _parse_header(block: bytes) -> tarfile.TarInfo | None:
-    """Parse a header; return None if it is not valid or its size is negative."""
+    """Parse a header; return None if it is not valid."""
     try:
         header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except (tarfile.HeaderError, ValueError):
@@ -292,7 +291,8 @@ class _Sidecars:
     def pair(self, videos: Sequence[str]) -> tuple[list[str | None], list[str]]:
         """Return the carried members of each of the ``videos`` as JSON, and the names of members without a video.
 
-        The JSON maps the suffix to the content: {"json": ..., "txt": ...}; None for a video without any.
+        The JSON maps the suffix to the content: {"json": ..., "txt": ...}, null for a member that was not read. A video
+        without members has None.
         """
         stems = {_stem(name) for name in videos}
         paired_names = set[str]()
@@ -429,10 +429,7 @@ class Zip(Archive):
 
 
 def _list_entries(file: RandomFile) -> list[zipfile.ZipInfo]:
-    """Return the entries of a zip's directory.
-
-    If the flag of a name promises UTF-8 and the name is not, zipfile fails; then all entries are read without this
-    flag.
+    """Return the entries of a zip's directory; if a name is not the UTF-8 that its flag promises, all flags are ignored.
 
     Raises:
         ValueError, BadZipFile, struct.error, NotImplementedError: the directory is invalid or unsupported.
@@ -460,11 +457,10 @@ class _WithoutUtf8Flags(SeekableFile):
 
 
 def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool, str | None]:
-    """Return the name of a member, True if its encoding is known, and its fault or None.
+    """Return the name of a member, True if it is known how to decode it, and its fault or None.
 
-    The encoding is known if the name is ASCII, has the UTF-8 flag or a Unicode field of Info-ZIP, or is valid UTF-8.
-    Other names are decoded by ``encoding`` (--zip-encoding); without it, or with a fault if that fails, by cp437. A
-    name of known encoding has no fault.
+    That is known if the name is ASCII, has the UTF-8 flag or a Unicode field of Info-ZIP, is valid UTF-8, or is valid
+    in ``encoding`` (--zip-encoding). Other names are decoded by cp437; they have a fault if ``encoding`` is given.
     """
     name = info.orig_filename
     if info.flag_bits & _UTF8_FLAG or name.isascii():
