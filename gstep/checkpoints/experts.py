@@ -2,8 +2,7 @@
 
 A module has two tensors for all experts of a layer: ``experts.gate_up_proj`` [E, 2I, D] and ``experts.down_proj`` [E,
 D, I]. A checkpoint has the same two tensors with each matrix transposed (Qwen3-VL-MoE), or a tensor for each matrix of
-each expert (``experts.3.gate_proj.weight``). Follows "qwen2_moe" and "qwen3_vl_moe" in conversion_mapping.py of
-transformers.
+each expert (``experts.3.gate_proj.weight``).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _FUSED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def map_fused_name(name: str) -> str | None:
-    """Map the name on disk of one expert's matrix to the name of the fused tensor in memory; None for other tensors."""
+    """Map the name of one expert's matrix to the name of the fused tensor; None for other tensors."""
     match = _EXPERT.fullmatch(name)
     return f"{match[1]}.{_FUSED[match[3]]}" if match else None
 

@@ -43,12 +43,11 @@ _COPY = "copy the file again from the original checkpoint"
 
 @dataclass(frozen=True)
 class ModelSource(TensorSource):
-    """A resolved model without its weights: identity, files, config and preprocessor settings. ``resolve`` creates it.
+    """A resolved model without its weights: identity, files, config and preprocessor settings.
 
     The identity is "hub:<id>@<sha>", "folder:<hash>", "shapes:<hash>", "tiny:<version>-<hash>" or "random:<hash>".
 
     Attributes:
-        model_type: the model type in config.json.
         config: the content of config.json.
         preprocessor: the settings that the stock video processor would load (without its class defaults); for the
             family ``generic``, the files that its processor loads, by name.
@@ -93,7 +92,7 @@ class ModelSource(TensorSource):
 
         Raises:
             ModelError: there is no such model, a file is missing or not valid, or the model is quantized, an adapter,
-                or refused by the gate; the message has the remedy.
+                or refused by the gate.
         """
         name = str(model)
         files = CheckpointFiles.locate(name, revision)
@@ -129,7 +128,7 @@ class ModelSource(TensorSource):
                 result.
 
         Raises:
-            ModelError: there is no such model or it cannot be used; the message has the remedy.
+            ModelError: there is no such model or it cannot be used.
         """
         name = str(model)
         original = CheckpointFiles.locate(name, revision)
@@ -158,7 +157,7 @@ class ModelSource(TensorSource):
         return super().file(filename)
 
     def stock_config(self) -> PretrainedConfig:
-        """Parse config.json into the model's transformers config, with its defaults; old layouts are supported.
+        """Parse config.json into the model's transformers config.
 
         Raises:
             ModelError: transformers does not know the model type, or does not accept a setting.
@@ -231,14 +230,14 @@ class ModelSource(TensorSource):
         return classes[0], config
 
     def pretrained(self) -> tuple[str, str | None]:
-        """Return (Hugging Face id or folder, revision), the arguments of transformers' from_pretrained on this node."""
+        """Return (Hugging Face id or local folder, revision), the arguments of transformers' from_pretrained."""
         if self.files.kind == "hub":
             return self.files.location, self.files.revision
         return str(self.file("config.json").parent), None
 
 
 def _decode_floats(value: Any) -> Any:
-    """Copy a value of config.json; floats that JSON lacks, ``{"__float__": "Infinity"}``, are converted."""
+    """Copy a value of config.json with floats that JSON lacks, ``{"__float__": "Infinity"}``, converted."""
     if isinstance(value, dict):
         return (
             float(value["__float__"])
@@ -254,7 +253,6 @@ def _read_config(
     """Read and check config.json; return it with the family: ``family``, or that of its model type if None.
 
     Args:
-        name: the model's name, for messages.
         served_methods: the quantization methods that are allowed, except for the family ``generic``.
 
     Raises:
@@ -281,7 +279,7 @@ _NEVER_RUN = ". Code that comes with a checkpoint (auto_map) is never run"
 
 
 def _check_model_type(name: str, model_type: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelError if transformers does not know the model type; ``name`` is the model's, for the message."""
+    """Raise ModelError if transformers does not know the model type."""
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and the families of the table need none of it
 
     if model_type in CONFIG_MAPPING:
@@ -314,11 +312,11 @@ _MAX_LAYERS, _MAX_SIZE = 2**12, 2**31
 
 
 def _check_numbers(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelError for a part of config.json that is not an object, or an invalid size, id or number of layers.
+    """Raise ModelError if a part of config.json is not an object, or has an invalid size, id or number of layers.
 
     Only the top level, text_config and vision_config are checked, for the keys in _SIZES, _LAYERS, _IDS and _LISTS.
     Layers must be below 4096, because more would keep transformers busy forever, and other numbers below 2^31. Null
-    passes outside vision_config, except for hidden_size. ``name`` is the model's.
+    passes outside vision_config, except for hidden_size.
     """
 
     def is_number(value: object, least: int, end: int) -> bool:
@@ -362,8 +360,6 @@ def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], con
 def _read_processor_files(name: str, files: CheckpointFiles) -> dict[str, Any]:
     """Read the files that AutoProcessor loads, without their chat template: {file name: content}.
 
-    They are processor_config.json, video_preprocessor_config.json and preprocessor_config.json.
-
     Raises:
         ModelError: there are none, or one is not valid.
     """
@@ -382,8 +378,7 @@ def _read_processor_files(name: str, files: CheckpointFiles) -> dict[str, Any]:
 def _read_video_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
     """Read the preprocessor settings with the precedence of transformers' get_video_processor_dict.
 
-    The order is ``video_processor`` in processor_config.json, video_preprocessor_config.json, preprocessor_config.json
-    (see video_processing_utils.py of transformers).
+    The order is ``video_processor`` in processor_config.json, video_preprocessor_config.json, preprocessor_config.json.
 
     Raises:
         ModelError: no file has them, or a file is not valid.
@@ -425,8 +420,7 @@ TINY = "tiny"
 class PoolingHeadSource(TensorSource):
     """A resolved pooling head of a SigLIP checkpoint, without its weights.
 
-    Its identity is "siglip-head:<hash>" of the head's tensors and settings, and therefore the same for every kind of
-    checkpoint.
+    Its identity is "siglip-head:<hash>" of the head's tensors and settings.
 
     Attributes:
         width: the number of channels of its input and output.
@@ -445,7 +439,7 @@ class PoolingHeadSource(TensorSource):
 
         Raises:
             ModelError: it is not a SigLIP checkpoint, is quantized or has an adapter, or the head is missing or has
-                another width; the message has the remedy.
+                another width.
         """
         name = str(siglip)
         files = CheckpointFiles("tiny", "tiny-siglip") if name == TINY else CheckpointFiles.locate(name)

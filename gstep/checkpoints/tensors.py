@@ -46,7 +46,6 @@ class TensorSource:
     Attributes:
         name: the user's model argument.
         identity: a text that identifies the weights.
-        files: the checkpoint's files; ``files.revision`` is the commit sha of a Hugging Face id.
         weight_files: the names of the safetensors files; empty for random weights.
     """
 
@@ -56,7 +55,7 @@ class TensorSource:
     weight_files: tuple[str, ...]
 
     def file(self, filename: str) -> Path:
-        """Return the local path of a file of the checkpoint, downloaded or built on this node if necessary.
+        """Return the local path of a file, downloaded or built on this node if necessary.
 
         Raises:
             ModelError: there is no such file, or it cannot be downloaded.
@@ -116,11 +115,7 @@ def iter_tensors(source: TensorSource, rename: Callable[[str], str | None]) -> I
 
 
 def list_files_to_read(source: TensorSource, rename: Callable[[str], str | None]) -> list[str]:
-    """List the safetensors files that may contain a tensor selected by ``rename``; all files if there is no index.
-
-    Raises:
-        ModelError: the index is not valid.
-    """
+    """List the safetensors files that may contain a tensor selected by ``rename``; all files if there is no index."""
     index = {} if source.weight_files == (SINGLE,) else _read_index(source.name, source.files)
     if not index:
         return list(source.weight_files)
@@ -129,9 +124,6 @@ def list_files_to_read(source: TensorSource, rename: Callable[[str], str | None]
 
 def _read_index(name: str, files: CheckpointFiles) -> dict[str, str]:
     """Read the index of the shards, tensor name -> file name; empty without an index.
-
-    Args:
-        name: the model's name, for messages.
 
     Raises:
         ModelError: the index has no such mapping, or names anything but safetensors files in its folder.
@@ -195,8 +187,8 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
 def refuse_adapter_files(name: str, files: CheckpointFiles) -> None:
     """Raise ModelError if the checkpoint has files of an adapter, which transformers would apply but this project not.
 
-    They are adapter_config.json and non_lora_trainables.bin. ``name`` is the model's, for the message. Errors of the
-    Hub are ignored; if it is unreachable, its cache decides.
+    They are adapter_config.json and non_lora_trainables.bin. Errors of the Hub are ignored; if it is unreachable, its
+    cache decides.
     """
     for filename in ("adapter_config.json", "non_lora_trainables.bin"):
         try:
@@ -212,12 +204,8 @@ def _refuse_adapter_tensors(
 ) -> None:
     """Raise ModelError for tensors of an adapter, and for tensors of the vision part that only a stray file has.
 
-    A stray file is a safetensors file in the folder that is not in ``weight_files``. Tensors of files on the Hub
-    without an index are checked when they are read; damaged files are ignored here.
-
-    Args:
-        name: the model's name, for messages.
-        index_names: the tensor names of the index.
+    A stray file is a safetensors file in the folder that is not in ``weight_files``. Damaged files, and tensors of
+    files on the Hub that are not in ``index_names``, are not checked here.
     """
     keys = {*index_names}
     stray_files = dict[str, str]()
@@ -247,7 +235,7 @@ def _refuse_adapter_tensor(name: str, key: str) -> None:
 def refuse_quantized(name: str, config: Mapping[str, Any], served_methods: Collection[str] = ()) -> None:
     """Raise ModelError if config.json, or a part such as text_config, has a ``quantization_config``.
 
-    Methods in ``served_methods`` are allowed. ``name`` is the model's, for the message.
+    Methods in ``served_methods`` are allowed.
     """
     for key, quantization in iter_quantizations(config):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -266,10 +254,7 @@ def iter_quantizations(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_quantized_tensor(name: str, tensor: str, dtype: str) -> None:
-    """Raise ModelError unless ``dtype``, the stored type of ``tensor``, is a float of 16 bits or more.
-
-    ``dtype`` is a type name of safetensors: "BF16", "F8_E4M3", "I8".
-    """
+    """Raise ModelError unless ``dtype``, a safetensors type such as "BF16" or "F8_E4M3", is a float of 16 bits or more."""
     if dtype not in _PLAIN:
         raise ModelError(f"{name!r} is quantized ({tensor} is stored as {dtype}): {_USE}")
 
@@ -318,11 +303,7 @@ def compute_folder_identity(folder: Path, filenames: Iterable[str], config: Mapp
 
 
 def read_tensor_samples(path: Path, prefix: str) -> list[tuple[str, bytes]]:
-    """Read ("name dtype shape", first 4 KiB) of each tensor whose name starts with ``prefix``, sorted by name.
-
-    Raises:
-        ModelError: the file is not a safetensors file.
-    """
+    """Read ("name dtype shape", first 4 KiB) of each tensor whose name starts with ``prefix``, sorted by name."""
     header, entries = _read_header(path)
     entries_of_prefix = sorted((name, entry) for name, entry in entries.items() if name.startswith(prefix))
     samples = _read_samples(path, len(header), [entry["data_offsets"] for _, entry in entries_of_prefix])
@@ -373,9 +354,8 @@ def tower_hash(source: ModelSource) -> str | None:
     """Hash all weights that visual tokens depend on: "blake2b-f16:<hex>"; None for random weights.
 
     These tensors are read completely, a gigabyte or two. Values are cast to float16, because quantized checkpoints
-    store bfloat16 weights as float16. Names are those in memory, because names on disk differ between library versions.
-    For the families of the table, the tensors of the tower are known; for ``generic`` and user families, all tensors
-    count except those whose names belong to a language model.
+    store bfloat16 weights as float16. For the families of the table, the tensors of the tower are known; for
+    ``generic`` and user families, all tensors count except those whose names belong to a language model.
 
     Raises:
         ModelError: such a tensor is quantized, or a file is missing or damaged.

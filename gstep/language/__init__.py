@@ -1,9 +1,9 @@
 """The language half of each model family: building prompts from cached visual tokens, and answering them.
 
-First, :func:`prompt_builder` (on a CPU, without weights) makes a :class:`~gstep.language.types.Prompt` from a question
-and the cached tokens of its videos. Then :func:`load_language_model` loads the LLM without the vision tower, which
-answers batches of prompts. Your own model takes a :class:`~gstep.language.batch.Batch` of prompts and
-:func:`~gstep.language.batch.encoder_outputs`, as in ``pipeline/examples/own_llm.py``.
+:func:`prompt_builder` makes a :class:`~gstep.language.types.Prompt` on a CPU, without weights.
+:func:`load_language_model` loads the LLM without the vision tower, which answers batches of prompts. Your own model
+takes a :class:`~gstep.language.batch.Batch` of prompts and :func:`~gstep.language.batch.encoder_outputs`, as in
+``pipeline/examples/own_llm.py``.
 
 Only the names in ``__all__`` are public. They are imported on first use.
 """
@@ -99,7 +99,7 @@ def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
 
 
 def _prompts_path(source: ModelSource) -> str:
-    """Return the import path of the model's prompt builder; ModelError for a family that can encode but not answer."""
+    """Return the import path of the model's prompt builder; ModelError for a family that cannot answer."""
     path = find_family(source.family).prompts
     if path is not None:
         return path

@@ -58,7 +58,7 @@ class Batch:
         input_ids: [B, L] int64.
         mask: [B, L] int64, 1 for tokens and 0 for padding.
         positions: [A, B, L] in the prompts' dtype, 0 for padding.
-        token_inputs: name -> [B, L], further inputs of ``forward`` (``Prompt.token_inputs``), 0 for padding.
+        token_inputs: name -> [B, L], from ``Prompt.token_inputs``, 0 for padding.
     """
 
     input_ids: Tensor
@@ -98,7 +98,7 @@ class Batch:
         return batch
 
     def after(self, prefix: Batch) -> Batch:
-        """Prepend the rows of ``prefix``; the padding of these rows stays between, and ``token_inputs`` are dropped."""
+        """Prepend the rows of ``prefix``; their own padding stays between them, and ``token_inputs`` are dropped."""
         return Batch(
             input_ids=torch.cat([prefix.input_ids, self.input_ids], dim=1),
             mask=torch.cat([prefix.mask, self.mask], dim=1),
@@ -112,8 +112,7 @@ class Batch:
     def position_ids(self) -> Tensor:
         """Make the position ids for forward and generate: [B, L] for 1-D positions, [4, B, L] for M-RoPE.
 
-        Row 0 of the four counts the tokens. Temporal positions there would look like packed sequences, which
-        transformers masks from each other.
+        Row 0 of the four counts the tokens.
         """
         if len(self.positions) == 1:
             return self.positions[0]

@@ -1,4 +1,4 @@
-"""Sampling and checks for ``generate``: an answer depends on its own options and seed, never on its batch.
+"""Sampling and checks for ``generate``: the random draws of an answer depend on its own seed, never on its batch.
 
 These classes use the public hooks of transformers' ``generate``, after the model's own processors (repetition penalty).
 """
@@ -46,8 +46,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
     def _draw(self, scores: Tensor, input_ids: Tensor, decoding: Decoding, generator: torch.Generator) -> Tensor:
         """Apply temperature, top-k, top-p and Gumbel noise to one row's scores [1, V]; return [V].
 
-        The argmax of the result is a random draw. The temperature is clamped to _TEMPERATURES, and the noise is drawn
-        on the CPU.
+        The argmax of the result is a random draw. The temperature is clamped to _TEMPERATURES.
         """
         coldest, hottest = _TEMPERATURES
         scores = scores / min(max(decoding.temperature, coldest), hottest)
@@ -75,7 +74,7 @@ class RowLimits(StoppingCriteria):  # type: ignore[misc]
 
 
 class StepWatch(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that checks the scores of each step for NaN and times the first token; it changes nothing.
+    """A logits processor that records NaN scores and times the first token; it changes nothing.
 
     Attributes:
         first: the ``time.perf_counter()`` of the first token, when the prefill ends; None before.

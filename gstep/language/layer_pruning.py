@@ -1,8 +1,7 @@
-"""Pruning inside the language model, before one of its layers: removable hooks, without a copied forward.
+"""Pruning inside the language model, before one of its layers, by removable hooks.
 
-All tokens pass the layers before layer K. Before layer K, the visual tokens that the method does not select are removed
-from the hidden states, so that layer K and all later layers, with their keys and values, are shorter. The remaining
-tokens keep their positions.
+Before layer K, the visual tokens that the method does not select are removed from the hidden states, so that layer K
+and all later layers, with their keys and values, are shorter. The remaining tokens keep their positions.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CACHE = "cache" if Version(version("transformers")) >= Version("5.24") else "pas
 
 @dataclass
 class ShortRows:
-    """The indices of a batch's tokens that are kept from layer K on; computed when the prefill reaches that layer.
+    """The indices of a batch's tokens that are kept from layer K on.
 
     Attributes:
         index: [B, S] int64 indices into the full rows, padded on the left with 0.
@@ -102,10 +101,7 @@ class PruneInside:
             self.short = batch_rows
 
     def _record_query(self, attention: Any, args: Any, keywords: dict[str, Any]) -> None:
-        """In the prefill, store the attention inputs of layer K-1: fast kernels do not return the attention itself.
-
-        A hook before attention.
-        """
+        """In the prefill, store the attention inputs of layer K-1, as a hook before its attention."""
         hidden_BLD = keywords["hidden_states"] if "hidden_states" in keywords else args[0]
         if self.short is None:
             cos, sin = keywords["position_embeddings"]
@@ -114,7 +110,7 @@ class PruneInside:
     def _choose_tokens(self, attention: Any, args: Any, keywords: dict[str, Any], output: Any) -> None:
         """In the prefill, set ``short`` from the stored inputs and the keys that layer K-1 has just cached.
 
-        A hook after attention. The stored inputs are dropped.
+        This is a hook after attention. The stored inputs are dropped.
         """
         if self._last is None:
             return
@@ -180,8 +176,8 @@ def check_layer(method: Pruner, config: Any) -> int:
     """Check that the method can prune inside a model of this configuration; return its layer K.
 
     Raises:
-        ValueError: the method has no layer or layer 0, merges tokens, or needs evidence other than INSIDE_EVIDENCE; or
-            the model has linear attention, K or fewer layers, or more than K deepstack levels, which enter after its
+        ValueError: the method has no layer or one below 1, merges tokens, or needs evidence other than INSIDE_EVIDENCE;
+            or the model has linear attention, K or fewer layers, or more than K deepstack levels, which enter after its
             first layers.
     """
     text = config.get_text_config()

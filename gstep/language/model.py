@@ -32,7 +32,7 @@ from gstep.types import Visual
 
 
 class LanguageModel:
-    """The language model of one checkpoint on one device, without its vision part. ``load`` creates it.
+    """The language model of one checkpoint on one device, without its vision part.
 
     Attributes:
         mask_elements: the maximum size of a batch's attention mask.
@@ -52,14 +52,14 @@ class LanguageModel:
         """Load the model, without its vision part, and its tokenizer, for any family.
 
         Raises:
-            ModelError: weights are missing, quantized, or do not have the shapes of the config; the tokenizer or
-                generation_config.json cannot be loaded; or transformers is too old.
+            ModelError: weights are missing, quantized, or do not have the shapes of the config; another file cannot be
+                loaded; or transformers is too old.
         """
         return cls(load_llm(source, runtime), load_tokenizer(source), runtime.device)
 
     @property
     def n_bytes(self) -> int:
-        """The total size of all weights and buffers in bytes."""
+        """The size of all weights and buffers in bytes."""
         return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
 
     @property
@@ -111,6 +111,7 @@ class LanguageModel:
 
         Raises:
             ValueError: the method cannot prune inside this model (:func:`check_layer`).
+            WrongSelection: the method returned an invalid selection.
             FloatingPointError: the model's scores are NaN for a token of an answer.
         """
         if inside is not None:
@@ -173,6 +174,7 @@ class LanguageModel:
 
         Raises:
             ValueError: a continuation has no token, or the method cannot prune inside this model (:func:`check_layer`).
+            WrongSelection: the method returned an invalid selection.
         """
         ids = [[tokenize_text(self.tokenizer, text) for text in texts] for texts in continuations]
         pruning = self._prune_inside(prompts, *inside).apply_hooks(self.model) if inside else nullcontext()
@@ -197,7 +199,7 @@ class LanguageModel:
         continuations: list[list[int]],
         inside: PruneInside | None,
     ) -> list[Score]:
-        """Score the continuations of one prompt, in batches of at most ``copied_tokens`` copied tokens.
+        """Score the continuations of one prompt, in batches of at most ``copied_tokens`` copied tokens or of one.
 
         Args:
             prompt: a batch with the prompt as its only row.
@@ -233,10 +235,7 @@ class LanguageModel:
         return [float(rows[: len(t)].gather(-1, t[:, None]).sum()) for rows, t in zip(logprobs, targets, strict=True)]
 
     def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> PruneInside:
-        """Return the object that prunes these prompts inside the model; all visual tokens but newlines are prunable.
-
-        The caller activates it with ``apply_hooks``, which also checks the method.
-        """
+        """Return the object that prunes these prompts inside the model; all visual tokens but newlines are prunable."""
         batch = Batch.of(prompts)
         _, video = read_placeholder(self.model.config)
         prunable = torch.zeros_like(batch.mask, dtype=torch.bool)
@@ -311,7 +310,7 @@ class LanguageModel:
         return stack
 
     def _compute_prefix_cache(self, prompts: Sequence[Prompt]) -> DynamicCache:
-        """Compute the key-value cache of each prompt up to the end of its videos, in batches that fit into memory.
+        """Compute the key-value cache of each prompt up to the end of its videos, in batches within ``mask_elements``.
 
         The rows are in the order of the prompts, and padded on the left.
         """
@@ -333,7 +332,7 @@ class LanguageModel:
     ) -> Any:
         """Run the model over the tokens of ``batch`` that are not in ``past``, which is extended in place.
 
-        ``prompts`` are those whose videos are among these tokens; ``keywords`` are passed to the model.
+        ``prompts`` are those whose videos are among these tokens.
         """
         start = 0 if past is None else past.get_seq_length()
         return self.model(**self._make_inputs(batch, prompts, past, start), **keywords)
@@ -358,18 +357,15 @@ class LanguageModel:
         return inputs
 
     def _encoder_outputs(self, visuals: Sequence[Visual]) -> dict[str, Any]:
-        """Make the ``mm_encoder_outputs`` for a batch's videos, which are given in the order of its rows."""
+        """Make the ``mm_encoder_outputs`` for a batch's videos, in the order of its rows."""
         return encoder_outputs(visuals, self.model)
 
     def _position_ids(self, batch: Batch) -> Tensor:
-        """Make the position ids of a batch for forward and generate: [B, L], or [4, B, L] for M-RoPE."""
+        """Make the position ids of a batch: [B, L], or [4, B, L] for M-RoPE."""
         return batch.position_ids()
 
     def _make_config(self, decodings: Sequence[Decoding]) -> Any:
-        """Copy the model's GenerationConfig, made greedy, with the largest ``max_new_tokens`` of the batch.
-
-        SeededSampling adds the noise of sampled rows.
-        """
+        """Copy the model's GenerationConfig, made greedy, with the largest ``max_new_tokens`` of the batch."""
         config = copy.deepcopy(self.model.generation_config)
         config.update(
             do_sample=False,

@@ -1,7 +1,7 @@
 """Prompts of the Qwen families: M-RoPE positions (time, height, width) of the full grid, restricted to the kept tokens.
 
 Follows get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py, models/qwen3_vl/modeling_qwen3_vl.py)
-and replace_video_token (models/qwen3_vl/processing_qwen3_vl.py). ``Rule`` lists the differences between versions.
+and replace_video_token (models/qwen3_vl/processing_qwen3_vl.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Grid:
 
 
 class QwenPrompts(PromptBuilder):
-    """The base of the Qwen prompt builders: M-RoPE positions and the check of a video's grid."""
+    """The base of the Qwen prompt builders."""
 
     default_positions = "original"
     axes = 3
@@ -94,7 +94,7 @@ class QwenPrompts(PromptBuilder):
         Grid.of(visual)
 
     def _make_renumbered_segment(self, count: int) -> Segment:
-        """Make a segment of ``count`` placeholders with renumbered positions: all three axes count up from 0."""
+        """Make a segment of ``count`` placeholders, in which all three axes count up from 0."""
         return Segment(self._make_placeholders(count), torch.arange(count, device="cpu").expand(3, -1), count)
 
 
@@ -198,7 +198,7 @@ class Qwen3Prompts(QwenPrompts):
         """Compute the times of Qwen3VLProcessor._calculate_timestamps of transformers, to the last bit.
 
         A patch has the mean of the times of its first and last frame; the video's last frame fills up the last patch.
-        Frame indices count from the start of the file, even for a clip: qwen-vl-utils subtracts no start.
+        Frame indices count from the start of the file, even for a clip.
 
         Raises:
             ValueError: the cache lacks the frame rate, or its frame indices do not make the video's patches.

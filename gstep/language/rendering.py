@@ -1,7 +1,7 @@
 """Rendering chat templates within limits.
 
-A chat template is a program that comes with the checkpoint. Jinja's sandbox, in which transformers runs it, denies it
-access to files and Python's internals, but lets it run forever.
+A chat template is a program that comes with the checkpoint. Jinja's sandbox denies it access to files and Python's
+internals, but lets it run forever.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def _refuse_powers(template: str) -> None:
 class _LimitTracer:
     """A trace function that raises _LimitReachedError when the thread that it traces has reached a limit.
 
-    Python calls it for each function call and for each line of a template, and therefore in each iteration of a
-    template's loop. Only CPU time of this thread counts, so that a busy machine ends nothing early.
+    Python calls it for each function call and for each line of a template. Only CPU time of this thread counts.
     """
 
     def __init__(self, max_s: float) -> None:
@@ -87,10 +86,10 @@ class _LimitTracer:
         self._start_bytes = _count_resident_bytes()
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> _LimitTracer | None:
-        """Check the limits; return the tracer for template code, so that its lines are traced, and None for other code.
+        """Raise _LimitReachedError if the CPU time or the growth of the process exceeds its limit.
 
-        Memory is only read after a step of more than _SLOW_STEP_S. Raises _LimitReachedError if the CPU time or the
-        growth of the process exceeds its limit.
+        Memory is only read after a step of more than _SLOW_STEP_S. The result is the tracer for template code, so that
+        its lines are traced, and None for other code.
         """
         now_s = time.thread_time()
         if now_s - self._start_s > self._max_s:

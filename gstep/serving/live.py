@@ -81,12 +81,12 @@ class LivePruning:
 
     @cached_property
     def name(self) -> str:
-        """A hash of the settings, which keeps videos pruned with different settings apart in vLLM's caches."""
+        """A hash of the settings, which keeps differently pruned videos apart in vLLM's caches."""
         return hashlib.sha256(json.dumps(self.as_options(), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def rate(self) -> float:
-        """The share of tokens to drop, inside (0, 1): vLLM's ``video_pruning_rate``, which turns pruning on."""
+        """The share of tokens to drop, inside (0, 1), which is vLLM's ``video_pruning_rate``."""
         return min(max(round(1.0 - self.retention_ratio, 9), 1e-9), 1.0 - 1e-9)
 
     @cached_property
@@ -95,14 +95,14 @@ class LivePruning:
         return make_pruner(self.method, **self.params)
 
     def budget(self, n_total: int) -> int:
-        """Compute the number of kept tokens for a video of ``n_total`` tokens."""
+        """Compute the number of kept tokens of a video."""
         return self.pruner.resolve_budget(n_total, self.retention_ratio)[0]
 
     def select_mask(self, tokens_TND: Tensor) -> Tensor:
         """Select a video's kept tokens: a bool mask [T*N] on the tokens' device with ``budget`` True values.
 
-        The method gets the tokens in bfloat16, as a cache stores them. NaN and infinite values become 0, because an
-        error here would stop the engine and all clients' requests.
+        The method gets the tokens in bfloat16. NaN and infinite values become 0, because an error here would stop the
+        engine.
         """
         finite = tokens_TND.detach().to(torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
         pruned = self.pruner.prune(VisualTokens(finite, {}), self.retention_ratio, seed=self.seed)
@@ -112,13 +112,9 @@ class LivePruning:
 
 
 def check_live_method(method: str, retention_ratio: float) -> None:
-    """Check that a method can prune in vLLM.
+    """Raise ModelError, with the reason, if a method cannot prune in vLLM or does not exist.
 
-    Args:
-        retention_ratio: the ratio that the message suggests for vLLM's own methods.
-
-    Raises:
-        ModelError: it cannot, or there is no such method; the message has the reason.
+    ``retention_ratio`` is suggested in the message for vLLM's own methods.
     """
     if method in LIVE_METHODS:
         return
@@ -175,7 +171,7 @@ def to_digits(positions: Tensor) -> Tensor:
 
 
 def from_digits(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Decode the columns of ``to_digits``: return (positions [S,3], row numbers [S]), int64."""
+    """Decode the columns of ``to_digits`` to positions [S,3] and row numbers [S], int64."""
     high, middle, low = columns.long().chunk(3, dim=1)
     values = (high * _BASE + middle) * _BASE + low
     return values[:, :3], values[:, 3]
@@ -224,7 +220,7 @@ def place_rows(positions: Tensor, parts: list[Tensor], starts: list[int], n_comp
     Args:
         positions: [3,L], already right for text.
         parts: in prompt order, the columns of ``to_digits`` for each slice of a video or image in the step. An empty
-            slice, and one that does not fit the prompt, is skipped, because an error would stop the engine.
+            slice, and one that does not fit the prompt, is skipped.
         starts: the first prompt token of each video and image, ascending.
         n_computed: the first prompt token of the step.
     """
@@ -263,7 +259,7 @@ class PromptStarts:
 
 
 def _hash_ids(ids: Tensor) -> bytes:
-    """Return a hash of a prompt's token ids, a tensor on the CPU."""
+    """Return a hash of a prompt's token ids."""
     return hashlib.sha256(ids.long().numpy().tobytes()).digest()
 
 

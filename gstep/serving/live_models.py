@@ -1,8 +1,7 @@
 """vLLM's model classes of the Qwen families, modified to prune each video as it is encoded by a method of this package.
 
-vLLM itself prunes videos by two built-in methods. The classes here reuse its functions, but replace the functions that
-they call to count and choose tokens. They follow qwen2_5_vl.py, qwen3_vl.py, qwen3_vl_moe.py and qwen3_5.py of vLLM
-0.32 (vllm/model_executor/models).
+The classes reuse vLLM's pruning, but replace the functions that count and choose tokens. They follow qwen2_5_vl.py,
+qwen3_vl.py, qwen3_vl_moe.py and qwen3_5.py of vLLM 0.32 (vllm/model_executor/models).
 """
 
 from __future__ import annotations
@@ -125,11 +124,11 @@ class _Live:
         enable_pruning_on_cpus()
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
-        """Return a prompt's positions [3,L] and their delta, before its videos are encoded.
+        """Return a prompt's positions [3,L] and their delta, before its videos are encoded; store where videos and images start.
 
-        Positions of text and images are final, whatever tokens will be kept: vLLM does not compute them again for a
-        video that its prefix cache has. Positions of kept tokens are 0 here and arrive with their rows. Stores where
-        the videos and images start.
+        Positions of images, and of text outside of videos, are final, whatever tokens will be kept: vLLM does not
+        compute them again for a video that its prefix cache has. All tokens of a video have the position of its start,
+        until their positions arrive with its rows.
         """
         spans = [
             (feature.mm_position.offset, self._span_positions(feature.modality, feature.data, feature.mm_position))
@@ -201,7 +200,7 @@ class _Live:
         raise NotImplementedError
 
     def _guess_starts(self, ids: Tensor) -> list[int]:
-        """Return the index of the first token of each video and image in a prompt, ascending, found by placeholders.
+        """Return the first token of each video and image in a prompt, ascending, found by placeholders.
 
         The result is wrong if the prompt's text contains placeholders too.
         """
@@ -209,7 +208,7 @@ class _Live:
 
 
 def _round_rows(rows: Tensor) -> Tensor:
-    """Round rows to bfloat16, as a cache stores them, so that answers equal those from a cache; the dtype stays."""
+    """Round rows to bfloat16, as a cache stores them; the dtype stays."""
     return rows.to(torch.bfloat16).to(rows.dtype)
 
 
@@ -328,7 +327,7 @@ class _LiveProcessor:
         return self._make_updates(*arguments, **named)
 
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
-        """Return the items' names in vLLM's caches, prefixed by the LivePruning's name; vLLM's own only hash pixels."""
+        """Return the items' names in vLLM's caches, prefixed by the LivePruning's name."""
         hashes: dict[str, list[str]] = super()._get_mm_hashes(inputs)  # type: ignore[misc]
         return {modality: [f"{self._live.name}-{name}" for name in names] for modality, names in hashes.items()}
 
@@ -341,10 +340,7 @@ class _Qwen3Processor(_LiveProcessor, qwen3_vl.Qwen3VLMultiModalProcessor):  # t
     """vLLM's processor of Qwen3-VL and Qwen3.5 with live pruning."""
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
-        """Process images and videos with all frames that the loader took.
-
-        Otherwise, vLLM would sample two frames per second again from a video of which all frames were taken.
-        """
+        """Process images and videos with all frames that the loader took, of which vLLM would sample two per second again."""
         return super()._apply_hf_processor_main(mm_items, {**hf_kwargs, "do_sample_frames": False})
 
 

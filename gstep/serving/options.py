@@ -110,7 +110,7 @@ def make_live_overrides(source: ModelSource, live: LivePruning) -> dict[str, Any
     """Return the config.json overrides (``hf_overrides``) with which vLLM prunes this model's videos.
 
     Raises:
-        KeyError: the model type has no live class; ``check_live_model`` refuses it first.
+        KeyError: the model type has no live class.
     """
     return {"architectures": [LIVE_ARCHITECTURES[source.model_type]], LIVE: live.as_options()}
 
@@ -156,7 +156,7 @@ def _check_quantized_products(source: ModelSource) -> None:
     """Raise ModelError if this CPU lacks instructions that vLLM needs for quantized weights; only x86-64 is checked.
 
     Without VNNI, vLLM sums products of INT8 by INT8 in 16 bits, which overflow: the scores are wrong. Its kernels for
-    4-bit weights require AVX-512. Both were measured with vLLM 0.32.
+    4-bit weights require AVX-512.
     """
     cpu = torch.cpu.get_capabilities()
     if cpu["architecture"] != "x86_64":
@@ -218,7 +218,7 @@ def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool 
 
 
 def read_max_video_rows(vllm_config: Any) -> int:
-    """Return the maximum number of rows per video, the encoder cache size, for an engine with this configuration."""
+    """Return the maximum number of rows per video, which is the encoder cache size."""
     from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: PLC0415 - this module is imported without vLLM, too
     from vllm.multimodal.encoder_budget import MultiModalBudget  # noqa: PLC0415
 
@@ -245,9 +245,8 @@ def check_video_fits(engine_args: Any, largest_video: int) -> None:
 def check_connectors(arguments: Mapping[str, Any]) -> None:
     """Check that no connector in the engine arguments could answer about a video from another video's keys and values.
 
-    A connector that looks up keys by token ids cannot tell videos apart, because all placeholders have the same id.
-    Only the vLLM connectors in ``_CONNECTORS`` pass, also inside a MultiConnector; a connector from another module
-    never does.
+    A connector that looks up keys by token ids cannot tell videos apart. Only the vLLM connectors in ``_CONNECTORS``
+    pass, also inside a MultiConnector; a connector from another module never does.
 
     Args:
         arguments: arguments of EngineArgs, of which ``kv_offloading_backend`` and ``kv_transfer_config`` are read.
@@ -277,10 +276,7 @@ def check_connectors(arguments: Mapping[str, Any]) -> None:
 def check_live_engine(arguments: Mapping[str, Any]) -> None:
     """Raise ModelError if an engine argument could make live pruning give wrong answers; missing arguments pass.
 
-    A connector takes a video's rows, keys and values from other servers, which may have pruned it by another method
-    under the same hash. Later stages of a pipeline see no rows, so they get no positions. vLLM derives the number of
-    tokens for a LoRA of the vision tower from the kept tokens. ``kv_offloading_size`` is refused because it is not
-    tested.
+    Refused are connectors, ``kv_offloading_size``, a pipeline of several stages and a LoRA of the vision tower.
 
     Args:
         arguments: arguments of EngineArgs, plus ``enable_tower_connector_lora``.
@@ -315,8 +311,8 @@ def _refuse_connector(setting: str) -> None:
 def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's SamplingParams for one answer.
 
-    They include the end tokens and the repetition penalty of the checkpoint's GenerationConfig, of which vLLM itself
-    would use only the end tokens. Greedy decoding (temperature 0) gets no ``top_p``, ``top_k`` and ``seed``.
+    They include the end tokens and the repetition penalty of the checkpoint's GenerationConfig. Greedy decoding
+    (temperature 0) gets no ``top_p``, ``top_k`` and ``seed``.
     """
     sampling = {"top_p": decoding.top_p, "top_k": decoding.top_k, "seed": decoding.seed} if decoding.temperature else {}
     return {
@@ -333,8 +329,7 @@ def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
 def check_generation_settings(name: str, generation: Any) -> None:
     """Raise ModelError if a checkpoint's GenerationConfig has a setting that changes answers and vLLM lacks.
 
-    Settings that are absent or have a value without effect (``_UNSUPPORTED``) pass. ``name`` is the model's, for the
-    message.
+    Settings that are absent or have a value without effect (``_UNSUPPORTED``) pass.
     """
     for setting, neutral in _UNSUPPORTED.items():
         value = getattr(generation, setting, None)

@@ -18,8 +18,8 @@ class VideoSpan:
     """One video of a prompt, for an engine with a prefix cache.
 
     Attributes:
-        first: the index in the prompt of the span's first token (``Prompt.spans``). The span has S tokens and includes
-            the markers of all frames, because a frame without kept tokens has positions too.
+        first: the index in the prompt of the span's first token. The span has S tokens and includes the markers of all
+            frames, because a frame without kept tokens has positions too.
         takes_row: [S] bool, True for the P placeholders, False for text within the video.
         rows: [P,D*(1+levels)], the embeddings of the placeholders with deepstack levels alongside; on LLaVA-OneVision
             the last row is the newline.
@@ -37,8 +37,8 @@ class VideoSpan:
 def make_engine_input(prompt: Prompt, video_token_id: int) -> Any:
     """Convert a prompt to the input of ``add_request`` of vLLM's ``LLMEngine`` and ``AsyncLLM``.
 
-    No video processor runs. Videos are items with rows only on LLaVA-OneVision (modality "prompt_embeds"), otherwise
-    with rows and positions (modality "video").
+    Videos are items with rows only on models with 1-D positions (modality "prompt_embeds"), otherwise with rows and
+    positions (modality "video").
 
     Args:
         video_token_id: the token id of the placeholders.

@@ -168,8 +168,7 @@ def open_archive(uri: str, objects: Objects, info: ObjectInfo | None = None) -> 
 
 
 def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sort byte ranges, drop empty ones, and merge those at most 1 MiB apart, for which one request is cheaper than two.
-    """
+    """Sort byte ranges, drop empty ones, and merge those at most 1 MiB apart, for which one request is cheaper than two."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(span for span in spans if span[0] < span[1]):
         if joined and start - joined[-1][1] <= _MAX_GAP_BYTES:

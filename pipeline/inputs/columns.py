@@ -55,8 +55,7 @@ class Table(Archive):
     """
 
     def __init__(self, file: RandomFile) -> None:
-        """Hash the end of the file, which the names of the videos contain; the table is opened when it is first read.
-        """
+        """Hash the end of the file, which the names of the videos contain; the table is opened when it is first read."""
         self._file = file
         self.rows_per_group = 1
         tail = file.read(max(0, file.size - _TAIL), file.size)

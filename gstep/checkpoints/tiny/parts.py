@@ -16,7 +16,6 @@ class TinyModel:
     Attributes:
         config: the content of config.json.
         tensors: the tables of its tensors, name prefix -> table, in the notation of ``weights``.
-        tokenizer: the description of its tokenizer.
         processor_files: the content of its other JSON files, by file name.
     """
 

@@ -1,7 +1,4 @@
-"""The tiny Qwen models: 64 channels, with the patches, windows and deepstack levels of the real ones.
-
-Qwen2.5-VL, Qwen3-VL, and the later ones with the tower of Qwen3-VL: Qwen3-VL-MoE, Qwen3.5 and Qwen3.5-MoE.
-"""
+"""The tiny Qwen models: 64 channels, with the patches, windows and deepstack levels of the real ones."""
 
 from __future__ import annotations
 
