@@ -1,8 +1,8 @@
 """Converting the weights of mixtures of experts from the layouts on disk to the layout of transformers' modules.
 
 A module has two tensors for all experts of a layer: ``experts.gate_up_proj`` [E, 2I, D] and ``experts.down_proj`` [E,
-D, I]. A checkpoint has the same two tensors with each matrix transposed (Qwen3-VL-MoE), or a tensor for each matrix of
-each expert (``experts.3.gate_proj.weight``).
+D, I]. A checkpoint has them with each matrix transposed (Qwen3-VL-MoE), or a tensor for each matrix of each expert
+(``experts.3.gate_proj.weight``).
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ class CheckpointFiles:
     Attributes:
         location: the absolute folder, the Hugging Face id, or the name of a model that comes with this package.
         revision: the commit sha of a Hugging Face id, otherwise None.
-        published: the files that every published checkpoint of the family has. If the Hub is unreachable, ``find``
-            never assumes that such a file does not exist.
+        published: the files that every published checkpoint of the family has.
         usual: the files that checkpoints of the family may lack. If the Hub is unreachable, such a file counts as
             absent only if the whole repository was downloaded.
     """
@@ -109,7 +108,7 @@ class CheckpointFiles:
         return self.find(filename) is not None
 
     def find_local(self, filename: str) -> Path | None:
-        """Return the path of a file if it is on this machine, otherwise None; nothing is downloaded."""
+        """Return the path of a file if it is on this machine; nothing is downloaded."""
         if self.revision is None:
             return self.find(filename)
         cached = try_to_load_from_cache(self.location, filename, revision=self.revision)
@@ -135,14 +134,14 @@ class CheckpointFiles:
                 self.find(filename, required=True)
 
     def folder(self) -> Path:
-        """Return the folder of a checkpoint that is not on the Hub; a tiny model is built if it is missing."""
+        """Return the folder of a checkpoint that is not on the Hub; a missing tiny model is built."""
         assert self.kind != "hub"
         if self.kind == "shipped":
             return SHIPPED[self.location]
         return tiny.build(self.location) if self.kind == "tiny" else Path(self.location)
 
     def names(self, *suffixes: str) -> list[str]:
-        """List the names of files in a local folder with any of these suffixes, sorted; empty for a Hub checkpoint."""
+        """List the names of files with any of these suffixes, sorted; empty for a Hub checkpoint."""
         if self.kind == "hub":
             return []
         return sorted(path.name for path in self.folder().iterdir() if path.suffix in suffixes)
@@ -166,7 +165,7 @@ class CheckpointFiles:
 
 
 def _package_kind(model: str) -> Literal["shipped", "tiny"] | None:
-    """Return the kind of a model that this package provides; None for any other name."""
+    """Return the kind of a model of this package; None for any other name."""
     if model in SHIPPED:
         return "shipped"
     return "tiny" if model in tiny.TINY else None

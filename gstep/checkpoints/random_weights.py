@@ -39,7 +39,7 @@ _IDS = {
 
 
 def has_no_weights(model: str) -> bool:
-    """Return True if a model is a folder with a config.json and no .safetensors, .bin, .pt, .pth or .gguf file or index."""
+    """Return True if a model is a folder with a config.json and no .safetensors, .bin, .pt, .pth, .gguf or index file."""
     folder = Path(model).expanduser()
     if model in tiny.TINY or not (folder / "config.json").is_file():
         return False

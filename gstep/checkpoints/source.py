@@ -51,7 +51,7 @@ class ModelSource(TensorSource):
         config: the content of config.json.
         preprocessor: the settings that the stock video processor would load (without its class defaults); for the
             family ``generic``, the files that its processor loads, by name.
-        pooling_head: the pooling head of a SigLIP checkpoint, for evidence that the model itself cannot give.
+        pooling_head: the pooling head of a SigLIP checkpoint, or None.
         family: a name in ``gstep.families``, or the import path ``module:Class`` of a user family.
         layout: the findings of the family's gate as JSON values; None for a family without a gate.
     """

@@ -45,7 +45,6 @@ class TensorSource:
 
     Attributes:
         name: the user's model argument.
-        identity: a text that identifies the weights.
         weight_files: the names of the safetensors files; empty for random weights.
     """
 
@@ -82,8 +81,7 @@ def read_tensors(
         dtype: the dtype to cast to; None keeps the stored dtype.
 
     Raises:
-        ModelError: a file is missing or not a safetensors file, a selected tensor is quantized, or an opened file has
-            tensors of an adapter.
+        ModelError: the cases of ``iter_tensors``: a missing or damaged file, a quantized tensor, an adapter.
     """
     # A copy: memory-mapped tensors are unaligned, and that may decide the last bit of a GEMM.
     return {name: values.to(device=device, dtype=dtype, copy=True) for name, values in iter_tensors(source, rename)}
@@ -246,7 +244,7 @@ def refuse_quantized(name: str, config: Mapping[str, Any], served_methods: Colle
 def iter_quantizations(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield (key, value) of each ``quantization_config`` in config.json and its parts that is not empty.
 
-    The key of a part's begins with the part, such as "text_config.quantization_config".
+    A part's key is such as "text_config.quantization_config".
     """
     for part, settings in {"": config, **config}.items():
         if isinstance(settings, dict) and (quantization := settings.get("quantization_config")):
@@ -254,7 +252,7 @@ def iter_quantizations(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_quantized_tensor(name: str, tensor: str, dtype: str) -> None:
-    """Raise ModelError unless ``dtype``, a safetensors type such as "BF16" or "F8_E4M3", is a float of 16 bits or more."""
+    """Raise ModelError unless ``dtype``, a safetensors type such as "F8_E4M3", is a float of 16 bits or more."""
     if dtype not in _PLAIN:
         raise ModelError(f"{name!r} is quantized ({tensor} is stored as {dtype}): {_USE}")
 

@@ -1,11 +1,8 @@
 """The language half of each model family: building prompts from cached visual tokens, and answering them.
 
-:func:`prompt_builder` makes a :class:`~gstep.language.types.Prompt` on a CPU, without weights.
-:func:`load_language_model` loads the LLM without the vision tower, which answers batches of prompts. Your own model
-takes a :class:`~gstep.language.batch.Batch` of prompts and :func:`~gstep.language.batch.encoder_outputs`, as in
-``pipeline/examples/own_llm.py``.
-
-Only the names in ``__all__`` are public. They are imported on first use.
+Your own model takes a :class:`~gstep.language.batch.Batch` of prompts and
+:func:`~gstep.language.batch.encoder_outputs`, as in ``pipeline/examples/own_llm.py``. Only the names in ``__all__`` are
+public. They are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Sampling and checks for ``generate``: the random draws of an answer depend on its own seed, never on its batch.
-
-These classes use the public hooks of transformers' ``generate``, after the model's own processors (repetition penalty).
-"""
+"""Sampling and checks for ``generate``, by its public hooks; an answer's random draws do not depend on its batch."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ NO_NUMBERS = "the scores of tokens are no numbers (NaN): float16 overflows where
 class SeededSampling(LogitsProcessor):  # type: ignore[misc]
     """A logits processor that turns each sampled row's greedy choice into a random draw, by the Gumbel-max trick.
 
-    argmax(log p + g) with g ~ Gumbel(0, 1) is a draw from p. Greedy and sampled rows can therefore share a batch. Each
-    row has its own generator, so an object serves one call of ``generate``.
+    argmax(log p + g) with g ~ Gumbel(0, 1) is a draw from p. Each row has its own generator, so an object serves one
+    call of ``generate``.
     """
 
     def __init__(self, decodings: Sequence[Decoding]) -> None:
@@ -74,7 +71,7 @@ class RowLimits(StoppingCriteria):  # type: ignore[misc]
 
 
 class StepWatch(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that records NaN scores and times the first token; it changes nothing.
+    """A logits processor that records NaN scores and times the first token.
 
     Attributes:
         first: the ``time.perf_counter()`` of the first token, when the prefill ends; None before.

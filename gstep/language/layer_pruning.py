@@ -1,7 +1,7 @@
 """Pruning inside the language model, before one of its layers, by removable hooks.
 
 Before layer K, the visual tokens that the method does not select are removed from the hidden states, so that layer K
-and all later layers, with their keys and values, are shorter. The remaining tokens keep their positions.
+and all later layers are shorter. The remaining tokens keep their positions.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class PruneInside:
 
     Attributes:
         method: a method with a ``layer``, which is K.
-        retention_ratio: the share of a prompt's visual tokens to keep.
         prunable: [B, L] bool, True for the visual tokens of each row.
         mask: [B, L] bool, False for padding.
         short: the kept indices; None before the prefill reaches layer K.
@@ -216,11 +215,7 @@ def _cached_length(layer: Any, keywords: dict[str, Any]) -> int:
 
 
 def select_visual(method: Pruner, hidden_MD: Tensor, attention_M: Tensor, retention_ratio: float) -> Tensor:
-    """Select visual tokens by their hidden states [M, D] and attention [M], with seed 0; return ascending indices.
-
-    Raises:
-        WrongSelection: the method returned an invalid selection.
-    """
+    """Select visual tokens by their hidden states [M, D] and attention [M], with seed 0; return ascending indices."""
     visual = VisualTokens(hidden_MD[None], {"llm_attention": attention_M})
     budget, ratio = method.resolve_budget(len(attention_M), retention_ratio)
     return method.pack_selection(visual.tokens, method.select(visual, budget, ratio, 0), budget, ratio).index

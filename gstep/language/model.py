@@ -36,7 +36,7 @@ class LanguageModel:
 
     Attributes:
         mask_elements: the maximum size of a batch's attention mask.
-        copied_tokens: the maximum number of tokens in copies of a prompt's keys and values, one copy per continuation.
+        copied_tokens: the maximum number of tokens in copies of a prompt's cache, one copy per continuation.
     """
 
     mask_elements = MASK_ELEMENTS
@@ -52,8 +52,8 @@ class LanguageModel:
         """Load the model, without its vision part, and its tokenizer, for any family.
 
         Raises:
-            ModelError: weights are missing, quantized, or do not have the shapes of the config; another file cannot be
-                loaded; or transformers is too old.
+            ModelError: weights are missing, quantized, or of another shape; another file cannot be loaded; or
+                transformers is too old.
         """
         return cls(load_llm(source, runtime), load_tokenizer(source), runtime.device)
 
@@ -64,7 +64,7 @@ class LanguageModel:
 
     @property
     def context_length(self) -> int:
-        """The maximum number of tokens in a prompt and its answer together; 2^31 if the config has no limit."""
+        """The maximum number of tokens in a prompt and its answer; 2^31 if the config has no limit."""
         return read_context_length(self.model.config)
 
     @torch.inference_mode()

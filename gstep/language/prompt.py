@@ -35,7 +35,7 @@ class Segment:
     Attributes:
         ids: [n] int64.
         positions: [A, n], counted from the start of the segment.
-        extent: the number of positions from the start of this segment to the start of the next one.
+        extent: the number of positions from this segment's start to the next one's.
         video: the number of the video in the prompt, from 0; None for a text.
     """
 
@@ -49,7 +49,7 @@ class PromptPart(NamedTuple):
     """A text of a prompt, which may be empty, and the placeholders that follow it.
 
     Attributes:
-        video: the number of the placeholders' video, from 0; None if no placeholders follow (the end of the prompt).
+        video: the number of the placeholders' video, from 0; None at the end of the prompt.
         frame: the number of their frame or temporal patch, from 0; None for the whole video.
     """
 
@@ -136,7 +136,7 @@ class PromptBuilder(ABC):
 
     @property
     def context_length(self) -> int:
-        """The maximum number of tokens in a prompt and its answer together; 2^31 if the config has no limit."""
+        """The maximum number of tokens in a prompt and its answer; 2^31 if the config has no limit."""
         return read_context_length(self.config)
 
     @property
@@ -247,8 +247,8 @@ class PromptBuilder(ABC):
     def open_tag(self) -> str:
         """The tag that the chat template opens before the model's message, such as ``<think>``; "" if there is none.
 
-        The first access renders a question without a video. Raises ModelError for an invalid template, ValueError if it
-        refuses the question.
+        The first access renders a question without a video. It raises ModelError for an invalid template, ValueError if
+        that refuses the question.
         """
         text: ChatPart = {"type": "text", "text": "Why?"}
         match = _OPEN_TAG.search(self._apply_template([{"role": "user", "content": [text]}]))
@@ -406,7 +406,7 @@ FolderState = tuple[tuple[str, int, int], ...]
 
 
 def read_folder_state(name: str, revision: str | None) -> FolderState:
-    """Return the name, size and modification time of each entry of a model's folder; () if ``revision`` is a commit."""
+    """Return the state of a model's folder; () if ``revision`` is a commit."""
     if revision is not None:
         return ()
     files = [(file.name, file.stat()) for file in sorted(Path(name).iterdir())]

@@ -1,8 +1,4 @@
-"""Rendering chat templates within limits.
-
-A chat template is a program that comes with the checkpoint. Jinja's sandbox denies it access to files and Python's
-internals, but lets it run forever.
-"""
+"""Rendering chat templates within limits: Jinja's sandbox, in which transformers runs them, lets them run forever."""
 
 from __future__ import annotations
 
@@ -65,11 +61,7 @@ def render_chat_template(tokenizer: Any, template: str, messages: Sequence[ChatM
 
 @lru_cache(maxsize=8)
 def _refuse_powers(template: str) -> None:
-    """Raise _LimitReachedError for the operator ``**``: a power of large numbers is one step, which nothing stops.
-
-    Raises:
-        TemplateSyntaxError: the template cannot be split into tokens.
-    """
+    """Raise _LimitReachedError for the operator ``**``: a power of large numbers is one step, which nothing stops."""
     if any(kind == "operator" and value == "**" for _, kind, value in Environment().lex(template)):
         raise _LimitReachedError("it computes powers")
 

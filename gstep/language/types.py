@@ -1,7 +1,6 @@
 """The inputs and outputs of a language model: chat messages, prompts, policies, decoding options and answers.
 
-Shapes: K kept tokens of one video, D hidden size, L prompt tokens, A position axes; T, N and the flat index as in
-:mod:`gstep.types`.
+Shapes: L prompt tokens, A position axes.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class PromptPolicy:
                 raise ValueError(f"unknown {name} {value!r}; known: {', '.join(choices)}")
 
     def describe(self) -> dict[str, str]:
-        """Return the policy as JSON values for the record of an answer; defaults of ``frame_times`` and ``thought`` are left out."""
+        """Return the policy as JSON values; default values of ``frame_times`` and ``thought`` are left out."""
         defaults = {"frame_times": "true", "thought": "open"}
         return {name: value for name, value in asdict(self).items() if defaults.get(name) != value}
 
@@ -82,12 +81,12 @@ def read_placeholder(config: Any) -> tuple[str, int]:
 
 
 def read_context_length(config: Any) -> int:
-    """Return the maximum number of tokens in a prompt and its answer together; 2^31 if the config has no limit."""
+    """Return the maximum number of tokens in a prompt and its answer; 2^31 if the config has no limit."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
 
 
 def has_linear_attention(config: Any) -> bool:
-    """Return True if some layers have linear attention, which carries a state from token to token (Qwen3.5)."""
+    """Return True if some layers have linear attention, which carries a state from token to token."""
     return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 

@@ -98,7 +98,7 @@ def _tie_head(embeddings: nn.Embedding) -> nn.Linear:
 
 
 def _rebuild_rotary(model: nn.Module, device: str) -> None:
-    """Rebuild modules of rotary frequencies that are still on the meta device; checkpoints do not store frequencies.
+    """Rebuild modules of rotary frequencies that are still on the meta device.
 
     Asserts that nothing else is left on the meta device.
     """

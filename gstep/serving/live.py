@@ -37,15 +37,12 @@ DIGIT_COLUMNS = 12
 
 @dataclass(frozen=True)
 class LivePruning:
-    """The settings of live pruning: the method that prunes every video of a server, and the share of tokens to keep.
-
-    The server creates it; every vLLM process reads it from the model's configuration.
+    """The settings of live pruning. The server creates them; every vLLM process reads them from the model's configuration.
 
     Attributes:
         method: a name that ``check_live_method`` accepts.
         retention_ratio: the share of a video's tokens to keep, in (0, 1).
         params: the method's hyper-parameters.
-        seed: the seed for methods that draw random numbers.
     """
 
     method: str = "gstep"
@@ -241,20 +238,20 @@ def place_rows(positions: Tensor, parts: list[Tensor], starts: list[int], n_comp
 
 
 class PromptStarts:
-    """A bounded memory of where the videos and images of recent prompts start, looked up by the prompts' token ids."""
+    """A bounded memory of where the videos and images of recent prompts start."""
 
     def __init__(self, max_prompts: int = 4096) -> None:
         self._starts: OrderedDict[bytes, list[int]] = OrderedDict()
         self._max_prompts = max_prompts
 
     def store(self, ids: Tensor, starts: list[int]) -> None:
-        """Remember the starts of a prompt; beyond ``max_prompts`` prompts, forget the one that was stored first."""
+        """Remember the starts of a prompt; beyond ``max_prompts``, forget the prompt that was stored first."""
         self._starts[_hash_ids(ids)] = starts
         if len(self._starts) > self._max_prompts:
             self._starts.popitem(last=False)
 
     def find(self, ids: Tensor) -> list[int] | None:
-        """Return the stored starts of a prompt; None if they are unknown or forgotten."""
+        """Return the stored starts of a prompt; None if they are unknown."""
         return self._starts.get(_hash_ids(ids))
 
 

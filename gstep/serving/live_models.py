@@ -1,7 +1,6 @@
 """vLLM's model classes of the Qwen families, modified to prune each video as it is encoded by a method of this package.
 
-The classes reuse vLLM's pruning, but replace the functions that count and choose tokens. They follow qwen2_5_vl.py,
-qwen3_vl.py, qwen3_vl_moe.py and qwen3_5.py of vLLM 0.32 (vllm/model_executor/models).
+They reuse vLLM's pruning, but replace the functions that count and choose tokens. They follow vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class PruningWorker:
     """An extension of vLLM's worker (``worker_extension_cls``) with which vLLM's own methods prune on CPUs too."""
 
     def enable_pruning(self) -> None:
-        """Make this worker's model runner report whether its model prunes, if it runs on a CPU."""
+        """Make this worker's CPU model runner report whether its model prunes."""
         enable_pruning_on_cpus()
 
 
@@ -124,7 +123,7 @@ class _Live:
         enable_pruning_on_cpus()
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
-        """Return a prompt's positions [3,L] and their delta, before its videos are encoded; store where videos and images start.
+        """Return a prompt's positions [3,L] and their delta, and store where its videos and images start.
 
         Positions of images, and of text outside of videos, are final, whatever tokens will be kept: vLLM does not
         compute them again for a video that its prefix cache has. All tokens of a video have the position of its start,
@@ -220,8 +219,8 @@ def _append_digits(rows: Tensor, positions: Tensor) -> Tensor:
 class _LiveQwen2(_Live):
     """The mixin of Qwen2.5-VL, with the positions of transformers 5.
 
-    vLLM's own positions differ: it truncates the seconds of a temporal patch to an integer before it multiplies them,
-    and after a video of upright frames its text continues at too low a position.
+    vLLM itself truncates the seconds of a temporal patch to an integer before it multiplies them, and after a video of
+    upright frames continues the text at too low a position.
     """
 
     def _postprocess_video_embeds_evs(self, videos: Sequence[Tensor], video_input: Any) -> tuple[Tensor, ...]:
@@ -236,7 +235,7 @@ class _LiveQwen2(_Live):
         return tuple(kept_rows)
 
     def _video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
-        """Return the number of positions that a video takes: the longer side of its grid."""
+        """Return the longer side of the video's grid."""
         return max(height, width)
 
     def _guess_starts(self, ids: Tensor) -> list[int]:
@@ -255,7 +254,7 @@ class _LiveQwen3(_Live):
         """Build vLLM's model; its pruning function then selects tokens by the LivePruning.
 
         Raises:
-            ModelError: the engine has a connector, a pipeline or a LoRA of the vision tower.
+            ModelError: an engine option is not supported (``_Live``).
             ImportError: this version of vLLM is not supported.
         """
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -282,7 +281,7 @@ class _LiveQwen3(_Live):
         return to_digits(timed_positions(is_video_embed, is_vision_start, index, height, width))
 
     def _video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
-        """Return the number of positions that a video takes: those of its text and of all its temporal patches."""
+        """Return the number of positions of the video's text and of all its temporal patches."""
         n_text = length - self._live.budget(n_frames * height * width)
         return n_text + n_frames * max(height, width)
 
@@ -340,7 +339,7 @@ class _Qwen3Processor(_LiveProcessor, qwen3_vl.Qwen3VLMultiModalProcessor):  # t
     """vLLM's processor of Qwen3-VL and Qwen3.5 with live pruning."""
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
-        """Process images and videos with all frames that the loader took, of which vLLM would sample two per second again."""
+        """Process images and videos with all frames that the loader took; vLLM would sample them again."""
         return super()._apply_hf_processor_main(mm_items, {**hf_kwargs, "do_sample_frames": False})
 
 

@@ -1,7 +1,6 @@
 """vLLM's model classes of the Qwen families, modified to take kept tokens and their positions instead of pixels.
 
-They follow qwen2_5_vl.py, qwen3_vl.py, qwen3_vl_moe.py and qwen3_5.py of vLLM 0.30 to 0.32
-(vllm/model_executor/models).
+They follow vLLM 0.30 to 0.32.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class _CachedLevels(_Cached):
     """The mixin that also takes deepstack levels, without a vision tower."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
-        """Build vLLM's model, and the deepstack settings and buffers, unless vLLM builds them, as it does with a vision tower."""
+        """Build vLLM's model, and the deepstack settings and buffers unless vLLM has built them."""
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         if self.use_deepstack:  # type: ignore[has-type]
             return

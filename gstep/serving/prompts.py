@@ -18,8 +18,8 @@ class VideoSpan:
     """One video of a prompt, for an engine with a prefix cache.
 
     Attributes:
-        first: the index in the prompt of the span's first token. The span has S tokens and includes the markers of all
-            frames, because a frame without kept tokens has positions too.
+        first: the index in the prompt of the span's first token. The span has S tokens, including the markers of
+            frames.
         takes_row: [S] bool, True for the P placeholders, False for text within the video.
         rows: [P,D*(1+levels)], the embeddings of the placeholders with deepstack levels alongside; on LLaVA-OneVision
             the last row is the newline.

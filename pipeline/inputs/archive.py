@@ -1,7 +1,4 @@
-"""The base class of input forms: files that hold many videos (archives or tables), and random access to their bytes.
-
-A form is a subclass of Archive in this folder and a line in ``pipeline.inputs.forms``.
-"""
+"""The base class of input forms: files that hold many videos (archives or tables), and random access to their bytes."""
 
 from __future__ import annotations
 
@@ -38,14 +35,14 @@ class Member(NamedTuple):
 
     Attributes:
         name: the end of its uri, and of its id unless there is a ``shown_name``.
-        offset: its position: a byte of an archive or a row number of a table.
-        size: its size in bytes; None if unknown before reading.
+        offset: a byte of an archive, or a row number of a table.
+        size: in bytes; None if unknown before reading.
         carried: the carried columns, as JSON.
         fault: "class: message" if it cannot be read.
         video_id: its id, if that is not made from the names of the archive and the member.
         mark: a text from the archive that changes with the content.
-        path: the path of the file with the video, if the row of a table has a path instead of bytes.
-        shown_name: the end of its id, if that differs from the name that the archive stores.
+        path: the file with the video, if the row of a table has a path instead of bytes.
+        shown_name: the end of its id, if that differs from ``name``.
     """
 
     name: str
@@ -79,8 +76,8 @@ class Archive(ABC):
     """An open archive or table: the base class of every input form, constructed from a RandomFile.
 
     Attributes:
-        rows_per_group: the rows of a table's largest row group or record batch, which are read together, known once
-            ``members`` has started; 1 for tars and zips.
+        rows_per_group: the rows of a table's largest row group or record batch, known once ``members`` has started; 1
+            for tars and zips.
         note: a note for the user about the members, set while they are read; None if there is none.
     """
 
@@ -92,7 +89,6 @@ class Archive(ABC):
         """Yield every video in the order of the archive, also broken ones (with a ``fault``).
 
         Raises:
-            OSError: the archive cannot be read.
             ManifestError: the options do not fit the archive.
         """
 
@@ -105,7 +101,7 @@ class Archive(ABC):
 
     @abstractmethod
     def span(self, location: Location) -> tuple[int, int]:
-        """Return the byte range (start, end) that ``read`` reads for a video, from which requests are planned."""
+        """Return the byte range [start, end) for ``read``, from which requests are planned; it may be empty."""
 
     @abstractmethod
     def read(self, location: Location) -> Iterator[bytes]:
@@ -113,7 +109,6 @@ class Archive(ABC):
 
         Raises:
             VideoFault: the video is damaged, cannot be read, or has changed since it was indexed.
-            OSError: the archive cannot be read.
         """
 
     def sample(self, location: Location) -> int | None:
@@ -154,21 +149,20 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
 
 
 def open_archive(uri: str, objects: Objects, info: ObjectInfo | None = None) -> RandomFile:
-    """Open an archive or table for random access.
+    """Open an archive or table for random access; a remote file is first requested when it is read.
 
     Args:
         info: the listing's entry of a remote file, which saves a request.
 
     Raises:
-        OSError: a local path cannot be opened or is not a regular file. A remote file is first requested when it is
-            read.
+        OSError: a local path cannot be opened or is not a regular file.
         UsageError: the address is not on S3 or in a dataset on the hub.
     """
     return RemoteFile(uri, objects, info) if is_remote(uri) else PlainFile(uri)
 
 
 def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sort byte ranges, drop empty ones, and merge those at most 1 MiB apart, for which one request is cheaper than two."""
+    """Sort byte ranges, drop empty ones, and merge those at most 1 MiB apart."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(span for span in spans if span[0] < span[1]):
         if joined and start - joined[-1][1] <= _MAX_GAP_BYTES:
@@ -221,12 +215,12 @@ class _Range:
     """A byte range of an object that one request fetches when it is first read.
 
     Args:
-        whole: True keeps the whole range in memory, so that it can be read in any order. False streams it: reads should
-            ascend, earlier bytes are dropped, and going back costs another request.
+        whole: True keeps the whole range in memory. False streams it: earlier bytes are dropped, and going back costs
+            another request.
         gap: number of unread bytes that cost less than another request.
 
     Attributes:
-        size: the size of the whole object in bytes, as the store states it; 0 before the first read.
+        size: the size of the whole object, as the store states it; 0 before the first read.
         fetched: the number of bytes received.
     """
 
@@ -247,9 +241,6 @@ class _Range:
         """Read bytes [start, end) of the range, fewer if the object ends before ``end``.
 
         The first read of a ``whole`` range, or after ``close``, fetches all of it.
-
-        Raises:
-            OSError: the request fails.
         """
         if not self.whole:
             self._stream(start, end)
@@ -263,10 +254,8 @@ class _Range:
     def _stream(self, start: int, end: int) -> None:
         """Receive bytes up to ``end``, and drop the bytes before ``start``.
 
-        A new request starts if ``start`` is before the buffer, or more than ``gap`` bytes after it.
-
-        Raises:
-            OSError: the request fails; the next read starts a new one.
+        A new request starts if ``start`` is before the buffer, or more than ``gap`` bytes after it, or the last one
+        failed.
         """
         if self._coming is None or not self._first <= start <= self._first + len(self._buffer) + self._gap:
             self.close()
@@ -290,7 +279,7 @@ class _Range:
         self._first += n_dropped
 
     def close(self) -> None:
-        """Drop the buffered bytes and end the request. A later read starts a new request."""
+        """Drop the buffered bytes and end the request. A later read starts a new one."""
         if self._coming is not None:
             self._coming.close()
         self._coming = None
@@ -334,11 +323,11 @@ class RemoteFile:
 
     @property
     def mark(self) -> str:
-        """The object's ETag or hash, which changes with its content; "" if unknown, or once read without ``info``."""
+        """The object's ETag or hash; "" if unknown, or once read without ``info``."""
         return self._ask_info().mark
 
     def _ask_info(self) -> ObjectInfo:
-        """Return the listing's entry of the object; the first call may send a request."""
+        """Return the listing's entry; the first call may send a request."""
         if self._info is None:
             self._info = self._files.info(self.uri)
         return self._info
@@ -346,7 +335,7 @@ class RemoteFile:
     def plan(self, spans: Sequence[tuple[int, int]], *, keep: bool = False) -> None:
         """Replace the planned ranges by ``spans``; nothing is requested yet.
 
-        Each range should be read in ascending order, or with ``keep`` is buffered whole and can be read in any order.
+        With ``keep``, each is buffered whole and can be read in any order; otherwise, going back costs a request.
         """
         self._end(self._ranges)
         self._ranges = [_Range(self._files, self.uri, *span, whole=keep) for span in spans]
@@ -376,7 +365,7 @@ class RemoteFile:
         If an unplanned slice fails, it is retried as a small request, and no slices are used from then on.
 
         Raises:
-            OSError: a request fails; with ESTALE if the object has another size than before or ends early.
+            OSError: with ESTALE if the object has another size than before or ends early.
         """
         until = min(end, coming.end)
         try:
@@ -423,7 +412,7 @@ class RemoteFile:
         self._end([*self._ranges, self._last])
 
     def _end(self, ranges: Iterable[_Range | None]) -> None:
-        """Drop the buffers of these ranges and end their requests; their received bytes stay counted."""
+        """Drop the buffers of these ranges and end their requests; their ``fetched`` stays counted."""
         for coming in ranges:
             if coming is not None:
                 self._fetched += coming.fetched

@@ -1,7 +1,7 @@
 """Tables with videos in a column of bytes: Parquet, read by row group, and Arrow, read by record batch.
 
-The uri of a video contains a hash of the table's size and last 64 KiB (its footer), so a modified table has other uris.
-A row of the datasets library ({bytes, path}) with a path and no bytes is a separate file.
+The uri of a video contains a hash of the table's size and last 64 KiB. A row of the datasets library ({bytes, path})
+with a path and no bytes is a separate file.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _BYTES, _PATH = "bytes", "path"  # the fields of the structs of the datasets lib
 class Table(Archive):
     """An open table of videos. The offset of a video is its row number.
 
-    In this file, a piece is a row group of a Parquet file or a record batch of an Arrow file.
+    A piece is a row group of a Parquet file or a record batch of an Arrow file.
     """
 
     def __init__(self, file: RandomFile) -> None:
-        """Hash the end of the file, which the names of the videos contain; the table is opened when it is first read."""
+        """Hash the end of the file for the names of the videos; the table is opened when it is first read."""
         self._file = file
         self.rows_per_group = 1
         tail = file.read(max(0, file.size - _TAIL), file.size)
@@ -72,7 +72,6 @@ class Table(Archive):
 
         Raises:
             ManifestError: ``options.column`` is missing, repeated or not of bytes, or an Arrow file is in a store.
-            OSError: the file cannot be read.
         """
         number = 0
         try:
@@ -114,8 +113,6 @@ class Table(Archive):
         Raises:
             VideoFault: "io" if the table has changed, "corrupt" if the row is damaged or missing, "unsupported" if it
                 has no bytes.
-            ManifestError: an Arrow file is in a store.
-            OSError: the file cannot be read.
         """
         stamp, _, column = str(location.member).partition("/")
         if stamp != self._hash:
@@ -138,7 +135,6 @@ class Table(Archive):
 
         Raises:
             StopIteration, LookupError: there is no such row.
-            ArrowException, OSError: the table is damaged or cannot be read.
         """
         batches = self._open_pieces()
         starts = [*accumulate(batches.lengths, initial=0)]
@@ -290,7 +286,7 @@ def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: 
 
 
 def _is_damage(error: Exception) -> bool:
-    """Return True if an error concerns the table's content; Arrow then raises an OSError without errno."""
+    """Return True if an error concerns the table's content."""
     return not isinstance(error, OSError) or error.errno is None
 
 
@@ -310,7 +306,7 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def holds_paths(file: RandomFile, column: str) -> bool:
-    """Return True if a table has exactly one column ``column``, and it is text, as paths are.
+    """Return True if a table has exactly one column ``column``, and it is text.
 
     Raises:
         OSError, ArrowException: the table cannot be read or is damaged.
@@ -328,7 +324,7 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 
 def _is_small(kind: pa.DataType) -> bool:
-    """Return True for types that are carried: text, numbers, booleans and times, also in a dictionary."""
+    """Return True for types that are carried: text, numbers, booleans and times."""
     kind = plain_type(kind)
     return bool(pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or _is_text(kind))
 

@@ -102,12 +102,10 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
         """Return the current location of a member, found by its name; ``location`` itself if no member has the name.
 
         Only its offset and size are updated; the mark stays. ``location`` is also returned, without listing the
-        archive, if it has no mark (rows of tables), or for a tar whose mark still equals it. The mark of a zip's member
-        is a CRC-32, so a zip is always listed.
+        archive, if it has no mark (rows of tables), or for a tar whose mark still equals it. A zip is always listed.
 
         Raises:
             VideoFault: the suffix of the archive is unknown.
-            OSError: the archive cannot be read.
         """
         archive = self._open_archive(location.file)
         assert self._open is not None

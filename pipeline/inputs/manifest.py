@@ -1,7 +1,6 @@
 """What each name in VIDEOS stands for: a table of videos, or archives whose indexes list the videos.
 
-Manifests are read here, and tables are opened to find out whether their ``--column`` holds paths or bytes. Videos, tars
-and zips are not opened: a missing or broken video becomes an error row later.
+Only manifests and tables are opened here: a missing or broken video becomes an error row later.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def list_names(
 
 
 def require_unique_files(all_contents: Sequence[NameContents], options: ArchiveOptions) -> None:
-    """Raise ManifestError if a ``video_id`` repeats among the videos that are not in archives."""
+    """Raise ManifestError if a ``video_id`` repeats among videos that are not in archives."""
     if files := [contents.videos for contents in all_contents if contents.videos is not None]:
         require_unique_ids(pa.concat_tables(files), _ONE_BY_ONE if options.column is None else _TABLES)
 
@@ -307,7 +306,7 @@ def _sample_folder() -> Path:
 def _list_folder(
     folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut
 ) -> NameContents:
-    """List the videos of a folder, or its archives if it has no videos. Raise ManifestError if it has neither."""
+    """List the videos of a folder, or its archives if it has no videos; raise ManifestError for neither."""
     suffixes = " ".join(sorted(VIDEO_SUFFIXES | forms))
     none = f"{name}: no video in this folder (looked for {suffixes})"
     return _videos_or_archives(_walk([str(folder)], left_out), folder, roots, forms, left_out, none)
@@ -358,7 +357,7 @@ def _record_skipped_archives(uris: Sequence[str], root: str, left_out: LeftOut) 
 def _make_contents(files: Iterable[NamedFile], *, videos: bool) -> NameContents:
     """Return files as a table of videos, or as archives.
 
-    Videos in a store have the size and mark of their listing; files on disk have neither.
+    Videos in a store have the size and mark of their listing.
 
     Raises:
         ManifestError: a ``video_id`` of a video repeats.
@@ -409,7 +408,7 @@ def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) 
 
 
 def _list_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> NameContents:
-    """List the videos that match a local glob, or else the archives. Raise ManifestError if nothing matches."""
+    """List the videos that match a local glob, or else the archives; raise ManifestError for neither."""
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
@@ -452,8 +451,8 @@ def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
 def _list_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:
     """Read a manifest in a store, or list the videos of an address there, or its archives if it has no videos.
 
-    Ids are relative to the folder of the address. An object with dot segments gets a policy. Archives beside videos,
-    and other files, are counted in ``left_out``.
+    Ids are relative to the folder of the address. An object with dot segments or control characters gets a policy.
+    Archives beside videos, and other files, are counted in ``left_out``.
 
     Raises:
         ManifestError: there is neither, the store fails, or the manifest is invalid.
@@ -502,7 +501,6 @@ def _make_rows_from_paths(paths: Sequence[str], roots: Roots) -> tuple[list[dict
 
     Raises:
         ManifestError: two paths have the same last segment, or a prefix is malformed.
-        UsageError: an S3 address has a user, host or query, or boto3 is not installed.
     """
     shown = [remove_secrets(path) if "://" in path and (has_query(path) or not is_s3(path)) else path for path in paths]
     names = [path.rstrip("/").rpartition("/")[2] for path in shown]

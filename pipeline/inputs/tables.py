@@ -317,7 +317,7 @@ class _DictRows:
             return None
 
     def numbers(self, name: str) -> pa.Array | None:
-        """Return a column as float64, null for a row without it; text is parsed. None if a value is not a finite number."""
+        """Return a column as float64, null where it is missing; text is parsed. None if a value is not a finite number."""
         values = [None if row.get(name) is None else number_of(row[name]) for _, row in self._rows]
         finite = all(value is None or math.isfinite(value) for value in values)
         return pa.array(values, pa.float64()) if finite else None

@@ -1,7 +1,6 @@
 """Tars and zips as archives of videos.
 
-The index of a tar is made from its headers and small carried members, that of a zip from its directory. The data of a
-member is one byte range, and a worker reads only that and the header before it.
+The index of a tar is made from its headers and small carried members, that of a zip from its directory.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _INFO = ".info"  # before .json in file names of yt-dlp
 class _MemberEntry(NamedTuple):
     """A member as its headers describe it, with the ``offset`` of its data.
 
-    ``wrong`` is the fault because of which its data cannot be read, or None.
+    ``wrong`` is its fault, or None.
     """
 
     name: str
@@ -65,9 +64,6 @@ class Tar(Archive):
 
         Carried and left-out members are collected for ``pair_sidecars``; carried ones of up to 64 KiB are read. A link,
         device or folder with the suffix of a video has a fault; others are ignored, and so are the ``options``.
-
-        Raises:
-            OSError: the tar cannot be read.
         """
         self._left_out = LeftOut()
         self._sidecars = _Sidecars()
@@ -103,7 +99,6 @@ class Tar(Archive):
         Raises:
             VideoFault: "io" if the tar has changed: it is too short, or no header of this size (compared below 8 GiB)
                 is before the data.
-            OSError: the tar cannot be read.
         """
         offset, end = self.span(location)
         header = _parse_header(self._file.read(offset, offset + _BLOCK))
@@ -218,7 +213,7 @@ class Tar(Archive):
 
 
 class _Extended:
-    """What the extended headers before a member's own header say: its name, its records, and a fault ``wrong``."""
+    """What the extended headers before a member's own header say; ``wrong`` is a fault."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -278,7 +273,7 @@ class _Sidecars:
 
     A video gets the members with its own stem: a.b.json goes with a.b.mp4, or a.b.info.json if there is no a.b.json.
     For a suffix without these, it gets that of its WebDataset key, the name up to the first dot: a.json goes with
-    a.left.mp4 and a.right.mp4. But if a.mp4 is in the tar too, a.json belongs to that video alone.
+    a.left.mp4 and a.right.mp4, unless a.mp4 is in the tar too.
     """
 
     def __init__(self) -> None:
@@ -348,9 +343,6 @@ class Zip(Archive):
         A member that is encrypted, a link or device, or neither stored nor deflated has a fault. A zip without a valid
         directory gives a single member "@0" with a fault. This sets ``note`` if the encoding of a name is unknown.
         ``zip_encoding`` is the only option that is used.
-
-        Raises:
-            OSError: the zip cannot be read.
         """
         self._left_out = LeftOut()
         try:
@@ -392,7 +384,6 @@ class Zip(Archive):
             VideoFault: "io" if the header at the offset is missing or has another size; "corrupt" if the data is
                 damaged, has another size than indexed, or another CRC-32 than the header states, which is not checked
                 if the size follows the data.
-            OSError: the zip cannot be read.
         """
         size = location.size or 0
         header = self._file.read(location.offset, location.offset + _HEADER.size).ljust(_HEADER.size)
@@ -429,7 +420,7 @@ class Zip(Archive):
 
 
 def _list_entries(file: RandomFile) -> list[zipfile.ZipInfo]:
-    """Return the entries of a zip's directory; if a name is not the UTF-8 that its flag promises, all flags are ignored.
+    """Return the entries of a zip's directory, without UTF-8 flags if one of them is wrong.
 
     Raises:
         ValueError, BadZipFile, struct.error, NotImplementedError: the directory is invalid or unsupported.

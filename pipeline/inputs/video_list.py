@@ -232,7 +232,7 @@ class VideoList:
     def _note_progress(
         self, views: Generator[View | None, None, None], n_archives: int
     ) -> Generator[View | None, None, None]:
-        """Yield the views unchanged; pass a progress line to ``Indexes.say`` every 10 s at most, and after the last archive.
+        """Yield the views unchanged; pass a progress line to ``Indexes.say`` every 10 s at most, and at the end.
 
         The last line is left out if no archive had to be read. An archive that waits, whose view is None, does not
         count as indexed.

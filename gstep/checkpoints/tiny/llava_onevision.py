@@ -1,7 +1,4 @@
-"""The tiny LLaVA-OneVision and the tiny SigLIP that belongs to it, with 64 channels and two or three layers.
-
-The geometry is that of the real models: 27 x 27 patches, 196 tokens per frame.
-"""
+"""The tiny LLaVA-OneVision and the tiny SigLIP that belongs to it, in the geometry of the real models."""
 
 from __future__ import annotations
 

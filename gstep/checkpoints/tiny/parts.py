@@ -15,8 +15,8 @@ class TinyModel:
 
     Attributes:
         config: the content of config.json.
-        tensors: the tables of its tensors, name prefix -> table, in the notation of ``weights``.
-        processor_files: the content of its other JSON files, by file name.
+        tensors: name prefix -> table of tensors, in the notation of ``weights``.
+        processor_files: file name -> content of its other JSON files.
     """
 
     config: Mapping[str, Any]

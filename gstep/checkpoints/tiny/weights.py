@@ -1,8 +1,7 @@
 """The weights of the tiny models: tables of the tensors' names and shapes, and one rule that draws any tensor.
 
 A line of a table is "names dimensions... [@mean]". Names have choices, {q,k,v}, and counts, {layers}, in braces. A
-dimension is a number, a key of ``_read_sizes``, or a term of them, 2*keys+values. Biases take only the first of a
-line's dimensions.
+dimension is a number, a key of ``_read_sizes``, or a term of them, 2*keys+values. Biases take only the first dimension.
 """
 
 from __future__ import annotations
