@@ -26,9 +26,8 @@ def map_fused_name(name: str) -> str | None:
 def fuse_experts(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Convert the experts among ``tensors`` to the layout of ``expected``, in place.
 
-    Matrices of single experts are fused, and transposed tensors are transposed back. Every name must be in
-    ``expected``, or belong to a fused tensor there. If experts of a layer are missing, its fused tensor is left out or
-    too small, for a later check of names and shapes to report.
+    Every name must be in ``expected``, or belong to a fused tensor there. If experts of a layer are missing, its fused
+    tensor is left out or too small, for a later check of names and shapes to report.
     """
     parts: dict[str, dict[tuple[int, str], str]] = {}
     for name in tensors:

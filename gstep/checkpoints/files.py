@@ -125,7 +125,7 @@ class CheckpointFiles:
     def require_any(self, *filenames: str) -> None:
         """Raise ModelError if the Hub is unreachable and its cache cannot tell if any of the files exists.
 
-        After a download of the whole repository, and for models that are not on the Hub, nothing is checked.
+        Nothing is checked after a download of the whole repository, or for models that are not on the Hub.
         """
         if self.revision is None or self._is_cached(_IN_EVERY_REPOSITORY):
             return
@@ -195,7 +195,7 @@ def _fetch(repo: str, revision: str | None, filename: str, *, required: bool = F
     does not know counts as absent unless it is ``required``.
 
     Args:
-        dry_run: True downloads nothing; the result is then not a path, but anything except None if the file exists.
+        dry_run: True downloads nothing; the result is then anything except None if the file exists.
 
     Raises:
         ModelError: the file exists or is required but is not cached and the Hub is unreachable, the revision does not

@@ -39,7 +39,7 @@ _IDS = {
 
 
 def has_no_weights(model: str) -> bool:
-    """Return True if a model is a folder with a config.json and no .safetensors, .bin, .pt, .pth, .gguf or index file."""
+    """Return True if a model is a folder with a config.json and no .safetensors, .bin, .pt, .pth, .gguf or index."""
     folder = Path(model).expanduser()
     if model in tiny.TINY or not (folder / "config.json").is_file():
         return False
@@ -50,10 +50,9 @@ def has_no_weights(model: str) -> bool:
 def write_stand_ins(files: CheckpointFiles, config: Mapping[str, Any], folder: Path) -> CheckpointFiles:
     """Copy a checkpoint's small files into an empty ``folder``, and write stand-ins for missing ones; return its files.
 
-    Files on the Hub are downloaded. If there is no preprocessor file, an empty one stands for the defaults of the stock
-    classes. If there is neither tokenizer.json nor vocab.json, the stand-in has a token for each byte, and special
-    tokens with the ids of config.json: texts take several times more tokens. Model types without a tiny model get no
-    tokenizer.
+    Files on the Hub are downloaded. The stand-in for all preprocessor files is empty. If there is neither
+    tokenizer.json nor vocab.json, the stand-in has a token for each byte, and special tokens with the ids of
+    config.json: texts take several times more tokens. Model types without a tiny model get no tokenizer.
 
     Raises:
         ModelError: the vocabulary is too small for the byte tokenizer.

@@ -121,7 +121,7 @@ class ModelSource(TensorSource):
     ) -> ModelSource:
         """Resolve a model with seeded random weights, for benchmarks: of its files, only config.json must exist.
 
-        The family ``generic`` is resolved with its own weights instead, because its gate reads their names.
+        The family ``generic`` is resolved with its own weights instead.
 
         Args:
             folder: an empty folder for copies of its small files and stand-ins for missing ones; it must outlive the
@@ -182,8 +182,7 @@ class ModelSource(TensorSource):
         transformers' tables.
 
         Raises:
-            ModelError: transformers has no such class or cannot import it, or the class accepts no features of images
-                or videos.
+            ModelError: transformers has no such class or cannot import it, or the class sees no videos.
         """
         import transformers  # noqa: PLC0415 - seconds, and the families of the table need none of it here
 
@@ -315,8 +314,7 @@ def _check_numbers(name: str, config: Mapping[str, Any]) -> None:
     """Raise ModelError if a part of config.json is not an object, or has an invalid size, id or number of layers.
 
     Only the top level, text_config and vision_config are checked, for the keys in _SIZES, _LAYERS, _IDS and _LISTS.
-    Layers must be below 4096, because more would keep transformers busy forever, and other numbers below 2^31. Null
-    passes outside vision_config, except for hidden_size.
+    Layers must be below 4096, and other numbers below 2^31. Null passes outside vision_config, except for hidden_size.
     """
 
     def is_number(value: object, least: int, end: int) -> bool:
@@ -344,10 +342,7 @@ def _check_numbers(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
-    """Compute the identity of the weights: the commit of a Hub model, or a hash of the files.
-
-    It begins with "hub:", "folder:" or the name of a shipped or tiny model.
-    """
+    """Compute the identity of the weights: the commit of a Hub model, or a hash of the files."""
     if files.kind == "hub":
         return f"hub:{files.location}@{files.revision}"
     if files.kind == "tiny":
@@ -377,8 +372,6 @@ def _read_processor_files(name: str, files: CheckpointFiles) -> dict[str, Any]:
 
 def _read_video_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
     """Read the preprocessor settings with the precedence of transformers' get_video_processor_dict.
-
-    The order is ``video_processor`` in processor_config.json, video_preprocessor_config.json, preprocessor_config.json.
 
     Raises:
         ModelError: no file has them, or a file is not valid.
@@ -475,7 +468,7 @@ def read_head(source: PoolingHeadSource) -> dict[str, Tensor]:
 
 
 def compute_head_identity(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
-    """Compute "siglip-head:<hash>" of the head's tensors and of the settings in DEFAULTS, which no tensor shows."""
+    """Compute "siglip-head:<hash>" of the head's tensors and of the settings in DEFAULTS."""
     settings = {name: config.get(name, default) for name, default in DEFAULTS.items()}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name, value in sorted(tensors.items()):

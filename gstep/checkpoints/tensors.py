@@ -74,14 +74,13 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Read the tensors that ``rename`` selects, copied to ``device``, by their new names.
 
-    Only the files that may contain them are opened or downloaded.
-
     Args:
         rename: maps the name on disk to the new name, or to None for a tensor that is not read.
         dtype: the dtype to cast to; None keeps the stored dtype.
 
     Raises:
-        ModelError: the cases of ``iter_tensors``: a missing or damaged file, a quantized tensor, an adapter.
+        ModelError: a file is missing or damaged, a selected tensor is quantized, or an opened file has tensors of an
+            adapter.
     """
     # A copy: memory-mapped tensors are unaligned, and that may decide the last bit of a GEMM.
     return {name: values.to(device=device, dtype=dtype, copy=True) for name, values in iter_tensors(source, rename)}
@@ -145,10 +144,7 @@ def read_tensor_types(source: TensorSource) -> dict[str, str | None] | None:
     """Read the names of all tensors, name -> safetensors type, without downloading weights.
 
     For a local checkpoint, they come from the headers of the files that exist. On the Hub, they come from the index,
-    and the types are None.
-
-    Returns:
-        None if the checkpoint is on the Hub and has no index.
+    and the types are None; without an index, the result is None.
 
     Raises:
         ModelError: a file or the index is damaged.
@@ -351,9 +347,9 @@ def _read_samples(path: Path, header_length: int, spans: Iterable[Sequence[int]]
 def tower_hash(source: ModelSource) -> str | None:
     """Hash all weights that visual tokens depend on: "blake2b-f16:<hex>"; None for random weights.
 
-    These tensors are read completely, a gigabyte or two. Values are cast to float16, because quantized checkpoints
-    store bfloat16 weights as float16. For the families of the table, the tensors of the tower are known; for
-    ``generic`` and user families, all tensors count except those whose names belong to a language model.
+    These tensors are read completely, a gigabyte or two, and cast to float16. For the families of the table, the
+    tensors of the tower are known; for ``generic`` and user families, all tensors count except those whose names belong
+    to a language model.
 
     Raises:
         ModelError: such a tensor is quantized, or a file is missing or damaged.
@@ -370,7 +366,7 @@ def tower_hash(source: ModelSource) -> str | None:
 
 
 def _map_tower_name(key: str) -> str | None:
-    """Map a name on disk to the name in memory of a tensor that visual tokens depend on; None for other tensors."""
+    """Map a name on disk to the name in memory of a tensor that visual tokens depend on; None for others."""
     name = key.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
     return name if name.startswith(_TOWER) and not name.startswith(_UNUSED) else None
 

@@ -74,8 +74,7 @@ def prompt_builder(
         rule, frame_times, thought: fields of :class:`~gstep.language.types.PromptPolicy`.
 
     Raises:
-        ModelError: a tokenizer, a chat template or a token that prompts need is missing or not valid, or the family
-            cannot answer questions.
+        ModelError: a file or token that prompts need is missing or not valid, or the family cannot answer questions.
         ValueError: a policy value is unknown or does not apply to the generic family, or ``thought`` is "closed" and
             the template takes no question without a video.
     """
@@ -87,8 +86,8 @@ def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
     """Load a model without its vision part, ready to answer.
 
     Raises:
-        ModelError: the family cannot answer questions; weights are missing, quantized or do not have the shapes of the
-            config; another file cannot be loaded; or transformers is too old.
+        ModelError: the family cannot answer questions; weights are missing, quantized or of another shape; another file
+            cannot be loaded; or transformers is too old.
     """
     _prompts_path(source)  # raises for a family that answers no questions
     model: LanguageModel = load_object(find_family(source.family).language_model).load(source, runtime)

@@ -30,7 +30,6 @@ def group_by_cost(
     Args:
         lengths: tokens of each row.
         queries: tokens of each row that the model computes; keys and values of its other tokens are cached.
-        mask_elements: the maximum size of a batch's attention mask.
     """
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):

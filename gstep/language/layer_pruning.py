@@ -143,7 +143,7 @@ class PruneInside:
     def _shorten(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Drop the pruned tokens before layer K, as a hook; return the layer's arguments and keywords.
 
-        The hidden states and rotary values are cut in the prefill only; the mask is replaced in every call.
+        The hidden states are cut in the prefill only.
         """
         assert self.short is not None
         hidden_BLD, *options = args
@@ -176,8 +176,7 @@ def check_layer(method: Pruner, config: Any) -> int:
 
     Raises:
         ValueError: the method has no layer or one below 1, merges tokens, or needs evidence other than INSIDE_EVIDENCE;
-            or the model has linear attention, K or fewer layers, or more than K deepstack levels, which enter after its
-            first layers.
+            or the model has linear attention, K or fewer layers, or more than K deepstack levels.
     """
     text = config.get_text_config()
     n_layers = text.num_hidden_layers

@@ -106,8 +106,8 @@ class LanguageModel:
         Args:
             share_prefix: if True, prompts with the same Visual objects and the same tokens up to the end of their last
                 video share the computation of these tokens.
-            inside: a method with a ``layer``, before which it prunes, and the share of visual tokens to keep. The kept
-                tokens depend on the question, so nothing is shared then.
+            inside: a method with a ``layer``, before which it prunes, and the share of visual tokens to keep. Nothing
+                is shared then.
 
         Raises:
             ValueError: the method cannot prune inside this model (:func:`check_layer`).
@@ -143,7 +143,7 @@ class LanguageModel:
 
         Args:
             past: the cache of the first columns of the batch, which is extended in place; None if nothing is cached.
-            prompts: the prompts whose videos are not in ``past``, and are therefore passed to the model.
+            prompts: the prompts whose videos are not in ``past``.
             watch: gets the scores of every step.
         """
         length = batch.input_ids.shape[1]
@@ -342,8 +342,7 @@ class LanguageModel:
     ) -> dict[str, Any]:
         """Make the keyword arguments of forward for the tokens of ``batch`` from column ``start`` on, on the device.
 
-        The attention mask covers all columns. All videos of ``prompts`` are passed, so these must be only the prompts
-        whose videos are among the new tokens.
+        The attention mask covers all columns. The videos of ``prompts`` must be among the new tokens.
         """
         inputs = {
             "input_ids": batch.input_ids[:, start:].to(self.device),

@@ -220,7 +220,7 @@ class PromptBuilder(ABC):
     def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPart]:
         """Make a part for each video and a last text, from the texts around the videos.
 
-        A family with markers around each frame has a part for each frame instead, with the markers in the texts.
+        A family with markers around each frame has a part for each frame instead.
         """
         return [*(PromptPart(text, video) for video, text in enumerate(texts[:-1])), PromptPart(texts[-1])]
 

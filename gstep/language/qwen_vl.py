@@ -26,8 +26,7 @@ class Rule:
     Attributes:
         text_after_time: Qwen2.5-VL: text continues after the largest position of the video, time included; if False,
             after the larger side of its grid, so that the text of a long video overlaps its last frames.
-        whole_seconds: Qwen2.5-VL: the seconds of a temporal patch are truncated to an integer before they are
-            multiplied.
+        whole_seconds: Qwen2.5-VL: the seconds of a temporal patch are truncated before they are multiplied.
         float64_times: Qwen2.5-VL: the seconds are multiplied in float64; if False, in float32, which may round a
             product up to the next integer.
         outer_markers: Qwen3-VL: the template's vision markers around the whole video stay, beside each frame's markers.

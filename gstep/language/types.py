@@ -117,7 +117,7 @@ class Prompt:
 
     @property
     def extent(self) -> int:
-        """The larger of the number of tokens and the last position + 1, which must fit the context length."""
+        """The larger of the number of tokens and the last position + 1."""
         return max(len(self), int(self.positions.max()) + 1)
 
 
@@ -163,7 +163,7 @@ class Answer:
         text: the answer without special tokens.
         token_ids: the generated tokens, without the token that ended the answer.
         finish: "stop" if the model ended the answer, "length" if max_new_tokens did.
-        prefill_s: seconds from the start to the first token, for the whole batch.
+        prefill_s: seconds to the first token, for the whole batch.
         decode_s: seconds from the first to the last token, for the whole batch.
     """
 

@@ -37,7 +37,9 @@ DIGIT_COLUMNS = 12
 
 @dataclass(frozen=True)
 class LivePruning:
-    """The settings of live pruning. The server creates them; every vLLM process reads them from the model's configuration.
+    """The settings of live pruning.
+
+    The server creates them; every vLLM process reads them from the model's configuration.
 
     Attributes:
         method: a name that ``check_live_method`` accepts.
@@ -59,9 +61,7 @@ class LivePruning:
     def from_texts(
         cls, source: ModelSource, method: str, texts: Mapping[str, str], retention_ratio: float, seed: int
     ) -> LivePruning:
-        """Create the settings from hyper-parameters given as text, and check them against the model.
-
-        ``retention_ratio`` and ``seed`` are not checked.
+        """Create the settings from hyper-parameters given as text, and check them, but not the ratio and seed.
 
         Raises:
             ModelError: vLLM does not prune this model's videos, or the method cannot prune in vLLM.
@@ -155,9 +155,8 @@ def check_live_model(source: ModelSource) -> None:
 def to_digits(positions: Tensor) -> Tensor:
     """Encode the positions of rows as 12 columns [S,12], to be appended to the rows on their way through vLLM.
 
-    vLLM keeps positions in the dtype of the rows, and bfloat16 rounds integers above 256. So each of the four values
-    (t, h, w and the row's number) becomes three digits in base 128: all high digits, then all middle, then all low
-    ones.
+    vLLM keeps positions in the dtype of the rows, and bfloat16 rounds integers above 256. So each of t, h, w and the
+    row's number becomes three digits in base 128: first all high, then all middle, then all low digits.
 
     Args:
         positions: [S,3], counted from the start of the video or image, below 128^3.

@@ -38,7 +38,7 @@ _MASKS = ("compute_retention_mask", "vidcom2_compute_retention_mask")
 def replace_names(function: Any, names: tuple[str, ...], replacement: Callable[..., Any]) -> Any:
     """Return a copy of ``function`` in which ``replacement`` takes the place of the globals ``names`` that it reads.
 
-    The original function and its module stay unchanged; the copy does not see later changes of the module's globals.
+    The copy does not see later changes of the module's globals.
 
     Raises:
         ImportError: the function reads none of ``names``: this version of vLLM is not supported.
@@ -68,8 +68,8 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 def enable_pruning_on_cpus() -> None:
     """Make vLLM's CPU model runner report whether its model prunes; without this, the engine fails at its first step.
 
-    On a CPU, replaces ``CPUModelRunner.is_multimodal_pruning_enabled`` in this process by a property, which works for
-    existing runners too; otherwise does nothing.
+    On a CPU, replaces ``CPUModelRunner.is_multimodal_pruning_enabled`` in this process by a property, for existing
+    runners too; otherwise does nothing.
     """
     if not current_platform.is_cpu():
         return
@@ -239,7 +239,7 @@ class _LiveQwen2(_Live):
         return max(height, width)
 
     def _guess_starts(self, ids: Tensor) -> list[int]:
-        """Return the index of the first placeholder of each video and image in a prompt, ascending."""
+        """Return the first placeholder of each video and image in a prompt, ascending."""
         return sorted(find_runs(ids, self.config.video_token_id) + find_runs(ids, self.config.image_token_id))
 
 
@@ -286,10 +286,10 @@ class _LiveQwen3(_Live):
         return n_text + n_frames * max(height, width)
 
     def _guess_starts(self, ids: Tensor) -> list[int]:
-        """Return the index of the first token of each video and image in a prompt, ascending.
+        """Return the first token of each video and image in a prompt, ascending.
 
-        A video starts after the last vision start marker that is not directly before its placeholders. vLLM puts all of
-        them after the video's first time, which has no marker of its own, so that marker is the one of the whole video.
+        A video starts after the last vision start marker that is not directly before its placeholders, which vLLM puts
+        after the video's first time.
         """
         config = self.config
         markers = [-1, *(ids == config.vision_start_token_id).nonzero()[:, 0].tolist()]

@@ -63,8 +63,7 @@ def make_engine_options(
 ) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's EngineArgs for serving this model's cached tokens.
 
-    The engine builds no vision tower and runs no video processor. Model types that are not in ARCHITECTURES use vLLM's
-    own class.
+    The engine builds no vision tower and runs no video processor.
 
     Args:
         largest_video: the maximum number of visual tokens of one video in a prompt; above 2048,
@@ -139,8 +138,8 @@ def _model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) 
 def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
     """Raise ModelError if vLLM cannot run this model on this node's CPU, or would give wrong answers; a GPU passes.
 
-    On a CPU, linear attention (Qwen3.5) needs bfloat16, and quantized weights need certain instructions. Call it where
-    the engine starts, because nodes may have different CPUs.
+    On a CPU, linear attention (Qwen3.5) needs bfloat16, and quantized weights need certain instructions. Nodes may have
+    different CPUs.
     """
     if runtime.device != "cpu":
         return
@@ -155,8 +154,7 @@ def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
 def _check_quantized_products(source: ModelSource) -> None:
     """Raise ModelError if this CPU lacks instructions that vLLM needs for quantized weights; only x86-64 is checked.
 
-    Without VNNI, vLLM sums products of INT8 by INT8 in 16 bits, which overflow: the scores are wrong. Its kernels for
-    4-bit weights require AVX-512.
+    INT8 weights with INT8 inputs need VNNI, without which sums overflow; 4-bit weights need AVX-512.
     """
     cpu = torch.cpu.get_capabilities()
     if cpu["architecture"] != "x86_64":
@@ -197,7 +195,7 @@ def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool 
     Call it before vLLM is imported elsewhere. Variables that are set already keep their values.
 
     Args:
-        device: with "cpu", the variables of ``_ON_CPU`` are set too.
+        device: "cpu" sets the variables of ``_ON_CPU`` too.
         tensor_parallel: the number of GPUs per model; above 1, vLLM starts processes.
         multiprocessing: True if the engine runs in a separate process.
 
@@ -243,16 +241,14 @@ def check_video_fits(engine_args: Any, largest_video: int) -> None:
 
 
 def check_connectors(arguments: Mapping[str, Any]) -> None:
-    """Check that no connector in the engine arguments could answer about a video from another video's keys and values.
+    """Raise ModelError if a connector could answer about a video from another video's keys and values.
 
     A connector that looks up keys by token ids cannot tell videos apart. Only the vLLM connectors in ``_CONNECTORS``
-    pass, also inside a MultiConnector; a connector from another module never does.
+    pass, also inside a MultiConnector; a connector from another module never does, nor a ``kv_transfer_config`` that is
+    not an object.
 
     Args:
         arguments: arguments of EngineArgs, of which ``kv_offloading_backend`` and ``kv_transfer_config`` are read.
-
-    Raises:
-        ModelError: a connector does not pass, or ``kv_transfer_config`` is not an object.
     """
     if (backend := arguments.get("kv_offloading_backend") or "native") != "native":
         _refuse_connector(f"kv_offloading_backend={backend}")

@@ -101,7 +101,7 @@ def make_video_spans(prompt: Prompt, video_token_id: int) -> list[VideoSpan]:
 def _make_span(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoSpan:
     """Create the span of the video that takes the tokens [first, end) of the prompt.
 
-    Its positions count from the one after the preceding token. Asserts that there is a row for each placeholder.
+    Asserts that there is a row for each placeholder.
     """
     takes_row = prompt.input_ids[first:end] == video_token_id
     assert int(takes_row.sum()) == len(visual.placeholder_rows)

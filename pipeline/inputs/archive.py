@@ -93,10 +93,7 @@ class Archive(ABC):
         """
 
     def pair_sidecars(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
-        """Add carried columns to the videos that ``members`` has yielded so far; return them and the left-out members.
-
-        The carried members of a video may come after it in the archive.
-        """
+        """Return the videos that ``members`` has yielded so far with carried columns, and the left-out members."""
         return [*videos], LeftOut()
 
     @abstractmethod
@@ -385,8 +382,8 @@ class RemoteFile:
     def _goes_forward(self, start: int) -> bool:
         """Record the start of a read; return True if it continues short steps, for which a slice is cheaper.
 
-        The steps of more than 16 KiB must be at most 4 MiB on average. This is False for the first read, for a read
-        that goes back, and while ranges are planned.
+        Steps of more than 16 KiB must be at most 4 MiB on average. The first read, a read that goes back, and any read
+        while ranges are planned give False.
         """
         step = -1 if self._at is None else start - self._at
         if step > _MIN_READ_BYTES:

@@ -47,11 +47,7 @@ class RecordBatches:
         self._next = 0  # the batch that the reader of a stream reads next
 
     def _scan_stream(self) -> None:
-        """Read the messages of a stream, and set ``schema``, ``lengths`` and the position of each batch.
-
-        Raises:
-            ArrowException: it is not a stream, or is damaged.
-        """
+        """Read the messages of a stream, and set ``schema``, ``lengths`` and the position of each batch."""
         self._source.seek(0)
         self.schema, self._is_stream = pa.ipc.open_stream(self._source).schema, True
         self.lengths, start = [], self._source.tell()

@@ -214,7 +214,7 @@ class _RowGroups:
         """Return the columns to read for the paths of rows without bytes, and the number of rows to read at a time.
 
         There are no columns if the statistics say that every row has bytes, and only the paths if none has. Otherwise,
-        or without statistics, the bytes are read too, one row at a time.
+        the bytes are read too, one row at a time.
         """
         group = self._table.metadata.row_group(piece)
         chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}

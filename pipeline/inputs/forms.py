@@ -101,8 +101,8 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
     def find_again(self, location: Location) -> Location:
         """Return the current location of a member, found by its name; ``location`` itself if no member has the name.
 
-        Only its offset and size are updated; the mark stays. ``location`` is also returned, without listing the
-        archive, if it has no mark (rows of tables), or for a tar whose mark still equals it. A zip is always listed.
+        Only its offset and size are updated. ``location`` is also returned, without listing the archive, if it has no
+        mark (rows of tables), or for a tar whose mark still equals it. A zip is always listed.
 
         Raises:
             VideoFault: the suffix of the archive is unknown.
@@ -119,11 +119,7 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
         return self._open_archive(location.file).sample(location)
 
     def _open_archive(self, uri: str) -> Archive:
-        """Return the archive at ``uri``. If another one is open, close that, open this one, and plan its requests.
-
-        Raises:
-            VideoFault: the suffix is unknown.
-        """
+        """Return the archive at ``uri``. If another one is open, close that, open this one, and plan its requests."""
         if self._open is None or self._open[0] != uri:
             self.close()
             form = FORMS.get(find_suffix(uri))

@@ -75,9 +75,10 @@ class _Index(NamedTuple):
 
 
 class View(NamedTuple):
-    """The videos of an archive (MANIFEST_SCHEMA) that are known after, or while, it is indexed, and its left-out files.
+    """The videos of an archive that are known after, or while, it is indexed.
 
     Attributes:
+        videos: MANIFEST_SCHEMA.
         is_whole: True if these are all videos. Otherwise, the next view of the archive has these and more, or a single
             row with the reason if the archive cannot be read to its end.
     """
@@ -98,7 +99,7 @@ class Indexes:
         say: gets progress lines, and notes about archives, one note per form.
         left_out: files and members that are not read. The caller adds those of the views from ``read``.
         fetched: the number of bytes read from stores.
-        rows_per_group: the maximum ``Archive.rows_per_group`` of the archives that were indexed.
+        rows_per_group: the maximum ``Archive.rows_per_group`` of the indexed archives.
         n_made: the number of archives that were read to make an index.
         stopped: any thread may set it, to end the making of each index at the next member.
     """
@@ -167,9 +168,6 @@ class Indexes:
 
         No partial view is yielded while the clip of a member is unknown. Once ``stopped`` is set, this ends at the next
         member without a whole view.
-
-        Raises:
-            OSError: the archive cannot be read.
         """
         with self._counting:
             self.n_made += 1

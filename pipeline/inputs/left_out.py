@@ -38,7 +38,7 @@ class LeftOut:
         self.add_all(kinds or {})
 
     def add(self, kind: str, name: str) -> None:
-        """Count one file of a kind, and keep its name if the kind has fewer than 1,000."""
+        """Count one file of a kind, and keep its name if there are fewer than 1,000."""
         self.add_all({kind: {"count": 1, "names": [name]}})
 
     def add_all(self, kinds: Mapping[str, LeftOutKind], inside: str = "") -> None:
@@ -80,7 +80,7 @@ class LeftOut:
         return {kind: record["names"] for kind, record in self.as_record(_MAX_SHOWN).items()}
 
     def describe(self, kind: str) -> str:
-        """Format the number and first names of the files of a kind; KeyError if it did not occur."""
+        """Format the number and first names of the files of a kind, which must have occurred."""
         return format_left_out({kind: self.counts()[kind]}, self.first_names())
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class LeftOut:
 
 
 def format_left_out(counts: Mapping[str, int], names: Mapping[str, Sequence[str]]) -> str:
-    """Format the files by kind in a line: "1 json without a video (a.json), 8 other files (b, c, d and 5 more)".
+    """Format the files by kind: "1 json without a video (a.json), 8 other files (b, c, d and 5 more)".
 
     Args:
         counts: kind -> the number of its files.

@@ -39,8 +39,7 @@ def list_objects(
     - Any other address names the object with this key.
 
     This sends one LIST per thousand keys below the folder or the literal beginning of a glob, and one HEAD for an
-    address with one of ``suffixes``. It sends both only if a name misleads: an object without such a suffix, or a
-    folder with one.
+    address with one of ``suffixes``; both for an object without such a suffix, or a folder with one.
 
     Args:
         left_out: counts the other objects below the folder or that match the glob.
@@ -49,7 +48,7 @@ def list_objects(
         The prefix that ids are relative to, and the objects, at least one.
 
     Raises:
-        ManifestError: there is no video or archive, or the store fails (no such bucket, no access), with its reason.
+        ManifestError: there is no video or archive, or the store fails.
     """
     try:
         folder, infos = _list(address, suffixes, objects, left_out)
@@ -118,7 +117,7 @@ def _parent(uri: str) -> str:
 
 
 def find_suffix(uri: str) -> str:
-    """Return the file suffix of a name in lower case, with the dot; "" if there is none."""
+    """Return the file suffix of a name in lower case, with the dot; "" for none."""
     return PurePosixPath(uri).suffix.lower()
 
 
@@ -144,7 +143,7 @@ def check_listed(uri: str) -> str | None:
 def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
     """Return the reason why an object in a manifest must not be read, or None.
 
-    The reason is BAD_ADDRESS for a malformed address, or OUTSIDE_PREFIXES if it is not below one of ``prefixes``.
+    It is BAD_ADDRESS for a malformed address, and OUTSIDE_PREFIXES if the object is not below one of ``prefixes``.
     """
     bucket, _, key = uri.partition("://")[2].partition("/")  # of the hub: "datasets"
     is_key = bool(key) and not key.endswith("/") and (is_s3(uri) or "//" not in key)  # only S3 allows empty segments
@@ -154,7 +153,7 @@ def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
 
 
 def root_prefix(root: str) -> str:
-    """Return a ``--video-root`` in a store as a prefix that ends with a slash; no request is sent.
+    """Return a ``--video-root`` in a store as a prefix that ends with a slash.
 
     Raises:
         ManifestError: it is not an S3 bucket or prefix, or a dataset on the hub.

@@ -103,7 +103,6 @@ def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOption
 
     Raises:
         ManifestError: the name stands for nothing, is unsupported, or cannot be read.
-        UsageError: an S3 address is malformed, or S3 cannot be used.
     """
     _refuse_compressed(name)
     forms = frozenset(FORMS) - (TABLE_FORMS if options.column is None else frozenset())
@@ -188,7 +187,6 @@ def _read_manifest(uri: str, roots: Roots, objects: Objects, paths: str | None =
 
     Raises:
         ManifestError: it cannot be read, is empty, or has an invalid row or a repeated ``video_id``.
-        UsageError: S3 cannot be used.
     """
     remote = is_remote(uri)
     try:
@@ -220,9 +218,7 @@ def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRo
 
 
 def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
-    """Settle how S3 is reached if a video there may be read, since workers may be the first to read one.
-
-    The table is returned unchanged.
+    """Settle how S3 is reached if a video there may be read; return the table unchanged.
 
     Raises:
         UsageError: the first such address is malformed, or the configuration of S3 cannot be used.
@@ -317,7 +313,7 @@ def _videos_or_archives(
 ) -> NameContents:
     """List the videos among files below ``root``, sorted by path, or the archives if there are no videos.
 
-    Archives beside videos, and other files, are counted in ``left_out``; folders without a suffix of these are ignored.
+    Archives beside videos, and other files, are counted in ``left_out``; folders without such a suffix are ignored.
 
     Args:
         roots: further folders to which links may lead.
@@ -419,8 +415,7 @@ def _list_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_
 def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
     """Yield every file that matches the segments of a local glob; also folders, if the glob has no ``**``.
 
-    With ``**``, each folder is entered once, since links can form a cycle. Names that begin with a dot match only
-    segments that do.
+    With ``**``, each folder is entered once. Names that begin with a dot match only segments that do.
     """
     depth = pattern.index("**") if "**" in pattern else len(pattern)
     tops = globbing.glob(str(Path(*pattern[:depth])))  # noqa: PTH207 - Path.glob refuses absolute patterns
@@ -453,9 +448,6 @@ def _list_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str]
 
     Ids are relative to the folder of the address. An object with dot segments or control characters gets a policy.
     Archives beside videos, and other files, are counted in ``left_out``.
-
-    Raises:
-        ManifestError: there is neither, the store fails, or the manifest is invalid.
     """
     if find_suffix(name) in TABLE_SUFFIXES - forms and not name.endswith("/") and not globbing.has_magic(name):
         return NameContents(_read_manifest(name, roots, objects))
@@ -473,7 +465,7 @@ def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects:
     """Convert videos that a Python caller passes to MANIFEST_SCHEMA, in their order.
 
     Args:
-        rows: a list or tuple of paths or s3:// objects, each of which may be read, with its last segment as
+        rows: a list, tuple or iterator of paths or s3:// objects, each of which may be read, with its last segment as
             ``video_id``; or rows (dicts, or a table that Arrow accepts) with video_id and uri, as in a manifest in the
             current folder.
         video_roots: folders and prefixes that rows may name too.

@@ -127,8 +127,7 @@ class NamedVideos:
         """Convert rows to MANIFEST_SCHEMA.
 
         Raises:
-            ManifestError: the first row without ``video_id`` or ``uri``, with a time that is not a finite number, or
-                with a size that is not a whole number.
+            ManifestError: the first row without ``video_id`` or ``uri``, or with an invalid time or size.
             BadRow: an id or uri is not text, a whole number, a path or a UUID.
             ArrowInvalid, UnicodeDecodeError, OverflowError: text in an Arrow batch is not UTF-8, or Python cannot
                 represent a nested time.
@@ -180,7 +179,7 @@ class NamedVideos:
         """Resolve all uris as local files; return None if one needs ``_locate``.
 
         These are uris with dot segments, "//", a slash at the end or "://", and relative uris of a manifest in a store.
-        A file outside the folders, once its links are followed, gets a policy.
+        A file outside the folders gets a policy.
         """
         absolute = pc.starts_with(uris, "/")
         if pc.any(pc.match_substring_regex(uris, _DOTS)).as_py() or pc.any(pc.match_substring(uris, "://")).as_py():
@@ -200,7 +199,8 @@ class NamedVideos:
             where: the source line of the row, for errors.
 
         Raises:
-            ManifestError: ``video_id`` or ``uri`` is missing or blank, or a time or size is not a valid number.
+            ManifestError: ``video_id`` or ``uri`` is missing or blank, a time is not a finite number, or the size is
+                not a whole number below 2^53.
             BadRow: ``video_id`` or ``uri`` is not text, a whole number, a path or a UUID.
         """
         for name in ("video_id", "uri"):
@@ -253,7 +253,7 @@ def remove_secrets(uri: str) -> str:
 
 
 def require_unique_ids(table: pa.Table, list_name: str = "") -> pa.Table:
-    """Return the table unchanged if no ``video_id`` repeats; ``list_name`` is the manifest's name for the error.
+    """Return the table unchanged if no ``video_id`` repeats; ``list_name`` is for the error.
 
     Raises:
         ManifestError: an id repeats; the message has up to three examples.

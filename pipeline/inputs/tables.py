@@ -91,7 +91,7 @@ def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
 def plain_type(kind: pa.DataType) -> pa.DataType:
     """Return a column's type without dictionaries, extension types and views, also within structs and lists.
 
-    Lists of a fixed size and maps stay. Arrow cannot filter or join views of text and bytes, which Polars writes.
+    Lists of a fixed size and maps stay.
     """
     if pa.types.is_dictionary(kind):
         return plain_type(kind.value_type)
@@ -116,7 +116,7 @@ def plain_column(column: pa.Array) -> pa.Array:
 def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
     """Return the rows of a batch as dicts.
 
-    If Python cannot represent a time (databases write infinity as such a time), all times of the batch become text.
+    If Python cannot represent a time, such as a database's infinity, all times of the batch become text.
 
     Raises:
         OverflowError: the time is in a nested column.
@@ -317,7 +317,7 @@ class _DictRows:
             return None
 
     def numbers(self, name: str) -> pa.Array | None:
-        """Return a column as float64, null where it is missing; text is parsed. None if a value is not a finite number."""
+        """Return a column as float64, null where it is missing, with text parsed; None if a value is not finite."""
         values = [None if row.get(name) is None else number_of(row[name]) for _, row in self._rows]
         finite = all(value is None or math.isfinite(value) for value in values)
         return pa.array(values, pa.float64()) if finite else None
@@ -386,11 +386,9 @@ def parse_json(text: str) -> UserValue:
 def text_in(row: UserRow, name: str, where: str) -> str:
     """Return a cell as text: text itself, a whole number (1.0 is "1"), a path, a UUID, or UTF-8 bytes.
 
-    Args:
-        where: the position of the row, for the error.
-
     Raises:
-        BadRow: the cell is missing or of another type, or has a NUL or invalid Unicode.
+        BadRow: the cell is missing or of another type, or has a NUL or invalid Unicode; the message begins with
+            ``where``.
     """
     try:
         text = cell_text(row.get(name), f"the {name}")
@@ -466,5 +464,5 @@ def serialize_carried(columns: UserRow, *, ensure_ascii: bool = True) -> str:
 
 
 def shown_as(value: object) -> str:
-    """Return a value as text for a message or for JSON; bytes are decoded, with backslash escapes where not UTF-8."""
+    """Return a value as text for a message or for JSON; bytes that are not UTF-8 become backslash escapes."""
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)

@@ -174,7 +174,7 @@ class Tar(Archive):
 
         Args:
             block: the bytes of the header.
-            data: the offset after the header; the data of a sparse member starts after more headers.
+            data: the offset after the header.
         """
         wrong = extended_header.wrong
         records = extended_header.records
@@ -473,8 +473,7 @@ def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool
 def _unicode_name(extra: bytes, raw: bytes) -> str | None:
     """Return the name in the Unicode path field 0x7075 of ``extra``, or None.
 
-    None is returned if there is no such field, it is not UTF-8, or its CRC-32 is not that of ``raw``, because a tool
-    that ignores the field renamed the member.
+    None is returned if there is no such field, it is not UTF-8, or its CRC-32 is not that of ``raw``.
     """
     while len(extra) >= _FIELD.size:
         kind, length = _FIELD.unpack_from(extra)

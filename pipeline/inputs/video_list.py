@@ -37,15 +37,17 @@ def plan_indexing(first: First, *, is_limited: bool, may_share_ids: bool, keeps_
     """Decide which archives are indexed before a run starts, and which wait and are indexed while it runs.
 
     The columns on the right are the state of an archive's kept index: it fits, the archive has changed since, or there
-    is none. Only tars and zips have kept indexes. An archive that must not be read does not wait: it is a single error
-    row.
+    is none, as for tables. An archive that must not be read does not wait.
 
-    ========  ==========  =============  ===========  ===========  ======== first     is_limited  may_share_ids  index
-    fits   changed      no index ========  ==========  =============  ===========  ===========  ======== "all"     any
-    any            before       before       before "needed"  False       True           before       before
-    before "needed"  False       False          before       before       waits "needed"  True        any
-    before (*)   before (*)   waits "kept"    any         any            before       waits        waits ========
-    ==========  =============  ===========  ===========  ========
+    ========  ==========  =============  ===========  ===========  ========
+    first     is_limited  may_share_ids  index fits   changed      no index
+    ========  ==========  =============  ===========  ===========  ========
+    "all"     any         any            before       before       before
+    "needed"  False       True           before       before       before
+    "needed"  False       False          before       before       waits
+    "needed"  True        any            before (*)   before (*)   waits
+    "kept"    any         any            before       waits        waits
+    ========  ==========  =============  ===========  ===========  ========
 
     (*) If archives may share an id, an archive after one that waits waits too: which of its videos repeat an id is
     known only once all archives before it are indexed. A changed archive is indexed to its end, regardless of the
@@ -55,11 +57,11 @@ def plan_indexing(first: First, *, is_limited: bool, may_share_ids: bool, keeps_
         is_limited: True if fewer videos than all may be taken (``--limit``).
         may_share_ids: True if videos of two archives, or of an archive and others, may have the same id. Also True for
             a single archive, which would gain nothing from waiting without a limit.
-        keeps_indexes: True if there is a cache with kept indexes. If False, "needed" is "all", unless ``is_limited``.
+        keeps_indexes: True if a cache keeps indexes. If False, "needed" is "all", unless ``is_limited``.
 
     Returns:
         The argument ``missing`` of ``Indexes.read`` before the start (an archive that yields nothing waits); and True
-        if the archives after one that waits wait too, even if their indexes fit.
+        if the archives after one that waits wait too.
     """
     if first == "kept":
         return "skip", False
@@ -108,10 +110,10 @@ class VideoList:
             video_roots: folders and prefixes that manifests and tables may name besides their own.
             objects: the access to S3; None reads it from the environment.
             indexes: the indexes of archives, whose ``roots`` are set; None keeps none.
-            first: the archives that are indexed now (``plan_indexing``). "all": all of them. "needed": those that
-                cannot wait until the run works. "kept": none; only kept indexes that fit their archives are read.
-            is_limited: True if fewer videos than all may be taken (``--limit``). Then tables and archives that may
-                share an id can wait too.
+            first: the archives that are indexed now. "all": all of them. "needed": those that cannot wait until the run
+                works (``plan_indexing``). "kept": none; only kept indexes that fit their archives are read.
+            is_limited: True if fewer videos than all may be taken. Then tables and archives that may share an id can
+                wait too.
 
         Raises:
             ManifestError (a UsageError): the list cannot be made: for example, a folder is missing or has no video, a
@@ -159,7 +161,7 @@ class VideoList:
         are read one by one, and a large one gives several views, each with all videos of the previous view. To leave
         the rest unread, close the generator, or call ``close`` from another thread.
 
-        The left-out files of a whole view are counted before it is yielded; call ``count_left_out`` for other views.
+        The left-out files of whole views are counted; call ``count_left_out`` for other views.
 
         Raises:
             ManifestError: the options do not fit an archive.
@@ -182,7 +184,7 @@ class VideoList:
         self.indexes.stopped.set()
 
     def count_left_out(self, view: View) -> None:
-        """Count the left-out files of a view, as needed for a view that is not whole if it is the last one read."""
+        """Count the left-out files of a view; needed if the last view read is not whole."""
         self.indexes.left_out.add_all(view.left_out.as_record())
 
     def _read_first(self, archives: Sequence[NamedFile], missing: Missing, *, in_order: bool) -> list[pa.Table]:
@@ -207,8 +209,7 @@ class VideoList:
     ) -> Generator[View | None, None, None]:
         """Yield the whole view of each archive in order; None for an archive that waits, or after ``close``.
 
-        If the generator is closed early or an archive raises an error, it calls ``close``, so that the threads that
-        still read end at their next member.
+        If the generator is closed early or an archive raises an error, this calls ``close``.
         """
         with request_threads(_AT_ONCE) as pool:
             begun = (pool.submit(list, self.indexes.read(archive, self.objects, missing)) for archive in archives)
@@ -234,8 +235,7 @@ class VideoList:
     ) -> Generator[View | None, None, None]:
         """Yield the views unchanged; pass a progress line to ``Indexes.say`` every 10 s at most, and at the end.
 
-        The last line is left out if no archive had to be read. An archive that waits, whose view is None, does not
-        count as indexed.
+        The last line is left out if no archive had to be read. An archive that waits does not count as indexed.
         """
         last_line_at = time.monotonic()
         n_archives_seen = 0

@@ -179,7 +179,7 @@ def _make_qwen3(
         language_model: the table of the language model's tensors, without its head.
         text: the settings of text_config that differ from those of Qwen3-VL.
         levels: the blocks of the tower from which deepstack levels are taken.
-        opening: the text with which the prompt begins the answer.
+        opening: the beginning of the answer in the prompt.
     """
     config = {
         **_TOKEN_IDS,

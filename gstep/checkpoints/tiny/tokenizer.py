@@ -42,8 +42,8 @@ class TinyTokenizer:
 
     Attributes:
         special: the special tokens, the padding token first.
-        chat_template: Jinja, in the form of published checkpoints; None for a text tower, whose texts are normalized to
-            lower case without punctuation and get an end token, as in SigLIP's tokenizer.json.
+        chat_template: Jinja; None for a text tower, whose texts are normalized to lower case without punctuation and
+            get an end token, as in SigLIP's tokenizer.json.
         end: the special token that ends an answer or a text.
         max_length: the maximum length of a text in tokens.
         roles: attribute name -> special token, for tokens that the stock processor reads from the tokenizer.
