@@ -18,7 +18,7 @@ _FUSED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def map_fused_name(name: str) -> str | None:
-    """Map the name of one expert's matrix to the name of the fused tensor; None for other tensors."""
+    """Map the name of one expert's matrix to that of the fused tensor; None for others."""
     match = _EXPERT.fullmatch(name)
     return f"{match[1]}.{_FUSED[match[3]]}" if match else None
 

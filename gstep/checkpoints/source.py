@@ -48,7 +48,6 @@ class ModelSource(TensorSource):
     The identity is "hub:<id>@<sha>", "folder:<hash>", "shapes:<hash>", "tiny:<version>-<hash>" or "random:<hash>".
 
     Attributes:
-        config: the content of config.json.
         preprocessor: the settings that the stock video processor would load (without its class defaults); for the
             family ``generic``, the files that its processor loads, by name.
         pooling_head: the pooling head of a SigLIP checkpoint, or None.

@@ -372,5 +372,5 @@ def _map_tower_name(key: str) -> str | None:
 
 
 def _map_non_llm_name(key: str) -> str | None:
-    """Remove "model." from the beginning of a tensor's name; None if the tensor belongs to a language model."""
+    """Remove "model." from the beginning of a tensor's name; None for a tensor of a language model."""
     return None if _LLM.search(key) else key.removeprefix("model.")

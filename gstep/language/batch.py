@@ -43,7 +43,7 @@ def group_by_cost(
 
 
 def _fits_batch(lengths: Sequence[int], queries: Sequence[int], mask_elements: int) -> bool:
-    """Return True if the padded tokens and the attention mask of a batch of these rows are within their limits."""
+    """Return True if the padded tokens and the attention mask of these rows are within their limits."""
     tokens = len(lengths) * max(lengths)
     unmasked = len({*lengths}) == 1 and lengths == queries  # all rows are causal, and none is padded
     return tokens <= PADDED_TOKENS and (unmasked or tokens * max(queries) <= mask_elements)

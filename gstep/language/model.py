@@ -376,7 +376,7 @@ class LanguageModel:
         return config
 
     def _pad_id(self) -> int:
-        """Return the id that pads generated rows: the first of the model's, the tokenizer's, the end ids, and 0."""
+        """Return the padding id: the first of the model's, the tokenizer's, the end ids, and 0."""
         generation = self.model.generation_config
         candidates = (generation.pad_token_id, self.tokenizer.pad_token_id, *list_end_ids(generation), 0)
         return next(int(i) for i in candidates if i is not None)

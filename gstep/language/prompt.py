@@ -277,7 +277,7 @@ class PromptBuilder(ABC):
         return prompt_text
 
     def _apply_template(self, messages: Sequence[ChatMessage]) -> str:
-        """Apply the chat template to a conversation, up to the start of the model's next message."""
+        """Apply the chat template, up to the start of the model's next message."""
         return render_chat_template(self.tokenizer, self.chat_template, messages)
 
     @property

@@ -154,7 +154,7 @@ def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
 def _check_quantized_products(source: ModelSource) -> None:
     """Raise ModelError if this CPU lacks instructions that vLLM needs for quantized weights; only x86-64 is checked.
 
-    INT8 weights with INT8 inputs need VNNI, without which sums overflow; 4-bit weights need AVX-512.
+    INT8 inputs need VNNI, without which sums overflow; 4-bit weights need AVX-512.
     """
     cpu = torch.cpu.get_capabilities()
     if cpu["architecture"] != "x86_64":
@@ -244,8 +244,8 @@ def check_connectors(arguments: Mapping[str, Any]) -> None:
     """Raise ModelError if a connector could answer about a video from another video's keys and values.
 
     A connector that looks up keys by token ids cannot tell videos apart. Only the vLLM connectors in ``_CONNECTORS``
-    pass, also inside a MultiConnector; a connector from another module never does, nor a ``kv_transfer_config`` that is
-    not an object.
+    pass, also inside a MultiConnector, and the backend "native". A connector from another module never does, nor a
+    ``kv_transfer_config`` that is not an object.
 
     Args:
         arguments: arguments of EngineArgs, of which ``kv_offloading_backend`` and ``kv_transfer_config`` are read.

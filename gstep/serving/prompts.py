@@ -40,9 +40,6 @@ def make_engine_input(prompt: Prompt, video_token_id: int) -> Any:
     Videos are items with rows only on models with 1-D positions (modality "prompt_embeds"), otherwise with rows and
     positions (modality "video").
 
-    Args:
-        video_token_id: the token id of the placeholders.
-
     Raises:
         ValueError: the prompt has 1-D positions with gaps, which vLLM does not support.
     """

@@ -14,7 +14,6 @@ class TinyModel:
     """The recipe of a tiny model, from which every file in its folder is made.
 
     Attributes:
-        config: the content of config.json.
         tensors: name prefix -> table of tensors, in the notation of ``weights``.
         processor_files: file name -> content of its other JSON files.
     """
