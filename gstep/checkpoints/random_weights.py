@@ -77,8 +77,8 @@ def identity(config: Mapping[str, Any]) -> str:
 def draw_tensors(shapes: Mapping[str, Tensor], device: str, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     """Draw random tensors with these names and shapes, directly on the device in ``dtype``.
 
-    Matrices are normal with the standard deviation of initial weights, vectors are 1, or 0 if their names end in
-    "bias". The same seed gives the same values on one kind of device.
+    Matrices are normal with standard deviation 0.02, vectors are 1, or 0 if their names end in "bias". The same seed
+    gives the same values on one kind of device.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}

@@ -372,6 +372,8 @@ def _read_processor_files(name: str, files: CheckpointFiles) -> dict[str, Any]:
 def _read_video_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
     """Read the preprocessor settings with the precedence of transformers' get_video_processor_dict.
 
+    The order is ``video_processor`` in processor_config.json, video_preprocessor_config.json, preprocessor_config.json.
+
     Raises:
         ModelError: no file has them, or a file is not valid.
     """

@@ -221,7 +221,7 @@ def _refuse_adapter_tensors(
 
 
 def _refuse_adapter_tensor(name: str, key: str) -> None:
-    """Raise ModelError if the tensor name ``key`` belongs to an adapter, or to a layer under an adapter."""
+    """Raise ModelError if the tensor name ``key`` belongs to an adapter, or to a layer under one."""
     if _ADAPTER.search(key):
         raise ModelError(f"{name!r} holds an adapter ({key}), {_MERGE}")
 

@@ -109,7 +109,7 @@ class Batch:
         return Batch(self.input_ids[index], self.mask[index], self.positions[:, index])
 
     def position_ids(self) -> Tensor:
-        """Make the position ids for forward and generate: [B, L] for 1-D positions, [4, B, L] for M-RoPE.
+        """Make the position ids for the model: [B, L] for 1-D positions, [4, B, L] for M-RoPE.
 
         Row 0 of the four counts the tokens.
         """

@@ -43,7 +43,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
     def _draw(self, scores: Tensor, input_ids: Tensor, decoding: Decoding, generator: torch.Generator) -> Tensor:
         """Apply temperature, top-k, top-p and Gumbel noise to one row's scores [1, V]; return [V].
 
-        The argmax of the result is a random draw. The temperature is clamped to _TEMPERATURES.
+        The argmax of the result is a random draw. The temperature is clamped to [1e-30, 1e30].
         """
         coldest, hottest = _TEMPERATURES
         scores = scores / min(max(decoding.temperature, coldest), hottest)

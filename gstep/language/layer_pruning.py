@@ -155,7 +155,7 @@ class PruneInside:
     def _keep_short(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Adapt the arguments of layer K or a later layer to the shortened rows, as a hook before it; return them.
 
-        In the prefill the rotary values are cut. In every call the mask is replaced, and ``position_ids`` are None.
+        The rotary values are cut in the prefill. In every call the mask is replaced, and ``position_ids`` are None.
         """
         short = self.short
         assert short is not None

@@ -364,7 +364,7 @@ class LanguageModel:
         return batch.position_ids()
 
     def _make_config(self, decodings: Sequence[Decoding]) -> Any:
-        """Copy the model's GenerationConfig, made greedy, with the largest ``max_new_tokens`` of the batch."""
+        """Copy the model's GenerationConfig, made greedy, with a padding id and the batch's largest ``max_new_tokens``."""
         config = copy.deepcopy(self.model.generation_config)
         config.update(
             do_sample=False,

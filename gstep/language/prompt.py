@@ -437,7 +437,7 @@ def find_frame_indices(visual: Visual, frame: int) -> Tensor:
 
 
 def _locate_videos(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Locate each video's placeholders in the prompt, (first token, end), including the texts between its frames."""
+    """Locate each video's placeholders in the prompt, (first token, end), with the texts between its frames."""
     spans: dict[int, tuple[int, int]] = {}
     starts = accumulate((len(segment.ids) for segment in segments), initial=0)
     for segment, start in zip(segments, starts, strict=False):

@@ -36,8 +36,8 @@ def render_chat_template(tokenizer: Any, template: str, messages: Sequence[ChatM
     The thread's trace function is replaced meanwhile, to check the limits. Works in any thread.
 
     Raises:
-        ModelError: the template is not valid, has the operator ``**``, or exceeds MAX_RENDER_S (plus 5 ms per message
-            part), MAX_RENDER_BYTES, the free memory or Python's recursion limit.
+        ModelError: the template is not valid, has the operator ``**``, or exceeds 5 s of CPU time (plus 5 ms per
+            message part), a growth of 1 GiB, the free memory or Python's recursion limit.
         ValueError: the template raises an error for this conversation.
     """
     earlier_tracer = sys.gettrace()

@@ -73,7 +73,7 @@ class LivePruning:
         return cls(method, retention_ratio, pruner.params(), seed)
 
     def as_options(self) -> dict[str, Any]:
-        """Return the settings as JSON values, from which ``LivePruning(**options)`` recreates them."""
+        """Return the settings as JSON values for ``LivePruning(**options)``."""
         return {**asdict(self), "params": dict(self.params)}
 
     @cached_property

@@ -23,7 +23,8 @@ class VideoSpan:
         takes_row: [S] bool, True for the P placeholders, False for text within the video.
         rows: [P,D*(1+levels)], the embeddings of the placeholders with deepstack levels alongside; on LLaVA-OneVision
             the last row is the newline.
-        positions: [A,S+1] int32, counted from the start of the span; the last is that of the text after it.
+        positions: [A,S+1] int32, counted from the one after the preceding token; the last is that of the text after the
+            span.
         name: a hash of rows and positions: the model cannot tell spans of the same name apart.
     """
 

@@ -122,7 +122,7 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
     """Return the member unchanged if its name is safe in an id; otherwise with a new fault and the name NAME@OFFSET.
 
     Its name is the ``shown_name`` if it has one. A name is unsafe ("policy") if it is not UTF-8, is absolute, has empty
-    or dot segments or control characters, or is longer than 1,024 characters; or ("corrupt") if it is in
+    or dot segments or control characters, or is longer than 1,024 characters. It is "corrupt" if it is in
     ``seen_names``, to which it is added.
     """
     name = member.shown_name or member.name

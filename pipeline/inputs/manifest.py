@@ -313,7 +313,8 @@ def _videos_or_archives(
 ) -> NameContents:
     """List the videos among files below ``root``, sorted by path, or the archives if there are no videos.
 
-    Archives beside videos, and other files, are counted in ``left_out``; folders without such a suffix are ignored.
+    Archives beside videos, and other files, are counted in ``left_out``; folders without the suffix of a video or
+    archive are ignored.
 
     Args:
         roots: further folders to which links may lead.
@@ -472,9 +473,8 @@ def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects:
         objects: the access to S3; None reads it from the environment.
 
     Raises:
-        ManifestError: there are no rows, a row is invalid, a ``video_id`` is missing or repeated, or a root does not
-            exist.
-        UsageError: the configuration of S3 cannot be used.
+        ManifestError: there are no rows, a row is invalid, a ``video_id`` is missing or repeated, or a root is missing.
+        UsageError: an S3 address is malformed, or S3 cannot be used.
     """
     roots = sort_roots(video_roots)
     if isinstance(rows, Iterator):

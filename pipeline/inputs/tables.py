@@ -235,7 +235,7 @@ def convert_given_table(name: str, source: object, needs: str) -> pa.Table:
 
 
 def _refuse_doubles(name: str, columns: Sequence[str]) -> None:
-    """Raise BadRow if two columns have one name; columns without a name may repeat."""
+    """Raise BadRow if two columns have one name, unless that is empty."""
     repeated_names = [column for column, count in Counter(columns).items() if column and count > 1]
     if repeated_names:
         raise BadRow(f"{name}: two columns have the name {printable(repeated_names[0], _SHOWN)}; rename one of them")

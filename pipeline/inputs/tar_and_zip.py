@@ -62,8 +62,9 @@ class Tar(Archive):
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
         """Yield the videos in order; a break in the tar is a member with a fault, named by its offset ("@512").
 
-        Carried and left-out members are collected for ``pair_sidecars``; carried ones of up to 64 KiB are read. A link,
-        device or folder with the suffix of a video has a fault; others are ignored, and so are the ``options``.
+        Carried members (.json, .txt and .cls), of which those of up to 64 KiB are read, and left-out members are
+        collected for ``pair_sidecars``. A link, device or folder with the suffix of a video has a fault; others are
+        ignored, and so are the ``options``.
         """
         self._left_out = LeftOut()
         self._sidecars = _Sidecars()

@@ -329,7 +329,7 @@ def _may_share_ids(all_contents: Sequence[NameContents], archives: Sequence[Name
 
 
 def find_size(archive: NamedFile) -> int:
-    """Return the size of an archive in bytes; 0 if it is unknown."""
+    """Return the size of an archive in bytes, from its listing or the disk; 0 if it is unknown."""
     if archive.info is not None:
         return archive.info.size
     try:
