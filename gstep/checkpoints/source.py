@@ -235,7 +235,7 @@ class ModelSource(TensorSource):
 
 
 def _decode_floats(value: Any) -> Any:
-    """Copy a value of config.json with floats that JSON lacks, ``{"__float__": "Infinity"}``, converted."""
+    """Copy a value of config.json, with ``{"__float__": "Infinity"}`` converted to a float."""
     if isinstance(value, dict):
         return (
             float(value["__float__"])

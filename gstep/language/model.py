@@ -52,8 +52,8 @@ class LanguageModel:
         """Load the model, without its vision part, and its tokenizer, for any family.
 
         Raises:
-            ModelError: weights are missing, quantized, or of another shape; another file cannot be loaded; or
-                transformers is too old.
+            ModelError: a file is missing or not valid, weights are quantized or of another shape, or transformers is
+                too old.
         """
         return cls(load_llm(source, runtime), load_tokenizer(source), runtime.device)
 
@@ -364,7 +364,7 @@ class LanguageModel:
         return batch.position_ids()
 
     def _make_config(self, decodings: Sequence[Decoding]) -> Any:
-        """Copy the model's GenerationConfig, made greedy, with a padding id and the batch's largest ``max_new_tokens``."""
+        """Copy the model's GenerationConfig, made greedy, with a padding id and the largest ``max_new_tokens``."""
         config = copy.deepcopy(self.model.generation_config)
         config.update(
             do_sample=False,

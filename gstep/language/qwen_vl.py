@@ -147,9 +147,6 @@ class Qwen3Prompts(QwenPrompts):
         """Make a part for each temporal patch, with its time and vision markers around it, and a last text.
 
         If the rule has no outer markers, and the template writes them around every video, they are removed.
-
-        Raises:
-            ValueError: the cache lacks a video's times.
         """
         if not self.rule.outer_markers and all(
             before.endswith(self._start) and after.startswith(self._end) for before, after in itertools.pairwise(texts)

@@ -215,7 +215,7 @@ def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool 
 
 
 def read_max_video_rows(vllm_config: Any) -> int:
-    """Return the maximum number of rows per video, which is the encoder cache size."""
+    """Return the maximum number of rows per video, the encoder cache size."""
     from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: PLC0415 - this module is imported without vLLM, too
     from vllm.multimodal.encoder_budget import MultiModalBudget  # noqa: PLC0415
 

@@ -360,9 +360,6 @@ class RemoteFile:
         """Read bytes [start, end), which start inside ``coming``; those after its end take further requests.
 
         If an unplanned slice fails, it is retried as a small request, and no slices are used from then on.
-
-        Raises:
-            OSError: with ESTALE if the object has another size than before or ends early.
         """
         until = min(end, coming.end)
         try:

@@ -100,7 +100,7 @@ def _draw(name: str, shape: tuple[int, ...], mean: float | None = None) -> Array
 
 
 def _find_deviation(name: str, shape: tuple[int, ...]) -> float:
-    """Return the standard deviation of a tensor: 0.7 for embeddings, 0.05 for vectors, otherwise gain / sqrt(inputs)."""
+    """Return a tensor's standard deviation: 0.7 for embeddings, 0.05 for vectors, otherwise gain / sqrt(inputs)."""
     if _EMBEDDINGS.search(name):
         return _LOUDNESS
     if len(shape) == 1:
