@@ -156,7 +156,7 @@ class Table(Archive):
         return self._pieces
 
     def _names(self, schema: pa.Schema, options: ArchiveOptions) -> list[str]:
-        """Return the columns that the index reads: those that ``_is_small`` accepts, and a ``video_id`` that is not nested.
+        """Return the columns that the index reads: those that ``_is_small`` accepts, and ``video_id`` unless nested.
 
         Raises:
             ManifestError: the column of videos is missing, repeated, or not of bytes.

@@ -399,7 +399,7 @@ def _add_clip(member: Member, names: tuple[str, str] | None, of_row: bool) -> Me
 
 
 def _seconds(value: Json) -> float | None:
-    """Return a carried value as seconds; None if it is null, and NaN if it is not a number."""
+    """Return a carried value as seconds; None if it is null, NaN if it is not a number."""
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
