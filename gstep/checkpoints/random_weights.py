@@ -39,7 +39,10 @@ _IDS = {
 
 
 def has_no_weights(model: str) -> bool:
-    """Return True if a model is a folder with a config.json and no .safetensors, .bin, .pt, .pth, .gguf or index."""
+    """Return True if a model is a folder with a config.json, but without weights or an index.
+
+    Weights are files ending in .safetensors, .bin, .pt, .pth or .gguf.
+    """
     folder = Path(model).expanduser()
     if model in tiny.TINY or not (folder / "config.json").is_file():
         return False

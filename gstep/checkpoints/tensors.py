@@ -240,7 +240,7 @@ def refuse_quantized(name: str, config: Mapping[str, Any], served_methods: Colle
 def iter_quantizations(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield (key, value) of each ``quantization_config`` in config.json and its parts that is not empty.
 
-    A part's key is such as "text_config.quantization_config".
+    For a part, the key is "text_config.quantization_config", for example.
     """
     for part, settings in {"": config, **config}.items():
         if isinstance(settings, dict) and (quantization := settings.get("quantization_config")):

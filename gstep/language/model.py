@@ -84,7 +84,7 @@ class LanguageModel:
 
         Args:
             last: if not 0, only the logits of each prompt's ``last`` tokens, which must follow its last video; prompts
-                that begin with the same videos then share their computation.
+                with the same beginning then share its computation.
         """
         batch, cache = self._make_batch_and_cache(prompts, last) if last else (Batch.of(prompts), None)
         output = self._forward(batch, prompts=prompts if cache is None else (), past=cache, logits_to_keep=last)

@@ -156,7 +156,9 @@ class Table(Archive):
         return self._pieces
 
     def _names(self, schema: pa.Schema, options: ArchiveOptions) -> list[str]:
-        """Return the columns that the index reads: those that ``_is_small`` accepts, and ``video_id`` unless nested.
+        """Return the columns that the index reads: those that ``_is_small`` accepts, and ``video_id``.
+
+        A ``video_id`` that is nested or ``options.column`` is left out.
 
         Raises:
             ManifestError: the column of videos is missing, repeated, or not of bytes.
