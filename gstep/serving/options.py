@@ -138,7 +138,7 @@ def _model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) 
 def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
     """Raise ModelError if vLLM cannot run this model on this node's CPU, or would give wrong answers; a GPU passes.
 
-    On a CPU, linear attention (Qwen3.5) needs bfloat16, and quantized weights need VNNI or AVX-512.
+    On a CPU, linear attention (Qwen3.5) needs bfloat16, and some quantized weights need VNNI or AVX-512.
     """
     if runtime.device != "cpu":
         return

@@ -128,7 +128,7 @@ class NamedVideos:
 
         Raises:
             ManifestError: the first row without ``video_id`` or ``uri``, or with an invalid time or size.
-            BadRow: an id or uri is not text, a whole number, a path or a UUID.
+            BadRow: an id or uri cannot be read as text (``text_in``).
             ArrowInvalid, UnicodeDecodeError, OverflowError: text in an Arrow batch is not UTF-8, or Python cannot
                 represent a nested time.
         """
@@ -201,7 +201,7 @@ class NamedVideos:
         Raises:
             ManifestError: ``video_id`` or ``uri`` is missing or blank, a time is not a finite number, or the size is
                 not a whole number below 2^53.
-            BadRow: ``video_id`` or ``uri`` is not text, a whole number, a path or a UUID.
+            BadRow: ``video_id`` or ``uri`` cannot be read as text (``text_in``).
         """
         for name in ("video_id", "uri"):
             if row.get(name) is None or not text_in(row, name, where).strip():

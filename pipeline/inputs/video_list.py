@@ -317,7 +317,7 @@ class Ids:
 
 
 def _may_share_ids(all_contents: Sequence[NameContents], archives: Sequence[NamedFile]) -> bool:
-    """Return False if at least two tars or zips are named, and nothing else, and no two of these can share an id.
+    """Return False if only tars and zips are named, at least two, and no two of these can share an id.
 
     Two archives can share an id only if one's name, with a slash, begins the other's.
     """

@@ -45,7 +45,7 @@ class TinyTokenizer:
         chat_template: Jinja; None for a text tower, whose texts are normalized to lower case without punctuation and
             get an end token, as in SigLIP's tokenizer.json.
         end: the special token that ends an answer or a text.
-        max_length: the maximum number of tokens of a text.
+        max_length: in tokens.
         roles: attribute name -> special token, for tokens that the stock processor reads from the tokenizer.
     """
 
