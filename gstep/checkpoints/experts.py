@@ -1,9 +1,8 @@
 """Converting the weights of mixtures of experts from the layouts on disk to the layout of transformers' modules.
 
 A module has two tensors for all experts of a layer: ``experts.gate_up_proj`` [E, 2I, D] and ``experts.down_proj`` [E,
-D, I]. A checkpoint has the same two tensors with each matrix transposed (Qwen3-VL-MoE), or a tensor for each matrix of
-each expert (``experts.3.gate_proj.weight``). Follows "qwen2_moe" and "qwen3_vl_moe" in conversion_mapping.py of
-transformers.
+D, I]. A checkpoint has them with each matrix transposed (Qwen3-VL-MoE), or a tensor for each matrix of each expert
+(``experts.3.gate_proj.weight``).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _FUSED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def map_fused_name(name: str) -> str | None:
-    """Map the name on disk of one expert's matrix to the name of the fused tensor in memory; None for other tensors."""
+    """Map the name of one expert's matrix to that of the fused tensor; None for others."""
     match = _EXPERT.fullmatch(name)
     return f"{match[1]}.{_FUSED[match[3]]}" if match else None
 
@@ -27,9 +26,8 @@ def map_fused_name(name: str) -> str | None:
 def fuse_experts(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Convert the experts among ``tensors`` to the layout of ``expected``, in place.
 
-    Matrices of single experts are fused, and transposed tensors are transposed back. Every name must be in
-    ``expected``, or belong to a fused tensor there. If experts of a layer are missing, its fused tensor is left out or
-    too small, for a later check of names and shapes to report.
+    Every name must be in ``expected``, or belong to a fused tensor there. If experts of a layer are missing, its fused
+    tensor is left out or too small, for a later check of names and shapes to report.
     """
     parts: dict[str, dict[tuple[int, str], str]] = {}
     for name in tensors:

@@ -39,11 +39,9 @@ class CheckpointFiles:
     """The files of a checkpoint by name. Picklable; every node uses, downloads or builds its own copy.
 
     Attributes:
-        kind: where the checkpoint is.
         location: the absolute folder, the Hugging Face id, or the name of a model that comes with this package.
         revision: the commit sha of a Hugging Face id, otherwise None.
-        published: the files that every published checkpoint of the family has. If the Hub is unreachable, ``find``
-            never assumes that such a file does not exist.
+        published: the files that every published checkpoint of the family has.
         usual: the files that checkpoints of the family may lack. If the Hub is unreachable, such a file counts as
             absent only if the whole repository was downloaded.
     """
@@ -86,7 +84,7 @@ class CheckpointFiles:
 
         If the Hub is unreachable and its cache does not know the file, it counts as absent only if HF_HUB_OFFLINE is
         set or all ``published`` files are cached, and if it is not ``required``, ``published`` or (unless the whole
-        repository was downloaded) ``usual``: settings must not depend on a network that fails in between.
+        repository was downloaded) ``usual``.
 
         Raises:
             ModelError: the file exists or must be assumed to exist, but cannot be downloaded.
@@ -100,7 +98,7 @@ class CheckpointFiles:
         return path if path.is_file() else None
 
     def has(self, filename: str) -> bool:
-        """Return True if the checkpoint has a file; nothing is downloaded.
+        """Return True if the checkpoint has a file; nothing is downloaded, but a missing tiny model is built.
 
         Raises:
             ModelError: the Hub fails with an error other than being unreachable.
@@ -110,14 +108,14 @@ class CheckpointFiles:
         return self.find(filename) is not None
 
     def find_local(self, filename: str) -> Path | None:
-        """Return the path of a file that is already on this machine, otherwise None; nothing is downloaded."""
+        """Return the path of a file if it is on this machine; nothing is downloaded."""
         if self.revision is None:
             return self.find(filename)
         cached = try_to_load_from_cache(self.location, filename, revision=self.revision)
         return Path(cached) if isinstance(cached, str) else None
 
     def _is_downloaded(self) -> bool:
-        """Return True if downloads are turned off, or all files that the family publishes are cached."""
+        """Return True if downloads are turned off, or all ``published`` files are cached."""
         return constants.HF_HUB_OFFLINE or all(map(self._is_cached, self.published))
 
     def _is_cached(self, filename: str) -> bool:
@@ -127,7 +125,7 @@ class CheckpointFiles:
     def require_any(self, *filenames: str) -> None:
         """Raise ModelError if the Hub is unreachable and its cache cannot tell if any of the files exists.
 
-        After a download of the whole repository, and for models that are not on the Hub, nothing is checked.
+        Nothing is checked after a download of the whole repository, or for models that are not on the Hub.
         """
         if self.revision is None or self._is_cached(_IN_EVERY_REPOSITORY):
             return
@@ -136,14 +134,14 @@ class CheckpointFiles:
                 self.find(filename, required=True)
 
     def folder(self) -> Path:
-        """Return the folder of a checkpoint that is not on the Hub; a tiny model is built if it is missing."""
+        """Return the folder of a checkpoint that is not on the Hub; a missing tiny model is built."""
         assert self.kind != "hub"
         if self.kind == "shipped":
             return SHIPPED[self.location]
         return tiny.build(self.location) if self.kind == "tiny" else Path(self.location)
 
     def names(self, *suffixes: str) -> list[str]:
-        """List the file names with any of these suffixes in a local folder, sorted; empty for a Hub checkpoint."""
+        """List the names of files with any of these suffixes, sorted; empty for a Hub checkpoint."""
         if self.kind == "hub":
             return []
         return sorted(path.name for path in self.folder().iterdir() if path.suffix in suffixes)
@@ -167,14 +165,14 @@ class CheckpointFiles:
 
 
 def _package_kind(model: str) -> Literal["shipped", "tiny"] | None:
-    """Return the kind of a model that this package provides; None for any other name."""
+    """Return the kind of a model of this package; None for any other name."""
     if model in SHIPPED:
         return "shipped"
     return "tiny" if model in tiny.TINY else None
 
 
 def _resolve_commit(repo: str, revision: str | None) -> str:
-    """Resolve a branch, tag or sha of a model repository to its commit sha, on the Hub or (offline) in its cache.
+    """Resolve a branch, tag or sha of a repository to its commit sha, on the Hub or (offline) in its cache.
 
     Downloads config.json.
 
@@ -197,7 +195,7 @@ def _fetch(repo: str, revision: str | None, filename: str, *, required: bool = F
     does not know counts as absent unless it is ``required``.
 
     Args:
-        dry_run: True downloads nothing; the result is then not a path, but anything except None if the file exists.
+        dry_run: True downloads nothing; the result is then anything except None if the file exists.
 
     Raises:
         ModelError: the file exists or is required but is not cached and the Hub is unreachable, the revision does not
@@ -223,10 +221,7 @@ def _fetch(repo: str, revision: str | None, filename: str, *, required: bool = F
 
 @cache
 def _has_address(endpoint: str) -> bool:
-    """Return True if the Hub's host name resolves or a proxy is set; looked up once per process and endpoint.
-
-    Without an address, the client would retry each file for 30 seconds.
-    """
+    """Return True if the Hub's host name resolves or a proxy is set; looked up once per process and endpoint."""
     host = urlsplit(endpoint).hostname
     if host is None or getproxies():
         return True
@@ -237,11 +232,7 @@ def _has_address(endpoint: str) -> bool:
 
 
 def _look_up_file(repo: str, revision: str | None, filename: str) -> bool | None:
-    """Return whether a repository has a file, according to the Hub client's cache; None if the cache does not tell.
-
-    The client notes each file that it requested in vain, and newer versions note the names of all files when they
-    download a whole repository.
-    """
+    """Return whether a repository has a file, according to the Hub client's cache; None if the cache does not tell."""
     cached = try_to_load_from_cache(repo, filename, revision=revision)
     if cached is not None:
         return isinstance(cached, str)
@@ -254,7 +245,7 @@ def _look_up_file(repo: str, revision: str | None, filename: str) -> bool | None
 
 
 def _describe_unreachable(repo: str, filename: str) -> str:
-    """Return the error message for a file that is neither in the Hub client's cache nor reachable."""
+    """Return the error message for a file that is neither cached nor reachable."""
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hugging Face Hub is out of reach"
     return (
         f"{repo!r} is no folder here, and {filename} of the model of that name is not in the cache of the Hugging Face "

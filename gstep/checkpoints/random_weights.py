@@ -1,8 +1,6 @@
 """Checkpoints without weights, for benchmarks: seeded random values in the shapes that config.json gives.
 
-The time and memory of a model do not depend on its weights, but its answers do: with random weights they are
-meaningless. The tiny models (``gstep.checkpoints.tiny``) are different: NumPy draws their weights, the same bits on
-every machine and without transformers, because their hash is part of a cache's identity.
+The time and memory of a model do not depend on its weights, but its answers are meaningless.
 """
 
 from __future__ import annotations
@@ -41,7 +39,10 @@ _IDS = {
 
 
 def has_no_weights(model: str) -> bool:
-    """Return True if a model is a folder with a config.json and without weight files of any format."""
+    """Return True if a model is a folder with a config.json, but without weights or an index.
+
+    Weights are files ending in .safetensors, .bin, .pt, .pth or .gguf.
+    """
     folder = Path(model).expanduser()
     if model in tiny.TINY or not (folder / "config.json").is_file():
         return False
@@ -50,15 +51,11 @@ def has_no_weights(model: str) -> bool:
 
 
 def write_stand_ins(files: CheckpointFiles, config: Mapping[str, Any], folder: Path) -> CheckpointFiles:
-    """Copy a checkpoint's small files into an empty ``folder``, and write stand-ins for missing ones.
+    """Copy a checkpoint's small files into an empty ``folder``, and write stand-ins for missing ones; return its files.
 
-    Files on the Hub are downloaded. If there is no preprocessor file, an empty one stands for the defaults of the stock
-    classes. If there is neither tokenizer.json nor vocab.json, the stand-in has a token for each byte, and special
-    tokens with the ids of config.json: texts take several times more tokens. Model types without a tiny model get no
-    tokenizer.
-
-    Returns:
-        The files in ``folder``.
+    Files on the Hub are downloaded. The stand-in for all preprocessor files is empty. If there is neither
+    tokenizer.json nor vocab.json, the stand-in has a token for each byte, and special tokens with the ids of
+    config.json: texts take several times more tokens. Model types without a tiny model get no tokenizer.
 
     Raises:
         ModelError: the vocabulary is too small for the byte tokenizer.
@@ -83,9 +80,8 @@ def identity(config: Mapping[str, Any]) -> str:
 def draw_tensors(shapes: Mapping[str, Tensor], device: str, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     """Draw random tensors with these names and shapes, directly on the device in ``dtype``.
 
-    Matrices are normal with the standard deviation of initial weights, vectors are 1, or 0 if their names end in
-    "bias": activations stay finite through any number of layers. The same seed gives the same values on one kind of
-    device.
+    Matrices are normal with standard deviation 0.02, vectors are 1, or 0 if their names end in "bias". The same seed
+    gives the same values on one kind of device.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}

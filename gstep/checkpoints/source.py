@@ -43,16 +43,14 @@ _COPY = "copy the file again from the original checkpoint"
 
 @dataclass(frozen=True)
 class ModelSource(TensorSource):
-    """A resolved model without its weights: identity, files, config and preprocessor settings. ``resolve`` creates it.
+    """A resolved model without its weights: identity, files, config and preprocessor settings.
 
     The identity is "hub:<id>@<sha>", "folder:<hash>", "shapes:<hash>", "tiny:<version>-<hash>" or "random:<hash>".
 
     Attributes:
-        model_type: the model type in config.json.
-        config: the content of config.json.
         preprocessor: the settings that the stock video processor would load (without its class defaults); for the
             family ``generic``, the files that its processor loads, by name.
-        pooling_head: the pooling head of a SigLIP checkpoint, for evidence that the model itself cannot give.
+        pooling_head: the pooling head of a SigLIP checkpoint, or None.
         family: a name in ``gstep.families``, or the import path ``module:Class`` of a user family.
         layout: the findings of the family's gate as JSON values; None for a family without a gate.
     """
@@ -93,7 +91,7 @@ class ModelSource(TensorSource):
 
         Raises:
             ModelError: there is no such model, a file is missing or not valid, or the model is quantized, an adapter,
-                or refused by the gate; the message has the remedy.
+                or refused by the gate.
         """
         name = str(model)
         files = CheckpointFiles.locate(name, revision)
@@ -122,14 +120,14 @@ class ModelSource(TensorSource):
     ) -> ModelSource:
         """Resolve a model with seeded random weights, for benchmarks: of its files, only config.json must exist.
 
-        The family ``generic`` is resolved with its own weights instead, because its gate reads their names.
+        The family ``generic`` is resolved with its own weights instead.
 
         Args:
             folder: an empty folder for copies of its small files and stand-ins for missing ones; it must outlive the
                 result.
 
         Raises:
-            ModelError: there is no such model or it cannot be used; the message has the remedy.
+            ModelError: there is no such model or it cannot be used.
         """
         name = str(model)
         original = CheckpointFiles.locate(name, revision)
@@ -158,7 +156,7 @@ class ModelSource(TensorSource):
         return super().file(filename)
 
     def stock_config(self) -> PretrainedConfig:
-        """Parse config.json into the model's transformers config, with its defaults; old layouts are supported.
+        """Parse config.json into the model's transformers config.
 
         Raises:
             ModelError: transformers does not know the model type, or does not accept a setting.
@@ -183,8 +181,7 @@ class ModelSource(TensorSource):
         transformers' tables.
 
         Raises:
-            ModelError: transformers has no such class or cannot import it, or the class accepts no features of images
-                or videos.
+            ModelError: transformers has no such class or cannot import it, or the class sees no videos.
         """
         import transformers  # noqa: PLC0415 - seconds, and the families of the table need none of it here
 
@@ -231,14 +228,14 @@ class ModelSource(TensorSource):
         return classes[0], config
 
     def pretrained(self) -> tuple[str, str | None]:
-        """Return (Hugging Face id or folder, revision), the arguments of transformers' from_pretrained on this node."""
+        """Return (Hugging Face id or local folder, revision), the arguments of transformers' from_pretrained."""
         if self.files.kind == "hub":
             return self.files.location, self.files.revision
         return str(self.file("config.json").parent), None
 
 
 def _decode_floats(value: Any) -> Any:
-    """Copy a value of config.json; floats that JSON lacks, ``{"__float__": "Infinity"}``, are converted."""
+    """Copy a value of config.json, with ``{"__float__": "Infinity"}`` converted to a float."""
     if isinstance(value, dict):
         return (
             float(value["__float__"])
@@ -254,7 +251,6 @@ def _read_config(
     """Read and check config.json; return it with the family: ``family``, or that of its model type if None.
 
     Args:
-        name: the model's name, for messages.
         served_methods: the quantization methods that are allowed, except for the family ``generic``.
 
     Raises:
@@ -281,7 +277,7 @@ _NEVER_RUN = ". Code that comes with a checkpoint (auto_map) is never run"
 
 
 def _check_model_type(name: str, model_type: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelError if transformers does not know the model type; ``name`` is the model's, for the message."""
+    """Raise ModelError if transformers does not know the model type."""
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and the families of the table need none of it
 
     if model_type in CONFIG_MAPPING:
@@ -314,11 +310,10 @@ _MAX_LAYERS, _MAX_SIZE = 2**12, 2**31
 
 
 def _check_numbers(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelError for a part of config.json that is not an object, or an invalid size, id or number of layers.
+    """Raise ModelError if a part of config.json is not an object, or has an invalid size, id or number of layers.
 
     Only the top level, text_config and vision_config are checked, for the keys in _SIZES, _LAYERS, _IDS and _LISTS.
-    Layers must be below 4096, because more would keep transformers busy forever, and other numbers below 2^31. Null
-    passes outside vision_config, except for hidden_size. ``name`` is the model's.
+    Layers must be below 4096, and other numbers below 2^31. Null passes outside vision_config, except for hidden_size.
     """
 
     def is_number(value: object, least: int, end: int) -> bool:
@@ -346,10 +341,7 @@ def _check_numbers(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
-    """Compute the identity of the weights: the commit of a Hub model, or a hash of the files.
-
-    It begins with "hub:", "folder:" or the name of a shipped or tiny model.
-    """
+    """Compute the identity of the weights: the commit of a Hub model, or a hash of the files."""
     if files.kind == "hub":
         return f"hub:{files.location}@{files.revision}"
     if files.kind == "tiny":
@@ -361,8 +353,6 @@ def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], con
 
 def _read_processor_files(name: str, files: CheckpointFiles) -> dict[str, Any]:
     """Read the files that AutoProcessor loads, without their chat template: {file name: content}.
-
-    They are processor_config.json, video_preprocessor_config.json and preprocessor_config.json.
 
     Raises:
         ModelError: there are none, or one is not valid.
@@ -382,8 +372,7 @@ def _read_processor_files(name: str, files: CheckpointFiles) -> dict[str, Any]:
 def _read_video_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
     """Read the preprocessor settings with the precedence of transformers' get_video_processor_dict.
 
-    The order is ``video_processor`` in processor_config.json, video_preprocessor_config.json, preprocessor_config.json
-    (see video_processing_utils.py of transformers).
+    The order is ``video_processor`` in processor_config.json, video_preprocessor_config.json, preprocessor_config.json.
 
     Raises:
         ModelError: no file has them, or a file is not valid.
@@ -425,8 +414,7 @@ TINY = "tiny"
 class PoolingHeadSource(TensorSource):
     """A resolved pooling head of a SigLIP checkpoint, without its weights.
 
-    Its identity is "siglip-head:<hash>" of the head's tensors and settings, and therefore the same for every kind of
-    checkpoint.
+    Its identity is "siglip-head:<hash>" of the head's tensors and settings.
 
     Attributes:
         width: the number of channels of its input and output.
@@ -445,7 +433,7 @@ class PoolingHeadSource(TensorSource):
 
         Raises:
             ModelError: it is not a SigLIP checkpoint, is quantized or has an adapter, or the head is missing or has
-                another width; the message has the remedy.
+                another width.
         """
         name = str(siglip)
         files = CheckpointFiles("tiny", "tiny-siglip") if name == TINY else CheckpointFiles.locate(name)
@@ -481,7 +469,7 @@ def read_head(source: PoolingHeadSource) -> dict[str, Tensor]:
 
 
 def compute_head_identity(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
-    """Compute "siglip-head:<hash>" of the head's tensors and of the settings in DEFAULTS, which no tensor shows."""
+    """Compute "siglip-head:<hash>" of the head's tensors and of the settings in DEFAULTS."""
     settings = {name: config.get(name, default) for name, default in DEFAULTS.items()}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name, value in sorted(tensors.items()):

@@ -45,8 +45,6 @@ class TensorSource:
 
     Attributes:
         name: the user's model argument.
-        identity: a text that identifies the weights.
-        files: the checkpoint's files; ``files.revision`` is the commit sha of a Hugging Face id.
         weight_files: the names of the safetensors files; empty for random weights.
     """
 
@@ -56,7 +54,7 @@ class TensorSource:
     weight_files: tuple[str, ...]
 
     def file(self, filename: str) -> Path:
-        """Return the local path of a file of the checkpoint, downloaded or built on this node if necessary.
+        """Return the local path of a file, downloaded or built on this node if necessary.
 
         Raises:
             ModelError: there is no such file, or it cannot be downloaded.
@@ -76,15 +74,13 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Read the tensors that ``rename`` selects, copied to ``device``, by their new names.
 
-    Only the files that may contain them are opened or downloaded.
-
     Args:
         rename: maps the name on disk to the new name, or to None for a tensor that is not read.
         dtype: the dtype to cast to; None keeps the stored dtype.
 
     Raises:
-        ModelError: a file is missing or not a safetensors file, a selected tensor is quantized, or an opened file has
-            tensors of an adapter.
+        ModelError: a file is missing or damaged, a selected tensor is quantized, or an opened file has tensors of an
+            adapter.
     """
     # A copy: memory-mapped tensors are unaligned, and that may decide the last bit of a GEMM.
     return {name: values.to(device=device, dtype=dtype, copy=True) for name, values in iter_tensors(source, rename)}
@@ -116,11 +112,7 @@ def iter_tensors(source: TensorSource, rename: Callable[[str], str | None]) -> I
 
 
 def list_files_to_read(source: TensorSource, rename: Callable[[str], str | None]) -> list[str]:
-    """List the safetensors files that may contain a tensor selected by ``rename``; all files if there is no index.
-
-    Raises:
-        ModelError: the index is not valid.
-    """
+    """List the safetensors files that may contain a tensor selected by ``rename``; all files if there is no index."""
     index = {} if source.weight_files == (SINGLE,) else _read_index(source.name, source.files)
     if not index:
         return list(source.weight_files)
@@ -129,9 +121,6 @@ def list_files_to_read(source: TensorSource, rename: Callable[[str], str | None]
 
 def _read_index(name: str, files: CheckpointFiles) -> dict[str, str]:
     """Read the index of the shards, tensor name -> file name; empty without an index.
-
-    Args:
-        name: the model's name, for messages.
 
     Raises:
         ModelError: the index has no such mapping, or names anything but safetensors files in its folder.
@@ -155,10 +144,7 @@ def read_tensor_types(source: TensorSource) -> dict[str, str | None] | None:
     """Read the names of all tensors, name -> safetensors type, without downloading weights.
 
     For a local checkpoint, they come from the headers of the files that exist. On the Hub, they come from the index,
-    and the types are None.
-
-    Returns:
-        None if the checkpoint is on the Hub and has no index.
+    and the types are None; without an index, the result is None.
 
     Raises:
         ModelError: a file or the index is damaged.
@@ -195,8 +181,8 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
 def refuse_adapter_files(name: str, files: CheckpointFiles) -> None:
     """Raise ModelError if the checkpoint has files of an adapter, which transformers would apply but this project not.
 
-    They are adapter_config.json and non_lora_trainables.bin. ``name`` is the model's, for the message. Errors of the
-    Hub are ignored; if it is unreachable, its cache decides.
+    They are adapter_config.json and non_lora_trainables.bin. Errors of the Hub are ignored; if it is unreachable, its
+    cache decides.
     """
     for filename in ("adapter_config.json", "non_lora_trainables.bin"):
         try:
@@ -212,12 +198,8 @@ def _refuse_adapter_tensors(
 ) -> None:
     """Raise ModelError for tensors of an adapter, and for tensors of the vision part that only a stray file has.
 
-    A stray file is a safetensors file in the folder that is not in ``weight_files``. Tensors of files on the Hub
-    without an index are checked when they are read; damaged files are ignored here.
-
-    Args:
-        name: the model's name, for messages.
-        index_names: the tensor names of the index.
+    A stray file is a safetensors file in the folder that is not in ``weight_files``. Damaged files, and tensors of
+    files on the Hub that are not in ``index_names``, are not checked here.
     """
     keys = {*index_names}
     stray_files = dict[str, str]()
@@ -239,7 +221,7 @@ def _refuse_adapter_tensors(
 
 
 def _refuse_adapter_tensor(name: str, key: str) -> None:
-    """Raise ModelError if the tensor name ``key`` belongs to an adapter, or to a layer under an adapter."""
+    """Raise ModelError if the tensor name ``key`` belongs to an adapter, or to a layer under one."""
     if _ADAPTER.search(key):
         raise ModelError(f"{name!r} holds an adapter ({key}), {_MERGE}")
 
@@ -247,7 +229,7 @@ def _refuse_adapter_tensor(name: str, key: str) -> None:
 def refuse_quantized(name: str, config: Mapping[str, Any], served_methods: Collection[str] = ()) -> None:
     """Raise ModelError if config.json, or a part such as text_config, has a ``quantization_config``.
 
-    Methods in ``served_methods`` are allowed. ``name`` is the model's, for the message.
+    Methods in ``served_methods`` are allowed.
     """
     for key, quantization in iter_quantizations(config):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -258,7 +240,7 @@ def refuse_quantized(name: str, config: Mapping[str, Any], served_methods: Colle
 def iter_quantizations(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield (key, value) of each ``quantization_config`` in config.json and its parts that is not empty.
 
-    The key of a part's begins with the part, such as "text_config.quantization_config".
+    For a part, the key is "text_config.quantization_config", for example.
     """
     for part, settings in {"": config, **config}.items():
         if isinstance(settings, dict) and (quantization := settings.get("quantization_config")):
@@ -266,10 +248,7 @@ def iter_quantizations(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_quantized_tensor(name: str, tensor: str, dtype: str) -> None:
-    """Raise ModelError unless ``dtype``, the stored type of ``tensor``, is a float of 16 bits or more.
-
-    ``dtype`` is a type name of safetensors: "BF16", "F8_E4M3", "I8".
-    """
+    """Raise ModelError unless ``dtype``, a safetensors type such as "F8_E4M3", is a float of 16 bits or more."""
     if dtype not in _PLAIN:
         raise ModelError(f"{name!r} is quantized ({tensor} is stored as {dtype}): {_USE}")
 
@@ -318,11 +297,7 @@ def compute_folder_identity(folder: Path, filenames: Iterable[str], config: Mapp
 
 
 def read_tensor_samples(path: Path, prefix: str) -> list[tuple[str, bytes]]:
-    """Read ("name dtype shape", first 4 KiB) of each tensor whose name starts with ``prefix``, sorted by name.
-
-    Raises:
-        ModelError: the file is not a safetensors file.
-    """
+    """Read ("name dtype shape", first 4 KiB) of each tensor whose name starts with ``prefix``, sorted by name."""
     header, entries = _read_header(path)
     entries_of_prefix = sorted((name, entry) for name, entry in entries.items() if name.startswith(prefix))
     samples = _read_samples(path, len(header), [entry["data_offsets"] for _, entry in entries_of_prefix])
@@ -372,10 +347,9 @@ def _read_samples(path: Path, header_length: int, spans: Iterable[Sequence[int]]
 def tower_hash(source: ModelSource) -> str | None:
     """Hash all weights that visual tokens depend on: "blake2b-f16:<hex>"; None for random weights.
 
-    These tensors are read completely, a gigabyte or two. Values are cast to float16, because quantized checkpoints
-    store bfloat16 weights as float16. Names are those in memory, because names on disk differ between library versions.
-    For the families of the table, the tensors of the tower are known; for ``generic`` and user families, all tensors
-    count except those whose names belong to a language model.
+    These tensors are read completely, a gigabyte or two, and cast to float16. For the families of the table, the
+    tensors of the tower are known; for ``generic`` and user families, all tensors count except those whose names belong
+    to a language model.
 
     Raises:
         ModelError: such a tensor is quantized, or a file is missing or damaged.
@@ -392,11 +366,11 @@ def tower_hash(source: ModelSource) -> str | None:
 
 
 def _map_tower_name(key: str) -> str | None:
-    """Map a name on disk to the name in memory of a tensor that visual tokens depend on; None for other tensors."""
+    """Map a name on disk to the name in memory of a tensor that visual tokens depend on; None for others."""
     name = key.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
     return name if name.startswith(_TOWER) and not name.startswith(_UNUSED) else None
 
 
 def _map_non_llm_name(key: str) -> str | None:
-    """Remove "model." from the beginning of a tensor's name; None if the tensor belongs to a language model."""
+    """Remove "model." from the beginning of a tensor's name; None for a tensor of a language model."""
     return None if _LLM.search(key) else key.removeprefix("model.")

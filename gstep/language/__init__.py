@@ -1,11 +1,8 @@
 """The language half of each model family: building prompts from cached visual tokens, and answering them.
 
-First, :func:`prompt_builder` (on a CPU, without weights) makes a :class:`~gstep.language.types.Prompt` from a question
-and the cached tokens of its videos. Then :func:`load_language_model` loads the LLM without the vision tower, which
-answers batches of prompts. Your own model takes a :class:`~gstep.language.batch.Batch` of prompts and
-:func:`~gstep.language.batch.encoder_outputs`, as in ``pipeline/examples/own_llm.py``.
-
-Only the names in ``__all__`` are public. They are imported on first use.
+Your own model takes a :class:`~gstep.language.batch.Batch` of prompts and
+:func:`~gstep.language.batch.encoder_outputs`, as in ``pipeline/examples/own_llm.py``. Only the names in ``__all__`` are
+public. They are imported on first use.
 """
 
 from __future__ import annotations
@@ -77,8 +74,7 @@ def prompt_builder(
         rule, frame_times, thought: fields of :class:`~gstep.language.types.PromptPolicy`.
 
     Raises:
-        ModelError: a tokenizer, a chat template or a token that prompts need is missing or not valid, or the family
-            cannot answer questions.
+        ModelError: a file or token that prompts need is missing or not valid, or the family cannot answer questions.
         ValueError: a policy value is unknown or does not apply to the generic family, or ``thought`` is "closed" and
             the template takes no question without a video.
     """
@@ -90,8 +86,8 @@ def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
     """Load a model without its vision part, ready to answer.
 
     Raises:
-        ModelError: the family cannot answer questions; weights are missing, quantized or do not have the shapes of the
-            config; another file cannot be loaded; or transformers is too old.
+        ModelError: the family cannot answer questions; weights are missing, quantized or of another shape; another file
+            cannot be loaded; or transformers is too old.
     """
     _prompts_path(source)  # raises for a family that answers no questions
     model: LanguageModel = load_object(find_family(source.family).language_model).load(source, runtime)
@@ -99,7 +95,7 @@ def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
 
 
 def _prompts_path(source: ModelSource) -> str:
-    """Return the import path of the model's prompt builder; ModelError for a family that can encode but not answer."""
+    """Return the import path of the model's prompt builder; ModelError for a family that cannot answer."""
     path = find_family(source.family).prompts
     if path is not None:
         return path

@@ -30,7 +30,6 @@ def group_by_cost(
     Args:
         lengths: tokens of each row.
         queries: tokens of each row that the model computes; keys and values of its other tokens are cached.
-        mask_elements: the maximum size of a batch's attention mask.
     """
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -44,7 +43,7 @@ def group_by_cost(
 
 
 def _fits_batch(lengths: Sequence[int], queries: Sequence[int], mask_elements: int) -> bool:
-    """Return True if the padded tokens and the attention mask of a batch of these rows are within their limits."""
+    """Return True if the padded tokens and the attention mask of these rows are within their limits."""
     tokens = len(lengths) * max(lengths)
     unmasked = len({*lengths}) == 1 and lengths == queries  # all rows are causal, and none is padded
     return tokens <= PADDED_TOKENS and (unmasked or tokens * max(queries) <= mask_elements)
@@ -58,7 +57,7 @@ class Batch:
         input_ids: [B, L] int64.
         mask: [B, L] int64, 1 for tokens and 0 for padding.
         positions: [A, B, L] in the prompts' dtype, 0 for padding.
-        token_inputs: name -> [B, L], further inputs of ``forward`` (``Prompt.token_inputs``), 0 for padding.
+        token_inputs: name -> [B, L], from ``Prompt.token_inputs``, 0 for padding.
     """
 
     input_ids: Tensor
@@ -98,7 +97,7 @@ class Batch:
         return batch
 
     def after(self, prefix: Batch) -> Batch:
-        """Prepend the rows of ``prefix``; the padding of these rows stays between, and ``token_inputs`` are dropped."""
+        """Prepend the rows of ``prefix``; their own padding stays between them, and ``token_inputs`` are dropped."""
         return Batch(
             input_ids=torch.cat([prefix.input_ids, self.input_ids], dim=1),
             mask=torch.cat([prefix.mask, self.mask], dim=1),
@@ -110,10 +109,9 @@ class Batch:
         return Batch(self.input_ids[index], self.mask[index], self.positions[:, index])
 
     def position_ids(self) -> Tensor:
-        """Make the position ids for forward and generate: [B, L] for 1-D positions, [4, B, L] for M-RoPE.
+        """Make the position ids for the model: [B, L] for 1-D positions, [4, B, L] for M-RoPE.
 
-        Row 0 of the four counts the tokens. Temporal positions there would look like packed sequences, which
-        transformers masks from each other.
+        Row 0 of the four counts the tokens.
         """
         if len(self.positions) == 1:
             return self.positions[0]

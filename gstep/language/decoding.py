@@ -1,7 +1,4 @@
-"""Sampling and checks for ``generate``: an answer depends on its own options and seed, never on its batch.
-
-These classes use the public hooks of transformers' ``generate``, after the model's own processors (repetition penalty).
-"""
+"""Sampling and checks for ``generate``, by its public hooks; an answer's random draws do not depend on its batch."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ NO_NUMBERS = "the scores of tokens are no numbers (NaN): float16 overflows where
 class SeededSampling(LogitsProcessor):  # type: ignore[misc]
     """A logits processor that turns each sampled row's greedy choice into a random draw, by the Gumbel-max trick.
 
-    argmax(log p + g) with g ~ Gumbel(0, 1) is a draw from p. Greedy and sampled rows can therefore share a batch. Each
-    row has its own generator, so an object serves one call of ``generate``.
+    argmax(log p + g) with g ~ Gumbel(0, 1) is a draw from p. Each row has its own generator, so an object serves one
+    call of ``generate``.
     """
 
     def __init__(self, decodings: Sequence[Decoding]) -> None:
@@ -46,8 +43,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
     def _draw(self, scores: Tensor, input_ids: Tensor, decoding: Decoding, generator: torch.Generator) -> Tensor:
         """Apply temperature, top-k, top-p and Gumbel noise to one row's scores [1, V]; return [V].
 
-        The argmax of the result is a random draw. The temperature is clamped to _TEMPERATURES, and the noise is drawn
-        on the CPU.
+        The argmax of the result is a random draw. The temperature is clamped to [1e-30, 1e30].
         """
         coldest, hottest = _TEMPERATURES
         scores = scores / min(max(decoding.temperature, coldest), hottest)
@@ -75,7 +71,7 @@ class RowLimits(StoppingCriteria):  # type: ignore[misc]
 
 
 class StepWatch(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that checks the scores of each step for NaN and times the first token; it changes nothing.
+    """A logits processor that records NaN scores and times the first token.
 
     Attributes:
         first: the ``time.perf_counter()`` of the first token, when the prefill ends; None before.

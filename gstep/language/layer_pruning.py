@@ -1,8 +1,7 @@
-"""Pruning inside the language model, before one of its layers: removable hooks, without a copied forward.
+"""Pruning inside the language model, before one of its layers, by removable hooks.
 
-All tokens pass the layers before layer K. Before layer K, the visual tokens that the method does not select are removed
-from the hidden states, so that layer K and all later layers, with their keys and values, are shorter. The remaining
-tokens keep their positions.
+Before layer K, the visual tokens that the method does not select are removed from the hidden states, so that layer K
+and all later layers are shorter. The remaining tokens keep their positions.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CACHE = "cache" if Version(version("transformers")) >= Version("5.24") else "pas
 
 @dataclass
 class ShortRows:
-    """The indices of a batch's tokens that are kept from layer K on; computed when the prefill reaches that layer.
+    """The indices of a batch's tokens that are kept from layer K on.
 
     Attributes:
         index: [B, S] int64 indices into the full rows, padded on the left with 0.
@@ -57,7 +56,6 @@ class PruneInside:
 
     Attributes:
         method: a method with a ``layer``, which is K.
-        retention_ratio: the share of a prompt's visual tokens to keep.
         prunable: [B, L] bool, True for the visual tokens of each row.
         mask: [B, L] bool, False for padding.
         short: the kept indices; None before the prefill reaches layer K.
@@ -102,10 +100,7 @@ class PruneInside:
             self.short = batch_rows
 
     def _record_query(self, attention: Any, args: Any, keywords: dict[str, Any]) -> None:
-        """In the prefill, store the attention inputs of layer K-1: fast kernels do not return the attention itself.
-
-        A hook before attention.
-        """
+        """In the prefill, store the attention inputs of layer K-1, as a hook before its attention."""
         hidden_BLD = keywords["hidden_states"] if "hidden_states" in keywords else args[0]
         if self.short is None:
             cos, sin = keywords["position_embeddings"]
@@ -114,7 +109,7 @@ class PruneInside:
     def _choose_tokens(self, attention: Any, args: Any, keywords: dict[str, Any], output: Any) -> None:
         """In the prefill, set ``short`` from the stored inputs and the keys that layer K-1 has just cached.
 
-        A hook after attention. The stored inputs are dropped.
+        This is a hook after attention. The stored inputs are dropped.
         """
         if self._last is None:
             return
@@ -148,7 +143,7 @@ class PruneInside:
     def _shorten(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Drop the pruned tokens before layer K, as a hook; return the layer's arguments and keywords.
 
-        The hidden states and rotary values are cut in the prefill only; the mask is replaced in every call.
+        The hidden states are cut in the prefill only.
         """
         assert self.short is not None
         hidden_BLD, *options = args
@@ -160,7 +155,7 @@ class PruneInside:
     def _keep_short(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Adapt the arguments of layer K or a later layer to the shortened rows, as a hook before it; return them.
 
-        In the prefill the rotary values are cut. In every call the mask is replaced, and ``position_ids`` are None.
+        The rotary values are cut in the prefill. In every call the mask is replaced, and ``position_ids`` are None.
         """
         short = self.short
         assert short is not None
@@ -180,9 +175,8 @@ def check_layer(method: Pruner, config: Any) -> int:
     """Check that the method can prune inside a model of this configuration; return its layer K.
 
     Raises:
-        ValueError: the method has no layer or layer 0, merges tokens, or needs evidence other than INSIDE_EVIDENCE; or
-            the model has linear attention, K or fewer layers, or more than K deepstack levels, which enter after its
-            first layers.
+        ValueError: the method has no layer or one below 1, merges tokens, or needs evidence other than INSIDE_EVIDENCE;
+            or the model has linear attention, K or fewer layers, or more than K deepstack levels.
     """
     text = config.get_text_config()
     n_layers = text.num_hidden_layers
@@ -220,11 +214,7 @@ def _cached_length(layer: Any, keywords: dict[str, Any]) -> int:
 
 
 def select_visual(method: Pruner, hidden_MD: Tensor, attention_M: Tensor, retention_ratio: float) -> Tensor:
-    """Select visual tokens by their hidden states [M, D] and attention [M], with seed 0; return ascending indices.
-
-    Raises:
-        WrongSelection: the method returned an invalid selection.
-    """
+    """Select visual tokens by their hidden states [M, D] and attention [M], with seed 0; return ascending indices."""
     visual = VisualTokens(hidden_MD[None], {"llm_attention": attention_M})
     budget, ratio = method.resolve_budget(len(attention_M), retention_ratio)
     return method.pack_selection(visual.tokens, method.select(visual, budget, ratio, 0), budget, ratio).index

@@ -12,17 +12,14 @@ from gstep.types import Visual
 
 
 class LlavaOnevisionPrompts(PromptBuilder):
-    """The prompt builder of LLaVA-OneVision. By default positions are contiguous, as if no token had been pruned."""
+    """The prompt builder of LLaVA-OneVision."""
 
     default_positions = "contiguous"
     axes = 1
     needs_newline = True
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
-        """Make the segment of a whole video: a placeholder for each kept token, and a last one for the newline.
-
-        ``frame`` is ignored.
-        """
+        """Make the segment of a whole video: a placeholder for each kept token, and a last one for the newline."""
         n_kept = len(visual.index)
         if self.policy.positions == "contiguous":
             positions = torch.arange(n_kept + 1, device="cpu")

@@ -32,11 +32,11 @@ from gstep.types import Visual
 
 
 class LanguageModel:
-    """The language model of one checkpoint on one device, without its vision part. ``load`` creates it.
+    """The language model of one checkpoint on one device, without its vision part.
 
     Attributes:
         mask_elements: the maximum size of a batch's attention mask.
-        copied_tokens: the maximum number of tokens in copies of a prompt's keys and values, one copy per continuation.
+        copied_tokens: the maximum number of tokens in copies of a prompt's cache, one copy per continuation.
     """
 
     mask_elements = MASK_ELEMENTS
@@ -52,19 +52,19 @@ class LanguageModel:
         """Load the model, without its vision part, and its tokenizer, for any family.
 
         Raises:
-            ModelError: weights are missing, quantized, or do not have the shapes of the config; the tokenizer or
-                generation_config.json cannot be loaded; or transformers is too old.
+            ModelError: a file is missing or not valid, weights are quantized or of another shape, or transformers is
+                too old.
         """
         return cls(load_llm(source, runtime), load_tokenizer(source), runtime.device)
 
     @property
     def n_bytes(self) -> int:
-        """The total size of all weights and buffers in bytes."""
+        """The size of all weights and buffers in bytes."""
         return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def context_length(self) -> int:
-        """The maximum number of tokens in a prompt and its answer together; 2^31 if the config has no limit."""
+        """The maximum number of tokens in a prompt and its answer; 2^31 if the config has no limit."""
         return read_context_length(self.model.config)
 
     @torch.inference_mode()
@@ -84,7 +84,7 @@ class LanguageModel:
 
         Args:
             last: if not 0, only the logits of each prompt's ``last`` tokens, which must follow its last video; prompts
-                that begin with the same videos then share their computation.
+                with the same beginning then share its computation.
         """
         batch, cache = self._make_batch_and_cache(prompts, last) if last else (Batch.of(prompts), None)
         output = self._forward(batch, prompts=prompts if cache is None else (), past=cache, logits_to_keep=last)
@@ -106,11 +106,12 @@ class LanguageModel:
         Args:
             share_prefix: if True, prompts with the same Visual objects and the same tokens up to the end of their last
                 video share the computation of these tokens.
-            inside: a method with a ``layer``, before which it prunes, and the share of visual tokens to keep. The kept
-                tokens depend on the question, so nothing is shared then.
+            inside: a method with a ``layer``, before which it prunes, and the share of visual tokens to keep. Nothing
+                is shared then.
 
         Raises:
             ValueError: the method cannot prune inside this model (:func:`check_layer`).
+            WrongSelection: the method returned an invalid selection.
             FloatingPointError: the model's scores are NaN for a token of an answer.
         """
         if inside is not None:
@@ -142,7 +143,7 @@ class LanguageModel:
 
         Args:
             past: the cache of the first columns of the batch, which is extended in place; None if nothing is cached.
-            prompts: the prompts whose videos are not in ``past``, and are therefore passed to the model.
+            prompts: the prompts whose videos are not in ``past``.
             watch: gets the scores of every step.
         """
         length = batch.input_ids.shape[1]
@@ -173,6 +174,7 @@ class LanguageModel:
 
         Raises:
             ValueError: a continuation has no token, or the method cannot prune inside this model (:func:`check_layer`).
+            WrongSelection: the method returned an invalid selection.
         """
         ids = [[tokenize_text(self.tokenizer, text) for text in texts] for texts in continuations]
         pruning = self._prune_inside(prompts, *inside).apply_hooks(self.model) if inside else nullcontext()
@@ -197,7 +199,7 @@ class LanguageModel:
         continuations: list[list[int]],
         inside: PruneInside | None,
     ) -> list[Score]:
-        """Score the continuations of one prompt, in batches of at most ``copied_tokens`` copied tokens.
+        """Score the continuations of one prompt, in batches of at most ``copied_tokens`` copied tokens or of one.
 
         Args:
             prompt: a batch with the prompt as its only row.
@@ -233,10 +235,7 @@ class LanguageModel:
         return [float(rows[: len(t)].gather(-1, t[:, None]).sum()) for rows, t in zip(logprobs, targets, strict=True)]
 
     def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> PruneInside:
-        """Return the object that prunes these prompts inside the model; all visual tokens but newlines are prunable.
-
-        The caller activates it with ``apply_hooks``, which also checks the method.
-        """
+        """Return the object that prunes these prompts inside the model; all visual tokens but newlines are prunable."""
         batch = Batch.of(prompts)
         _, video = read_placeholder(self.model.config)
         prunable = torch.zeros_like(batch.mask, dtype=torch.bool)
@@ -311,7 +310,7 @@ class LanguageModel:
         return stack
 
     def _compute_prefix_cache(self, prompts: Sequence[Prompt]) -> DynamicCache:
-        """Compute the key-value cache of each prompt up to the end of its videos, in batches that fit into memory.
+        """Compute the key-value cache of each prompt up to the end of its videos, in batches within ``mask_elements``.
 
         The rows are in the order of the prompts, and padded on the left.
         """
@@ -333,7 +332,7 @@ class LanguageModel:
     ) -> Any:
         """Run the model over the tokens of ``batch`` that are not in ``past``, which is extended in place.
 
-        ``prompts`` are those whose videos are among these tokens; ``keywords`` are passed to the model.
+        ``prompts`` are those whose videos are among these tokens.
         """
         start = 0 if past is None else past.get_seq_length()
         return self.model(**self._make_inputs(batch, prompts, past, start), **keywords)
@@ -343,8 +342,7 @@ class LanguageModel:
     ) -> dict[str, Any]:
         """Make the keyword arguments of forward for the tokens of ``batch`` from column ``start`` on, on the device.
 
-        The attention mask covers all columns. All videos of ``prompts`` are passed, so these must be only the prompts
-        whose videos are among the new tokens.
+        The attention mask covers all columns. The videos of ``prompts`` must be among the new tokens.
         """
         inputs = {
             "input_ids": batch.input_ids[:, start:].to(self.device),
@@ -358,18 +356,15 @@ class LanguageModel:
         return inputs
 
     def _encoder_outputs(self, visuals: Sequence[Visual]) -> dict[str, Any]:
-        """Make the ``mm_encoder_outputs`` for a batch's videos, which are given in the order of its rows."""
+        """Make the ``mm_encoder_outputs`` for a batch's videos, in the order of its rows."""
         return encoder_outputs(visuals, self.model)
 
     def _position_ids(self, batch: Batch) -> Tensor:
-        """Make the position ids of a batch for forward and generate: [B, L], or [4, B, L] for M-RoPE."""
+        """Make the position ids of a batch: [B, L], or [4, B, L] for M-RoPE."""
         return batch.position_ids()
 
     def _make_config(self, decodings: Sequence[Decoding]) -> Any:
-        """Copy the model's GenerationConfig, made greedy, with the largest ``max_new_tokens`` of the batch.
-
-        SeededSampling adds the noise of sampled rows.
-        """
+        """Copy the model's GenerationConfig, made greedy, with a padding id and the largest ``max_new_tokens``."""
         config = copy.deepcopy(self.model.generation_config)
         config.update(
             do_sample=False,
@@ -381,7 +376,7 @@ class LanguageModel:
         return config
 
     def _pad_id(self) -> int:
-        """Return the id that pads generated rows: the first of the model's, the tokenizer's, the end ids, and 0."""
+        """Return the padding id: the first of the model's, the tokenizer's, the end ids, and 0."""
         generation = self.model.generation_config
         candidates = (generation.pad_token_id, self.tokenizer.pad_token_id, *list_end_ids(generation), 0)
         return next(int(i) for i in candidates if i is not None)

@@ -35,7 +35,7 @@ class Segment:
     Attributes:
         ids: [n] int64.
         positions: [A, n], counted from the start of the segment.
-        extent: the number of positions from the start of this segment to the start of the next one.
+        extent: the number of positions from this segment's start to the next one's.
         video: the number of the video in the prompt, from 0; None for a text.
     """
 
@@ -46,11 +46,10 @@ class Segment:
 
 
 class PromptPart(NamedTuple):
-    """A text of a prompt and the placeholders that follow it.
+    """A text of a prompt, which may be empty, and the placeholders that follow it.
 
     Attributes:
-        text: the text, which may be empty.
-        video: the number of the placeholders' video, from 0; None if no placeholders follow (the end of the prompt).
+        video: the number of the placeholders' video, from 0; None at the end of the prompt.
         frame: the number of their frame or temporal patch, from 0; None for the whole video.
     """
 
@@ -79,7 +78,7 @@ class PromptBuilder(ABC):
     deepstack_levels: int = 0
 
     def __init__(self, config: Any, tokenizer: Any, chat_template: str, policy: PromptPolicy) -> None:
-        """Initialize the builder from a transformers config and tokenizer; :meth:`of` reads them from a checkpoint."""
+        """Initialize the builder from a transformers config and tokenizer."""
         self.config = config
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -137,16 +136,16 @@ class PromptBuilder(ABC):
 
     @property
     def context_length(self) -> int:
-        """The maximum number of tokens in a prompt and its answer together; 2^31 if the config has no limit."""
+        """The maximum number of tokens in a prompt and its answer; 2^31 if the config has no limit."""
         return read_context_length(self.config)
 
     @property
     def hidden_size(self) -> int:
-        """The hidden size D of the language model and of a visual token."""
+        """The hidden size D of the language model."""
         return int(self.config.get_text_config().hidden_size)
 
     def n_visual(self, visuals: Sequence[Visual]) -> int:
-        """Return the number of placeholders that the videos have in a prompt, newlines included."""
+        """Return the number of placeholders of the videos, newlines included."""
         return sum(len(v.index) for v in visuals) + (len(visuals) if self.needs_newline else 0)
 
     def build(self, text: str, visuals: Sequence[Visual], system: str | None = None) -> Prompt:
@@ -195,11 +194,10 @@ class PromptBuilder(ABC):
         )
 
     def check(self, visual: Visual) -> None:
-        """Check that a video's cached tokens fit this model.
+        """Raise ValueError if a video's cached tokens do not fit this model.
 
-        Raises:
-            ValueError: the hidden size or the deepstack levels do not fit, the newline is missing, or each frame has
-                markers and the indices are not ascending.
+        They do not fit if the hidden size or the number of deepstack levels differs, the newline is missing, or each
+        frame has markers and the indices are not ascending.
         """
         if visual.tokens.shape[1] != self.hidden_size:
             raise ValueError(f"visual tokens of width {visual.tokens.shape[1]}; this model takes {self.hidden_size}")
@@ -222,7 +220,7 @@ class PromptBuilder(ABC):
     def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPart]:
         """Make a part for each video and a last text, from the texts around the videos.
 
-        A family with markers around each frame has a part for each frame instead, with the markers in the texts.
+        A family with markers around each frame has a part for each frame instead.
         """
         return [*(PromptPart(text, video) for video, text in enumerate(texts[:-1])), PromptPart(texts[-1])]
 
@@ -249,8 +247,8 @@ class PromptBuilder(ABC):
     def open_tag(self) -> str:
         """The tag that the chat template opens before the model's message, such as ``<think>``; "" if there is none.
 
-        The first access renders a question without a video. Raises ModelError for an invalid template, ValueError if it
-        refuses the question.
+        The first access renders a question without a video. It raises ModelError for an invalid template, ValueError if
+        that refuses the question.
         """
         text: ChatPart = {"type": "text", "text": "Why?"}
         match = _OPEN_TAG.search(self._apply_template([{"role": "user", "content": [text]}]))
@@ -279,7 +277,7 @@ class PromptBuilder(ABC):
         return prompt_text
 
     def _apply_template(self, messages: Sequence[ChatMessage]) -> str:
-        """Apply the chat template to a conversation, up to the start of the model's next message."""
+        """Apply the chat template, up to the start of the model's next message."""
         return render_chat_template(self.tokenizer, self.chat_template, messages)
 
     @property
@@ -288,7 +286,7 @@ class PromptBuilder(ABC):
         return self._video_token, self._image_token
 
     def refuse_placeholders(self, texts: Iterable[str]) -> None:
-        """Raise ValueError if a text has a placeholder of the model, such as ``<video>``, which stands for media.
+        """Raise ValueError if a text has a placeholder of the model, such as ``<video>``.
 
         :meth:`build` treats it as plain text, which gives other tokens than the stock processor.
         """
@@ -319,12 +317,10 @@ class PromptBuilder(ABC):
 
 
 def refuse_omissions(messages: Sequence[ChatMessage], prompt_text: str) -> None:
-    """Check that a rendered prompt contains the text of each message, at any place.
+    """Raise ValueError if a rendered prompt lacks a message's text, or has a list of parts that was written as text.
 
-    Only the text after a message's last ``</think>`` is compared, without white space around it.
-
-    Raises:
-        ValueError: a text is missing, or the template wrote a list of parts as text.
+    Only the text after a message's last ``</think>`` is compared, without white space around it, and the order of the
+    texts does not matter.
     """
     prompt_text = prompt_text.replace(MARK, "")
     start = n_printed = 0
@@ -410,7 +406,7 @@ FolderState = tuple[tuple[str, int, int], ...]
 
 
 def read_folder_state(name: str, revision: str | None) -> FolderState:
-    """Return the name, size and modification time of each entry of a model's folder; () if ``revision`` is a commit."""
+    """Return the state of a model's folder; () if ``revision`` is a commit."""
     if revision is not None:
         return ()
     files = [(file.name, file.stat()) for file in sorted(Path(name).iterdir())]
@@ -419,7 +415,7 @@ def read_folder_state(name: str, revision: str | None) -> FolderState:
 
 @lru_cache(maxsize=2)
 def _load_tokenizer(name: str, revision: str | None, state: FolderState) -> Any:
-    """Load the tokenizer of a commit or a folder; ``state`` makes the cache reload a folder that has changed."""
+    """Load a tokenizer; ``state`` makes the cache reload a folder that has changed."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; needed only to build prompts or models
 
     return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
@@ -434,14 +430,14 @@ def tokenize_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def find_frame_indices(visual: Visual, frame: int) -> Tensor:
-    """Return the flat indices of a video's kept tokens in one frame, by a binary search in the ascending indices."""
+    """Return the flat indices of a video's kept tokens in one frame; the video's indices must be ascending."""
     edges = torch.tensor([frame, frame + 1], device=visual.index.device) * visual.tokens_per_frame
     first, end = torch.searchsorted(visual.index, edges)
     return visual.index[first:end]
 
 
 def _locate_videos(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Locate each video's placeholders in the prompt, (first token, end), including the texts between its frames."""
+    """Locate each video's placeholders in the prompt, (first token, end), with the texts between its frames."""
     spans: dict[int, tuple[int, int]] = {}
     starts = accumulate((len(segment.ids) for segment in segments), initial=0)
     for segment, start in zip(segments, starts, strict=False):

@@ -1,7 +1,7 @@
 """Prompts of the Qwen families: M-RoPE positions (time, height, width) of the full grid, restricted to the kept tokens.
 
 Follows get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py, models/qwen3_vl/modeling_qwen3_vl.py)
-and replace_video_token (models/qwen3_vl/processing_qwen3_vl.py). ``Rule`` lists the differences between versions.
+and replace_video_token (models/qwen3_vl/processing_qwen3_vl.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class Rule:
     Attributes:
         text_after_time: Qwen2.5-VL: text continues after the largest position of the video, time included; if False,
             after the larger side of its grid, so that the text of a long video overlaps its last frames.
-        whole_seconds: Qwen2.5-VL: the seconds of a temporal patch are truncated to an integer before they are
-            multiplied.
+        whole_seconds: Qwen2.5-VL: the seconds of a temporal patch are truncated before they are multiplied.
         float64_times: Qwen2.5-VL: the seconds are multiplied in float64; if False, in float32, which may round a
             product up to the next integer.
         outer_markers: Qwen3-VL: the template's vision markers around the whole video stay, beside each frame's markers.
@@ -79,7 +78,7 @@ class Grid:
 
 
 class QwenPrompts(PromptBuilder):
-    """The base of the Qwen prompt builders: M-RoPE positions and the check of a video's grid."""
+    """The base of the Qwen prompt builders."""
 
     default_positions = "original"
     axes = 3
@@ -94,7 +93,7 @@ class QwenPrompts(PromptBuilder):
         Grid.of(visual)
 
     def _make_renumbered_segment(self, count: int) -> Segment:
-        """Make a segment of ``count`` placeholders with renumbered positions: all three axes count up from 0."""
+        """Make a segment of ``count`` placeholders, in which all three axes count up from 0."""
         return Segment(self._make_placeholders(count), torch.arange(count, device="cpu").expand(3, -1), count)
 
 
@@ -148,9 +147,6 @@ class Qwen3Prompts(QwenPrompts):
         """Make a part for each temporal patch, with its time and vision markers around it, and a last text.
 
         If the rule has no outer markers, and the template writes them around every video, they are removed.
-
-        Raises:
-            ValueError: the cache lacks a video's times.
         """
         if not self.rule.outer_markers and all(
             before.endswith(self._start) and after.startswith(self._end) for before, after in itertools.pairwise(texts)
@@ -198,7 +194,7 @@ class Qwen3Prompts(QwenPrompts):
         """Compute the times of Qwen3VLProcessor._calculate_timestamps of transformers, to the last bit.
 
         A patch has the mean of the times of its first and last frame; the video's last frame fills up the last patch.
-        Frame indices count from the start of the file, even for a clip: qwen-vl-utils subtracts no start.
+        Frame indices count from the start of the file, even for a clip.
 
         Raises:
             ValueError: the cache lacks the frame rate, or its frame indices do not make the video's patches.

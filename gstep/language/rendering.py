@@ -1,8 +1,4 @@
-"""Rendering chat templates within limits.
-
-A chat template is a program that comes with the checkpoint. Jinja's sandbox, in which transformers runs it, denies it
-access to files and Python's internals, but lets it run forever.
-"""
+"""Rendering chat templates within limits: Jinja's sandbox, in which transformers runs them, lets them run forever."""
 
 from __future__ import annotations
 
@@ -40,8 +36,8 @@ def render_chat_template(tokenizer: Any, template: str, messages: Sequence[ChatM
     The thread's trace function is replaced meanwhile, to check the limits. Works in any thread.
 
     Raises:
-        ModelError: the template is not valid, has the operator ``**``, or exceeds MAX_RENDER_S (plus 5 ms per message
-            part), MAX_RENDER_BYTES, the free memory or Python's recursion limit.
+        ModelError: the template is not valid, has the operator ``**``, or exceeds 5 s of CPU time (plus 5 ms per
+            message part), a growth of 1 GiB, the free memory or Python's recursion limit.
         ValueError: the template raises an error for this conversation.
     """
     earlier_tracer = sys.gettrace()
@@ -65,11 +61,7 @@ def render_chat_template(tokenizer: Any, template: str, messages: Sequence[ChatM
 
 @lru_cache(maxsize=8)
 def _refuse_powers(template: str) -> None:
-    """Raise _LimitReachedError for the operator ``**``: a power of large numbers is one step, which nothing stops.
-
-    Raises:
-        TemplateSyntaxError: the template cannot be split into tokens.
-    """
+    """Raise _LimitReachedError for the operator ``**``: a power of large numbers is one step, which nothing stops."""
     if any(kind == "operator" and value == "**" for _, kind, value in Environment().lex(template)):
         raise _LimitReachedError("it computes powers")
 
@@ -77,8 +69,7 @@ def _refuse_powers(template: str) -> None:
 class _LimitTracer:
     """A trace function that raises _LimitReachedError when the thread that it traces has reached a limit.
 
-    Python calls it for each function call and for each line of a template, and therefore in each iteration of a
-    template's loop. Only CPU time of this thread counts, so that a busy machine ends nothing early.
+    Python calls it for each function call and for each line of a template. Only CPU time of this thread counts.
     """
 
     def __init__(self, max_s: float) -> None:
@@ -87,10 +78,10 @@ class _LimitTracer:
         self._start_bytes = _count_resident_bytes()
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> _LimitTracer | None:
-        """Check the limits; return the tracer for template code, so that its lines are traced, and None for other code.
+        """Raise _LimitReachedError if the CPU time or the growth of the process exceeds its limit.
 
-        Memory is only read after a step of more than _SLOW_STEP_S. Raises _LimitReachedError if the CPU time or the
-        growth of the process exceeds its limit.
+        Memory is only read after a step of more than _SLOW_STEP_S. The result is the tracer for template code, so that
+        its lines are traced, and None for other code.
         """
         now_s = time.thread_time()
         if now_s - self._start_s > self._max_s:

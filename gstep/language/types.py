@@ -1,7 +1,6 @@
 """The inputs and outputs of a language model: chat messages, prompts, policies, decoding options and answers.
 
-``gstep.types.Visual`` holds the tokens of a video. Shapes: K kept tokens of one video, D hidden size, L prompt tokens,
-A position axes; T, N and the flat index as in :mod:`gstep.types`.
+Shapes: L prompt tokens, A position axes.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ class PromptPolicy:
     Attributes:
         positions: "original": every kept token has its position among all tokens of its video; "contiguous": positions
             are renumbered over the kept tokens, as if no token had been pruned.
-        rule: the library whose rules apply to Qwen: "transformers-5", "transformers-4.57" or "vllm". They determine the
-            position of the text after a video, whether the seconds of a temporal patch are truncated to an integer
-            (Qwen2.5-VL), and whether the template's vision markers around a whole video stay (Qwen3-VL).
+        rule: the library whose rules apply to Qwen: "transformers-5", "transformers-4.57" or "vllm"
+            (:class:`gstep.language.qwen_vl.Rule`).
         chat_template: a hash of the checkpoint's chat template.
         frame_times: the times that Qwen3-VL reads before its temporal patches. "true": the times at which frames are
             shown, from the start of the clip. "stock", as in transformers: the frame's index in the file divided by the
@@ -68,11 +66,7 @@ class PromptPolicy:
                 raise ValueError(f"unknown {name} {value!r}; known: {', '.join(choices)}")
 
     def describe(self) -> dict[str, str]:
-        """Return the policy as JSON values for the record of an answer.
-
-        ``frame_times`` and ``thought`` are left out if they have their defaults, because older records do not have
-        these keys.
-        """
+        """Return the policy as JSON values; default values of ``frame_times`` and ``thought`` are left out."""
         defaults = {"frame_times": "true", "thought": "open"}
         return {name: value for name, value in asdict(self).items() if defaults.get(name) != value}
 
@@ -80,19 +74,19 @@ class PromptPolicy:
 def read_placeholder(config: Any) -> tuple[str, int]:
     """Return the modality of a model's video tokens, "video" or "image", and the id of their placeholder token.
 
-    The modality is "image" for a config without ``video_token_id``, such as InternVL's, which takes frames as images.
+    The modality is "image" for a config without ``video_token_id``, such as InternVL's.
     """
     modality = "image" if getattr(config, "video_token_id", None) is None else "video"
     return modality, int(getattr(config, f"{modality}_token_id"))
 
 
 def read_context_length(config: Any) -> int:
-    """Return the maximum number of tokens in a prompt and its answer together; 2^31 if the config has no limit."""
+    """Return the maximum number of tokens in a prompt and its answer; 2^31 if the config has no limit."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
 
 
 def has_linear_attention(config: Any) -> bool:
-    """Return True if some layers have linear attention, which carries a state from token to token (Qwen3.5)."""
+    """Return True if some layers have linear attention, which carries a state from token to token."""
     return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
@@ -105,10 +99,8 @@ class Prompt:
         positions: [A, L]: A = 1 on LLaVA-OneVision and InternVL, 3 (time, height, width) on Qwen. int64, except float32
             on Qwen3-Omni, whose times are fractions.
         visuals: the videos in the order of their placeholders.
-        prefix_length: the number of tokens up to the end of the last video, which questions about the same videos
-            share; 0 without a video.
-        spans: (first token, end) of each video, with the markers of its first and last frame, if frames have markers:
-            even a frame without kept tokens has positions.
+        prefix_length: the number of tokens up to the last placeholder of the last video; 0 without a video.
+        spans: (first token, end) of each video, with the markers of its first and last frame, if frames have markers.
         token_inputs: name -> [L], further inputs of ``forward`` per token, such as token types; empty except for the
             generic family.
     """
@@ -125,7 +117,7 @@ class Prompt:
 
     @property
     def extent(self) -> int:
-        """The context length that the prompt takes: the larger of its number of tokens and its last position + 1."""
+        """The larger of the number of tokens and the last position + 1."""
         return max(len(self), int(self.positions.max()) + 1)
 
 
@@ -137,7 +129,7 @@ class Decoding:
         max_new_tokens: the maximum length of the answer in tokens.
         temperature: 0 is greedy decoding; tokens are sampled above 0.
         top_p, top_k: limits to the most likely tokens when sampling; 1.0 and 0 turn them off.
-        seed: the seed of this answer alone; the answer does not depend on its batch.
+        seed: the seed of this answer's sampling, which does not depend on its batch.
 
     Raises:
         ValueError: a value is out of range; the message has the range.
@@ -171,7 +163,7 @@ class Answer:
         text: the answer without special tokens.
         token_ids: the generated tokens, without the token that ended the answer.
         finish: "stop" if the model ended the answer, "length" if max_new_tokens did.
-        prefill_s: seconds from the start to the first token, for the whole batch.
+        prefill_s: seconds to the first token, for the whole batch.
         decode_s: seconds from the first to the last token, for the whole batch.
     """
 
@@ -184,12 +176,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """The log-probability of a continuation after a prompt.
-
-    Attributes:
-        logprob: the sum of the natural log-probabilities of its tokens.
-        n_tokens: the number of its tokens.
-    """
+    """The log-probability of a continuation: the sum of the natural log-probabilities of its tokens."""
 
     logprob: float
     n_tokens: int

@@ -67,7 +67,7 @@ def build_without_vision(config: Any, runtime: Runtime) -> Any:
 
 
 def check_entry_point(model: Any) -> None:
-    """Raise ModelError if this transformers has no ``mm_encoder_outputs``: it would silently ignore cached tokens."""
+    """Raise ModelError if this transformers has no ``mm_encoder_outputs``."""
     if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
         from transformers import __version__  # noqa: PLC0415 - as below
 
@@ -77,10 +77,7 @@ def check_entry_point(model: Any) -> None:
 
 
 def _names_in_memory(key: str) -> list[str]:
-    """List the names that a tensor may have in the model, the name on disk first.
-
-    Some published checkpoints have names from before transformers 4.52.
-    """
+    """List the names that a tensor may have in the model, the name on disk first."""
     names = [key]
     for on_disk, in_memory in (
         ("language_model.model.", "model.language_model."),
@@ -101,7 +98,7 @@ def _tie_head(embeddings: nn.Embedding) -> nn.Linear:
 
 
 def _rebuild_rotary(model: nn.Module, device: str) -> None:
-    """Rebuild modules of rotary frequencies that are still on the meta device; checkpoints do not store frequencies.
+    """Rebuild modules of rotary frequencies that are still on the meta device.
 
     Asserts that nothing else is left on the meta device.
     """
@@ -150,7 +147,7 @@ _ENDS_WITH = "embed_tokens.weight"  # only the LLM's table: vision encoders embe
 
 
 class InputEmbeddings:
-    """The input embedding table of a language model on the CPU, in ``dtype``; read from the checkpoint on first use."""
+    """The input embedding table of a language model on the CPU; read from the checkpoint on first use."""
 
     def __init__(self, source: ModelSource, tokenizer: Any, dtype: torch.dtype) -> None:
         self._source = source
@@ -159,7 +156,7 @@ class InputEmbeddings:
 
     @cached_property
     def _table(self) -> Tensor:
-        """The tensor [V, D] whose name ends in _ENDS_WITH; ModelError if the checkpoint has none."""
+        """The embeddings [V, D]; ModelError if the checkpoint has none."""
         tensors = read_tensors(
             self._source, lambda name: "table" if name.endswith(_ENDS_WITH) else None, dtype=self._dtype
         )

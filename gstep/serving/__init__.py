@@ -27,10 +27,9 @@ LIVE_ARCHITECTURES: Mapping[str, str] = {
 
 
 def register() -> None:
-    """Register this package's model classes in vLLM; this is its entry point in the group ``vllm.general_plugins``.
+    """Register this package's model classes in vLLM, as its entry point in the group ``vllm.general_plugins``.
 
-    Every vLLM process calls it, often more than once; classes that are registered already are skipped. The modules of
-    the classes are imported only when vLLM uses them.
+    Every vLLM process calls it, often more than once; classes that are registered already are skipped.
     """
     from vllm import ModelRegistry  # noqa: PLC0415 - this package is imported without it, too
 

@@ -37,15 +37,14 @@ DIGIT_COLUMNS = 12
 
 @dataclass(frozen=True)
 class LivePruning:
-    """The settings of live pruning: the method that prunes every video of a server, and the share of tokens to keep.
+    """The settings of live pruning.
 
-    The server creates it; every vLLM process reads it from the model's configuration.
+    The server creates them; every vLLM process reads them from the model's configuration.
 
     Attributes:
         method: a name that ``check_live_method`` accepts.
         retention_ratio: the share of a video's tokens to keep, in (0, 1).
         params: the method's hyper-parameters.
-        seed: the seed for methods that draw random numbers.
     """
 
     method: str = "gstep"
@@ -62,9 +61,7 @@ class LivePruning:
     def from_texts(
         cls, source: ModelSource, method: str, texts: Mapping[str, str], retention_ratio: float, seed: int
     ) -> LivePruning:
-        """Create the settings from hyper-parameters given as text, and check them against the model.
-
-        ``retention_ratio`` and ``seed`` are not checked.
+        """Create the settings from hyper-parameters given as text, and check them, but not the ratio and seed.
 
         Raises:
             ModelError: vLLM does not prune this model's videos, or the method cannot prune in vLLM.
@@ -76,17 +73,17 @@ class LivePruning:
         return cls(method, retention_ratio, pruner.params(), seed)
 
     def as_options(self) -> dict[str, Any]:
-        """Return the settings as JSON values, from which ``LivePruning(**options)`` recreates them."""
+        """Return the settings as JSON values for ``LivePruning(**options)``."""
         return {**asdict(self), "params": dict(self.params)}
 
     @cached_property
     def name(self) -> str:
-        """A hash of the settings, which keeps videos pruned with different settings apart in vLLM's caches."""
+        """A hash of the settings, which keeps differently pruned videos apart in vLLM's caches."""
         return hashlib.sha256(json.dumps(self.as_options(), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def rate(self) -> float:
-        """The share of tokens to drop, inside (0, 1): vLLM's ``video_pruning_rate``, which turns pruning on."""
+        """The share of tokens to drop, inside (0, 1), which is vLLM's ``video_pruning_rate``."""
         return min(max(round(1.0 - self.retention_ratio, 9), 1e-9), 1.0 - 1e-9)
 
     @cached_property
@@ -95,14 +92,14 @@ class LivePruning:
         return make_pruner(self.method, **self.params)
 
     def budget(self, n_total: int) -> int:
-        """Compute the number of kept tokens for a video of ``n_total`` tokens."""
+        """Compute the number of kept tokens of a video."""
         return self.pruner.resolve_budget(n_total, self.retention_ratio)[0]
 
     def select_mask(self, tokens_TND: Tensor) -> Tensor:
         """Select a video's kept tokens: a bool mask [T*N] on the tokens' device with ``budget`` True values.
 
-        The method gets the tokens in bfloat16, as a cache stores them. NaN and infinite values become 0, because an
-        error here would stop the engine and all clients' requests.
+        The method gets the tokens in bfloat16. NaN and infinite values become 0, because an error here would stop the
+        engine.
         """
         finite = tokens_TND.detach().to(torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
         pruned = self.pruner.prune(VisualTokens(finite, {}), self.retention_ratio, seed=self.seed)
@@ -112,13 +109,9 @@ class LivePruning:
 
 
 def check_live_method(method: str, retention_ratio: float) -> None:
-    """Check that a method can prune in vLLM.
+    """Raise ModelError, with the reason, if a method cannot prune in vLLM or does not exist.
 
-    Args:
-        retention_ratio: the ratio that the message suggests for vLLM's own methods.
-
-    Raises:
-        ModelError: it cannot, or there is no such method; the message has the reason.
+    ``retention_ratio`` is suggested in the message for vLLM's own methods.
     """
     if method in LIVE_METHODS:
         return
@@ -162,9 +155,8 @@ def check_live_model(source: ModelSource) -> None:
 def to_digits(positions: Tensor) -> Tensor:
     """Encode the positions of rows as 12 columns [S,12], to be appended to the rows on their way through vLLM.
 
-    vLLM keeps positions in the dtype of the rows, and bfloat16 rounds integers above 256. So each of the four values
-    (t, h, w and the row's number) becomes three digits in base 128: all high digits, then all middle, then all low
-    ones.
+    vLLM keeps positions in the dtype of the rows, and bfloat16 rounds integers above 256. So each of t, h, w and the
+    row's number becomes three digits in base 128: first all high, then all middle, then all low digits.
 
     Args:
         positions: [S,3], counted from the start of the video or image, below 128^3.
@@ -175,7 +167,7 @@ def to_digits(positions: Tensor) -> Tensor:
 
 
 def from_digits(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Decode the columns of ``to_digits``: return (positions [S,3], row numbers [S]), int64."""
+    """Decode the columns of ``to_digits`` to positions [S,3] and row numbers [S], int64."""
     high, middle, low = columns.long().chunk(3, dim=1)
     values = (high * _BASE + middle) * _BASE + low
     return values[:, :3], values[:, 3]
@@ -224,7 +216,7 @@ def place_rows(positions: Tensor, parts: list[Tensor], starts: list[int], n_comp
     Args:
         positions: [3,L], already right for text.
         parts: in prompt order, the columns of ``to_digits`` for each slice of a video or image in the step. An empty
-            slice, and one that does not fit the prompt, is skipped, because an error would stop the engine.
+            slice, and one that does not fit the prompt, is skipped.
         starts: the first prompt token of each video and image, ascending.
         n_computed: the first prompt token of the step.
     """
@@ -245,25 +237,25 @@ def place_rows(positions: Tensor, parts: list[Tensor], starts: list[int], n_comp
 
 
 class PromptStarts:
-    """A bounded memory of where the videos and images of recent prompts start, looked up by the prompts' token ids."""
+    """A bounded memory of where the videos and images of recent prompts start."""
 
     def __init__(self, max_prompts: int = 4096) -> None:
         self._starts: OrderedDict[bytes, list[int]] = OrderedDict()
         self._max_prompts = max_prompts
 
     def store(self, ids: Tensor, starts: list[int]) -> None:
-        """Remember the starts of a prompt; beyond ``max_prompts`` prompts, forget the one that was stored first."""
+        """Remember the starts of a prompt; beyond ``max_prompts``, forget the prompt that was stored first."""
         self._starts[_hash_ids(ids)] = starts
         if len(self._starts) > self._max_prompts:
             self._starts.popitem(last=False)
 
     def find(self, ids: Tensor) -> list[int] | None:
-        """Return the stored starts of a prompt; None if they are unknown or forgotten."""
+        """Return the stored starts of a prompt; None if they are unknown."""
         return self._starts.get(_hash_ids(ids))
 
 
 def _hash_ids(ids: Tensor) -> bytes:
-    """Return a hash of a prompt's token ids, a tensor on the CPU."""
+    """Return a hash of a prompt's token ids."""
     return hashlib.sha256(ids.long().numpy().tobytes()).digest()
 
 

@@ -1,8 +1,6 @@
 """vLLM's model classes of the Qwen families, modified to prune each video as it is encoded by a method of this package.
 
-vLLM itself prunes videos by two built-in methods. The classes here reuse its functions, but replace the functions that
-they call to count and choose tokens. They follow qwen2_5_vl.py, qwen3_vl.py, qwen3_vl_moe.py and qwen3_5.py of vLLM
-0.32 (vllm/model_executor/models).
+They reuse vLLM's pruning, but replace the functions that count and choose tokens. They follow vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _MASKS = ("compute_retention_mask", "vidcom2_compute_retention_mask")
 def replace_names(function: Any, names: tuple[str, ...], replacement: Callable[..., Any]) -> Any:
     """Return a copy of ``function`` in which ``replacement`` takes the place of the globals ``names`` that it reads.
 
-    The original function and its module stay unchanged; the copy does not see later changes of the module's globals.
+    The copy does not see later changes of the module's globals.
 
     Raises:
         ImportError: the function reads none of ``names``: this version of vLLM is not supported.
@@ -70,8 +68,8 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 def enable_pruning_on_cpus() -> None:
     """Make vLLM's CPU model runner report whether its model prunes; without this, the engine fails at its first step.
 
-    On a CPU, replaces ``CPUModelRunner.is_multimodal_pruning_enabled`` in this process by a property, which works for
-    existing runners too; otherwise does nothing.
+    On a CPU, replaces ``CPUModelRunner.is_multimodal_pruning_enabled`` in this process by a property, for existing
+    runners too; otherwise does nothing.
     """
     if not current_platform.is_cpu():
         return
@@ -93,7 +91,7 @@ class PruningWorker:
     """An extension of vLLM's worker (``worker_extension_cls``) with which vLLM's own methods prune on CPUs too."""
 
     def enable_pruning(self) -> None:
-        """Make this worker's model runner report whether its model prunes, if it runs on a CPU."""
+        """Make this worker's CPU model runner report whether its model prunes."""
         enable_pruning_on_cpus()
 
 
@@ -125,11 +123,11 @@ class _Live:
         enable_pruning_on_cpus()
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
-        """Return a prompt's positions [3,L] and their delta, before its videos are encoded.
+        """Return a prompt's positions [3,L] and their delta, and store where its videos and images start.
 
-        Positions of text and images are final, whatever tokens will be kept: vLLM does not compute them again for a
-        video that its prefix cache has. Positions of kept tokens are 0 here and arrive with their rows. Stores where
-        the videos and images start.
+        Positions of images, and of text outside of videos, are final, whatever tokens will be kept: vLLM does not
+        compute them again for a video that its prefix cache has. All tokens of a video have the position of its start,
+        until their positions arrive with its rows.
         """
         spans = [
             (feature.mm_position.offset, self._span_positions(feature.modality, feature.data, feature.mm_position))
@@ -201,7 +199,7 @@ class _Live:
         raise NotImplementedError
 
     def _guess_starts(self, ids: Tensor) -> list[int]:
-        """Return the index of the first token of each video and image in a prompt, ascending, found by placeholders.
+        """Return the first token of each video and image in a prompt, ascending, found by placeholders.
 
         The result is wrong if the prompt's text contains placeholders too.
         """
@@ -209,7 +207,7 @@ class _Live:
 
 
 def _round_rows(rows: Tensor) -> Tensor:
-    """Round rows to bfloat16, as a cache stores them, so that answers equal those from a cache; the dtype stays."""
+    """Round rows to bfloat16, as a cache stores them; the dtype stays."""
     return rows.to(torch.bfloat16).to(rows.dtype)
 
 
@@ -221,8 +219,8 @@ def _append_digits(rows: Tensor, positions: Tensor) -> Tensor:
 class _LiveQwen2(_Live):
     """The mixin of Qwen2.5-VL, with the positions of transformers 5.
 
-    vLLM's own positions differ: it truncates the seconds of a temporal patch to an integer before it multiplies them,
-    and after a video of upright frames its text continues at too low a position.
+    vLLM itself truncates the seconds of a temporal patch to an integer before it multiplies them, and after a video of
+    upright frames continues the text at too low a position.
     """
 
     def _postprocess_video_embeds_evs(self, videos: Sequence[Tensor], video_input: Any) -> tuple[Tensor, ...]:
@@ -237,11 +235,11 @@ class _LiveQwen2(_Live):
         return tuple(kept_rows)
 
     def _video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
-        """Return the number of positions that a video takes: the longer side of its grid."""
+        """Return the longer side of the video's grid."""
         return max(height, width)
 
     def _guess_starts(self, ids: Tensor) -> list[int]:
-        """Return the index of the first placeholder of each video and image in a prompt, ascending."""
+        """Return the first placeholder of each video and image in a prompt, ascending."""
         return sorted(find_runs(ids, self.config.video_token_id) + find_runs(ids, self.config.image_token_id))
 
 
@@ -256,7 +254,7 @@ class _LiveQwen3(_Live):
         """Build vLLM's model; its pruning function then selects tokens by the LivePruning.
 
         Raises:
-            ModelError: the engine has a connector, a pipeline or a LoRA of the vision tower.
+            ModelError: an engine option is not supported (``_Live``).
             ImportError: this version of vLLM is not supported.
         """
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -283,15 +281,15 @@ class _LiveQwen3(_Live):
         return to_digits(timed_positions(is_video_embed, is_vision_start, index, height, width))
 
     def _video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
-        """Return the number of positions that a video takes: those of its text and of all its temporal patches."""
+        """Return the number of positions of the video's text and of all its temporal patches."""
         n_text = length - self._live.budget(n_frames * height * width)
         return n_text + n_frames * max(height, width)
 
     def _guess_starts(self, ids: Tensor) -> list[int]:
-        """Return the index of the first token of each video and image in a prompt, ascending.
+        """Return the first token of each video and image in a prompt, ascending.
 
-        A video starts after the last vision start marker that is not directly before its placeholders. vLLM puts all of
-        them after the video's first time, which has no marker of its own, so that marker is the one of the whole video.
+        A video starts after the last vision start marker that is not directly before its placeholders, which vLLM puts
+        after the video's first time.
         """
         config = self.config
         markers = [-1, *(ids == config.vision_start_token_id).nonzero()[:, 0].tolist()]
@@ -328,7 +326,7 @@ class _LiveProcessor:
         return self._make_updates(*arguments, **named)
 
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
-        """Return the items' names in vLLM's caches, prefixed by the LivePruning's name; vLLM's own only hash pixels."""
+        """Return the items' names in vLLM's caches, prefixed by the LivePruning's name."""
         hashes: dict[str, list[str]] = super()._get_mm_hashes(inputs)  # type: ignore[misc]
         return {modality: [f"{self._live.name}-{name}" for name in names] for modality, names in hashes.items()}
 
@@ -341,10 +339,7 @@ class _Qwen3Processor(_LiveProcessor, qwen3_vl.Qwen3VLMultiModalProcessor):  # t
     """vLLM's processor of Qwen3-VL and Qwen3.5 with live pruning."""
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
-        """Process images and videos with all frames that the loader took.
-
-        Otherwise, vLLM would sample two frames per second again from a video of which all frames were taken.
-        """
+        """Process images and videos with all frames that the loader took; vLLM would sample them again."""
         return super()._apply_hf_processor_main(mm_items, {**hf_kwargs, "do_sample_frames": False})
 
 

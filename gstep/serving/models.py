@@ -1,7 +1,6 @@
 """vLLM's model classes of the Qwen families, modified to take kept tokens and their positions instead of pixels.
 
-They follow Qwen2_5_VLForConditionalGeneration and Qwen3VLForConditionalGeneration of vLLM 0.30 to 0.32, and the classes
-derived from the latter (vllm/model_executor/models/qwen2_5_vl.py, qwen3_vl.py, qwen3_vl_moe.py, qwen3_5.py).
+They follow vLLM 0.30 to 0.32.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gstep.serving.prompts import prompt_positions
 
 
 class _Cached:
-    """The mixin with which a vLLM model takes cached tokens, in the fields that ``gstep.serving.prompts`` sends.
+    """The mixin with which a vLLM model takes cached tokens.
 
     The fields of a video are ``embeds`` [P,D*(1+levels)] and ``positions`` [3,S+1].
     """
@@ -44,10 +43,7 @@ class _CachedLevels(_Cached):
     """The mixin that also takes deepstack levels, without a vision tower."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
-        """Build vLLM's model, and the deepstack settings and buffers, which vLLM omits without a vision tower.
-
-        If vLLM has built them, nothing is added.
-        """
+        """Build vLLM's model, and the deepstack settings and buffers unless vLLM has built them."""
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         if self.use_deepstack:  # type: ignore[has-type]
             return

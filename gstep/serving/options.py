@@ -63,8 +63,7 @@ def make_engine_options(
 ) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's EngineArgs for serving this model's cached tokens.
 
-    The engine builds no vision tower and runs no video processor. Model types that are not in ARCHITECTURES use vLLM's
-    own class.
+    The engine builds no vision tower and runs no video processor.
 
     Args:
         largest_video: the maximum number of visual tokens of one video in a prompt; above 2048,
@@ -110,7 +109,7 @@ def make_live_overrides(source: ModelSource, live: LivePruning) -> dict[str, Any
     """Return the config.json overrides (``hf_overrides``) with which vLLM prunes this model's videos.
 
     Raises:
-        KeyError: the model type has no live class; ``check_live_model`` refuses it first.
+        KeyError: the model type has no live class.
     """
     return {"architectures": [LIVE_ARCHITECTURES[source.model_type]], LIVE: live.as_options()}
 
@@ -139,8 +138,7 @@ def _model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) 
 def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
     """Raise ModelError if vLLM cannot run this model on this node's CPU, or would give wrong answers; a GPU passes.
 
-    On a CPU, linear attention (Qwen3.5) needs bfloat16, and quantized weights need certain instructions. Call it where
-    the engine starts, because nodes may have different CPUs.
+    On a CPU, linear attention (Qwen3.5) needs bfloat16, and some quantized weights need VNNI or AVX-512.
     """
     if runtime.device != "cpu":
         return
@@ -155,8 +153,7 @@ def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
 def _check_quantized_products(source: ModelSource) -> None:
     """Raise ModelError if this CPU lacks instructions that vLLM needs for quantized weights; only x86-64 is checked.
 
-    Without VNNI, vLLM sums products of INT8 by INT8 in 16 bits, which overflow: the scores are wrong. Its kernels for
-    4-bit weights require AVX-512. Both were measured with vLLM 0.32.
+    INT8 inputs need VNNI, without which sums overflow; 4-bit weights need AVX-512.
     """
     cpu = torch.cpu.get_capabilities()
     if cpu["architecture"] != "x86_64":
@@ -197,7 +194,7 @@ def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool 
     Call it before vLLM is imported elsewhere. Variables that are set already keep their values.
 
     Args:
-        device: with "cpu", the variables of ``_ON_CPU`` are set too.
+        device: "cpu" sets the variables of ``_ON_CPU`` too.
         tensor_parallel: the number of GPUs per model; above 1, vLLM starts processes.
         multiprocessing: True if the engine runs in a separate process.
 
@@ -218,7 +215,7 @@ def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool 
 
 
 def read_max_video_rows(vllm_config: Any) -> int:
-    """Return the maximum number of rows per video, the encoder cache size, for an engine with this configuration."""
+    """Return the maximum number of rows per video, the encoder cache size."""
     from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: PLC0415 - this module is imported without vLLM, too
     from vllm.multimodal.encoder_budget import MultiModalBudget  # noqa: PLC0415
 
@@ -243,17 +240,14 @@ def check_video_fits(engine_args: Any, largest_video: int) -> None:
 
 
 def check_connectors(arguments: Mapping[str, Any]) -> None:
-    """Check that no connector in the engine arguments could answer about a video from another video's keys and values.
+    """Raise ModelError if a connector could answer about a video from another video's keys and values.
 
-    A connector that looks up keys by token ids cannot tell videos apart, because all placeholders have the same id.
-    Only the vLLM connectors in ``_CONNECTORS`` pass, also inside a MultiConnector; a connector from another module
-    never does.
+    A connector that looks up keys by token ids cannot tell videos apart. Only the vLLM connectors in ``_CONNECTORS``
+    pass, also inside a MultiConnector, and the backend "native". A connector from another module never does, nor a
+    ``kv_transfer_config`` that is not an object.
 
     Args:
         arguments: arguments of EngineArgs, of which ``kv_offloading_backend`` and ``kv_transfer_config`` are read.
-
-    Raises:
-        ModelError: a connector does not pass, or ``kv_transfer_config`` is not an object.
     """
     if (backend := arguments.get("kv_offloading_backend") or "native") != "native":
         _refuse_connector(f"kv_offloading_backend={backend}")
@@ -277,10 +271,7 @@ def check_connectors(arguments: Mapping[str, Any]) -> None:
 def check_live_engine(arguments: Mapping[str, Any]) -> None:
     """Raise ModelError if an engine argument could make live pruning give wrong answers; missing arguments pass.
 
-    A connector takes a video's rows, keys and values from other servers, which may have pruned it by another method
-    under the same hash. Later stages of a pipeline see no rows, so they get no positions. vLLM derives the number of
-    tokens for a LoRA of the vision tower from the kept tokens. ``kv_offloading_size`` is refused because it is not
-    tested.
+    Refused are connectors, ``kv_offloading_size``, a pipeline of several stages and a LoRA of the vision tower.
 
     Args:
         arguments: arguments of EngineArgs, plus ``enable_tower_connector_lora``.
@@ -315,8 +306,8 @@ def _refuse_connector(setting: str) -> None:
 def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's SamplingParams for one answer.
 
-    They include the end tokens and the repetition penalty of the checkpoint's GenerationConfig, of which vLLM itself
-    would use only the end tokens. Greedy decoding (temperature 0) gets no ``top_p``, ``top_k`` and ``seed``.
+    They include the end tokens and the repetition penalty of the checkpoint's GenerationConfig. Greedy decoding
+    (temperature 0) gets no ``top_p``, ``top_k`` and ``seed``.
     """
     sampling = {"top_p": decoding.top_p, "top_k": decoding.top_k, "seed": decoding.seed} if decoding.temperature else {}
     return {
@@ -333,8 +324,7 @@ def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
 def check_generation_settings(name: str, generation: Any) -> None:
     """Raise ModelError if a checkpoint's GenerationConfig has a setting that changes answers and vLLM lacks.
 
-    Settings that are absent or have a value without effect (``_UNSUPPORTED``) pass. ``name`` is the model's, for the
-    message.
+    Settings that are absent or have a value without effect (``_UNSUPPORTED``) pass.
     """
     for setting, neutral in _UNSUPPORTED.items():
         value = getattr(generation, setting, None)

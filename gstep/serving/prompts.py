@@ -18,12 +18,13 @@ class VideoSpan:
     """One video of a prompt, for an engine with a prefix cache.
 
     Attributes:
-        first: the index in the prompt of the span's first token (``Prompt.spans``). The span has S tokens and includes
-            the markers of all frames, because a frame without kept tokens has positions too.
+        first: the index in the prompt of the span's first token. The span has S tokens, including the markers of
+            frames.
         takes_row: [S] bool, True for the P placeholders, False for text within the video.
         rows: [P,D*(1+levels)], the embeddings of the placeholders with deepstack levels alongside; on LLaVA-OneVision
             the last row is the newline.
-        positions: [A,S+1] int32, counted from the start of the span; the last is that of the text after it.
+        positions: [A,S+1] int32, counted from the one after the preceding token; the last is that of the text after the
+            span.
         name: a hash of rows and positions: the model cannot tell spans of the same name apart.
     """
 
@@ -37,11 +38,8 @@ class VideoSpan:
 def make_engine_input(prompt: Prompt, video_token_id: int) -> Any:
     """Convert a prompt to the input of ``add_request`` of vLLM's ``LLMEngine`` and ``AsyncLLM``.
 
-    No video processor runs. Videos are items with rows only on LLaVA-OneVision (modality "prompt_embeds"), otherwise
-    with rows and positions (modality "video").
-
-    Args:
-        video_token_id: the token id of the placeholders.
+    Videos are items with rows only on models with 1-D positions (modality "prompt_embeds"), otherwise with rows and
+    positions (modality "video").
 
     Raises:
         ValueError: the prompt has 1-D positions with gaps, which vLLM does not support.
@@ -101,7 +99,7 @@ def make_video_spans(prompt: Prompt, video_token_id: int) -> list[VideoSpan]:
 def _make_span(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoSpan:
     """Create the span of the video that takes the tokens [first, end) of the prompt.
 
-    Its positions count from the one after the preceding token. Asserts that there is a row for each placeholder.
+    Asserts that there is a row for each placeholder.
     """
     takes_row = prompt.input_ids[first:end] == video_token_id
     assert int(takes_row.sum()) == len(visual.placeholder_rows)

@@ -1,8 +1,4 @@
-"""The base class of input forms: files that hold many videos (archives or tables), and random access to their bytes.
-
-A form is a subclass of Archive in this folder and a line in ``pipeline.inputs.forms``. The driver makes the index of an
-archive. The worker that decodes a video reads only the bytes of that video: archives are not unpacked.
-"""
+"""The base class of input forms: files that hold many videos (archives or tables), and random access to their bytes."""
 
 from __future__ import annotations
 
@@ -39,16 +35,14 @@ class Member(NamedTuple):
 
     Attributes:
         name: the end of its uri, and of its id unless there is a ``shown_name``.
-        offset: its position: a byte of an archive or a row number of a table.
-        size: its size in bytes; None if unknown before reading.
+        offset: a byte of an archive, or a row number of a table.
+        size: in bytes; None if unknown before reading.
         carried: the carried columns, as JSON.
         fault: "class: message" if it cannot be read.
-        start_s: the start of the clip in seconds.
-        end_s: the end of the clip in seconds.
         video_id: its id, if that is not made from the names of the archive and the member.
         mark: a text from the archive that changes with the content.
-        path: the path of the file with the video, if the row of a table has a path instead of bytes.
-        shown_name: the end of its id, if that differs from the name that the archive stores.
+        path: the file with the video, if the row of a table has a path instead of bytes.
+        shown_name: the end of its id, if that differs from ``name``.
     """
 
     name: str
@@ -82,8 +76,8 @@ class Archive(ABC):
     """An open archive or table: the base class of every input form, constructed from a RandomFile.
 
     Attributes:
-        rows_per_group: the maximum number of videos that are read together: the rows of a table's largest row group or
-            record batch, known once ``members`` has started; 1 for tars and zips.
+        rows_per_group: the rows of a table's largest row group or record batch, known once ``members`` has started; 1
+            for tars and zips.
         note: a note for the user about the members, set while they are read; None if there is none.
     """
 
@@ -95,20 +89,16 @@ class Archive(ABC):
         """Yield every video in the order of the archive, also broken ones (with a ``fault``).
 
         Raises:
-            OSError: the archive cannot be read.
             ManifestError: the options do not fit the archive.
         """
 
     def pair_sidecars(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
-        """Add carried columns to the videos that ``members`` has yielded so far; return them and the left-out members.
-
-        The carried members of a video may come after it in the archive.
-        """
+        """Return the videos that ``members`` has yielded so far with carried columns, and the left-out members."""
         return [*videos], LeftOut()
 
     @abstractmethod
     def span(self, location: Location) -> tuple[int, int]:
-        """Return the byte range (start, end) that ``read`` reads for a video, from which requests are planned."""
+        """Return the byte range [start, end) for ``read``, from which requests are planned; it may be empty."""
 
     @abstractmethod
     def read(self, location: Location) -> Iterator[bytes]:
@@ -116,15 +106,10 @@ class Archive(ABC):
 
         Raises:
             VideoFault: the video is damaged, cannot be read, or has changed since it was indexed.
-            OSError: the archive cannot be read.
         """
 
     def sample(self, location: Location) -> int | None:
-        """Return the ``sample_key`` of a video's bytes, or None for a form that cannot read pieces of a video.
-
-        Raises:
-            OSError: the archive cannot be read.
-        """
+        """Return the ``sample_key`` of a video's bytes, or None for a form that cannot read pieces of a video."""
         return None
 
 
@@ -137,8 +122,8 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
     """Return the member unchanged if its name is safe in an id; otherwise with a new fault and the name NAME@OFFSET.
 
     Its name is the ``shown_name`` if it has one. A name is unsafe ("policy") if it is not UTF-8, is absolute, has empty
-    or dot segments or control characters, is longer than 1,024 characters; or ("corrupt") if it is in ``seen_names``,
-    to which it is added.
+    or dot segments or control characters, or is longer than 1,024 characters. It is "corrupt" if it is in
+    ``seen_names``, to which it is added.
     """
     name = member.shown_name or member.name
     is_repeated = name in seen_names
@@ -161,24 +146,20 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
 
 
 def open_archive(uri: str, objects: Objects, info: ObjectInfo | None = None) -> RandomFile:
-    """Open an archive or table for random access.
+    """Open an archive or table for random access; a remote file is first requested when it is read.
 
     Args:
         info: the listing's entry of a remote file, which saves a request.
 
     Raises:
-        OSError: a local path cannot be opened or is not a regular file. A remote file is first requested when it is
-            read.
+        OSError: a local path cannot be opened or is not a regular file.
         UsageError: the address is not on S3 or in a dataset on the hub.
     """
     return RemoteFile(uri, objects, info) if is_remote(uri) else PlainFile(uri)
 
 
 def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sort byte ranges, and merge those at most 1 MiB apart, for which one request is cheaper than two.
-
-    Empty ranges are dropped.
-    """
+    """Sort byte ranges, drop empty ones, and merge those at most 1 MiB apart."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(span for span in spans if span[0] < span[1]):
         if joined and start - joined[-1][1] <= _MAX_GAP_BYTES:
@@ -192,8 +173,6 @@ class PlainFile:
     """A regular file on this machine with random access.
 
     Attributes:
-        uri: its path.
-        size: its size in bytes.
         mark: a text that changes when the file is modified.
         fetched: bytes that came from a store: always 0.
     """
@@ -201,11 +180,7 @@ class PlainFile:
     fetched = 0
 
     def __init__(self, path: str) -> None:
-        """Open the file.
-
-        Raises:
-            OSError: it cannot be opened, or is not a regular file.
-        """
+        """Open the file; raise OSError if that fails or it is not a regular file."""
         self.uri = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not block
         status = os.fstat(self._descriptor)
@@ -216,11 +191,7 @@ class PlainFile:
         self.mark = f"{status.st_size}-{status.st_mtime_ns}"
 
     def read(self, start: int, end: int) -> bytes:
-        """Read bytes [start, end); fewer if the file ends before ``end``.
-
-        Raises:
-            OSError: the disk fails.
-        """
+        """Read bytes [start, end); fewer if the file ends before ``end``."""
         parts: list[bytes] = []
         while start < end and (part := os.pread(self._descriptor, end - start, start)):
             parts.append(part)
@@ -241,12 +212,12 @@ class _Range:
     """A byte range of an object that one request fetches when it is first read.
 
     Args:
-        whole: True keeps the whole range in memory, so that it can be read in any order. False streams it: reads must
-            ascend, earlier bytes are dropped, and going back costs another request.
+        whole: True keeps the whole range in memory. False streams it: earlier bytes are dropped, and going back costs
+            another request.
         gap: number of unread bytes that cost less than another request.
 
     Attributes:
-        size: the size of the whole object in bytes, as the store states it; 0 before the first read.
+        size: the size of the whole object, as the store states it; 0 before the first read.
         fetched: the number of bytes received.
     """
 
@@ -267,9 +238,6 @@ class _Range:
         """Read bytes [start, end) of the range, fewer if the object ends before ``end``.
 
         The first read of a ``whole`` range, or after ``close``, fetches all of it.
-
-        Raises:
-            OSError: the request fails.
         """
         if not self.whole:
             self._stream(start, end)
@@ -283,10 +251,8 @@ class _Range:
     def _stream(self, start: int, end: int) -> None:
         """Receive bytes up to ``end``, and drop the bytes before ``start``.
 
-        A new request starts if ``start`` is before the buffer, or more than ``gap`` bytes after it.
-
-        Raises:
-            OSError: the request fails; the next read starts a new one.
+        A new request starts if ``start`` is before the buffer, or more than ``gap`` bytes after it, or the last one
+        failed.
         """
         if self._coming is None or not self._first <= start <= self._first + len(self._buffer) + self._gap:
             self.close()
@@ -310,7 +276,7 @@ class _Range:
         self._first += n_dropped
 
     def close(self) -> None:
-        """Drop the buffered bytes and end the request. A later read starts a new request."""
+        """Drop the buffered bytes and end the request. A later read starts a new one."""
         if self._coming is not None:
             self._coming.close()
         self._coming = None
@@ -354,11 +320,11 @@ class RemoteFile:
 
     @property
     def mark(self) -> str:
-        """The object's ETag or hash, which changes with its content; "" if unknown, or once read without ``info``."""
+        """The object's ETag or hash; "" if unknown, or once read without ``info``."""
         return self._ask_info().mark
 
     def _ask_info(self) -> ObjectInfo:
-        """Return the listing's entry of the object; the first call may send a request."""
+        """Return the listing's entry; the first call may send a request."""
         if self._info is None:
             self._info = self._files.info(self.uri)
         return self._info
@@ -366,7 +332,7 @@ class RemoteFile:
     def plan(self, spans: Sequence[tuple[int, int]], *, keep: bool = False) -> None:
         """Replace the planned ranges by ``spans``; nothing is requested yet.
 
-        Each range must be read in ascending order, or with ``keep`` is buffered whole and can be read in any order.
+        With ``keep``, each is buffered whole and can be read in any order; otherwise, going back costs a request.
         """
         self._end(self._ranges)
         self._ranges = [_Range(self._files, self.uri, *span, whole=keep) for span in spans]
@@ -375,7 +341,8 @@ class RemoteFile:
         """Read bytes [start, end), cut at the end of the object; usually one request or none.
 
         Raises:
-            OSError: a request fails; with ESTALE if the object changed since it was listed or first read.
+            OSError: a request fails; with ESTALE if the object has another size than when it was listed or first read,
+                or ends early.
         """
         end = end if self._info is None else min(end, self._info.size)
         if start >= end:
@@ -393,9 +360,6 @@ class RemoteFile:
         """Read bytes [start, end), which start inside ``coming``; those after its end take further requests.
 
         If an unplanned slice fails, it is retried as a small request, and no slices are used from then on.
-
-        Raises:
-            OSError: a request fails; with ESTALE if the object has another size than before or ends early.
         """
         until = min(end, coming.end)
         try:
@@ -413,9 +377,10 @@ class RemoteFile:
         return data + self.read(until, end)
 
     def _goes_forward(self, start: int) -> bool:
-        """Record the start of a read; return True if reads advance in steps so short that a slice is cheaper.
+        """Record the start of a read; return True if it continues short steps, for which a slice is cheaper.
 
-        This is always False while ranges are planned.
+        Steps of more than 16 KiB must be at most 4 MiB on average. The first read, a read that goes back, and any read
+        while ranges are planned give False.
         """
         step = -1 if self._at is None else start - self._at
         if step > _MIN_READ_BYTES:
@@ -426,7 +391,8 @@ class RemoteFile:
         """Return the range to request for an unplanned read of bytes [start, end).
 
         With ``forward`` it is a slice of 32 MiB, streamed; the size of the object may cost a request. Otherwise it has
-        at least 16 KiB and is buffered whole. If ``start`` is in the last 64 KiB, the range begins with these.
+        at least 16 KiB and is buffered whole; if ``start`` is known to be in the last 64 KiB, the range begins with
+        these.
         """
         if forward:
             return _Range(self._files, self.uri, start, min(start + _SLICE, self.size), whole=False, gap=_SLICE)
@@ -440,7 +406,7 @@ class RemoteFile:
         self._end([*self._ranges, self._last])
 
     def _end(self, ranges: Iterable[_Range | None]) -> None:
-        """Drop the buffers of these ranges and end their requests; their received bytes stay counted."""
+        """Drop the buffers of these ranges and end their requests; their ``fetched`` stays counted."""
         for coming in ranges:
             if coming is not None:
                 self._fetched += coming.fetched

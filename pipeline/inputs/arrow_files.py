@@ -1,7 +1,6 @@
 """Arrow files and streams on disk (and Feather), read one record batch at a time.
 
-An uncompressed file is memory-mapped, so only the rows in use are read. A compressed batch is decompressed whole, so
-only the requested columns are read.
+An uncompressed file is memory-mapped. A compressed batch is decompressed whole, but only the requested columns.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ class RecordBatches:
     """The record batches of an Arrow file, or of a stream, which the datasets library writes.
 
     Attributes:
-        schema: the schema of all columns.
         lengths: the number of rows of each batch.
     """
 
@@ -32,7 +30,6 @@ class RecordBatches:
         Raises:
             ManifestError: ``uri`` is in a store.
             ArrowException: the file is not an Arrow file or stream, or is damaged.
-            OSError: it cannot be opened.
         """
         if "://" in uri:
             raise ManifestError(f"{uri}: an Arrow file is read from disk alone; copy it here, or make it Parquet")
@@ -50,11 +47,7 @@ class RecordBatches:
         self._next = 0  # the batch that the reader of a stream reads next
 
     def _scan_stream(self) -> None:
-        """Read the messages of a stream, and set ``schema``, ``lengths`` and the position of each batch.
-
-        Raises:
-            ArrowException: it is not a stream, or is damaged.
-        """
+        """Read the messages of a stream, and set ``schema``, ``lengths`` and the position of each batch."""
         self._source.seek(0)
         self.schema, self._is_stream = pa.ipc.open_stream(self._source).schema, True
         self.lengths, start = [], self._source.tell()
@@ -70,10 +63,9 @@ class RecordBatches:
             self._has_dictionaries = self._has_dictionaries or message.type == "dictionary"
 
     def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
-        """Yield the named columns of record batch ``piece`` in slices of ``at_once`` rows.
+        """Yield the named columns of record batch ``piece``, in file order, in slices of ``at_once`` rows.
 
-        The columns are in file order, and names that the file lacks are ignored. Without columns, the slices only have
-        a number of rows.
+        Names that the file lacks are ignored. Without columns, the slices only have a number of rows.
 
         Raises:
             ArrowException: the batch is damaged.
@@ -87,8 +79,8 @@ class RecordBatches:
     def _read_batch(self, piece: int, columns: tuple[int, ...]) -> pa.RecordBatch:
         """Read the columns with these numbers of one batch; the reader is kept while the columns stay the same.
 
-        No other batch is decompressed, except in a stream with dictionaries, where all batches since the last one read
-        are read, or to go back, all from the first.
+        No other batch is decompressed, except in a stream with dictionaries: there, all batches since the last one are
+        read, or after going back or a change of columns, all from the first.
         """
         if self._reader is None or columns != self._columns or (self._has_dictionaries and piece < self._next):
             self._source.seek(0)
@@ -121,7 +113,7 @@ def _check_values(batch: pa.RecordBatch) -> None:
 
 
 def _find_batches(source: pa.MemoryMappedFile) -> list[int]:
-    """Return the positions of a file's record batches, from its footer (a flatbuffer that pyarrow has validated).
+    """Return the positions of a file's record batches, from its footer, a flatbuffer that pyarrow has validated.
 
     Raises:
         struct.error: the footer is truncated.
@@ -145,7 +137,7 @@ def _read_lengths(source: pa.MemoryMappedFile) -> list[int]:
     """Return the number of rows of each record batch of a file.
 
     Raises:
-        ArrowException: a batch or the footer is damaged.
+        ArrowInvalid: a batch or the footer is damaged.
     """
     lengths = list[int]()
     try:
@@ -158,5 +150,5 @@ def _read_lengths(source: pa.MemoryMappedFile) -> list[int]:
 
 
 def _count_rows(message: pa.Message) -> int:
-    """Return the number of rows of a record batch, without reading a column."""
+    """Return the number of rows of a record batch."""
     return int(pa.ipc.read_record_batch(message, pa.schema([])).num_rows)

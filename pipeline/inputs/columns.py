@@ -1,8 +1,7 @@
 """Tables with videos in a column of bytes: Parquet, read by row group, and Arrow, read by record batch.
 
-Rows stay in order. The index reads only the small columns; the worker that decodes the videos reads their bytes, a row
-group at a time. The uri of a video contains a hash of the table's footer, so a modified table has other uris. A row of
-the datasets library ({bytes, path}) with a path and no bytes is a separate file.
+The uri of a video contains a hash of the table's size and last 64 KiB. A row of the datasets library ({bytes, path})
+with a path and no bytes is a separate file.
 """
 
 from __future__ import annotations
@@ -52,15 +51,11 @@ _BYTES, _PATH = "bytes", "path"  # the fields of the structs of the datasets lib
 class Table(Archive):
     """An open table of videos. The offset of a video is its row number.
 
-    In this file, a piece is a row group of a Parquet file or a record batch of an Arrow file.
+    A piece is a row group of a Parquet file or a record batch of an Arrow file.
     """
 
     def __init__(self, file: RandomFile) -> None:
-        """Hash the end of the file, which the names of the videos contain; the table is opened when it is first read.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Hash the end of the file for the names of the videos; the table is opened when it is first read."""
         self._file = file
         self.rows_per_group = 1
         tail = file.read(max(0, file.size - _TAIL), file.size)
@@ -77,7 +72,6 @@ class Table(Archive):
 
         Raises:
             ManifestError: ``options.column`` is missing, repeated or not of bytes, or an Arrow file is in a store.
-            OSError: the file cannot be read.
         """
         number = 0
         try:
@@ -114,12 +108,11 @@ class Table(Archive):
         return 0, 0  # ``read`` plans its own requests, by row group
 
     def read(self, location: Location) -> Iterator[bytes]:
-        """Yield the bytes of a row at once. Rows that are requested in ascending order are read once.
+        """Yield the bytes of a row at once. Rows of a piece that are requested in ascending order are read once.
 
         Raises:
-            VideoFault: "io" if the table has changed, "corrupt" if the row is damaged, "unsupported" if it has no
-                bytes.
-            OSError: the file cannot be read.
+            VideoFault: "io" if the table has changed, "corrupt" if the row is damaged or missing, "unsupported" if it
+                has no bytes.
         """
         stamp, _, column = str(location.member).partition("/")
         if stamp != self._hash:
@@ -142,7 +135,6 @@ class Table(Archive):
 
         Raises:
             StopIteration, LookupError: there is no such row.
-            ArrowException, OSError: the table is damaged or cannot be read.
         """
         batches = self._open_pieces()
         starts = [*accumulate(batches.lengths, initial=0)]
@@ -157,19 +149,16 @@ class Table(Archive):
         return next(self._rows)
 
     def _open_pieces(self) -> _RowGroups | RecordBatches:
-        """Return the row groups or record batches of the table; the first call opens it.
-
-        Raises:
-            ManifestError: an Arrow file is in a store.
-            ArrowException, OSError: the table is damaged or cannot be read.
-        """
+        """Return the row groups or record batches of the table; the first call opens it."""
         if self._pieces is None:
             is_parquet = find_suffix(self._file.uri) == ".parquet"
             self._pieces = _RowGroups(self._file) if is_parquet else RecordBatches(self._file.uri)
         return self._pieces
 
     def _names(self, schema: pa.Schema, options: ArchiveOptions) -> list[str]:
-        """Return the columns that the index reads: small columns, and ``video_id`` unless nested or ``options.column``.
+        """Return the columns that the index reads: those that ``_is_small`` accepts, and ``video_id``.
+
+        A ``video_id`` that is nested or ``options.column`` is left out.
 
         Raises:
             ManifestError: the column of videos is missing, repeated, or not of bytes.
@@ -227,7 +216,7 @@ class _RowGroups:
         """Return the columns to read for the paths of rows without bytes, and the number of rows to read at a time.
 
         There are no columns if the statistics say that every row has bytes, and only the paths if none has. Otherwise,
-        or without statistics, the bytes are read too, one row at a time.
+        the bytes are read too, one row at a time.
         """
         group = self._table.metadata.row_group(piece)
         chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}
@@ -269,9 +258,9 @@ def _rows(batch: pa.RecordBatch) -> list[UserRow]:
 
 
 def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: tuple[str, str] | None) -> Member:
-    """Return the member of a row, with all columns that are not null, except ``video_id``, carried as JSON.
+    """Return the member of a row, with its columns that are not null, except ``video_id``, carried as JSON.
 
-    A NaN or infinite clip time, which carried JSON cannot hold, and a path with a NUL become a fault.
+    A NaN or infinite clip time and a path with a NUL become a fault.
     """
     video_id = row.get(_KEY)
     values = {
@@ -299,7 +288,7 @@ def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: 
 
 
 def _is_damage(error: Exception) -> bool:
-    """Return True if an error concerns the table's content; Arrow then raises an OSError without errno."""
+    """Return True if an error concerns the table's content."""
     return not isinstance(error, OSError) or error.errno is None
 
 
@@ -319,7 +308,7 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def holds_paths(file: RandomFile, column: str) -> bool:
-    """Return True if a table has exactly one column ``column``, and it is text, as paths are.
+    """Return True if a table has exactly one column ``column``, and it is text.
 
     Raises:
         OSError, ArrowException: the table cannot be read or is damaged.
@@ -337,7 +326,7 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 
 def _is_small(kind: pa.DataType) -> bool:
-    """Return True for types that are carried: text, numbers, booleans and times, also in a dictionary."""
+    """Return True for types that are carried: text, numbers, booleans and times."""
     kind = plain_type(kind)
     return bool(pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or _is_text(kind))
 

@@ -35,15 +35,12 @@ def fetch_again(
 ) -> Callable[[Callable[[bytes], object], int], int] | None:
     """Return a function ``fetch(write, limit)`` that fetches a row's video from its archive; None for a separate file.
 
-    ``fetch`` passes the bytes of the video, at its current position in the archive, to ``write``, and returns their
-    number; it raises what ``OpenArchives.fetch`` raises. Call this function before reading any file that a row names:
-    whoever made the cache chose the address, and this user's credentials would be sent there.
-
-    Args:
-        row: a row of the videos table.
+    ``fetch`` finds the member's current position, passes its bytes to ``write``, and returns their number. It raises
+    what ``OpenArchives.fetch`` raises. Call ``fetch_again`` before reading any file that a row names: whoever made the
+    cache chose the address, and this user's credentials would be sent there.
 
     Raises:
-        VideoFault: "policy" if the address is not below ``roots``.
+        VideoFault: "policy" if the row's address is not below ``roots``.
     """
     location = Location.parse(row["uri"], row["source_offset"], row["source_size"], row.get("source_mark"))
     if not roots.contains(location.file):
@@ -65,8 +62,8 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
     """The archives of some videos, of which one is open at a time; close it after use. Not thread-safe.
 
     Args:
-        locations: the videos that will be fetched, in this order; neighbors share a request. Videos that are not in an
-            archive are ignored.
+        locations: the videos that will be fetched, in this order; neighbors share a request. Separate files are
+            ignored.
     """
 
     def __init__(self, objects: Objects, locations: Iterable[Location] = ()) -> None:
@@ -104,14 +101,11 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
     def find_again(self, location: Location) -> Location:
         """Return the current location of a member, found by its name; ``location`` itself if no member has the name.
 
-        Only its offset and size are updated; the mark stays.
-
-        ``location`` is also returned, without listing the archive, if it has no mark (rows of tables), or for a tar
-        whose mark still equals it. The mark of a zip's member is a CRC-32, so a zip is always listed.
+        Only its offset and size are updated. ``location`` is also returned, without listing the archive, if it has no
+        mark (rows of tables), or for a tar whose mark still equals it. A zip is always listed.
 
         Raises:
             VideoFault: the suffix of the archive is unknown.
-            OSError: the archive cannot be read.
         """
         archive = self._open_archive(location.file)
         assert self._open is not None
@@ -121,21 +115,11 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
         return next((location._replace(offset=member.offset, size=member.size) for member in members), location)
 
     def sample(self, location: Location) -> int | None:
-        """Return the ``sample_key`` of a member's bytes, or None for forms other than tar.
-
-        Raises:
-            VideoFault: the suffix of the archive is unknown.
-            OSError: the archive cannot be read.
-        """
+        """Return the ``sample_key`` of a member's bytes, or None for forms other than tar."""
         return self._open_archive(location.file).sample(location)
 
     def _open_archive(self, uri: str) -> Archive:
-        """Return the archive at ``uri``. If another one is open, close that, open this one, and plan its requests.
-
-        Raises:
-            VideoFault: the suffix is unknown.
-            OSError: the archive cannot be read.
-        """
+        """Return the archive at ``uri``. If another one is open, close that, open this one, and plan its requests."""
         if self._open is None or self._open[0] != uri:
             self.close()
             form = FORMS.get(find_suffix(uri))

@@ -50,10 +50,9 @@ class NamedFile(NamedTuple):
     """A file that a name in VIDEOS stands for: a video, an archive or a table.
 
     Attributes:
-        uri: a path or an address.
         name: the id of a video; the prefix of the ids of an archive's videos.
         policy: the reason why it must not be read; None if it may be read.
-        info: the entry of an object in the listing of its store; None for a file on disk.
+        info: the store's listing of an object; None for a file on disk.
     """
 
     uri: str
@@ -63,7 +62,7 @@ class NamedFile(NamedTuple):
 
     @property
     def is_table(self) -> bool:
-        """True for a table of videos; it needs ``--column``, and its index is not kept, since it is fast to read."""
+        """True for a table of videos, which needs ``--column``."""
         return find_suffix(self.uri) in TABLE_FORMS
 
 
@@ -79,8 +78,7 @@ class View(NamedTuple):
     """The videos of an archive that are known after, or while, it is indexed.
 
     Attributes:
-        videos: the videos, MANIFEST_SCHEMA.
-        left_out: files and members that are not videos, or are not read.
+        videos: MANIFEST_SCHEMA.
         is_whole: True if these are all videos. Otherwise, the next view of the archive has these and more, or a single
             row with the reason if the archive cannot be read to its end.
     """
@@ -94,21 +92,16 @@ class View(NamedTuple):
 class Indexes:
     """Makes indexes of archives, and reads and writes the indexes that the cache keeps. Thread-safe.
 
-    The cache keeps the index of a whole tar or zip for later runs. Tables, and archives that were read in part, are
-    read again by the next run.
-
     Attributes:
-        options: the options for reading archives and tables.
         store: the store of the cache, which keeps the indexes; None keeps none.
         keeps: whether new indexes are written there.
         roots: folders and prefixes, besides a table's own, that paths in its rows may name.
-        say: gets notes about forms of archives, each form once.
-        left_out: files and members that are not videos, or are not read. The caller adds those of the views from
-            ``read``.
+        say: gets progress lines, and notes about archives, one note per form.
+        left_out: files and members that are not read. The caller adds those of the views from ``read``.
         fetched: the number of bytes read from stores.
-        rows_per_group: the maximum ``Archive.rows_per_group`` of the archives that were indexed.
+        rows_per_group: the maximum ``Archive.rows_per_group`` of the indexed archives.
         n_made: the number of archives that were read to make an index.
-        stopped: any thread may set it, to end each ``read`` at its next member, without an index.
+        stopped: any thread may set it, to end the making of each index at the next member.
     """
 
     options: ArchiveOptions = field(default_factory=ArchiveOptions)
@@ -129,8 +122,9 @@ class Indexes:
     ) -> Iterator[View]:
         """Yield the videos of an archive, from its kept index if that fits, otherwise by indexing the archive.
 
-        An archive that must not be read (a policy), or that raises an OSError when it is opened or read, also with
-        "skip", gives a view of a single row with the reason, in place of the whole view.
+        An index fits if its mark equals the archive's. An archive that must not be read (a policy), or that raises an
+        OSError when it is opened or read, also with "skip", gives a view of a single row with the reason, in place of
+        the whole view.
 
         Args:
             missing: what to do if no kept index fits the archive. "make" makes one. "renew" makes one if an index that
@@ -139,11 +133,12 @@ class Indexes:
                 twice as many each time. Closing the generator leaves the rest of the archive unread.
 
         Yields:
-            One whole view, after any partial views; nothing once ``stopped`` is set.
+            One whole view, after any partial views. If ``stopped`` ends the making of an index, there is no whole view.
 
         Raises:
             ManifestError: the uri contains "#", or the options do not fit the archive.
             RunFailed: a new index cannot be written.
+            UsageError: the folder of the cache cannot be created.
         """
         if "#" in named_file.uri:
             raise ManifestError(f"{named_file.uri}: rename it: uris put a # between an archive's name and its members'")
@@ -171,14 +166,8 @@ class Indexes:
     def _make(self, named_file: NamedFile, file: RandomFile, in_views: bool) -> Iterator[View]:
         """Index an open archive, and yield its views; write the index if the whole archive was read.
 
-        A partial view is left out while the clip of a member is unknown.
-
-        This ends without a whole view once ``stopped`` is set.
-
-        Raises:
-            ManifestError: the options do not fit the archive.
-            RunFailed: the index cannot be written.
-            OSError: the archive cannot be read.
+        No partial view is yielded while the clip of a member is unknown. Once ``stopped`` is set, this ends at the next
+        member without a whole view.
         """
         with self._counting:
             self.n_made += 1
@@ -224,7 +213,7 @@ class Indexes:
         return f"{file.mark} {encoding}" if encoding and file.mark else file.mark
 
     def _make_index(self, named_file: NamedFile, file: RandomFile, archive: Archive, members: list[Member]) -> _Index:
-        """Return the index of the members read so far, with faults for the unsafe names of tars and zips.
+        """Return the index of the members read so far, with faults for unsafe or repeated names in tars and zips.
 
         This raises ``rows_per_group`` to the archive's, and passes the archive's note to ``say``, once per form.
         """
@@ -241,10 +230,7 @@ class Indexes:
         return _Index(members, left_out, self._mark(named_file, file))
 
     def _clips_known(self, named_file: NamedFile, index: _Index) -> bool:
-        """Return True unless ``--clips-from`` needs sidecars, and a member has neither these nor a fault yet.
-
-        A tar's sidecar with the clip of a video may come long after the video.
-        """
+        """Return False if ``--clips-from`` needs sidecars, and a member has neither these nor a fault yet."""
         if self.options.clips_from is None or named_file.is_table:
             return True
         return all(member.carried is not None or member.fault is not None for member in index.members)
@@ -275,7 +261,7 @@ class Indexes:
     def _write_index(self, named_file: NamedFile, index: _Index) -> None:
         """Write the index of a tar or zip to the cache; do nothing if this run keeps none or the archive has no mark.
 
-        Concurrent runs write the same index. An index has up to 100 names of left-out files per kind.
+        At most 100 names of left-out files per kind are written.
 
         Raises:
             RunFailed: the store fails.
@@ -304,10 +290,7 @@ def remove_members(store: Store, uris: Collection[str], ids: Collection[str] = (
         ids: the video ids.
 
     Returns:
-        The names of the deleted indexes.
-
-    Raises:
-        OSError: the store fails.
+        The names of the deleted indexes; rewritten ones are not named.
     """
     deleted_names = list[str]()
     ends = frozenset(ids)
@@ -349,7 +332,7 @@ def _ends(path: str) -> Iterator[str]:
 
 
 def _name(uri: str) -> str:
-    """Return the name of an archive's kept index in the cache."""
+    """Return the name of an archive's kept index."""
     digest = hashlib.blake2b(uri.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     return f"{INDEXES}/{digest}{_SUFFIX}"
 
@@ -416,7 +399,7 @@ def _add_clip(member: Member, names: tuple[str, str] | None, of_row: bool) -> Me
 
 
 def _seconds(value: Json) -> float | None:
-    """Return a carried value as seconds; None if it is null, and NaN if it is not a number."""
+    """Return a carried value as seconds; None if it is null, NaN if it is not a number."""
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

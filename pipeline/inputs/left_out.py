@@ -38,11 +38,11 @@ class LeftOut:
         self.add_all(kinds or {})
 
     def add(self, kind: str, name: str) -> None:
-        """Count one file of a kind; its name is kept if the kind has fewer than 1,000."""
+        """Count one file of a kind, and keep its name if there are fewer than 1,000."""
         self.add_all({kind: {"count": 1, "names": [name]}})
 
     def add_all(self, kinds: Mapping[str, LeftOutKind], inside: str = "") -> None:
-        """Add counts and names as ``as_record`` returns them; ``inside`` is put before each name.
+        """Add counts and names from ``as_record``, with ``inside`` before each name.
 
         At most 1,000 names of a kind are kept.
         """
@@ -76,24 +76,24 @@ class LeftOut:
         return {kind: record["count"] for kind, record in self.as_record(0).items()}
 
     def first_names(self) -> dict[str, list[str]]:
-        """Return the first names of each kind, three at most."""
+        """Return the first three names of each kind."""
         return {kind: record["names"] for kind, record in self.as_record(_MAX_SHOWN).items()}
 
     def describe(self, kind: str) -> str:
-        """Format the number and first names of the files of a kind; KeyError for a kind that did not occur."""
+        """Format the number and first names of the files of a kind, which must have occurred."""
         return format_left_out({kind: self.counts()[kind]}, self.first_names())
 
     def __str__(self) -> str:
-        """Format all kinds in one line, with counts and first names; "" if nothing is left out."""
+        """Format all kinds in one line; "" if nothing is left out."""
         return format_left_out(self.counts(), self.first_names())
 
 
 def format_left_out(counts: Mapping[str, int], names: Mapping[str, Sequence[str]]) -> str:
-    """Format the files by kind in a line: "1 json without a video (a.json), 8 other files (b, c, d and 5 more)".
+    """Format the files by kind: "1 json without a video (a.json), 8 other files (b, c, d and 5 more)".
 
     Args:
         counts: kind -> the number of its files.
-        names: kind -> the names of the first of them; a kind without names gets only its number.
+        names: kind -> names to show; a kind may have none.
     """
     kinds = []
     for kind, count in counts.items():
@@ -103,12 +103,12 @@ def format_left_out(counts: Mapping[str, int], names: Mapping[str, Sequence[str]
 
 
 def _singular(kind: str) -> str:
-    """Return the name of a kind for a single file: "archive beside videos", "other file"."""
+    """Return the name of a kind for a single file: "archive beside videos"."""
     first, space, words = kind.partition(" ")
     return f"{first.removesuffix('s')}{space}{words.removesuffix('files')}{'file' if words.endswith('files') else ''}"
 
 
 def is_apple_double(name: str) -> bool:
-    """Return True for an AppleDouble file, which macOS packs with another file's resource fork and attributes."""
+    """Return True for an AppleDouble file, in which macOS packs another file's attributes."""
     path = PurePosixPath(name)
     return path.name.startswith("._") or "__MACOSX" in path.parts

@@ -1,7 +1,4 @@
-"""The objects that an address in a store names, brace patterns in names, and the checks of addresses.
-
-Listing objects costs requests. Braces are expanded as in shells: {a,b}, {000..010}, also nested.
-"""
+"""The objects that an address in a store names, brace patterns in names, and the checks of addresses."""
 
 from __future__ import annotations
 
@@ -34,16 +31,15 @@ _DOTS = "a key with . or .. segments or control characters is not read; rename t
 def list_objects(
     address: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut
 ) -> tuple[str, list[ObjectInfo]]:
-    """List the videos and archives that an address on S3 or the hub names, in the order of their keys.
+    """List the videos and archives that an address on S3 or the hub names, in the order of the store's listing.
 
     - ``s3://bucket/folder/`` and ``s3://bucket/folder`` name every object below it with one of ``suffixes``.
-    - A glob names the matching objects with such a suffix, unless an object has exactly this name. ``*``, ``?`` and
-      ``[..]`` stay within a segment; a segment ``**`` stands for any number of segments.
+    - A glob names the matching objects with such a suffix; if an object has exactly this name, only that one. ``*``,
+      ``?`` and ``[..]`` stay within a segment; a segment ``**`` stands for any number of segments.
     - Any other address names the object with this key.
 
     This sends one LIST per thousand keys below the folder or the literal beginning of a glob, and one HEAD for an
-    address with one of ``suffixes``. It sends both only if a name misleads: an object without such a suffix, or a
-    folder with one.
+    address with one of ``suffixes``; both for an object without such a suffix, or a folder with one.
 
     Args:
         left_out: counts the other objects below the folder or that match the glob.
@@ -52,7 +48,7 @@ def list_objects(
         The prefix that ids are relative to, and the objects, at least one.
 
     Raises:
-        ManifestError: there is no video, or the store fails (no such bucket, no access), with its reason.
+        ManifestError: there is no video or archive, or the store fails.
     """
     try:
         folder, infos = _list(address, suffixes, objects, left_out)
@@ -65,14 +61,10 @@ def list_objects(
 
 
 def _list(address: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut) -> tuple[str, list[ObjectInfo]]:
-    """List the objects as ``list_objects`` does, but return an empty list if there are none.
-
-    Raises:
-        OSError: the store fails.
-    """
+    """List the objects as ``list_objects`` does; return an empty list if there are none, and let OSError pass."""
 
     def below(prefix: str, glob: Sequence[str] | None = None) -> list[ObjectInfo]:
-        """Return the objects below a prefix that have one of the suffixes and match ``glob``; count the others."""
+        """Return the objects below a prefix that have one of the suffixes and match ``glob``; count other matches."""
         named_infos = (
             info
             for info in objects.list(prefix, deep=True)
@@ -125,7 +117,7 @@ def _parent(uri: str) -> str:
 
 
 def find_suffix(uri: str) -> str:
-    """Return the file suffix of a name in lower case, with the dot: ".mp4"; "" if there is none."""
+    """Return the file suffix of a name in lower case, with the dot; "" for none."""
     return PurePosixPath(uri).suffix.lower()
 
 
@@ -144,17 +136,14 @@ def is_taken(name: str, suffixes: Collection[str], left_out: LeftOut, shown_name
 
 
 def check_listed(uri: str) -> str | None:
-    """Return the reason why a listed object must not be read (dot segments, control characters), or None.
-
-    Clients and servers resolve dots differently.
-    """
+    """Return the reason why a listed object must not be read (dot segments, control characters), or None."""
     return _DOTS if CONTROL.search(uri) or {".", ".."} & set(uri.split("/")) else None
 
 
 def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
-    """Return the reason why an object in a manifest must not be read, or None if it may be read.
+    """Return the reason why an object in a manifest must not be read, or None.
 
-    The reason is BAD_ADDRESS for a malformed address, or OUTSIDE_PREFIXES if it is not below one of ``prefixes``.
+    It is BAD_ADDRESS for a malformed address, and OUTSIDE_PREFIXES if the object is not below one of ``prefixes``.
     """
     bucket, _, key = uri.partition("://")[2].partition("/")  # of the hub: "datasets"
     is_key = bool(key) and not key.endswith("/") and (is_s3(uri) or "//" not in key)  # only S3 allows empty segments
@@ -164,7 +153,7 @@ def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
 
 
 def root_prefix(root: str) -> str:
-    """Return a ``--video-root`` in a store as a prefix that ends with a slash; no request is sent.
+    """Return a ``--video-root`` in a store as a prefix that ends with a slash.
 
     Raises:
         ManifestError: it is not an S3 bucket or prefix, or a dataset on the hub.
@@ -184,7 +173,7 @@ _MAX_NAMES = 1_000_000  # names after expansion
 
 
 def expand_braces(names: Sequence[str]) -> list[str]:
-    """Return the names with their brace patterns expanded, in the order of a shell.
+    """Return the names with their brace patterns expanded, in the order of a shell: {a,b}, {000..010}, also nested.
 
     A name that exists as a local file or folder, and braces that are not a pattern, are kept as they are.
 

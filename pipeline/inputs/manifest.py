@@ -1,7 +1,6 @@
 """What each name in VIDEOS stands for: a table of videos, or archives whose indexes list the videos.
 
-Manifests are read here, and tables are opened to find out whether their ``--column`` holds paths or bytes. Videos, tars
-and zips are not opened: a missing or broken video becomes an error row later.
+Only manifests and tables are opened here: a missing or broken video becomes an error row later.
 """
 
 from __future__ import annotations
@@ -53,12 +52,7 @@ from pipeline.storage.s3 import SCHEME, Objects, check_uri, has_query, is_s3
 
 
 class NameContents(NamedTuple):
-    """The videos that a name stands for, or its archives.
-
-    Attributes:
-        videos: the videos, MANIFEST_SCHEMA; None for archives.
-        archives: the archives; empty if ``videos`` is set.
-    """
+    """The videos that a name stands for (MANIFEST_SCHEMA), or None and its archives."""
 
     videos: pa.Table | None = None
     archives: Sequence[NamedFile] = ()
@@ -95,7 +89,7 @@ def list_names(
 
 
 def require_unique_files(all_contents: Sequence[NameContents], options: ArchiveOptions) -> None:
-    """Raise ManifestError if a ``video_id`` repeats among the videos that are not in archives."""
+    """Raise ManifestError if a ``video_id`` repeats among videos that are not in archives."""
     if files := [contents.videos for contents in all_contents if contents.videos is not None]:
         require_unique_ids(pa.concat_tables(files), _ONE_BY_ONE if options.column is None else _TABLES)
 
@@ -103,13 +97,12 @@ def require_unique_files(all_contents: Sequence[NameContents], options: ArchiveO
 def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut) -> NameContents:
     """List the videos of one name, or if it has none, its archives; tables are archives only with a ``--column``.
 
-    A name is "sample", an address, a folder, a file or a glob. A single .parquet, .jsonl or .csv is read as a manifest
-    unless it is an archive; a local file of any other suffix that is not an archive is a video. ``left_out`` counts the
-    other files, except for "sample".
+    A name is an address, a folder, a file, a glob, or "sample", which always stands for the sample clips. A single
+    .parquet, .jsonl or .csv is read as a manifest unless it is an archive; a local file of any other suffix that is not
+    an archive is a video. ``left_out`` counts the other files, except for "sample".
 
     Raises:
         ManifestError: the name stands for nothing, is unsupported, or cannot be read.
-        UsageError: an S3 address is malformed, or S3 cannot be used.
     """
     _refuse_compressed(name)
     forms = frozenset(FORMS) - (TABLE_FORMS if options.column is None else frozenset())
@@ -189,12 +182,11 @@ def _names_paths(table: NamedFile, column: str, objects: Objects) -> bool | None
 def _read_manifest(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
     """Read a manifest on disk or in a store.
 
-    Relative uris start at its folder or prefix, and it may name only videos there and below ``roots``. ``paths`` is the
+    Relative uris start at its folder or prefix. Videos outside of this and ``roots`` get a policy. ``paths`` is the
     column that serves as ``uri``, if that has another name.
 
     Raises:
         ManifestError: it cannot be read, is empty, or has an invalid row or a repeated ``video_id``.
-        UsageError: S3 cannot be used.
     """
     remote = is_remote(uri)
     try:
@@ -226,9 +218,7 @@ def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRo
 
 
 def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
-    """Settle how S3 is reached if a video there may be read, since workers may be the first to read one.
-
-    The table is returned unchanged.
+    """Settle how S3 is reached if a video there may be read; return the table unchanged.
 
     Raises:
         UsageError: the first such address is malformed, or the configuration of S3 cannot be used.
@@ -312,7 +302,7 @@ def _sample_folder() -> Path:
 def _list_folder(
     folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut
 ) -> NameContents:
-    """List the videos of a folder, or its archives if it has no videos. Raise ManifestError if it has neither."""
+    """List the videos of a folder, or its archives if it has no videos; raise ManifestError for neither."""
     suffixes = " ".join(sorted(VIDEO_SUFFIXES | forms))
     none = f"{name}: no video in this folder (looked for {suffixes})"
     return _videos_or_archives(_walk([str(folder)], left_out), folder, roots, forms, left_out, none)
@@ -323,7 +313,8 @@ def _videos_or_archives(
 ) -> NameContents:
     """List the videos among files below ``root``, sorted by path, or the archives if there are no videos.
 
-    Archives beside videos, and other files, are counted in ``left_out``; folders are ignored.
+    Archives beside videos, and other files, are counted in ``left_out``; folders without the suffix of a video or
+    archive are ignored.
 
     Args:
         roots: further folders to which links may lead.
@@ -351,10 +342,7 @@ def _videos_or_archives(
 
 
 def _record_skipped_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
-    """Count archives beside videos in ``left_out``, with a remedy.
-
-    The same videos may be in both, and encoding them twice helps nobody.
-    """
+    """Count archives beside videos in ``left_out``, with a remedy."""
     for uri in uris:
         left_out.add(ARCHIVES, uri)
     if uris:
@@ -366,7 +354,7 @@ def _record_skipped_archives(uris: Sequence[str], root: str, left_out: LeftOut) 
 def _make_contents(files: Iterable[NamedFile], *, videos: bool) -> NameContents:
     """Return files as a table of videos, or as archives.
 
-    Videos in a store have the size and mark of their listing; files on disk have neither.
+    Videos in a store have the size and mark of their listing.
 
     Raises:
         ManifestError: a ``video_id`` of a video repeats.
@@ -417,7 +405,7 @@ def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) 
 
 
 def _list_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> NameContents:
-    """List the videos that match a local glob, or else the archives. Raise ManifestError if nothing matches."""
+    """List the videos that match a local glob, or else the archives; raise ManifestError for neither."""
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
@@ -428,8 +416,7 @@ def _list_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_
 def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
     """Yield every file that matches the segments of a local glob; also folders, if the glob has no ``**``.
 
-    With ``**``, each folder is entered once, since links can form a cycle; names that begin with a dot match only
-    segments that do.
+    With ``**``, each folder is entered once. Names that begin with a dot match only segments that do.
     """
     depth = pattern.index("**") if "**" in pattern else len(pattern)
     tops = globbing.glob(str(Path(*pattern[:depth])))  # noqa: PTH207 - Path.glob refuses absolute patterns
@@ -460,11 +447,8 @@ def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
 def _list_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:
     """Read a manifest in a store, or list the videos of an address there, or its archives if it has no videos.
 
-    Ids are relative to the folder of the address. An object with dot segments gets a policy. Archives beside videos,
-    and other files, are counted in ``left_out``.
-
-    Raises:
-        ManifestError: there is neither, the store fails, or the manifest is invalid.
+    Ids are relative to the folder of the address. An object with dot segments or control characters gets a policy.
+    Archives beside videos, and other files, are counted in ``left_out``.
     """
     if find_suffix(name) in TABLE_SUFFIXES - forms and not name.endswith("/") and not globbing.has_magic(name):
         return NameContents(_read_manifest(name, roots, objects))
@@ -482,15 +466,15 @@ def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects:
     """Convert videos that a Python caller passes to MANIFEST_SCHEMA, in their order.
 
     Args:
-        rows: a list or tuple of paths or s3:// objects, each of which may be read, with its last segment as
+        rows: a list, tuple or iterator of paths or s3:// objects, each of which may be read, with its last segment as
             ``video_id``; or rows (dicts, or a table that Arrow accepts) with video_id and uri, as in a manifest in the
-            current folder. An iterator is consumed.
+            current folder.
         video_roots: folders and prefixes that rows may name too.
         objects: the access to S3; None reads it from the environment.
 
     Raises:
-        ManifestError: there are no rows, a row is invalid, or a ``video_id`` is missing or repeated.
-        UsageError: the configuration of S3 cannot be used.
+        ManifestError: there are no rows, a row is invalid, a ``video_id`` is missing or repeated, or a root is missing.
+        UsageError: an S3 address is malformed, or S3 cannot be used.
     """
     roots = sort_roots(video_roots)
     if isinstance(rows, Iterator):
@@ -509,7 +493,6 @@ def _make_rows_from_paths(paths: Sequence[str], roots: Roots) -> tuple[list[dict
 
     Raises:
         ManifestError: two paths have the same last segment, or a prefix is malformed.
-        UsageError: an S3 address has a user, host or query, or boto3 is not installed.
     """
     shown = [remove_secrets(path) if "://" in path and (has_query(path) or not is_s3(path)) else path for path in paths]
     names = [path.rstrip("/").rpartition("/")[2] for path in shown]

@@ -1,9 +1,6 @@
 """The table of videos that lists and indexes produce, and the conversion of a manifest's rows to it.
 
-Batches of some ten thousand rows are checked, their uris are resolved, and a row that must not be read gets a policy.
-
-Most manifests are plain: text ids, paths without dots, numbers of seconds. Their columns are checked as a whole. A
-batch with anything else is converted row by row, so that an error can name the row.
+The columns of a plain batch are checked as a whole. A batch with anything else is converted row by row.
 """
 
 from __future__ import annotations
@@ -59,17 +56,14 @@ class Roots(NamedTuple):
     prefixes: Sequence[str] = ()
 
     def contains(self, uri: str) -> bool:
-        """Return True if an object, or an absolute path whose links are followed, is below one of the roots.
-
-        A relative path gives False.
-        """
+        """Return True if an object, or an absolute path once its links are followed, is below one of the roots."""
         if is_remote(uri):
             return check_named(uri, self.prefixes) is None
         return uri.startswith("/") and "\0" not in uri and Judge(self.folders)(uri) is None
 
 
 class Judge:
-    """A check that local paths stay below given folders once links are followed. It caches the result per folder."""
+    """A check that local paths, once links are followed, are below given folders. It caches the result per folder."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._roots = [os.path.realpath(folder) for folder in folders]
@@ -88,19 +82,19 @@ class Judge:
         return OUTSIDE_FOLDERS
 
     def _below(self, real: str) -> bool:
-        """Return True if a path without links is below one of the folders."""
+        """Return True if a path without links is one of the folders or below one."""
         return any(Path(real).is_relative_to(root) for root in self._roots)
 
 
 class UriColumns(NamedTuple):
-    """Two columns of MANIFEST_SCHEMA: the resolved uris of videos, and the policy of those that must not be read."""
+    """The resolved uris of videos, and the policy (or null) of each."""
 
     uris: pa.Array
     policy: pa.Array
 
 
 class NamedVideos:
-    """A converter of batches of a manifest to MANIFEST_SCHEMA; it checks each video and resolves its uri.
+    """A converter of batches of a manifest to MANIFEST_SCHEMA.
 
     Args:
         name: the name of the manifest, for errors.
@@ -110,7 +104,7 @@ class NamedVideos:
     """
 
     def __init__(self, name: str, base: Path | str, roots: Roots) -> None:
-        """Prepare the checks of paths; nothing is read."""
+        """Prepare the checks of paths."""
         self._name = name
         self._base = base
         local = isinstance(base, Path)
@@ -133,10 +127,10 @@ class NamedVideos:
         """Convert rows to MANIFEST_SCHEMA.
 
         Raises:
-            ManifestError: a row has no ``video_id`` or ``uri``, or a time or size that is not a number; names the first
-                one.
-            BadRow: an id or uri is not text.
-            ArrowInvalid: an id or uri in an Arrow batch is not UTF-8.
+            ManifestError: the first row without ``video_id`` or ``uri``, or with an invalid time or size.
+            BadRow: an id or uri cannot be read as text (``text_in``).
+            ArrowInvalid, UnicodeDecodeError, OverflowError: text in an Arrow batch is not UTF-8, or Python cannot
+                represent a nested time.
         """
         if (batch := self._convert_at_once(rows)) is not None:
             return batch
@@ -164,8 +158,8 @@ class NamedVideos:
     def _all_objects(self, uris: pa.Array) -> UriColumns | None:
         """Resolve all uris as objects on S3; return None if one needs ``_locate``.
 
-        These are local paths and malformed addresses, for example with dot segments. An object outside the prefixes
-        gets a policy.
+        These are local paths, objects on the hub, and malformed addresses. An object outside the prefixes gets a
+        policy.
         """
         relative = pc.invert(pc.or_(pc.match_substring(uris, "://"), pc.starts_with(uris, "/")))
         uri_column = uris
@@ -185,7 +179,7 @@ class NamedVideos:
         """Resolve all uris as local files; return None if one needs ``_locate``.
 
         These are uris with dot segments, "//", a slash at the end or "://", and relative uris of a manifest in a store.
-        A file outside the folders gets a policy; its links are followed on disk for that.
+        A file outside the folders gets a policy.
         """
         absolute = pc.starts_with(uris, "/")
         if pc.any(pc.match_substring_regex(uris, _DOTS)).as_py() or pc.any(pc.match_substring(uris, "://")).as_py():
@@ -199,14 +193,15 @@ class NamedVideos:
     def _check_row(self, row: UserRow, where: str) -> ManifestRow:
         """Convert one row: check its cells, resolve its uri, and carry its other columns that have values as JSON.
 
-        The video is not opened. ``size_bytes`` becomes ``size``. A uri that must not be read gets a ``policy``.
+        ``size_bytes`` becomes ``size``. A uri that must not be read gets a ``policy``.
 
         Args:
             where: the source line of the row, for errors.
 
         Raises:
-            ManifestError: ``video_id`` or ``uri`` is missing or blank, or a time or size is not a number.
-            BadRow: ``video_id`` or ``uri`` is not text.
+            ManifestError: ``video_id`` or ``uri`` is missing or blank, a time is not a finite number, or the size is
+                not a whole number below 2^53.
+            BadRow: ``video_id`` or ``uri`` cannot be read as text (``text_in``).
         """
         for name in ("video_id", "uri"):
             if row.get(name) is None or not text_in(row, name, where).strip():
@@ -226,8 +221,8 @@ class NamedVideos:
     def _locate(self, uri: str) -> tuple[str, str | None]:
         """Resolve a uri; return its address, and the reason to refuse it or None.
 
-        The address is an absolute path or an object's uri, also if it is refused. A malformed or unsupported uri is not
-        resolved, and is returned without its secrets.
+        The address is an absolute path or an object's uri, also if it is refused. A malformed or unsupported uri (of
+        the hub, for example) is not resolved, and is returned without its secrets.
         """
         base = self._base
         if is_s3(uri) or (isinstance(base, str) and "://" not in uri and not uri.startswith("/")):
@@ -258,13 +253,10 @@ def remove_secrets(uri: str) -> str:
 
 
 def require_unique_ids(table: pa.Table, list_name: str = "") -> pa.Table:
-    """Return the table unchanged if no ``video_id`` repeats.
-
-    Args:
-        list_name: the name of the manifest, for the error.
+    """Return the table unchanged if no ``video_id`` repeats; ``list_name`` is for the error.
 
     Raises:
-        ManifestError: an id repeats; the message has up to three of them.
+        ManifestError: an id repeats; the message has up to three examples.
     """
     is_repeated = find_repeated(column_keys(table["video_id"]))
     if is_repeated.any():
@@ -282,7 +274,7 @@ def _needs_closer_look(texts: pa.Array) -> bool:
 
 
 def _seconds(row: UserRow, name: str, where: str) -> float | None:
-    """Return a cell as a finite number of seconds; None if it is empty.
+    """Return a cell, a number or numeric text, as seconds; None if it is null.
 
     Raises:
         ManifestError: it is not a finite number.
@@ -310,7 +302,7 @@ def _all_sizes(values: pa.Array | None) -> pa.Array | None:
 
 
 def _size(row: UserRow, where: str) -> int | None:
-    """Return the cell ``size_bytes`` as an int; None if it is empty.
+    """Return the cell ``size_bytes``, a number or numeric text, as an int; None if it is null.
 
     Raises:
         ManifestError: it is not a whole number from 0 to 2^53 - 1.

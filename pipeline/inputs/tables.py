@@ -57,7 +57,7 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
         key: a column that the header of a .csv must have.
 
     Raises:
-        BadRow: a line is not a JSON object, a .csv or its header is invalid, or two columns have one name.
+        BadRow: a line is not a JSON object, a .csv or its header is invalid, or two columns of a table have one name.
         OSError, UnicodeDecodeError, OverflowError, ArrowException: the file cannot be read (UNREADABLE).
     """
     suffix = find_suffix(name)
@@ -80,11 +80,7 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
 
 
 def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
-    """Return the column types of a .parquet, and rewind the file; {} for other files.
-
-    Raises:
-        OSError, ArrowException: the file cannot be read.
-    """
+    """Return the column types of a .parquet, and rewind the file; {} for other files."""
     if find_suffix(name) != ".parquet":
         return {}
     schema = pq.read_schema(file)
@@ -93,9 +89,9 @@ def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of a column's values: without dictionaries, extension types and views, also in structs and lists.
+    """Return a column's type without dictionaries, extension types and views, also within structs and lists.
 
-    Arrow cannot filter or join views of text and bytes, which Polars writes.
+    Lists of a fixed size and maps stay.
     """
     if pa.types.is_dictionary(kind):
         return plain_type(kind.value_type)
@@ -110,7 +106,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def plain_column(column: pa.Array) -> pa.Array:
-    """Return a column without an extension type, and with a dictionary decoded; nested ones stay."""
+    """Return a column without its extension type or dictionary; nested ones stay."""
     column = column.storage if isinstance(column, pa.ExtensionArray) else column
     if isinstance(column, pa.DictionaryArray):
         column = column.dictionary.cast(plain_type(column.dictionary.type)).take(column.indices)
@@ -120,7 +116,7 @@ def plain_column(column: pa.Array) -> pa.Array:
 def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
     """Return the rows of a batch as dicts.
 
-    If Python cannot represent a time (databases write infinity as such a time), all times of the batch become text.
+    If Python cannot represent a time, such as a database's infinity, all times of the batch become text.
 
     Raises:
         OverflowError: the time is in a nested column.
@@ -139,8 +135,9 @@ def read_parts(
 ) -> Iterator[TableRows]:
     """Yield the rows of a file, as ``read_rows`` does, in batches of up to 65,536 rows.
 
-    The rows of a .parquet stay in Arrow. With ``paths``, the column of this name serves as ``uri``, and as ``video_id``
-    if the file has none; a file that is not a .parquet is then an Arrow file, which is opened by its ``name``.
+    The rows of a .parquet stay in Arrow. With ``paths``, the column of this name, which must exist, serves as ``uri``,
+    and as ``video_id`` if the file has none; a file that is not a .parquet is then an Arrow file, which is opened by
+    its ``name``.
 
     Args:
         needs: what a row must have, for error messages.
@@ -148,6 +145,7 @@ def read_parts(
 
     Raises:
         BadRow: two columns have one name, or a line of a .jsonl or .csv is invalid.
+        ManifestError: an Arrow file is in a store.
         OSError, UnicodeDecodeError, OverflowError, ArrowException: the file cannot be read (UNREADABLE).
     """
     if find_suffix(name) == ".parquet":
@@ -166,7 +164,7 @@ def read_parts(
 
 
 def _arrow_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[TableRows]:
-    """Yield each batch that has rows as _ArrowRows, with the row number of its first row."""
+    """Yield each batch that has rows as _ArrowRows."""
     start = 0
     for batch in batches:
         if len(batch):
@@ -183,7 +181,7 @@ def _dict_parts(rows: Iterator[tuple[str, UserRow]]) -> Iterator[TableRows]:
 def _with_paths(batch: pa.RecordBatch, paths: str) -> pa.RecordBatch:
     """Return a batch with its column ``paths`` renamed to ``uri``, and copied to ``video_id`` if it has none.
 
-    A column ``uri`` of the batch is dropped, unless it is ``paths``.
+    Another column ``uri`` is dropped.
     """
     columns = {name: batch.column(name) for name in batch.schema.names if name != "uri" or name == paths}
     columns["uri"] = columns.pop(paths)
@@ -206,7 +204,6 @@ def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, Use
     """Yield the position ("row 0") and the dict of each row that a caller passes, without its nulls.
 
     Args:
-        name: the name of the rows, for error messages.
         source: dicts, or a table that Arrow accepts.
         needs: the columns that a row must have, for error messages.
 
@@ -238,24 +235,21 @@ def convert_given_table(name: str, source: object, needs: str) -> pa.Table:
 
 
 def _refuse_doubles(name: str, columns: Sequence[str]) -> None:
-    """Raise BadRow if two columns have one name, since a row would have only the value of the last.
-
-    Columns without a name may repeat.
-    """
+    """Raise BadRow if two columns have one name, unless that is empty."""
     repeated_names = [column for column, count in Counter(columns).items() if column and count > 1]
     if repeated_names:
         raise BadRow(f"{name}: two columns have the name {printable(repeated_names[0], _SHOWN)}; rename one of them")
 
 
 def _no_rows(name: str, source: object, needs: str) -> BadRow:
-    """Return the error for an argument that is neither a list of dicts nor a table."""
+    """Return the error for a ``source`` that is neither a list of dicts nor a table."""
     return BadRow(f"{name}: expected a list of dicts or a table with {needs}, got {type(source).__name__}")
 
 
 class _ArrowRows:
-    """The rows of an Arrow batch, as whole columns or one by one.
+    """The rows of an Arrow batch, as columns or one by one; ``start`` is the number of the first row.
 
-    Iterating yields the position of each row ("row 7") and the row as a dict. ``start`` is the number of the first row.
+    Iterating yields the position of each row ("row 7") and the row as a dict.
     """
 
     def __init__(self, batch: pa.RecordBatch, start: int) -> None:
@@ -296,7 +290,7 @@ class _ArrowRows:
         return column if pc.all(pc.is_finite(column), min_count=0).as_py() else None
 
     def carried(self, own_columns: Collection[str]) -> pa.Array:
-        """Return the columns other than ``own_columns`` of each row as JSON; null for a row without values there."""
+        """Return the other columns of each row as JSON; null for a row without values there."""
         carried_places = [i for i, name in enumerate(self._batch.schema.names) if name not in own_columns]
         if not carried_places:
             return pa.nulls(len(self._batch), pa.string())
@@ -323,7 +317,7 @@ class _DictRows:
             return None
 
     def numbers(self, name: str) -> pa.Array | None:
-        """Return a column as float64, null for a row without it; None if a value is not a finite number."""
+        """Return a column as float64, null where it is missing, with text parsed; None if a value is not finite."""
         values = [None if row.get(name) is None else number_of(row[name]) for _, row in self._rows]
         finite = all(value is None or math.isfinite(value) for value in values)
         return pa.array(values, pa.float64()) if finite else None
@@ -374,8 +368,7 @@ def parse_json(text: str) -> UserValue:
     """Parse JSON that a user wrote.
 
     Raises:
-        ValueError: it is not JSON, a number has too many digits, or lists and objects are nested more than 100 deep,
-            which Python may fail to write again.
+        ValueError: it is not JSON, a number has too many digits, or lists and objects are nested more than 100 deep.
     """
     try:
         value: UserValue = json.loads(text)
@@ -393,11 +386,9 @@ def parse_json(text: str) -> UserValue:
 def text_in(row: UserRow, name: str, where: str) -> str:
     """Return a cell as text: text itself, a whole number (1.0 is "1"), a path, a UUID, or UTF-8 bytes.
 
-    Args:
-        where: the position of the row, for the error.
-
     Raises:
-        BadRow: the cell is missing or of another type, or has a NUL or invalid Unicode.
+        BadRow: the cell is missing or of another type, or has a NUL or invalid Unicode; the message begins with
+            ``where``.
     """
     try:
         text = cell_text(row.get(name), f"the {name}")
@@ -437,7 +428,7 @@ def cell_text(value: object, name: str) -> str:
 
 
 def number_of(value: UserValue) -> float:
-    """Return a cell as a number; text is parsed. NaN if it is not a number, including True and False."""
+    """Return a number or text as a float, which may be infinite; NaN for other values, including True and False."""
     if isinstance(value, bool) or not isinstance(value, str | bytes | SupportsFloat):
         return math.nan
     try:
@@ -447,22 +438,19 @@ def number_of(value: UserValue) -> float:
 
 
 def is_nan(value: UserValue) -> bool:
-    """Return True for a NaN, which pandas writes for an empty cell in a row's dict."""
+    """Return True for a NaN, which pandas writes for an empty cell."""
     return isinstance(value, float) and math.isnan(value)
 
 
 def is_text(name: str) -> bool:
-    """Return True for valid Unicode: no lone surrogates, which stand for bytes of a file name that are not UTF-8."""
+    """Return True for valid Unicode, which has no lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def serialize_carried(columns: UserRow, *, ensure_ascii: bool = True) -> str:
     """Serialize columns that are only carried along as strict JSON.
 
-    NaN and infinity become null, a lone surrogate, which cannot be printed, a question mark, and other types text.
-
-    Args:
-        ensure_ascii: True escapes characters that are not ASCII.
+    NaN and infinity become null, a lone surrogate becomes a question mark, and values of other types become text.
     """
     try:
         text = json.dumps(columns, default=shown_as, ensure_ascii=ensure_ascii, allow_nan=False)
@@ -476,5 +464,5 @@ def serialize_carried(columns: UserRow, *, ensure_ascii: bool = True) -> str:
 
 
 def shown_as(value: object) -> str:
-    """Return a value as text for a message or for JSON; bytes are decoded, with backslash escapes where not UTF-8."""
+    """Return a value as text for a message or for JSON; bytes that are not UTF-8 become backslash escapes."""
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)

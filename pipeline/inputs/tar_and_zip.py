@@ -1,9 +1,6 @@
 """Tars and zips as archives of videos.
 
-Each video of a tar is a member; .json, .txt and .cls members with its name are carried along, wherever they are in the
-tar (``_Sidecars``). The index of a tar is made from headers alone. The data of a member is one byte range of the tar; a
-worker reads only that, and checks the header before it to see whether the tar is still the one that was indexed. A
-member of a zip is read in the same way.
+The index of a tar is made from its headers and small carried members, that of a zip from its directory.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ _INFO = ".info"  # before .json in file names of yt-dlp
 class _MemberEntry(NamedTuple):
     """A member as its headers describe it, with the ``offset`` of its data.
 
-    ``wrong`` is the fault because of which its data cannot be read, or None.
+    ``wrong`` is its fault, or None.
     """
 
     name: str
@@ -63,13 +60,11 @@ class Tar(Archive):
         self._sidecars = _Sidecars()
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
-        """Yield the videos in order; broken places of the tar are members with a fault, named by their offset.
+        """Yield the videos in order; a break in the tar is a member with a fault, named by its offset ("@512").
 
-        Carried and left-out members are collected for ``pair_sidecars``; the former are read. A video that is a link or
-        device has a fault; other links, devices and folders are ignored, and so are the ``options``.
-
-        Raises:
-            OSError: the tar cannot be read.
+        Carried members (.json, .txt and .cls), of which those of up to 64 KiB are read, and left-out members are
+        collected for ``pair_sidecars``. A link, device or folder with the suffix of a video has a fault; others are
+        ignored, and so are the ``options``.
         """
         self._left_out = LeftOut()
         self._sidecars = _Sidecars()
@@ -103,8 +98,8 @@ class Tar(Archive):
         """Yield a member's bytes in pieces of at most 1 MiB.
 
         Raises:
-            VideoFault: "io" if the tar has changed: it is too short, or no header of this size is before the data.
-            OSError: the tar cannot be read.
+            VideoFault: "io" if the tar has changed: it is too short, or no header of this size (compared below 8 GiB)
+                is before the data.
         """
         offset, end = self.span(location)
         header = _parse_header(self._file.read(offset, offset + _BLOCK))
@@ -125,7 +120,7 @@ class Tar(Archive):
     def _read_carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
         """Return the content of a .json, .txt or .cls member, parsed unless it is a .txt; None if it is over 64 KiB.
 
-        Content that ``parse_json`` refuses is returned as text.
+        Content that ``parse_json`` refuses is returned as stripped text.
         """
         if entry.size > _MAX_CARRIED_BYTES:
             return None
@@ -138,10 +133,10 @@ class Tar(Archive):
             return text.strip()
 
     def _entries(self) -> Iterator[_MemberEntry]:
-        """Yield the members as their headers describe them.
+        """Yield the members as their headers describe them, up to the end mark of the tar.
 
-        A place without a valid header becomes a faulty entry named by its offset ("@512"), after which reading
-        continues at the next header. So does a missing end of the tar, and an end after which another tar follows.
+        An invalid header becomes a faulty entry named by its offset ("@512"), after which reading continues at the next
+        valid header. A missing end mark, and an end mark that another tar follows, also become an entry.
         """
         offset = 0
         size = self._file.size
@@ -180,7 +175,7 @@ class Tar(Archive):
 
         Args:
             block: the bytes of the header.
-            data: the offset after the header; the data of a sparse member starts after more headers.
+            data: the offset after the header.
         """
         wrong = extended_header.wrong
         records = extended_header.records
@@ -200,7 +195,7 @@ class Tar(Archive):
         return _MemberEntry(records.get("path") or extended_header.name or header.name, data, size, header.type, wrong)
 
     def _goes_on(self, end: int) -> bool:
-        """Return True if another header follows the end mark and the zeros that fill a record, within 16 KiB."""
+        """Return True if a valid ustar header is within 16 KiB after the end mark at ``end``."""
         padding = self._file.read(end, end + _MAX_RECORD_BYTES)
         blocks = (padding[start : start + _BLOCK] for start in range(0, len(padding), _BLOCK))
         return any(block[257:262] == b"ustar" and _parse_header(block) is not None for block in blocks)
@@ -219,7 +214,7 @@ class Tar(Archive):
 
 
 class _Extended:
-    """What the extended headers before a member's own header say: its name, its records, and a fault ``wrong``."""
+    """What the extended headers before a member's own header say; ``wrong`` is a fault."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -241,7 +236,7 @@ class _Extended:
 
 
 def _parse_header(block: bytes) -> tarfile.TarInfo | None:
-    """Parse a header; return None if it is not valid or its size is negative."""
+    """Parse a header; return None if it is not valid."""
     try:
         header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except (tarfile.HeaderError, ValueError):
@@ -279,7 +274,7 @@ class _Sidecars:
 
     A video gets the members with its own stem: a.b.json goes with a.b.mp4, or a.b.info.json if there is no a.b.json.
     For a suffix without these, it gets that of its WebDataset key, the name up to the first dot: a.json goes with
-    a.left.mp4 and a.right.mp4. But if a.mp4 is in the tar too, a.json belongs to that video alone.
+    a.left.mp4 and a.right.mp4, unless a.mp4 is in the tar too.
     """
 
     def __init__(self) -> None:
@@ -292,7 +287,8 @@ class _Sidecars:
     def pair(self, videos: Sequence[str]) -> tuple[list[str | None], list[str]]:
         """Return the carried members of each of the ``videos`` as JSON, and the names of members without a video.
 
-        The JSON maps the suffix to the content: {"json": ..., "txt": ...}; None for a video without any.
+        The JSON maps the suffix to the content: {"json": ..., "txt": ...}, null for a member that was not read. A video
+        without members has None.
         """
         stems = {_stem(name) for name in videos}
         paired_names = set[str]()
@@ -348,9 +344,6 @@ class Zip(Archive):
         A member that is encrypted, a link or device, or neither stored nor deflated has a fault. A zip without a valid
         directory gives a single member "@0" with a fault. This sets ``note`` if the encoding of a name is unknown.
         ``zip_encoding`` is the only option that is used.
-
-        Raises:
-            OSError: the zip cannot be read.
         """
         self._left_out = LeftOut()
         try:
@@ -392,7 +385,6 @@ class Zip(Archive):
             VideoFault: "io" if the header at the offset is missing or has another size; "corrupt" if the data is
                 damaged, has another size than indexed, or another CRC-32 than the header states, which is not checked
                 if the size follows the data.
-            OSError: the zip cannot be read.
         """
         size = location.size or 0
         header = self._file.read(location.offset, location.offset + _HEADER.size).ljust(_HEADER.size)
@@ -429,10 +421,7 @@ class Zip(Archive):
 
 
 def _list_entries(file: RandomFile) -> list[zipfile.ZipInfo]:
-    """Return the entries of a zip's directory.
-
-    If the flag of a name promises UTF-8 and the name is not, zipfile fails; then all entries are read without this
-    flag.
+    """Return the entries of a zip's directory, without UTF-8 flags if one of them is wrong.
 
     Raises:
         ValueError, BadZipFile, struct.error, NotImplementedError: the directory is invalid or unsupported.
@@ -460,11 +449,10 @@ class _WithoutUtf8Flags(SeekableFile):
 
 
 def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool, str | None]:
-    """Return the name of a member, True if its encoding is known, and its fault or None.
+    """Return the name of a member, True if it is known how to decode it, and its fault or None.
 
-    The encoding is known if the name is ASCII, has the UTF-8 flag or a Unicode field of Info-ZIP, or is valid UTF-8.
-    Other names are decoded by ``encoding`` (--zip-encoding); without it, or with a fault if that fails, by cp437. A
-    name of known encoding has no fault.
+    That is known if the name is ASCII, has the UTF-8 flag or a Unicode field of Info-ZIP, is valid UTF-8, or is valid
+    in ``encoding`` (--zip-encoding). Other names are decoded by cp437; they have a fault if ``encoding`` is given.
     """
     name = info.orig_filename
     if info.flag_bits & _UTF8_FLAG or name.isascii():
@@ -486,8 +474,7 @@ def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool
 def _unicode_name(extra: bytes, raw: bytes) -> str | None:
     """Return the name in the Unicode path field 0x7075 of ``extra``, or None.
 
-    None is returned if there is no such field, it is not UTF-8, or its CRC-32 is not that of ``raw``, because a tool
-    that ignores the field renamed the member.
+    None is returned if there is no such field, it is not UTF-8, or its CRC-32 is not that of ``raw``.
     """
     while len(extra) >= _FIELD.size:
         kind, length = _FIELD.unpack_from(extra)

@@ -36,9 +36,8 @@ First = Literal["all", "needed", "kept"]
 def plan_indexing(first: First, *, is_limited: bool, may_share_ids: bool, keeps_indexes: bool) -> tuple[Missing, bool]:
     """Decide which archives are indexed before a run starts, and which wait and are indexed while it runs.
 
-    Nothing else decides this. The columns on the right are the state of an archive's kept index: it fits, the archive
-    has changed since, or there is none. Only tars and zips have kept indexes. An archive that must not be read has no
-    index and does not wait: it is a single error row.
+    The columns on the right are the state of an archive's kept index: it fits, the archive has changed since, or there
+    is none, as for tables. An archive that must not be read does not wait.
 
     ========  ==========  =============  ===========  ===========  ========
     first     is_limited  may_share_ids  index fits   changed      no index
@@ -55,15 +54,14 @@ def plan_indexing(first: First, *, is_limited: bool, may_share_ids: bool, keeps_
     limit.
 
     Args:
-        first: the argument of ``VideoList.read``.
         is_limited: True if fewer videos than all may be taken (``--limit``).
         may_share_ids: True if videos of two archives, or of an archive and others, may have the same id. Also True for
             a single archive, which would gain nothing from waiting without a limit.
-        keeps_indexes: True if there is a cache with kept indexes. If False, "needed" is "all", unless ``is_limited``.
+        keeps_indexes: True if a cache keeps indexes. If False, "needed" is "all", unless ``is_limited``.
 
     Returns:
-        What ``Indexes.read`` does before the start if no kept index fits (an archive that yields nothing waits); and
-        True if the archives after one that waits wait too, even if their indexes fit.
+        The argument ``missing`` of ``Indexes.read`` before the start (an archive that yields nothing waits); and True
+        if the archives after one that waits wait too.
     """
     if first == "kept":
         return "skip", False
@@ -77,13 +75,9 @@ def plan_indexing(first: First, *, is_limited: bool, may_share_ids: bool, keeps_
 class VideoList:
     """The videos of a run: those known before it starts, and those of archives that are indexed while it runs.
 
-    ``read`` decides with ``plan_indexing`` which archives are indexed before the start. ``read_unindexed`` indexes the
-    others.
-
     Attributes:
         known: the videos known before the start, in a stable order, MANIFEST_SCHEMA.
         indexes: the indexes of archives; its ``left_out`` counts the files that are left out.
-        objects: the access to S3.
         is_limited: True if fewer videos than all may be taken. ``read_unindexed`` then reads one archive at a time, and
             a large one in several views.
         unindexed: the archives whose videos are not in ``known``, in the order of the list.
@@ -112,20 +106,19 @@ class VideoList:
         A member of an archive whose id an earlier video has becomes an error row with the id ID@URI.
 
         Args:
-            names: folders, globs, files, manifests or addresses, with brace patterns. A manifest on S3 costs one GET;
-                other addresses cost what ``listings.list_objects`` says.
+            names: folders, globs, files, manifests or addresses, with brace patterns.
             video_roots: folders and prefixes that manifests and tables may name besides their own.
             objects: the access to S3; None reads it from the environment.
             indexes: the indexes of archives, whose ``roots`` are set; None keeps none.
-            first: the archives that are indexed now (``plan_indexing``). "all": all of them. "needed": those that
-                cannot wait until the run works. "kept": none; only kept indexes that fit their archives are read.
-            is_limited: True if fewer videos than all may be taken (``--limit``). Then tables and archives that may
-                share an id can wait too.
+            first: the archives that are indexed now. "all": all of them. "needed": those that cannot wait until the run
+                works (``plan_indexing``). "kept": none; only kept indexes that fit their archives are read.
+            is_limited: True if fewer videos than all may be taken. Then tables and archives that may share an id can
+                wait too.
 
         Raises:
-            ManifestError (a UsageError): the list cannot be made: a folder is missing or has no video, a manifest
-                cannot be read, a ``video_id`` is missing or repeated, an archive is named twice or, without a limit,
-                has only repeated ids, no archive has a video, or the only row of the only name has a fault.
+            ManifestError (a UsageError): the list cannot be made: for example, a folder is missing or has no video, a
+                manifest cannot be read, a ``video_id`` is missing or repeated, an archive is named twice or, without a
+                limit, has only repeated ids, no archive has a video, or the only row of the only name has a fault.
             RunFailed: an index cannot be written.
         """
         objects, indexes = objects or Objects.from_environment(), indexes or Indexes()
@@ -162,14 +155,13 @@ class VideoList:
     def read_unindexed(self) -> Generator[View, None, None]:
         """Index the archives in ``unindexed``, and yield their views in order. Call this once.
 
-        A video with the id of an earlier one becomes an error row with the id ID@URI. Progress lines go to
-        ``Indexes.say``.
+        A video with the id of an earlier one becomes an error row with the id ID@URI.
 
         Without a limit, 32 archives are read at once, and each gives one view of all its videos. With a limit, archives
         are read one by one, and a large one gives several views, each with all videos of the previous view. To leave
         the rest unread, close the generator, or call ``close`` from another thread.
 
-        The left-out files of a whole view are counted before it is yielded; call ``count_left_out`` for other views.
+        The left-out files of whole views are counted; call ``count_left_out`` for other views.
 
         Raises:
             ManifestError: the options do not fit an archive.
@@ -192,15 +184,14 @@ class VideoList:
         self.indexes.stopped.set()
 
     def count_left_out(self, view: View) -> None:
-        """Count the left-out files of a view. Call this for a view that is not whole if it is the last one read."""
+        """Count the left-out files of a view; needed if the last view read is not whole."""
         self.indexes.left_out.add_all(view.left_out.as_record())
 
     def _read_first(self, archives: Sequence[NamedFile], missing: Missing, *, in_order: bool) -> list[pa.Table]:
         """Return a table of videos per archive; it is empty for an archive that waits, which is added to ``unindexed``.
 
-        The left-out files of the other archives are counted.
-
-        With ``in_order``, every archive after one that waits is added too; its view is dropped, and read again later.
+        The left-out files of the other archives are counted. With ``in_order``, every archive after one that waits is
+        added too; its view is dropped, and read again later.
         """
         tables = list[pa.Table]()
         with closing(self._note_progress(self._read_in_parallel(archives, missing), len(archives))) as views:
@@ -218,10 +209,7 @@ class VideoList:
     ) -> Generator[View | None, None, None]:
         """Yield the whole view of each archive in order; None for an archive that waits, or after ``close``.
 
-        ``missing`` says what to do if no kept index fits: "make", "renew" or "skip", as in ``Indexes.read``.
-
-        If the generator is closed or an archive raises an error, it calls ``close``, so that the threads that still
-        read end at their next member.
+        If the generator is closed early or an archive raises an error, this calls ``close``.
         """
         with request_threads(_AT_ONCE) as pool:
             begun = (pool.submit(list, self.indexes.read(archive, self.objects, missing)) for archive in archives)
@@ -236,7 +224,7 @@ class VideoList:
                 raise
 
     def _read_in_views(self) -> Generator[View | None, None, None]:
-        """Yield the views of each archive, one archive after the other, until ``close``."""
+        """Yield the views of each archive in turn, until ``close``."""
         for archive in self.unindexed:
             if self.indexes.stopped.is_set():
                 return
@@ -245,10 +233,9 @@ class VideoList:
     def _note_progress(
         self, views: Generator[View | None, None, None], n_archives: int
     ) -> Generator[View | None, None, None]:
-        """Yield the views unchanged; pass a progress line to ``Indexes.say`` every 10 s, and at the end.
+        """Yield the views unchanged; pass a progress line to ``Indexes.say`` every 10 s at most, and at the end.
 
-        The last line is left out if no archive had to be read. An archive that waits, whose view is None, does not
-        count as indexed.
+        The last line is left out if no archive had to be read. An archive that waits does not count as indexed.
         """
         last_line_at = time.monotonic()
         n_archives_seen = 0
@@ -289,13 +276,13 @@ class VideoList:
 
 
 class Ids:
-    """The ids of all videos so far, as hashes of 16 bytes."""
+    """The ids that were added so far, as hashes of 16 bytes."""
 
     def __init__(self) -> None:
         self._high, self._low = np.empty(0, np.uint64), np.empty(0, np.uint64)  # sorted by the high half
 
     def find_repeated(self, videos: pa.Table) -> NDArray[np.bool_]:
-        """Return a mask [n] of the videos (MANIFEST_SCHEMA) whose id an earlier video has, here or of ``add``.
+        """Return a mask [n] of the videos whose id was added or belongs to an earlier one of ``videos``.
 
         Separate files count as earlier than all members.
         """
@@ -330,10 +317,9 @@ class Ids:
 
 
 def _may_share_ids(all_contents: Sequence[NameContents], archives: Sequence[NamedFile]) -> bool:
-    """Return False if only tars and zips are named, at least two of them, and no two of these can share an id.
+    """Return False if only tars and zips are named, at least two, and no two of these can share an id.
 
-    An id begins with its archive's name, so two archives can share one only if one name, with a slash, begins the
-    other. Rows of tables, and videos beside archives, may have any id.
+    Two archives can share an id only if one's name, with a slash, begins the other's.
     """
     if len(archives) <= 1 or any(contents.videos is not None for contents in all_contents):
         return True
@@ -343,7 +329,7 @@ def _may_share_ids(all_contents: Sequence[NameContents], archives: Sequence[Name
 
 
 def find_size(archive: NamedFile) -> int:
-    """Return the size of an archive in bytes; 0 if it is unknown."""
+    """Return the size of an archive in bytes, from its listing or the disk; 0 if it is unknown."""
     if archive.info is not None:
         return archive.info.size
     try:

@@ -69,10 +69,7 @@ def build(name: str) -> Path:
 
 
 def write(name: str, folder: Path) -> None:
-    """Write all files of the tiny model ``name`` into an existing folder: weights, config, processor and tokenizer.
-
-    Existing files of these names are replaced.
-    """
+    """Write all files of the tiny model ``name`` into an existing folder, over existing ones."""
     model = _ALL[name]
     save_file(draw_weights(model.tensors, model.config), folder / "model.safetensors", metadata={"format": "pt"})
     for filename, content in {"config.json": model.config, **model.processor_files}.items():
@@ -96,8 +93,6 @@ def identity(name: str) -> str:
 
 def _choose_cache_root() -> Path:
     """Return the parent folder of tiny models: $XDG_CACHE_HOME/gstep, or gstep-<uid> in the temporary folder.
-
-    It is not in the home folder by default, so that a first try leaves nothing there.
 
     Raises:
         ModelError: the folder in the temporary folder belongs to another user.

@@ -1,8 +1,4 @@
-"""The tiny LLaVA-OneVision and the tiny SigLIP that belongs to it, with 64 channels and two layers.
-
-The geometry is that of the real models: 27 x 27 patches, 196 tokens per frame. SigLIP has what LLaVA-OneVision lacks:
-the attention-pooling head and the text tower.
-"""
+"""The tiny LLaVA-OneVision and the tiny SigLIP that belongs to it, in the geometry of the real models."""
 
 from __future__ import annotations
 

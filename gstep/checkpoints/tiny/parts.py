@@ -14,10 +14,8 @@ class TinyModel:
     """The recipe of a tiny model, from which every file in its folder is made.
 
     Attributes:
-        config: the content of config.json.
-        tensors: the tables of its tensors, name prefix -> table, in the notation of ``weights``.
-        tokenizer: the description of its tokenizer.
-        processor_files: the content of its other JSON files, by file name.
+        tensors: name prefix -> table of tensors, in the notation of ``weights``.
+        processor_files: file name -> content of its other JSON files.
     """
 
     config: Mapping[str, Any]

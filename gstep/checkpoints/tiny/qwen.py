@@ -1,7 +1,4 @@
-"""The tiny Qwen models: 64 channels, with the patches, windows and deepstack levels of the real ones.
-
-Qwen2.5-VL, Qwen3-VL, and the later ones with the tower of Qwen3-VL: Qwen3-VL-MoE, Qwen3.5 and Qwen3.5-MoE.
-"""
+"""The tiny Qwen models: 64 channels, with the patches, windows and deepstack levels of the real ones."""
 
 from __future__ import annotations
 
@@ -182,7 +179,7 @@ def _make_qwen3(
         language_model: the table of the language model's tensors, without its head.
         text: the settings of text_config that differ from those of Qwen3-VL.
         levels: the blocks of the tower from which deepstack levels are taken.
-        opening: the text with which the prompt begins the answer.
+        opening: the beginning of the answer in the prompt.
     """
     config = {
         **_TOKEN_IDS,

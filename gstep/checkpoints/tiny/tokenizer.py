@@ -38,14 +38,14 @@ You are a helpful assistant. user system assistant true false yes no first secon
 
 @dataclass(frozen=True)
 class TinyTokenizer:
-    """The description of one family's tokenizer: special tokens, chat template and limits.
+    """The description of one family's tokenizer.
 
     Attributes:
         special: the special tokens, the padding token first.
-        chat_template: Jinja, in the form of published checkpoints; None for a text tower, whose texts are normalized to
-            lower case without punctuation and get an end token, as in SigLIP's tokenizer.json.
+        chat_template: Jinja; None for a text tower, whose texts are normalized to lower case without punctuation and
+            get an end token, as in SigLIP's tokenizer.json.
         end: the special token that ends an answer or a text.
-        max_length: the maximum length of a text in tokens.
+        max_length: in tokens.
         roles: attribute name -> special token, for tokens that the stock processor reads from the tokenizer.
     """
 
@@ -56,7 +56,7 @@ class TinyTokenizer:
     roles: Mapping[str, str] = field(default_factory=dict)
 
     def find_token_id(self, token: str) -> int:
-        """Return the id of a special token: the trainer numbers them first."""
+        """Return the id of a special token."""
         return self.special.index(token)
 
 
@@ -115,7 +115,7 @@ def _save(folder: Path, tokenizer: Tokenizer, kind: TinyTokenizer) -> None:
 
 
 def _make_normalizer() -> normalizers.Normalizer:
-    """Make a normalizer equal to canonicalize_text of transformers' SiglipTokenizer (models/siglip)."""
+    """Make a normalizer equal to canonicalize_text of transformers' SiglipTokenizer."""
     punctuation = "".join(f"\\{mark}" for mark in string.punctuation)
     return normalizers.Sequence(
         [

@@ -1,8 +1,7 @@
 """The weights of the tiny models: tables of the tensors' names and shapes, and one rule that draws any tensor.
 
 A line of a table is "names dimensions... [@mean]". Names have choices, {q,k,v}, and counts, {layers}, in braces. A
-dimension is a number, a key of ``_read_sizes``, or a term of them, 2*keys+values. Biases take only the first of a
-line's dimensions.
+dimension is a number, a key of ``_read_sizes``, or a term of them, 2*keys+values. Biases take only the first dimension.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ _SPECIAL_TOKENS = 8  # no family has more
 
 
 def draw_weights(tables: Mapping[str, str], config: Mapping[str, Any]) -> Weights:
-    """Draw the tensors of tables, with sizes from a config; return name -> float32 array.
-
-    Args:
-        tables: name prefix -> table.
-    """
+    """Draw the tensors of tables (name prefix -> table), with sizes from a config; return name -> float32 array."""
     sizes, weights = _read_sizes(config), Weights()
     for prefix, table in tables.items():
         for line in table.splitlines():
@@ -77,9 +72,9 @@ def _read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
 def _draw(name: str, shape: tuple[int, ...], mean: float | None = None) -> Array:
     """Draw a tensor, seeded by its name and scaled so that the tokens of a video differ clearly.
 
-    The values are uniform, each from 16 bits of PCG64's stream, which takes only exact operations: the same bits on
-    every machine. Half of a patch embedding, and of a matrix behind a GELU, is the negated other half; in ``lm_head``,
-    special tokens are halved.
+    The values are uniform, each from 16 bits of PCG64's stream, by exact operations: the same bits on every machine.
+    Half of a patch embedding, and of a matrix behind a GELU, is the negated other half; in ``lm_head``, special tokens
+    are halved.
 
     Args:
         mean: None uses 1 for the weight of a norm and 0 for other tensors.
@@ -105,7 +100,7 @@ def _draw(name: str, shape: tuple[int, ...], mean: float | None = None) -> Array
 
 
 def _find_deviation(name: str, shape: tuple[int, ...]) -> float:
-    """Return the standard deviation of a tensor: constant for embeddings and vectors, otherwise gain / sqrt(inputs)."""
+    """Return a tensor's standard deviation: 0.7 for embeddings, 0.05 for vectors, otherwise gain / sqrt(inputs)."""
     if _EMBEDDINGS.search(name):
         return _LOUDNESS
     if len(shape) == 1:
@@ -122,7 +117,7 @@ def _compute(term: str, sizes: Mapping[str, int]) -> int:
 
 
 def _expand(names: str, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Return an iterator over the names that a table's names stand for: all combinations of choices and counts."""
+    """Return an iterator over all combinations of choices and counts in a table's names."""
     choices: list[list[str]] = []
     for i, part in enumerate(re.split(r"[{}]", names)):
         is_count = i % 2 and "," not in part
