@@ -1,7 +1,4 @@
-"""The tables of pruning methods: each name with the import path of its class.
-
-Classes are given as import paths, so that ``--help`` lists the methods without importing torch. Methods whose class
-attribute ``cacheable`` is True belong in VIDEO_METHODS, the others in QUESTION_METHODS.
+"""The tables of pruning methods: each name with the import path of its class, so that ``--help`` imports no torch.
 
 These published methods are not included:
 

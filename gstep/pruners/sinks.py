@@ -1,8 +1,7 @@
 """SToP: sink scores, which four methods use to rank attention sinks lower.
 
-A sink is a position that gets much attention in all frames, whatever they show.
-
-Shapes: T frames, N tokens per frame, X tokens of a frame that are not selected yet.
+A sink is a position that gets much attention in all frames, whatever they show. Shapes: X tokens of a frame that are
+not selected yet.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class SinkPruner(Pruner):
 
     Source: the rules of github.com/rlqja1107/SToP at 3bf998c, for LLaVA; it has no license, so none of its code is
     used. The authors' values of ``mu_s`` at 10 % are 0.03 for VisionZip, 0.02 for FastVID and FlashVID, and 0.04 (with
-    ``mu_t`` 0.07) for HoliTom. They fit the encoder's attention as its softmax gives it, so do not normalize it again.
+    ``mu_t`` 0.07) for HoliTom. They fit attention as the encoder's softmax gives it.
 
     Attributes:
         mu_s: The weight of a position's sink score, which is subtracted from its attention, >= 0. With 0, the method is
@@ -39,11 +38,7 @@ class SinkPruner(Pruner):
     mu_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check ``mu_s`` and convert it to a float.
-
-        Raises:
-            ValueError: ``mu_s`` is negative or not a finite number.
-        """
+        """Check ``mu_s`` and convert it to a float; raise ValueError if it is negative or not a finite number."""
         self._set(mu_s=check_number("mu_s", self.mu_s, "at least 0", lambda x: x >= 0))
 
     def params(self) -> dict[str, Any]:
@@ -59,9 +54,7 @@ class SinkPruner(Pruner):
             raise ValueError(f"mu_s is defined for variant llava alone; set it to 0 for variant {variant}")
 
     def _suppress_sinks(self, attention_TN: Tensor) -> Tensor:
-        """Return the attention of all frames minus ``mu_s`` times each position's sink score, in float64.
-
-        With ``mu_s`` 0, the attention itself is returned.
+        """Return the attention minus ``mu_s`` times each position's sink score, in float64; unchanged if ``mu_s`` is 0.
         """
         if self.mu_s == 0:
             return attention_TN
@@ -75,8 +68,8 @@ class SinkPruner(Pruner):
 def sink_scores(attention_TN: Tensor) -> Tensor:
     """Compute each position's sink score, [N] float64 in [0, 1].
 
-    It is the mean attention over frames to the power 1.1, rescaled. Negative means count as 0. The scores are all 0 if
-    the means are equal.
+    It is the mean attention over frames (at least 0) to the power 1.1, rescaled so that the lowest is 0 and the highest
+    1. The scores are all 0 if the means are equal.
     """
     power_N = attention_TN.double().mean(dim=0).clamp(min=0) ** _GAMMA
     return (power_N - power_N.min()) / (power_N.max() - power_N.min() + 1e-12)
@@ -94,7 +87,7 @@ def move_off_sinks(targets: Sequence[int], is_sink_X: Sequence[bool]) -> list[in
     target on is chosen.
 
     Args:
-        targets: Numbers in [0, len(is_sink_X)); at most as many as there are numbers.
+        targets: Numbers in [0, len(is_sink_X)), at most as many as ``is_sink_X`` has.
 
     Returns:
         Different numbers, ascending.
