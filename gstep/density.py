@@ -30,11 +30,11 @@ def work_dtype(tokens: Tensor) -> torch.dtype:
 
 
 def compute_working_scale(tokens: Tensor) -> float:
-    """Compute a power of two such that squares of the largest of ``tokens`` times this factor neither overflow nor vanish.
+    """Compute a power of two that keeps the square of the largest of ``tokens`` in range.
 
     The factor is 1.0 if the largest magnitude is 0 or between about 2^-40 and 2^40 (2^-300 and 2^300 for float64).
     Otherwise it brings this magnitude into [1/2, 1), as far as a factor from 2^-126 to 2^126 (2^-1000 to 2^1000) can.
-    ``tokens`` are finite and not empty, of any shape.
+    ``tokens`` are finite and not empty.
     """
     safe, furthest = (300, 1000) if work_dtype(tokens) == torch.float64 else (_SAFE_EXPONENT, 126)
     low, high = torch.stack(torch.aminmax(tokens)).tolist()  # one transfer from a GPU, not two
@@ -43,8 +43,7 @@ def compute_working_scale(tokens: Tensor) -> float:
 
 
 def scale_to_work_dtype(tokens: Tensor) -> Tensor:
-    """Convert ``tokens`` to their work dtype and multiply them by their working scale; return them as they are if possible.
-    """
+    """Convert ``tokens`` to their work dtype and multiply them by their working scale, without a copy if possible."""
     scale = compute_working_scale(tokens)
     tokens = tokens.to(work_dtype(tokens))
     return tokens if scale == 1.0 else tokens * scale
@@ -205,7 +204,9 @@ def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
 
 
 def box_kernel(radius: int | None = None) -> Tensor:
-    """Compute the fixed window of the smoothing ablation: 2r+1 equal weights with sum 1, float64 on the CPU; r is 1 by default.
+    """Compute the fixed window of the smoothing ablation: 2r+1 equal weights with sum 1, float64 on the CPU.
+
+    ``radius`` None means 1.
     """
     taps = 2 * (1 if radius is None else radius) + 1
     return torch.full((taps,), 1.0 / taps, dtype=torch.float64, device="cpu")

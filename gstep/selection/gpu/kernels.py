@@ -3,14 +3,12 @@
 The kernels were tested in Triton's interpreter on a CPU against ``gstep.selection.reference``, compiled for sm_80 and
 sm_90, and run on an H200 (jobs/benchmark/README.md has the figures).
 
-Shapes: M tokens, D = HIDDEN size, R rows of a launch (all tokens or some), S the number of rows rounded up to a
-multiple of 16.
+Shapes: D = HIDDEN size, R rows of a launch (all tokens or some), S the number of rows rounded up to a multiple of 16.
 
 Every distance is 1 - dot * (inverse norm of a * inverse norm of b). The dot products of raw tokens are accumulated in
-float32, then scaled in float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), as in
-``gstep.selection.reference``. If float32 holds the dot products exactly, the distances are bit-equal to the
-reference's. So are the keys (distance + beta) * weight by which tokens are ranked, since no kernel takes a logarithm or
-a power.
+float32, then scaled in float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), as in the
+reference. If float32 holds the dot products exactly, the distances are bit-equal to the reference's, and so are the
+keys (distance + beta) * weight by which tokens are ranked.
 
 Norms are square roots of dot products, too. Tensor cores drop bits as they accumulate, so that a product over thousands
 of channels is too small by more than ZERO_DISTANCE of itself. With exact norms, a token would have that distance to its
@@ -65,10 +63,9 @@ def squares_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Store each token's dot product with itself, computed exactly as ``gram_kernel`` computes products.
+    """Store each token's dot product with itself in ``squares_ptr`` [n_tokens], as float64.
 
-    ``squares_ptr`` [n_tokens] gets them as float64. The sums are float32, so they are bit-equal to the diagonal of
-    ``gram_kernel``.
+    The sums are float32, so they are bit-equal to the diagonal of ``gram_kernel``.
 
     Grid: (ceil(n_tokens / BLOCK),).
     """
@@ -106,9 +103,8 @@ def gram_kernel(
 
     ``row_ptr`` holds row numbers of ``tokens_ptr`` [M, HIDDEN]. Columns from R on are not written.
 
-    Grid: (ceil(R / BLOCK) ** 2,). The program of a tile above the diagonal also writes the mirrored tile below, whose
-    program returns at once. GROUP rows of tiles are traversed column by column, so that programs that run together
-    share tokens in L2.
+    Grid: (ceil(R / BLOCK) ** 2,). The program of a tile above the diagonal also writes the mirrored tile below. GROUP
+    rows of tiles are traversed column by column, so that programs that run together share tokens in L2.
     """
     n_tiles = tl.cdiv(n_rows, BLOCK)
     program = tl.program_id(0)
@@ -147,8 +143,7 @@ def fold_kernel(
     ``gram_ptr`` and ``distances_ptr`` are [R, stride]; distances are 0 from column R on. ``inverse_ptr`` [M] has the
     inverse norms of all tokens, float64. ``constants_ptr`` [2] holds beta, which is not used here, and ZERO_DISTANCE.
 
-    The distances are float64, because float32 would make distances equal that the reference distinguishes. This kernel
-    is separate from ``gram_kernel``, because a tile in float64 would not fit in registers.
+    The distances are float64, because float32 would make distances equal that the reference distinguishes.
 
     Grid: (ceil(R / ROWS), ceil(stride / BLOCK)).
     """
@@ -221,16 +216,14 @@ def greedy_kernel(
     """Pick by Eqs. (10)-(12), one token after the other, until the budget is spent or no row passes the bar.
 
     Grid: (1,). The program keeps all distances and weights in registers: SLOTS of each, a power of 2 that is at least
-    the width S. On an H200, 32 warps were fastest, and one search over all slots was faster than three over sections of
-    them. Loading 16,384 weights again for each pick was slower than spilling some.
+    the width S. On an H200, 32 warps were fastest.
 
     ``distances_ptr`` [S, S] is float64. ``distance_ptr`` [S] float64 is updated by every pick; picked tokens and
     padding have -inf. ``weight_ptr`` [S] is float64. ``row_ptr`` [S] has each row's token, ascending.
 
     The bar is the best token that has no row here. ``bar_ptr`` [1] has its key, and ``bar_index_ptr`` [1] the number of
     rows with a lower token index; they are -inf and 0 if there is no bar. A row passes the bar if its key is higher, or
-    if the key is equal and the token index lower. Because rows ascend by token, the latter means best <
-    ``bar_index_ptr``.
+    if the key is equal and the token index lower: best < ``bar_index_ptr``.
 
     Picks are written to ``order_ptr`` [budget] int64 from position ``count_ptr`` [1] on, which is raised.
     ``constants_ptr`` [2] holds beta, and ZERO_DISTANCE, which is not used here. ``sixteenths`` is S / 16, and
