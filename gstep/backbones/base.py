@@ -1,7 +1,4 @@
-"""Interfaces of a model before (``ModelFamily``) and after (``Backbone``) its weights are loaded.
-
-A backbone turns the resized frames of a video into visual tokens.
-"""
+"""Interfaces of a model before (``ModelFamily``) and after (``Backbone``) its weights are loaded."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ class TowerWork(NamedTuple):
 class ModelFamily(ABC):
     """A model described by its config and preprocessor files, before its weights are loaded.
 
-    ``family_of`` creates it. It is picklable and cheap; ``load`` returns the model that encodes.
+    ``family_of`` creates it. It is picklable and cheap.
 
     Attributes:
         source: the resolved model.
@@ -129,12 +126,11 @@ class ModelFamily(ABC):
         """Check by name that the checkpoint has all tensors of the vision part, unquantized. No weights are read.
 
         Returns:
-            True, or False if nothing was checked: the names are not available without a download, or there is no
+            False if nothing was checked: the names are not available without a download, or there is no
             :meth:`empty_tower`.
 
         Raises:
-            ModelError: tensors are missing or quantized (the message has some of their names), or a weight file is
-                damaged.
+            ModelError: tensors are missing or quantized, or a weight file is damaged.
         """
         if (types := read_tensor_types(self.source)) is None:
             return False
@@ -216,28 +212,28 @@ class ModelFamily(ABC):
     def static(self) -> StaticParts:
         """Read hidden size, newline row and number of deepstack levels, without building the model.
 
-        Does not import transformers. The newline row is the only weight that is read.
-
         Raises:
             ModelError: the checkpoint lacks the newline row that the family puts after a video.
         """
 
     @abstractmethod
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Compute (T, N) for ``n_frames`` resized frames of [height, width] pixels, from the config alone.
+        """Compute (T, N) for ``n_frames`` resized frames of [height, width] pixels.
 
         T is the number of frames (of temporal patches on Qwen), N the number of tokens in each.
         """
 
     @abstractmethod
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count the matrix products for encoding one T of frames of [height, width] pixels, from the config alone."""
+        """Count the matrix products for encoding one T of frames of [height, width] pixels.
+
+        The generic family, whose work is unknown, raises ModelError.
+        """
 
     def flops(self, n_frames: int, height: int, width: int) -> int | None:
-        """Count the floating-point operations for encoding ``n_frames`` resized frames, from the config alone.
+        """Count the floating-point operations of matrix products and convolutions for encoding resized frames.
 
-        A multiplication and an addition count as two; only matrix products and convolutions count. The generic family
-        returns None, because the work of its models is unknown.
+        A multiplication and an addition count as two. The generic family returns None.
         """
         T, N = self.token_counts(n_frames, height, width)
         work = self.tower_work(height, width)
@@ -245,9 +241,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Compute the size in bytes of a video's visual tokens and evidence in bfloat16, from the config alone.
-
-        Settings that the config lacks have the family's defaults.
+        """Compute the size in bytes of a video's visual tokens and evidence in bfloat16.
 
         Args:
             n_frames, height, width: number and size of the resized frames.
@@ -301,7 +295,7 @@ class SampledVideo:
 
     @property
     def sampled_fps(self) -> float:
-        """Sampled frames per second of the clip, as VideoMetadata.sampled_fps of transformers (video_utils.py)."""
+        """Sampled frames per second of the clip, as VideoMetadata.sampled_fps of transformers."""
         return self.n_frames / self.clip_frames * (self.clip_fps or self.fps)
 
     @property
@@ -380,8 +374,6 @@ class Backbone(ABC):
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
         """Encode several videos, one ``VisualTokens`` each; families that support it run them in one pass of the tower.
-
-        The base implementation calls :meth:`encode_chunk` per video.
         """
         return [self.encode_chunk(frames, evidence) for frames in videos]
 
@@ -415,8 +407,7 @@ class Backbone(ABC):
 
         Args:
             frames: frames as ``preprocessor.resize`` returns them.
-            evidence: label -> source of the evidence to compute as well, as in ``Pruner.sources``; float32 in the
-                result.
+            evidence: label -> source of the evidence to compute as well; float32 in the result.
             video: the times of the frames; only the generic family uses them.
 
         Raises:
@@ -454,8 +445,7 @@ class Backbone(ABC):
         """Encode several small videos, on a GPU in one pass of the tower; return their tokens in order.
 
         On a CPU, and for a single video, this calls :meth:`encode`, so that a CPU's tokens do not depend on the other
-        videos. On a GPU the last bits may depend on them, because libraries choose kernels by the number of rows. A
-        shared pass is not retried in smaller chunks.
+        videos. On a GPU the last bits may depend on them. A shared pass is not retried in smaller chunks.
 
         Args:
             videos: resized frames of each video, uint8 [t,h,w,3].
@@ -477,8 +467,8 @@ class Backbone(ABC):
     def _encode_chunks(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
         """Encode the chunks of one video in order and return the tokens and evidence of the whole video.
 
-        A single chunk's result is returned as it is. Several results are copied into preallocated tensors, without
-        ``extra``, grid and times. Each chunk but the last must consist of whole temporal patches.
+        A single chunk's result is returned as it is. Several results are joined without ``extra``, grid and times. Each
+        chunk but the last must consist of whole temporal patches.
         """
         if len(frames) == 1:
             return self.encode_chunk(frames[0], evidence)
@@ -497,4 +487,4 @@ class Backbone(ABC):
 
     @abstractmethod
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Compute the facts about one video that its prompt needs besides the tokens, from its size and times."""
+        """Compute the facts about one video that its prompt needs besides the tokens."""

@@ -1,7 +1,6 @@
 """Triton kernels of a vision tower's element-wise steps; each reads and writes its tensors once.
 
-``gstep.backbones.gpu_forms`` launches them, and compares them with torch's operations before a tower encodes its first
-video. They compute in float32 and round where the stock towers round. Importing this module requires Triton.
+They compute in float32 and round where the stock towers round. Importing this module requires Triton.
 
 Shapes: S rows (patches of a pass), C = WIDTH channels, H heads of E channels.
 """

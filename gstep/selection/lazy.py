@@ -127,7 +127,7 @@ def _compute_distance(products: NDArray[np.floating], scale: Floats) -> Floats:
 
 
 def _cosine_threshold(nearest: Floats) -> NDArray[np.float32]:
-    """Compute the cosine above which a pick may be nearer to a token than ``nearest``, the distance of its nearest known pick.
+    """Compute the cosine above which a pick may be nearer than the nearest known pick, whose distance is ``nearest``.
 
     At distance 0, the threshold is out of reach.
     """
@@ -243,7 +243,7 @@ class _Search:
         return self._compute_scores(self.nearest[indices], self.density_term[indices])
 
     def _choose_candidates(self) -> tuple[Indices, _Rival]:
-        """Return the K tokens of highest known score, in ascending index, and the best token outside of them as the rival.
+        """Return the K tokens of highest known score, in ascending index, and the best other token as the rival.
 
         Ties go to the lowest index. If there are at most K tokens, all are candidates and the rival's score is -inf.
         """
@@ -477,8 +477,7 @@ class ConvertedTokens:
         return scale_rows(self.tokens.index_select(0, rows), factor)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all rows in order as (slice of M, converted rows), in chunks of at most 2^19 elements, but at least one row.
-        """
+        """Yield all rows in order as (slice of M, converted rows), in chunks that fit a core's cache."""
         step = max(1, _CHUNK // self.tokens.shape[1])
         for start in range(0, len(self.tokens), step):
             part = slice(start, start + step)

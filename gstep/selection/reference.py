@@ -96,9 +96,7 @@ def find_isolated_token(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Ten
 
 
 def choose_first_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tensor:
-    """Return the first pick, [1] int64: the most isolated token, token 0 ("first"), or for any other ``start`` the densest.
-
-    Ties go to the lowest index.
+    """Return the first pick, [1] int64, by ``start``: "isolated", "first" (token 0) or any other for the densest token.
     """
     if start == "isolated":
         return find_isolated_token(tokens_MD)

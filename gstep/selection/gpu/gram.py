@@ -128,7 +128,7 @@ def _prepare_tokens(tokens_MD: Tensor) -> Tensor:
 
 
 def _compute_inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
-    """Compute 1 / L2 norm, [M] float64, 0 for a zero token, from the kernels' own products, so that copies have distance 0.
+    """Compute 1 / L2 norm, [M] float64, 0 for a zero token, from the kernels' products, so that copies have distance 0.
     """
     n_tokens, hidden = tokens_MD.shape
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)

@@ -93,7 +93,7 @@ def _memory_for_distances(device: torch.device) -> float:
 
 
 def _report(error: Exception) -> None:
-    """Issue a RuntimeWarning at the first call in a process, and disable the kernels unless the GPU only ran out of memory.
+    """Disable the kernels unless the GPU only ran out of memory; the first call in a process issues a RuntimeWarning.
     """
     cause = f"{type(error).__name__}: {error}"
     if not is_out_of_memory(error):

@@ -74,10 +74,9 @@ class LazyForm:
         self.mark_M[row_K] = self.count_1
 
     def _choose_candidates(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the K tokens with the highest known keys, in ascending index, and the best token outside of them as the bar.
+        """Return the K tokens with the highest known keys, in ascending index, and the best other token as the bar.
 
-        Ties go to the lowest index. The best token of all is always a candidate. If there are at most K tokens, all are
-        candidates and every token passes the bar.
+        Ties go to the lowest index. If there are at most K tokens, all are candidates and every token passes the bar.
 
         Returns:
             The indices, and the bar as (its key, the number of candidates with a lower index).
