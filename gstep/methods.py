@@ -6,8 +6,7 @@ These published methods are not included:
 - ForestPrune (2603.22911): keeps at most half of the tokens, and only early frames of a static video.
 - DART (2502.11494): needs keys and hidden states of the language model, and the question.
 - DyCoke (2411.15024): keeps at least 28 % before the language model, and prunes the rest inside it.
-- SToP (2604.20937): available not as a method, but as the parameters ``mu_s`` and ``mu_t`` of four methods
-  (gstep.pruners.sinks).
+- SToP (2604.20937): is not a method here, but the parameters ``mu_s`` and ``mu_t`` of four methods.
 """
 
 from __future__ import annotations

@@ -53,9 +53,8 @@ class VisualTokens(_TensorFields):
         tokens: [T,N,D].
         evidence: Further outputs of the encoder that a method needs, by label (gstep.evidence).
         deepstack: One tensor [T,N,D] per level: further vectors of the same tokens that are added in the first layers
-            of the LLM. Empty without such levels.
-        extra: JSON values about this video that only the encoder knows and a prompt needs; they are stored together
-            with ``Backbone.model_extra``.
+            of the LLM.
+        extra: JSON values about this video that only the encoder knows and a prompt needs.
         grid: (rows, columns) of the N tokens of a frame, which are in row-major order; None if unknown.
         times: The time of each of the T frames in seconds (for a temporal patch, of its first frame); None if unknown.
     """
@@ -104,8 +103,8 @@ class PrunedTokens(_TensorFields):
 
     Attributes:
         tokens: [B,D], with the dtype and device of the input.
-        index: [B] int64, the flat indices t*N + i, ascending. A merged token has the index of the token that the others
-            were merged into.
+        index: [B] int64, the flat indices t*N + i. A merged token has the index of the token that the others were
+            merged into.
         rank: [B] int64, the position of each token in the order of selection (0 was selected first); None for a method
             that is not nested.
         merged: [B] bool, True for a token that is a mixture of input tokens; None for a method that never merges.
@@ -224,9 +223,8 @@ class Visual:
         index: [K] int64, the flat index t*N + i before pruning. A merged token has its target's index.
         n_frames: T, the number of frames, or of temporal patches on Qwen.
         tokens_per_frame: N, before pruning.
-        extra: Further values for the model family's positions (``Backbone.model_extra``): grid, seconds per patch,
-            patch times.
-        deepstack: One tensor [K,D] per level with the same rows as ``tokens``. Empty without such levels.
+        extra: Further values for the model family's positions (``Backbone.model_extra``).
+        deepstack: One tensor [K,D] per level with the same rows as ``tokens``.
         newline: [D], the row that follows the tokens of a video. None except for LLaVA-OneVision.
         evidence: The cached evidence of the same tokens, for a method that prunes them at generation; prompts ignore
             it.

@@ -63,11 +63,7 @@ __all__ = [
 
 
 def family_of(source: ModelSource) -> ModelFamily:
-    """Return the model family of ``source``; a user family's module is imported.
-
-    Raises:
-        ModelError: a user family cannot be imported or is incomplete.
-    """
+    """Return the model family of ``source``; raise ModelError if a user family cannot be imported or is incomplete."""
     return family_class(source.family)(source)
 
 
@@ -77,7 +73,7 @@ def find_family(name: str) -> Family:
     The built entry has only ``backbone`` (the path) and ``prompts``, which is read from the imported class.
 
     Raises:
-        ModelError: the import path cannot be imported, or is not a complete subclass of ModelFamily.
+        ModelError: the class cannot be imported or is incomplete.
     """
     return FAMILIES[name] if name in FAMILIES else Family(name, family_class(name).prompts)
 

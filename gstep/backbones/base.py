@@ -111,14 +111,15 @@ class ModelFamily(ABC):
                 patches).
 
         Raises:
-            ModelError: weights are missing, quantized, or do not have the shapes that config.json gives.
+            ModelError: the preprocessor's settings are not supported, or weights are missing, quantized or do not fit
+                config.json.
         """
 
     def empty_tower(self, runtime: Runtime) -> tuple[nn.Module, NameRule] | None:
-        """Build the vision part on the meta device.
+        """Build the vision part on the meta device, with the rule that maps tensor names on disk to names in it.
 
         Returns:
-            The module and the rule that maps tensor names on disk to names in the module; None if not implemented.
+            The module and the rule; None if not implemented.
         """
         return None
 
@@ -165,7 +166,7 @@ class ModelFamily(ABC):
 
         Args:
             siglip: the checkpoint that the vision tower was made from: a folder with safetensors, a Hugging Face id, or
-                "tiny" for the tiny LLaVA-OneVision. Only the head is read.
+                "tiny" for the tiny LLaVA-OneVision.
 
         Raises:
             ModelError: the family has no SigLIP tower, or the checkpoint has no head that fits it.
@@ -177,8 +178,7 @@ class ModelFamily(ABC):
     def text_tower(self, siglip: str | Path) -> TextTowerSource:
         """Resolve the text tower of the SigLIP checkpoint that the vision tower was made from.
 
-        Args:
-            siglip: a folder, a Hugging Face id or "tiny", as for :meth:`with_pooling_head`.
+        ``siglip`` is a folder, a Hugging Face id or "tiny".
 
         Raises:
             ModelError: the family has no SigLIP tower, or the checkpoint has no pooling head and text tower that fit.
@@ -244,7 +244,7 @@ class ModelFamily(ABC):
         """Compute the size in bytes of a video's visual tokens and evidence in bfloat16.
 
         Args:
-            n_frames, height, width: number and size of the resized frames.
+            n_frames, height, width: of the resized frames.
             evidence: names (not labels) of the evidence to count, one entry for each tensor.
         """
 
@@ -338,10 +338,7 @@ class Backbone(ABC):
         self.steps = None if self.on_cpu else self._suit_gpu()
 
     def _suit_gpu(self) -> FusedSteps | None:
-        """Modify the loaded model in place to run faster on a GPU (gstep.backbones.gpu_forms).
-
-        Returns:
-            The fused steps that the tower now uses; None if the family has no faster form.
+        """Modify the loaded model in place to run faster on a GPU; return its fused steps, None without a faster form.
         """
         return None
 
@@ -413,7 +410,7 @@ class Backbone(ABC):
         Raises:
             ValueError: ``frames`` is not uint8 [t,h,w,3], or has no frame.
             ModelError: the model cannot compute the requested evidence.
-            UnsupportedVideo: the generic family's processor refuses the video; TooFewFrames if it has too few frames.
+            UnsupportedVideo: the generic family's processor refuses the video.
             torch.OutOfMemoryError: even the smallest chunk does not fit.
         """
         self.family.check_evidence(evidence)
@@ -455,7 +452,7 @@ class Backbone(ABC):
         Raises:
             ValueError: a video is not uint8 [t,h,w,3].
             ModelError: the model cannot compute the evidence.
-            UnsupportedVideo: the generic family's processor refuses a video; TooFewFrames if it has too few frames.
+            UnsupportedVideo: the generic family's processor refuses a video.
             torch.OutOfMemoryError: the pass does not fit.
         """
         if self.on_cpu or len(videos) == 1:

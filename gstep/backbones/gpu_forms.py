@@ -140,7 +140,7 @@ class FusedSteps:
     def gelu_linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """Return the tanh GELU of a linear layer's output.
 
-        With kernels on a GPU, cuBLAS applies GELU to the float32 sums of the product, before it rounds them.
+        With kernels on a GPU, GELU is applied before the product is rounded.
         """
         if not (self.kernels and x.is_cuda):
             return gelu(layer(x), approximate="tanh")
@@ -319,10 +319,9 @@ def _fold_scale(product: nn.Linear, scale_C: Tensor) -> None:
 
 
 def _attend_to_frame(attention: Any, joined: nn.Linear, hidden_states: Tensor) -> tuple[Tensor, None]:
-    """Replace InternVLVisionAttention.forward for a layer without norms of queries and keys.
+    """Replace InternVLVisionAttention.forward for a layer without norms of queries and keys: [F,S,C], and None.
 
-    ``joined`` has the projections of queries, keys and values. The result is [F,S,C], and None for the attention
-    weights.
+    ``joined`` has the projections of queries, keys and values.
     """
     frames, rows, width = hidden_states.shape
     qkv = joined(hidden_states).view(frames, rows, 3, attention.num_heads, -1)
@@ -359,10 +358,9 @@ def _run_gated_mlp(steps: FusedSteps, joined: nn.Linear, down: nn.Linear, hidden
 
 
 def _join_gate_and_up(mlp: Any) -> nn.Linear:
-    """Join the gate and up projections of an MLP into one layer, and pad the MLP in place to a suitable width.
+    """Join the gate and up projections of an MLP into one layer, of which they become views.
 
-    An inner width that is not a multiple of 8 is zero-padded to a multiple of 128, also in ``down_proj``. The gate and
-    up layers become views of the returned layer.
+    An inner width that is not a multiple of 8 is zero-padded in place to a multiple of 128, also in ``down_proj``.
     """
     missing = -mlp.gate_proj.out_features % _INNER_MULTIPLE if mlp.gate_proj.out_features % _ALIGNED else 0
     joined = _join_layers((mlp.gate_proj, mlp.up_proj), missing)
@@ -480,10 +478,7 @@ def _variable_length(query_SHE: Tensor) -> Callable[..., Any] | None:
 
 
 def _pool_frames(model: Any, image_features: Tensor) -> Tensor:
-    """Replace LlavaOnevisionModel.apply_pooling for [F,S,C], with the channels last, which a GPU reads contiguously.
-
-    The side of the square of S patches is halved, rounded up.
-    """
+    """Replace LlavaOnevisionModel.apply_pooling for [F,S,C], with the channels last, which a GPU reads contiguously."""
     vision = model.config.vision_config
     side = vision.image_size // vision.patch_size
     frames_FCHW = image_features.reshape(len(image_features), side, side, -1).permute(0, 3, 1, 2)

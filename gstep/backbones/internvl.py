@@ -34,10 +34,10 @@ class InternVL(FixedSizeFamily):
     variant = "llava"
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> InternVLBackbone:
-        """Load the vision part, ready to encode; the language model is neither read nor allocated.
+        """Load the vision part, ready to encode.
 
         Raises:
-            ModelError: the preprocessor's settings are not supported; or weights are missing, quantized or do not fit
+            ModelError: the preprocessor's settings are not supported, or weights are missing, quantized or do not fit
                 config.json.
         """
         preprocessor = self.preprocessor()

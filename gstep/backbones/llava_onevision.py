@@ -51,8 +51,6 @@ class LlavaOnevision(FixedSizeFamily):
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> LlavaOnevisionBackbone:
         """Load the vision part, ready to encode, and the pooling head if the source has one.
 
-        The language model is neither read nor allocated.
-
         Raises:
             ModelError: the preprocessor's settings are not supported; weights are missing, quantized or do not fit
                 config.json; or the pooling head on this node is not the one that was resolved.

@@ -155,10 +155,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def rgb_triple(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    """Read the setting ``name``, which must be present, as three floats, one per channel.
-
-    Raises:
-        ModelError: the value is not a list or tuple of three numbers.
+    """Read the setting ``name``, which must be present, as three floats; raise ModelError if it is not three numbers.
     """
     value = settings[name]
     if not (isinstance(value, list | tuple) and len(value) == 3 and all(isinstance(v, int | float) for v in value)):
@@ -269,11 +266,7 @@ class DynamicSizePreprocessor(Preprocessor):
 
     @abstractmethod
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Choose the (height, width) in pixels to which frames are resized, multiples of ``factor``.
-
-        Raises:
-            UnsupportedVideo: the model does not take videos of this shape.
-        """
+        """Choose the (height, width) in pixels to which frames are resized, multiples of ``factor``."""
 
     def grid_thw(self, n_frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Compute the grid of patches (T, H, W) of resized frames; an incomplete last temporal patch counts."""
@@ -392,10 +385,7 @@ def fit_size(
 
 
 def positive_count(settings: Mapping[str, Any], name: str) -> int:
-    """Read the setting ``name``, which must be present, as a positive integer.
-
-    Raises:
-        ModelError: the value is anything else.
+    """Read the setting ``name``, which must be present, as a positive integer; raise ModelError if it is anything else.
     """
     value = settings[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

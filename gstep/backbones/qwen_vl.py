@@ -63,10 +63,10 @@ class QwenVL(ModelFamily):
     image_processors: ClassVar[tuple[str, ...]]
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> QwenBackbone:
-        """Load the vision tower, ready to encode; the language model is neither read nor allocated.
+        """Load the vision tower, ready to encode.
 
         Raises:
-            ModelError: the preprocessor's settings are not supported; or weights are missing, quantized or do not fit
+            ModelError: the preprocessor's settings are not supported, or weights are missing, quantized or do not fit
                 config.json.
         """
         preprocessor = self.preprocessor()
@@ -103,20 +103,15 @@ class QwenVL(ModelFamily):
         return self.preprocessor_class.from_settings(settings)
 
     def min_frames(self) -> int:
-        """Return the checkpoint's ``min_frames``; 4, the stock default, if it has none.
-
-        Raises:
-            ModelError: the setting is not a positive integer.
-        """
+        """Return the checkpoint's ``min_frames``, by default 4; raise ModelError if it is not a positive integer."""
         n_frames = self.source.preprocessor.get("min_frames")
         return _MIN_FRAMES if n_frames is None else positive_count(self.source.preprocessor, "min_frames")
 
     def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
-        """Return the model with other limits in its preprocessor settings; no file changes.
+        """Return the model with other limits in its preprocessor settings; None keeps a limit.
 
         Args:
-            min_pixels, max_pixels: pixels per frame (Qwen2.5-VL) or per video (Qwen3-VL); None keeps the checkpoint's
-                limit.
+            min_pixels, max_pixels: pixels per frame (Qwen2.5-VL) or per video (Qwen3-VL).
             max_video_tokens: if given, turns on the size cap of long videos.
 
         Raises:
@@ -176,7 +171,9 @@ class QwenVL(ModelFamily):
         """Return the facts that token positions depend on besides the grid; ``vision`` is the tower's configuration."""
 
     def tower_order(self, rows: int, columns: int, vision: PretrainedConfig) -> Tensor:
-        """Return the spatial index of each token, [N] int64, in the order in which the tower processes them: here row order.
+        """Return the spatial index of each token, [N] int64, in the order in which the tower processes them.
+
+        The base implementation is row order.
         """
         return torch.arange(rows * columns, device="cpu")
 
@@ -355,7 +352,7 @@ class MergedAttentionObserver:
         Args:
             layer: an attention layer of a Qwen tower.
             sizes: the number of vision patches in each temporal patch of the pass.
-            merge: the number of patches per token, which are adjacent.
+            merge: the number of adjacent patches per token.
         """
         self.layer = layer
         self._sizes = list(sizes)
@@ -363,12 +360,7 @@ class MergedAttentionObserver:
         self.attention: list[Tensor] = []
 
     def __call__(self, hidden_MC: Tensor, kwargs: Mapping[str, Any]) -> None:
-        """Append the attention of each temporal patch in the pass to ``attention``.
-
-        Args:
-            hidden_MC: the layer's input.
-            kwargs: the layer's keyword arguments, including ``position_embeddings``.
-        """
+        """Append the attention of each temporal patch in the pass to ``attention``."""
         qkv = self.layer.qkv
         n_heads = self.layer.num_heads
         width = hidden_MC.shape[1]

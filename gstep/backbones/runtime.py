@@ -237,7 +237,7 @@ def check_names(name: str, module: nn.Module, names: NameRule, types: Mapping[st
 def _find_name(expected: Mapping[str, Tensor], names: NameRule, model: str, key: str) -> str | None:
     """Map a tensor's name on disk to its name in the module; None if the module does not have it.
 
-    The name of one expert's matrix stays that of the matrix.
+    The name of one expert's matrix is not changed to that of the fused experts.
 
     Raises:
         ModelError: the tensor is the scale of a quantized weight that the module has.

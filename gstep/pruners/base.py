@@ -115,10 +115,7 @@ class Pruner(ABC):
         return {item.name: getattr(self, item.name) for item in fields(self) if item.init}
 
     def nominal_ratio(self, retention_ratio: float) -> float:
-        """Return the nominal ratio for a requested ratio, by default the same.
-
-        Raises:
-            ValueError: ``retention_ratio`` is not in (0, 1].
+        """Return the nominal ratio for a requested ratio, by default the same; raise ValueError unless it is in (0, 1].
         """
         budget_for(retention_ratio, 1)
         return float(retention_ratio)
@@ -135,7 +132,7 @@ class Pruner(ABC):
     ) -> tuple[int, float]:
         """Compute (B, nominal ratio) for a video of ``n_total`` tokens.
 
-        If ``budget`` is given, it is B, ``retention_ratio`` is ignored, and the nominal ratio is B / n_total.
+        If ``budget`` is given, it is B, and the nominal ratio is B / n_total whatever ``retention_ratio`` is.
 
         Raises:
             ValueError: ``budget`` is not an integer in [1, n_total], or ``retention_ratio`` is not in (0, 1].
@@ -191,8 +188,7 @@ class Pruner(ABC):
             ratio: The nominal ratio to record.
 
         Raises:
-            WrongSelection: It is not a Selection, a shape is wrong, tokens are NaN, or indices repeat or lie outside
-                [0, T*N).
+            WrongSelection: A type or shape is wrong, tokens are NaN, or indices repeat or lie outside [0, T*N).
         """
         self._check_selection(selection, tokens_TND, budget)
         return self._pack_tokens(tokens_TND, selection, ratio)
@@ -219,13 +215,10 @@ class Pruner(ABC):
             raise WrongSelection(f"method {self.name!r} must not return tokens that are NaN")
 
     def _pack_tokens(self, tokens_TND: Tensor, selection: Selection, ratio: float) -> PrunedTokens:
-        """Sort a selection by index, and gather its tokens and densities.
+        """Sort a selection by index, and gather its tokens and densities; raise WrongSelection for invalid indices.
 
         ``rank`` is set only if the method is nested, ``order`` only if it ``reorders``. Tokens that ``select`` returned
         get the input's dtype; values beyond its range become its largest finite value. Densities become float32.
-
-        Raises:
-            WrongSelection: Indices repeat or lie outside [0, T*N).
         """
         index_B, rank_B = torch.sort(selection.index.long(), stable=True)
         n_frames, per_frame, hidden = tokens_TND.shape

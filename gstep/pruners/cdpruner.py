@@ -73,10 +73,10 @@ class CDPruner(Pruner):
 
 
 def relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
-    """Compute each token's relevance q, [T,N] above 0, from its mean cosine with the text segments.
+    """Compute each token's relevance q, [T,N] from just above 0 to about 1.
 
-    q is minus the mean cosine, as in the official code, shifted and rescaled from just above 0 to about 1. If all
-    cosines are equal, all tokens have 1.
+    q is minus the mean cosine with the text segments, as in the official code, rescaled. If all cosines are equal, q is
+    1.
     """
     raw_TN = -(unit(image_TNE) @ unit(text_QE).T).mean(dim=-1)
     low, high = raw_TN.min(), raw_TN.max()

@@ -18,11 +18,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[float], bool]) -> float:
     """Return ``value`` as a float if it is a finite real number, not a bool, for which ``is_accepted`` returns True.
 
-    Args:
-        accepted: The accepted numbers in the message, as in "in [0, 1]".
-
-    Raises:
-        ValueError: The value is not accepted.
+    ``accepted`` describes the accepted numbers in the ValueError that is raised otherwise, such as "in [0, 1]".
     """
     if isinstance(value, Real) and not isinstance(value, bool):
         number = as_float(value)
@@ -32,10 +28,9 @@ def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[fl
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return ``value`` as an int if it is an integer, not a bool, in [low, high]; ``high`` None means no limit.
+    """Return ``value`` as an int if it is an integer, not a bool, in [low, high]; otherwise raise ValueError.
 
-    Raises:
-        ValueError: The value is not accepted.
+    ``high`` None means no limit.
     """
     if isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)

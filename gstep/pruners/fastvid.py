@@ -41,7 +41,7 @@ _NEIGHBOURS = 4  # nearest tokens whose distances determine a token's density
 
 
 class FrameTokens(NamedTuple):
-    """The tokens that one frame keeps, as indices in the frame: [S] salient tokens and [A] anchors, int64."""
+    """The tokens that one frame keeps, as indices in the frame, int64."""
 
     salient: Tensor
     anchors: Tensor
@@ -162,10 +162,7 @@ class FastVID(SinkPruner):
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Plan the segments as [start, end), and (salient tokens, anchors) for each frame of the video, as two lists.
 
-        Args:
-            similarity: Of each frame to the next one.
-            size: N.
-            budget: K.
+        ``similarity`` is that of each frame to the next one, ``size`` is N, and ``budget`` is K.
         """
         assert self.tau is not None
         spans = list(cut_segments(similarity, self.c, self.tau))

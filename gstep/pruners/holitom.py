@@ -209,11 +209,9 @@ def _walk_back(starts: list[int]) -> Iterator[tuple[int, int]]:
 def merge_into_peaks(
     rows_XD: Tensor, noise_X: Tensor, count: int, neighbours: int, beta: float, *, penalty_X: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge each row into the nearest of the ``count`` highest density peaks.
+    """Merge each row into the nearest of the ``count`` highest density peaks (``group_by_peaks``).
 
     A peak weighs ``beta``, and the mean of the rows merged into it 1 - ``beta``. Peaks without such rows are unchanged.
-    A row's density depends on its ``neighbours`` nearest rows, itself included; ``noise_X`` breaks ties, and
-    ``penalty_X`` is subtracted from the rows' scores as peaks.
 
     Returns:
         The peaks' row numbers [C], ascending, their rows after merging [C,D], and [C] bool, True if any row was merged

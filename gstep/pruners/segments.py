@@ -25,11 +25,8 @@ def compute_adjacent_cosines(feature_TV: Tensor) -> list[float]:
 def cut_segments(similarity: Sequence[float], min_segments: int, threshold: float) -> Iterator[tuple[int, int]]:
     """Cut T = len(similarity) + 1 frames into segments, and yield each as [start, end), in order.
 
-    Cuts are made at the ``min_segments - 1`` lowest similarities and at all similarities below ``threshold``. If
-    similarities are equal, the earlier is cut first. If T is at most ``min_segments``, every frame is a segment.
-
-    Args:
-        similarity: The similarity of each frame to the next one.
+    Cuts are made at the ``min_segments - 1`` lowest similarities, of equal ones first at the earlier, and at all
+    similarities below ``threshold``. If T is at most ``min_segments``, every frame is a segment.
     """
     lowest = sorted(range(len(similarity)), key=similarity.__getitem__)[: min_segments - 1]
     boundaries = {i for i, value in enumerate(similarity) if value < threshold}.union(lowest)

@@ -69,7 +69,7 @@ def sink_scores(attention_TN: Tensor) -> Tensor:
     """Compute each position's sink score, [N] float64 in [0, 1].
 
     It is the mean attention over frames (at least 0) to the power 1.1, rescaled so that the lowest is 0 and the highest
-    1. The scores are all 0 if the means are equal.
+    about 1; all are 0 if the means are equal.
     """
     power_N = attention_TN.double().mean(dim=0).clamp(min=0) ** _GAMMA
     return (power_N - power_N.min()) / (power_N.max() - power_N.min() + 1e-12)
@@ -84,13 +84,7 @@ def move_off_sinks(targets: Sequence[int], is_sink_X: Sequence[bool]) -> list[in
     """Replace each target that is a sink by the next number that is neither a sink nor chosen for an earlier target.
 
     The search wraps around from the last number to 0. If all free numbers are sinks, the first free number from the
-    target on is chosen.
-
-    Args:
-        targets: Numbers in [0, len(is_sink_X)), at most as many as ``is_sink_X`` has.
-
-    Returns:
-        Different numbers, ascending.
+    target on is chosen. The result has different numbers, ascending.
     """
     chosen: list[int] = []
     for target in targets:

@@ -196,9 +196,7 @@ def _zip_frames(visual: VisualTokens, dominant_TS: Tensor, plain_TX: Tensor, tar
 def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
     """Add to each target the mean of the tokens for which it is the nearest target, by cosine of their keys: [C,D].
 
-    Args:
-        key_XE: Unit keys of the tokens.
-        target_C: The targets' row numbers. A target without such tokens is unchanged.
+    ``key_XE`` are unit keys, and ``target_C`` the targets' row numbers. A target without such tokens is unchanged.
     """
     is_source_X = torch.ones(len(tokens_XD), dtype=torch.bool, device=tokens_XD.device)
     is_source_X[target_C] = False

@@ -1,15 +1,11 @@
 """The selection of gstep.selection.reference on a CPU, exact and fast: lazy, in blocks, with a bound on cosines.
 
-Three facts make it exact and fast.
-
 1. A token's distance to the nearest selected token only shrinks. A score computed earlier is an upper bound of the
 current score, so a token need not be looked at while another token's current score is higher (lazy greedy).
 
 2. A few products bound the cosine of two tokens from above. Write x = a + b, with a in a subspace of k dimensions that
 holds most of the tokens' lengths, and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'| (``Subspace``). If
 by this bound a selected token cannot be nearer than the nearest known one, their product over D channels is skipped.
-
-3. The rows of the selected tokens are stored contiguously, and tokens are converted in chunks that fit a core's cache.
 
 ``survey_tokens`` reads all tokens once. Then ``_Search`` runs in rounds. A round takes the K tokens of highest known
 score, compares each with the tokens that were selected since its last comparison, and selects among the K as long as
@@ -328,12 +324,9 @@ class _Search:
             self.counts.gave_up = True
 
     def _compare_pairs(self, rows: _RoundRows, candidates: Indices, bounds: NDArray[np.float32], picks: slice) -> None:
-        """Update candidates with every pick that ``bounds`` does not rule out, and move their marks.
+        """Update candidates with every pick that ``bounds`` [candidates, picks] does not rule out; move their marks.
 
         If these are more than 15 % of the pairs and there are no copies, all pairs are multiplied instead.
-
-        Args:
-            bounds: [candidates, picks], the cosines' upper bounds.
         """
         row, column = np.nonzero(bounds > _cosine_threshold(self.nearest[candidates])[:, None])
         if len(row) > _DENSE * bounds.size and not self.survey.has_copies:

@@ -66,7 +66,9 @@ def _set_full() -> Callable[[], None]:
 
 
 def _list_operators() -> tuple[Any, ...]:
-    """List torch's settings for CUDA's and the CPU's matrix products, which override the process's; () before torch 2.9.
+    """List torch's settings for CUDA's and the CPU's matrix products, which override the process's.
+
+    The result is empty before torch 2.9.
     """
     on_cpu = getattr(torch.backends.mkldnn, "matmul", None)
     return () if on_cpu is None else (torch.backends.cuda.matmul, on_cpu)

@@ -1,13 +1,10 @@
 """Density-guided farthest point sampling, Eqs. (9)-(12), in its readable form: one matrix-vector product per pick.
 
-No step waits for a GPU: picks stay tensors of shape [1].
-
 How far picks agree on different processors, in this form and in the fast forms:
 
 - Distances, ``compute_density_weight`` and ties by index decide the picks, through sums, products and comparisons in
-  float64. IEEE 754 defines their rounding, so they are the same everywhere. No step takes a logarithm (except for a
-  tiny alpha), whose rounding depends on the library and the CPU.
-- ``compute_density_weight`` is rho + beta itself at alpha = 0.5, and 1 at alpha = 1. In between it is a power, whose
+  float64, which are the same everywhere. Logarithms, whose rounding depends on the library and the CPU, are avoided.
+- ``compute_density_weight`` is rho + beta itself at alpha = 0.5, and 1 at alpha = 1. Otherwise it is a power, whose
   last bit depends on the library: another processor may swap tokens of different rho whose keys agree to about 1e-15.
 - Dot products are exact if float32 holds all their partial sums, as with small integers. Otherwise their last bits
   depend on the order of summation (about 1e-7 of a distance), and near-ties may be decided differently.
@@ -43,7 +40,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 
 def inverse(norm: Tensor) -> Tensor:
-    """Compute 1 / norm, with 0 for a norm of 0, so that a zero token has cosine 0 with every token."""
+    """Compute 1 / norm, with 0 for a norm of 0."""
     return norm.reciprocal().masked_fill(norm == 0, 0.0)
 
 
@@ -66,8 +63,6 @@ def compute_inverse_norms(tokens_MD: Tensor) -> Tensor:
 
 def compute_distances(pick_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
     """Compute 1 - cosine of every token with the pick, [M] float64, 0 below ZERO_DISTANCE: the inner term of Eq. (10).
-
-    The tokens are multiplied as they are, in their own dtype: rounding normalized tokens would cost precision.
 
     Args:
         pick_1: The pick's index, [1] int64.

@@ -27,7 +27,7 @@ def check_kernels(device: torch.device, dtype: torch.dtype, hidden: int) -> None
     """Check both GPU forms on small videos, once per process for each device, dtype and hidden size.
 
     Raises:
-        RuntimeError: A form picks other tokens than the reference. A failed check runs again at the next call.
+        RuntimeError: A form picks other tokens than the reference. The next call then checks again.
     """
     check_forms(device, dtype, hidden, _TOKENS, _BUDGET)
 

@@ -1,8 +1,5 @@
 """Triton kernels of density-guided farthest point sampling, Eqs. (9)-(12), launched by the modules beside this one.
 
-The kernels were tested in Triton's interpreter on a CPU against ``gstep.selection.reference``, compiled for sm_80 and
-sm_90, and run on an H200 (jobs/benchmark/README.md has the figures).
-
 Shapes: D = HIDDEN size, R rows of a launch (all tokens or some), S the number of rows rounded up to a multiple of 16.
 
 Every distance is 1 - dot * (inverse norm of a * inverse norm of b). The dot products of raw tokens are accumulated in
@@ -15,8 +12,8 @@ of channels is too small by more than ZERO_DISTANCE of itself. With exact norms,
 own copy; with norms that are too small by the same amount, the distance is 0.
 
 Copies of a token have bit-equal distances, so that ties go to the lowest index. To this end, all products come from
-``_dots``, which accumulates each over D in the same order, independent of its position in a tile or a grid and of which
-token is the row. This is why D is not split, and why all kernels of a selection use the same tile shape.
+``_dots``, which accumulates each over D in the same order, independent of its position. This is why D is not split, and
+why all kernels of a selection use the same tile shape.
 """
 
 from __future__ import annotations
@@ -36,8 +33,8 @@ def _dots(
 ) -> tl.tensor:
     """Compute the dot products of tokens ``a_token`` [BLOCK] with tokens ``b_token`` [BLOCK]: [BLOCK, BLOCK] float32.
 
-    Both are row numbers of ``tokens_ptr`` [M, HIDDEN], not checked against M. Rows are multiplied BLOCK_D channels at a
-    time; float32 tokens are never multiplied in TF32.
+    Both are row numbers of ``tokens_ptr`` [M, HIDDEN], not checked against M. float32 tokens are never multiplied in
+    TF32.
     """
     offset = tl.arange(0, BLOCK_D)
     a_ptr = tokens_ptr + a_token.to(tl.int64)[:, None] * HIDDEN + offset[None, :]
@@ -65,9 +62,7 @@ def squares_kernel(
 ) -> None:
     """Store each token's dot product with itself in ``squares_ptr`` [n_tokens], as float64.
 
-    The sums are float32, so they are bit-equal to the diagonal of ``gram_kernel``.
-
-    Grid: (ceil(n_tokens / BLOCK),).
+    The products are bit-equal to the diagonal of ``gram_kernel``. Grid: (ceil(n_tokens / BLOCK),).
     """
     row = tl.arange(0, BLOCK)
     token = tl.program_id(0) * BLOCK + row
@@ -81,7 +76,7 @@ def squares_kernel(
 def _distance(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> tl.tensor:
     """Compute cosine distances from raw dot products, in float64; distances below ``zero_distance`` become 0.
 
-    ``inverse`` is the product of the inverse norms of both tokens.
+    ``inverse`` is the product of both inverse norms.
     """
     distance = 1.0 - dot.to(tl.float64) * inverse
     return tl.where(distance >= zero_distance, distance, 0.0)

@@ -83,8 +83,7 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
 def _memory_for_distances(device: torch.device) -> float:
     """Return the bytes that the distance matrix may take: half of the free GPU memory, or infinity on a CPU.
 
-    Unused blocks of torch's allocator are not counted as free: they may belong to the stream that encodes another
-    video.
+    Unused blocks of torch's allocator are not counted as free.
     """
     if device.type != "cuda":
         return float("inf")
