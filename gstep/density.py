@@ -1,7 +1,7 @@
 """The spatio-temporal density of GSTEP, with one function per equation.
 
-Shapes: K = 2r+1 taps of a kernel of radius r. Everything here is computed in float64 on the tokens' device: the results
-are small, and a selection by argmax must not depend on rounding noise.
+Shapes: K = 2r+1 taps of a kernel of radius r. Everything here is computed in float64 on the tokens' device, because a
+selection by argmax must not depend on rounding noise.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def compute_row_factors(tokens_MD: Tensor) -> Tensor | None:
     """Compute a power of two for each row that keeps the row's squares in the range of float32: [M] float64, or None.
 
     A row whose largest magnitude is below 2^-41 or at least 2^40 gets the factor that brings this magnitude into [1/2,
-    1), as far as float64 has such a power of two. All other rows, and zero rows, get 1. The result is None if all
-    factors are 1.
+    1), as far as float64 has such a power of two; other rows, and zero rows, get 1. The result is None if all factors
+    are 1.
     """
     largest_M = torch.maximum(tokens_MD.amax(dim=1), -tokens_MD.amin(dim=1)).double()
     exponent_M = torch.frexp(largest_M).exponent
@@ -273,7 +273,7 @@ def temporal_density(
     Args:
         smoothing: "gaussian", "box", or any other value for none, which ignores ``radius`` and ``boundary``.
         sigma: The standard deviation in frames, only for gaussian smoothing.
-        radius: The kernel's radius in frames; None means ceil(3 * sigma) for gaussian and 1 for box.
+        radius: In frames; None means ceil(3 * sigma) for gaussian and 1 for box.
         boundary: A rule of ``smooth``.
         eps: Added to the mean in Eq. (7).
     """

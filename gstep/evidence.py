@@ -1,11 +1,8 @@
 """Evidence: outputs of a vision encoder or language model, besides the tokens, that some pruning methods need.
 
-Methods may mean different things by the same name, so a piece of evidence has a name and a source. A pruner lists the
-evidence that it needs from the vision encoder in ``Pruner.sources``, and a model family what it can compute in
-``ModelFamily.gives``. Evidence is float32, with the axes of :data:`EVIDENCE_SHAPES`.
-
-Evidence is requested as a mapping from label to source. The label is the name of the evidence, or ``<name>_<source>``
-if the same name is requested from several sources.
+Methods may mean different things by the same name, so a piece of evidence has a name and a source (``Pruner.sources``,
+``ModelFamily.gives``). Evidence is float32, with the axes of :data:`EVIDENCE_SHAPES`. It is requested as a mapping from
+label to source. The label is the name, or ``<name>_<source>`` if the same name is requested from several sources.
 """
 
 from __future__ import annotations

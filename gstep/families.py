@@ -14,16 +14,15 @@ class Family(NamedTuple):
 
     Attributes:
         backbone: The ``ModelFamily`` class, which makes visual tokens.
-        prompts: The class that builds prompts. None for a family whose videos can be encoded and cached, but that
-            cannot answer questions.
+        prompts: The class that builds prompts. None for a family that can be encoded and cached, but that cannot answer
+            questions.
         published: The names of the family's published checkpoints.
         files: The files that every published checkpoint has, besides config.json, the weights and the chat template.
         usual_files: Files that a published or fine-tuned checkpoint may lack.
         language_model: The class that generates answers.
         gate: A function that checks a resolved model before any work and returns its findings, which become
-            ``ModelSource.layout``. None if the family has its own code and needs no check.
-        doctor: A function that runs the same check with the checkpoint's real weights, for ``jobs.doctor``. None if
-            ``gate`` is None.
+            ``ModelSource.layout``. None if the family needs no check.
+        doctor: A function that runs the same check with the checkpoint's real weights, for ``jobs.doctor``.
     """
 
     backbone: str

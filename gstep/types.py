@@ -1,8 +1,8 @@
 """The data that methods and models exchange, and the shape legend of this package.
 
 Shapes: T frames (temporal patches on Qwen models), N tokens per frame, D hidden size of the LLM, M = T*N tokens of the
-video, B budget (kept tokens). The flat index of token i of frame t is n = t*N + i, counted from 0. Tensor names end in
-their shape where it helps: ``tokens_MD`` is [M, D].
+video, B budget (kept tokens). The flat index of token i of frame t is n = t*N + i, counted from 0. Names of tensors may
+end in their shape: ``tokens_MD`` is [M, D].
 """
 
 from __future__ import annotations

@@ -65,10 +65,7 @@ class TowerWork(NamedTuple):
 class ModelFamily(ABC):
     """A model described by its config and preprocessor files, before its weights are loaded.
 
-    ``family_of`` creates it. It is picklable and cheap.
-
-    Attributes:
-        source: the resolved model.
+    ``family_of`` creates it. It is picklable.
 
     Class attributes:
         model_type: the family's name in the table of families.
@@ -142,11 +139,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def preprocessor(self) -> Preprocessor:
-        """Build the picklable preprocessor from the checkpoint's files, without weights or transformers.
-
-        Raises:
-            ModelError: the files have a setting that is not implemented.
-        """
+        """Build the picklable preprocessor from the checkpoint's files; raise ModelError for unsupported settings."""
 
     def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
         """Return the model with other limits for frame size or visual tokens; only the Qwen families implement this.
@@ -271,8 +264,8 @@ class SampledVideo:
     """The sampled frames of one video as an encoder gets them, without their pixels.
 
     Attributes:
-        height: height of the resized frames in pixels.
-        width: width of the resized frames in pixels.
+        height: of the resized frames in pixels.
+        width: of the resized frames in pixels.
         timestamps: time of each frame in seconds from the start of the source.
         start_s: start of the clip in the source in seconds; None for the start of the source.
         fps: average frames per second of the whole source.
@@ -312,7 +305,7 @@ class Backbone(ABC):
 
     Attributes:
         model: the loaded module; on a GPU it may have been modified in place.
-        dtype: dtype of weights and computation.
+        dtype: of weights and computation.
         steps: the fused steps that a modified tower uses; None for the stock tower.
         pooling_head: the SigLIP head that computes further evidence; None if none was loaded.
     """
@@ -370,8 +363,7 @@ class Backbone(ABC):
         """
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
-        """Encode several videos, one ``VisualTokens`` each; families that support it run them in one pass of the tower.
-        """
+        """Encode several videos, one ``VisualTokens`` each; some families run them in one pass of the tower."""
         return [self.encode_chunk(frames, evidence) for frames in videos]
 
     @property

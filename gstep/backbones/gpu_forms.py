@@ -1,7 +1,6 @@
 """Faster implementations of the stock vision towers for GPUs, with the same arithmetic in other layouts and kernels.
 
-``optimize_llava``, ``optimize_internvl`` and ``optimize_qwen`` modify the modules of one loaded tower, never a class of
-transformers.
+They modify the modules of one loaded tower, never a class of transformers.
 
 Shapes: F frames, S rows (patches of a pass), C channels, H heads of E channels, I inner channels of an MLP.
 """
@@ -187,10 +186,10 @@ def optimize_internvl(tower: Any) -> FusedSteps:
     """Modify a loaded InternVLVisionModel in place to run faster on a GPU, and return the fused steps of its layers.
 
     Patches are embedded by one matrix product, and norms are fused. If attention is sdpa without norms of queries and
-    keys, queries, keys and values become one product. The scales ``lambda_1`` and ``lambda_2`` of each layer are
-    multiplied into the weights before them and set to 1, so that a second call changes no result. Call it after the
-    weights are loaded and on their device. On a GPU, the first layer then runs twice to turn the Triton kernels on, or
-    off with a RuntimeWarning (:meth:`FusedSteps.prove`).
+    keys, their projections and that of values become one product. The scales ``lambda_1`` and ``lambda_2`` of each
+    layer are multiplied into the weights before them and set to 1, so that a second call changes no result. Call it
+    after the weights are loaded and on their device. On a GPU, the first layer then runs twice to turn the Triton
+    kernels on, or off with a RuntimeWarning (:meth:`FusedSteps.prove`).
 
     Raises:
         torch.OutOfMemoryError: GPU memory ran out in the first layer.

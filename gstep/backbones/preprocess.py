@@ -1,11 +1,9 @@
 """Conversion of decoded frames to pixel values in plain torch, bit-identical to the stock video processors.
 
-The stock processors of transformers need torchvision; this module needs only torch, so that decode processes stay
-light. Frames are resized in the decode process (uint8 in, uint8 out) and normalized on the device that encodes.
-
-The rules of the Qwen families follow Qwen2VLVideoProcessor and Qwen3VLVideoProcessor (transformers 5.23,
-models/qwen2_vl and qwen3_vl, video_processing_*.py). Patches are in token order: the 2 x 2 patches of a token are
-adjacent.
+The stock processors need torchvision; this module needs only torch, so that decode processes stay light. Frames are
+resized in the decode process (uint8 in, uint8 out) and normalized on the device that encodes. The rules of the Qwen
+families follow Qwen2VLVideoProcessor and Qwen3VLVideoProcessor (transformers 5.23). Patches are in token order: the 2 x
+2 patches of a token are adjacent.
 """
 
 from __future__ import annotations

@@ -270,8 +270,8 @@ class QwenBackbone(Backbone):
         """Compute those keyword arguments of the tower's forward that depend only on the grids (T, H, W) of a pass.
 
         They are the position ids and the bounds of pieces, of windows too if the tower has windows, and the
-        interpolation of learned positions if it has these. On a GPU several of the stock functions make the CPU wait,
-        so ``_suit_gpu`` caches this method.
+        interpolation of learned positions if it has these. ``_suit_gpu`` caches this method, because on a GPU several
+        stock functions make the CPU wait.
         """
         from transformers import vision_utils as stock  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 

@@ -78,8 +78,7 @@ class PoolingHead(nn.Module):
     def embed_patches(self, features_TSC: Tensor) -> Tensor:
         """Map each patch into SigLIP's image-text space, [T,S,C], by running the head on that patch alone.
 
-        Attention over a single position is 1 for any query, so its result is the patch's value; the other steps are
-        those of SiglipMultiheadAttentionPoolingHead.forward.
+        Attention over a single position is 1, so its result is the patch's value.
         """
         attention = self.head.attention
         weight_CC, bias_C = attention.in_proj_weight.chunk(3)[2], attention.in_proj_bias.chunk(3)[2]

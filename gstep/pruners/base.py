@@ -23,8 +23,8 @@ class Selection:
     """The tokens that ``Pruner.select`` keeps among the M = T*N tokens of a video.
 
     Attributes:
-        index: [B] flat indices t*N + i without repetitions. Their order is the order of selection for a nested method,
-            and the order of the method's own prompt if it ``reorders``; otherwise any order.
+        index: [B] flat indices t*N + i without repetitions, in the order of selection for a nested method, in the order
+            of the method's own prompt if it ``reorders``, otherwise in any order.
         density: [M], rho of every token (Eq. 8); None if the method has none.
         temporal_density: [T] (Eq. 7); None if the method has none.
         tokens: [B,D] in the order of ``index``, of any float dtype; None to keep the input's rows unchanged.
@@ -102,7 +102,7 @@ class Pruner(ABC):
                 give positions and times.
             budget: B, in [1, M].
             ratio: The nominal ratio, or budget / M if a budget was given, for methods that count frame by frame.
-            seed: A non-negative integer for methods that draw random numbers.
+            seed: A non-negative integer.
         """
 
     def _set(self, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""DivPrune: tokens that are as far from each other as possible."""
+"""DivPrune: tokens that are far from each other."""
 
 from __future__ import annotations
 

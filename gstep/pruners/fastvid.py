@@ -96,7 +96,7 @@ class FastVID(SinkPruner):
         """Check the parameters, convert numbers to floats or ints, and replace ``tau`` None by the variant's value.
 
         Raises:
-            ValueError: A parameter has the wrong type or is out of range, or ``mu_s`` is not 0 for variant qwen.
+            ValueError: A parameter is invalid, or ``mu_s`` is not 0 for variant qwen.
         """
         super().__post_init__()
         variant = check_choice("variant", self.variant, VARIANTS)
@@ -199,11 +199,11 @@ def count_qwen_tokens(
 ) -> list[tuple[int, int]]:
     """Compute (number of salient tokens, number of anchors) for each frame of a segment by variant qwen.
 
-    The segment has K*length tokens, of which floor(K*length*d), but at least 1, are anchors. Its salient tokens are
-    divided evenly among the frames ``last``, which end its inner segments, and its anchors among every p-th of these
-    frames, counted from the end. A remainder goes one by one to the first frames for salient tokens, and to the last
-    frames for anchors. A frame takes at most ``size`` = N tokens, of which at most max(1, N // 2) are anchors unless
-    the segment is one frame; what exceeds this is dropped. ``budget`` is K.
+    The segment has K*length tokens, of which max(1, floor(K*length*d)) are anchors. Its salient tokens are divided
+    evenly among the frames ``last``, which end its inner segments, and its anchors among every p-th of these frames,
+    counted from the end. A remainder goes one by one to the first frames for salient tokens, and to the last frames for
+    anchors. A frame takes at most ``size`` = N tokens, of which at most max(1, N // 2) are anchors unless the segment
+    is one frame; what exceeds this is dropped. ``budget`` is K.
     """
     n_anchors = min(budget * length, max(1, math.floor(budget * length * d + 1e-9)))
     salient = even_shares(budget * length - n_anchors, len(last))

@@ -52,7 +52,7 @@ class FlashVID(SinkPruner):
         alpha: The share of a frame's tokens that are picked, in [0, 1].
         temporal_threshold: A token more similar than this to a token of the previous frame is merged into it.
         segment_threshold: Segments are cut between neighboring frames whose similarity is lower.
-        min_segment_num: The minimum number of segments, >= 1; a shorter video has a segment per frame.
+        min_segment_num: The minimum number of segments, >= 1.
     """
 
     name: ClassVar[str] = "flashvid"
@@ -71,11 +71,7 @@ class FlashVID(SinkPruner):
     min_segment_num: int = 8
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to floats or ints.
-
-        Raises:
-            ValueError: A parameter has the wrong type or is out of range.
-        """
+        """Check the parameters, and convert numbers to floats or ints."""
         super().__post_init__()
         cosines = {"temporal_threshold": self.temporal_threshold, "segment_threshold": self.segment_threshold}
         self._set(

@@ -1,4 +1,4 @@
-"""FPS: farthest point sampling that uses the density only for its first token, an ablation of GSTEP."""
+"""FPS: farthest point sampling by distance alone, an ablation of GSTEP."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """HoliTom: average static positions over windows of frames, then prune and merge within frames.
 
-Shapes: W frames of one window, S static positions of the window, X moving positions (not static), C density peaks.
+Shapes: S static positions of a window, X moving positions (not static), C density peaks.
 """
 
 from __future__ import annotations
@@ -69,11 +69,7 @@ class HoliTom(SinkPruner):
     max_window: int = 1024
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to floats or ints.
-
-        Raises:
-            ValueError: A parameter has the wrong type or is out of range.
-        """
+        """Check the parameters, and convert numbers to floats or ints."""
         super().__post_init__()
         shares = {"D": self.D, "beta": self.beta}
         self._set(

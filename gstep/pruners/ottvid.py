@@ -30,8 +30,7 @@ _BLOCK = 2**23  # similarities in memory at a time: 32 MB
 class OTTVid(Pruner):
     """Facility location within frames, and optimal transport between them, for LLaVA: arXiv 2605.11803.
 
-    Source: github.com/minseokii/OTT-Vid at 12a6d26, the functions for LLaVA-Video, with the settings that its README
-    documents.
+    Source: github.com/minseokii/OTT-Vid at 12a6d26, the functions for LLaVA-Video, with the settings of its README.
 
     Each frame picks K = round(N * r^(1-gamma)) tokens that cover its attention. A transport plan between neighboring
     frames is computed from the masses of the picked tokens and the costs of their pairs. R = T*K - B merges are divided
@@ -43,7 +42,6 @@ class OTTVid(Pruner):
     The method always keeps B tokens, while the official code rounds by its own rule. Therefore K is at least B/T, and
     at most B-T+1, so that R merges leave each frame a token. With fewer tokens than frames, K is 1, and frames may
     become empty. A single frame picks B tokens. The official code assumes 13 x 13 tokens; here the grid is the video's.
-    The paper's results on Qwen need an attention that the encoders here do not provide.
 
     Attributes:
         gamma: The exponent's share of the reduction that merging does, in [0, 1].
@@ -68,11 +66,7 @@ class OTTVid(Pruner):
     iterations: int = 200
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to the types of their fields.
-
-        Raises:
-            ValueError: A parameter has the wrong type or is out of range.
-        """
+        """Check the parameters, and convert numbers to floats or ints."""
         temperatures = {"tau_m": self.tau_m, "tau_b": self.tau_b}
         self._set(
             gamma=check_number("gamma", self.gamma, "in [0, 1]", lambda x: 0 <= x <= 1),

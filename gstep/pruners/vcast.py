@@ -1,4 +1,4 @@
-"""V-CAST: more tokens for frames at which the video turns, and in each frame the tokens that stand out."""
+"""V-CAST: more tokens for frames at which the video turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VisionZip: the dominant tokens of each frame, and a few contextual tokens into which the other tokens are merged.
+"""VisionZip: the dominant tokens of each frame, and contextual tokens into which others are merged.
 
 Shapes: K kept tokens of one frame, S dominant and C contextual tokens, X plain tokens (not dominant).
 """
@@ -45,17 +45,16 @@ class VisionZip(SinkPruner):
     branch qwen, token_compressor/visionzip at a85d485, for variant qwen.
 
     Variant llava: a frame keeps K tokens (``frame_budget``). floor(K * 54/64) are dominant, by attention, and
-    unchanged; the others of the K are contextual. Contextual tokens are evenly strided targets among the plain tokens,
-    and the mean of the plain tokens whose keys are nearest is added to each. In the method's own prompt
-    (``PrunedTokens.order``), a frame's dominant tokens come first, then its contextual tokens, each in ascending index.
+    unchanged; the others of the K are contextual: evenly strided targets among the plain tokens, to each of which the
+    mean of the plain tokens whose keys are nearest is added. In the method's own prompt (``PrunedTokens.order``), a
+    frame's dominant tokens come first, then its contextual tokens, each in ascending index.
 
     Variant qwen: a frame keeps K = max(1, floor(r*N)) tokens. max(1, floor(0.6*K)) are dominant, by largest L2 norm,
     and unchanged; the others of the K are contextual. Anchors are the plain tokens of highest mean cosine to their five
     nearest plain tokens. Each plain token, anchors included, goes to the anchor of largest cosine, and each anchor
-    becomes the mean of its group. The order is ascending index. If all plain tokens are anchors, they stay unchanged,
-    but ``merged`` is True. The first of equal anchors gets the whole group and the others stay unchanged, as in the
-    official code. An earlier rule of that repository (d6235c5: attention of the encoder's last layer, all tokens of a
-    video compared at once), from the time of its scores on Qwen3-VL-8B, is not implemented.
+    becomes the mean of its group. If all plain tokens are anchors, they stay unchanged, but ``merged`` is True. The
+    first of equal anchors gets the whole group and the others stay unchanged, as in the official code. An earlier rule
+    of that repository (d6235c5), from the time of its scores on Qwen3-VL-8B, is not implemented.
 
     With ``mu_s``, for llava only, sinks are ranked lower among the dominant tokens, and contextual targets that are
     among the 20 largest sinks move to the next position that is not. The code of SToP compares row numbers among the
@@ -82,7 +81,7 @@ class VisionZip(SinkPruner):
         """Check the parameters, convert numbers, and replace ``dominant_share`` None by the variant's value.
 
         Raises:
-            ValueError: A parameter has the wrong type or is out of range, or ``mu_s`` is not 0 for variant qwen.
+            ValueError: A parameter is invalid, or ``mu_s`` is not 0 for variant qwen.
         """
         super().__post_init__()
         variant = check_choice("variant", self.variant, VARIANTS)
@@ -107,8 +106,8 @@ class VisionZip(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select and merge the share ``ratio`` of each frame; ``budget`` and ``seed`` are not used.
 
-        A frame keeps K tokens. floor(K * ``dominant_share``) of them are dominant, but at most K - 1, and in variant
-        qwen at least 1.
+        Of the K tokens of a frame, at most K - 1 are dominant, and in variant qwen at least 1, whatever
+        ``dominant_share`` is.
         """
         assert self.dominant_share is not None
         n_kept = self._frame_budget(visual.tokens.shape[1], ratio)

@@ -1,8 +1,4 @@
-"""Density-guided farthest point sampling in the form that is fastest for these tokens on their device.
-
-gstep.selection.reference defines the selection. The fast forms are in gstep.selection.lazy for the CPU and in
-gstep.selection.gpu.launch for GPUs.
-"""
+"""Density-guided farthest point sampling in the form that is fastest for these tokens on their device."""
 
 from __future__ import annotations
 

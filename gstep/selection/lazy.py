@@ -7,12 +7,10 @@ current score, so a token need not be looked at while another token's current sc
 holds most of the tokens' lengths, and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'| (``Subspace``). If
 by this bound a selected token cannot be nearer than the nearest known one, their product over D channels is skipped.
 
-``survey_tokens`` reads all tokens once. Then ``_Search`` runs in rounds. A round takes the K tokens of highest known
-score, compares each with the tokens that were selected since its last comparison, and selects among the K as long as
-the best of them beats every token outside.
+``_Search`` runs in rounds. A round takes the K tokens of highest known score, compares each with the tokens that were
+selected since its last comparison, and selects among the K as long as the best of them beats every token outside.
 
-Shapes: S tokens of a sample, k dimensions of the subspace, K candidates, L finalists (candidates whose score is exact
-and beats the rival), P selected tokens.
+Shapes: S tokens of a sample, K candidates, L finalists (candidates whose score is exact and beats the rival).
 """
 
 from __future__ import annotations
@@ -96,10 +94,7 @@ def lazy_density_guided_fps(
         start: Has the same meaning as there, as have the arguments above; none is checked.
         candidates: K, the candidates per round; None chooses 256, 512 or 1024 by M.
         dims: k, the dimensions of the bound's subspace; 0 disables the bound, None chooses by M and D.
-        counts: If given, the work of this selection is added to it in place.
-
-    Returns:
-        The picks, [B] int64 flat indices in order of selection.
+        counts: If given, the work of this selection is added to it.
     """
     if alpha == 0 and start == "density":
         return largest(density_M, budget)

@@ -130,8 +130,8 @@ def density_guided_fps(
     """Select ``budget`` tokens by Eqs. (9)-(12): [B] int64 flat indices in order of selection.
 
     Ties go to the lowest index. The selection for a smaller budget is the beginning of this one. alpha = 0 with the
-    density start gives the top B by rho. Logarithms, which could make different values equal, are used only where
-    ``compute_density_weight`` returns None, for alpha below about 0.02 or an extreme beta.
+    density start gives the top B by rho. Logarithms, which could make different values equal, are used only for alpha
+    below about 0.02 or an extreme beta.
 
     Args:
         tokens_MD: Finite tokens of any float dtype. No argument is checked.

@@ -1,7 +1,6 @@
 """Density-guided farthest point sampling on a GPU from the distances of all pairs, in M * M * 12 bytes.
 
-All steps run in one kernel launch. On an H200 this form takes a third of the lazy form's time. Importing this module
-needs Triton.
+On an H200 this form takes a third of the lazy form's time. Importing this module needs Triton.
 
 Shapes: R rows, S the number of rows rounded up to a multiple of 16.
 """

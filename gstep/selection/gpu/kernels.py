@@ -3,17 +3,16 @@
 Shapes: D = HIDDEN size, R rows of a launch (all tokens or some), S the number of rows rounded up to a multiple of 16.
 
 Every distance is 1 - dot * (inverse norm of a * inverse norm of b). The dot products of raw tokens are accumulated in
-float32, then scaled in float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), as in the
-reference. If float32 holds the dot products exactly, the distances are bit-equal to the reference's, and so are the
-keys (distance + beta) * weight by which tokens are ranked.
+float32, then scaled in float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``). If float32 holds
+the dot products exactly, the distances are bit-equal to the reference's, and so are the keys (distance + beta) * weight
+by which tokens are ranked.
 
-Norms are square roots of dot products, too. Tensor cores drop bits as they accumulate, so that a product over thousands
-of channels is too small by more than ZERO_DISTANCE of itself. With exact norms, a token would have that distance to its
-own copy; with norms that are too small by the same amount, the distance is 0.
+Norms are square roots of dot products, too: tensor cores drop bits, so that a product over thousands of channels is too
+small by more than ZERO_DISTANCE of itself. With exact norms, a token would have that distance to its own copy.
 
 Copies of a token have bit-equal distances, so that ties go to the lowest index. To this end, all products come from
-``_dots``, which accumulates each over D in the same order, independent of its position. This is why D is not split, and
-why all kernels of a selection use the same tile shape.
+``_dots``, which accumulates each over D in the same order, independent of its position. D is therefore not split, and
+all kernels of a selection use the same tile shape.
 """
 
 from __future__ import annotations
@@ -213,16 +212,15 @@ def greedy_kernel(
     Grid: (1,). The program keeps all distances and weights in registers: SLOTS of each, a power of 2 that is at least
     the width S. On an H200, 32 warps were fastest.
 
-    ``distances_ptr`` [S, S] is float64. ``distance_ptr`` [S] float64 is updated by every pick; picked tokens and
-    padding have -inf. ``weight_ptr`` [S] is float64. ``row_ptr`` [S] has each row's token, ascending.
+    ``distances_ptr`` [S, S], ``distance_ptr`` [S] and ``weight_ptr`` [S] are float64. ``distance_ptr`` is updated by
+    every pick; picked tokens and padding have -inf. ``row_ptr`` [S] has each row's token, ascending.
 
     The bar is the best token that has no row here. ``bar_ptr`` [1] has its key, and ``bar_index_ptr`` [1] the number of
     rows with a lower token index; they are -inf and 0 if there is no bar. A row passes the bar if its key is higher, or
     if the key is equal and the token index lower: best < ``bar_index_ptr``.
 
     Picks are written to ``order_ptr`` [budget] int64 from position ``count_ptr`` [1] on, which is raised.
-    ``constants_ptr`` [2] holds beta, and ZERO_DISTANCE, which is not used here. ``sixteenths`` is S / 16, and
-    ``budget`` is B.
+    ``constants_ptr`` [2] holds beta, and ZERO_DISTANCE, which is not used here. ``sixteenths`` is S / 16.
     """
     width = sixteenths * 16  # so that the compiler knows a bound of 16 and loads 16 bytes at a time
     beta = tl.load(constants_ptr)

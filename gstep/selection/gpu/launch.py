@@ -37,9 +37,8 @@ def select_on_gpu(
     """Select ``budget`` tokens by Eqs. (9)-(12) on a GPU: [B] int64 in order of selection.
 
     The arguments have the meaning that they have in gstep.selection.reference.density_guided_fps, and are not checked.
-    The picks are the same up to near-ties. Pass 16-bit tokens unconverted: tensor cores multiply them and accumulate in
-    float32. float32 tokens are multiplied in float32, never in TF32. The reference serves float64 tokens, alpha below
-    0.05 and extreme values of beta.
+    The picks are the same up to near-ties. Pass 16-bit tokens unconverted, for tensor cores. float32 tokens are never
+    multiplied in TF32. The reference serves float64 tokens, alpha below 0.05 and extreme values of beta.
 
     If the kernels fail, or Triton is missing, the reference selects instead; the first failure of a process issues a
     RuntimeWarning. Unless the GPU only ran out of memory, the kernels are not tried again in this process. Errors of
