@@ -1,6 +1,6 @@
 """The table of model families: which class makes visual tokens, and which class inserts them into prompts.
 
-Classes are given as import paths, so that a checkpoint's type can be checked before any model code is imported.
+Import paths let a checkpoint's type be checked before any model code is imported.
 """
 
 from __future__ import annotations

@@ -48,8 +48,7 @@ def find_torchvision_mismatch() -> str | None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return ``" (did you mean NAME?)"`` for the most similar name; "" if difflib's ratio is below 0.6 for all names.
-    """
+    """Return ``" (did you mean NAME?)"`` for the most similar name; "" if no name has a difflib ratio of 0.6."""
     matches = get_close_matches(name, list(names), 1)
     return f" (did you mean {matches[0]}?)" if matches else ""
 

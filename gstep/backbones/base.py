@@ -52,7 +52,7 @@ class TowerWork(NamedTuple):
         patches: the number of patches in one T.
         patch_weights: the number of weights that every patch is multiplied by.
         token_weights: the number of weights that every token is multiplied by, after patches are merged.
-        attention: floating-point operations of all layers' attention (queries x keys, weights x values).
+        attention: floating-point operations of all layers' attention.
     """
 
     patches: int
@@ -331,8 +331,7 @@ class Backbone(ABC):
         self.steps = None if self.on_cpu else self._suit_gpu()
 
     def _suit_gpu(self) -> FusedSteps | None:
-        """Modify the loaded model in place to run faster on a GPU; return its fused steps, None without a faster form.
-        """
+        """Modify the loaded model in place to run faster on a GPU; return its fused steps, by default None."""
         return None
 
     @property

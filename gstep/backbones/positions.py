@@ -14,7 +14,7 @@ class PositionFaults(NamedTuple):
     """The number of temporal patches whose temporal position is wrong; both are None if positions do not encode times.
 
     Attributes:
-        uneven: patches whose real time is at least one position away from their evenly spaced position.
+        uneven: patches at least one position away from where their real time would put them.
         shared: patches with the same integer position as the patch before, because the step is below one position.
     """
 
@@ -25,8 +25,7 @@ class PositionFaults(NamedTuple):
 def count_position_faults(extra: ModelExtra, timestamps: Sequence[float], *, even: bool) -> PositionFaults:
     """Count the temporal patches of a video whose positions do not match their times.
 
-    Positions follow get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py), which multiplies a
-    patch's index by a constant interval.
+    Positions follow get_rope_index of transformers, which multiplies a patch's index by a constant interval.
 
     Args:
         extra: the video's facts; only Qwen2.5-VL has the keys that make positions depend on time.

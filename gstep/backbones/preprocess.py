@@ -61,7 +61,7 @@ class Preprocessor(ABC):
         """
 
     def resize(self, frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
-        """Resize each frame of [T,H,W,3] uint8 RGB on the CPU to [T,h,w,3] uint8, bit-identical to the stock processor.
+        """Resize each frame of [T,H,W,3] uint8 RGB on the CPU, [T,h,w,3] uint8, bit-identical to the stock processor.
         """
         return resize_frames(frames, size)
 
@@ -153,8 +153,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def rgb_triple(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    """Read the setting ``name``, which must be present, as three floats; raise ModelError if it is not three numbers.
-    """
+    """Read the setting ``name``, which must be present, as three floats; raise ModelError if it has another form."""
     value = settings[name]
     if not (isinstance(value, list | tuple) and len(value) == 3 and all(isinstance(v, int | float) for v in value)):
         raise ModelError(f"the preprocessor setting {name}={value!r} is not three numbers, one per color channel")
@@ -383,8 +382,7 @@ def fit_size(
 
 
 def positive_count(settings: Mapping[str, Any], name: str) -> int:
-    """Read the setting ``name``, which must be present, as a positive integer; raise ModelError if it is anything else.
-    """
+    """Read the setting ``name``, which must be present, as a positive integer; raise ModelError otherwise."""
     value = settings[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"the preprocessor setting {name}={value!r} is not implemented: it must be a positive integer")

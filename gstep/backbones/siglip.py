@@ -95,8 +95,7 @@ class FrameObserver:
     """
 
     def __init__(self, module: nn.Module, compute: Callable[[Tensor], dict[str, Tensor]]) -> None:
-        """Prepare to observe ``module``; ``compute`` maps the input of a frame, [1,S,C], to evidence by name, [1,...].
-        """
+        """Prepare to observe ``module``; ``compute`` maps one frame's input [1,S,C] to evidence by name, [1,...]."""
         self.module = module
         self._compute = compute
         self._outputs: list[dict[str, Tensor]] = []
@@ -126,8 +125,7 @@ def compute_last_layer_evidence(layer: Any, hidden_1SC: Tensor) -> dict[str, Ten
 
 
 def probe_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]:
-    """Compute a frame's pooled ``frame_feature`` [1,C] and the ``token_attention`` [1,S] of the pooling head's query.
-    """
+    """Compute a frame's pooled ``frame_feature`` [1,C], and the ``token_attention`` [1,S] of the head's query."""
     feature_1C, attention_1S = head(features_1SC)
     return {"frame_feature": feature_1C, "token_attention": attention_1S}
 

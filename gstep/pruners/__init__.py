@@ -1,4 +1,4 @@
-"""The pruning methods, one per file; ``make_pruner`` builds a method from its name in PRUNERS or its import path."""
+"""The pruning methods, one per file, and the functions that make a method from its name or import path."""
 
 from __future__ import annotations
 
@@ -257,8 +257,7 @@ def _read_value(name: str, text: str, accepted: list[Any], label: str) -> Any:
 
 
 def _candidate_values(text: str) -> Iterator[Any]:
-    """Yield what ``text`` may stand for: None or a bool (in any case), then an int, a float, and last the text itself.
-    """
+    """Yield what ``text`` may stand for: None or a bool (in any case), then an int, a float, and last the text."""
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         yield words[text.lower()]

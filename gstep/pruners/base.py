@@ -115,8 +115,7 @@ class Pruner(ABC):
         return {item.name: getattr(self, item.name) for item in fields(self) if item.init}
 
     def nominal_ratio(self, retention_ratio: float) -> float:
-        """Return the nominal ratio for a requested ratio, by default the same; raise ValueError unless it is in (0, 1].
-        """
+        """Return the nominal ratio for a requested ratio, by default the same; raise ValueError outside (0, 1]."""
         budget_for(retention_ratio, 1)
         return float(retention_ratio)
 

@@ -21,7 +21,7 @@ class DensityPruner(Pruner):
     Attributes:
         smoothing: The temporal kernel: "gaussian" (Eq. 5), "box" (a fixed window) or "raw" (none).
         sigma: The standard deviation of the Gaussian in frames, > 0 and at most 3333.
-        radius: The radius of the kernel in frames, at most 10,000; None means ceil(3 sigma) for gaussian and 1 for box.
+        radius: In frames, at most 10,000; None means ceil(3 sigma) for gaussian and 1 for box.
         boundary: The rule for frames beyond the video's ends: "replicate", "zero", "reflect", "symmetric", "renorm" or
             "circular".
         fusion: The factors of rho (Eq. 8): "full", "temporal" or "spatial".

@@ -54,8 +54,7 @@ class SinkPruner(Pruner):
             raise ValueError(f"mu_s is defined for variant llava alone; set it to 0 for variant {variant}")
 
     def _suppress_sinks(self, attention_TN: Tensor) -> Tensor:
-        """Return the attention minus ``mu_s`` times each position's sink score, in float64; unchanged if ``mu_s`` is 0.
-        """
+        """Return the attention minus ``mu_s`` times each position's sink score, in float64, or unchanged for 0."""
         if self.mu_s == 0:
             return attention_TN
         return attention_TN.double() - self.mu_s * sink_scores(attention_TN)

@@ -91,8 +91,7 @@ def find_isolated_token(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Ten
 
 
 def choose_first_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tensor:
-    """Return the first pick, [1] int64, by ``start``: "isolated", "first" (token 0) or any other for the densest token.
-    """
+    """Return the first pick, [1] int64: the most isolated token, token 0 ("first") or the densest (any other value)."""
     if start == "isolated":
         return find_isolated_token(tokens_MD)
     if start == "first":

@@ -26,7 +26,7 @@ UNFUSED = {"enable_fp_fusion": False}  # because gstep.selection.reference round
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The tile and batch sizes of the kernels, which do not change any result. The defaults are reasoned, not measured.
+    """The tile and batch sizes of the kernels, which do not change any result.
 
     Attributes:
         block: Tokens along each side of a tile of dot products.
@@ -127,8 +127,7 @@ def _prepare_tokens(tokens_MD: Tensor) -> Tensor:
 
 
 def _compute_inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
-    """Compute 1 / L2 norm, [M] float64, 0 for a zero token, from the kernels' products, so that copies have distance 0.
-    """
+    """Compute 1 / L2 norm, [M] float64, 0 for a zero token, from the kernels' own products."""
     n_tokens, hidden = tokens_MD.shape
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)
     grid = (triton.cdiv(n_tokens, tuning.block),)
@@ -187,8 +186,7 @@ def select_by_gram(task: Task) -> Tensor:
 
 
 def make_no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a bar for :func:`run_greedy` that every token passes: the key -inf, [1] float64, and index 0, [1] int32.
-    """
+    """Return a bar for :func:`run_greedy` that every token passes: key -inf, [1] float64, and index 0, [1] int32."""
     key_1 = torch.full((1,), -torch.inf, dtype=torch.float64, device=device)
     return key_1, torch.zeros(1, dtype=torch.int32, device=device)
 

@@ -91,8 +91,7 @@ def _memory_for_distances(device: torch.device) -> float:
 
 
 def _report(error: Exception) -> None:
-    """Disable the kernels unless the GPU only ran out of memory; the first call in a process issues a RuntimeWarning.
-    """
+    """Disable the kernels unless the GPU only ran out of memory, and warn at the first call in a process."""
     cause = f"{type(error).__name__}: {error}"
     if not is_out_of_memory(error):
         _broken.append(cause)

@@ -1,9 +1,7 @@
 """Density-guided farthest point sampling on a GPU in O(M * D) memory, for videos of many tokens.
 
-Distances only shrink, so a key computed from earlier picks is an upper bound. A round takes the K tokens of highest
-key, updates their keys, and runs the exact greedy selection among them as long as they beat the best key outside.
-
-Importing this module needs Triton.
+A round takes the K tokens of highest known key, which is an upper bound, updates their keys, and runs the exact greedy
+selection among them as long as they beat the best key outside. Importing this module needs Triton.
 """
 
 from __future__ import annotations
