@@ -225,11 +225,10 @@ class Visual:
         tokens_per_frame: N, before pruning.
         extra: Further values for the model family's positions (``Backbone.model_extra``).
         deepstack: One tensor [K,D] per level with the same rows as ``tokens``.
-        newline: [D], the row that follows the tokens of a video. None except for LLaVA-OneVision.
-        evidence: The cached evidence of the same tokens, for a method that prunes them at generation; prompts ignore
-            it.
+        newline: [D], the row that follows the tokens of a video. None for families without one.
+        evidence: The cached evidence of the same tokens, for a method that prunes them at generation.
         frame_indices: The index in the source of each sampled frame, with repetitions; empty if unknown.
-        fps: The average frame rate of the whole source in frames per second; None if unknown.
+        fps: The average frame rate of the whole source; None if unknown.
         timestamps: The time of each sampled frame in seconds, with repetitions; empty if unknown.
     """
 

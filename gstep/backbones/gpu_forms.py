@@ -156,9 +156,9 @@ def _power_of_2(least: int) -> int:
 def optimize_llava(model: Any, vision: Any) -> FusedSteps:
     """Modify a loaded LlavaOnevisionModel in place to run faster on a GPU, and return the fused steps of its layers.
 
-    Patches are embedded by one matrix product, element-wise steps are fused, and pooling keeps the channels last. Call
-    it after the weights are loaded and on their device. On a GPU, the first layer then runs twice to turn the Triton
-    kernels on, or off with a RuntimeWarning (:meth:`FusedSteps.prove`).
+    Patches are embedded by one matrix product, element-wise steps are fused, and pooling keeps the channels last. On a
+    GPU, the first layer then runs twice to turn the Triton kernels on, or off with a RuntimeWarning
+    (:meth:`FusedSteps.prove`).
 
     Args:
         vision: the module inside ``model`` that holds the vision tower's embeddings and layers.
@@ -187,9 +187,9 @@ def optimize_internvl(tower: Any) -> FusedSteps:
 
     Patches are embedded by one matrix product, and norms are fused. If attention is sdpa without norms of queries and
     keys, their projections and that of values become one product. The scales ``lambda_1`` and ``lambda_2`` of each
-    layer are multiplied into the weights before them and set to 1, so that a second call changes no result. Call it
-    after the weights are loaded and on their device. On a GPU, the first layer then runs twice to turn the Triton
-    kernels on, or off with a RuntimeWarning (:meth:`FusedSteps.prove`).
+    layer are multiplied into the weights before them and set to 1, so that a second call changes no result. On a GPU,
+    the first layer then runs twice to turn the Triton kernels on, or off with a RuntimeWarning
+    (:meth:`FusedSteps.prove`).
 
     Raises:
         torch.OutOfMemoryError: GPU memory ran out in the first layer.
@@ -216,11 +216,10 @@ def optimize_internvl(tower: Any) -> FusedSteps:
 def optimize_qwen(tower: Any) -> FusedSteps:
     """Modify a loaded vision tower of Qwen2.5-VL or Qwen3-VL in place to run faster on a GPU; return its fused steps.
 
-    Patches are embedded by one matrix product, element-wise steps are fused, and each layer attends in one call;
-    attention stays the stock one if the tower was built with "eager". The gate and up of an MLP gated by SiLU become
-    one product; a width that is not a multiple of 8 is zero-padded to a multiple of 128. Call it after the weights are
-    loaded and on their device. On a GPU, the first block then runs twice to turn the Triton kernels on, or off with a
-    RuntimeWarning (:meth:`FusedSteps.prove`).
+    Patches are embedded by one matrix product, element-wise steps are fused, and each layer attends in as few calls as
+    possible; attention stays the stock one if the tower was built with "eager". The gate and up of an MLP gated by SiLU
+    become one product; a width that is not a multiple of 8 is zero-padded to a multiple of 128. On a GPU, the first
+    block then runs twice to turn the Triton kernels on, or off with a RuntimeWarning (:meth:`FusedSteps.prove`).
 
     Raises:
         torch.OutOfMemoryError: GPU memory ran out in the first block.

@@ -61,7 +61,7 @@ class Preprocessor(ABC):
         """
 
     def resize(self, frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
-        """Resize each frame of [T,H,W,3] uint8 RGB on the CPU, [T,h,w,3] uint8, bit-identical to the stock processor.
+        """Resize each frame of [T,H,W,3] uint8 RGB on the CPU, bit-identical to the stock processor: [T,h,w,3] uint8.
         """
         return resize_frames(frames, size)
 

@@ -67,8 +67,8 @@ def find_method(method: str) -> type[Pruner]:
     """Return the class of a method: a name of PRUNERS, or ``module:Class``, whose module is imported.
 
     Raises:
-        ValueError: The name is unknown, the import raises any error, the class is not a valid method or cannot be
-            imported by its own module and name, or ``method`` is a class.
+        ValueError: The name is unknown, the import raises any error, the class is not a valid method or was defined
+            under a name that now means another object, or ``method`` is a class.
     """
     if isinstance(method, str) and ":" in method:
         kind = check_method(_import_class(method), method)
