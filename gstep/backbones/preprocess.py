@@ -61,8 +61,7 @@ class Preprocessor(ABC):
         """
 
     def resize(self, frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
-        """Resize each frame of [T,H,W,3] uint8 RGB on the CPU, bit-identical to the stock processor: [T,h,w,3] uint8.
-        """
+        """Resize each frame of [T,H,W,3] uint8 RGB on the CPU to [T,h,w,3] uint8, exactly as the stock processor."""
         return resize_frames(frames, size)
 
     def normalise(self, frames: Tensor | NDArray[np.uint8], device: torch.device | str, dtype: torch.dtype) -> Tensor:

@@ -189,8 +189,8 @@ class QwenVL(ModelFamily):
     def _check_processor(self) -> None:
         """Raise ModelError unless transformers would use this family's video processor for the checkpoint.
 
-        The choice follows AutoVideoProcessor.from_pretrained: by video_processor_type if it is set, otherwise by
-        image_processor_type, otherwise by the model type.
+        AutoVideoProcessor chooses by video_processor_type if it is set, otherwise by image_processor_type, otherwise by
+        the model type.
         """
         source = self.source
         settings = self.source.preprocessor

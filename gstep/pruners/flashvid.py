@@ -90,7 +90,7 @@ class FlashVID(SinkPruner):
         Each segment returns its picked tokens unchanged, then, unless these are its whole budget, each frame's
         remaining tokens after merging from frame to frame: all of them if the budget allows, otherwise means around
         density peaks. ``merged`` marks each kept token that differs from its input. ``seed`` breaks ties between
-        density peaks if the evidence has no ``noise``.
+        density peaks without the evidence ``noise``.
         """
         per_frame = visual.tokens.shape[1]
         tokens_TND = scale_to_work_dtype(visual.tokens)

@@ -89,7 +89,7 @@ class HoliTom(SinkPruner):
 
         Each window returns, frame by frame, the moving tokens of highest attention, unchanged, and density peaks; then
         the peaks of the static means, at the window's first frame. ``merged`` marks means, and peaks that other tokens
-        were merged into. ``seed`` breaks ties between density peaks if the evidence has no ``noise``.
+        were merged into. ``seed`` breaks ties between density peaks without the evidence ``noise``.
         """
         n_frames, per_frame, _ = visual.tokens.shape
         tokens_TND = visual.tokens.to(scale_to_work_dtype(visual.tokens[:1]).dtype)

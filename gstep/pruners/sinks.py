@@ -1,7 +1,6 @@
 """SToP: sink scores, which four methods use to rank attention sinks lower.
 
-A sink is a position that gets much attention in all frames, whatever they show. Shapes: X tokens of a frame that are
-not selected yet.
+A sink is a position that gets much attention in all frames, whatever they show. Shapes: X unselected tokens of a frame.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Tango(Pruner):
 
         Each segment returns its static positions, as means at the first frame, then the moving positions of all frames,
         each reduced to salient tokens and merged context. ``merged`` marks each kept token that differs from its input.
-        ``seed`` breaks ties between density peaks if the evidence has no ``noise``.
+        ``seed`` breaks ties between density peaks without the evidence ``noise``.
         """
         n_frames, per_frame, _ = visual.tokens.shape
         direction_TND = unit(scale_to_work_dtype(visual.tokens))

@@ -102,7 +102,7 @@ def choose_first_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tens
 def compute_density_weight(density_M: Tensor, alpha: float, beta: float) -> Tensor | None:
     """Compute w = (rho + beta) ** ((1 - alpha) / alpha), the density's factor in the key (l + beta) * w.
 
-    The key is exp(U / alpha) for U of Eq. (11), so the token of highest key has the highest U, without logarithms.
+    The key is exp(U / alpha) for U of Eq. (11), so the token of highest key has the highest U.
 
     Returns:
         [M] float64; None if alpha is 0, or if keys could leave [1e-290, 1e290], as with a tiny alpha or an extreme

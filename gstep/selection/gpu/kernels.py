@@ -98,7 +98,7 @@ def gram_kernel(
     ``row_ptr`` holds row numbers of ``tokens_ptr`` [M, HIDDEN]. Columns from R on are not written.
 
     Grid: (ceil(R / BLOCK) ** 2,). The program of a tile above the diagonal also writes the mirrored tile below. GROUP
-    rows of tiles are traversed column by column, so that programs that run together share tokens in L2.
+    rows of tiles are traversed column by column, to share tokens in L2.
     """
     n_tiles = tl.cdiv(n_rows, BLOCK)
     program = tl.program_id(0)
