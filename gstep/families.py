@@ -44,7 +44,7 @@ _PROCESSOR = "processor_config.json"
 
 
 def describe_family(family: str, model_type: str | None) -> str:
-    """Return the family's name for a message, or "gemma4 by the family generic" if ``model_type`` has another name."""
+    """Return the family's name for a message; for a model type of another name, "gemma4 by the family generic"."""
     return family if model_type in (None, family) else f"{model_type} by the family {family}"
 
 

@@ -336,7 +336,7 @@ class Backbone(ABC):
 
     @property
     def form(self) -> str:
-        """The tower's implementation, for a run's provenance: "stock", "gpu" or "gpu, kernels" (Triton kernels)."""
+        """The tower's implementation: "stock", "gpu" or "gpu, kernels" (Triton kernels)."""
         if self.steps is None:
             return "stock"
         return "gpu, kernels" if self.steps.kernels else "gpu"

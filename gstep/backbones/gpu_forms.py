@@ -50,7 +50,7 @@ class FusedSteps:
             step: runs a layer that uses these steps; called twice.
 
         Raises:
-            torch.OutOfMemoryError: GPU memory ran out in ``step``; the kernels stay off.
+            torch.OutOfMemoryError: GPU memory ran out in ``step``.
         """
         try:
             with torch.cuda.device(device):

@@ -29,8 +29,8 @@ def norm_kernel(
 ) -> None:
     """Normalize rows [S,C] by LayerNorm if CENTRED, otherwise by RMSNorm, into ``out``.
 
-    With ADDED, ``added`` is added to ``x`` first, and the sum is stored in ``sum``; without it both pointers are
-    unused. ``bias`` is used only if CENTRED. Grid: (ceil(S / ROWS),). BLOCK is a power of 2, at least WIDTH.
+    With ADDED, ``added`` is added to ``x`` first, and the sum is stored in ``sum``; without it both are unused.
+    ``bias`` is used only if CENTRED. Grid: (ceil(S / ROWS),). BLOCK is a power of 2, at least WIDTH.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

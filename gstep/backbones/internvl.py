@@ -63,7 +63,7 @@ class InternVL(FixedSizeFamily):
             )
 
     def names_in_memory(self, key: str) -> list[str]:
-        """Return the name on disk without the prefix ``model.`` that some versions have."""
+        """Return, in a list, the name on disk without the prefix ``model.`` that some versions have."""
         return [key.removeprefix("model.")]
 
     def pixel_defaults(self) -> Mapping[str, Any]:

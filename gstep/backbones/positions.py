@@ -14,7 +14,7 @@ class PositionFaults(NamedTuple):
     """The number of temporal patches whose temporal position is wrong; both are None if positions do not encode times.
 
     Attributes:
-        uneven: patches whose position is at least one off from their real time, as a share of the span of times.
+        uneven: patches whose real time is at least one position away from their evenly spaced position.
         shared: patches with the same integer position as the patch before, because the step is below one position.
     """
 

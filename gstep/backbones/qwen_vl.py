@@ -226,7 +226,7 @@ class QwenBackbone(Backbone):
         return frames * max(1, min(frame_batch // frames, PATCHES_AT_ONCE // (H * W)))
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode [t,h,w,3] uint8 to tokens [T,N,D] in spatial order, with [T,N,D] per deepstack level of the family."""
+        """Encode [t,h,w,3] uint8 to tokens [T,N,D] in spatial order, with [T,N,D] per deepstack level."""
         (visual,) = self.encode_pass([frames], evidence)
         return visual
 
@@ -269,9 +269,8 @@ class QwenBackbone(Backbone):
     def _compute_grid_facts(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
         """Compute those keyword arguments of the tower's forward that depend only on the grids (T, H, W) of a pass.
 
-        They are the position ids and the bounds of pieces, of windows too if the tower has windows, and the
-        interpolation of learned positions if it has these. ``_suit_gpu`` caches this method, because on a GPU several
-        stock functions make the CPU wait.
+        They are the position ids, the bounds of pieces and, if the tower has them, of windows, and the interpolation of
+        learned positions. ``_suit_gpu`` caches this method, because on a GPU several stock functions make the CPU wait.
         """
         from transformers import vision_utils as stock  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
@@ -360,7 +359,8 @@ class MergedAttentionObserver:
         self.attention: list[Tensor] = []
 
     def __call__(self, hidden_MC: Tensor, kwargs: Mapping[str, Any]) -> None:
-        """Append the attention of each temporal patch in the pass to ``attention``."""
+        """Append the attention of each temporal patch to ``attention``, from the layer's input and position embeddings.
+        """
         qkv = self.layer.qkv
         n_heads = self.layer.num_heads
         width = hidden_MC.shape[1]

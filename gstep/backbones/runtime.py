@@ -56,7 +56,7 @@ class Runtime:
         return str(self.dtype).removeprefix("torch.")
 
     def describe(self) -> dict[str, str]:
-        """Describe the hardware and software that compute the tokens, as JSON values for a run's provenance."""
+        """Describe the hardware and software that compute the tokens, as JSON values."""
         on_cuda = self.device.startswith("cuda")
         return {
             "device": self.device,

@@ -242,6 +242,8 @@ class TextTower:
 def _load_tokenizer(source: TextTowerSource) -> Any:
     """Load the tokenizer of a checkpoint: from tokenizer.json if there is one, otherwise by AutoTokenizer.
 
+    The tokenizer of a Hugging Face checkpoint may be downloaded.
+
     Raises:
         ModelError: the tokenizer cannot be loaded, or has no end or padding token.
     """

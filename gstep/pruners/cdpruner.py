@@ -31,7 +31,7 @@ class CDPruner(Pruner):
     llava/model/llava_arch.py).
 
     The selection ends when every other token is nearly a linear combination of the picks (``greedy_map``), so it may
-    have fewer than B tokens, and at most D, but never none. The official code continues on rounding noise.
+    have fewer than B tokens, but never none. The official code continues on rounding noise.
 
     Attributes:
         mode: "global" (one selection over the video) or "per_frame" (at most max(1, floor(r*N)) tokens of each frame).

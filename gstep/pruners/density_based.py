@@ -38,7 +38,7 @@ class DensityPruner(Pruner):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to floats or ints."""
+        """Raise ValueError for an invalid parameter, and convert numbers to floats or ints."""
         check_choice("smoothing", self.smoothing, SMOOTHINGS)
         check_choice("boundary", self.boundary, BOUNDARIES)
         check_choice("fusion", self.fusion, FUSIONS)

@@ -71,7 +71,7 @@ class FlashVID(SinkPruner):
     min_segment_num: int = 8
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to floats or ints."""
+        """Raise ValueError for an invalid parameter, and convert numbers to floats or ints."""
         super().__post_init__()
         cosines = {"temporal_threshold": self.temporal_threshold, "segment_threshold": self.segment_threshold}
         self._set(

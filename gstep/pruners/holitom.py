@@ -69,7 +69,7 @@ class HoliTom(SinkPruner):
     max_window: int = 1024
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to floats or ints."""
+        """Raise ValueError for an invalid parameter, and convert numbers to floats or ints."""
         super().__post_init__()
         shares = {"D": self.D, "beta": self.beta}
         self._set(
@@ -123,7 +123,6 @@ class HoliTom(SinkPruner):
 
             Args:
                 index_X: The flat index of each row.
-                kept_S: Row numbers.
                 is_mean: True if the rows are means over frames, which are all marked as merged.
                 penalty_X: Subtracted from the scores of peaks.
             """

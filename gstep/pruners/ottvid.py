@@ -66,7 +66,7 @@ class OTTVid(Pruner):
     iterations: int = 200
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to floats or ints."""
+        """Raise ValueError for an invalid parameter, and convert numbers to floats or ints."""
         temperatures = {"tau_m": self.tau_m, "tau_b": self.tau_b}
         self._set(
             gamma=check_number("gamma", self.gamma, "in [0, 1]", lambda x: 0 <= x <= 1),

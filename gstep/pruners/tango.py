@@ -83,7 +83,7 @@ class Tango(Pruner):
     k: int = 7
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to floats or ints; ``tau`` None stays None."""
+        """Raise ValueError for an invalid parameter, and convert numbers to floats or ints; ``tau`` None stays None."""
         check_choice("variant", self.variant, VARIANTS)
         shares = {"context": self.context, "beta": self.beta}
         if self.tau is not None:

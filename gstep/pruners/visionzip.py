@@ -169,7 +169,7 @@ def frame_budget(size: int, ratio: float) -> int:
     """Compute K of variant llava for a frame of ``size`` tokens: round(size * ratio), or the published number.
 
     For 196 tokens at 25, 20, 15 and 10 %, these are 50, 40, 30 and 20. K is at least 2, because one token is
-    contextual, and at most ``size``.
+    contextual, but at most ``size``.
     """
     if size == _PUBLISHED_SIZE:
         for share, n_kept in PUBLISHED_PER_FRAME.items():

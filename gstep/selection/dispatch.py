@@ -25,8 +25,8 @@ def fast_density_guided_fps(
 
     The arguments have the meaning that they have in gstep.selection.reference.density_guided_fps, and are not checked.
     The picks are the same up to near-ties: distances differ by rounding, about 1e-7 on a CPU and up to 1e-5 on a GPU.
-    The reference serves selections on a CPU with M * D * B up to 2^26, devices that are neither, and a GPU whose
-    kernels fail, of which the first failure in a process issues a warning.
+    The reference serves selections on a CPU with M * D * B up to 2^26, devices that are neither, and GPUs whose kernels
+    fail; the first failure in a process issues a warning.
     """
     if tokens_MD.is_cuda:
         select = select_on_gpu

@@ -3,7 +3,8 @@
 How far picks agree on different processors, in this form and in the fast forms:
 
 - Distances, ``compute_density_weight`` and ties by index decide the picks, through sums, products and comparisons in
-  float64, which are the same everywhere. Logarithms, whose rounding depends on the library and the CPU, are avoided.
+  float64, which are the same everywhere. Logarithms, whose rounding depends on the library and the CPU, are used only
+  for a tiny alpha or an extreme beta.
 - ``compute_density_weight`` is rho + beta itself at alpha = 0.5, and 1 at alpha = 1. Otherwise it is a power, whose
   last bit depends on the library: another processor may swap tokens of different rho whose keys agree to about 1e-15.
 - Dot products are exact if float32 holds all their partial sums, as with small integers. Otherwise their last bits

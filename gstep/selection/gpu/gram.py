@@ -203,7 +203,7 @@ def run_greedy(
         distance_R: Their distances to the picks so far, float64; -inf for picked tokens, as in the result.
         bar: The key of the best other token, and the number of ``row_R`` with a lower index. A token passes if its key
             is higher, or equal with a lower index.
-        order_B: The picks are written here in place from position ``count_1`` on.
+        order_B: The picks are written here from position ``count_1`` on.
         count_1: [1] int32, raised in place by the number of picks.
     """
     distances_SS = pair_distances(task, row_R)

@@ -171,9 +171,9 @@ def refresh_kernel(
     """Lower the distances of the tokens ``row_ptr`` [R] to the minimum over the picks since their marks, Eq. (10).
 
     ``distance_ptr`` [M] is float64 viewed as int64: both types order non-negative numbers the same way, with -inf
-    below. ``mark_ptr`` [M] has the number of picks that a token's distance includes; it is only read, and the caller
-    updates it. A program updates all its rows from their smallest mark on, because including a pick twice changes
-    nothing. The picks are the first ``count_ptr`` [1] entries of ``order_ptr``. Picked tokens stay at -inf.
+    below. ``mark_ptr`` [M] has the number of picks that a token's distance includes; it is only read. A program updates
+    all its rows from their smallest mark on, because including a pick twice changes nothing. The picks are the first
+    ``count_ptr`` [1] entries of ``order_ptr``. Picked tokens stay at -inf.
 
     Grid: (ceil(R / BLOCK), ceil(picks / BLOCK)); programs beyond the actual picks do nothing.
     """

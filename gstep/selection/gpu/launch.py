@@ -1,8 +1,8 @@
 """Density-guided farthest point sampling on a GPU, with the picks of gstep.selection.reference.
 
 ``gram`` is tried first, for up to MAX_GRAM_TOKENS tokens. ``lazy`` serves longer videos, and any video for which memory
-is short. If neither can serve, the reference selects. On a CUDA device, ``check`` compares both forms with the
-reference once per process, dtype and hidden size.
+is short. If neither can serve, the reference selects. On a CUDA device, ``check`` first compares both forms with the
+reference, once per process, device, dtype and hidden size.
 """
 
 from __future__ import annotations
