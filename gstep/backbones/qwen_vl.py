@@ -359,8 +359,7 @@ class MergedAttentionObserver:
         self.attention: list[Tensor] = []
 
     def __call__(self, hidden_MC: Tensor, kwargs: Mapping[str, Any]) -> None:
-        """Append the attention of each temporal patch to ``attention``, from the layer's input and position embeddings.
-        """
+        """Append the attention of each temporal patch to ``attention``, from the layer's input and ``kwargs``."""
         qkv = self.layer.qkv
         n_heads = self.layer.num_heads
         width = hidden_MC.shape[1]
