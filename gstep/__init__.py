@@ -73,13 +73,12 @@ def prune(
         evidence: Further outputs of the vision encoder or the LLM that some methods need, as float tensors by name:
             frame_feature [T,Dv], token_attention [T,N], token_key [T,N,Dk], image_embedding [T,N,De], text_embedding
             [Q,De], llm_attention [T*N], noise [T*N]. Evidence that the method does not use is ignored.
-        budget: B itself, in [1, T*N]. If given, ``retention_ratio`` is ignored, and methods that compute with a ratio,
-            for example per frame, use B / (T*N).
-        seed: The seed of methods that draw random numbers, a non-negative integer.
+        budget: B itself, in [1, T*N]. If given, ``retention_ratio`` is ignored, and methods that compute with a ratio
+            use B / (T*N).
+        seed: A non-negative integer for methods that draw random numbers.
         grid: (rows, columns) of the N tokens of a frame, for methods that use positions. By default, the two factors of
             N that are closest to each other, such as (14, 14) for 196.
-        times: The time of each of the T frames in seconds, for methods that use times. By default, one frame per
-            second.
+        times: The time of each of the T frames in seconds, by default one frame per second.
         params: The hyper-parameters of the method, which are the fields of its class. None are allowed if ``method`` is
             an object.
 
@@ -89,7 +88,7 @@ def prune(
         False may keep more or fewer than B tokens, but at least one; its class docstring gives the rule.
 
     Raises:
-        ValueError: The method or a parameter is unknown, or an argument or evidence is invalid. The message names it.
+        ValueError: The method or a parameter is unknown, or an argument or evidence is invalid.
         MissingEvidence: The method needs evidence that ``evidence`` lacks; a subclass of ValueError.
         WrongSelection: Your own method returned an invalid selection; a subclass of RuntimeError. Errors that its
             ``select`` raises are passed on.

@@ -1,7 +1,7 @@
 """The spatio-temporal density of GSTEP, with one function per equation.
 
-Shapes: T frames, N tokens per frame, D hidden size, K = 2r+1 taps of a kernel of radius r. Everything here is computed
-in float64 on the tokens' device: the results are small, and a selection by argmax must not depend on rounding noise.
+Shapes: K = 2r+1 taps of a kernel of radius r. Everything here is computed in float64 on the tokens' device, because a
+selection by argmax must not depend on rounding noise.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ FUSIONS = ("full", "temporal", "spatial")
 
 
 def work_dtype(tokens: Tensor) -> torch.dtype:
-    """Return the dtype in which products of ``tokens`` are computed: float64 for float64, otherwise float32.
-
-    Converting 16-bit tokens to float32 is exact.
-    """
+    """Return the dtype in which products of ``tokens`` are computed: float64 for float64, otherwise float32."""
     return torch.float64 if tokens.dtype == torch.float64 else torch.float32
 
 
 def compute_working_scale(tokens: Tensor) -> float:
-    """Compute a power of two such that squares of ``tokens`` times this factor neither overflow nor vanish.
+    """Compute a power of two that keeps the square of the largest of ``tokens`` in range.
 
     The factor is 1.0 if the largest magnitude is 0 or between about 2^-40 and 2^40 (2^-300 and 2^300 for float64).
-    Neither cosines nor the spatial density depend on it. ``tokens`` are finite and not empty, of any shape.
+    Otherwise it brings this magnitude into [1/2, 1), as far as a factor from 2^-126 to 2^126 (2^-1000 to 2^1000) can.
+    ``tokens`` are finite and not empty.
     """
     safe, furthest = (300, 1000) if work_dtype(tokens) == torch.float64 else (_SAFE_EXPONENT, 126)
     low, high = torch.stack(torch.aminmax(tokens)).tolist()  # one transfer from a GPU, not two
@@ -45,10 +43,7 @@ def compute_working_scale(tokens: Tensor) -> float:
 
 
 def scale_to_work_dtype(tokens: Tensor) -> Tensor:
-    """Convert ``tokens``, of any shape, to their work dtype and multiply them by their working scale.
-
-    The input itself is returned if it needs neither.
-    """
+    """Convert ``tokens`` to their work dtype and multiply them by their working scale, without a copy if possible."""
     scale = compute_working_scale(tokens)
     tokens = tokens.to(work_dtype(tokens))
     return tokens if scale == 1.0 else tokens * scale
@@ -58,8 +53,8 @@ def compute_row_factors(tokens_MD: Tensor) -> Tensor | None:
     """Compute a power of two for each row that keeps the row's squares in the range of float32: [M] float64, or None.
 
     A row whose largest magnitude is below 2^-41 or at least 2^40 gets the factor that brings this magnitude into [1/2,
-    1), as far as float64 has such a power of two. All other rows, and zero rows, get 1. The result is None if all
-    factors are 1. Multiplying by a power of two is exact, and cosines do not depend on it.
+    1), as far as float64 has such a power of two; other rows, and zero rows, get 1. The result is None if all factors
+    are 1.
     """
     largest_M = torch.maximum(tokens_MD.amax(dim=1), -tokens_MD.amin(dim=1)).double()
     exponent_M = torch.frexp(largest_M).exponent
@@ -89,17 +84,14 @@ def scale_rows(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
 
 
 def iter_row_slices(rows: Tensor) -> Iterator[slice]:
-    """Yield slices of the first axis, so small that float64 intermediates fit a CPU's cache or spare GPU memory.
-
-    A slice has at least one row, and otherwise at most 2^20 elements on a CPU or 2^25 on a GPU.
-    """
+    """Yield slices of the first axis with at most 2^20 elements on a CPU or 2^25 on a GPU, but at least one row."""
     elements = 2**25 if rows.is_cuda else 2**20
     step = max(1, elements // max(1, rows[0].numel()))
     return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
 def copy_to_float64(tokens: Tensor) -> Tensor:
-    """Return a contiguous float64 copy of ``tokens`` that never shares memory with them, for work in place."""
+    """Return a contiguous float64 copy of ``tokens`` that never shares memory with them."""
     return tokens.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -192,7 +184,7 @@ def distance_of_products(product: Tensor, norm_a: Tensor, norm_b: Tensor) -> Ten
 def compute_change_curve(mean_TD: Tensor) -> Tensor:
     """Compute the raw change curve c, Eq. (4), [T,D] -> [T]: each frame center's mean cosine distance to its neighbors.
 
-    The first and the last frame have one neighbor. A single frame has none and gets 0.
+    A single frame gets 0.
     """
     if len(mean_TD) == 1:
         return mean_TD.new_zeros(1)
@@ -203,9 +195,7 @@ def compute_change_curve(mean_TD: Tensor) -> Tensor:
 def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
     """Compute the truncated Gaussian kernel of Eq. (5), normalized to sum 1: [2r+1] float64 on the CPU.
 
-    Args:
-        sigma: The standard deviation in frames.
-        radius: r in frames; None means ceil(3 * sigma).
+    ``sigma`` is the standard deviation in frames; ``radius`` None means ceil(3 * sigma).
     """
     radius = math.ceil(3 * sigma) if radius is None else radius
     offset_K = torch.arange(-radius, radius + 1, dtype=torch.float64, device="cpu")
@@ -216,8 +206,7 @@ def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
 def box_kernel(radius: int | None = None) -> Tensor:
     """Compute the fixed window of the smoothing ablation: 2r+1 equal weights with sum 1, float64 on the CPU.
 
-    Args:
-        radius: r in frames; None means 1.
+    ``radius`` None means 1.
     """
     taps = 2 * (1 if radius is None else radius) + 1
     return torch.full((taps,), 1.0 / taps, dtype=torch.float64, device="cpu")
@@ -246,8 +235,8 @@ def smooth(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> T
     """Smooth the change curve with a kernel of odd length, Eq. (6), [T] -> [T].
 
     Args:
-        boundary: What lies beyond the ends of the curve: "replicate" (the end frame), "zero", "renorm" (zero, with the
-            result divided by the kernel's mass inside the video), "reflect", "symmetric" or "circular".
+        boundary: What lies beyond the ends of the curve: "zero", "renorm" (zero, with the result divided by the
+            kernel's mass inside the video), or a rule of ``map_to_source_frame``.
     """
     n_frames = len(change_T)
     radius = len(kernel_K) // 2
@@ -284,7 +273,7 @@ def temporal_density(
     Args:
         smoothing: "gaussian", "box", or any other value for none, which ignores ``radius`` and ``boundary``.
         sigma: The standard deviation in frames, only for gaussian smoothing.
-        radius: The kernel's radius in frames; None means ceil(3 * sigma) for gaussian and 1 for box.
+        radius: In frames; None means ceil(3 * sigma) for gaussian and 1 for box.
         boundary: A rule of ``smooth``.
         eps: Added to the mean in Eq. (7).
     """
@@ -301,9 +290,7 @@ def temporal_density(
 def fuse(temporal_T: Tensor, spatial_TN: Tensor, fusion: str = "full") -> Tensor:
     """Multiply the temporal density [T] and the spatial density [T,N] to get rho [T,N], Eq. (8).
 
-    Args:
-        fusion: "temporal" or "spatial" for that factor alone, which is then returned as a view of the argument; any
-            other value for the product.
+    ``fusion`` "temporal" or "spatial" returns a view of that factor alone; any other value means the product.
     """
     if fusion == "spatial":
         return spatial_TN
@@ -321,12 +308,9 @@ def spatio_temporal_density(
     fusion: str = "full",
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Compute rho and the temporal density, Eqs. (2)-(8), of finite tokens [T,N,D].
+    """Compute rho [T,N] and the temporal density [T], Eqs. (2)-(8), of finite tokens [T,N,D], both float64.
 
     The parameters are those of ``temporal_density`` and ``fuse``, and are not checked.
-
-    Returns:
-        rho [T,N] and the temporal density [T], both float64.
     """
     mean_TD, spatial_TN = describe_frames(tokens_TND)
     temporal_T = temporal_density(mean_TD, smoothing=smoothing, sigma=sigma, radius=radius, boundary=boundary, eps=eps)

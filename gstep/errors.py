@@ -9,18 +9,15 @@ _NO_MEMORY = re.compile(
 
 
 class ModelError(ValueError):
-    """A model cannot be used, for example because its type is unknown or tensors are missing.
-
-    The message has the remedy.
-    """
+    """A model cannot be used, for example because its type is unknown or tensors are missing."""
 
 
 class MissingEvidence(ValueError):  # noqa: N818 - the public contract's name
-    """A pruning method needs evidence that it was not given; the message names the evidence."""
+    """A pruning method needs evidence that it was not given."""
 
 
 class UnsupportedVideo(ValueError):  # noqa: N818 - beside the pipeline's VideoFault, which it becomes
-    """The model does not accept a video of this shape; the message names the shape."""
+    """The model does not accept a video of this shape."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -36,7 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_gpu_broken() -> bool:
     """Return True if synchronizing with this process's GPU raises an error, so that every later kernel would fail too.
 
-    Call it only in a process that has a CUDA context, because it would create a context otherwise.
+    Call it only in a process that has a CUDA context, because it would create one otherwise.
     """
     import torch  # noqa: PLC0415 - loaded already, since the context exists
 
@@ -48,8 +45,8 @@ def is_gpu_broken() -> bool:
 
 
 class TooFewFrames(UnsupportedVideo):
-    """The video has fewer sampled frames than the model needs; the message gives the minimum."""
+    """The video has fewer sampled frames than the model needs."""
 
 
 class WrongSelection(RuntimeError):  # noqa: N818 - as above
-    """A pruning method returned an invalid selection, which is a bug in the method; the message names the method."""
+    """A pruning method returned an invalid selection, which is a bug in the method."""

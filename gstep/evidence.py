@@ -1,12 +1,8 @@
 """Evidence: outputs of a vision encoder or language model, besides the tokens, that some pruning methods need.
 
-Two methods may mean different things by the same name, so a piece of evidence has a name and a source. A pruner lists
-the evidence that it needs from the vision encoder in ``Pruner.sources``; a model family lists the evidence that it can
-compute in ``ModelFamily.gives``. Evidence is float32, with the axes of :data:`EVIDENCE_SHAPES`.
-
-Evidence is requested as a mapping from label to source. The label is the name of the evidence, or ``<name>_<source>``
-(:func:`make_label`) if the same name is requested from several sources. :func:`get_evidence_name` converts a label to
-the name.
+Methods may mean different things by the same name, so a piece of evidence has a name and a source (``Pruner.sources``,
+``ModelFamily.gives``). Evidence is float32, with the axes of :data:`EVIDENCE_SHAPES`. It is requested as a mapping from
+label to source. The label is the name, or ``<name>_<source>`` if the same name is requested from several sources.
 """
 
 from __future__ import annotations
@@ -56,7 +52,7 @@ def is_frame_evidence(label: str) -> bool:
 
 
 def make_label(name: str, source: str) -> str:
-    """Return the label ``<name>_<source>``, which distinguishes evidence of the same name from different sources."""
+    """Return the label ``<name>_<source>``."""
     return f"{name}_{source}"
 
 
@@ -66,15 +62,14 @@ def get_evidence_name(label: str, source: str) -> str:
 
 
 def name_source_pairs(evidence: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    """Convert a mapping of evidence, label -> source, to the set of (name, source) pairs."""
+    """Convert evidence, label -> source, to a set of (name, source) pairs."""
     return frozenset((get_evidence_name(label, source), source) for label, source in evidence.items())
 
 
 def describe_evidence(evidence: Mapping[str, str]) -> str:
-    """Format a mapping of evidence, label -> source, for a message; "" if it is empty.
+    """Format evidence, label -> source, for a message, sorted and grouped by source; "" if it is empty.
 
-    The names are sorted and grouped by source, for example ``frame_feature, token_attention from SigLIP's
-    attention-pooling head``. Groups are separated by "; ".
+    An example is ``frame_feature, token_attention from SigLIP's attention-pooling head``. Groups are separated by "; ".
     """
     return "; ".join(
         f"{', '.join(sorted(name for name, name_source in name_source_pairs(evidence) if name_source == source))} from "

@@ -1,7 +1,6 @@
 """The table of model families: which class makes visual tokens, and which class inserts them into prompts.
 
-Classes are given as import paths, so that a checkpoint's type can be checked before any model code is imported. A
-family outside the table is given by the import path ``package.module:Class`` of its ``ModelFamily``.
+Import paths let a checkpoint's type be checked before any model code is imported.
 """
 
 from __future__ import annotations
@@ -11,21 +10,19 @@ from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """An entry of the table of model families.
+    """An entry of the table of model families; classes and functions are given by import paths ``package.module:Name``.
 
     Attributes:
-        backbone: The import path ``package.module:Class`` of the class that makes visual tokens.
-        prompts: The import path of the class that builds prompts. None for a family whose videos can be encoded and
-            cached, but that cannot answer questions.
+        backbone: The ``ModelFamily`` class, which makes visual tokens.
+        prompts: The class that builds prompts. None for a family that can be encoded and cached, but that cannot answer
+            questions.
         published: The names of the family's published checkpoints.
         files: The files that every published checkpoint has, besides config.json, the weights and the chat template.
-        usual_files: Files that a published or fine-tuned checkpoint may lack. For example, InternVL3.5 has a
-            video_preprocessor_config.json and InternVL3 does not.
-        language_model: The import path of the class that generates answers.
-        gate: The import path of a function that checks a resolved model before any work and returns its findings, which
-            become ``ModelSource.layout``. None if the family has its own code and needs no check.
-        doctor: The import path of a function that runs the same check with the checkpoint's real weights, for
-            ``jobs.doctor``. None if ``gate`` is None.
+        usual_files: Files that a published or fine-tuned checkpoint may lack.
+        language_model: The class that generates answers.
+        gate: A function that checks a resolved model before any work and returns its findings, which become
+            ``ModelSource.layout``. None if the family needs no check.
+        doctor: A function that runs the same check with the checkpoint's real weights, for ``jobs.doctor``.
     """
 
     backbone: str
@@ -47,10 +44,7 @@ _PROCESSOR = "processor_config.json"
 
 
 def describe_family(family: str, model_type: str | None) -> str:
-    """Return the family's name for a message, preceded by ``model_type`` if that is known and differs from the name.
-
-    For example, "qwen3_vl" for a model type of the same name, and "gemma4 by the family generic" for "gemma4".
-    """
+    """Return the family's name for a message; for a model type of another name, "gemma4 by the family generic"."""
     return family if model_type in (None, family) else f"{model_type} by the family {family}"
 
 
@@ -124,5 +118,5 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def choose_family(model_type: str) -> str:
-    """Return the name of the family for a model type: the type itself if it is in the table, otherwise ``GENERIC``."""
+    """Return the family for a model type: the type itself if it is in the table, otherwise ``GENERIC``."""
     return model_type if model_type in FAMILIES else GENERIC

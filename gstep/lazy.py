@@ -29,9 +29,9 @@ def load_object(target: str) -> Any:
 def find_torchvision_mismatch() -> str | None:
     """Return the version of the installed torchvision if it was built for CUDA but torch was not; None otherwise.
 
-    Such a torchvision cannot be imported, and neither can the models of transformers, which import it if it is
-    installed. The result is also None if this process has already imported torchvision, or has a substitute for the
-    submodule that fails. Only torch is imported here.
+    Such a torchvision cannot be imported, and neither can the models of transformers. The result is also None if this
+    process has already imported torchvision, or has a substitute for the submodule that fails. Only torch is imported
+    here.
     """
     if sys.modules.get("torchvision") or "torchvision._meta_registrations" in sys.modules:
         return None
@@ -48,10 +48,7 @@ def find_torchvision_mismatch() -> str | None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return ``" (did you mean NAME?)"`` for the name most similar to ``name``; "" if none is similar.
-
-    Similar names have a ratio of at least 0.6 in difflib.
-    """
+    """Return ``" (did you mean NAME?)"`` for the most similar name; "" if no name has a difflib ratio of 0.6."""
     matches = get_close_matches(name, list(names), 1)
     return f" (did you mean {matches[0]}?)" if matches else ""
 
@@ -61,8 +58,7 @@ def pause_garbage_collector() -> Iterator[None]:
     """Disable Python's garbage collector inside this context, which makes slow imports faster.
 
     It is enabled again at the end only if it was enabled before. If the context imported any module, all objects that
-    exist at its end are exempt from later collections. The objects of torch, transformers and Ray live as long as the
-    process; scanning them took a sixth of the import time and most of the time that a process needed to exit.
+    exist at its end are exempt from later collections.
     """
     was_enabled = gc.isenabled()
     n_modules = len(sys.modules)
@@ -78,9 +74,9 @@ def pause_garbage_collector() -> Iterator[None]:
 
 @contextmanager
 def repeat_line(say: Callable[[str], object], line: str, every_s: float = 4.0) -> Iterator[None]:
-    """Call ``say(line)`` every ``every_s`` seconds inside this context, from a thread, during a slow step.
+    """Call ``say(line)`` every ``every_s`` seconds inside this context, from a thread, first after ``every_s`` seconds.
 
-    The first call comes after ``every_s`` seconds. On exit, the context waits for a call that is in progress.
+    On exit, the context waits for a call that is in progress.
     """
     ended = threading.Event()
 
@@ -100,8 +96,7 @@ def repeat_line(say: Callable[[str], object], line: str, every_s: float = 4.0) -
 def make_getattr(module: str, lazy_objects: Mapping[str, Any]) -> Callable[[str], Any]:
     """Make a module-level ``__getattr__`` that returns ``lazy_objects[name]`` and raises AttributeError otherwise.
 
-    Objects are not stored in the module: each access looks them up again, and the mapping must import them, as
-    LazyTable does. ``module`` is the module's name in the error message.
+    Objects are not stored in the module: each access looks them up again. ``module`` is the module's name in the error.
     """
 
     def attribute(name: str) -> Any:
@@ -115,11 +110,10 @@ def make_getattr(module: str, lazy_objects: Mapping[str, Any]) -> Callable[[str]
 class LazyTable(Mapping[str, Any]):
     """A read-only mapping from names to objects that are given as ``"package.module:Name"`` and imported on lookup.
 
-    Iteration, ``len`` and ``in`` import nothing. Looking up an unknown name raises KeyError; the message suggests the
-    most similar name and lists all names.
+    Iteration, ``len`` and ``in`` import nothing.
 
     Args:
-        kind: The noun for a name in this message, such as "method".
+        kind: The noun for a name in the message of a KeyError, such as "method".
         targets: name -> ``"package.module:Name"``.
     """
 
@@ -131,7 +125,7 @@ class LazyTable(Mapping[str, Any]):
         """Import the module of this entry and return the object.
 
         Raises:
-            KeyError: The name is unknown. Errors of the import are passed on.
+            KeyError: The name is unknown. The message suggests the most similar name and lists all names.
         """
         if name not in self._targets:
             hint = did_you_mean(name, self._targets)

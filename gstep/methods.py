@@ -1,16 +1,9 @@
-"""The tables of pruning methods: each name with the import path of its class.
+"""The tables of pruning methods: each name with the import path of its class, so that ``--help`` imports no torch.
 
-Classes are given as import paths, so that ``--help`` lists the methods without importing torch. Methods whose class
-attribute ``cacheable`` is True belong in VIDEO_METHODS, the others in QUESTION_METHODS.
-
-These published methods are not included:
-
-- KiToke (2604.03414): its official code is not published yet.
-- ForestPrune (2603.22911): keeps at most half of the tokens, and only early frames of a static video.
-- DART (2502.11494): needs keys and hidden states of the language model, and the question.
-- DyCoke (2411.15024): keeps at least 28 % before the language model, and prunes the rest inside it.
-- SToP (2604.20937): available not as a method, but as the parameters ``mu_s`` and ``mu_t`` of four methods
-  (gstep.pruners.sinks).
+These published methods are not included: KiToke (2604.03414), which has no official code yet; ForestPrune (2603.22911),
+which keeps at most half of the tokens; DART (2502.11494), which needs keys and hidden states of the language model;
+DyCoke (2411.15024), which prunes mostly inside the language model. SToP (2604.20937) is available as the parameters
+``mu_s`` and ``mu_t`` of four methods.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The data that methods and models exchange, and the shape legend of this package.
 
 Shapes: T frames (temporal patches on Qwen models), N tokens per frame, D hidden size of the LLM, M = T*N tokens of the
-video, B budget (kept tokens). The flat index of token i of frame t is n = t*N + i, counted from 0. Tensor names end in
-their shape where it helps: ``tokens_MD`` is [M, D].
+video, B budget (kept tokens). The flat index of token i of frame t is n = t*N + i, counted from 0. Names of tensors may
+end in their shape: ``tokens_MD`` is [M, D].
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ if TYPE_CHECKING:  # code that only counts tokens or passes them on does not imp
 def budget_for(retention_ratio: float, n_total: int) -> int:
     """Compute the budget B = max(1, floor(r*M + 1e-9)) of a video with M = ``n_total`` tokens at retention ratio r.
 
-    The 1e-9 compensates for products that are a rounding error below an integer.
-
     Raises:
         ValueError: ``retention_ratio`` is not a number in (0, 1].
     """
@@ -36,8 +34,7 @@ def budget_for(retention_ratio: float, n_total: int) -> int:
 class _TensorFields:
     """The base of dataclasses with tensor fields: ``==`` compares tensors by dtype, device, shape and values.
 
-    This includes tensors in tuples and mappings. The objects are not hashable, because equal tensors have different
-    hashes.
+    This includes tensors in tuples and mappings. The objects are not hashable.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -56,9 +53,8 @@ class VisualTokens(_TensorFields):
         tokens: [T,N,D].
         evidence: Further outputs of the encoder that a method needs, by label (gstep.evidence).
         deepstack: One tensor [T,N,D] per level: further vectors of the same tokens that are added in the first layers
-            of the LLM. Empty except for Qwen3-VL.
-        extra: JSON values about this video that only the encoder knows and a prompt needs; they are stored together
-            with ``Backbone.model_extra``.
+            of the LLM.
+        extra: JSON values about this video that only the encoder knows and a prompt needs.
         grid: (rows, columns) of the N tokens of a frame, which are in row-major order; None if unknown.
         times: The time of each of the T frames in seconds (for a temporal patch, of its first frame); None if unknown.
     """
@@ -81,7 +77,7 @@ class VisualTokens(_TensorFields):
 
     @property
     def known_times(self) -> tuple[float, ...]:
-        """``times``, or if they are None, 0.0, 1.0, 2.0, ...: one second per frame."""
+        """``times``, or if they are None, one second per frame from 0.0 on."""
         return self.times if self.times is not None else tuple(map(float, range(len(self.tokens))))
 
     def add_places(self, grid: Sequence[int] | None, timestamps: Sequence[float]) -> VisualTokens:
@@ -103,12 +99,12 @@ class VisualTokens(_TensorFields):
 
 @dataclass(frozen=True, eq=False)
 class PrunedTokens(_TensorFields):
-    """The kept tokens of one video, in ascending flat index, as ``gstep.prune`` and ``Pruner.prune`` return them.
+    """The kept tokens of one video, in ascending flat index.
 
     Attributes:
         tokens: [B,D], with the dtype and device of the input.
-        index: [B] int64, the flat indices t*N + i, ascending. A merged token has the index of the token that the others
-            were merged into.
+        index: [B] int64, the flat indices t*N + i. A merged token has the index of the token that the others were
+            merged into.
         rank: [B] int64, the position of each token in the order of selection (0 was selected first); None for a method
             that is not nested.
         merged: [B] bool, True for a token that is a mixture of input tokens; None for a method that never merges.
@@ -137,12 +133,12 @@ class PrunedTokens(_TensorFields):
 
     @property
     def budget(self) -> int:
-        """The budget B at ``retention_ratio``, a nominal number of tokens."""
+        """The nominal number of tokens B at ``retention_ratio``."""
         return budget_for(self.retention_ratio, self.n_total)
 
     @property
     def kept_ratio(self) -> float:
-        """The share of tokens that were actually kept, n_kept / n_total."""
+        """The share of tokens that were actually kept."""
         return self.n_kept / self.n_total
 
     @property
@@ -153,7 +149,7 @@ class PrunedTokens(_TensorFields):
     def selection_order(self) -> Tensor:
         """Return the row numbers of ``tokens`` in order of selection, [B] int64.
 
-        For a method without ranks, this is the order of its own prompt (``order``) or ascending index.
+        If ``order`` is set, the result is that; for another method without ranks, it is ascending index.
         """
         if self.order is not None:
             return self.order
@@ -205,7 +201,7 @@ class PrunedTokens(_TensorFields):
 def _is_equal(a: object, b: object) -> bool:
     """Return True if two field values are equal; tensors are compared by dtype, device, shape and values.
 
-    Mappings and tuples are compared item by item, everything else by ``==``. A tensor never equals a non-tensor.
+    Mappings and tuples are compared item by item, everything else by ``==``.
     """
     import torch  # noqa: PLC0415 - as above
 
@@ -227,14 +223,12 @@ class Visual:
         index: [K] int64, the flat index t*N + i before pruning. A merged token has its target's index.
         n_frames: T, the number of frames, or of temporal patches on Qwen.
         tokens_per_frame: N, before pruning.
-        extra: Further values for the model family's positions (``Backbone.model_extra``): grid, seconds per patch,
-            patch times.
-        deepstack: One tensor [K,D] per level with the same rows as ``tokens``. Empty except for Qwen3-VL.
-        newline: [D], the row that follows the tokens of a video. None except for LLaVA-OneVision.
-        evidence: The cached evidence of the same tokens, for a method that prunes them at generation; prompts ignore
-            it.
+        extra: Further values for the model family's positions (``Backbone.model_extra``).
+        deepstack: One tensor [K,D] per level with the same rows as ``tokens``.
+        newline: [D], the row that follows the tokens of a video. None for families without one.
+        evidence: The cached evidence of the same tokens, for a method that prunes them at generation.
         frame_indices: The index in the source of each sampled frame, with repetitions; empty if unknown.
-        fps: The average frame rate of the whole source in frames per second; None if unknown.
+        fps: The average frame rate of the whole source; None if unknown.
         timestamps: The time of each sampled frame in seconds, with repetitions; empty if unknown.
     """
 
@@ -252,10 +246,9 @@ class Visual:
 
     @cached_property
     def placeholder_rows(self) -> Tensor:
-        """The embeddings that replace the placeholders of a prompt, [P, D*(1+levels)].
+        """The embeddings that replace the placeholders of a prompt, [P, D*(1+levels)], cached.
 
-        A row is a token followed by its deepstack vectors. The newline, if any, is the last row. The tensor is cached,
-        because all questions about a video share it.
+        A row is a token followed by its deepstack vectors. The newline, if any, is the last row.
         """
         import torch  # noqa: PLC0415 - as above
 
@@ -264,7 +257,7 @@ class Visual:
 
     @cached_property
     def placeholder_hash(self) -> str:
-        """The SHA-256 of the bytes, dtype and shape of ``placeholder_rows``, as hex; computed once."""
+        """The SHA-256 of the bytes, dtype and shape of ``placeholder_rows``, as hex, cached."""
         rows = self.placeholder_rows
         return hash_tensor(f"{rows.dtype} {tuple(rows.shape)} ", rows)
 

@@ -1,10 +1,10 @@
-"""Model families, one per module, which turn video frames into visual tokens.
+"""Model families, which turn video frames into visual tokens.
 
 :meth:`ModelSource.resolve` resolves a model argument on the driver, without reading weights. ``family_of(source)`` then
 returns the model's family: ``family.preprocessor()`` is for decode processes, ``family.static()`` reads the few weights
 that a cache's header holds, and ``family.load(runtime)`` builds the vision part on a device.
 
-All names are imported on first use, so that importing this package loads neither transformers nor safetensors.
+Importing this package loads neither transformers nor safetensors.
 """
 
 from __future__ import annotations
@@ -63,13 +63,7 @@ __all__ = [
 
 
 def family_of(source: ModelSource) -> ModelFamily:
-    """Return the model family of ``source``, which describes the model without weights and can load them.
-
-    A user family's module is imported.
-
-    Raises:
-        ModelError: a user family cannot be imported or is incomplete.
-    """
+    """Return the model family of ``source``; raise ModelError if a user family cannot be imported or is incomplete."""
     return family_class(source.family)(source)
 
 
@@ -79,7 +73,7 @@ def find_family(name: str) -> Family:
     The built entry has only ``backbone`` (the path) and ``prompts``, which is read from the imported class.
 
     Raises:
-        ModelError: the import path cannot be imported, or is not a complete subclass of ModelFamily.
+        ModelError: the class cannot be imported or is incomplete.
     """
     return FAMILIES[name] if name in FAMILIES else Family(name, family_class(name).prompts)
 
@@ -88,12 +82,11 @@ def family_class(name: str) -> type[ModelFamily]:
     """Import and return the class of a model family.
 
     Args:
-        name: a key of ``gstep.families.FAMILIES``, or the import path ``module:Class`` of a user family, whose module
-            runs.
+        name: a key of ``gstep.families.FAMILIES``, or the import path ``module:Class`` of a user family.
 
     Raises:
-        ModelError: ``name`` cannot be imported (for any reason), or is not a subclass of ModelFamily that defines all
-            abstract methods, ``model_type`` and ``variant``.
+        ModelError: a user family cannot be imported (for any reason), or is not a subclass of ModelFamily that defines
+            all abstract methods, ``model_type`` and ``variant``.
     """
     if name in FAMILIES:
         kind: type[ModelFamily] = load_object(FAMILIES[name].backbone)

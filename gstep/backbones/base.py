@@ -1,7 +1,4 @@
-"""Interfaces of a model before (``ModelFamily``) and after (``Backbone``) its weights are loaded.
-
-A backbone turns the resized frames of a video into visual tokens.
-"""
+"""Interfaces of a model before (``ModelFamily``) and after (``Backbone``) its weights are loaded."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ class TowerWork(NamedTuple):
         patches: the number of patches in one T.
         patch_weights: the number of weights that every patch is multiplied by.
         token_weights: the number of weights that every token is multiplied by, after patches are merged.
-        attention: floating-point operations of all layers' attention (queries x keys, weights x values).
+        attention: floating-point operations of all layers' attention.
     """
 
     patches: int
@@ -68,10 +65,7 @@ class TowerWork(NamedTuple):
 class ModelFamily(ABC):
     """A model described by its config and preprocessor files, before its weights are loaded.
 
-    ``family_of`` creates it. It is picklable and cheap; ``load`` returns the model that encodes.
-
-    Attributes:
-        source: the resolved model.
+    ``family_of`` creates it. It is picklable.
 
     Class attributes:
         model_type: the family's name in the table of families.
@@ -114,14 +108,15 @@ class ModelFamily(ABC):
                 patches).
 
         Raises:
-            ModelError: weights are missing, quantized, or do not have the shapes that config.json gives.
+            ModelError: the preprocessor's settings are not supported, or weights are missing, quantized or do not fit
+                config.json.
         """
 
     def empty_tower(self, runtime: Runtime) -> tuple[nn.Module, NameRule] | None:
-        """Build the vision part on the meta device.
+        """Build the vision part on the meta device, with the rule that maps tensor names on disk to names in it.
 
         Returns:
-            The module and the rule that maps tensor names on disk to names in the module; None if not implemented.
+            The module and the rule; None if not implemented.
         """
         return None
 
@@ -129,12 +124,11 @@ class ModelFamily(ABC):
         """Check by name that the checkpoint has all tensors of the vision part, unquantized. No weights are read.
 
         Returns:
-            True, or False if nothing was checked: the names are not available without a download, or there is no
+            False if nothing was checked: the names are not available without a download, or there is no
             :meth:`empty_tower`.
 
         Raises:
-            ModelError: tensors are missing or quantized (the message has some of their names), or a weight file is
-                damaged.
+            ModelError: tensors are missing or quantized, or a weight file is damaged.
         """
         if (types := read_tensor_types(self.source)) is None:
             return False
@@ -145,11 +139,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def preprocessor(self) -> Preprocessor:
-        """Build the picklable preprocessor from the checkpoint's files, without weights or transformers.
-
-        Raises:
-            ModelError: the files have a setting that is not implemented.
-        """
+        """Build the picklable preprocessor from the checkpoint's files; raise ModelError for unsupported settings."""
 
     def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
         """Return the model with other limits for frame size or visual tokens; only the Qwen families implement this.
@@ -169,7 +159,7 @@ class ModelFamily(ABC):
 
         Args:
             siglip: the checkpoint that the vision tower was made from: a folder with safetensors, a Hugging Face id, or
-                "tiny" for the tiny LLaVA-OneVision. Only the head is read.
+                "tiny" for the tiny LLaVA-OneVision.
 
         Raises:
             ModelError: the family has no SigLIP tower, or the checkpoint has no head that fits it.
@@ -181,8 +171,7 @@ class ModelFamily(ABC):
     def text_tower(self, siglip: str | Path) -> TextTowerSource:
         """Resolve the text tower of the SigLIP checkpoint that the vision tower was made from.
 
-        Args:
-            siglip: a folder, a Hugging Face id or "tiny", as for :meth:`with_pooling_head`.
+        ``siglip`` is a folder, a Hugging Face id or "tiny".
 
         Raises:
             ModelError: the family has no SigLIP tower, or the checkpoint has no pooling head and text tower that fit.
@@ -216,28 +205,28 @@ class ModelFamily(ABC):
     def static(self) -> StaticParts:
         """Read hidden size, newline row and number of deepstack levels, without building the model.
 
-        Does not import transformers. The newline row is the only weight that is read.
-
         Raises:
             ModelError: the checkpoint lacks the newline row that the family puts after a video.
         """
 
     @abstractmethod
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Compute (T, N) for ``n_frames`` resized frames of [height, width] pixels, from the config alone.
+        """Compute (T, N) for ``n_frames`` resized frames of [height, width] pixels.
 
         T is the number of frames (of temporal patches on Qwen), N the number of tokens in each.
         """
 
     @abstractmethod
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count the matrix products for encoding one T of frames of [height, width] pixels, from the config alone."""
+        """Count the matrix products for encoding one T of frames of [height, width] pixels.
+
+        The generic family, whose work is unknown, raises ModelError.
+        """
 
     def flops(self, n_frames: int, height: int, width: int) -> int | None:
-        """Count the floating-point operations for encoding ``n_frames`` resized frames, from the config alone.
+        """Count the floating-point operations of matrix products and convolutions for encoding resized frames.
 
-        A multiplication and an addition count as two; only matrix products and convolutions count. The generic family
-        returns None, because the work of its models is unknown.
+        A multiplication and an addition count as two. The generic family returns None.
         """
         T, N = self.token_counts(n_frames, height, width)
         work = self.tower_work(height, width)
@@ -245,12 +234,10 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Compute the size in bytes of a video's visual tokens and evidence in bfloat16, from the config alone.
-
-        Settings that the config lacks have the family's defaults.
+        """Compute the size in bytes of a video's visual tokens and evidence in bfloat16.
 
         Args:
-            n_frames, height, width: number and size of the resized frames.
+            n_frames, height, width: of the resized frames.
             evidence: names (not labels) of the evidence to count, one entry for each tensor.
         """
 
@@ -277,8 +264,8 @@ class SampledVideo:
     """The sampled frames of one video as an encoder gets them, without their pixels.
 
     Attributes:
-        height: height of the resized frames in pixels.
-        width: width of the resized frames in pixels.
+        height: of the resized frames in pixels.
+        width: of the resized frames in pixels.
         timestamps: time of each frame in seconds from the start of the source.
         start_s: start of the clip in the source in seconds; None for the start of the source.
         fps: average frames per second of the whole source.
@@ -301,7 +288,7 @@ class SampledVideo:
 
     @property
     def sampled_fps(self) -> float:
-        """Sampled frames per second of the clip, as VideoMetadata.sampled_fps of transformers (video_utils.py)."""
+        """Sampled frames per second of the clip, as VideoMetadata.sampled_fps of transformers."""
         return self.n_frames / self.clip_frames * (self.clip_fps or self.fps)
 
     @property
@@ -318,7 +305,7 @@ class Backbone(ABC):
 
     Attributes:
         model: the loaded module; on a GPU it may have been modified in place.
-        dtype: dtype of weights and computation.
+        dtype: of weights and computation.
         steps: the fused steps that a modified tower uses; None for the stock tower.
         pooling_head: the SigLIP head that computes further evidence; None if none was loaded.
     """
@@ -344,16 +331,12 @@ class Backbone(ABC):
         self.steps = None if self.on_cpu else self._suit_gpu()
 
     def _suit_gpu(self) -> FusedSteps | None:
-        """Modify the loaded model in place to run faster on a GPU (gstep.backbones.gpu_forms).
-
-        Returns:
-            The fused steps that the tower now uses; None if the family has no faster form.
-        """
+        """Modify the loaded model in place to run faster on a GPU; return its fused steps, by default None."""
         return None
 
     @property
     def form(self) -> str:
-        """The tower's implementation, for a run's provenance: "stock", "gpu" or "gpu, kernels" (Triton kernels)."""
+        """The tower's implementation: "stock", "gpu" or "gpu, kernels" (Triton kernels)."""
         if self.steps is None:
             return "stock"
         return "gpu, kernels" if self.steps.kernels else "gpu"
@@ -379,10 +362,7 @@ class Backbone(ABC):
         """
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
-        """Encode several videos, one ``VisualTokens`` each; families that support it run them in one pass of the tower.
-
-        The base implementation calls :meth:`encode_chunk` per video.
-        """
+        """Encode several videos, one ``VisualTokens`` each; some families run them in one pass of the tower."""
         return [self.encode_chunk(frames, evidence) for frames in videos]
 
     @property
@@ -415,14 +395,13 @@ class Backbone(ABC):
 
         Args:
             frames: frames as ``preprocessor.resize`` returns them.
-            evidence: label -> source of the evidence to compute as well, as in ``Pruner.sources``; float32 in the
-                result.
+            evidence: label -> source of the evidence to compute as well; float32 in the result.
             video: the times of the frames; only the generic family uses them.
 
         Raises:
             ValueError: ``frames`` is not uint8 [t,h,w,3], or has no frame.
             ModelError: the model cannot compute the requested evidence.
-            UnsupportedVideo: the generic family's processor refuses the video; TooFewFrames if it has too few frames.
+            UnsupportedVideo: the generic family's processor refuses the video.
             torch.OutOfMemoryError: even the smallest chunk does not fit.
         """
         self.family.check_evidence(evidence)
@@ -454,8 +433,7 @@ class Backbone(ABC):
         """Encode several small videos, on a GPU in one pass of the tower; return their tokens in order.
 
         On a CPU, and for a single video, this calls :meth:`encode`, so that a CPU's tokens do not depend on the other
-        videos. On a GPU the last bits may depend on them, because libraries choose kernels by the number of rows. A
-        shared pass is not retried in smaller chunks.
+        videos. On a GPU the last bits may depend on them. A shared pass is not retried in smaller chunks.
 
         Args:
             videos: resized frames of each video, uint8 [t,h,w,3].
@@ -465,7 +443,7 @@ class Backbone(ABC):
         Raises:
             ValueError: a video is not uint8 [t,h,w,3].
             ModelError: the model cannot compute the evidence.
-            UnsupportedVideo: the generic family's processor refuses a video; TooFewFrames if it has too few frames.
+            UnsupportedVideo: the generic family's processor refuses a video.
             torch.OutOfMemoryError: the pass does not fit.
         """
         if self.on_cpu or len(videos) == 1:
@@ -477,8 +455,8 @@ class Backbone(ABC):
     def _encode_chunks(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
         """Encode the chunks of one video in order and return the tokens and evidence of the whole video.
 
-        A single chunk's result is returned as it is. Several results are copied into preallocated tensors, without
-        ``extra``, grid and times. Each chunk but the last must consist of whole temporal patches.
+        A single chunk's result is returned as it is. Several results are joined without ``extra``, grid and times. Each
+        chunk but the last must consist of whole temporal patches.
         """
         if len(frames) == 1:
             return self.encode_chunk(frames[0], evidence)
@@ -497,4 +475,4 @@ class Backbone(ABC):
 
     @abstractmethod
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Compute the facts about one video that its prompt needs besides the tokens, from its size and times."""
+        """Compute the facts about one video that its prompt needs besides the tokens."""

@@ -27,7 +27,7 @@ class FixedSizeFamily(ModelFamily):
 
     @abstractmethod
     def image_side(self) -> int:
-        """Return the side of the vision tower's square input in pixels, read from config.json."""
+        """Return the side of the vision tower's square input in pixels."""
 
     @abstractmethod
     def check_features(self) -> None:
@@ -47,9 +47,7 @@ class FixedSizeFamily(ModelFamily):
         return model, self.names_in_memory
 
     def preprocessor(self) -> FixedSizePreprocessor:
-        """Build the preprocessor from the checkpoint's files, without reading weights.
-
-        The settings are those of the checkpoint over ``pixel_defaults()``; a setting that is null counts as missing.
+        """Build the preprocessor from the checkpoint's settings over ``pixel_defaults()``; null counts as missing.
 
         Raises:
             ModelError: the checkpoint names another video processor, a setting is not implemented, config.json takes

@@ -1,9 +1,6 @@
 """Faster implementations of the stock vision towers for GPUs, with the same arithmetic in other layouts and kernels.
 
-``optimize_llava``, ``optimize_internvl`` and ``optimize_qwen`` modify the modules of one loaded tower, never a class of
-transformers. The stock towers lose most of a GPU's time to strided layouts (LLaVA-OneVision), to one attention call per
-window and to widths that do not suit tensor cores (Qwen2.5-VL), and to element-wise operations (InternVL; in float32
-both Qwen families).
+They modify the modules of one loaded tower, never a class of transformers.
 
 Shapes: F frames, S rows (patches of a pass), C channels, H heads of E channels, I inner channels of an MLP.
 """
@@ -33,7 +30,7 @@ _TOLERANCE = 2.0**-6  # relative to the largest value: two bfloat16 roundings
 class FusedSteps:
     """The element-wise steps of one tower, by Triton kernels where they work on its device, otherwise by torch.
 
-    ``optimize_llava``, ``optimize_internvl`` and ``optimize_qwen`` create it, and the layers of the tower share it.
+    The layers of the tower share it.
 
     Attributes:
         kernels: True if Triton kernels compute the steps; :meth:`prove` sets it.
@@ -45,15 +42,15 @@ class FusedSteps:
     def prove(self, device: torch.device, step: Callable[[], Tensor]) -> None:
         """Turn the Triton kernels on if ``step`` gives the same result with and without them.
 
-        Sets ``kernels``. If ``step`` fails, or its results differ by more than 1/64 of the largest value, the kernels
-        stay off and a RuntimeWarning has the reason.
+        If ``step`` fails, or its results differ by more than 1/64 of the largest value, the kernels stay off and a
+        RuntimeWarning has the reason.
 
         Args:
             device: a CUDA device.
             step: runs a layer that uses these steps; called twice.
 
         Raises:
-            torch.OutOfMemoryError: GPU memory ran out in ``step``; the kernels stay off.
+            torch.OutOfMemoryError: GPU memory ran out in ``step``.
         """
         try:
             with torch.cuda.device(device):
@@ -108,8 +105,7 @@ class FusedSteps:
     def rotate(self, qkv_S3HE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split ``qkv_S3HE`` into queries, keys and values [S,H,E], and apply rotary positions to the queries and keys.
 
-        With kernels, ``qkv_S3HE`` is modified in place and the results are views of it. Without kernels it is
-        unchanged.
+        With kernels, ``qkv_S3HE`` is modified in place and the results are views of it.
         """
         query, key, value = qkv_S3HE.unbind(1)
         if not self.kernels:
@@ -143,7 +139,7 @@ class FusedSteps:
     def gelu_linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """Return the tanh GELU of a linear layer's output.
 
-        With kernels on a GPU, cuBLAS applies GELU to the float32 sums of the product, before it rounds them.
+        With kernels on a GPU, GELU is applied before the product is rounded.
         """
         if not (self.kernels and x.is_cuda):
             return gelu(layer(x), approximate="tanh")
@@ -158,17 +154,14 @@ def _power_of_2(least: int) -> int:
 
 
 def optimize_llava(model: Any, vision: Any) -> FusedSteps:
-    """Modify a loaded LlavaOnevisionModel in place to run faster on a GPU.
+    """Modify a loaded LlavaOnevisionModel in place to run faster on a GPU, and return the fused steps of its layers.
 
-    Patches are embedded by one matrix product, element-wise steps are fused, and pooling keeps the channels last. Call
-    it after the weights are loaded and on their device. On a GPU, the first layer then runs twice to turn the Triton
-    kernels on, or off with a RuntimeWarning (:meth:`FusedSteps.prove`).
+    Patches are embedded by one matrix product, element-wise steps are fused, and pooling keeps the channels last. On a
+    GPU, the first layer then runs twice to turn the Triton kernels on, or off with a RuntimeWarning
+    (:meth:`FusedSteps.prove`).
 
     Args:
         vision: the module inside ``model`` that holds the vision tower's embeddings and layers.
-
-    Returns:
-        The fused steps that the layers share.
 
     Raises:
         torch.OutOfMemoryError: GPU memory ran out in the first layer.
@@ -190,16 +183,13 @@ def optimize_llava(model: Any, vision: Any) -> FusedSteps:
 
 
 def optimize_internvl(tower: Any) -> FusedSteps:
-    """Modify a loaded InternVLVisionModel in place to run faster on a GPU.
+    """Modify a loaded InternVLVisionModel in place to run faster on a GPU, and return the fused steps of its layers.
 
     Patches are embedded by one matrix product, and norms are fused. If attention is sdpa without norms of queries and
-    keys, queries, keys and values become one product. The scales ``lambda_1`` and ``lambda_2`` of each layer are
-    multiplied into the weights before them and set to 1, so that a second call changes no result. Call it after the
-    weights are loaded and on their device. On a GPU, the first layer then runs twice to turn the Triton kernels on, or
-    off with a RuntimeWarning (:meth:`FusedSteps.prove`).
-
-    Returns:
-        The fused steps that the layers share.
+    keys, their projections and that of values become one product. The scales ``lambda_1`` and ``lambda_2`` of each
+    layer are multiplied into the weights before them and set to 1, so that a second call changes no result. On a GPU,
+    the first layer then runs twice to turn the Triton kernels on, or off with a RuntimeWarning
+    (:meth:`FusedSteps.prove`).
 
     Raises:
         torch.OutOfMemoryError: GPU memory ran out in the first layer.
@@ -224,16 +214,12 @@ def optimize_internvl(tower: Any) -> FusedSteps:
 
 
 def optimize_qwen(tower: Any) -> FusedSteps:
-    """Modify a loaded vision tower of Qwen2.5-VL or Qwen3-VL in place to run faster on a GPU.
+    """Modify a loaded vision tower of Qwen2.5-VL or Qwen3-VL in place to run faster on a GPU; return its fused steps.
 
-    Patches are embedded by one matrix product, element-wise steps are fused, and each layer attends in one call;
-    attention stays the stock one if the tower was built with "eager". The gate and up of an MLP gated by SiLU become
-    one product; a width that is not a multiple of 8 is zero-padded to a multiple of 128. Call it after the weights are
-    loaded and on their device. On a GPU, the first block then runs twice to turn the Triton kernels on, or off with a
-    RuntimeWarning (:meth:`FusedSteps.prove`).
-
-    Returns:
-        The fused steps that the blocks share.
+    Patches are embedded by one matrix product, element-wise steps are fused, and each layer attends in as few calls as
+    possible; attention stays the stock one if the tower was built with "eager". The gate and up of an MLP gated by SiLU
+    become one product; a width that is not a multiple of 8 is zero-padded to a multiple of 128. On a GPU, the first
+    block then runs twice to turn the Triton kernels on, or off with a RuntimeWarning (:meth:`FusedSteps.prove`).
 
     Raises:
         torch.OutOfMemoryError: GPU memory ran out in the first block.
@@ -275,10 +261,7 @@ def _flat_kernel(convolution: nn.Conv2d) -> Tensor:
 
 
 def _embed_patches(pixels_F3hw: Tensor, kernel_CK: Tensor, bias_C: Tensor | None, patch: int) -> Tensor:
-    """Embed the square patches of each frame by one matrix product: [F,S,C], contiguous.
-
-    The convolution that it replaces gives the channels first.
-    """
+    """Embed the square patches of each frame by one matrix product: [F,S,C], contiguous."""
     pixels = pixels_F3hw.to(kernel_CK.dtype)
     blocks = pixels.unfold(2, patch, patch).unfold(3, patch, patch).permute(0, 2, 3, 1, 4, 5)
     patches_FSK = blocks.reshape(len(pixels), blocks.shape[1] * blocks.shape[2], -1)
@@ -288,19 +271,19 @@ def _embed_patches(pixels_F3hw: Tensor, kernel_CK: Tensor, bias_C: Tensor | None
 def _embed_siglip(
     embeddings: Any, kernel_CK: Tensor, pixel_values: Tensor, interpolate_pos_encoding: bool = False
 ) -> Tensor:
-    """Compute SiglipVisionEmbeddings.forward for [F,3,h,w]; position embeddings are never interpolated."""
+    """Replace SiglipVisionEmbeddings.forward for [F,3,h,w]; position embeddings are never interpolated."""
     embedded = _embed_patches(pixel_values, kernel_CK, embeddings.patch_embedding.bias, embeddings.patch_size)
     positions: Tensor = embeddings.position_embedding(embeddings.position_ids)
     return embedded + positions
 
 
 def _embed_internvl(patches: Any, kernel_CK: Tensor, pixel_values: Tensor) -> Tensor:
-    """Compute InternVLVisionPatchEmbeddings.forward for [F,3,h,w]."""
+    """Replace InternVLVisionPatchEmbeddings.forward for [F,3,h,w]."""
     return _embed_patches(pixel_values, kernel_CK, patches.projection.bias, patches.patch_size[0])
 
 
 def _embed_rows(projection: Any, hidden_states: Tensor) -> Tensor:
-    """Compute the patch embedding of a Qwen tower, a convolution over flattened patches [S,K], as a matrix product."""
+    """Replace the patch embedding of a Qwen tower, a convolution over flattened patches [S,K], by a matrix product."""
     weight_CK = projection.weight.flatten(1)
     return linear(hidden_states.to(weight_CK.dtype), weight_CK, projection.bias)
 
@@ -334,13 +317,9 @@ def _fold_scale(product: nn.Linear, scale_C: Tensor) -> None:
 
 
 def _attend_to_frame(attention: Any, joined: nn.Linear, hidden_states: Tensor) -> tuple[Tensor, None]:
-    """Replace InternVLVisionAttention.forward for a layer without norms of queries and keys.
+    """Replace InternVLVisionAttention.forward for a layer without norms of queries and keys: [F,S,C], and None.
 
-    Args:
-        joined: the projections of queries, keys and values as one layer.
-
-    Returns:
-        The output [F,S,C], and None in place of the attention weights.
+    ``joined`` has the projections of queries, keys and values.
     """
     frames, rows, width = hidden_states.shape
     qkv = joined(hidden_states).view(frames, rows, 3, attention.num_heads, -1)
@@ -356,7 +335,7 @@ def _run_qwen_block(
     position_embeddings: tuple[Tensor, Tensor],
     **options: Any,
 ) -> Tensor:
-    """Replace the forward of a vision block of either Qwen family, with the residual additions fused into the norms."""
+    """Replace the forward of a Qwen vision block, with the residual additions fused into the norms."""
     _, normed = steps.norm(block.norm1, hidden_states)
     attended = block.attn(normed, cu_seqlens=cu_seqlens, position_embeddings=position_embeddings, **options)
     hidden_states, normed = steps.norm(block.norm2, hidden_states, attended)
@@ -377,10 +356,9 @@ def _run_gated_mlp(steps: FusedSteps, joined: nn.Linear, down: nn.Linear, hidden
 
 
 def _join_gate_and_up(mlp: Any) -> nn.Linear:
-    """Join the gate and up projections of an MLP into one layer, and pad the MLP in place to a suitable width.
+    """Join the gate and up projections of an MLP into one layer, of which they become views.
 
-    An inner width that is not a multiple of 8 is zero-padded to a multiple of 128, also in ``down_proj``. The gate and
-    up layers become views of the returned layer.
+    An inner width that is not a multiple of 8 is zero-padded in place to a multiple of 128, also in ``down_proj``.
     """
     missing = -mlp.gate_proj.out_features % _INNER_MULTIPLE if mlp.gate_proj.out_features % _ALIGNED else 0
     joined = _join_layers((mlp.gate_proj, mlp.up_proj), missing)
@@ -392,8 +370,7 @@ def _join_gate_and_up(mlp: Any) -> nn.Linear:
 def _join_layers(layers: Sequence[nn.Linear], missing: int = 0) -> nn.Linear:
     """Join linear layers of equal size into one layer; the given layers become views of its weights.
 
-    Args:
-        missing: the number of zero outputs to add to each layer.
+    ``missing`` is the number of zero outputs to add to each layer.
     """
     outputs = layers[0].out_features + missing
     weight = torch.cat([pad(layer.weight.detach(), (0, 0, 0, missing)) for layer in layers])
@@ -452,7 +429,7 @@ def attend(query_SHE: Tensor, key_SHE: Tensor, value_SHE: Tensor, cu_seqlens: Te
     """Attend within each piece of rows, [S,H,E], in as few calls as the device allows; return [S,H,E].
 
     Pieces of equal length are one batch of sdpa. Otherwise there is a single call of torch's variable-length attention
-    if the GPU supports it (16-bit dtypes, compute capability 8 or later), or one call of sdpa per distinct length.
+    if the GPU supports it, or one call of sdpa per distinct length.
 
     Args:
         cu_seqlens: [pieces + 1], the bounds of the pieces.
@@ -499,10 +476,7 @@ def _variable_length(query_SHE: Tensor) -> Callable[..., Any] | None:
 
 
 def _pool_frames(model: Any, image_features: Tensor) -> Tensor:
-    """Compute LlavaOnevisionModel.apply_pooling for [F,S,C] with the channels last, which a GPU reads contiguously.
-
-    The side of the square of S patches is halved, rounded up.
-    """
+    """Replace LlavaOnevisionModel.apply_pooling for [F,S,C], with the channels last, which a GPU reads contiguously."""
     vision = model.config.vision_config
     side = vision.image_size // vision.patch_size
     frames_FCHW = image_features.reshape(len(image_features), side, side, -1).permute(0, 3, 1, 2)

@@ -1,7 +1,6 @@
 """Triton kernels of a vision tower's element-wise steps; each reads and writes its tensors once.
 
-``gstep.backbones.gpu_forms`` launches them, and compares them with torch's operations before a tower encodes its first
-video. They compute in float32 and round where the stock towers round. Importing this module requires Triton.
+They compute in float32 and round where the stock towers round. Importing this module requires Triton.
 
 Shapes: S rows (patches of a pass), C = WIDTH channels, H heads of E channels.
 """
@@ -30,8 +29,8 @@ def norm_kernel(
 ) -> None:
     """Normalize rows [S,C] by LayerNorm if CENTRED, otherwise by RMSNorm, into ``out``.
 
-    With ADDED, ``added`` is added to ``x`` first, and the sum is stored in ``sum``; without it both pointers are
-    unused. ``bias`` is used only if CENTRED. Grid: (ceil(S / ROWS),). BLOCK is a power of 2, at least WIDTH.
+    With ADDED, ``added`` is added to ``x`` first, and the sum is stored in ``sum``; without it both are unused.
+    ``bias`` is used only if CENTRED. Grid: (ceil(S / ROWS),). BLOCK is a power of 2, at least WIDTH.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

@@ -1,7 +1,4 @@
-"""InternVL3 and 3.5 in the layout of transformers (model names ending in -HF); each frame is an image of 256 tokens.
-
-The encoder calls InternVLModel.get_image_features (transformers, models/internvl/modeling_internvl.py).
-"""
+"""InternVL3 and 3.5 in the layout of transformers (model names ending in -HF); each frame is an image of 256 tokens."""
 
 from __future__ import annotations
 
@@ -37,10 +34,10 @@ class InternVL(FixedSizeFamily):
     variant = "llava"
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> InternVLBackbone:
-        """Load the vision part, ready to encode; the language model is neither read nor allocated.
+        """Load the vision part, ready to encode.
 
         Raises:
-            ModelError: the preprocessor's settings are not supported; or weights are missing, quantized or do not fit
+            ModelError: the preprocessor's settings are not supported, or weights are missing, quantized or do not fit
                 config.json.
         """
         preprocessor = self.preprocessor()
@@ -66,7 +63,7 @@ class InternVL(FixedSizeFamily):
             )
 
     def names_in_memory(self, key: str) -> list[str]:
-        """Return the name in memory, in a list, for a name on disk, which some versions start with ``model.``."""
+        """Return, in a list, the name on disk without the prefix ``model.`` that some versions have."""
         return [key.removeprefix("model.")]
 
     def pixel_defaults(self) -> Mapping[str, Any]:
@@ -83,7 +80,7 @@ class InternVL(FixedSizeFamily):
         return n_frames, int(height // self._side("patch_size") * self._downsample_ratio()) ** 2
 
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count the matrix products for encoding one frame, from the config alone.
+        """Count the matrix products for encoding one frame.
 
         The class token passes through the layers too, and patches are merged before the projector.
         """
@@ -101,14 +98,14 @@ class InternVL(FixedSizeFamily):
         return T * N * self._text_width() * 2
 
     def _text_width(self) -> int:
-        """Return D, the language model's hidden size in config.json; 4096, Qwen2's default, if it is missing."""
+        """Return D, the language model's hidden size in config.json, by default 4096."""
         return int(self.source.config.get("text_config", {}).get("hidden_size", 4096))
 
     def _downsample_ratio(self) -> float:
         return float(self.source.config.get("downsample_ratio", 0.5))
 
     def _vision(self) -> dict[str, Any]:
-        """Return the vision settings of config.json, completed by the stock defaults."""
+        """Return the vision settings of config.json over the stock defaults."""
         return {**_VISION, **self.source.config.get("vision_config", {})}
 
     def _side(self, name: str) -> int:
@@ -127,7 +124,7 @@ class InternVL(FixedSizeFamily):
 
 
 class InternVLBackbone(Backbone):
-    """A loaded InternVL vision part: the stock transformers model without its language model."""
+    """A loaded InternVL vision part: the stock model without its language model."""
 
     def _suit_gpu(self) -> FusedSteps:
         return optimize_internvl(self.model.vision_tower)
@@ -138,7 +135,7 @@ class InternVLBackbone(Backbone):
         return int(self.model.multi_modal_projector.linear_2.out_features)
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode [t,448,448,3] uint8 to tokens [t,256,D]; this family has no evidence, so ``evidence`` is ignored."""
+        """Encode [t,448,448,3] uint8 to tokens [t,256,D]; this family has no evidence."""
         pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         return VisualTokens(self.model.get_image_features(pixels, return_dict=True).pooler_output)
 
@@ -153,6 +150,6 @@ class InternVLBackbone(Backbone):
         return list(self.model.vision_tower.encoder.layer)
 
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Return only the grid: this family's positions simply count the tokens."""
+        """Return only the grid."""
         side = math.isqrt(self.family.token_counts(1, video.height, video.width)[1])
         return {"grid": [side, side]}

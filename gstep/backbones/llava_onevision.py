@@ -1,7 +1,6 @@
 """LLaVA-OneVision: SigLIP, a two-layer projector, and 2x2 bilinear pooling of each frame (27 x 27 to 14 x 14 tokens).
 
-The encoder follows LlavaOnevisionModel.get_video_features (transformers,
-models/llava_onevision/modeling_llava_onevision.py).
+The encoder follows LlavaOnevisionModel.get_video_features of transformers.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ class LlavaOnevision(FixedSizeFamily):
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> LlavaOnevisionBackbone:
         """Load the vision part, ready to encode, and the pooling head if the source has one.
 
-        The language model is neither read nor allocated.
-
         Raises:
             ModelError: the preprocessor's settings are not supported; weights are missing, quantized or do not fit
                 config.json; or the pooling head on this node is not the one that was resolved.
@@ -72,7 +69,7 @@ class LlavaOnevision(FixedSizeFamily):
         return self._vision("image_size", 384)
 
     def check_features(self) -> None:
-        """Raise ModelError unless vision_feature_layer in config.json is one integer, as in all published models."""
+        """Raise ModelError unless vision_feature_layer in config.json is one integer."""
         layer = self.source.config.get("vision_feature_layer", -1)
         if not isinstance(layer, int) or isinstance(layer, bool):
             raise ModelError(
@@ -106,7 +103,7 @@ class LlavaOnevision(FixedSizeFamily):
         return n_frames, _count_tokens_per_frame(height, self._vision("patch_size", 14))
 
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count the matrix products for encoding one frame, from the config alone.
+        """Count the matrix products for encoding one frame.
 
         Patches pass through the projector before they are pooled, so no weight is applied per token.
         """
@@ -120,7 +117,7 @@ class LlavaOnevision(FixedSizeFamily):
         return TowerWork(P, patch_weights, 0, depth * 4 * P**2 * C)
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Compute the size in bytes of a video's visual tokens and evidence in bfloat16, from the config alone.
+        """Compute the size in bytes of a video's visual tokens and evidence in bfloat16.
 
         Args:
             evidence: evidence names. ``frame_feature`` has the vision width per frame; per token, ``image_embedding``
@@ -133,17 +130,17 @@ class LlavaOnevision(FixedSizeFamily):
         return T * (N * numbers + channels * sum(name in PER_FRAME for name in evidence)) * 2
 
     def _text_width(self) -> int:
-        """Return D, the language model's hidden size in config.json; 4096, the stock default, if it is missing."""
+        """Return D, the language model's hidden size in config.json, by default 4096."""
         return int(self.source.config.get("text_config", {}).get("hidden_size", 4096))
 
     def _vision(self, name: str, default: int) -> int:
-        """Read an integer from the vision settings of config.json; ``default`` if it is missing."""
+        """Read an integer from the vision settings of config.json."""
         number: int = self.source.config.get("vision_config", {}).get(name, default)
         return number
 
 
 class LlavaOnevisionBackbone(Backbone):
-    """A loaded LLaVA-OneVision vision part: the stock transformers model without its language model."""
+    """A loaded LLaVA-OneVision vision part: the stock model without its language model."""
 
     @property
     def hidden_size(self) -> int:
@@ -158,7 +155,7 @@ class LlavaOnevisionBackbone(Backbone):
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
         """Encode [t,384,384,3] uint8 to tokens [t,196,D] and the requested evidence, in one pass of the tower.
 
-        Hooks compute the evidence while the tower runs. Evidence of patches is pooled to tokens as the features are.
+        Evidence of patches is pooled to tokens as the features are.
         """
         pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         vision = self.model.config.vision_config
@@ -232,12 +229,12 @@ class LlavaOnevisionBackbone(Backbone):
         return pooled.reshape(len(pooled), -1, *values_TSE.shape[2:])
 
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Return only the grid: this family's positions depend on nothing else."""
+        """Return only the grid."""
         vision = self.model.config.vision_config
         side = math.isqrt(_count_tokens_per_frame(vision.image_size, vision.patch_size))
         return {"grid": [side, side]}
 
 
 def _count_tokens_per_frame(image_size: int, patch_size: int) -> int:
-    """Count the tokens of a square frame, whose grid of patches is pooled to half its side (rounded up)."""
+    """Count the tokens of a square frame, whose grid of patches is pooled to half its side, rounded up."""
     return math.ceil(image_size // patch_size / 2) ** 2

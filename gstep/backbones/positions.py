@@ -23,16 +23,14 @@ class PositionFaults(NamedTuple):
 
 
 def count_position_faults(extra: ModelExtra, timestamps: Sequence[float], *, even: bool) -> PositionFaults:
-    """Count the temporal patches of a video whose positions do not match their times; no position is changed.
+    """Count the temporal patches of a video whose positions do not match their times.
 
-    Positions follow get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py), which multiplies a
-    patch's index by a constant interval.
+    Positions follow get_rope_index of transformers, which multiplies a patch's index by a constant interval.
 
     Args:
         extra: the video's facts; only Qwen2.5-VL has the keys that make positions depend on time.
         timestamps: seconds of each sampled frame, at least one.
-        even: True if frames were sampled at evenly spaced times; no patch is then uneven, because a timestamp is the
-            time at which a frame appeared on screen, which may be before the sampling time.
+        even: True if frames were sampled at evenly spaced times; no patch then counts as uneven.
 
     Returns:
         The counts; (None, None) without ``tokens_per_second`` in ``extra``. If all patches have the same time, none is

@@ -1,12 +1,9 @@
 """Conversion of decoded frames to pixel values in plain torch, bit-identical to the stock video processors.
 
-The stock processors of transformers need torchvision; this module needs only torch, so that decode processes stay
-light. Frames are resized in the decode process (uint8 in, uint8 out) and normalized on the device that encodes.
-
-Qwen2.5-VL and Qwen3-VL keep a video's aspect ratio and choose its size by pixel limits. Sides are multiples of a
-token's side (28 or 32 pixels). Two frames make one temporal patch; an odd last frame is repeated. The rules follow
-Qwen2VLVideoProcessor and Qwen3VLVideoProcessor (transformers 5.23, models/qwen2_vl and qwen3_vl,
-video_processing_*.py). Patches are in token order: the 2 x 2 patches of a token are adjacent.
+The stock processors need torchvision; this module needs only torch, so that decode processes stay light. Frames are
+resized in the decode process (uint8 in, uint8 out) and normalized on the device that encodes. The rules of the Qwen
+families follow Qwen2VLVideoProcessor and Qwen3VLVideoProcessor (transformers 5.23). Patches are in token order: the 2 x
+2 patches of a token are adjacent.
 """
 
 from __future__ import annotations
@@ -64,13 +61,7 @@ class Preprocessor(ABC):
         """
 
     def resize(self, frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
-        """Resize [T,H,W,3] uint8 RGB to [T,h,w,3] uint8 on the CPU, bit-identical to the stock processor.
-
-        Each frame is resized by itself, so a video may be resized in chunks.
-
-        Raises:
-            ValueError: ``frames`` is not uint8 [T,H,W,3].
-        """
+        """Resize each frame of [T,H,W,3] uint8 RGB on the CPU to [T,h,w,3] uint8, exactly as the stock processor."""
         return resize_frames(frames, size)
 
     def normalise(self, frames: Tensor | NDArray[np.uint8], device: torch.device | str, dtype: torch.dtype) -> Tensor:
@@ -122,10 +113,10 @@ def resize_frames(frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> 
 
 
 def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
-    """Check that ``frames`` is uint8 [T,H,W,3], and return it as a tensor.
+    """Check that ``frames`` is uint8 [T,H,W,3], and return it as a tensor; T may be 0.
 
     A tensor is returned as it is, and an array as a tensor that shares its memory; only an array that is read-only or
-    has a negative stride is copied. T may be 0.
+    has a negative stride is copied.
 
     Raises:
         ValueError: ``frames`` has another type, dtype or shape.
@@ -147,7 +138,7 @@ def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ModelError unless the settings in _IMPLEMENTED and rescale_factor (1/255) have values that are implemented.
 
-    Missing settings pass. The message has the setting and the expected value.
+    Missing settings pass.
     """
     for name, implemented in _IMPLEMENTED.items():
         value = settings.get(name, implemented[0])
@@ -161,11 +152,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def rgb_triple(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    """Read the setting ``name``, which must be present, as three floats, one per channel.
-
-    Raises:
-        ModelError: the value is not a list or tuple of three numbers.
-    """
+    """Read the setting ``name``, which must be present, as three floats; raise ModelError if it has another form."""
     value = settings[name]
     if not (isinstance(value, list | tuple) and len(value) == 3 and all(isinstance(v, int | float) for v in value)):
         raise ModelError(f"the preprocessor setting {name}={value!r} is not three numbers, one per color channel")
@@ -182,14 +169,10 @@ class FixedSizePreprocessor(Preprocessor):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> FixedSizePreprocessor:
-        """Create a preprocessor from a checkpoint's preprocessor settings.
-
-        Args:
-            settings: the settings merged over the class defaults; ``size``, ``image_mean`` and ``image_std`` must be
-                present.
+        """Create a preprocessor from a checkpoint's settings, including ``size``, ``image_mean`` and ``image_std``.
 
         Raises:
-            ModelError: a setting has a value that is not implemented; the message names it.
+            ModelError: a setting has a value that is not implemented.
         """
         check_settings(settings)
         size = settings["size"]
@@ -202,11 +185,11 @@ class FixedSizePreprocessor(Preprocessor):
         return cls(image_mean=mean, image_std=std, height=height, width=width)
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return the fixed (height, width) in pixels; the arguments are not used."""
+        """Return the fixed (height, width) in pixels."""
         return self.height, self.width
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that determine the pixel values, including ``size``, as JSON values."""
+        """Return all settings that determine the pixel values, as JSON values."""
         return {**super().settings(), "size": [self.height, self.width]}
 
 
@@ -245,7 +228,7 @@ class DynamicSizePreprocessor(Preprocessor):
                 ignored unless ``cap_pixels_per_frame`` is true.
 
         Raises:
-            ModelError: a setting has a value that is not implemented; the message names it.
+            ModelError: a setting has a value that is not implemented.
         """
         check_settings(settings)
         size = settings["size"]
@@ -279,11 +262,7 @@ class DynamicSizePreprocessor(Preprocessor):
 
     @abstractmethod
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Choose the (height, width) in pixels to which frames are resized, multiples of ``factor``.
-
-        Raises:
-            UnsupportedVideo: the model does not take videos of this shape.
-        """
+        """Choose the (height, width) in pixels to which frames are resized, multiples of ``factor``."""
 
     def grid_thw(self, n_frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Compute the grid of patches (T, H, W) of resized frames; an incomplete last temporal patch counts."""
@@ -296,9 +275,6 @@ class DynamicSizePreprocessor(Preprocessor):
 
         Returns:
             [T*H*W, 3*temporal_patch_size*patch_size**2] in ``dtype``.
-
-        Raises:
-            ValueError: ``frames`` is not uint8 [t,h,w,3].
         """
         pixels = self.normalise(frames, device, dtype)
         if missing := -len(pixels) % self.temporal_patch_size:
@@ -311,7 +287,7 @@ class DynamicSizePreprocessor(Preprocessor):
         return blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(T * H * W, -1)
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that determine the pixel values, with patch sizes and limits, as JSON values."""
+        """Return all settings that determine the pixel values, as JSON values."""
         return {
             **super().settings(),
             "patch_size": self.patch_size,
@@ -372,7 +348,7 @@ class PerVideoPreprocessor(DynamicSizePreprocessor):
 
 
 def check_shape(height: int, width: int) -> None:
-    """Raise UnsupportedVideo if the longer side is more than MAX_ASPECT_RATIO times the shorter side."""
+    """Raise UnsupportedVideo if the longer side is more than 200 times the shorter side."""
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
         raise UnsupportedVideo(
@@ -388,8 +364,8 @@ def fit_size(
 
     Both are multiples of ``factor``. First the sides are rounded to the nearest multiples. If ``n_bounded`` frames of
     this size have more than ``max_pixels`` or less than ``min_pixels``, the sides are instead scaled down or up so that
-    ``n_frames`` original frames would meet the limit. A side never shrinks below ``factor``, even if ``max_pixels`` is
-    then exceeded. Unlike smart_resize, this function accepts any aspect ratio.
+    ``n_frames`` original frames would meet the limit. A side never shrinks below ``factor`` then, even if
+    ``max_pixels`` is exceeded. Unlike smart_resize, this function accepts any aspect ratio.
     """
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     pixels = n_bounded * rows * columns
@@ -405,11 +381,7 @@ def fit_size(
 
 
 def positive_count(settings: Mapping[str, Any], name: str) -> int:
-    """Read the setting ``name``, which must be present, as a positive integer.
-
-    Raises:
-        ModelError: the value is anything else.
-    """
+    """Read the setting ``name``, which must be present, as a positive integer; raise ModelError otherwise."""
     value = settings[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"the preprocessor setting {name}={value!r} is not implemented: it must be a positive integer")

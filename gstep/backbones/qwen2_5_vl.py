@@ -80,8 +80,7 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         """Return the time scale of positions: ``second_per_grid_ts`` and ``tokens_per_second``.
 
         A temporal patch advances by their product, unrounded. second_per_grid_ts is ``temporal_patch_size`` divided by
-        the sampled frames per second, as in Qwen2_5_VLProcessor (models/qwen2_5_vl/processing_qwen2_5_vl.py), or by the
-        clip's own rate of sampled frames if the source's rate varies.
+        ``SampledVideo.sampled_fps``, as in Qwen2_5_VLProcessor.
         """
         return {
             "second_per_grid_ts": vision.temporal_patch_size / video.sampled_fps,
@@ -92,8 +91,8 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
     def _convert_pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """Return ``settings`` with the older keys min_pixels and max_pixels copied into ``size``.
 
-        They override the values in ``size``, as in Qwen2VLVideoProcessor.__init__. The older keys are kept. A ``size``
-        that is not a mapping is returned unchanged.
+        They override the values in ``size``, as in Qwen2VLVideoProcessor, and are kept. A ``size`` that is not a
+        mapping is returned unchanged.
         """
         size = settings["size"]
         for former, key in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):

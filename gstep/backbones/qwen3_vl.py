@@ -1,6 +1,6 @@
 """Qwen3-VL and Qwen3.5 (3.6), dense and mixture of experts: one vision tower, and a time before each temporal patch.
 
-Qwen3-VL has deepstack levels besides the tokens. The mixtures of experts differ only in the language model.
+The mixtures of experts differ only in the language model.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Qwen3VL(QwenVL):
         """Return the time in seconds of each temporal patch, for the prompt, and the number of deepstack levels.
 
         A patch's time is the mean of its first and last frame's times from the start of the clip, as in
-        Qwen3VLProcessor._calculate_timestamps (models/qwen3_vl/processing_qwen3_vl.py). An incomplete last patch ends
-        with the last frame.
+        Qwen3VLProcessor. An incomplete last patch ends with the last frame.
         """
         times = video.times_in_clip
         frames = vision.temporal_patch_size
@@ -103,7 +102,7 @@ class Qwen3_5Moe(Qwen3_5):  # noqa: N801 - the family's name
 class Qwen4Exp(Qwen3_5):
     """The Qwen4-Exp models, with the tower of Qwen3.5.
 
-    They are encoded only: their language model, which reads n-grams of token ids, is not supported.
+    They are only encoded: their language model, which reads n-grams of token ids, is not supported.
     """
 
     model_type = "qwen4_exp"

@@ -1,7 +1,6 @@
 """The base of Qwen2.5-VL and Qwen3-VL: temporal patches, dynamic frame sizes, and a tower without its language model.
 
-Every temporal patch attends only to itself (cu_seqlens of the stock towers), so a video may be encoded in chunks of
-whole patches. Qwen2.5-VL's tower works in the order of its windows; only its ``pooler_output`` is in spatial order.
+Every temporal patch attends only to itself, so a video may be encoded in chunks of whole patches.
 """
 
 from __future__ import annotations
@@ -64,12 +63,10 @@ class QwenVL(ModelFamily):
     image_processors: ClassVar[tuple[str, ...]]
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> QwenBackbone:
-        """Load the vision tower, ready to encode; the language model is neither read nor allocated.
-
-        Rotary frequencies are computed, because no checkpoint stores them.
+        """Load the vision tower, ready to encode.
 
         Raises:
-            ModelError: the preprocessor's settings are not supported; or weights are missing, quantized or do not fit
+            ModelError: the preprocessor's settings are not supported, or weights are missing, quantized or do not fit
                 config.json.
         """
         preprocessor = self.preprocessor()
@@ -86,10 +83,7 @@ class QwenVL(ModelFamily):
         return nn.ModuleDict({"visual": tower}), _names_in_memory
 
     def preprocessor(self) -> DynamicSizePreprocessor:
-        """Build the preprocessor from the checkpoint's files, without reading weights.
-
-        The settings are those of the checkpoint over the stock class defaults; a setting that is null counts as
-        missing.
+        """Build the preprocessor from the checkpoint's settings over the stock class defaults; null counts as missing.
 
         Raises:
             ModelError: the files name another video processor, a setting is not implemented, or patch sizes differ from
@@ -109,20 +103,15 @@ class QwenVL(ModelFamily):
         return self.preprocessor_class.from_settings(settings)
 
     def min_frames(self) -> int:
-        """Return the checkpoint's ``min_frames``; 4, the stock default, if it has none.
-
-        Raises:
-            ModelError: the setting is not a positive integer.
-        """
+        """Return the checkpoint's ``min_frames``, by default 4; raise ModelError if it is not a positive integer."""
         n_frames = self.source.preprocessor.get("min_frames")
         return _MIN_FRAMES if n_frames is None else positive_count(self.source.preprocessor, "min_frames")
 
     def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
-        """Return the model with other limits in its preprocessor settings; no file changes.
+        """Return the model with other limits in its preprocessor settings; None keeps a limit.
 
         Args:
-            min_pixels, max_pixels: pixels per frame (Qwen2.5-VL) or per video (Qwen3-VL); None keeps the checkpoint's
-                limit.
+            min_pixels, max_pixels: pixels per frame (Qwen2.5-VL) or per video (Qwen3-VL).
             max_video_tokens: if given, turns on the size cap of long videos.
 
         Raises:
@@ -151,10 +140,7 @@ class QwenVL(ModelFamily):
         return -(-n_frames // vision["temporal_patch_size"]), (height // side) * (width // side)
 
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count the matrix products for encoding one temporal patch, from the config alone.
-
-        Each deepstack level has a merger of its own.
-        """
+        """Count the matrix products for encoding one temporal patch, including the merger of each deepstack level."""
         vision = self._vision_config()
         C = vision["hidden_size"]
         inner = vision["intermediate_size"]
@@ -172,9 +158,9 @@ class QwenVL(ModelFamily):
         return int(vision["depth"] * 4 * P**2 * vision["hidden_size"])
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Compute the size in bytes of a video's tokens and evidence in bfloat16, from the config alone.
+        """Compute the size in bytes of a video's tokens, deepstack levels and evidence in bfloat16.
 
-        Deepstack levels are included. Every entry of ``evidence`` counts as one number per token.
+        Every entry of ``evidence`` counts as one number per token.
         """
         static = self.static()
         T, N = self.token_counts(n_frames, height, width)
@@ -182,11 +168,7 @@ class QwenVL(ModelFamily):
 
     @abstractmethod
     def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
-        """Return the facts that token positions depend on besides the grid.
-
-        Args:
-            vision: the tower's configuration.
-        """
+        """Return the facts that token positions depend on besides the grid; ``vision`` is the tower's configuration."""
 
     def tower_order(self, rows: int, columns: int, vision: PretrainedConfig) -> Tensor:
         """Return the spatial index of each token, [N] int64, in the order in which the tower processes them.
@@ -201,17 +183,14 @@ class QwenVL(ModelFamily):
         return settings
 
     def _vision_config(self) -> dict[str, Any]:
-        """Return the vision settings of config.json, completed by the stock defaults."""
+        """Return the vision settings of config.json over the stock defaults."""
         return {**self.vision_defaults, **self.source.config.get("vision_config", {})}
 
     def _check_processor(self) -> None:
-        """Check that transformers would use this family's video processor for the checkpoint.
+        """Raise ModelError unless transformers would use this family's video processor for the checkpoint.
 
-        The choice follows AutoVideoProcessor.from_pretrained (models/auto/video_processing_auto.py): by
-        video_processor_type if it is set, otherwise by image_processor_type, otherwise by the model type.
-
-        Raises:
-            ModelError: it would use another video processor.
+        AutoVideoProcessor chooses by video_processor_type if it is set, otherwise by image_processor_type, otherwise by
+        the model type.
         """
         source = self.source
         settings = self.source.preprocessor
@@ -247,7 +226,7 @@ class QwenBackbone(Backbone):
         return frames * max(1, min(frame_batch // frames, PATCHES_AT_ONCE // (H * W)))
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode [t,h,w,3] uint8 to tokens [T,N,D] in spatial order, with [T,N,D] per deepstack level of the family."""
+        """Encode [t,h,w,3] uint8 to tokens [T,N,D] in spatial order, with [T,N,D] per deepstack level."""
         (visual,) = self.encode_pass([frames], evidence)
         return visual
 
@@ -255,7 +234,7 @@ class QwenBackbone(Backbone):
         """Encode videos of [t,h,w,3] uint8, which may differ in size, in one pass of the tower; return tokens for each.
 
         No patch attends to another video. All requested evidence, whatever its label, is the attention of the mean
-        query to each token, [T,N] in spatial order: this is the only evidence of these families.
+        query to each token, [T,N] in spatial order.
         """
         grids = [self.preprocessor.grid_thw(*frames.shape[:3]) for frames in videos]
         patches = torch.cat([self.preprocessor.patches(frames, self.device, self.dtype) for frames in videos])
@@ -290,9 +269,8 @@ class QwenBackbone(Backbone):
     def _compute_grid_facts(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
         """Compute those keyword arguments of the tower's forward that depend only on the grids (T, H, W) of a pass.
 
-        They are the position ids and the bounds of pieces, of windows too if the tower has windows, and the
-        interpolation of learned positions if it has these. The stock functions compute them, and on a GPU several make
-        the CPU wait. ``_suit_gpu`` caches this method.
+        They are the position ids, the bounds of pieces and, if the tower has them, of windows, and the interpolation of
+        learned positions. ``_suit_gpu`` caches this method, because on a GPU several stock functions make the CPU wait.
         """
         from transformers import vision_utils as stock  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
@@ -324,10 +302,7 @@ class QwenBackbone(Backbone):
         return list(self.model.blocks)
 
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Return the video's grids of tokens and patches, the patch sizes, and the facts of ``QwenVL.extra``.
-
-        The grid of patches is the stock processors' video_grid_thw.
-        """
+        """Return the video's grids of tokens and patches, the patch sizes, and the facts of ``QwenVL.extra``."""
         grid = self.preprocessor.grid_thw(video.n_frames, video.height, video.width)
         merge = self.preprocessor.merge_size
         return {
@@ -340,10 +315,7 @@ class QwenBackbone(Backbone):
 
 
 def _names_in_memory(key: str) -> list[str]:
-    """List the name in memory of a tensor of the vision tower on disk; [] for any other tensor.
-
-    Names on disk are ``visual.*`` on Qwen2.5-VL and ``model.visual.*`` on Qwen3-VL.
-    """
+    """List the name in memory of a tensor of the vision tower on disk; [] for any other tensor."""
     name = key.removeprefix("model.")
     return [name] if name.startswith("visual.") else []
 
@@ -351,8 +323,8 @@ def _names_in_memory(key: str) -> list[str]:
 def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
     """Compute the rotary frequencies of a tower loaded from the meta device; checkpoints do not store them.
 
-    They follow compute_axial_rope_parameters of both families (models/*/modeling_*.py), in float32 for every dtype.
-    Asserts that nothing else is still on the meta device.
+    They follow compute_axial_rope_parameters of both families, in float32 for every dtype. Asserts that nothing else is
+    still on the meta device.
     """
     for module in tower.modules():
         for name in ("inv_freq", "original_inv_freq"):
@@ -370,8 +342,7 @@ class MergedAttentionObserver:
 
     Attributes:
         layer: the attention layer whose inputs it observes.
-        attention: for each temporal patch [N], in the tower's token order, in which the patches of a token are
-            adjacent.
+        attention: for each temporal patch [N], in the tower's token order.
     """
 
     def __init__(self, layer: Any, sizes: Sequence[int], merge: int) -> None:
@@ -380,7 +351,7 @@ class MergedAttentionObserver:
         Args:
             layer: an attention layer of a Qwen tower.
             sizes: the number of vision patches in each temporal patch of the pass.
-            merge: the number of patches per token.
+            merge: the number of adjacent patches per token.
         """
         self.layer = layer
         self._sizes = list(sizes)
@@ -388,12 +359,7 @@ class MergedAttentionObserver:
         self.attention: list[Tensor] = []
 
     def __call__(self, hidden_MC: Tensor, kwargs: Mapping[str, Any]) -> None:
-        """Append the attention of each temporal patch in the pass to ``attention``.
-
-        Args:
-            hidden_MC: the layer's input.
-            kwargs: the layer's keyword arguments, including ``position_embeddings``.
-        """
+        """Append the attention of each temporal patch to ``attention``, from the layer's input and ``kwargs``."""
         qkv = self.layer.qkv
         n_heads = self.layer.num_heads
         width = hidden_MC.shape[1]

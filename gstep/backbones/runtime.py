@@ -56,7 +56,7 @@ class Runtime:
         return str(self.dtype).removeprefix("torch.")
 
     def describe(self) -> dict[str, str]:
-        """Describe the hardware and software that compute the tokens, as JSON values for a run's provenance."""
+        """Describe the hardware and software that compute the tokens, as JSON values."""
         on_cuda = self.device.startswith("cuda")
         return {
             "device": self.device,
@@ -130,10 +130,7 @@ def observe_inputs(module: nn.Module, observe: Callable[[Tensor, dict[str, Any]]
     """Call ``observe(hidden_states, kwargs)`` before every call of ``module``.
 
     ``hidden_states`` is the first positional argument or the keyword argument of that name, ``kwargs`` all keyword
-    arguments.
-
-    Returns:
-        A handle that is a context manager; leaving it removes the hook.
+    arguments. The returned handle is a context manager; leaving it removes the hook.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -196,7 +193,7 @@ def load_weights(module: nn.Module, source: TensorSource, names: NameRule, *, de
         names: the rule from a name on disk to names in the module; tensors that it does not map are not read.
 
     Raises:
-        ModelError: weights are missing, quantized or of another shape; the message has some of their names.
+        ModelError: weights are missing, quantized or of another shape.
     """
     expected = module.state_dict()
     if not source.weight_files:
@@ -240,7 +237,7 @@ def check_names(name: str, module: nn.Module, names: NameRule, types: Mapping[st
 def _find_name(expected: Mapping[str, Tensor], names: NameRule, model: str, key: str) -> str | None:
     """Map a tensor's name on disk to its name in the module; None if the module does not have it.
 
-    The name of one expert's matrix stays that of the matrix.
+    The name of one expert's matrix is not changed to that of the fused experts.
 
     Raises:
         ModelError: the tensor is the scale of a quantized weight that the module has.
@@ -252,7 +249,7 @@ def _find_name(expected: Mapping[str, Tensor], names: NameRule, model: str, key:
 
 
 def _refuse_missing(model: str, missing: Sequence[str]) -> None:
-    """Raise ModelError if ``missing`` is not empty; the message has the first names."""
+    """Raise ModelError if ``missing`` is not empty."""
     if missing:
         raise ModelError(f"{model!r} has no {_join_first(missing)}: download the whole checkpoint")
 

@@ -1,8 +1,7 @@
 """The SigLIP modules besides the vision tower: pooling head, evidence from the head and the last layer, and text tower.
 
-LLaVA-OneVision contains only the vision tower of a SigLIP checkpoint. The attention-pooling head maps patches into the
-embedding space of that checkpoint's texts. Head and text tower run in float32 whatever the encoder's dtype, because in
-16 bits many tokens of a frame would get the same attention.
+LLaVA-OneVision contains only the vision tower of a SigLIP checkpoint. Head and text tower run in float32 whatever the
+encoder's dtype, because in 16 bits many tokens of a frame would get the same attention.
 
 Shapes: S patches of a frame (27 x 27), C channels, E channels of an attention head.
 """
@@ -26,10 +25,10 @@ from gstep.errors import ModelError
 
 
 class PoolingHead(nn.Module):
-    """SigLIP's post_layernorm and attention-pooling head as one module, in eval mode without gradients."""
+    """SigLIP's post_layernorm and attention-pooling head as one module."""
 
     def __init__(self, config: Any) -> None:
-        """Build the head of a SiglipVisionConfig with initial weights; use :meth:`load` for a checkpoint's weights."""
+        """Build the head of a SiglipVisionConfig with initial weights."""
         from transformers.models.siglip.modeling_siglip import (  # noqa: PLC0415 - seconds, and rarely needed
             SiglipMultiheadAttentionPoolingHead,
         )
@@ -40,7 +39,7 @@ class PoolingHead(nn.Module):
 
     @classmethod
     def load(cls, source: PoolingHeadSource, device: str) -> PoolingHead:
-        """Load the head of ``source`` onto ``device`` in float32.
+        """Load the head of ``source`` onto ``device`` in float32, in eval mode without gradients.
 
         Raises:
             ModelError: the weights on this node differ from those that were resolved, or do not fit the config.
@@ -65,8 +64,7 @@ class PoolingHead(nn.Module):
     def forward(self, features_TSC: Tensor) -> tuple[Tensor, Tensor]:
         """Compute each frame's pooled feature [T,C] and the attention [T,S] of the head's query, averaged over heads.
 
-        Args:
-            features_TSC: the vision tower's output, in any float dtype.
+        ``features_TSC`` is the vision tower's output, in any float dtype.
         """
         attention: list[Tensor] = []
 
@@ -80,8 +78,7 @@ class PoolingHead(nn.Module):
     def embed_patches(self, features_TSC: Tensor) -> Tensor:
         """Map each patch into SigLIP's image-text space, [T,S,C], by running the head on that patch alone.
 
-        Attention over a single position is 1 for any query, so its result is the patch's value; the other steps are
-        those of SiglipMultiheadAttentionPoolingHead.forward (transformers, models/siglip/modeling_siglip.py).
+        Attention over a single position is 1, so its result is the patch's value.
         """
         attention = self.head.attention
         weight_CC, bias_C = attention.in_proj_weight.chunk(3)[2], attention.in_proj_bias.chunk(3)[2]
@@ -98,11 +95,7 @@ class FrameObserver:
     """
 
     def __init__(self, module: nn.Module, compute: Callable[[Tensor], dict[str, Tensor]]) -> None:
-        """Prepare to observe ``module``.
-
-        Args:
-            compute: maps the input of one frame, [1,S,C], to evidence by name, [1,...] each.
-        """
+        """Prepare to observe ``module``; ``compute`` maps one frame's input [1,S,C] to evidence by name, [1,...]."""
         self.module = module
         self._compute = compute
         self._outputs: list[dict[str, Tensor]] = []
@@ -112,7 +105,7 @@ class FrameObserver:
         self._outputs += [self._compute(input_1SC) for input_1SC in torch.split(input_TSC, 1)]
 
     def evidence(self) -> dict[str, Tensor]:
-        """Return the evidence of all frames observed so far, name -> [T,...]; there must be at least one."""
+        """Return the evidence of all frames observed so far (at least one), name -> [T,...]."""
         return {name: torch.cat([frame[name] for frame in self._outputs]) for name in self._outputs[0]}
 
 
@@ -132,11 +125,7 @@ def compute_last_layer_evidence(layer: Any, hidden_1SC: Tensor) -> dict[str, Ten
 
 
 def probe_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]:
-    """Compute a frame's pooled feature and the attention of the pooling head's query.
-
-    Returns:
-        ``frame_feature`` [1,C] and ``token_attention`` [1,S].
-    """
+    """Compute a frame's pooled ``frame_feature`` [1,C], and the ``token_attention`` [1,S] of the head's query."""
     feature_1C, attention_1S = head(features_1SC)
     return {"frame_feature": feature_1C, "token_attention": attention_1S}
 
@@ -233,8 +222,7 @@ class TextTower:
     def segments(self, text: str) -> Tensor:
         """Tokenize a text and cut it into padded segments, [Q,L] int64 ids on the CPU.
 
-        L is the tower's number of positions. Each segment ends with SigLIP's end-of-sentence token, followed by padding
-        if it is short.
+        L is the tower's number of positions. Each segment ends with SigLIP's end-of-sentence token before the padding.
 
         Raises:
             ValueError: the text has no token.
@@ -254,8 +242,7 @@ class TextTower:
 def _load_tokenizer(source: TextTowerSource) -> Any:
     """Load the tokenizer of a checkpoint: from tokenizer.json if there is one, otherwise by AutoTokenizer.
 
-    tokenizer.json of the published checkpoints works like SiglipTokenizer, which AutoTokenizer would load and which
-    needs sentencepiece.
+    The tokenizer of a Hugging Face checkpoint may be downloaded.
 
     Raises:
         ModelError: the tokenizer cannot be loaded, or has no end or padding token.

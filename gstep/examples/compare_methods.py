@@ -1,6 +1,6 @@
-"""Prune the same tokens with several methods, and print how many of GSTEP's tokens each method also keeps.
+"""Prune the same synthetic tokens with several methods, and print how many of GSTEP's tokens each method also keeps.
 
-Run it with ``python gstep/examples/compare_methods.py``; replace the synthetic tokens with those of your encoder.
+Run it with ``python gstep/examples/compare_methods.py``.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Prune the video of a question that a model of transformers answers, without a cache.
 
-Run it with ``python gstep/examples/live_model.py``; it requires torchvision, as do the video processors of
-transformers. The model is a small one of this package, trained on one kind of made-up videos: replace it and its
-processor with yours.
+Run it with ``python gstep/examples/live_model.py``; it requires torchvision. The model is a small one of this package,
+trained on made-up videos: replace it and its processor with yours.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The pruning methods, one per file; ``make_pruner`` builds a method from its name in PRUNERS or its import path."""
+"""The pruning methods, one per file, and the functions that make a method from its name or import path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_pruner(method: str | Pruner = "gstep", /, **params: Any) -> Pruner:
 
     Args:
         method: A name of PRUNERS, the import path ``module:Class`` of another method (the module is imported), or a
-            Pruner object, whose class and parameters are checked before the same object is returned.
+            Pruner object, which is checked and returned.
         params: The hyper-parameters, by the names of the class's fields. None are allowed with a Pruner object.
 
     Raises:
@@ -49,8 +49,8 @@ def read_pruner(method: str, texts: Mapping[str, str], *, family: str | None = N
     Args:
         method: A name of PRUNERS or ``module:Class``.
         texts: Parameter name -> text.
-        family: The model's family (``ModelFamily.variant``), the value of the field that ``Pruner.family_parameter``
-            names unless ``texts`` has that field. Ignored if the method names no field.
+        family: The model's family (``ModelFamily.variant``), the default of the field that ``Pruner.family_parameter``
+            names. Ignored if the method names no field.
 
     Raises:
         ValueError: The method is unknown, cannot be imported or is not valid, or a parameter is unknown, missing or
@@ -67,8 +67,8 @@ def find_method(method: str) -> type[Pruner]:
     """Return the class of a method: a name of PRUNERS, or ``module:Class``, whose module is imported.
 
     Raises:
-        ValueError: The name is unknown, the import raises any error, the class is not a valid method, its module no
-            longer has it under the name that it was defined with, or ``method`` is a class instead of its path.
+        ValueError: The name is unknown, the import raises any error, the class is not a valid method or was defined
+            under a name that now means another object, or ``method`` is a class.
     """
     if isinstance(method, str) and ":" in method:
         kind = check_method(_import_class(method), method)
@@ -87,10 +87,7 @@ def find_method(method: str) -> type[Pruner]:
 
 
 def get_method_name(kind: type[Pruner]) -> str:
-    """Return the name by which :func:`find_method` finds the class: its key in PRUNERS, or ``module:Class``.
-
-    Only a class at the top level of its module can be found.
-    """
+    """Return the name by which :func:`find_method` finds a top-level class: its key in PRUNERS, or ``module:Class``."""
     return next((name for name, target in METHODS.items() if target == _import_path(kind)), _import_path(kind))
 
 
@@ -98,7 +95,7 @@ def check_method(kind: Any, label: str | None = None) -> type[Pruner]:
     """Check that ``kind`` is the class of a method, and return it; ``label`` is its name in messages.
 
     Raises:
-        ValueError: ``kind`` is not a subclass of Pruner, is abstract, is not decorated as a dataclass itself, or does
+        ValueError: ``kind`` is not a subclass of Pruner, is abstract, is not itself decorated as a dataclass, or does
             not declare ``name`` (a string) and ``nested`` (a bool).
     """
     if not (isinstance(kind, type) and issubclass(kind, Pruner)):
@@ -119,7 +116,7 @@ def check_method(kind: Any, label: str | None = None) -> type[Pruner]:
 
 
 def _build_pruner(kind: type[Pruner], params: Mapping[str, Any], label: str) -> Pruner:
-    """Check the parameters and construct the method; ``label`` is its name for error messages.
+    """Check the parameters and construct the method.
 
     Raises:
         ValueError: A parameter is unknown, missing or of the wrong type, or the constructor raises any exception; its
@@ -140,11 +137,7 @@ def _import_path(kind: type[Pruner]) -> str:
 
 
 def _import_class(path: str) -> Any:
-    """Import the object that ``module:Class`` names.
-
-    Raises:
-        ValueError: The import raises any exception; the message has the remedy.
-    """
+    """Import the object that ``module:Class`` names; an error of the import becomes a ValueError."""
     try:
         return load_object(path)
     except Exception as error:  # importing runs the author's code
@@ -155,14 +148,10 @@ def _import_class(path: str) -> Any:
 
 
 def check_params(kind: type[Pruner], params: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Convert parameters to the types of their fields.
+    """Convert parameters to the types of their fields, and return them by name.
 
     For example, an int for a float field becomes a float, and NumPy numbers become Python's. Values for types other
     than int, float, bool, str, None and Literal are returned as they are.
-
-    Args:
-        params: Parameter name -> value. The result has the same names.
-        label: The method's name in messages.
 
     Raises:
         ValueError: A parameter is unknown, has no value and no default, or does not have an accepted type; or an
@@ -183,8 +172,7 @@ def check_params(kind: type[Pruner], params: Mapping[str, Any], label: str) -> d
 def read_params(kind: type[Pruner], texts: Mapping[str, str], label: str) -> dict[str, Any]:
     """Parse the text of parameters by the types of their fields; "none" is None if the field accepts None.
 
-    Text for an unknown name is returned unparsed, so that :func:`check_params` refuses it. ``label`` is the method's
-    name in messages.
+    Text for an unknown name is returned unparsed, so that :func:`check_params` refuses it.
 
     Raises:
         ValueError: A text is not a value of the field's type, or an annotation of the class cannot be evaluated.
@@ -215,7 +203,7 @@ def _field_types(kind: type[Pruner], label: str) -> dict[str, Any]:
 
 
 def _union_members(hint: Any) -> Iterator[Any]:
-    """Yield the members of a union type, including those of nested unions; a type that is not a union yields itself."""
+    """Yield the members of a union type, including those of nested unions; yield any other type itself."""
     if get_origin(hint) in (Union, types.UnionType):
         for part in get_args(hint):
             yield from _union_members(part)
@@ -224,11 +212,7 @@ def _union_members(hint: Any) -> Iterator[Any]:
 
 
 def _check_value(name: str, value: Any, accepted: list[Any], label: str) -> Any:
-    """Convert ``value`` to the first of the accepted types that it fits.
-
-    Raises:
-        ValueError: The value fits no type; the message has ``name``, the method's ``label`` and the types.
-    """
+    """Convert ``value`` to the first of the accepted types that it fits; raise ValueError if it fits none."""
     for candidate in accepted:
         fits, converted = _convert(candidate, value)
         if fits:
@@ -255,11 +239,10 @@ def _convert(kind: Any, value: Any) -> tuple[bool, Any]:
 def _read_value(name: str, text: str, accepted: list[Any], label: str) -> Any:
     """Parse ``text`` as a choice of a Literal, or otherwise as the narrowest accepted type that it fits.
 
-    Only finite numbers fit float. Fields of types other than int, float, bool, str, None and Literal cannot be given as
-    text.
+    Only finite numbers fit float. Text never fits types other than int, float, bool, str, None and Literal.
 
     Raises:
-        ValueError: The text fits no type; the message has ``name``, the method's ``label`` and the types.
+        ValueError: The text fits no type.
     """
     choices = [choice for kind in accepted if get_origin(kind) is Literal for choice in get_args(kind)]
     for choice in choices:
@@ -274,10 +257,7 @@ def _read_value(name: str, text: str, accepted: list[Any], label: str) -> Any:
 
 
 def _candidate_values(text: str) -> Iterator[Any]:
-    """Yield the values that ``text`` may stand for: None or a bool, then an int, a float, and last the text itself.
-
-    The words none, true and false may be in any case.
-    """
+    """Yield what ``text`` may stand for: None or a bool (in any case), then an int, a float, and last the text."""
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         yield words[text.lower()]

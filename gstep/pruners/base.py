@@ -1,4 +1,4 @@
-"""The base class of all pruning methods: their contract, the budget, and the checks and packing of their results."""
+"""The base class of all pruning methods: their contract, the budget, and the checks of their results."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Selection:
     """The tokens that ``Pruner.select`` keeps among the M = T*N tokens of a video.
 
     Attributes:
-        index: [B] flat indices t*N + i without repetitions, int64. Their order is the order of selection for a nested
-            method, and the order of the method's own prompt if it ``reorders``; otherwise any order.
+        index: [B] flat indices t*N + i without repetitions, in the order of selection for a nested method, in the order
+            of the method's own prompt if it ``reorders``, otherwise in any order.
         density: [M], rho of every token (Eq. 8); None if the method has none.
         temporal_density: [T] (Eq. 7); None if the method has none.
         tokens: [B,D] in the order of ``index``, of any float dtype; None to keep the input's rows unchanged.
@@ -42,11 +42,10 @@ class Selection:
 class Pruner(ABC):
     """A pruning method: the fields of the dataclass are its hyper-parameters, and ``select`` computes the selection.
 
-    A subclass is a frozen dataclass that declares ``name`` and ``nested``, defines ``select``, and checks its
-    parameters in ``__post_init__``. An object can prune any number of videos.
+    A subclass is a frozen dataclass that declares ``name`` and ``nested``, and checks its parameters in
+    ``__post_init__``.
 
     Class attributes:
-        name: The name in the table of methods.
         nested: True if, for every smaller budget, the selection is the beginning of this one in the order of
             ``select``.
         merges: True if some kept tokens are mixtures of input tokens.
@@ -70,23 +69,17 @@ class Pruner(ABC):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The names of the evidence that the method requires.
-
-        A method for which no parameter changes them declares a class attribute instead.
-        """
+        """The names of the evidence that the method requires; a class attribute in methods without such parameters."""
         return frozenset()
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """The evidence to request from the vision encoder, label -> source (gstep.evidence).
-
-        Most methods declare a class attribute instead.
-        """
+        """The evidence to request from the vision encoder, label -> source (gstep.evidence)."""
         return MappingProxyType({})
 
     @property
     def layer(self) -> int | None:
-        """The layer of the language model before which tokens are dropped, counted from 0 and at least 1.
+        """The layer of the language model before which tokens are dropped, from 1 on (0 is the first layer).
 
         None for a method that prunes before the language model.
 
@@ -98,10 +91,10 @@ class Pruner(ABC):
 
     @abstractmethod
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Select from the tokens [T,N,D] of one video.
+        """Select from the tokens [T,N,D] of one video, without modifying the arguments.
 
         :meth:`prune` calls it with checked arguments, without gradients, outside autocast, and with float32 products in
-        full precision. It must not modify the arguments.
+        full precision.
 
         Args:
             visual: The tokens in their original dtype, and the evidence of ``needs`` and ``optional`` on the tokens'
@@ -109,24 +102,20 @@ class Pruner(ABC):
                 give positions and times.
             budget: B, in [1, M].
             ratio: The nominal ratio, or budget / M if a budget was given, for methods that count frame by frame.
-            seed: A non-negative integer for methods that draw random numbers.
+            seed: A non-negative integer.
         """
 
     def _set(self, **values: Any) -> None:
-        """Replace fields of this frozen object by checked values in their canonical type, such as 1 by 1.0."""
+        """Replace fields of this frozen object by checked values."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def params(self) -> dict[str, Any]:
-        """Return the hyper-parameters by name, as a new dict; those of the built-in methods are JSON values."""
+        """Return the hyper-parameters by name; those of the built-in methods are JSON values."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.init}
 
     def nominal_ratio(self, retention_ratio: float) -> float:
-        """Return the nominal ratio for a requested ratio: the same, as a float, unless a method has its own rule.
-
-        Raises:
-            ValueError: ``retention_ratio`` is not in (0, 1].
-        """
+        """Return the nominal ratio for a requested ratio, by default the same; raise ValueError outside (0, 1]."""
         budget_for(retention_ratio, 1)
         return float(retention_ratio)
 
@@ -134,9 +123,6 @@ class Pruner(ABC):
         """Return the maximum number of tokens that the method keeps of a video [T,N,D], to reserve room in a prompt.
 
         The default is B; methods that are not ``exact`` should override it. ``hidden`` is D.
-
-        Raises:
-            ValueError: ``retention_ratio`` is not in (0, 1].
         """
         return self.resolve_budget(n_frames * per_frame, retention_ratio)[0]
 
@@ -145,7 +131,7 @@ class Pruner(ABC):
     ) -> tuple[int, float]:
         """Compute (B, nominal ratio) for a video of ``n_total`` tokens.
 
-        If ``budget`` is given, it is B, ``retention_ratio`` is ignored, and the nominal ratio is B / n_total.
+        If ``budget`` is given, it is B, and the nominal ratio is B / n_total whatever ``retention_ratio`` is.
 
         Raises:
             ValueError: ``budget`` is not an integer in [1, n_total], or ``retention_ratio`` is not in (0, 1].
@@ -164,8 +150,8 @@ class Pruner(ABC):
         The result does not depend on torch's default dtype and device or on its precision setting for float32 products.
 
         Args:
-            visual: The tokens, with the evidence, grid and times that the method uses. Other evidence is ignored, and
-                deepstack vectors are not pruned.
+            visual: The tokens, with the evidence, grid and times that the method uses. Other evidence and deepstack
+                vectors are ignored.
             retention_ratio: The share of tokens to keep; ignored if ``budget`` is given.
             budget: B itself, in [1, T*N].
             seed: A non-negative integer.
@@ -207,10 +193,10 @@ class Pruner(ABC):
         return self._pack_tokens(tokens_TND, selection, ratio)
 
     def _check_selection(self, selection: Selection, tokens_TND: Tensor, budget: int) -> None:
-        """Raise WrongSelection unless the types and shapes fit these tokens and no token is NaN.
+        """Raise WrongSelection unless this is a Selection of tensors whose shapes fit these tokens and no token is NaN.
 
-        The values of the indices are not checked. A method that is not ``exact`` may return any number of tokens from 1
-        on.
+        Dtypes and the values of the indices are not checked. A method that is not ``exact`` may return one token or
+        more.
         """
         if not isinstance(selection, Selection):
             raise WrongSelection(f"method {self.name!r} must return a Selection; got {type(selection).__name__}")
@@ -228,13 +214,10 @@ class Pruner(ABC):
             raise WrongSelection(f"method {self.name!r} must not return tokens that are NaN")
 
     def _pack_tokens(self, tokens_TND: Tensor, selection: Selection, ratio: float) -> PrunedTokens:
-        """Sort a selection by index, and gather its tokens and densities.
+        """Sort a selection by index, and gather its tokens and densities; raise WrongSelection for invalid indices.
 
-        ``rank`` is set only if the method is nested, ``order`` only if it ``reorders``. Tokens that the method changed
+        ``rank`` is set only if the method is nested, ``order`` only if it ``reorders``. Tokens that ``select`` returned
         get the input's dtype; values beyond its range become its largest finite value. Densities become float32.
-
-        Raises:
-            WrongSelection: Indices repeat or lie outside [0, T*N).
         """
         index_B, rank_B = torch.sort(selection.index.long(), stable=True)
         n_frames, per_frame, hidden = tokens_TND.shape

@@ -30,9 +30,8 @@ class CDPruner(Pruner):
     The kernel is q_i cos(i, j) q_j, where q is each token's relevance to the question (github.com/Theia-4869/CDPruner,
     llava/model/llava_arch.py).
 
-    At most D tokens are linearly independent, and fewer if tokens repeat each other. The selection ends when no
-    independent token is left, so it may have fewer than B tokens, but never none. The official code continues on
-    rounding noise.
+    The selection ends when every other token is nearly a linear combination of the picks (``greedy_map``), so it may
+    have fewer than B tokens, but never none. The official code continues on rounding noise.
 
     Attributes:
         mode: "global" (one selection over the video) or "per_frame" (at most max(1, floor(r*N)) tokens of each frame).
@@ -58,8 +57,8 @@ class CDPruner(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select greedily: in mode "global" ``budget`` tokens of the video, otherwise the share ``ratio`` per frame.
 
-        There are fewer if no independent token is left. The indices are in order of selection, frame by frame in mode
-        "per_frame". ``seed`` is not used.
+        There may be fewer. The indices are in order of selection, frame by frame in mode "per_frame". ``seed`` is not
+        used.
         """
         per_frame = visual.tokens.shape[1]
         direction_TND = unit(visual.tokens)
@@ -74,10 +73,10 @@ class CDPruner(Pruner):
 
 
 def relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
-    """Compute each token's relevance q, [T,N] above 0, from its mean cosine with the text segments.
+    """Compute each token's relevance q, [T,N] from just above 0 to about 1.
 
-    q is minus the mean cosine, as in the official code, shifted and rescaled from just above 0 to about 1. If all
-    cosines are equal, all tokens have 1.
+    q is minus the mean cosine with the text segments, as in the official code, rescaled. If all cosines are equal, q is
+    1.
     """
     raw_TN = -(unit(image_TNE) @ unit(text_QE).T).mean(dim=-1)
     low, high = raw_TN.min(), raw_TN.max()
@@ -87,8 +86,8 @@ def relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
 def greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
     """Select up to ``budget`` tokens, each of which increases the determinant the most.
 
-    A Cholesky factorization computes only the rows of the picks: memory M * (D + B). The first pick is the most
-    relevant token that is not zero.
+    The first pick is the most relevant token that is not zero. A Cholesky factorization computes only the rows of the
+    picks.
 
     Args:
         direction_MD: Unit tokens or zeros.

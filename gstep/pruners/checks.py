@@ -1,4 +1,4 @@
-"""Checks of arguments; every ValueError names the argument, the accepted values and the given value."""
+"""Checks of arguments, whose ValueErrors name the argument, the accepted values and the given value."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[float], bool]) -> float:
     """Return ``value`` as a float if it is a finite real number, not a bool, for which ``is_accepted`` returns True.
 
-    Args:
-        name: The parameter's name in the message.
-        accepted: The accepted numbers in the message, as in "in [0, 1]".
-
-    Raises:
-        ValueError: The value is not accepted.
+    ``accepted`` describes the accepted numbers in the ValueError that is raised otherwise, such as "in [0, 1]".
     """
     if isinstance(value, Real) and not isinstance(value, bool):
         number = as_float(value)
@@ -33,10 +28,9 @@ def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[fl
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return ``value`` as an int if it is an integer, not a bool, in [low, high]; ``high`` None means no limit.
+    """Return ``value`` as an int if it is an integer, not a bool, in [low, high]; otherwise raise ValueError.
 
-    Raises:
-        ValueError: The value is not accepted. The message has ``name``.
+    ``high`` None means no limit.
     """
     if isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
@@ -47,17 +41,14 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> i
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
-    """Return ``value`` if it is a string in ``choices``; otherwise raise ValueError, which lists them."""
+    """Return ``value`` if it is a string in ``choices``; otherwise raise ValueError."""
     if not (isinstance(value, str) and value in choices):
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return value
 
 
 def check_tokens(tokens: Any) -> None:
-    """Raise ValueError unless ``tokens`` is a finite, dense [T,N,D] tensor of a float dtype with T, N, D >= 1.
-
-    The message for non-finite values gives their number and the first frame and token.
-    """
+    """Raise ValueError unless ``tokens`` is a finite, dense, nonempty [T,N,D] tensor of 16-, 32- or 64-bit floats."""
     rule = "tokens must be a tensor [T,N,D] (frames, tokens per frame, hidden size), each at least 1"
     if not isinstance(tokens, Tensor):
         raise ValueError(f"{rule}; got {type(tokens).__name__}")
@@ -80,8 +71,8 @@ def check_grid_and_times(grid: Any, times: Any, n_frames: int, per_frame: int) -
     """Raise ValueError unless the grid and the times fit T frames of N tokens.
 
     Args:
-        grid: A sequence of two positive ints (rows, columns) with rows * columns = N; None is accepted.
-        times: A sequence of T finite numbers; None is accepted.
+        grid: A sequence of two positive Python ints (rows, columns) with rows * columns = N, or None.
+        times: A sequence of T finite numbers, or None.
     """
     if grid is not None:
         sides = grid if isinstance(grid, Sequence) and len(grid) == 2 else (0, 0)
@@ -119,7 +110,7 @@ def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -
 
 
 def as_float(value: SupportsFloat) -> float:
-    """Convert a number to a float; if it is too large for a float, even if negative, return infinity."""
+    """Convert a number to a float; return infinity if it is too large, even if it is negative."""
     try:
         return float(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The base class of the methods that use the spatio-temporal density, with the density's parameters."""
+"""The base class of the methods that use the spatio-temporal density."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class DensityPruner(Pruner):
 
     Attributes:
         smoothing: The temporal kernel: "gaussian" (Eq. 5), "box" (a fixed window) or "raw" (none).
-        sigma: The standard deviation of the Gaussian in frames, > 0.
-        radius: The radius of the kernel in frames; None means ceil(3 sigma) for gaussian and 1 for box.
+        sigma: The standard deviation of the Gaussian in frames, > 0 and at most 3333.
+        radius: In frames, at most 10,000; None means ceil(3 sigma) for gaussian and 1 for box.
         boundary: The rule for frames beyond the video's ends: "replicate", "zero", "reflect", "symmetric", "renorm" or
             "circular".
         fusion: The factors of rho (Eq. 8): "full", "temporal" or "spatial".
@@ -38,12 +38,7 @@ class DensityPruner(Pruner):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to floats or ints.
-
-        Raises:
-            ValueError: A parameter has the wrong type or an unknown name, or is out of range (sigma is at most 3333 and
-                radius at most 10,000 frames).
-        """
+        """Raise ValueError for an invalid parameter, and convert numbers to floats or ints."""
         check_choice("smoothing", self.smoothing, SMOOTHINGS)
         check_choice("boundary", self.boundary, BOUNDARIES)
         check_choice("fusion", self.fusion, FUSIONS)
@@ -54,7 +49,7 @@ class DensityPruner(Pruner):
         self._set(sigma=sigma, radius=radius, eps=eps)
 
     def density(self, tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute rho of every token, [M] float64, and the temporal density, [T] float64, Eqs. (2)-(8)."""
+        """Compute rho of every token, [M], and the temporal density, [T], Eqs. (2)-(8), both float64."""
         rho_TN, temporal_T = spatio_temporal_density(
             tokens_TND,
             smoothing=self.smoothing,

@@ -1,4 +1,4 @@
-"""DivPrune: tokens that are as far from each other as possible."""
+"""DivPrune: tokens that are far from each other."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gstep.types import VisualTokens
 class DivPrune(Pruner):
     """Max-min diversity by cosine distance (arXiv 2503.02175): farthest point sampling from the most isolated token.
 
-    The selection equals ``fps`` with ``start="isolated"``. The authors keep round(r*M) tokens. Here it is floor(r*M),
-    as in every nested method, so that a cache can serve smaller ratios; ``budget`` sets an exact number.
+    The selection equals ``fps`` with ``start="isolated"``. The authors keep round(r*M) tokens; here it is floor(r*M),
+    as in every nested method, so that a cache can serve smaller ratios.
     """
 
     name: ClassVar[str] = "divprune"

@@ -1,4 +1,4 @@
-"""EVS: the first frame, and the tokens that changed the most since the previous frame."""
+"""EVS: the first frame, and the tokens that changed the most."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ from gstep.types import VisualTokens
 class EVS(Pruner):
     """Efficient video sampling (arXiv 2510.14624) on tokens instead of pixels, as inference servers implement it.
 
-    A token's change is its cosine distance to the token at the same position of the previous frame; the paper uses the
-    L1 distance of pixels. The first frame is kept whole, and the tokens of largest change in the whole video fill the
-    rest of the budget; ties go to the lowest index.
-
-    The method keeps max(N, B) tokens, because it always keeps the first frame: at least a share of 1 / T. With 16
-    temporal patches (32 frames on Qwen) the minimum is 6.25 %.
+    A token's change is its cosine distance to the token at the same position of the previous frame. The first frame is
+    kept whole, and the tokens of largest change in the whole video fill the rest of the budget; ties go to the lowest
+    index. The method therefore keeps max(N, B) tokens, at least a share of 1 / T.
     """
 
     name: ClassVar[str] = "evs"

@@ -20,7 +20,7 @@ class FastV(Pruner):
     Attributes:
         K: Tokens are dropped before layer K of the language model, counted from 0, at least 1. The evidence
             ``llm_attention`` is the last query's attention in layer K-1, averaged over heads and restricted to the
-            visual tokens. K = 2 is consistent with the KV sizes in the GSTEP paper.
+            visual tokens.
     """
 
     name: ClassVar[str] = "fastv"

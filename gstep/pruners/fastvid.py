@@ -1,7 +1,7 @@
 """FastVID: cut the video into segments, keep salient tokens, and merge all other tokens into density peaks.
 
-Shapes: V size of a frame's feature, L frames of one segment, Y = L*N tokens of the segment. One frame has S salient
-tokens, X plain tokens (not salient) and A anchors.
+Shapes: L frames of one segment, Y = L*N tokens of the segment. One frame has S salient tokens, X plain tokens (not
+salient) and A anchors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NEIGHBOURS = 4  # nearest tokens whose distances determine a token's density
 
 
 class FrameTokens(NamedTuple):
-    """The tokens that one frame keeps, as indices in the frame: [S] salient tokens and [A] anchors, int64."""
+    """The tokens that one frame keeps, as indices in the frame, int64."""
 
     salient: Tensor
     anchors: Tensor
@@ -56,16 +56,15 @@ class FastVID(SinkPruner):
 
     Each frame contributes K = max(1, floor(r*N)) tokens to the budget of its segment, of which a share d are anchors,
     into which other tokens are merged. The total is near B, but often far below it in variant qwen, where only the last
-    of several similar frames keeps tokens. ``merged`` marks anchors that merging changed.
+    of several similar frames keeps tokens.
 
-    The official code crashes in three cases. Here, in a video of at most c frames, every frame is a segment; without
-    anchors (floor(K*d) = 0) only salient tokens are kept; and no frame keeps more than its N tokens.
+    Where the official code crashes: in a video of at most c frames, every frame is a segment; without anchors
+    (floor(K*d) = 0) only salient tokens are kept; and no frame keeps more than its N tokens.
 
-    With ``mu_s``, for llava, sinks are ranked lower among the salient tokens and among the anchors. In a frame with
-    more than floor(K*d) anchors, their scores as anchors are lowered twice as much, as in the code of SToP.
+    With ``mu_s``, for llava only, sinks are ranked lower among the salient tokens and among the anchors; in frames with
+    more than floor(K*d) anchors, scores as anchors are lowered twice as much, as in the code of SToP.
 
     Attributes:
-        mu_s: The weight of sink scores against attention (``SinkPruner``), for llava only.
         variant: The rules for LLaVA-OneVision ("llava") or for Qwen ("qwen", where a frame's feature is the mean of its
             tokens).
         c: The minimum number of segments, >= 1.
@@ -74,7 +73,7 @@ class FastVID(SinkPruner):
         d: The share of anchors, in [0, 1].
         p: Every p-th frame of a segment, counted from its last, has anchors; for qwen, every p-th inner segment.
         beta: The minimum weight of an anchor against the tokens merged into it, in [0, 1].
-        ignore: For qwen, inner segments are cut between neighboring frames whose similarity is lower.
+        ignore: For qwen, a segment is cut into inner segments between neighboring frames whose similarity is lower.
     """
 
     name: ClassVar[str] = "fastvid"
@@ -97,7 +96,7 @@ class FastVID(SinkPruner):
         """Check the parameters, convert numbers to floats or ints, and replace ``tau`` None by the variant's value.
 
         Raises:
-            ValueError: A parameter has the wrong type or is out of range, or ``mu_s`` is set for variant qwen.
+            ValueError: A parameter is invalid, or ``mu_s`` is not 0 for variant qwen.
         """
         super().__post_init__()
         variant = check_choice("variant", self.variant, VARIANTS)
@@ -125,9 +124,9 @@ class FastVID(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select and merge the share ``ratio`` of the tokens, segment by segment; ``budget`` is not used.
 
-        Segments come from the cosines of neighboring frames' features, salient tokens from ``token_attention``, and
-        anchors from density peaks. Each segment returns its salient tokens unchanged, then its anchors with other
-        tokens merged in. ``seed`` breaks ties between density peaks if the evidence has no ``noise``.
+        Each segment returns its salient tokens (by ``token_attention``) unchanged, then its anchors with other tokens
+        merged in; ``merged`` marks the anchors that changed. ``seed`` breaks ties between density peaks without the
+        evidence ``noise``.
         """
         per_frame = visual.tokens.shape[1]
         tokens_TND = scale_to_work_dtype(visual.tokens)
@@ -200,11 +199,11 @@ def count_qwen_tokens(
 ) -> list[tuple[int, int]]:
     """Compute (number of salient tokens, number of anchors) for each frame of a segment by variant qwen.
 
-    The segment has K*length tokens, of which floor(K*length*d), but at least 1, are anchors. Its salient tokens are
-    divided evenly among the frames ``last``, which end its inner segments, and its anchors among every p-th of these
-    frames, counted from the end. A remainder goes one by one to the first frames for salient tokens, and to the last
-    frames for anchors. A frame takes at most ``size`` = N tokens, of which at most N // 2 (and at least 1) are anchors
-    unless the segment is one frame; what exceeds this is dropped. ``budget`` is K.
+    The segment has K*length tokens, of which max(1, floor(K*length*d)) are anchors. Its salient tokens are divided
+    evenly among the frames ``last``, which end its inner segments, and its anchors among every p-th of these frames,
+    counted from the end. A remainder goes one by one to the first frames for salient tokens, and to the last frames for
+    anchors. A frame takes at most ``size`` = N tokens, of which at most max(1, N // 2) are anchors unless the segment
+    is one frame; what exceeds this is dropped. ``budget`` is K.
     """
     n_anchors = min(budget * length, max(1, math.floor(budget * length * d + 1e-9)))
     salient = even_shares(budget * length - n_anchors, len(last))
@@ -236,15 +235,14 @@ def choose_tokens(
     """Choose the salient tokens and the anchors of each frame.
 
     Salient tokens are those of highest attention, in descending order. Anchors are the highest density peaks among the
-    other tokens, in ascending index.
+    other tokens of the frame, in ascending index.
 
     Args:
         noise_M: Noise in [0, 1) that breaks ties, used as a stream: a frame consumes one number per token that is not
             salient.
         counts: (number of salient tokens, number of anchors) for each frame.
         every_frame_draws: True if every frame consumes noise (llava), False if only frames with anchors do (qwen).
-        penalty_N: Subtracted from the scores of anchors, twice in frames with more than ``frame_share`` anchors; None
-            for no penalty.
+        penalty_N: Subtracted from the scores of anchors, twice in frames with more than ``frame_share`` anchors.
     """
     order_TN = largest(attention_TN, attention_TN.shape[1])
     frames = []
@@ -267,11 +265,13 @@ def choose_tokens(
 def compress_segment(
     tokens_LND: Tensor, direction_LND: Tensor, frames: Sequence[FrameTokens], beta: float, *, merge_anchors: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge a segment's tokens, except salient ones, into the anchors of each frame (``merge_into_anchors``).
+    """Merge a segment's tokens, except salient ones, into its anchors by :func:`merge_into_anchors`.
+
+    This is done for each frame with anchors separately, so that a token of any frame is merged into one anchor of each
+    of these frames.
 
     Args:
         direction_LND: The tokens as unit vectors.
-        frames: The chosen tokens of each frame of the segment.
         merge_anchors: True if the anchors of a frame are themselves among the tokens that are merged into them.
 
     Returns:

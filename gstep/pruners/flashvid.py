@@ -34,21 +34,20 @@ class FlashVID(SinkPruner):
     Source: github.com/Fanziyang-v/FlashVID, flashvid/utils.py at 1d37422, with the selection of its LLaVA scripts.
 
     The video is cut into segments by the mean tokens of frames. A frame contributes K = ceil(N*r*expansion) tokens.
-    ceil(K*alpha) of them are picked (``pick_diverse``) and stay unchanged. Other tokens are merged into similar tokens
-    of the previous frame (``merge_back``), as long as K tokens per frame remain in the segment. The rest of the
-    segment's budget is a share of the remaining tokens: each frame keeps ceil(X * share) density peaks of its X tokens,
-    each replaced by the mean of the tokens nearest to it. If a segment is a single frame, its picked tokens are among
-    the X, as in the official code. The total is near B.
+    ceil(K*alpha) of them are picked (``pick_diverse``) and stay unchanged; if these are all K, other tokens are
+    dropped. Otherwise they are merged into similar tokens of the previous frame (``merge_back``), as long as K tokens
+    per frame remain in the segment. The rest of the segment's budget is a share of the remaining tokens: each frame
+    keeps ceil(X * share) density peaks of its X tokens, each replaced by the mean of the tokens nearest to it. If a
+    segment is a single frame, its picked tokens are among the X, as in the official code. The total is near B.
 
-    The official code may keep an index twice; here it is kept once: a picked peak of a single frame is not kept as a
-    mean too, and if no token scores above 0, the next token is picked instead of an earlier pick. Where the official
-    code fails (K = N, or ``temporal_threshold`` 1), nothing is merged from frame to frame.
+    The official code may keep an index twice; here a picked peak of a single frame is not kept as a mean too, and if no
+    token scores above 0, the next token is picked instead of an earlier pick. Where the official code fails (K = N, or
+    ``temporal_threshold`` 1), nothing is merged from frame to frame.
 
     With ``mu_s``, the attention that weights distances is reduced by the sink scores of the segment, and may become
     negative. The code of SToP may pick a token twice; here the next token is picked.
 
     Attributes:
-        mu_s: The weight of sink scores against attention (``SinkPruner``).
         expansion: The factor of the budget, > 0. The authors use 1.25 and prune the surplus inside the language model.
         alpha: The share of a frame's tokens that are picked, in [0, 1].
         temporal_threshold: A token more similar than this to a token of the previous frame is merged into it.
@@ -72,11 +71,7 @@ class FlashVID(SinkPruner):
     min_segment_num: int = 8
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to floats or ints.
-
-        Raises:
-            ValueError: A parameter has the wrong type or is out of range.
-        """
+        """Raise ValueError for an invalid parameter, and convert numbers to floats or ints."""
         super().__post_init__()
         cosines = {"temporal_threshold": self.temporal_threshold, "segment_threshold": self.segment_threshold}
         self._set(
@@ -92,10 +87,10 @@ class FlashVID(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Pick and merge the share ``ratio`` of the tokens, segment by segment; ``budget`` is not used.
 
-        For each segment, the result has the picked tokens unchanged, then for each frame the remaining tokens after
-        merging from frame to frame: all of them if the budget allows, otherwise means around density peaks. ``merged``
-        marks each kept token that differs from its input. ``seed`` breaks ties between density peaks if the evidence
-        has no ``noise``.
+        Each segment returns its picked tokens unchanged, then, unless these are its whole budget, each frame's
+        remaining tokens after merging from frame to frame: all of them if the budget allows, otherwise means around
+        density peaks. ``merged`` marks each kept token that differs from its input. ``seed`` breaks ties between
+        density peaks without the evidence ``noise``.
         """
         per_frame = visual.tokens.shape[1]
         tokens_TND = scale_to_work_dtype(visual.tokens)
@@ -152,9 +147,9 @@ class FlashVID(SinkPruner):
 def pick_diverse(direction_LND: Tensor, weight_LN: Tensor, count: int) -> Tensor:
     """Pick ``count`` tokens of each frame with large weights and large distances from each other: [L,N] bool.
 
-    A token's score is the smallest product of its weight and its cosine distance to a picked token. The first pick is
-    the token with the largest product of its weight and the distance to its nearest neighbor. Ties go to the lowest
-    index.
+    A token's score is the smallest product of its weight and its cosine distance to a picked token. The first pick has
+    the largest second-smallest product over all tokens, itself included: for a positive weight, that with its nearest
+    neighbor. Ties go to the lowest index.
     """
     distance_LNN = floor_distance(1 - direction_LND @ direction_LND.mT)
     score_LNN = distance_LNN * weight_LN[:, None]  # [:, i, j] scores j by its distance to i
@@ -181,8 +176,8 @@ def merge_back(
     Args:
         is_free_LN: True for tokens that may be merged or merged into.
         threshold: A token is merged if its similarity is higher.
-        min_tokens: If fewer of the segment's L*N tokens would remain, the threshold is raised to the similarity of rank
-            L*N - min_tokens.
+        min_tokens: If fewer of the segment's L*N tokens would remain, only similarities above that of rank L*N -
+            min_tokens are merged.
 
     Returns:
         All tokens after merging, [L,N,D], and [L,N] bool, True for free tokens that were not merged into another.

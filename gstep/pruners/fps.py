@@ -1,4 +1,4 @@
-"""Plain farthest point sampling, which uses the density only for its first token: an ablation of GSTEP."""
+"""FPS: farthest point sampling by distance alone, an ablation of GSTEP."""
 
 from __future__ import annotations
 

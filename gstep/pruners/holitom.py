@@ -1,6 +1,6 @@
 """HoliTom: average static positions over windows of frames, then prune and merge within frames.
 
-Shapes: W frames of one window, S static positions of the window, X moving positions (not static), C density peaks.
+Shapes: S static positions of a window, X moving positions (not static), C density peaks.
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ class HoliTom(SinkPruner):
     one token, the mean over the window's frames, at its position in the first frame. The remaining ratio is r' = min(1,
     r / (share of tokens that remain)). round(S*r') density peaks of the S static tokens are kept. Each frame keeps
     ceil(X*r') of its X moving tokens: the share 1-D of them by attention, the others as density peaks. Tokens that are
-    not kept are merged into the nearest peak. The total is near B. A window that is completely static keeps at least
-    one token (the official code may keep no token of a video).
+    not kept are merged into the nearest peak, or dropped without peaks (moving tokens with D = 0). The total is near B.
+    A window that is completely static keeps at least one token (the official code may keep no token of a video).
 
     With ``mu_s``, sinks are ranked lower among the moving tokens and among the peaks of static tokens. With ``mu_t``,
-    sinks are more easily static. As in the code of SToP, windows and r' are chosen without ``mu_t``, so that fewer than
+    sinks are more easily static; as in the code of SToP, windows and r' are chosen without ``mu_t``, so that fewer than
     B tokens remain. That code compares with 0.8 whatever ``tau`` is, and ranks sinks lower among the static peaks even
     if ``mu_s`` is 0; here ``tau`` is used, and 0 changes nothing.
 
     Attributes:
-        mu_s: The weight of sink scores against attention (``SinkPruner``).
         mu_t: The weight of a position's sink score, which is added to its similarity, >= 0.
         tau: A position is static between neighboring frames if its tokens' cosine is higher.
         D: The share of a frame's kept tokens that are density peaks, in [0, 1]; 0 as published.
         beta: The weight of a peak against the mean of the tokens merged into it, in [0, 1].
-        K: The number of nearest tokens that determine a token's density, itself included.
+        K: The number of nearest tokens that determine a token's density, itself included; at most the number of peaks.
         max_window: The maximum number of frames of a window.
     """
 
@@ -70,11 +69,7 @@ class HoliTom(SinkPruner):
     max_window: int = 1024
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to floats or ints.
-
-        Raises:
-            ValueError: A parameter has the wrong type or is out of range.
-        """
+        """Raise ValueError for an invalid parameter, and convert numbers to floats or ints."""
         super().__post_init__()
         shares = {"D": self.D, "beta": self.beta}
         self._set(
@@ -92,10 +87,9 @@ class HoliTom(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Average static tokens over windows, then select and merge the share ``ratio``; ``budget`` is not used.
 
-        For each window, the result has each frame's moving tokens of highest attention, unchanged, and its density
-        peaks; then the density peaks of the static means, at the window's first frame. ``merged`` marks means, and
-        peaks that other tokens were merged into. ``seed`` breaks ties between density peaks if the evidence has no
-        ``noise``.
+        Each window returns, frame by frame, the moving tokens of highest attention, unchanged, and density peaks; then
+        the peaks of the static means, at the window's first frame. ``merged`` marks means, and peaks that other tokens
+        were merged into. ``seed`` breaks ties between density peaks without the evidence ``noise``.
         """
         n_frames, per_frame, _ = visual.tokens.shape
         tokens_TND = visual.tokens.to(scale_to_work_dtype(visual.tokens[:1]).dtype)
@@ -124,13 +118,12 @@ class HoliTom(SinkPruner):
         ) -> None:
             """Append the rows ``kept_S`` to the result, and ``n_peaks`` density peaks with all other rows merged in.
 
-            If there are peaks, the next values of ``noise``, one per other row, are consumed.
+            If there are peaks, the next values of ``noise``, one per other row, are consumed. Otherwise the other rows
+            are dropped.
 
             Args:
                 index_X: The flat index of each row.
-                kept_S: Row numbers.
-                is_mean: True if the rows are means over frames, which are all marked as merged; otherwise only peaks
-                    with rows merged in are.
+                is_mean: True if the rows are means over frames, which are all marked as merged.
                 penalty_X: Subtracted from the scores of peaks.
             """
             nonlocal n_drawn
@@ -201,11 +194,7 @@ def choose_windows(is_still_UN: Tensor, max_window: int) -> tuple[list[tuple[int
 
 
 def _walk_back(starts: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield windows [start, end), the last first.
-
-    Args:
-        starts: For each frame, the start of the window that would end with it.
-    """
+    """Yield windows [start, end), the last first, from the start of the window that would end with each frame."""
     end = len(starts)
     while end > 0:
         yield starts[end - 1], end
@@ -215,11 +204,9 @@ def _walk_back(starts: list[int]) -> Iterator[tuple[int, int]]:
 def merge_into_peaks(
     rows_XD: Tensor, noise_X: Tensor, count: int, neighbours: int, beta: float, *, penalty_X: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge each row into the nearest of the ``count`` highest density peaks.
+    """Merge each row into the nearest of the ``count`` highest density peaks (``group_by_peaks``).
 
     A peak weighs ``beta``, and the mean of the rows merged into it 1 - ``beta``. Peaks without such rows are unchanged.
-    A row's density depends on its ``neighbours`` nearest rows, itself included; ``noise_X`` breaks ties, and
-    ``penalty_X`` is subtracted from the rows' scores as peaks.
 
     Returns:
         The peaks' row numbers [C], ascending, their rows after merging [C,D], and [C] bool, True if any row was merged

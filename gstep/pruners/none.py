@@ -1,4 +1,4 @@
-"""Keep every token: the unpruned control."""
+"""KeepAll: the unpruned control."""
 
 from __future__ import annotations
 

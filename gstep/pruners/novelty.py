@@ -1,4 +1,4 @@
-"""Novelty: GSTEP's sampling with a density that prefers tokens that are new at their position."""
+"""Novelty: GSTEP's sampling with a density that prefers new tokens."""
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ class Novelty(Pruner):
         n_{t,i} = 1 - cos(h_{t,i}, h_{t-1,i}) for t > 1, and max n for t = 1
         rho_{t,i} = (n_{t,i} / mean(n) + floor) * s_{t,i}
 
-    GSTEP measures how a whole frame differs from the previous and the next one, so if an object appears and stays, all
-    frames with it count the same. Here, a token counts by how new it is at its position: an object has its largest
-    density where it appears, and sampling by distance skips later tokens that resemble it. The density looks back one
-    frame. Normalizing over the video changes only the weight of ``floor`` and of the first frame. A single frame, or a
-    video without changes, is ranked by s alone.
+    With GSTEP, if an object appears and stays, all frames with it count the same. Here, an object has its largest
+    density where it appears, and sampling by distance skips later tokens that resemble it. A single frame, or a video
+    without changes, is ranked by s alone.
 
     Attributes:
         alpha: The weight of distance against density in Eq. (11), in [0, 1].

@@ -30,23 +30,18 @@ _BLOCK = 2**23  # similarities in memory at a time: 32 MB
 class OTTVid(Pruner):
     """Facility location within frames, and optimal transport between them, for LLaVA: arXiv 2605.11803.
 
-    Source: github.com/minseokii/OTT-Vid at 12a6d26, the functions for LLaVA-Video, with the settings that its README
-    documents.
+    Source: github.com/minseokii/OTT-Vid at 12a6d26, the functions for LLaVA-Video, with the settings of its README.
 
-    Each frame picks K = round(N * r^(1-gamma)) tokens that cover its attention (``pick_covering``). Between neighboring
-    frames, a transport plan (``plan_transport``) is computed from the masses of the picked tokens (``weigh_picks``) and
-    the costs of their pairs (``compute_costs``). R = T*K - B merges are divided among the pairs of frames, with more
-    for cheaper pairs (``divide_merges``). In a pair, the tokens of the later frame that receive the most from a single
-    token are merged into it; over several frames, merges form trees. A token whose merge costs more than ``theta`` is
-    dropped together with all that is merged into it. A tree becomes the plain mean of its tokens, at the index of its
-    root in the earliest frame. ``merged`` marks tokens that merging changed.
+    Each frame picks K = round(N * r^(1-gamma)) tokens that cover its attention. A transport plan between neighboring
+    frames is computed from the masses of the picked tokens and the costs of their pairs. R = T*K - B merges are divided
+    among the pairs of frames, with more for cheaper pairs. In a pair, the tokens of the later frame that receive the
+    most from a single token are merged into it; over several frames, merges form trees. A token whose merge costs more
+    than ``theta`` is dropped together with all that is merged into it. A tree becomes the plain mean of its tokens, at
+    the index of its root in the earliest frame.
 
     The method always keeps B tokens, while the official code rounds by its own rule. Therefore K is at least B/T, and
     at most B-T+1, so that R merges leave each frame a token. With fewer tokens than frames, K is 1, and frames may
-    become empty. A single frame picks B tokens. The official code mentions means by mass and plans over masses, but
-    computes plain means and orders merges by the plan itself, as here. It is called without a grid and assumes 13 x 13
-    tokens; here the grid is the video's. The paper's results on Qwen need an attention that the encoders here do not
-    provide.
+    become empty. A single frame picks B tokens. The official code assumes 13 x 13 tokens; here the grid is the video's.
 
     Attributes:
         gamma: The exponent's share of the reduction that merging does, in [0, 1].
@@ -54,7 +49,7 @@ class OTTVid(Pruner):
         tau_b: The temperature at which merges are divided among pairs of frames, > 0.
         theta: A merge that costs more drops the token, >= 0.
         eps: The entropic regularization of the transport, >= 0.005.
-        iterations: The number of Sinkhorn iterations.
+        iterations: The number of Sinkhorn iterations, at least 1.
     """
 
     name: ClassVar[str] = "ottvid"
@@ -71,11 +66,7 @@ class OTTVid(Pruner):
     iterations: int = 200
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to the types of their fields.
-
-        Raises:
-            ValueError: A parameter is out of range.
-        """
+        """Raise ValueError for an invalid parameter, and convert numbers to floats or ints."""
         temperatures = {"tau_m": self.tau_m, "tau_b": self.tau_b}
         self._set(
             gamma=check_number("gamma", self.gamma, "in [0, 1]", lambda x: 0 <= x <= 1),
@@ -88,9 +79,9 @@ class OTTVid(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Pick tokens of each frame, and merge them over frames to exactly ``budget`` tokens; ``seed`` is not used.
 
-        If the frames' picks are already B tokens, none is merged or changed. Otherwise the later tokens of the
-        strongest transports are removed, merged into their target or dropped if that costs more than ``theta``. The
-        indices ascend.
+        If the frames' picks are already B tokens, none is changed. Otherwise the later tokens of the strongest
+        transports are removed: merged into their target, or dropped if that costs more than ``theta``. The indices
+        ascend. ``merged`` marks tokens that merging changed.
         """
         n_frames, per_frame, _ = visual.tokens.shape
         n_picks = self._count_picks(n_frames, per_frame, budget, ratio)
@@ -174,10 +165,8 @@ def weigh_picks(similarity_TNK: Tensor, attention_TN: Tensor, pick_TK: Tensor, t
 
     For each token of the frame that is nearest to it, a pick covers the lead of its similarity over that of the second
     nearest pick (over 0 if it is the only pick). Picked tokens are weighted by their attention, and all others by the
-    mean attention of the picks.
-
-    Args:
-        tau: The temperature of the softmax.
+    mean attention of the picks. The mass is the softmax of minus the coverage, as a share of the frame's largest, over
+    ``tau``.
     """
     picked_TK = attention_TN.gather(1, pick_TK)
     weight_TN = picked_TK.mean(dim=1, keepdim=True).repeat(1, attention_TN.shape[1]).scatter(1, pick_TK, picked_TK)
@@ -193,9 +182,9 @@ def weigh_picks(similarity_TNK: Tensor, attention_TN: Tensor, pick_TK: Tensor, t
 def compute_costs(picked_TKD: Tensor, pick_TK: Tensor, alikeness_P: Tensor, grid: tuple[int, int]) -> Tensor:
     """Compute the cost of merging each token j of a frame into each token i of the previous frame, [P,K,K] float64.
 
-    The cost is alpha times the cosine distance (at most 1) plus 1 - alpha times the distance in the frame. For the
-    latter, rows and columns are each scaled to [0, 1], and the Euclidean distance is divided by sqrt(2). alpha falls
-    from 1 for pairs of frames with ``alikeness_P`` <= 0 to 1/2 at 1.
+    The cost is alpha times the cosine distance (at most 1) plus 1 - alpha times the Euclidean distance in the frame,
+    with rows and columns each scaled to [0, 1], divided by sqrt(2). alpha falls from 1 for pairs of frames with
+    ``alikeness_P`` <= 0 to 1/2 at 1.
 
     Args:
         picked_TKD: The picked tokens as unit vectors.
@@ -217,8 +206,7 @@ def compute_costs(picked_TKD: Tensor, pick_TK: Tensor, alikeness_P: Tensor, grid
 def plan_transport(mass_TK: Tensor, cost_PKK: Tensor, eps: float, iterations: int) -> Tensor:
     """Compute the transport of each frame's masses to the next frame's, by Sinkhorn iterations: [P,K,K] float64.
 
-    Args:
-        eps: The entropic regularization, >= 0.005 for costs in [0, 1].
+    ``eps`` is the entropic regularization, >= 0.005 for costs in [0, 1].
     """
     kernel_PKK = torch.exp(-cost_PKK / eps)
     source_PK1, target_PK1 = mass_TK[:-1, :, None], mass_TK[1:, :, None]
@@ -255,9 +243,8 @@ def divide_merges(price_P: Tensor, n_merges: int, most: int, tau: float) -> list
 def merge_trees(tokens_TKD: Tensor, parent_PK: Tensor) -> Tensor:
     """Average each token with all tokens merged into it, directly or not, from later frames: [T,K,D] float64.
 
-    Args:
-        parent_PK: For each token of the later frame of a pair, the number of a token in the previous frame; -1 for
-            none.
+    ``parent_PK`` has, for each token of the later frame of a pair, the number of a token in the previous frame; -1 for
+    none.
     """
     n_frames, n_picks, _ = tokens_TKD.shape
     size_TK = torch.ones(n_frames, n_picks, dtype=torch.float64, device=tokens_TKD.device)

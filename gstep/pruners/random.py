@@ -1,4 +1,4 @@
-"""Random tokens: the control that every method has to beat."""
+"""Random: the control that every method has to beat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Pruner):
-    """Random tokens: the first B of a seeded permutation of the T*N tokens, which is the same on every device."""
+    """The first B of a seeded permutation of the T*N tokens, which is the same on every device."""
 
     name: ClassVar[str] = "random"
     nested: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Functions for methods that merge: the segments of a video, density peaks among tokens, and the groups around them."""
+"""The segments of a video, density peaks among tokens, and groups around them, for methods that merge."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ def compute_adjacent_cosines(feature_TV: Tensor) -> list[float]:
 def cut_segments(similarity: Sequence[float], min_segments: int, threshold: float) -> Iterator[tuple[int, int]]:
     """Cut T = len(similarity) + 1 frames into segments, and yield each as [start, end), in order.
 
-    Cuts are made at the ``min_segments - 1`` lowest similarities and at all similarities below ``threshold``. If
-    similarities are equal, the earlier is cut first. If T is at most ``min_segments``, every frame is a segment.
-
-    Args:
-        similarity: The similarity of each frame to the next one.
+    Cuts are made at the ``min_segments - 1`` lowest similarities, of equal ones first at the earlier, and at all
+    similarities below ``threshold``. If T is at most ``min_segments``, every frame is a segment.
     """
     lowest = sorted(range(len(similarity)), key=similarity.__getitem__)[: min_segments - 1]
     boundaries = {i for i, value in enumerate(similarity) if value < threshold}.union(lowest)
@@ -42,7 +39,7 @@ def cut_segments(similarity: Sequence[float], min_segments: int, threshold: floa
 def make_tie_noise(visual: VisualTokens, seed: int) -> Tensor:
     """Return noise [T*N] that breaks ties, in the tokens' work dtype and on their device.
 
-    It is the evidence ``noise``, or without it random numbers in [0, 1) from ``seed``, the same on every device.
+    It is the evidence ``noise``, or random numbers in [0, 1) from ``seed``, the same on every device.
     """
     noise_M = visual.evidence.get("noise")
     if noise_M is None:
@@ -62,8 +59,7 @@ def score_density_peaks(distance_XX: Tensor, noise_X: Tensor, neighbours: int) -
     """Score each token's centrality, [X]: its density times the distance to the nearest denser token.
 
     The density is exp(-d) + 1e-6 * ``noise_X``, where d is the mean squared distance to the nearest ``neighbours``
-    tokens (or to all, if there are fewer), itself included. The noise breaks ties. The densest token gets the largest
-    of all distances.
+    tokens, itself included. The densest token gets the largest of all distances.
     """
     nearest_XK = distance_XX.topk(min(neighbours, len(distance_XX)), largest=False).values
     # The noise breaks ties, because the densest of equal tokens would all have no denser token.

@@ -1,8 +1,6 @@
 """SToP: sink scores, which four methods use to rank attention sinks lower.
 
-A sink is a position that gets much attention in all frames, whatever they show.
-
-Shapes: T frames, N tokens per frame, X tokens of a frame that are not selected yet.
+A sink is a position that gets much attention in all frames, whatever they show. Shapes: X unselected tokens of a frame.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class SinkPruner(Pruner):
 
     Source: the rules of github.com/rlqja1107/SToP at 3bf998c, for LLaVA; it has no license, so none of its code is
     used. The authors' values of ``mu_s`` at 10 % are 0.03 for VisionZip, 0.02 for FastVID and FlashVID, and 0.04 (with
-    ``mu_t`` 0.07) for HoliTom. They fit the encoder's attention as its softmax gives it, so do not normalize it again.
+    ``mu_t`` 0.07) for HoliTom. They fit attention as the encoder's softmax gives it.
 
     Attributes:
         mu_s: The weight of a position's sink score, which is subtracted from its attention, >= 0. With 0, the method is
@@ -39,11 +37,7 @@ class SinkPruner(Pruner):
     mu_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check ``mu_s`` and convert it to a float.
-
-        Raises:
-            ValueError: ``mu_s`` is negative or not a finite number.
-        """
+        """Check ``mu_s`` and convert it to a float; raise ValueError if it is negative or not a finite number."""
         self._set(mu_s=check_number("mu_s", self.mu_s, "at least 0", lambda x: x >= 0))
 
     def params(self) -> dict[str, Any]:
@@ -59,10 +53,7 @@ class SinkPruner(Pruner):
             raise ValueError(f"mu_s is defined for variant llava alone; set it to 0 for variant {variant}")
 
     def _suppress_sinks(self, attention_TN: Tensor) -> Tensor:
-        """Return the attention of all frames minus ``mu_s`` times each position's sink score, in float64.
-
-        With ``mu_s`` 0, the attention itself is returned.
-        """
+        """Return the attention minus ``mu_s`` times each position's sink score, in float64, or unchanged for 0."""
         if self.mu_s == 0:
             return attention_TN
         return attention_TN.double() - self.mu_s * sink_scores(attention_TN)
@@ -75,8 +66,8 @@ class SinkPruner(Pruner):
 def sink_scores(attention_TN: Tensor) -> Tensor:
     """Compute each position's sink score, [N] float64 in [0, 1].
 
-    It is the mean attention over frames to the power 1.1, rescaled. Negative means count as 0. The scores are all 0 if
-    the means are equal.
+    It is the mean attention over frames (at least 0) to the power 1.1, rescaled so that the lowest is 0 and the highest
+    about 1; all are 0 if the means are equal.
     """
     power_N = attention_TN.double().mean(dim=0).clamp(min=0) ** _GAMMA
     return (power_N - power_N.min()) / (power_N.max() - power_N.min() + 1e-12)
@@ -91,13 +82,7 @@ def move_off_sinks(targets: Sequence[int], is_sink_X: Sequence[bool]) -> list[in
     """Replace each target that is a sink by the next number that is neither a sink nor chosen for an earlier target.
 
     The search wraps around from the last number to 0. If all free numbers are sinks, the first free number from the
-    target on is chosen.
-
-    Args:
-        targets: Numbers in [0, len(is_sink_X)); at most as many as there are numbers.
-
-    Returns:
-        Different numbers, ascending.
+    target on is chosen. The result has different numbers, ascending.
     """
     chosen: list[int] = []
     for target in targets:

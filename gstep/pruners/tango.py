@@ -1,6 +1,6 @@
 """Tango: diverse tokens of high attention, and merged context, by distances that depend on position and time.
 
-Shapes: L frames of one segment, X positions of a part of it (static or moving), C centers, Y tokens in one clustering.
+Shapes: L frames of one segment, X static or moving positions of it, C centers, Y tokens in one clustering.
 """
 
 from __future__ import annotations
@@ -47,17 +47,15 @@ class Tango(Pruner):
     neighboring frames are more similar than 0.8 there; its tokens become their mean, at the first frame. The segment's
     remaining ratio is r' = min(1, r / (share of tokens that remain)). ceil(X*r') tokens are kept of the X static
     positions, and by the same rule of the X moving positions of each frame; the share ``context`` of them is context,
-    the others are salient. Salient tokens: among the tokens of highest attention, ``alpha`` times as many as are kept,
-    density peaks are centers, and each center's group keeps its token of highest attention. Context: all other tokens
-    of the segment are merged into density peaks among them. The total is near B. ``merged`` marks tokens that merging
-    changed.
+    the others are salient. Salient tokens: among the tokens of highest attention, ``alpha`` per salient token, density
+    peaks are centers, and each center's group keeps its token of highest attention. Context: the other static tokens,
+    and the other moving tokens of all frames, are each merged into density peaks among themselves, or dropped if no
+    context is kept. The total is near B.
 
     Differences from the official code: it stores merged tokens in the order of density, at each other's index; here
     each has its own. If centers are equal, it may keep a token twice; here a center is in its own group. In variant
     llava with 196 tokens per frame, the positions that are sinks of LLaVA-OneVision have attention 0; for other sizes
-    no sinks are known. Its other choice of segments (the cuts of FastVID) and its second stage for LLaVA-Video, inside
-    the language model, are not implemented. The distances of all pairs of a segment's context are computed, so long
-    segments are slow.
+    no sinks are known. Its other choice of segments (the cuts of FastVID) is not implemented.
 
     Attributes:
         variant: The attention of LLaVA ("llava": SigLIP's pooling head) or of Qwen ("qwen": merged queries).
@@ -85,11 +83,7 @@ class Tango(Pruner):
     k: int = 7
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to floats or ints; ``tau`` None stays None.
-
-        Raises:
-            ValueError: A parameter has the wrong type or is out of range.
-        """
+        """Raise ValueError for an invalid parameter, and convert numbers to floats or ints; ``tau`` None stays None."""
         check_choice("variant", self.variant, VARIANTS)
         shares = {"context": self.context, "beta": self.beta}
         if self.tau is not None:
@@ -111,10 +105,9 @@ class Tango(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select and merge the share ``ratio`` of the tokens, segment by segment; ``budget`` is not used.
 
-        In each segment, static positions are averaged over its frames, at the first frame. The static positions, then
-        the moving positions of all frames, are reduced to salient tokens, which are unchanged, and merged context.
-        ``merged`` marks each kept token that differs from its input. ``seed`` breaks ties between density peaks if the
-        evidence has no ``noise``.
+        Each segment returns its static positions, as means at the first frame, then the moving positions of all frames,
+        each reduced to salient tokens and merged context. ``merged`` marks each kept token that differs from its input.
+        ``seed`` breaks ties between density peaks without the evidence ``noise``.
         """
         n_frames, per_frame, _ = visual.tokens.shape
         direction_TND = unit(scale_to_work_dtype(visual.tokens))
@@ -152,7 +145,7 @@ class Tango(Pruner):
     ) -> tuple[Tensor, Tensor]:
         """Select salient tokens of each frame, and merge the remaining tokens of all frames into context.
 
-        If the context takes all remaining tokens, they stay unchanged.
+        If the context takes all remaining tokens, they stay unchanged; if it takes none, they are dropped.
 
         Args:
             rotated_LXD: The rotated directions of the tokens ``rows_LXD``.
@@ -190,8 +183,7 @@ class Tango(Pruner):
     def _spread(self, rotated_YD: Tensor, count: int, candidate_Y: Tensor, noise: _NoiseStream) -> Tensor:
         """Choose ``count`` candidates: of each group around a density peak, the candidate of highest attention.
 
-        Args:
-            candidate_Y: The candidates, in descending attention; returned as they are if they are at most ``count``.
+        ``candidate_Y`` has the candidates in descending attention, and is returned if it has at most ``count``.
         """
         if len(candidate_Y) <= count:
             return candidate_Y
@@ -215,11 +207,12 @@ class _NoiseStream:
 
 
 def rotate(direction_TND: Tensor, times: Sequence[float], columns: int) -> Tensor:
-    """Rotate directions by their position and time (ST-RoPE), so that distances grow with both: [T,N,D], a new tensor.
+    """Return a copy of directions rotated by their position and time (ST-RoPE), so that distances grow with both.
 
     The channels form three sections: the last two, of 2*floor(D/6) channels each, are rotated by row and column, the
     first by seconds. Channel i of a section of d is rotated together with channel i + d/2, by the angle position *
-    base^(-2i/d). If the first section has an odd number of channels, its last channel stays.
+    base^(-2i/d), with base 10,000 for seconds and 1,000 otherwise. If the first section has an odd number of channels,
+    its last channel stays.
 
     Args:
         times: The second of each frame.

@@ -1,4 +1,4 @@
-"""The tokens of largest density, without regard to diversity: an ablation of GSTEP."""
+"""TopK: the tokens of largest density, an ablation of GSTEP."""
 
 from __future__ import annotations
 

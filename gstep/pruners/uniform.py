@@ -1,4 +1,4 @@
-"""Evenly spaced tokens over the flat sequence of the video."""
+"""Uniform: evenly spaced tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Pruner):
-    """Evenly spaced tokens, the center of each of B equal strata of the flat sequence: floor((k + 1/2) * M / B).
-
-    The method is not nested, because another B moves the centers.
-    """
+    """Evenly spaced tokens, the center of each of B equal strata of the flat sequence: floor((k + 1/2) * M / B)."""
 
     name: ClassVar[str] = "uniform"
     nested: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""V-CAST: more tokens for frames at which the video turns, and in each frame the tokens that stand out."""
+"""V-CAST: more tokens for frames at which the video turns."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class VCAST(Pruner):
     """Video curvature-aware pruning (arXiv 2603.27650; github.com/xinyouu/V-CAST, compressor/v_cast).
 
     The authors' code keeps round(r*M) tokens, and at least one per frame. This method keeps exactly B, so that frames
-    may have none if B < T; with the same number as ``budget``, the tokens are the same. A single frame is pruned too,
-    while their code keeps it whole.
+    may have none if B < T. A single frame is pruned too, while their code keeps it whole.
 
     Attributes:
         tau: The temperature of the softmax that divides the budget among frames, > 0. Lower values give more tokens to
@@ -72,7 +71,6 @@ def frame_budgets(weight_T: Tensor, budget: int, per_frame: int) -> Tensor:
 
     Args:
         weight_T: The frames' shares, with sum 1.
-        per_frame: N.
     """
     n_frames = len(weight_T)
     min_each = 1 if budget >= n_frames else 0

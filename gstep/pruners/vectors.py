@@ -1,4 +1,4 @@
-"""Functions for methods that compare tokens: directions, and means of groups."""
+"""Directions of tokens, and means of groups, for methods that compare tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ def unit(rows: Tensor) -> Tensor:
 def compute_group_means(nearest_X: Tensor, rows_XD: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
     """Compute the mean of each group's rows, [G,D], and the number of its rows, [G] int64; an empty group has mean 0.
 
-    The means are computed as a matrix product with weights, because the sums of a scatter would depend on the order in
-    which a GPU's threads arrive.
-
-    Args:
-        nearest_X: Each row's group in [0, n_groups); any other number, such as -1, means no group.
+    ``nearest_X`` is each row's group in [0, n_groups); any other number, such as -1, means no group.
     """
     member_GX = nearest_X == torch.arange(n_groups, device=nearest_X.device)[:, None]
     count_G = member_GX.sum(dim=1)

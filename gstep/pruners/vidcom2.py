@@ -22,8 +22,8 @@ _TEMPERATURE = 0.01
 class VidCom2(Pruner):
     """Video compression commander (github.com/xuyang-liu16/VidCom2, token_compressor/vidcom2/vidcom2.py).
 
-    The number of tokens is rounded for each frame and is at least 1, so the total is near B but may differ. Even a
-    ratio of 1 does not keep all tokens: frames that are typical of the video are still pruned.
+    The number of tokens is rounded for each frame and is at least 1, so the total is near B. Even a ratio of 1 does not
+    keep all tokens: frames that are typical of the video are still pruned.
     """
 
     name: ClassVar[str] = "vidcom2"
@@ -42,10 +42,7 @@ class VidCom2(Pruner):
 
 
 def find_calm_channels(tokens_TND: Tensor) -> Tensor:
-    """Return the half of the channels with the lowest population variance over the whole video.
-
-    The result has max(1, D // 2) ascending int64 indices. If variances are equal, the lower channel wins.
-    """
+    """Return the max(1, D // 2) channels of lowest variance, ascending; ties go to the lower channel."""
     hidden = tokens_TND.shape[-1]
     tokens_MD = tokens_TND.reshape(-1, hidden)
     sum_D = torch.zeros(hidden, dtype=torch.float64, device=tokens_MD.device)
@@ -61,7 +58,7 @@ def find_calm_channels(tokens_TND: Tensor) -> Tensor:
 def similarities(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
     """Compute each token's similarity to its video and to its frame, two tensors [T,N] float64; low means distinctive.
 
-    Only the channels of ``find_calm_channels`` are compared.
+    They are the ``kernel_sum`` with the mean direction, over the channels of ``find_calm_channels``.
     """
     tokens_TND = scale_to_work_dtype(tokens_TND)
     direction_TND = unit(tokens_TND[..., find_calm_channels(tokens_TND)])
@@ -83,10 +80,8 @@ def kernel_sum(direction_TND: Tensor, centre_T1D: Tensor) -> Tensor:
 def frame_budgets(video_TN: Tensor, ratio: float) -> Tensor:
     """Compute the number of tokens to keep of each frame, [T] int64 from 1 to N, with a sum near r*T*N.
 
-    Frames less typical of the video keep more.
-
-    Args:
-        video_TN: Each token's similarity to the video.
+    A frame keeps the share r * (1 + w - 1/T), at most 1, where w is the softmax of -(the frame's mean of ``video_TN``)
+    / 0.01, so that frames less similar to the video keep more.
     """
     share_T = torch.softmax(-video_TN.mean(dim=1) / _TEMPERATURE, dim=0)
     scale_T = (ratio * (1 + share_T - share_T.mean())).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""VisionZip: the dominant tokens of each frame, and a few contextual tokens into which the other tokens are merged.
+"""VisionZip: the dominant tokens of each frame, and contextual tokens into which others are merged.
 
 Shapes: K kept tokens of one frame, S dominant and C contextual tokens, X plain tokens (not dominant).
 """
@@ -44,31 +44,23 @@ class VisionZip(SinkPruner):
     Source: github.com/cokeshao/HoliTom, visionzip/llava_arch.py, for variant llava; github.com/xuyang-liu16/VidCom2,
     branch qwen, token_compressor/visionzip at a85d485, for variant qwen.
 
-    Variant llava: a frame keeps K tokens (``frame_budget``). floor(K * 54/64) are dominant and unchanged; the others of
-    the K are contextual. Contextual tokens are evenly strided targets among the plain tokens, and the mean of the plain
-    tokens whose keys are nearest is added to each. In the method's own prompt (``PrunedTokens.order``), a frame's
-    dominant tokens come first, then its contextual tokens, each in ascending index.
+    Variant llava: a frame keeps K tokens (``frame_budget``). floor(K * 54/64) are dominant, by attention, and
+    unchanged; the others of the K are contextual: evenly strided targets among the plain tokens, to each of which the
+    mean of the plain tokens whose keys are nearest is added. In the method's own prompt (``PrunedTokens.order``), a
+    frame's dominant tokens come first, then its contextual tokens, each in ascending index.
 
-    Variant qwen: attention is not used, because fast kernels do not return it. A frame keeps K = max(1, floor(r*N))
-    tokens. max(1, floor(0.6*K)) are dominant, by largest L2 norm, and unchanged; the others of the K are contextual.
-    Anchors are the plain tokens of highest mean cosine to their five nearest plain tokens. Each plain token, anchors
-    included, goes to the anchor of largest cosine, and each anchor becomes the mean of its group. The order is
-    ascending index.
+    Variant qwen: a frame keeps K = max(1, floor(r*N)) tokens. max(1, floor(0.6*K)) are dominant, by largest L2 norm,
+    and unchanged; the others of the K are contextual. Anchors are the plain tokens of highest mean cosine to their five
+    nearest plain tokens. Each plain token, anchors included, goes to the anchor of largest cosine, and each anchor
+    becomes the mean of its group. If all plain tokens are anchors, they stay unchanged, but ``merged`` is True. The
+    first of equal anchors gets the whole group and the others stay unchanged, as in the official code. An earlier rule
+    of that repository (d6235c5), from the time of its scores on Qwen3-VL-8B, is not implemented.
 
-    Details of qwen that the official code leaves open: equal scores, computed in float64, go to the lowest index. With
-    K = 1, the token of largest norm is kept and nothing is merged. If all plain tokens are anchors, they stay
-    unchanged, but ``merged`` is True. The first of equal anchors gets the whole group and the others stay unchanged, as
-    in the official code. If r*N is a rounding error below an integer, K is that integer.
-
-    An earlier rule for Qwen3-VL (d6235c5: attention of the encoder's last layer, all tokens of a video compared at
-    once) is not implemented, although that repository's scores of VisionZip on Qwen3-VL-8B date from its time.
-
-    With ``mu_s``, for llava, sinks are ranked lower among the dominant tokens, and contextual targets that are among
-    the 20 largest sinks move to the next position that is not. The code of SToP compares row numbers among the plain
-    tokens with positions in the frame, and moves targets even if ``mu_s`` is 0; here positions are compared.
+    With ``mu_s``, for llava only, sinks are ranked lower among the dominant tokens, and contextual targets that are
+    among the 20 largest sinks move to the next position that is not. The code of SToP compares row numbers among the
+    plain tokens with positions in the frame, and moves targets even if ``mu_s`` is 0; here positions are compared.
 
     Attributes:
-        mu_s: The weight of sink scores against attention (``SinkPruner``), for llava only.
         variant: The rules for LLaVA-OneVision ("llava") or for Qwen ("qwen").
         dominant_share: The share of K that is dominant, in [0, 1); None means 54/64 (llava) or 0.6 (qwen).
         neighbours: For qwen, the number of nearest tokens whose mean cosine is a token's density.
@@ -89,7 +81,7 @@ class VisionZip(SinkPruner):
         """Check the parameters, convert numbers, and replace ``dominant_share`` None by the variant's value.
 
         Raises:
-            ValueError: A parameter has the wrong type or is out of range, or ``mu_s`` is set for variant qwen.
+            ValueError: A parameter is invalid, or ``mu_s`` is not 0 for variant qwen.
         """
         super().__post_init__()
         variant = check_choice("variant", self.variant, VARIANTS)
@@ -114,8 +106,8 @@ class VisionZip(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select and merge the share ``ratio`` of each frame; ``budget`` and ``seed`` are not used.
 
-        A frame keeps K tokens. floor(K * ``dominant_share``) of them are dominant, but at most K - 1, and in variant
-        qwen at least 1.
+        Of the K tokens of a frame, at most K - 1 are dominant, and in variant qwen at least 1, whatever
+        ``dominant_share`` is.
         """
         assert self.dominant_share is not None
         n_kept = self._frame_budget(visual.tokens.shape[1], ratio)
@@ -160,7 +152,7 @@ def _select_by_norm(tokens_TND: Tensor, n_kept: int, n_dominant: int, neighbours
     """Select and merge the tokens of each frame by variant qwen, in ascending index.
 
     In each frame, ``n_dominant`` tokens are selected by norm, and ``n_kept - n_dominant`` are contextual, marked as
-    merged. ``neighbours`` is the number of nearest tokens whose mean cosine is a token's density.
+    merged.
     """
     size = tokens_TND.shape[1]
     index, tokens, merged = [], [], []
@@ -177,7 +169,7 @@ def frame_budget(size: int, ratio: float) -> int:
     """Compute K of variant llava for a frame of ``size`` tokens: round(size * ratio), or the published number.
 
     For 196 tokens at 25, 20, 15 and 10 %, these are 50, 40, 30 and 20. K is at least 2, because one token is
-    contextual, and at most ``size``.
+    contextual, but at most ``size``.
     """
     if size == _PUBLISHED_SIZE:
         for share, n_kept in PUBLISHED_PER_FRAME.items():
@@ -203,9 +195,7 @@ def _zip_frames(visual: VisualTokens, dominant_TS: Tensor, plain_TX: Tensor, tar
 def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
     """Add to each target the mean of the tokens for which it is the nearest target, by cosine of their keys: [C,D].
 
-    Args:
-        key_XE: Unit keys of the tokens.
-        target_C: The targets' row numbers. A target without such tokens is unchanged.
+    ``key_XE`` are unit keys, and ``target_C`` the targets' row numbers. A target without such tokens is unchanged.
     """
     is_source_X = torch.ones(len(tokens_XD), dtype=torch.bool, device=tokens_XD.device)
     is_source_X[target_C] = False
@@ -218,9 +208,8 @@ def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
 def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours: int) -> tuple[Tensor, Tensor]:
     """Select and merge one frame by variant qwen.
 
-    Dominant tokens are those of highest norm. The ``n_contextual`` other tokens of highest density, by ``neighbours``
-    nearest tokens, are each replaced by the mean of the tokens nearest to them. If no other token is left, they stay
-    unchanged.
+    Dominant tokens are those of highest norm. The ``n_contextual`` other tokens of highest density (``find_densest``)
+    are each replaced by the mean of the tokens nearest to them. If no other token is left, they stay unchanged.
 
     Returns:
         The indices in the frame [K], dominant tokens first, highest norm first, then contextual tokens in ascending
@@ -241,8 +230,8 @@ def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours:
 def find_densest(direction_XD: Tensor, count: int, neighbours: int) -> Tensor:
     """Find the ``count`` unit vectors of highest mean cosine to their nearest neighbors: int64 indices, ascending.
 
-    The mean is over ``neighbours`` other vectors, or over all others if there are fewer. It is rounded to 9 decimals,
-    so that ties go to the lowest index. ``direction_XD`` needs at least two vectors.
+    The mean is over ``neighbours`` other vectors, or over all others if there are fewer, rounded to 9 decimals. Ties go
+    to the lowest index. ``direction_XD`` needs at least two vectors.
     """
     density = []
     for rows in iter_row_slices(direction_XD):

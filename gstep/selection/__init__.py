@@ -1,1 +1,1 @@
-"""The selection of tokens, Eqs. (9)-(12), in a readable and several fast forms that select the same tokens in order."""
+"""The selection of tokens, Eqs. (9)-(12), in a readable and several fast forms."""

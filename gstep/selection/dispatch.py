@@ -1,8 +1,4 @@
-"""Density-guided farthest point sampling in the form that is fastest for these tokens on their device.
-
-All forms select the same tokens. gstep.selection.reference defines the selection. The fast forms are in
-gstep.selection.lazy for the CPU and in gstep.selection.gpu.launch for GPUs.
-"""
+"""Density-guided farthest point sampling in the form that is fastest for these tokens on their device."""
 
 from __future__ import annotations
 
@@ -29,8 +25,8 @@ def fast_density_guided_fps(
 
     The arguments have the meaning that they have in gstep.selection.reference.density_guided_fps, and are not checked.
     The picks are the same up to near-ties: distances differ by rounding, about 1e-7 on a CPU and up to 1e-5 on a GPU.
-    If the kernels fail on a GPU, the first failure of the process issues a warning and the reference selects. The
-    reference also serves selections on a CPU with M * D * B up to MAX_PLAIN_PRODUCTS, and devices that are neither.
+    The reference serves selections on a CPU with M * D * B up to 2^26, devices that are neither, and GPUs whose kernels
+    fail; the first failure in a process issues a warning.
     """
     if tokens_MD.is_cuda:
         select = select_on_gpu

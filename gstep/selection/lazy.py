@@ -1,25 +1,16 @@
 """The selection of gstep.selection.reference on a CPU, exact and fast: lazy, in blocks, with a bound on cosines.
 
-Three facts make it exact and fast.
-
 1. A token's distance to the nearest selected token only shrinks. A score computed earlier is an upper bound of the
-   current score, so a token need not be looked at while another token's current score is higher (lazy greedy).
+current score, so a token need not be looked at while another token's current score is higher (lazy greedy).
 
 2. A few products bound the cosine of two tokens from above. Write x = a + b, with a in a subspace of k dimensions that
-   holds most of the tokens' lengths, and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'| (``Subspace``).
-   If by this bound a selected token cannot be nearer than the nearest known one, their product over D channels is
-   skipped.
+holds most of the tokens' lengths, and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'| (``Subspace``). If
+by this bound a selected token cannot be nearer than the nearest known one, their product over D channels is skipped.
 
-3. The rows of the selected tokens are stored contiguously, and tokens are converted in chunks that fit a core's cache,
-   so that the video's tokens are never copied as a whole (``ConvertedTokens``, ``Picks``).
+``_Search`` runs in rounds. A round takes the K tokens of highest known score, compares each with the tokens that were
+selected since its last comparison, and selects among the K as long as the best of them beats every token outside.
 
-``survey_tokens`` reads all tokens once: it computes their norms and their coordinates in the subspace, and detects
-copies. Then ``_Search`` runs in rounds. A round takes the K tokens of highest known score, compares each with the
-tokens that were selected since its last comparison, and selects among the K as long as the best of them beats every
-token outside. ``Counts`` has the number of pairs that were multiplied.
-
-Shapes: M tokens, S tokens of a sample, D hidden size, B budget, k dimensions of the subspace, K candidates, L finalists
-(candidates whose score is exact and beats the rival), P selected tokens.
+Shapes: S tokens of a sample, K candidates, L finalists (candidates whose score is exact and beats the rival).
 """
 
 from __future__ import annotations
@@ -96,18 +87,14 @@ def lazy_density_guided_fps(
 ) -> Tensor:
     """Select ``budget`` CPU tokens by Eqs. (9)-(12), like gstep.selection.reference.density_guided_fps but faster.
 
-    The picks and their order are the same up to near-ties: distances differ by rounding, about 1e-7. If products of
-    tokens are exact in float32, the order is identical on every CPU. Besides the tokens, memory holds the selected
-    tokens in their work dtype and k+1 numbers per token.
+    The picks and their order are the same up to near-ties: distances differ by rounding, about 1e-7. Besides the
+    tokens, memory holds the selected tokens in their work dtype and k+1 numbers per token.
 
     Args:
         start: Has the same meaning as there, as have the arguments above; none is checked.
-        candidates: K, the candidates per round; None chooses by M.
+        candidates: K, the candidates per round; None chooses 256, 512 or 1024 by M.
         dims: k, the dimensions of the bound's subspace; 0 disables the bound, None chooses by M and D.
-        counts: If given, the work of this selection is added to it in place.
-
-    Returns:
-        The picks, [B] int64 flat indices in order of selection.
+        counts: If given, the work of this selection is added to it.
     """
     if alpha == 0 and start == "density":
         return largest(density_M, budget)
@@ -123,7 +110,7 @@ def lazy_density_guided_fps(
 def _compute_distance(products: NDArray[np.floating], scale: Floats) -> Floats:
     """Compute the cosine distances of Eq. (10) from products of raw tokens; distances below ZERO_DISTANCE become 0.
 
-    ``scale`` is the product of both tokens' inverse norms, of the same shape.
+    ``scale`` is the product of both tokens' inverse norms.
     """
     distance = 1 - products.astype(np.float64) * scale
     distance[distance < ZERO_DISTANCE] = 0.0
@@ -131,15 +118,15 @@ def _compute_distance(products: NDArray[np.floating], scale: Floats) -> Floats:
 
 
 def _cosine_threshold(nearest: Floats) -> NDArray[np.float32]:
-    """Compute, for each token, the cosine above which a pick may be nearer to it than its nearest known pick.
+    """Compute the cosine above which a pick may be nearer than the nearest known pick, whose distance is ``nearest``.
 
-    ``nearest`` is each token's distance to that pick. At distance 0, the threshold is out of reach.
+    At distance 0, the threshold is out of reach.
     """
     return np.where(nearest > 0, 1 - nearest - MARGIN, _OUT_OF_REACH).astype(np.float32)
 
 
 class _Rival(NamedTuple):
-    """The best token that is not a candidate of a round, of equals the one with the lowest index: score and index."""
+    """The best token that is not a candidate of a round, of equals the one with the lowest index."""
 
     score: float
     token: int
@@ -153,7 +140,7 @@ class _RoundRows:
         self.tokens = rows.tokens if rows.ready else rows.take(indices)
 
     def rows_of(self, indices: Indices) -> Indices:
-        """Convert candidates' token indices, ascending or not, to their row numbers in this round's ``tokens``."""
+        """Convert candidates' token indices to their row numbers in this round's ``tokens``."""
         return indices if self._indices is None else np.searchsorted(self._indices, indices)
 
     def take_rows(self, indices: Indices) -> Tensor:
@@ -210,11 +197,7 @@ class _Search:
         self._bounds = np.empty(0, np.float32)
 
     def begin(self, first: Indices) -> None:
-        """Select the first token, and score all other tokens by their distance to it and their density.
-
-        Args:
-            first: [1], the index of the first token, whose own score becomes -inf.
-        """
+        """Select the token ``first``, [1], and score all other tokens by their distance to it and their density."""
         self.picks.add(first)
         for part, rows in self.survey.rows.chunks():
             products = self._multiply_all(rows, self.picks.rows[:1])[:, 0]
@@ -247,14 +230,13 @@ class _Search:
         return scores
 
     def _compute_current_scores(self, indices: Indices) -> Floats:
-        """Compute the scores of the tokens ``indices`` from ``nearest``, without storing them in ``score``."""
+        """Compute the scores of the tokens ``indices`` from ``nearest``, without storing them."""
         return self._compute_scores(self.nearest[indices], self.density_term[indices])
 
     def _choose_candidates(self) -> tuple[Indices, _Rival]:
-        """Return the K tokens of highest known score, and the best token outside of them as the rival.
+        """Return the K tokens of highest known score, in ascending index, and the best other token as the rival.
 
-        Ties go to the lowest index. The candidates are in ascending index. If there are at most K tokens, all are
-        candidates and the rival's score is -inf.
+        Ties go to the lowest index. If there are at most K tokens, all are candidates and the rival's score is -inf.
         """
         score = self.score
         size = self.block
@@ -311,9 +293,9 @@ class _Search:
     def _compare_by_bound(self, rows: _RoundRows, candidates: Indices, picks: slice, rival: _Rival) -> None:
         """Update candidates with the ``picks`` that the bound does not rule out, and move their marks.
 
-        The picks of highest bound come first. Candidates that fall below the rival on the way keep their marks. If more
-        than ``_USELESS`` of the candidates, counted over at least ``_TRIAL`` rounds' worth, remain after these, the
-        bound is switched off for the rest of the search.
+        The three picks of highest bound come first, one by one. Candidates that fall below the rival on the way keep
+        their marks. If more than 40 % of the candidates that were compared so far (after more than 8 K) had to be
+        compared with further picks, the bound is switched off for the rest of the search.
         """
         bounds = self._bound_cosines(candidates, picks)
         self.n_bounded += len(candidates)
@@ -337,12 +319,9 @@ class _Search:
             self.counts.gave_up = True
 
     def _compare_pairs(self, rows: _RoundRows, candidates: Indices, bounds: NDArray[np.float32], picks: slice) -> None:
-        """Update candidates with every pick that ``bounds`` does not rule out, and move their marks.
+        """Update candidates with every pick that ``bounds`` [candidates, picks] does not rule out; move their marks.
 
-        If these are more than ``_DENSE`` of the pairs and there are no copies, all pairs are multiplied instead.
-
-        Args:
-            bounds: [candidates, picks], the cosines' upper bounds.
+        If these are more than 15 % of the pairs and there are no copies, all pairs are multiplied instead.
         """
         row, column = np.nonzero(bounds > _cosine_threshold(self.nearest[candidates])[:, None])
         if len(row) > _DENSE * bounds.size and not self.survey.has_copies:
@@ -422,8 +401,7 @@ class _Search:
     def _measure_mutual_distances(self, rows: _RoundRows, finalists: Indices) -> Floats:
         """Compute the finalists' mutual distances, [L,L]; inf for pairs that the bound rules out for both.
 
-        All pairs are computed in one matrix product unless there are copies or the bound leaves less than ``_DENSE`` of
-        them.
+        All pairs are computed in one matrix product unless there are copies or the bound leaves less than 15 % of them.
         """
         scale = self.survey.inverse[finalists]
         size = len(finalists)
@@ -465,15 +443,14 @@ class ConvertedTokens:
     def of(cls, tokens: Tensor) -> ConvertedTokens:
         """Wrap ``tokens``, with row factors if their largest magnitude is out of range or they are float64.
 
-        16-bit and float32 rows that are too small while the largest magnitude is in range get no factors here:
-        ``survey_tokens`` detects them.
+        16-bit and float32 rows that are too small while the largest magnitude is in range get no factors here.
         """
         in_range = tokens.dtype != torch.float64 and compute_working_scale(tokens) == 1.0
         return cls(tokens, None if in_range else compute_row_factors(tokens))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which products of the tokens are computed: float64 for float64 tokens, otherwise float32."""
+        """The dtype in which products of the tokens are computed."""
         return work_dtype(self.tokens)
 
     @property
@@ -514,9 +491,9 @@ class Survey(NamedTuple):
 def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
     """Compute inverse norms and subspace coordinates, and detect copies, in one pass over all tokens.
 
-    A second pass with row factors is made if a row turns out to be too small for float32. ``dims`` is k of the bound's
-    subspace: 0 for no bound, None to choose 32, 48 or 64 by M, or 0 if D < 8k or M <= 384. There is no bound either if
-    more than ``_NO_SUBSPACE`` of the tokens' squared lengths lie outside the subspace.
+    A second pass with row factors is made if a row turns out to be too small for float32 (squared length below 2^-80).
+    ``dims`` is k of the bound's subspace: 0 for no bound, None to choose 32, 48 or 64 by M, or 0 if D < 8k or M <= 384.
+    There is no bound either if more than 95 % of the tokens' squared lengths lie outside the subspace.
     """
     n_tokens, hidden = rows.tokens.shape
     if dims is None:
@@ -547,7 +524,7 @@ def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
 
 
 def _fit_subspace(rows: ConvertedTokens, dims: int) -> Subspace:
-    """Fit a subspace of ``dims`` dimensions to a seeded random sample of the tokens."""
+    """Fit a subspace of ``dims`` dimensions to a seeded random sample of the tokens (M / 24, but 384 to 2048)."""
     generator = torch.Generator("cpu").manual_seed(0)
     size = min(max(len(rows.tokens) // 24, _SAMPLE[0]), _SAMPLE[1])
     sample = torch.randperm(len(rows.tokens), generator=generator, device="cpu")[:size]
@@ -562,7 +539,7 @@ class Picks:
     """
 
     def __init__(self, budget: int, survey: Survey) -> None:
-        """Allocate memory for ``budget`` picks, which :meth:`add` fills."""
+        """Allocate memory for ``budget`` picks."""
         coordinates = survey.coordinates
         self.count = 0
         self.order = np.empty(budget, np.int64)
@@ -572,7 +549,7 @@ class Picks:
         self._survey = survey
 
     def add(self, indices: Indices) -> None:
-        """Append the tokens ``indices`` with their rows, inverse norms and coordinates."""
+        """Append the tokens ``indices``."""
         end = slice(self.count, self.count + len(indices))
         self.order[end] = indices
         self.rows[end] = self._survey.rows.take(indices)
@@ -599,9 +576,8 @@ class Subspace:
     def of(cls, directions_SD: Tensor, dims: int) -> Subspace:
         """Fit a subspace to three quarters of these unit tokens, and measure its residual on the rest.
 
-        ``directions_SD`` is float32, with S >= 4. The fit is a subspace iteration from seeded random directions. Its
-        two steps come within a few percent of the residual of the true principal components at a fraction of their
-        cost.
+        ``directions_SD`` is float32, with S >= 4. The fit is two steps of subspace iteration from seeded random
+        directions, which come within a few percent of the residual of the true principal components.
         """
         is_test = torch.arange(len(directions_SD), device="cpu") % 4 == 3
         fit_SD, test_SD = directions_SD[~is_test], directions_SD[is_test]
@@ -621,7 +597,6 @@ class Subspace:
         """Compute coordinates, [M,k+1] float32, whose inner product bounds two tokens' cosine from above, up to MARGIN.
 
         The first k are those of the normalized token in the subspace, and the last is the length of the remainder.
-        ``inverse_norm_M`` is 0 for a zero token.
         """
         inside_MK = (tokens_MD.float() @ self.basis).mul_(inverse_norm_M[:, None])
         # |b| by Pythagoras, as normalized tokens have length 1. The error is added, so that the bound is never too low.
@@ -632,7 +607,7 @@ class Subspace:
 def compute_pair_products(a_XD: Tensor, b_YD: Tensor, row: Indices, column: Indices) -> NDArray[np.floating]:
     """Compute the inner product of ``a[row[i]]`` and ``b[column[i]]`` for each i; ``row`` ascends and may repeat.
 
-    A product depends only on the two rows, not on their position: copies of a token have bit-equal products.
+    A product depends only on the two rows, so that copies of a token have bit-equal products.
     """
     if not _has_sampled_products():
         return _multiply_slowly(a_XD, b_YD, row, column)

@@ -21,7 +21,7 @@ def full_precision() -> Iterator[None]:
     """Compute float32 matrix products inside this context in float32, never in TensorFloat-32 or bfloat16.
 
     This is a setting of the process in torch. The first thread that enters the context changes it, and the last thread
-    that leaves restores it. Until then, the products of all other threads have full precision too.
+    that leaves restores it. Until then, it applies to all other threads too.
     """
     global _users, _restore  # noqa: PLW0603 - as torch's settings are
     with _lock:
@@ -41,7 +41,7 @@ def _set_full() -> Callable[[], None]:
     """Set full float32 precision for this process, and return a function that restores the previous settings.
 
     Both torch's process-wide setting and those of CUDA's and the CPU's matrix products are set. If torch 2.9 or newer
-    already has full precision, nothing changes, and the returned function does nothing.
+    already has full precision, nothing changes.
     """
     operators = _list_operators()
     precisions = [operator.fp32_precision for operator in operators]
@@ -54,7 +54,7 @@ def _set_full() -> Callable[[], None]:
         operator.fp32_precision = "ieee"
 
     def restore() -> None:
-        """Restore the settings that ``_set_full`` read."""
+        """Restore the previous settings."""
         if process_setting is not None:
             torch.set_float32_matmul_precision(process_setting)
         for operator, precision in zip(operators, precisions, strict=True):
@@ -66,9 +66,9 @@ def _set_full() -> Callable[[], None]:
 
 
 def _list_operators() -> tuple[Any, ...]:
-    """List torch's backend objects with a precision setting that overrides the process-wide one (since torch 2.9).
+    """List torch's settings for CUDA's and the CPU's matrix products, which override the process's.
 
-    These are CUDA's and the CPU's matrix products; the list is empty for an older torch.
+    The result is empty before torch 2.9.
     """
     on_cpu = getattr(torch.backends.mkldnn, "matmul", None)
     return () if on_cpu is None else (torch.backends.cuda.matmul, on_cpu)

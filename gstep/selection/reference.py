@@ -1,17 +1,14 @@
 """Density-guided farthest point sampling, Eqs. (9)-(12), in its readable form: one matrix-vector product per pick.
 
-Shapes: M = T*N tokens of the video, D hidden size, B budget. No step waits for a GPU: picks stay tensors of shape [1].
-
 How far picks agree on different processors, in this form and in the fast forms:
 
 - Distances, ``compute_density_weight`` and ties by index decide the picks, through sums, products and comparisons in
-  float64. IEEE 754 defines their rounding, so they are the same everywhere. No step takes a logarithm, whose rounding
-  depends on the library and the CPU. Norms use a correctly rounded square root.
-- ``compute_density_weight`` is rho + beta itself at alpha = 0.5, and 1 at alpha = 1. In between it is a power, whose
+  float64, which are the same everywhere. Logarithms, whose rounding depends on the library and the CPU, are used only
+  for a tiny alpha or an extreme beta.
+- ``compute_density_weight`` is rho + beta itself at alpha = 0.5, and 1 at alpha = 1. Otherwise it is a power, whose
   last bit depends on the library: another processor may swap tokens of different rho whose keys agree to about 1e-15.
 - Dot products are exact if float32 holds all their partial sums, as with small integers. Otherwise their last bits
-  depend on the order of summation (about 1e-7 of a distance), and near-ties may be decided differently. rho is a result
-  of sums too, but in float64 (gstep.density).
+  depend on the order of summation (about 1e-7 of a distance), and near-ties may be decided differently.
 """
 
 from __future__ import annotations
@@ -44,15 +41,14 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 
 def inverse(norm: Tensor) -> Tensor:
-    """Compute 1 / norm, with 0 for a norm of 0, so that a zero token has cosine 0 with every token."""
+    """Compute 1 / norm, with 0 for a norm of 0."""
     return norm.reciprocal().masked_fill(norm == 0, 0.0)
 
 
 def compute_inverse_roots(square: Tensor) -> Tensor:
     """Compute 1 / sqrt(square) in float64, with 0 for 0.
 
-    The square root is correctly rounded on every processor. Tensor.sqrt on a CPU is a vector routine of MKL: depending
-    on the CPU, one result in 80 to 150 is off by a bit.
+    The square root is correctly rounded on every processor, unlike Tensor.sqrt on a CPU.
     """
     square = square.double()
     return inverse(torch.from_numpy(np.sqrt(square.numpy())) if square.is_cpu else square.sqrt())
@@ -69,9 +65,6 @@ def compute_inverse_norms(tokens_MD: Tensor) -> Tensor:
 def compute_distances(pick_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
     """Compute 1 - cosine of every token with the pick, [M] float64, 0 below ZERO_DISTANCE: the inner term of Eq. (10).
 
-    The tokens are multiplied as they are, in their own dtype, and the products scaled: rounding normalized tokens would
-    cost precision.
-
     Args:
         pick_1: The pick's index, [1] int64.
         inverse_norm_M: ``compute_inverse_norms`` of the tokens. A zero token has distance 1 to every token.
@@ -83,8 +76,8 @@ def compute_distances(pick_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor)
 def find_isolated_token(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
     """Find the token whose nearest neighbor is farthest away: [1] int64, ties to the lowest index.
 
-    All pairs are compared, ``block`` rows at a time, in memory O(M * block). Each pair is measured only once, so that
-    two tokens that are each other's nearest neighbors tie exactly.
+    All pairs are compared, ``block`` rows at a time. Each pair is measured only once, so that two tokens that are each
+    other's nearest neighbors tie exactly.
     """
     inverse_M = compute_inverse_norms(tokens_MD)
     nearest_M = torch.full_like(inverse_M, torch.inf)
@@ -99,11 +92,7 @@ def find_isolated_token(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Ten
 
 
 def choose_first_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tensor:
-    """Return the first pick, [1] int64: the densest token (Eq. 9), the most isolated token or token 0.
-
-    Args:
-        start: "isolated" or "first"; any other value means the largest ``density_M``. Ties go to the lowest index.
-    """
+    """Return the first pick, [1] int64: the most isolated token, token 0 ("first") or the densest (any other value)."""
     if start == "isolated":
         return find_isolated_token(tokens_MD)
     if start == "first":
@@ -114,10 +103,11 @@ def choose_first_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tens
 def compute_density_weight(density_M: Tensor, alpha: float, beta: float) -> Tensor | None:
     """Compute w = (rho + beta) ** ((1 - alpha) / alpha), the density's factor in the key (l + beta) * w.
 
-    The key is exp(U / alpha) for U of Eq. (11), so the token of highest key has the highest U, without logarithms.
+    The key is exp(U / alpha) for U of Eq. (11), so the token of highest key has the highest U.
 
     Returns:
-        [M] float64; None if alpha is 0, or so small, or beta so extreme, that keys could leave the range of float64.
+        [M] float64; None if alpha is 0, or if keys could leave [1e-290, 1e290], as with a tiny alpha or an extreme
+        beta.
     """
     exponent = (1 - alpha) / alpha if alpha > 0 else math.inf
     if math.isinf(exponent):
@@ -140,9 +130,8 @@ def density_guided_fps(
     """Select ``budget`` tokens by Eqs. (9)-(12): [B] int64 flat indices in order of selection.
 
     Ties go to the lowest index. The selection for a smaller budget is the beginning of this one. alpha = 0 with the
-    density start gives the top B by rho, compared without logarithms, which could make different values equal.
-    Logarithms are used only for alpha below about 0.02 or an extreme beta, where ``compute_density_weight`` returns
-    None.
+    density start gives the top B by rho. Logarithms, which could make different values equal, are used only for alpha
+    below about 0.02 or an extreme beta.
 
     Args:
         tokens_MD: Finite tokens of any float dtype. No argument is checked.

@@ -1,6 +1,6 @@
 """Check that the GPU kernels select what ``gstep.selection.reference`` selects.
 
-Importing this module needs Triton. Shapes: M tokens, D hidden size, B budget.
+Importing this module needs Triton.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_kernels(device: torch.device, dtype: torch.dtype, hidden: int) -> None
     """Check both GPU forms on small videos, once per process for each device, dtype and hidden size.
 
     Raises:
-        RuntimeError: A form picks other tokens than the reference. A failed check runs again at the next call.
+        RuntimeError: A form picks other tokens than the reference. The next call then checks again.
     """
     check_forms(device, dtype, hidden, _TOKENS, _BUDGET)
 
@@ -35,17 +35,17 @@ def check_kernels(device: torch.device, dtype: torch.dtype, hidden: int) -> None
 def check_forms(
     device: torch.device, dtype: torch.dtype, hidden: int, n_tokens: int, budget: int, tuning: Tuning | None = None
 ) -> None:
-    """Check both GPU forms against the reference on three videos, with the tile sizes that they will use.
+    """Check both GPU forms against the reference on three videos.
 
-    1. Small integers, whose products are exact in float32: the order must be the reference's, ties included.
-    2. Random tokens: each pick must be a best remaining token, up to the precision of tensor cores.
-    3. A static video of 8 equal frames of random tokens: the first frame's tokens must come first, in any order, then
-       the second frame's in ascending index.
+    1. Small integers, whose products are exact in float32: the order must be the reference's, ties included. 2. Random
+    tokens: each pick must be a best remaining token, up to the precision of tensor cores. 3. A static video of 8 equal
+    frames of random tokens: the first frame's tokens must come first, in any order, then the second frame's in
+    ascending index.
 
     Args:
         n_tokens: M; the static video may have up to 7 tokens fewer.
         budget: B of the first two videos; of the static video, two frames are selected.
-        tuning: None means the default tile sizes.
+        tuning: None means ``choose_tuning``.
 
     Raises:
         RuntimeError: A form picks other tokens; the message gives the first wrong pick.
@@ -82,8 +82,7 @@ def check_forms(
 def find_worse_picks(order_B: Tensor, task: Task) -> Tensor:
     """Return [B] bool, True for picks that were not a best remaining token by the reference's distances.
 
-    Each pick is judged given the picks before it; its distance may be off by _TOLERANCE. The first must be the task's
-    start.
+    Each pick is judged given the picks before it; its distance may be off by 2e-5. The first must be the task's start.
     """
     tokens_MD = task.tokens.float()
     inverse_M = compute_inverse_norms(tokens_MD)

@@ -1,9 +1,8 @@
 """Density-guided farthest point sampling on a GPU from the distances of all pairs, in M * M * 12 bytes.
 
-``launch`` uses this form first, up to MAX_GRAM_TOKENS tokens. It computes all distances, and then runs all steps in one
-kernel launch. On an H200 it takes a third of the lazy form's time. Importing this module needs Triton.
+On an H200 this form takes a third of the lazy form's time. Importing this module needs Triton.
 
-Shapes: M tokens, D hidden size, B budget, R rows, S the number of rows rounded up to a multiple of 16.
+Shapes: R rows, S the number of rows rounded up to a multiple of 16.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ UNFUSED = {"enable_fp_fusion": False}  # because gstep.selection.reference round
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The tile and batch sizes of the kernels, which do not change any result. The defaults are reasoned, not measured.
+    """The tile and batch sizes of the kernels, which do not change any result.
 
     Attributes:
         block: Tokens along each side of a tile of dot products.
@@ -61,11 +60,10 @@ class Task:
     Attributes:
         tokens: [M,D], contiguous, 16 bits or float32, scaled so that squares neither overflow nor vanish.
         inverse: [M], 1 / L2 norm; 0 for a zero token.
-        weight: [M], the result of ``compute_density_weight`` of gstep.selection.reference.
+        weight: [M], the result of ``compute_density_weight``.
         start: [1] int64, the first pick.
         constants: [2], beta and ZERO_DISTANCE.
         budget: B.
-        tuning: The sizes for the launches.
     """
 
     tokens: Tensor
@@ -93,8 +91,8 @@ def prepare_task(
     ``choose_tuning``.
 
     Returns:
-        The task; None if the tokens are float64, or if keys could leave the range of float64 (a tiny alpha or an
-        extreme beta), because the kernels cannot serve these.
+        The task; None if the kernels cannot serve it: the tokens are float64, or keys could leave the range of float64
+        (a tiny alpha or an extreme beta).
     """
     if tokens_MD.dtype == torch.float64:
         return None
@@ -129,10 +127,7 @@ def _prepare_tokens(tokens_MD: Tensor) -> Tensor:
 
 
 def _compute_inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
-    """Compute 1 / L2 norm, [M] float64, 0 for a zero token, from the kernels' own products.
-
-    This gives copies of a token distance 0.
-    """
+    """Compute 1 / L2 norm, [M] float64, 0 for a zero token, from the kernels' own products."""
     n_tokens, hidden = tokens_MD.shape
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)
     grid = (triton.cdiv(n_tokens, tuning.block),)
@@ -141,7 +136,7 @@ def _compute_inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
 
 
 def compute_gram_width(n_tokens: int) -> int:
-    """Return S, the row length of the matrix of all pairs: ``n_tokens`` rounded up to a multiple of 16."""
+    """Return ``n_tokens`` rounded up to a multiple of 16, the row length of the matrix of all pairs."""
     return -(-n_tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
@@ -166,10 +161,7 @@ def pair_distances(task: Task, row_R: Tensor) -> Tensor:
 
 
 def make_tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
-    """Return the launch options of all kernels that multiply tokens: tile sizes, warps, stages, no fused multiply-adds.
-
-    Only equal options give bit-equal dot products.
-    """
+    """Return the launch options of all kernels that multiply tokens; only equal options give bit-equal dot products."""
     return {
         "HIDDEN": hidden,
         "BLOCK": tuning.block,
@@ -181,10 +173,7 @@ def make_tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
 
 
 def select_by_gram(task: Task) -> Tensor:
-    """Select a video's tokens, [B] int64 in order of selection: all distances first, then one launch for all steps.
-
-    The call does not wait for the GPU.
-    """
+    """Select a video's tokens from all distances, [B] int64 in order of selection, without waiting for the GPU."""
     n_tokens = len(task.tokens)
     device = task.tokens.device
     row_M = torch.arange(n_tokens, device=device)
@@ -197,10 +186,7 @@ def select_by_gram(task: Task) -> Tensor:
 
 
 def make_no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a bar for :func:`run_greedy` that every token passes.
-
-    It is the key -inf, [1] float64, and the index 0, [1] int32.
-    """
+    """Return a bar for :func:`run_greedy` that every token passes: key -inf, [1] float64, and index 0, [1] int32."""
     key_1 = torch.full((1,), -torch.inf, dtype=torch.float64, device=device)
     return key_1, torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -210,15 +196,14 @@ def run_greedy(
 ) -> Tensor:
     """Pick greedily among the tokens ``row_R``, and return their distances after the picks, [R].
 
-    Picking ends when the budget is spent or no token of ``row_R`` passes the bar. Three kernels are launched; the call
-    does not wait for the GPU.
+    Picking ends when the budget is spent or no token of ``row_R`` passes the bar. The call does not wait for the GPU.
 
     Args:
         row_R: Token indices, ascending.
         distance_R: Their distances to the picks so far, float64; -inf for picked tokens, as in the result.
         bar: The key of the best other token, and the number of ``row_R`` with a lower index. A token passes if its key
             is higher, or equal with a lower index.
-        order_B: The picks are written here in place from position ``count_1`` on.
+        order_B: The picks are written here from position ``count_1`` on.
         count_1: [1] int32, raised in place by the number of picks.
     """
     distances_SS = pair_distances(task, row_R)

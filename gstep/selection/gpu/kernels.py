@@ -1,24 +1,18 @@
 """Triton kernels of density-guided farthest point sampling, Eqs. (9)-(12), launched by the modules beside this one.
 
-The kernels were tested in Triton's interpreter on a CPU against ``gstep.selection.reference``, compiled for sm_80 and
-sm_90, and run on an H200 (jobs/benchmark/README.md has the figures).
-
-Shapes: M tokens, D = HIDDEN size, R rows of a launch (all tokens or some), S the number of rows rounded up to a
-multiple of 16.
+Shapes: D = HIDDEN size, R rows of a launch (all tokens or some), S the number of rows rounded up to a multiple of 16.
 
 Every distance is 1 - dot * (inverse norm of a * inverse norm of b). The dot products of raw tokens are accumulated in
-float32, then scaled in float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), as in
-``gstep.selection.reference``. If float32 holds the dot products exactly, the distances are bit-equal to the
-reference's. So are the keys (distance + beta) * weight by which tokens are ranked, since no kernel takes a logarithm or
-a power.
+float32, then scaled in float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``). If float32 holds
+the dot products exactly, the distances are bit-equal to the reference's, and so are the keys (distance + beta) * weight
+by which tokens are ranked.
 
-Norms are square roots of dot products, too. Tensor cores drop bits as they accumulate, so that a product over thousands
-of channels is too small by more than ZERO_DISTANCE of itself. With exact norms, a token would have that distance to its
-own copy; with norms that are too small by the same amount, the distance is 0.
+Norms are square roots of dot products, too: tensor cores drop bits, so that a product over thousands of channels is too
+small by more than ZERO_DISTANCE of itself. With exact norms, a token would have that distance to its own copy.
 
 Copies of a token have bit-equal distances, so that ties go to the lowest index. To this end, all products come from
-``_dots``, which accumulates each over D in the same order, independent of its position in a tile or a grid and of which
-token is the row. This is why D is not split, and why all kernels of a selection use the same tile shape.
+``_dots``, which accumulates each over D in the same order, independent of its position. D is therefore not split, and
+all kernels of a selection use the same tile shape.
 """
 
 from __future__ import annotations
@@ -38,8 +32,8 @@ def _dots(
 ) -> tl.tensor:
     """Compute the dot products of tokens ``a_token`` [BLOCK] with tokens ``b_token`` [BLOCK]: [BLOCK, BLOCK] float32.
 
-    Both are row numbers of ``tokens_ptr`` [M, HIDDEN], not checked against M. Rows are multiplied BLOCK_D channels at a
-    time; float32 tokens are never multiplied in TF32.
+    Both are row numbers of ``tokens_ptr`` [M, HIDDEN], not checked against M. float32 tokens are never multiplied in
+    TF32.
     """
     offset = tl.arange(0, BLOCK_D)
     a_ptr = tokens_ptr + a_token.to(tl.int64)[:, None] * HIDDEN + offset[None, :]
@@ -65,12 +59,9 @@ def squares_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Store each token's dot product with itself, computed exactly as ``gram_kernel`` computes products.
+    """Store each token's dot product with itself in ``squares_ptr`` [n_tokens], as float64.
 
-    ``squares_ptr`` [n_tokens] gets them as float64. The sums are float32, so they are bit-equal to the diagonal of
-    ``gram_kernel``.
-
-    Grid: (ceil(n_tokens / BLOCK),).
+    The products are bit-equal to the diagonal of ``gram_kernel``. Grid: (ceil(n_tokens / BLOCK),).
     """
     row = tl.arange(0, BLOCK)
     token = tl.program_id(0) * BLOCK + row
@@ -84,7 +75,7 @@ def squares_kernel(
 def _distance(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> tl.tensor:
     """Compute cosine distances from raw dot products, in float64; distances below ``zero_distance`` become 0.
 
-    ``inverse`` is the product of the inverse norms of both tokens.
+    ``inverse`` is the product of both inverse norms.
     """
     distance = 1.0 - dot.to(tl.float64) * inverse
     return tl.where(distance >= zero_distance, distance, 0.0)
@@ -106,9 +97,8 @@ def gram_kernel(
 
     ``row_ptr`` holds row numbers of ``tokens_ptr`` [M, HIDDEN]. Columns from R on are not written.
 
-    Grid: (ceil(R / BLOCK) ** 2,). The program of a tile above the diagonal also writes the mirrored tile below, whose
-    program returns at once. GROUP rows of tiles are traversed column by column, so that programs that run together
-    share tokens in L2.
+    Grid: (ceil(R / BLOCK) ** 2,). The program of a tile above the diagonal also writes the mirrored tile below. GROUP
+    rows of tiles are traversed column by column, to share tokens in L2.
     """
     n_tiles = tl.cdiv(n_rows, BLOCK)
     program = tl.program_id(0)
@@ -147,8 +137,7 @@ def fold_kernel(
     ``gram_ptr`` and ``distances_ptr`` are [R, stride]; distances are 0 from column R on. ``inverse_ptr`` [M] has the
     inverse norms of all tokens, float64. ``constants_ptr`` [2] holds beta, which is not used here, and ZERO_DISTANCE.
 
-    The distances are float64, because float32 would make distances equal that the reference distinguishes. This kernel
-    is separate from ``gram_kernel``, because a tile in float64 would not fit in registers.
+    The distances are float64, because float32 would make distances equal that the reference distinguishes.
 
     Grid: (ceil(R / ROWS), ceil(stride / BLOCK)).
     """
@@ -182,9 +171,9 @@ def refresh_kernel(
     """Lower the distances of the tokens ``row_ptr`` [R] to the minimum over the picks since their marks, Eq. (10).
 
     ``distance_ptr`` [M] is float64 viewed as int64: both types order non-negative numbers the same way, with -inf
-    below. ``mark_ptr`` [M] has the number of picks that a token's distance includes; it is only read, and the caller
-    updates it. A program updates all its rows from their smallest mark on, because including a pick twice changes
-    nothing. The picks are the first ``count_ptr`` [1] entries of ``order_ptr``. Picked tokens stay at -inf.
+    below. ``mark_ptr`` [M] has the number of picks that a token's distance includes; it is only read. A program updates
+    all its rows from their smallest mark on, because including a pick twice changes nothing. The picks are the first
+    ``count_ptr`` [1] entries of ``order_ptr``. Picked tokens stay at -inf.
 
     Grid: (ceil(R / BLOCK), ceil(picks / BLOCK)); programs beyond the actual picks do nothing.
     """
@@ -221,20 +210,17 @@ def greedy_kernel(
     """Pick by Eqs. (10)-(12), one token after the other, until the budget is spent or no row passes the bar.
 
     Grid: (1,). The program keeps all distances and weights in registers: SLOTS of each, a power of 2 that is at least
-    the width S. On an H200, 32 warps were fastest, and one search over all slots was faster than three over sections of
-    them. Loading 16,384 weights again for each pick was slower than spilling some.
+    the width S. On an H200, 32 warps were fastest.
 
-    ``distances_ptr`` [S, S] is float64. ``distance_ptr`` [S] float64 is updated by every pick; picked tokens and
-    padding have -inf. ``weight_ptr`` [S] is float64. ``row_ptr`` [S] has each row's token, ascending.
+    ``distances_ptr`` [S, S], ``distance_ptr`` [S] and ``weight_ptr`` [S] are float64. ``distance_ptr`` is updated by
+    every pick; picked tokens and padding have -inf. ``row_ptr`` [S] has each row's token, ascending.
 
     The bar is the best token that has no row here. ``bar_ptr`` [1] has its key, and ``bar_index_ptr`` [1] the number of
     rows with a lower token index; they are -inf and 0 if there is no bar. A row passes the bar if its key is higher, or
-    if the key is equal and the token index lower. Because rows ascend by token, the latter means best <
-    ``bar_index_ptr``.
+    if the key is equal and the token index lower: best < ``bar_index_ptr``.
 
     Picks are written to ``order_ptr`` [budget] int64 from position ``count_ptr`` [1] on, which is raised.
-    ``constants_ptr`` [2] holds beta, and ZERO_DISTANCE, which is not used here. ``sixteenths`` is S / 16, and
-    ``budget`` is B.
+    ``constants_ptr`` [2] holds beta, and ZERO_DISTANCE, which is not used here. ``sixteenths`` is S / 16.
     """
     width = sixteenths * 16  # so that the compiler knows a bound of 16 and loads 16 bytes at a time
     beta = tl.load(constants_ptr)

@@ -1,10 +1,8 @@
 """Density-guided farthest point sampling on a GPU, with the picks of gstep.selection.reference.
 
 ``gram`` is tried first, for up to MAX_GRAM_TOKENS tokens. ``lazy`` serves longer videos, and any video for which memory
-is short. If neither can serve, the reference selects. On a CUDA device, ``check`` compares both forms with the
-reference before the first selection of a process.
-
-Shapes: M tokens, D hidden size, B budget.
+is short. If neither can serve, the reference selects. On a CUDA device, ``check`` first compares both forms with the
+reference, once per process, device, dtype and hidden size.
 """
 
 from __future__ import annotations
@@ -39,13 +37,12 @@ def select_on_gpu(
     """Select ``budget`` tokens by Eqs. (9)-(12) on a GPU: [B] int64 in order of selection.
 
     The arguments have the meaning that they have in gstep.selection.reference.density_guided_fps, and are not checked.
-    The picks are the same up to near-ties. Pass 16-bit tokens unconverted: tensor cores multiply them and accumulate in
-    float32. float32 tokens are multiplied in float32, never in TF32. The reference serves float64 tokens, alpha below
-    0.05 and extreme values of beta.
+    The picks are the same up to near-ties. Pass 16-bit tokens unconverted, for tensor cores. float32 tokens are never
+    multiplied in TF32. The reference serves float64 tokens, alpha below 0.05 and extreme values of beta.
 
     If the kernels fail, or Triton is missing, the reference selects instead; the first failure of a process issues a
-    RuntimeWarning. Unless the GPU only ran out of memory, the kernels are not tried again in this process. Only errors
-    that the GPU reports after the launches are raised; no further work on that GPU would succeed.
+    RuntimeWarning. Unless the GPU only ran out of memory, the kernels are not tried again in this process. Errors of
+    the reference, and those that the GPU reports after the launches, are raised.
     """
     if alpha >= _MIN_ALPHA and not _broken:
         device = tokens_MD.device
@@ -62,8 +59,8 @@ def select_on_gpu(
 def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, beta: float, start: str) -> Tensor | None:
     """Select with the GPU form that serves this video, [B] int64 in order of selection; None if neither form can.
 
-    If ``gram`` runs out of memory, ``lazy`` selects. Any other error of the kernels or of their check is raised, as is
-    an ImportError without Triton.
+    If ``gram`` runs out of memory, ``lazy`` selects. Other errors of the kernels or of their check are raised, as is an
+    ImportError without Triton.
     """
     from gstep.selection.gpu import check, gram, lazy  # noqa: PLC0415 - Triton may be missing
 
@@ -83,10 +80,9 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
 
 
 def _memory_for_distances(device: torch.device) -> float:
-    """Return the bytes of GPU memory that the distance matrix may take; infinity on a CPU (Triton's interpreter).
+    """Return the bytes that the distance matrix may take: half of the free GPU memory, or infinity on a CPU.
 
-    Unused blocks of torch's allocator are not counted as free: they may belong to the stream that encodes another
-    video.
+    Unused blocks of torch's allocator are not counted as free.
     """
     if device.type != "cuda":
         return float("inf")
@@ -95,10 +91,7 @@ def _memory_for_distances(device: torch.device) -> float:
 
 
 def _report(error: Exception) -> None:
-    """Disable the kernels for this process unless the GPU only ran out of memory.
-
-    The first call in a process issues a RuntimeWarning.
-    """
+    """Disable the kernels unless the GPU only ran out of memory, and warn at the first call in a process."""
     cause = f"{type(error).__name__}: {error}"
     if not is_out_of_memory(error):
         _broken.append(cause)

@@ -1,11 +1,7 @@
 """Density-guided farthest point sampling on a GPU in O(M * D) memory, for videos of many tokens.
 
-``launch`` uses this form if the distances of all pairs do not fit in memory; otherwise ``gram``, which is faster.
-
-Distances only shrink, so a key computed from earlier picks is an upper bound. A round takes the K tokens of highest
-key, updates their keys, and runs the exact greedy selection among them as long as they beat the best key outside.
-
-Importing this module needs Triton. Shapes: M tokens, D hidden size, B budget, K candidates of a round.
+A round takes the K tokens of highest known key, which is an upper bound, updates their keys, and runs the exact greedy
+selection among them as long as they beat the best key outside. Importing this module needs Triton.
 """
 
 from __future__ import annotations
@@ -64,8 +60,7 @@ class LazyForm:
     def _round(self, max_picks: int) -> None:
         """Run one round: choose candidates, update their distances, and pick those that are certain.
 
-        Args:
-            max_picks: An upper bound of the number of picks so far, so that the launch need not wait for the GPU.
+        ``max_picks`` is an upper bound of the number of picks so far, so that the launch need not wait for the GPU.
         """
         task = self.task
         row_K, bar = self._choose_candidates()
@@ -77,11 +72,9 @@ class LazyForm:
         self.mark_M[row_K] = self.count_1
 
     def _choose_candidates(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the K tokens with the highest known keys, and the best token outside of them as the bar.
+        """Return the K tokens with the highest known keys, in ascending index, and the best other token as the bar.
 
-        The tokens are in ascending index. Ties go to the lowest index. The best token of all is always a candidate, so
-        it is picked or updated. If there are at most K tokens, all are candidates and the bar is one that every token
-        passes.
+        Ties go to the lowest index. If there are at most K tokens, all are candidates and every token passes the bar.
 
         Returns:
             The indices, and the bar as (its key, the number of candidates with a lower index).
@@ -105,8 +98,7 @@ class LazyForm:
     def _refresh(self, row_R: Tensor, max_picks: int) -> None:
         """Lower the distances of the tokens ``row_R`` in place to include all picks; the caller updates the marks.
 
-        Args:
-            max_picks: An upper bound of the number of picks, which sizes the launch.
+        ``max_picks`` is an upper bound of the number of picks, which sizes the launch.
         """
         task = self.task
         block = self.task.tuning.block
