@@ -24,7 +24,7 @@ BOUNDARIES = ("replicate", "zero", "reflect", "symmetric", "renorm", "circular")
 FUSIONS = ("full", "temporal", "spatial")
 
 
-def work_dtype(tokens: Tensor) -> torch.dtype:
+def get_work_dtype(tokens: Tensor) -> torch.dtype:
     """Return the dtype in which products of ``tokens`` are computed: float64 for float64, otherwise float32."""
     return torch.float64 if tokens.dtype == torch.float64 else torch.float32
 
@@ -36,7 +36,7 @@ def compute_working_scale(tokens: Tensor) -> float:
     Otherwise it brings this magnitude into [1/2, 1), as far as a factor from 2^-126 to 2^126 (2^-1000 to 2^1000) can.
     ``tokens`` are finite and not empty.
     """
-    safe, furthest = (300, 1000) if work_dtype(tokens) == torch.float64 else (_SAFE_EXPONENT, 126)
+    safe, furthest = (300, 1000) if get_work_dtype(tokens) == torch.float64 else (_SAFE_EXPONENT, 126)
     low, high = torch.stack(torch.aminmax(tokens)).tolist()  # one transfer from a GPU, not two
     exponent = math.frexp(max(-low, high))[1]
     return 1.0 if abs(exponent) <= safe else 2.0 ** max(-furthest, min(furthest, -exponent))
@@ -45,7 +45,7 @@ def compute_working_scale(tokens: Tensor) -> float:
 def scale_to_work_dtype(tokens: Tensor) -> Tensor:
     """Convert ``tokens`` to their work dtype and multiply them by their working scale, without a copy if possible."""
     scale = compute_working_scale(tokens)
-    tokens = tokens.to(work_dtype(tokens))
+    tokens = tokens.to(get_work_dtype(tokens))
     return tokens if scale == 1.0 else tokens * scale
 
 
@@ -79,7 +79,7 @@ def scale_rows(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
 
     With None, tokens already in their work dtype are returned as they are.
     """
-    dtype = work_dtype(tokens_MD)
+    dtype = get_work_dtype(tokens_MD)
     return tokens_MD.to(dtype) if factor_M is None else (tokens_MD.double() * factor_M[:, None]).to(dtype)
 
 
@@ -95,7 +95,7 @@ def copy_to_float64(tokens: Tensor) -> Tensor:
     return tokens.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
 
 
-def floor_distance(distance: Tensor) -> Tensor:
+def zero_small_distances(distance: Tensor) -> Tensor:
     """Return ``distance`` with all values below ZERO_DISTANCE, including negative ones, replaced by exactly 0."""
     return distance.masked_fill(distance < ZERO_DISTANCE, 0.0)
 
@@ -117,7 +117,7 @@ def compute_frame_means(tokens_TND: Tensor) -> Tensor:
     return mean_TD
 
 
-def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
+def compute_spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
     """Compute Eq. (3): each token's distance from its frame's center, divided by the largest in the frame.
 
     A frame is constant if its largest distance is at most 8 eps of the work dtype times its largest token norm, because
@@ -139,46 +139,46 @@ def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
             norm_TN[frames, rows] = torch.linalg.vector_norm(part_TRD, dim=-1)
             deviation_TN[frames, rows] = torch.linalg.vector_norm(part_TRD.sub_(mean_TD[frames, None]), dim=-1)
     largest_T1 = deviation_TN.amax(dim=1, keepdim=True)
-    constant_T1 = largest_T1 <= 8 * torch.finfo(work_dtype(tokens_TND)).eps * norm_TN.amax(dim=1, keepdim=True)
+    constant_T1 = largest_T1 <= 8 * torch.finfo(get_work_dtype(tokens_TND)).eps * norm_TN.amax(dim=1, keepdim=True)
     return torch.where(constant_T1, 0.0, deviation_TN / torch.where(constant_T1, 1.0, largest_T1))
 
 
-def describe_frames(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
+def compute_frame_features(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the frames' centers and the spatial density, Eqs. (2)-(3), of finite tokens [T,N,D] of any float dtype.
 
     Returns:
         The centers [T,D], multiplied by the tokens' working scale, and the spatial density [T,N], both float64.
     """
     scale = compute_working_scale(tokens_TND)
-    dtype = work_dtype(tokens_TND)
+    dtype = get_work_dtype(tokens_TND)
     # Allocated before the loop: results allocated between the temporaries of a slice would keep their memory in use.
     mean_TD = tokens_TND.new_empty(tokens_TND[:, 0].shape, dtype=torch.float64)
     spatial_TN = tokens_TND.new_empty(tokens_TND.shape[:2], dtype=torch.float64)
     for frames in iter_row_slices(tokens_TND):  # scaled slice by slice; a copy of all tokens would double the memory
         part_TND = tokens_TND[frames] if scale == 1.0 else tokens_TND[frames].to(dtype) * scale
         mean_TD[frames] = compute_frame_means(part_TND)
-        spatial_TN[frames] = spatial_density(part_TND, mean_TD[frames])
+        spatial_TN[frames] = compute_spatial_density(part_TND, mean_TD[frames])
     return mean_TD, spatial_TN
 
 
-def cosine_distance(a_XD: Tensor, b_XD: Tensor) -> Tensor:
+def compute_cosine_distance(a_XD: Tensor, b_XD: Tensor) -> Tensor:
     """Compute d(a, b) = 1 - cos(a, b) of each pair of rows, [X,D] and [X,D] -> [X]; 0 below ZERO_DISTANCE.
 
     Two zero rows have distance 0; a zero row and any other row have distance 1.
     """
     norm_a = torch.linalg.vector_norm(a_XD, dim=-1)
     norm_b = torch.linalg.vector_norm(b_XD, dim=-1)
-    return distance_of_products((a_XD * b_XD).sum(dim=-1), norm_a, norm_b)
+    return convert_products_to_distances((a_XD * b_XD).sum(dim=-1), norm_a, norm_b)
 
 
-def distance_of_products(product: Tensor, norm_a: Tensor, norm_b: Tensor) -> Tensor:
+def convert_products_to_distances(product: Tensor, norm_a: Tensor, norm_b: Tensor) -> Tensor:
     """Compute cosine distances from the inner products of pairs of rows and both rows' norms, all of the same shape.
 
     Distances below ZERO_DISTANCE are 0. If both norms are 0, the distance is 0; if only one is, it is 1.
     """
     norms = norm_a * norm_b
     cosine = product / torch.where(norms > 0, norms, 1.0)
-    return floor_distance(torch.where((norm_a == 0) & (norm_b == 0), 0.0, 1 - cosine))
+    return zero_small_distances(torch.where((norm_a == 0) & (norm_b == 0), 0.0, 1 - cosine))
 
 
 def compute_change_curve(mean_TD: Tensor) -> Tensor:
@@ -188,11 +188,11 @@ def compute_change_curve(mean_TD: Tensor) -> Tensor:
     """
     if len(mean_TD) == 1:
         return mean_TD.new_zeros(1)
-    step = cosine_distance(mean_TD[:-1], mean_TD[1:])
+    step = compute_cosine_distance(mean_TD[:-1], mean_TD[1:])
     return torch.cat([step[:1], 0.5 * step[:-1] + 0.5 * step[1:], step[-1:]])
 
 
-def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
+def make_gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
     """Compute the truncated Gaussian kernel of Eq. (5), normalized to sum 1: [2r+1] float64 on the CPU.
 
     ``sigma`` is the standard deviation in frames; ``radius`` None means ceil(3 * sigma).
@@ -203,7 +203,7 @@ def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
     return weight_K / weight_K.sum()
 
 
-def box_kernel(radius: int | None = None) -> Tensor:
+def make_box_kernel(radius: int | None = None) -> Tensor:
     """Compute the fixed window of the smoothing ablation: 2r+1 equal weights with sum 1, float64 on the CPU.
 
     ``radius`` None means 1.
@@ -231,7 +231,7 @@ def map_to_source_frame(position: Tensor, n_frames: int, boundary: str) -> Tenso
     return position.clamp(0, n_frames - 1)
 
 
-def smooth(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> Tensor:
+def smooth_curve(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> Tensor:
     """Smooth the change curve with a kernel of odd length, Eq. (6), [T] -> [T].
 
     Args:
@@ -257,7 +257,7 @@ def normalize_by_mean(smoothed_T: Tensor, eps: float = 1e-6) -> Tensor:
     return smoothed_T / (smoothed_T.mean() + eps)
 
 
-def temporal_density(
+def compute_temporal_density(
     mean_TD: Tensor,
     *,
     smoothing: str = "gaussian",
@@ -274,20 +274,20 @@ def temporal_density(
         smoothing: "gaussian", "box", or any other value for none, which ignores ``radius`` and ``boundary``.
         sigma: The standard deviation in frames, only for gaussian smoothing.
         radius: In frames; None means ceil(3 * sigma) for gaussian and 1 for box.
-        boundary: A rule of ``smooth``.
+        boundary: A rule of ``smooth_curve``.
         eps: Added to the mean in Eq. (7).
     """
     if len(mean_TD) == 1:
         return mean_TD.new_ones(1)
     curve_T = compute_change_curve(mean_TD)
     if smoothing == "gaussian":
-        curve_T = smooth(curve_T, gaussian_kernel(sigma, radius), boundary)
+        curve_T = smooth_curve(curve_T, make_gaussian_kernel(sigma, radius), boundary)
     elif smoothing == "box":
-        curve_T = smooth(curve_T, box_kernel(radius), boundary)
+        curve_T = smooth_curve(curve_T, make_box_kernel(radius), boundary)
     return normalize_by_mean(curve_T, eps)
 
 
-def fuse(temporal_T: Tensor, spatial_TN: Tensor, fusion: str = "full") -> Tensor:
+def fuse_densities(temporal_T: Tensor, spatial_TN: Tensor, fusion: str = "full") -> Tensor:
     """Multiply the temporal density [T] and the spatial density [T,N] to get rho [T,N], Eq. (8).
 
     ``fusion`` "temporal" or "spatial" returns a view of that factor alone; any other value means the product.
@@ -310,8 +310,10 @@ def spatio_temporal_density(
 ) -> tuple[Tensor, Tensor]:
     """Compute rho [T,N] and the temporal density [T], Eqs. (2)-(8), of finite tokens [T,N,D], both float64.
 
-    The parameters are those of ``temporal_density`` and ``fuse``, and are not checked.
+    The parameters are those of ``compute_temporal_density`` and ``fuse``, and are not checked.
     """
-    mean_TD, spatial_TN = describe_frames(tokens_TND)
-    temporal_T = temporal_density(mean_TD, smoothing=smoothing, sigma=sigma, radius=radius, boundary=boundary, eps=eps)
-    return fuse(temporal_T, spatial_TN, fusion), temporal_T
+    mean_TD, spatial_TN = compute_frame_features(tokens_TND)
+    temporal_T = compute_temporal_density(
+        mean_TD, smoothing=smoothing, sigma=sigma, radius=radius, boundary=boundary, eps=eps
+    )
+    return fuse_densities(temporal_T, spatial_TN, fusion), temporal_T

@@ -61,7 +61,7 @@ def get_evidence_name(label: str, source: str) -> str:
     return label.removesuffix(f"_{source}")
 
 
-def name_source_pairs(evidence: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+def make_name_source_pairs(evidence: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     """Convert evidence, label -> source, to a set of (name, source) pairs."""
     return frozenset((get_evidence_name(label, source), source) for label, source in evidence.items())
 
@@ -71,8 +71,9 @@ def describe_evidence(evidence: Mapping[str, str]) -> str:
 
     An example is ``frame_feature, token_attention from SigLIP's attention-pooling head``. Groups are separated by "; ".
     """
+    pairs = make_name_source_pairs(evidence)
     return "; ".join(
-        f"{', '.join(sorted(name for name, name_source in name_source_pairs(evidence) if name_source == source))} from "
+        f"{', '.join(sorted(name for name, name_source in pairs if name_source == source))} from "
         f"{SOURCES.get(source, source)}"
         for source in sorted(set(evidence.values()))
     )

@@ -47,7 +47,7 @@ def find_torchvision_mismatch() -> str | None:
     return version[1] if version else None
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
+def format_suggestion(name: str, names: Iterable[str]) -> str:
     """Return ``" (did you mean NAME?)"`` for the most similar name; "" if no name has a difflib ratio of 0.6."""
     matches = get_close_matches(name, list(names), 1)
     return f" (did you mean {matches[0]}?)" if matches else ""
@@ -99,12 +99,12 @@ def make_getattr(module: str, lazy_objects: Mapping[str, Any]) -> Callable[[str]
     Objects are not stored in the module: each access looks them up again. ``module`` is the module's name in the error.
     """
 
-    def attribute(name: str) -> Any:
+    def load_attribute(name: str) -> Any:
         if name in lazy_objects:
             return lazy_objects[name]
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
-    return attribute
+    return load_attribute
 
 
 class LazyTable(Mapping[str, Any]):
@@ -128,7 +128,7 @@ class LazyTable(Mapping[str, Any]):
             KeyError: The name is unknown. The message suggests the most similar name and lists all names.
         """
         if name not in self._targets:
-            hint = did_you_mean(name, self._targets)
+            hint = format_suggestion(name, self._targets)
             raise KeyError(f"unknown {self._kind} {name!r}{hint}; known: {', '.join(self._targets)}")
         return load_object(self._targets[name])
 

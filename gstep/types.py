@@ -80,7 +80,7 @@ class VisualTokens(_TensorFields):
         """``times``, or if they are None, one second per frame from 0.0 on."""
         return self.times if self.times is not None else tuple(map(float, range(len(self.tokens))))
 
-    def add_places(self, grid: Sequence[int] | None, timestamps: Sequence[float]) -> VisualTokens:
+    def with_positions(self, grid: Sequence[int] | None, timestamps: Sequence[float]) -> VisualTokens:
         """Return a copy with this grid, and with times from the timestamps of the sampled frames; tensors are shared.
 
         Args:
@@ -146,7 +146,7 @@ class PrunedTokens(_TensorFields):
         """True if the first tokens in order of rank are also the selection for any smaller budget."""
         return self.rank is not None
 
-    def selection_order(self) -> Tensor:
+    def compute_selection_order(self) -> Tensor:
         """Return the row numbers of ``tokens`` in order of selection, [B] int64.
 
         If ``order`` is set, the result is that; for another method without ranks, it is ascending index.

@@ -20,20 +20,20 @@ from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 
-from gstep.lazy import did_you_mean, pause_garbage_collector, repeat_line
+from gstep.lazy import format_suggestion, pause_garbage_collector, repeat_line
 from jobs.frame.flags import add_flags, from_flags, read_config_file
 from jobs.frame.json_document import (
     CommandResult,
     add_json,
     discard_after_fault,
-    error_record,
+    make_error_record,
     print_document,
-    stdout_as_stderr,
+    redirect_stdout_to_stderr,
 )
-from pipeline.console import CleanConsole, clean, speaker
+from pipeline.console import CleanConsole, clean, make_speaker
 from pipeline.errors import CorruptShard, RunFailed, UsageError
-from pipeline.options import likely_share
-from pipeline.options import share as share_or_percent
+from pipeline.options import parse_share as share_or_percent
+from pipeline.options import suggest_percentage
 
 Errors = tuple[type[Exception], ...]
 T = TypeVar("T")
@@ -112,11 +112,11 @@ class Parser(argparse.ArgumentParser):
         """
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecog") else []
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-        message += "".join(did_you_mean(flag, self._option_string_actions) for flag in flags)
+        message += "".join(format_suggestion(flag, self._option_string_actions) for flag in flags)
         if choice_error := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            message += did_you_mean(choice_error[1], re.findall(r"[\w.-]+", choice_error[2]))
+            message += format_suggestion(choice_error[1], re.findall(r"[\w.-]+", choice_error[2]))
         if self._json:
-            print_document(error_record(UsageError(message)))
+            print_document(make_error_record(UsageError(message)))
         self.exit(2, f"usage: {self.prog} [options]; --help lists them\n{self.prog}: error: {clean(message)}\n")
 
 
@@ -209,7 +209,7 @@ def run_command(
     )
 
 
-def overridden_sampling(flags: argparse.Namespace) -> set[str]:
+def find_overridden_sampling(flags: argparse.Namespace) -> set[str]:
     """Return the sampling options of the config file that ``--num-frames`` or ``--fps`` excludes."""
     return {"fps", "max_frames"} if flags.num_frames else {"num_frames", "frame_rule"} if flags.fps else set()
 
@@ -241,12 +241,12 @@ def run_to_exit_code(
     Raises:
         Exception: any other exception of the work, unless an interrupt came before it.
     """
-    interruption = _Interruption(speaker(console), interrupt_message)
+    interruption = _Interruption(make_speaker(console), interrupt_message)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, interruption)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a locale may lack letters of a video's id
-    with stdout_as_stderr() if document else nullcontext() as stdout:
+    with redirect_stdout_to_stderr() if document else nullcontext() as stdout:
         try:
             result = _finish(work, console, failures, refusals)
             if interruption.has_come and result.exit_code:  # an error of the interrupted work
@@ -254,10 +254,10 @@ def run_to_exit_code(
         except KeyboardInterrupt as error:
             interruption.say()
             interruption.say_notes(error)
-            result = CommandResult(130, error_record(error, interrupt_message))
+            result = CommandResult(130, make_error_record(error, interrupt_message))
         except Exception as error:
             if document:
-                print_document(error_record(error), stdout)
+                print_document(make_error_record(error), stdout)
             if not interruption.has_come:
                 raise
             _print_error(console, f"failed: {error}")
@@ -291,22 +291,22 @@ def _finish(
         _print_error(console, f"failed: {error}")
         for note in getattr(error, "__notes__", ()):  # such as finished videos that were not written
             _print_error(console, note)
-        return CommandResult(1, error_record(error))
+        return CommandResult(1, make_error_record(error))
     except refusals as error:
         # Printed without the time of a log line, because nothing was started, and with the message's own newlines.
         Console.print(console, f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return CommandResult(2, error_record(error))
+        return CommandResult(2, make_error_record(error))
     if not isinstance(result, CommandResult):
         result = CommandResult(result, {})
     try:
         with discard_after_fault(sys.stdout):
-            out = _wide_console()
+            out = _make_wide_console()
             for item in result.output:
                 is_line = isinstance(item, str)
                 out.print(item, highlight=False, soft_wrap=is_line)
     except OSError as error:  # a full disk, say
         _print_error(console, f"failed: {error}")
-        return CommandResult(1, error_record(error))
+        return CommandResult(1, make_error_record(error))
     finally:
         if result.failure:
             _print_error(console, result.failure)
@@ -358,11 +358,11 @@ def share(text: str) -> float:
     """Parse a number in (0, 1] or a percentage, as the type of a flag; else raise ValueError or ArgumentTypeError."""
     value = share_or_percent(text)
     if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}{likely_share(value)}")
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}{suggest_percentage(value)}")
     return value
 
 
-def file_in_folder(text: str) -> Path:
+def parse_output_file(text: str) -> Path:
     """Parse the path of a file to write, as the type of a flag.
 
     Raises:
@@ -376,7 +376,7 @@ def file_in_folder(text: str) -> Path:
     return path
 
 
-def _wide_console() -> Console:
+def _make_wide_console() -> Console:
     """Create a console for tables, as wide as the terminal, or 200 columns without one."""
     console = CleanConsole()
     return console if console.is_terminal else CleanConsole(width=200)

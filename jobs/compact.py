@@ -10,8 +10,8 @@ from rich.console import Console
 
 from jobs.command import STORE_FAILURES, Parser, run_command
 from jobs.frame.json_document import CommandResult
-from jobs.frame.stores import CacheOptions, make_objects, report
-from pipeline.console import speaker
+from jobs.frame.stores import CacheOptions, make_objects, report_result
+from pipeline.console import make_speaker
 from pipeline.options import option
 
 EPILOG = """\
@@ -55,26 +55,26 @@ def _compact(config: CompactConfig, console: Console) -> CommandResult:
             writes to it (CacheLocked).
         CorruptShard: a file of the cache is damaged.
     """
-    from pipeline.cache.header import fingerprint, read_header  # noqa: PLC0415
+    from pipeline.cache.header import compute_fingerprint, read_header  # noqa: PLC0415
     from pipeline.cache.live import Ledger  # noqa: PLC0415
-    from pipeline.cache.merging import merge  # noqa: PLC0415 - Arrow loads after the flags are checked
+    from pipeline.cache.merging import merge_table_files  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.prune.summary import format_lost  # noqa: PLC0415
     from pipeline.rewrite.compact import JoinResult, join_tokens  # noqa: PLC0415
     from pipeline.runner.claim import refuse_links  # noqa: PLC0415
     from pipeline.runner.run_record import list_committed_shards  # noqa: PLC0415
-    from pipeline.storage.stores import store_at  # noqa: PLC0415
+    from pipeline.storage.stores import make_store  # noqa: PLC0415
 
-    store = store_at(config.cache, make_objects(config))
-    say = speaker(console)
+    store = make_store(config.cache, make_objects(config))
+    say = make_speaker(console)
     refuse_links(store)
-    identity = fingerprint(read_header(store)["identity"])
+    identity = compute_fingerprint(read_header(store)["identity"])
     committed = list_committed_shards(store)
-    merged = merge(store, identity, everything=True, keep=config.keep)
+    merged = merge_table_files(store, identity, everything=True, keep=config.keep)
     joined = JoinResult()
-    report(merged, say)
+    report_result(merged, say)
     if config.tokens:
         joined = join_tokens(store, say, config.keep)
-        report(joined, say)
+        report_result(joined, say)
     lost_ids = Ledger(store, identity).refresh().lost(committed)
     if lost_ids:
         say(format_lost(len(lost_ids), lost_ids))

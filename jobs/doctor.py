@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gstep.lazy import pause_garbage_collector
-from jobs.command import Parser, overridden_sampling, run_command
+from jobs.command import Parser, find_overridden_sampling, run_command
 from jobs.frame.json_document import CommandResult
 from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
@@ -37,7 +37,7 @@ _COLOURS = {"ok": "green", "slow": "yellow", "wrong": "bold red", "unknown": "di
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the machine or cluster for a run of jobs.prune; return the exit code."""
     parser = Parser("python -m jobs.doctor", description=__doc__, epilog=EPILOG)
-    return run_command(parser, PruneConfig, _check, argv, overridden_sampling, USUAL, "interrupted")
+    return run_command(parser, PruneConfig, _check, argv, find_overridden_sampling, USUAL, "interrupted")
 
 
 def _check(config: PruneConfig, console: Console) -> CommandResult:
@@ -55,7 +55,7 @@ def _check(config: PruneConfig, console: Console) -> CommandResult:
         raise UsageError("--plan and --dry-run are for jobs.prune: leave them out")
     findings = []
     say = partial(console.print, style="dim", markup=False)  # an IPv6 address has brackets
-    for finding in Doctor(config, say).findings():
+    for finding in Doctor(config, say).iter_findings():
         findings.append(finding)
         console.print(_format_finding(finding))
     code = 1 if any(finding.state == "wrong" for finding in findings) else 0

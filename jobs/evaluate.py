@@ -8,9 +8,9 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, Parser, import_libraries, overridden_sampling, run_command
+from jobs.command import EXIT_CODES, Parser, find_overridden_sampling, import_libraries, run_command
 from jobs.frame.json_document import CommandResult
-from pipeline.console import speaker
+from pipeline.console import make_speaker
 from pipeline.evaluate.config import LIST, EvaluateConfig
 
 EPILOG = """\
@@ -38,7 +38,7 @@ USUAL = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code."""
     parser = Parser("python -m jobs.evaluate", description=__doc__, epilog=EPILOG + EXIT_CODES.format(item="question"))
-    return run_command(parser, EvaluateConfig, _evaluate, argv, overridden_sampling, USUAL)
+    return run_command(parser, EvaluateConfig, _evaluate, argv, find_overridden_sampling, USUAL)
 
 
 def _evaluate(config: EvaluateConfig, console: Console) -> CommandResult:
@@ -63,16 +63,16 @@ def _list_tasks(console: Console) -> CommandResult:
     """
     from pipeline.evaluate.tasks.process import list_tasks, render_tasks  # noqa: PLC0415
 
-    tasks = list_tasks(speaker(console))
+    tasks = list_tasks(make_speaker(console))
     return CommandResult(0, {"tasks": [asdict(task) for task in tasks]}, [render_tasks(tasks)])
 
 
 def _write_tables(config: EvaluateConfig, console: Console) -> CommandResult:
     """Write the tables of the results in several folders (``--results``), print notes, and return what to print."""
-    from pipeline.evaluate.results import lay_out  # noqa: PLC0415
+    from pipeline.evaluate.results import write_comparison  # noqa: PLC0415
 
-    layout = lay_out(config)
-    say = speaker(console)
+    layout = write_comparison(config)
+    say = make_speaker(console)
     for line in layout.missing:
         say(f"note: {line}")
     return CommandResult(0, layout.as_record(), [layout.render()])

@@ -56,7 +56,7 @@ def _generate(config: GenerateConfig, console: Console) -> CommandResult:
     )
     code = f'from pipeline import read_answers; print(*{rows}, sep="\\n")'
     read = f"read the first: python -c {shlex.quote(code)}"
-    exit_code = summary.exit_code(config.failure_limit(summary.n_questions))
+    exit_code = summary.exit_code(config.compute_failure_limit(summary.n_questions))
     return CommandResult(exit_code, {"out": config.out, **summary.as_record()}, [render_answers(summary), "", read])
 
 

@@ -16,16 +16,16 @@ from jobs.command import Parser, run_to_exit_code
 from jobs.frame.flags import add_flags, from_flags
 from jobs.frame.json_document import CommandResult, add_json, print_lines
 from jobs.frame.stores import VIDEO_ROOT_HELP, make_objects
-from pipeline.console import CleanConsole, speaker
+from pipeline.console import CleanConsole, make_speaker
 from pipeline.errors import CorruptShard, NotACache, RunFailed, UnknownVideo, VideoFault
-from pipeline.options import S3Options, share
+from pipeline.options import S3Options, parse_share
 from pipeline.prune.config import ENCODING_OPTIONS, PruneConfig
 from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
     from pipeline.cache.reader import TokenCache
     from pipeline.inspect.report import Failures
-    from pipeline.storage.s3 import Objects
+    from pipeline.storage.s3 import S3Objects
     from pipeline.storage.stores import Store
 
 
@@ -120,7 +120,7 @@ def _read_ratios(parser: Parser, arguments: argparse.Namespace) -> None:
     words, arguments.retention_ratios = arguments.retention_ratio or [], []
     for number, word in enumerate(words, start=1):
         try:
-            arguments.retention_ratios.append(share(word))
+            arguments.retention_ratios.append(parse_share(word))
         except ValueError:
             if number == 1 or number < len(words) or arguments.item is not None:
                 parser.error(f"argument --retention-ratio: invalid share value: {word!r}")
@@ -171,14 +171,14 @@ def _inspect(arguments: argparse.Namespace) -> CommandResult:
     """
     from pipeline.cache.header import HEADER  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
-    from pipeline.storage.stores import store_at  # noqa: PLC0415
+    from pipeline.storage.stores import make_store  # noqa: PLC0415
 
     objects = make_objects(from_flags(S3Options, arguments))
-    store = store_at(arguments.place, objects)
+    store = make_store(arguments.place, objects)
     if arguments.watch:
         from pipeline.inspect.watch import wait_for_cache  # noqa: PLC0415
 
-        wait_for_cache(store, speaker(CleanConsole(stderr=True)))
+        wait_for_cache(store, make_speaker(CleanConsole(stderr=True)))
     if store.exists(HEADER):
         return _show_cache(store, arguments, objects)
     if store.exists(ANSWERS_HEADER):
@@ -227,7 +227,7 @@ def _show_answers(store: Store, arguments: argparse.Namespace) -> CommandResult:
         ValueError: a flag applies to caches only.
         UsageError: the question has no answer.
     """
-    from pipeline.inspect.answers import Answers, answers_report, question_report  # noqa: PLC0415
+    from pipeline.inspect.answers import Answers, render_answers_report, render_question_report  # noqa: PLC0415
 
     for flag in ("retention_ratio", "html", "watch"):
         if getattr(arguments, flag):
@@ -237,16 +237,16 @@ def _show_answers(store: Store, arguments: argparse.Namespace) -> CommandResult:
         return _show_failures(answers.failed(), {"answers": str(store)}, arguments)
     if arguments.item is not None:
         if not arguments.json:
-            return CommandResult(0, {}, [question_report(answers)])
+            return CommandResult(0, {}, [render_question_report(answers)])
         return CommandResult(
             0, {"answers": str(store), "question_id": arguments.item, "rows": answers.rows.to_pylist()}
         )
     if not arguments.json:
-        return CommandResult(0, {}, [answers_report(answers)])
+        return CommandResult(0, {}, [render_answers_report(answers)])
     return CommandResult(0, answers.as_record())
 
 
-def _show_cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> CommandResult:
+def _show_cache(store: Store, arguments: argparse.Namespace, objects: S3Objects) -> CommandResult:
     """Show a cache: a summary, one video, the failed videos or its run, or write a video's page.
 
     With ``--json`` the result has a record, otherwise a report to print. The exit code of a summary is 1 if committed
@@ -264,21 +264,21 @@ def _show_cache(store: Store, arguments: argparse.Namespace, objects: Objects) -
     if arguments.watch:
         return _show_run(cache, arguments)
     if arguments.failed:
-        return _show_failures(report.failed_videos(cache), {"cache": str(store)}, arguments)
+        return _show_failures(report.list_failed_videos(cache), {"cache": str(store)}, arguments)
     if video_id is None:
-        ledger, summary = report.count(cache)
+        ledger, summary = report.count_cache(cache)
         code = 1 if summary.n_lost else 0
         if not arguments.json:
-            return CommandResult(code, {}, [report.cache_report(cache, ledger, summary)])
-        return CommandResult(code, report.cache_record(cache, ledger, summary))
+            return CommandResult(code, {}, [report.render_cache_report(cache, ledger, summary)])
+        return CommandResult(code, report.make_cache_record(cache, ledger, summary))
     if arguments.html is not None:
         from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 
         line = write_page(cache, video_id, arguments.html, ratio, objects, arguments.video_root)
         return CommandResult(0, {"cache": str(store), "video_id": video_id, "page": str(arguments.html)}, [line])
     if not arguments.json:
-        return CommandResult(0, {}, [report.video_report(cache, video_id, ratio)])
-    return CommandResult(0, report.video_record(cache, video_id, ratio))
+        return CommandResult(0, {}, [report.render_video_report(cache, video_id, ratio)])
+    return CommandResult(0, report.make_video_record(cache, video_id, ratio))
 
 
 def _show_run(cache: TokenCache, arguments: argparse.Namespace) -> CommandResult:
@@ -297,12 +297,14 @@ def _show_run(cache: TokenCache, arguments: argparse.Namespace) -> CommandResult
 
 def _show_failures(failures: Failures, record: JsonObject, arguments: argparse.Namespace) -> CommandResult:
     """Print a line per failed item unless ``--json`` is set, and return ``record`` with their number and the items."""
-    from pipeline.inspect.report import failed_lines  # noqa: PLC0415
+    from pipeline.inspect.report import format_failures  # noqa: PLC0415
 
     if not arguments.json:
-        print_lines(failed_lines(failures))
+        print_lines(format_failures(failures))
         if failures:
-            speaker(CleanConsole(stderr=True))("note: rerun the command that wrote them with --retry-failed to retry")
+            make_speaker(CleanConsole(stderr=True))(
+                "note: rerun the command that wrote them with --retry-failed to retry"
+            )
     return CommandResult(0, {**record, "n_failed": len(failures), "failed": failures})
 
 

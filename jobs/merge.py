@@ -11,8 +11,8 @@ from rich.console import Console
 
 from jobs.command import RERUN, STORE_FAILURES, Parser, run_command
 from jobs.frame.json_document import CommandResult
-from jobs.frame.stores import make_objects, report
-from pipeline.console import speaker
+from jobs.frame.stores import make_objects, report_result
+from pipeline.console import make_speaker
 from pipeline.errors import UsageError
 from pipeline.options import REQUIRED, S3Options, check_choices, option
 
@@ -61,14 +61,14 @@ def _merge(config: MergeConfig, console: Console) -> CommandResult:
         CorruptShard: a file is damaged.
     """
     from pipeline.rewrite.merge import merge_caches  # noqa: PLC0415 - Arrow loads after the flags are checked
-    from pipeline.storage.stores import store_at  # noqa: PLC0415
+    from pipeline.storage.stores import make_store  # noqa: PLC0415
 
     objects = make_objects(config)
-    say = speaker(console)
-    sources = [store_at(place, objects) for place in config.caches]
+    say = make_speaker(console)
+    sources = [make_store(place, objects) for place in config.caches]
     on_equal: Literal["rule", "refuse"] = "refuse" if config.on_equal == "refuse" else "rule"
-    result = merge_caches(sources, store_at(config.out, objects), say, on_equal)
-    return report(result, say, out=config.out)
+    result = merge_caches(sources, make_store(config.out, objects), say, on_equal)
+    return report_result(result, say, out=config.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, Parser, import_libraries, overridden_sampling, run_command
+from jobs.command import EXIT_CODES, Parser, find_overridden_sampling, import_libraries, run_command
 from jobs.frame.json_document import CommandResult
 from pipeline.prune.config import PruneConfig
 
@@ -34,7 +34,7 @@ USUAL = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Prune videos into a cache, or forecast the run (``--dry-run``, ``--plan``); return the exit code."""
     parser = Parser("python -m jobs.prune", description=__doc__, epilog=EPILOG + EXIT_CODES.format(item="video"))
-    return run_command(parser, PruneConfig, _prune, argv, overridden_sampling, USUAL)
+    return run_command(parser, PruneConfig, _prune, argv, find_overridden_sampling, USUAL)
 
 
 def _prune(config: PruneConfig, console: Console) -> CommandResult:
@@ -56,7 +56,7 @@ def _prune(config: PruneConfig, console: Console) -> CommandResult:
         from pipeline.prune.dry_run import make_forecast, render_forecast  # noqa: PLC0415
         from pipeline.prune.plan import plan_run  # noqa: PLC0415
         from pipeline.prune.run import prune  # noqa: PLC0415
-        from pipeline.prune.summary import render  # noqa: PLC0415
+        from pipeline.prune.summary import render_summary  # noqa: PLC0415
 
     if config.plan:
         plan = plan_run(config, console)
@@ -66,15 +66,15 @@ def _prune(config: PruneConfig, console: Console) -> CommandResult:
         return CommandResult(0, todo.as_record(), [render_forecast(todo)])
     summary = prune(config, console)
     look = f"look inside: python -m jobs.inspect {shlex.quote(config.out)}"
-    limit = config.infrastructure_limit(summary.n_videos)
+    limit = config.compute_infrastructure_limit(summary.n_videos)
     failure = ""
     if summary.n_outside > limit:
         failure = (
             f"failed: {summary.n_outside} of {summary.n_videos} videos failed for infrastructure reasons (I/O, bugs, "
             f"GPU memory), more than {limit}. Check nodes, mounts, credentials and GPUs, then rerun with --retry-failed"
         )
-    code = summary.exit_code(config.failure_limit(summary.n_videos), limit)
-    return CommandResult(code, {"out": config.out, **summary.as_record()}, [render(summary), "", look], failure)
+    code = summary.exit_code(config.compute_failure_limit(summary.n_videos), limit)
+    return CommandResult(code, {"out": config.out, **summary.as_record()}, [render_summary(summary), "", look], failure)
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def _recode(config: RecodeConfig, console: Console) -> CommandResult:
         RunFailed: another cache was begun at ``--out`` meanwhile.
         CorruptShard: the source is damaged.
     """
-    from pipeline.rewrite.recode import recoding  # noqa: PLC0415 - torch and Arrow load after the flags are checked
+    from pipeline.rewrite.recode import plan_recoding  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 
-    return rewrite_cache(config, console, lambda source: recoding(source, config.token_codec))
+    return rewrite_cache(config, console, lambda source: plan_recoding(source, config.token_codec))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from jobs.command import RERUN, STORE_FAILURES, Parser, import_libraries, run_command
 from jobs.frame.json_document import CommandResult
-from jobs.frame.stores import CacheOptions, make_objects, report
-from pipeline.console import speaker
+from jobs.frame.stores import CacheOptions, make_objects, report_result
+from pipeline.console import make_speaker
 from pipeline.options import REQUIRED, check, option, read_ids
 
 if TYPE_CHECKING:
@@ -82,28 +82,28 @@ def _remove(config: RemoveConfig, console: Console) -> CommandResult:
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
     from pipeline.generate.removal import remove_answers  # noqa: PLC0415
     from pipeline.rewrite.remove import remove_videos  # noqa: PLC0415
-    from pipeline.storage.stores import store_at  # noqa: PLC0415
+    from pipeline.storage.stores import make_store  # noqa: PLC0415
 
     objects = make_objects(config)
-    say = speaker(console)
-    store = store_at(config.cache, objects)
+    say = make_speaker(console)
+    store = make_store(config.cache, objects)
     ids = read_ids("ids", config.ids)
     reason = config.reason
 
     def remove_from_cache(cache: Store) -> CommandResult:
-        return report(remove_videos(cache, ids, reason, say, config.keep), say, cache=str(cache))
+        return report_result(remove_videos(cache, ids, reason, say, config.keep), say, cache=str(cache))
 
     if store.exists(ANSWERS_HEADER):
-        return report(remove_answers(store, ids, reason, say), say, answers=str(store))
+        return report_result(remove_answers(store, ids, reason, say), say, answers=str(store))
     if not store.exists(RESULTS_HEADER):
         return remove_from_cache(store)
     with import_libraries(console):
         from pipeline.evaluate.removal import remove_results  # noqa: PLC0415
 
-    cache = store_at(f"{store}/{CACHE_FOLDER}", objects)
+    cache = make_store(f"{store}/{CACHE_FOLDER}", objects)
     has_cache = cache.exists(HEADER)
     try:
-        results = report(remove_results(store, ids, reason, say, objects), say, results=str(store))
+        results = report_result(remove_results(store, ids, reason, say, objects), say, results=str(store))
     except Exception:  # damaged answers or scores must not keep the tokens from being removed
         if has_cache:
             remove_from_cache(cache)

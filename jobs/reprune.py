@@ -14,7 +14,7 @@ from jobs.command import RERUN, STORE_FAILURES, Parser, run_command
 from jobs.frame.json_document import CommandResult
 from jobs.frame.rewriting import RewriteOptions, rewrite_cache
 from pipeline.cache.codecs import BFLOAT16, CODECS
-from pipeline.options import REQUIRED, check, check_ratio, named_values, option
+from pipeline.options import REQUIRED, check, check_ratio, option, parse_named_values
 
 EPILOG = """\
 example:
@@ -62,7 +62,7 @@ class RepruneConfig(RewriteOptions):
 
     def pruner_params(self) -> dict[str, str]:
         """Return the texts of ``--pruner-param`` by name; raise UsageError if an entry is not NAME=VALUE."""
-        return named_values(self.pruner_param, "--pruner-param")
+        return parse_named_values(self.pruner_param, "--pruner-param")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,11 +79,13 @@ def _reprune(config: RepruneConfig, console: Console) -> CommandResult:
         RunFailed: another cache was begun at ``--out`` meanwhile, or a user method fails for every video.
         CorruptShard: the source is damaged.
     """
-    from pipeline.rewrite.reprune import repruning  # noqa: PLC0415 - torch and Arrow load after the flags are checked
+    from pipeline.rewrite.reprune import plan_repruning  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 
     method, params, codec = config.pruner, config.pruner_params(), config.token_codec
     return rewrite_cache(
-        config, console, lambda source: repruning(source, method, params, config.retention_ratio, config.seed, codec)
+        config,
+        console,
+        lambda source: plan_repruning(source, method, params, config.retention_ratio, config.seed, codec),
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jobs.command import Parser, count, file_in_folder, run_to_exit_code, throttle
+from jobs.command import Parser, count, parse_output_file, run_to_exit_code, throttle
 from jobs.frame.json_document import CommandResult
 from pipeline.console import CleanConsole
 from pipeline.evaluate.shapes.world import HARDNESS, SPLIT_NAMES
@@ -71,7 +71,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--keyframe-seconds", type=count, metavar="S", help="seconds between keyframes [where x264 sets them]"
     )
     parser.add_argument(
-        "--picture", type=file_in_folder, metavar="FILE", help=f"a PNG with all frames of the first {_PICTURED} videos"
+        "--picture",
+        type=parse_output_file,
+        metavar="FILE",
+        help=f"a PNG with all frames of the first {_PICTURED} videos",
     )
 
 

@@ -13,7 +13,7 @@ from jobs.command import STORE_FAILURES, Parser, run_command
 from jobs.frame.json_document import CommandResult
 from jobs.frame.stores import VIDEO_ROOT_HELP, CacheOptions, make_objects
 from pipeline.errors import UsageError
-from pipeline.options import check, option, positive
+from pipeline.options import check, is_positive, option
 
 EPILOG = """\
 Checked: the header; each videos shard against the hash in its name, and its rows; each token shard that the rows name:
@@ -64,7 +64,7 @@ class VerifyConfig(CacheOptions):
         check(self.jobs >= 1, "jobs", "at least 1", self.jobs)
         for name in ("sample", "live", "seed"):
             check(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
-        check(positive(self.log_interval), "log_interval", "a positive number of seconds", self.log_interval)
+        check(is_positive(self.log_interval), "log_interval", "a positive number of seconds", self.log_interval)
         if self.model is not None and not self.live:
             raise UsageError("--model goes with --live")
         if self.live and not self.video_root:
@@ -95,13 +95,13 @@ def _verify(config: VerifyConfig, console: Console) -> CommandResult:
         RunFailed: a repair would leave no video.
         CorruptShard: bytes changed during a repair.
     """
-    from pipeline.storage.stores import store_at  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
+    from pipeline.storage.stores import make_store  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.verify.verify import VerifyRequest, verify  # noqa: PLC0415
 
     objects = make_objects(config)
     names = ("jobs", "clean", "repair", "keep", "live", "sample", "seed", "model", "log_interval", "video_root")
     request = VerifyRequest(**{name: getattr(config, name) for name in names}, objects=objects)
-    report = verify(store_at(config.cache, objects), request, console)
+    report = verify(make_store(config.cache, objects), request, console)
     return CommandResult(report.exit_code, report.as_record(), list(report.lines()))
 
 

@@ -20,7 +20,7 @@ _CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 Say = Callable[[str], object]
 
 
-def speaker(console: Console) -> Say:
+def make_speaker(console: Console) -> Say:
     """Return a function that prints a line to the console without markup, highlighting or wrapping."""
     return partial(console.print, highlight=False, markup=False, soft_wrap=True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from unicodedata import is_normalized, normalize
 
-from gstep.lazy import did_you_mean
+from gstep.lazy import format_suggestion
 
 _LOOKED_AT = 10_000  # files of a folder that are looked through for a likely one
 _FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")  # Unicode forms of names: of most systems, and of macOS
@@ -259,7 +259,7 @@ class VideoFault(Exception):  # noqa: N818
         """Create the fault. Control characters of ``message`` become spaces, and a message above 1 KB is cut."""
         super().__init__(fault_class, message)
         self.fault_class: FaultClass = fault_class
-        self.message = printable(message)
+        self.message = make_printable(message)
         self.stage = stage
         self.backend = backend
         self.exit_signal = exit_signal
@@ -295,7 +295,7 @@ class QuestionFault(Exception):  # noqa: N818
     def __init__(self, fault_class: QuestionFaultClass, message: str) -> None:
         super().__init__(fault_class, message)
         self.fault_class: QuestionFaultClass = fault_class
-        self.message = printable(message)
+        self.message = make_printable(message)
 
     @property
     def retryable(self) -> bool:
@@ -306,7 +306,7 @@ class QuestionFault(Exception):  # noqa: N818
         return f"{self.fault_class}: {self.message}"
 
 
-def near_file(path: Path) -> str:
+def suggest_file(path: Path) -> str:
     """Suggest an existing file for a path that does not exist, among the first 10,000 names of its folder.
 
     A name that looks the same, but differs in its Unicode form or blanks, is preferred to a similar name.
@@ -318,12 +318,16 @@ def near_file(path: Path) -> str:
         names = [entry.name for entry in islice(path.parent.iterdir(), _LOOKED_AT)]
     except OSError:
         return ""
-    look = normalise_look(path.name)
-    twin = next((name for name in names if normalise_look(name) == look), None)
-    return did_you_mean(path.name, names) if twin is None else f" (did you mean {describe_near(path.name, twin)}?)"
+    look = normalize_look(path.name)
+    twin = next((name for name in names if normalize_look(name) == look), None)
+    return (
+        format_suggestion(path.name, names)
+        if twin is None
+        else f" (did you mean {describe_similar_name(path.name, twin)}?)"
+    )
 
 
-def near_form(path: str) -> str:
+def suggest_unicode_form(path: str) -> str:
     """Suggest the file that exists under another Unicode form (NFC or NFD) of a path that does not exist.
 
     An ASCII path costs no access to the disk; any other path costs up to four.
@@ -335,18 +339,18 @@ def near_form(path: str) -> str:
     for form in () if path.isascii() else _FORMS:
         for other in (os.path.join(folder, normalize(form, name)), normalize(form, path)):  # noqa: PTH118
             if other != path and os.path.exists(other):  # noqa: PTH110 - as above
-                return f" (did you mean {describe_near(path, other)}?)"
+                return f" (did you mean {describe_similar_name(path, other)}?)"
     return ""
 
 
-def normalise_look(name: str) -> str:
+def normalize_look(name: str) -> str:
     """Normalize a file name (NFKC, stripped, "/" for a backslash), so that names that look the same become equal."""
     return normalize("NFKC", name).strip().replace("\\", "/")
 
 
-def describe_near(wrong: str, near: str) -> str:
+def describe_similar_name(wrong: str, near: str) -> str:
     """Return the name ``near``, with an explanation of the invisible difference if it looks the same as ``wrong``."""
-    if normalise_look(wrong) != normalise_look(near):
+    if normalize_look(wrong) != normalize_look(near):
         return near
     if normalize("NFC", wrong) != normalize("NFC", near):
         return f"{near} (it differs only by blanks, slashes or characters that look alike: {near!a})"
@@ -360,17 +364,17 @@ def format_count(n: int, noun: str) -> str:
     return f"{n:,} {noun if n == 1 else plural}"
 
 
-def name_first(names: Sequence[str], total: int, limit: int = 3) -> str:
+def list_first_names(names: Sequence[str], total: int, limit: int = 3) -> str:
     """List the first ``limit`` names and the number of names left out of ``total``: ``"a, b, c and 2 more"``.
 
     Control characters become spaces, and the list of names is cut after 1 KB.
     """
     examples = names[:limit]
     more = total - len(examples)
-    return printable(", ".join(examples)) + (f" and {more:,} more" if more else "")
+    return make_printable(", ".join(examples)) + (f" and {more:,} more" if more else "")
 
 
-def printable(message: str, limit: int = 1024) -> str:
+def make_printable(message: str, limit: int = 1024) -> str:
     """Replace control characters of a message by spaces, strip it, and cut it to ``limit`` bytes of UTF-8.
 
     A message that is cut ends with "...".
@@ -381,7 +385,7 @@ def printable(message: str, limit: int = 1024) -> str:
 
 
 @contextmanager
-def usage_errors() -> Iterator[None]:
+def convert_usage_errors() -> Iterator[None]:
     """Convert a ValueError (such as ModelError) inside this context into a UsageError with the same message.
 
     A UsageError passes unchanged.
@@ -395,7 +399,7 @@ def usage_errors() -> Iterator[None]:
 
 
 @contextmanager
-def store_usage_errors() -> Iterator[None]:
+def convert_store_usage_errors() -> Iterator[None]:
     """Convert an OSError inside this context into a UsageError that names the file or the store."""
     try:
         yield

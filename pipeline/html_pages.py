@@ -10,7 +10,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 
-def environment(package: str) -> Environment:
+def make_environment(package: str) -> Environment:
     """Create a Jinja environment for the templates of ``package``, which escapes values.
 
     Undefined values raise an error. Templates of ``pipeline`` are found too, unless the package has one of the same
@@ -28,12 +28,12 @@ def environment(package: str) -> Environment:
     return templates
 
 
-def asset(package: str, name: str) -> Markup:
+def read_asset(package: str, name: str) -> Markup:
     """Read a file from the template folder of ``package`` as markup, unescaped."""
     return Markup((files(package) / "templates" / name).read_text(encoding="utf-8"))
 
 
-def policy_hash(script: str) -> str:
+def compute_policy_hash(script: str) -> str:
     """Return the base64 SHA-256 of the only script that a page may run, for its content security policy.
 
     The template must put ``script`` on a line of its own, because the hash covers the newline before it.

@@ -25,29 +25,29 @@ def _hash_texts(texts: Iterable[bytes], n_bytes: int) -> Keys:
     return np.frombuffer(b"".join(blake2b(text, digest_size=n_bytes).digest() for text in texts), np.uint64)
 
 
-def clip_keys(rows: pa.Table | pa.RecordBatch) -> Keys:
+def hash_clips(rows: pa.Table | pa.RecordBatch) -> Keys:
     """Hash ``uri``, ``start_s`` and ``end_s`` of each row to 64 bits, [n]. A null time differs from every number."""
-    times = np.stack([_seconds(rows[name]) for name in ("start_s", "end_s")], axis=1).tobytes()
+    times = np.stack([_convert_seconds(rows[name]) for name in ("start_s", "end_s")], axis=1).tobytes()
     uris = rows["uri"].cast(pa.binary()).to_pylist()
     return _hash_texts((uri + times[16 * i : 16 * i + 16] for i, uri in enumerate(uris)), 8)
 
 
-def tie_keys(rows: pa.Table) -> Keys:
+def hash_ties(rows: pa.Table) -> Keys:
     """Hash the run, token shard and error message of each row to 64 bits, [n], to order rows of the same attempt."""
     columns = [rows[name].cast(pa.binary()).to_pylist() for name in ("run_id", "token_shard", "error_message")]
     return _hash_texts((b"\0".join(part or b"" for part in row) for row in zip(*columns, strict=True)), 8)
 
 
-def mark_key(text: str) -> int | None:
+def hash_mark(text: str) -> int | None:
     """Hash a store's or archive's mark of a file, such as an ETag, to 64 bits other than 0; None if it is empty.
 
     Quotes and the prefix of a weak ETag are ignored.
     """
     text = text.removeprefix("W/").strip('"')
-    return _nonzero_key(text.encode()) if text else None
+    return _hash_nonzero(text.encode()) if text else None
 
 
-def sample_spans(size: int) -> list[tuple[int, int]]:
+def list_sample_spans(size: int) -> list[tuple[int, int]]:
     """Return up to three ranges (start, end) of at most 16 KiB, by which files of ``size`` bytes are told apart.
 
     They lie at the start, middle and end, in ascending order. In a small file they overlap or coincide.
@@ -56,17 +56,17 @@ def sample_spans(size: int) -> list[tuple[int, int]]:
     return [(start, min(start + _SAMPLE_BYTES, size)) for start in sorted({max(0, start) for start in starts})]
 
 
-def sample_key(size: int, pieces: Iterable[bytes]) -> int:
-    """Hash a file's size and the contents of its ``sample_spans`` to 64 bits, never 0."""
-    return _nonzero_key(b"".join([size.to_bytes(8, "big"), *pieces]))
+def hash_sample(size: int, pieces: Iterable[bytes]) -> int:
+    """Hash a file's size and the contents of its ``list_sample_spans`` to 64 bits, never 0."""
+    return _hash_nonzero(b"".join([size.to_bytes(8, "big"), *pieces]))
 
 
-def _nonzero_key(text: bytes) -> int:
+def _hash_nonzero(text: bytes) -> int:
     """Hash a text to 64 bits, never 0, which stands for "not known" in the videos table."""
     return int(_hash_texts([text], 8)[0]) or 1
 
 
-def _seconds(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
+def _convert_seconds(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
     """Convert a column of seconds to float64 with equal bits for equal values: null is NaN, and -0.0 becomes 0.0."""
     seconds = pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy(zero_copy_only=False)
     return np.asarray(seconds, np.float64) + 0.0
@@ -96,9 +96,9 @@ def find(keys: Keys, high: Keys, low: Keys) -> NDArray[np.int64]:
     return rows
 
 
-def column_keys(texts: pa.ChunkedArray) -> Keys:
+def hash_column(texts: pa.ChunkedArray) -> Keys:
     """Hash each text of a chunked column to 128 bits, [n, 2] uint64."""
-    return np.concatenate([np.empty((0, 2), np.uint64), *map(hash_texts, parts_of(texts))])
+    return np.concatenate([np.empty((0, 2), np.uint64), *map(hash_texts, iter_column_slices(texts))])
 
 
 def find_repeated(keys: Keys, is_late: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
@@ -116,7 +116,7 @@ def find_repeated(keys: Keys, is_late: NDArray[np.bool_] | None = None) -> NDArr
     return is_repeated
 
 
-def parts_of(column: pa.ChunkedArray) -> Iterator[pa.Array]:
+def iter_column_slices(column: pa.ChunkedArray) -> Iterator[pa.Array]:
     """Yield a column in zero-copy slices of at most ``ROWS_AT_ONCE`` rows."""
     for chunk in column.chunks:
         yield from (chunk.slice(start, ROWS_AT_ONCE) for start in range(0, len(chunk), ROWS_AT_ONCE))

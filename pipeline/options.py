@@ -58,10 +58,10 @@ def check(ok: bool, name: str, requirement: str, value: object) -> None:
 def check_ratio(name: str, value: float | None) -> None:
     """Raise UsageError that names the flag unless ``value`` is None or in (0, 1]."""
     if value is not None and not 0.0 < value <= 1.0:
-        raise UsageError(f"--{name.replace('_', '-')} must be in (0, 1], got {value!r}{likely_share(value)}")
+        raise UsageError(f"--{name.replace('_', '-')} must be in (0, 1], got {value!r}{suggest_percentage(value)}")
 
 
-def likely_share(value: float) -> str:
+def suggest_percentage(value: float) -> str:
     """Return "; did you mean 25%?" for a number above 1 and up to 100, otherwise ""."""
     return f"; did you mean {value:g}%?" if 1.0 < value <= 100.0 else ""
 
@@ -73,7 +73,7 @@ def check_choices(config: Any) -> None:
         check(not choices or value is None or value in choices, item.name, f"one of {choices}", value)
 
 
-def named_values(texts: Iterable[str], flag: str) -> dict[str, str]:
+def parse_named_values(texts: Iterable[str], flag: str) -> dict[str, str]:
     """Parse NAME=VALUE arguments into texts by name; the last value of a repeated name counts.
 
     Blanks around names and values are dropped, and "-" in a name becomes "_". UsageError, which names ``flag``, is
@@ -88,7 +88,7 @@ def named_values(texts: Iterable[str], flag: str) -> dict[str, str]:
     return params
 
 
-def positive(value: float) -> bool:
+def is_positive(value: float) -> bool:
     """Return True if a number is finite and above 0."""
     return math.isfinite(value) and value > 0
 
@@ -176,20 +176,20 @@ class RunOptions(S3Options):
             value = getattr(self, name)
             check(not isinstance(value, int) or abs(value) < 2**63, name, "a number below 2^63", value)
         for name in ("stall_timeout", "flush_seconds", "log_interval"):
-            check(positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
-        self.failure_limit(1)  # raises for a --max-failed that is neither a count nor a share
+            check(is_positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
+        self.compute_failure_limit(1)  # raises for a --max-failed that is neither a count nor a share
 
-    def failure_limit(self, total: int) -> int:
+    def compute_failure_limit(self, total: int) -> int:
         """Return how many of ``total`` items may fail before the run counts as failed: by default all but one."""
-        return max(0, total - 1) if self.max_failed is None else _count_or_share(self.max_failed.strip(), total)
+        return max(0, total - 1) if self.max_failed is None else _parse_failure_limit(self.max_failed.strip(), total)
 
-    def infrastructure_limit(self, total: int) -> int:
+    def compute_infrastructure_limit(self, total: int) -> int:
         """Return the number of infrastructure errors, out of ``total`` items, above which the run counts as failed.
 
         It is ``--max-failed`` if that is given, otherwise 10 or 5 %, whichever is more.
         """
         if self.max_failed is not None:
-            return self.failure_limit(total)
+            return self.compute_failure_limit(total)
         return max(OUTSIDE_COUNT, math.floor(OUTSIDE_SHARE * total + 1e-9))
 
     def as_record(self) -> dict[str, Json]:
@@ -197,7 +197,7 @@ class RunOptions(S3Options):
         values = {item.name: (getattr(self, item.name), item.metadata.get("secret")) for item in fields(self)}
         return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}
 
-    def changed_values(self) -> dict[str, Json]:
+    def list_changed_values(self) -> dict[str, Json]:
         """Return the entries of ``as_record`` that differ from the default."""
         defaults = {
             item.name: item.default if item.default_factory is MISSING else item.default_factory()
@@ -220,7 +220,7 @@ class PrunerOptions(RunOptions):
 
     def pruner_params(self) -> dict[str, str]:
         """Parse ``--pruner-param`` into texts by parameter name. Raises UsageError for an argument without "="."""
-        return named_values(self.pruner_param, "--pruner-param")
+        return parse_named_values(self.pruner_param, "--pruner-param")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +281,7 @@ class EngineOptions(RunOptions, CodeOptions):
 
     def engine_params(self) -> dict[str, Json]:
         """Parse ``--engine-param`` into values by name. Raises UsageError for an argument without "="."""
-        return engine_values(self.engine_param)
+        return parse_engine_values(self.engine_param)
 
     def as_record(self) -> dict[str, Json]:
         """Return all options by name, ready for JSON, for the record of the run.
@@ -296,9 +296,9 @@ class EngineOptions(RunOptions, CodeOptions):
         return {**super().as_record(), "engine_param": shown}
 
 
-def engine_values(texts: Iterable[str]) -> dict[str, Json]:
+def parse_engine_values(texts: Iterable[str]) -> dict[str, Json]:
     """Parse NAME=VALUE engine arguments; a value that is not JSON stays text. Raises UsageError without "="."""
-    return {name: _json_or_text(text) for name, text in named_values(texts, "--engine-param").items()}
+    return {name: _parse_json_or_text(text) for name, text in parse_named_values(texts, "--engine-param").items()}
 
 
 def read_ids(flag: str, name: str) -> list[str]:
@@ -323,7 +323,7 @@ def read_ids(flag: str, name: str) -> list[str]:
     return ids
 
 
-def _json_or_text(text: str) -> Json:
+def _parse_json_or_text(text: str) -> Json:
     """Decode ``text`` as JSON; return it unchanged if it is not JSON."""
     try:
         value: Json = json.loads(text)
@@ -332,7 +332,7 @@ def _json_or_text(text: str) -> Json:
     return value
 
 
-def _count_or_share(text: str, total: int) -> int:
+def _parse_failure_limit(text: str, total: int) -> int:
     """Convert ``--max-failed`` to a number of items.
 
     "10" is a count; "0.05" and "5%" are shares of ``total``, rounded down. A number with a decimal point or an exponent
@@ -346,7 +346,7 @@ def _count_or_share(text: str, total: int) -> int:
             count = int(text)
             check(count >= 0, "max_failed", "a count or a share", text)
             return count
-        failed_share = share(text)
+        failed_share = parse_share(text)
     except ValueError as error:
         raise UsageError(f"--max-failed is a count (10) or a share (0.05 or 5%), got {text!r}") from error
     check(0.0 <= failed_share <= 1.0, "max_failed", "a share in [0, 1]", text)
@@ -388,12 +388,16 @@ def check_options(config: type, values_given: Mapping[str, object], where: str =
         raise UsageError(f"{where}unknown option {', '.join(unknown)}; {hint}")
     hints = get_type_hints(config)
     values = {
-        name: _as_pairs(value) if known_fields[name].metadata.get("metavar") == "NAME=VALUE" else value
+        name: _convert_to_pairs(value) if known_fields[name].metadata.get("metavar") == "NAME=VALUE" else value
         for name, value in values_given.items()
     }
     for name, value in values.items():
         if known_fields[name].metadata.get("share"):
-            values[name] = [_share(share_text) for share_text in value] if isinstance(value, list) else _share(value)
+            values[name] = (
+                [_convert_share(share_text) for share_text in value]
+                if isinstance(value, list)
+                else _convert_share(value)
+            )
         if (
             known_fields[name].metadata.get("positional")
             and isinstance(value, _TEXT)
@@ -428,7 +432,7 @@ def make_config(
     return kind(**check_options(kind, options, f"{function}(): "))
 
 
-def share(text: str) -> float:
+def parse_share(text: str) -> float:
     """Parse a share as a number ("0.25") or in percent ("25%"). Raises ValueError for any other text."""
     number, percent, ending = text.partition("%")
     if ending.strip():
@@ -436,24 +440,24 @@ def share(text: str) -> float:
     return float(number) / 100 if percent else float(number)
 
 
-def value_type(hint: Any) -> Any:
+def get_value_type(hint: Any) -> Any:
     """Return the type of an optional value without None (``int`` for ``int | None``), or any other type unchanged."""
     if get_origin(hint) in (Union, types.UnionType):
         return next(kind for kind in get_args(hint) if kind is not type(None))
     return hint
 
 
-def _as_pairs(value: object) -> object:
+def _convert_to_pairs(value: object) -> object:
     """Convert a mapping to a list of NAME=VALUE; other values are returned unchanged."""
     if not isinstance(value, Mapping):
         return value
     return [f"{name}={str(of).lower() if of is None or isinstance(of, bool) else of}" for name, of in value.items()]
 
 
-def _share(value: object) -> object:
+def _convert_share(value: object) -> object:
     """Convert a text such as "25%" to a number; any other value stays."""
     try:
-        return share(value) if isinstance(value, str) and value.endswith("%") else value
+        return parse_share(value) if isinstance(value, str) and value.endswith("%") else value
     except ValueError:
         return value
 
@@ -467,7 +471,7 @@ def _check_value(value: Any, hint: Any, where: str) -> Any:
     Raises:
         UsageError: the value has another type; the message begins with ``where``.
     """
-    kind = value_type(hint)
+    kind = get_value_type(hint)
     if value is None and kind is not hint:
         return None
     if value is None and get_origin(kind) is list:

@@ -28,7 +28,7 @@ _FORM = (
 )
 
 
-def is_own(kind: type) -> bool:
+def is_user_class(kind: type) -> bool:
     """Return True if the class is not defined in this project, torch or the standard library."""
     return kind.__module__.partition(".")[0] not in _NOT_OWN
 
@@ -50,7 +50,7 @@ def hash_code(kind: type) -> str:
     texts, waiting = dict[str, str](), [kind.__module__]
     while waiting:
         module = waiting.pop()
-        if module in texts or not _is_users(module, kind.__module__):
+        if module in texts or not _is_user_module(module, kind.__module__):
             continue
         source = _read_source(module)
         if source is None:
@@ -61,7 +61,7 @@ def hash_code(kind: type) -> str:
             statements = [node for node in ast.parse(source).body if not _runs_as_script(node)]
         except SyntaxError as error:
             raise UsageError(f"module {module}, line {error.lineno}: {error.msg}") from error
-        texts[module] = _canonical(statements)
+        texts[module] = _render_canonically(statements)
         waiting += _list_imports(module, statements)
     data = "\n".join(f"{module}: {texts[module]}" for module in sorted(texts)).encode()
     return f"{_FORM}{hashlib.blake2b(data, digest_size=16).hexdigest()}"
@@ -77,7 +77,7 @@ def find_class_file(kind: type) -> str:
     return str(getattr(sys.modules.get(kind.__module__), "__file__", None) or f"module {kind.__module__}")
 
 
-def locate_own_error(error: BaseException, kind: type) -> str | None:
+def locate_user_error(error: BaseException, kind: type) -> str | None:
     """Find the line of the user's code that is to blame for an error.
 
     It is the innermost frame of the traceback that lies in the user's modules. If there is none and ``error`` is a
@@ -86,11 +86,11 @@ def locate_own_error(error: BaseException, kind: type) -> str | None:
     Returns:
         FILE:LINE, or None if the class ``kind`` is not the user's or its code is not involved.
     """
-    if not is_own(kind):
+    if not is_user_class(kind):
         return None
     line_in_file = None
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if _is_users(str(frame.f_globals.get("__name__")), kind.__module__):
+        if _is_user_module(str(frame.f_globals.get("__name__")), kind.__module__):
             line_in_file = f"{frame.f_code.co_filename}:{line}"
     if line_in_file is None and isinstance(error, WrongSelection):
         code: CodeType = kind.select.__code__  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def locate_own_error(error: BaseException, kind: type) -> str | None:
     return line_in_file
 
 
-def _is_users(module: str, first: str) -> bool:
+def _is_user_module(module: str, first: str) -> bool:
     """Return True if the user wrote ``module``, where ``first`` is the module of the user's class.
 
     Such a module has a file, and is in the same top-level package as ``first`` or not installed in site-packages.
@@ -167,15 +167,15 @@ def _runs_as_script(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and any(getattr(inner, "id", None) == "__name__" for inner in ast.walk(node.test))
 
 
-def _canonical(value: Any) -> str:
+def _render_canonically(value: Any) -> str:
     """Render syntax nodes as text that does not depend on layout, comments, docstrings or the Python version."""
     if isinstance(value, list):
         statements = [item for item in value if not _is_docstring(item)]
-        return f"[{', '.join(map(_canonical, statements))}]"
+        return f"[{', '.join(map(_render_canonically, statements))}]"
     if not isinstance(value, ast.AST):
         return repr(value)
     fields = [(name, part) for name, part in ast.iter_fields(value) if name not in _WITHOUT_MEANING]
-    parts = [f"{name}={_canonical(part)}" for name, part in fields if part is not None and part != []]
+    parts = [f"{name}={_render_canonically(part)}" for name, part in fields if part is not None and part != []]
     return f"{type(value).__name__}({', '.join(parts)})"
 
 

@@ -9,7 +9,7 @@ from gstep.errors import is_gpu_broken, is_out_of_memory
 from gstep.evidence import EVIDENCE_SHAPES
 from gstep.pruners.base import Pruner
 from pipeline.errors import MethodFails, OwnCodeError, VideoFault
-from pipeline.own_code import locate_own_error
+from pipeline.own_code import locate_user_error
 
 _DRAWN_FRAMES = (8, 4)  # frames of the drawn tokens; the second number if the video has as many as the first
 _working_methods: set[type[Pruner]] = set()  # methods that have pruned a video in this process
@@ -30,19 +30,22 @@ def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, s
     try:
         pruned = pruner.prune(visual, retention_ratio, seed=seed)
     except Exception as error:
-        place = locate_own_error(error, kind)
+        place = locate_user_error(error, kind)
         if place is None or is_out_of_memory(error) or _may_be_gpu_fault(error):
             raise
         message = f"{place}: {type(error).__name__}: {error}, in the method {kind.__module__}:{kind.__qualname__}"
     else:
         _working_methods.add(kind)
         return pruned
-    if kind not in _working_methods and _place_with_drawn_tokens(pruner, visual, retention_ratio, seed) == place:
+    if (
+        kind not in _working_methods
+        and _locate_error_with_random_tokens(pruner, visual, retention_ratio, seed) == place
+    ):
         raise MethodFails(f"{message}. It fails for drawn tokens too, so no video was tried after this: correct it")
     raise OwnCodeError(message)
 
 
-def prune_or_fault(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> PrunedTokens:
+def prune_or_raise_fault(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> PrunedTokens:
     """Prune the tokens of a video, and convert errors that concern only this video to faults of the stage "prune".
 
     All other errors, such as those of a GPU, pass unchanged.
@@ -65,7 +68,9 @@ def _may_be_gpu_fault(error: Exception) -> bool:
     return "CUDA error" in str(error) or (has_cuda and is_gpu_broken())
 
 
-def _place_with_drawn_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> str | None:
+def _locate_error_with_random_tokens(
+    pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int
+) -> str | None:
     """Prune random tokens and evidence with another number of frames than ``visual`` has; any exception is caught.
 
     Evidence whose name is not in EVIDENCE_SHAPES is left out.
@@ -89,5 +94,5 @@ def _place_with_drawn_tokens(pruner: Pruner, visual: VisualTokens, retention_rat
     try:
         pruner.prune(VisualTokens(tokens, evidence, grid=visual.grid), retention_ratio, seed=seed)
     except Exception as error:  # noqa: BLE001 - code of the user's
-        return locate_own_error(error, type(pruner))
+        return locate_user_error(error, type(pruner))
     return None

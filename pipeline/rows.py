@@ -16,7 +16,7 @@ from pipeline.errors import (
     QuestionFaultClass,
     VideoFault,
     format_count,
-    printable,
+    make_printable,
 )
 
 Status = Literal["ok", "failed", "removed"]
@@ -25,7 +25,7 @@ JSON_COLUMNS: tuple[Literal["manifest", "model_extra", "runtime"], ...] = ("mani
 #: The beginning of a video's ``backend_note`` where the decoder that was asked for served all the same.
 BY_DECODING = "index made by decoding"
 #: The beginning of the part of it that says that the film continues in a stream that was not read.
-PARTLY_READ = "only a part was read"
+READ_IN_PART = "only a part was read"
 #: The beginning of the last part of a video's ``backend_note``, which says that its frame size changes.
 SIZES_DIFFER = "frame sizes differ"
 #: A JSON value, and a JSON object that is only read.
@@ -48,7 +48,7 @@ class ManifestRow(TypedDict):
         source_offset: the position of a video in its archive: in a tar, the first byte of the member's data; in a zip,
             the first byte of the member's header; in a table, the row number. None for a separate file.
         fault: "class: message" of a known fault of the video, found before it is decoded; None without a fault.
-        mark: the ``mark_key`` of a text that changes with the content: the ETag or hash of an object, the CRC-32 of a
+        mark: the ``hash_mark`` of a text that changes with the content: the ETag or hash of an object, the CRC-32 of a
             zip's member, or the mark of a whole tar. None if no listing or index states one.
     """
 
@@ -74,7 +74,7 @@ class TodoRow(ManifestRow):
     attempts: int
 
 
-def todo_row(
+def make_todo_row(
     video_id: str,
     uri: str,
     start_s: float | None = None,
@@ -296,7 +296,7 @@ VIDEO_COLUMNS: Mapping[str, Column] = {
 VideoRow = VideoRecord
 
 
-def sampled_fps(row: VideoRow) -> float | None:
+def compute_sampled_fps(row: VideoRow) -> float | None:
     """Compute the sampled frames per second of an ok video's clip; None without a frame rate or frames."""
     fps = row.get("clip_fps") or row["fps"]
     return len(row["frame_indices"]) / row["clip_frames"] * fps if fps and row["clip_frames"] else None
@@ -319,7 +319,7 @@ def describe_frames(row: VideoRow) -> str:
     # A clip of which the rate differs from that of the whole file lies in a file whose rate varies.
     varies = " on average" if row.get("clip_fps") not in (None, row["fps"]) else ""
     patches = f" in {format_count(n_steps, 'temporal patch')}" if n_sampled > n_steps else ""
-    rates = f"source fps {format_rate(row['fps'])}{varies}, sampled at {format_rate(sampled_fps(row))} fps"
+    rates = f"source fps {format_rate(row['fps'])}{varies}, sampled at {format_rate(compute_sampled_fps(row))} fps"
     return f"{rates}, {format_count(n_sampled, 'frame')}{patches}"
 
 
@@ -366,12 +366,12 @@ class AnswerRecord(QuestionRecord, total=False):
     batch_size: int
 
 
-def without_nulls(row: Mapping[str, Any], kind: type[R]) -> R:
+def drop_nulls(row: Mapping[str, Any], kind: type[R]) -> R:
     """Copy a row as a record of type ``kind``, without None values."""
     return cast(R, {name: value for name, value in row.items() if value is not None})
 
 
-def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
+def make_failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
     """Create the error row of a video: a copy of its record so far, with the class, stage and message of the fault.
 
     ``fault.attempts`` counts the attempts of this run, the first of which is already in ``record["attempts"]``; the
@@ -406,14 +406,14 @@ def is_infrastructure_error(record: VideoRecord) -> bool:
     return record["error_class"] in INFRASTRUCTURE_CLASSES or on_the_gpu
 
 
-def removed_answer(question: QuestionRecord | AnswerRecord, reason: str) -> AnswerRecord:
+def make_removed_answer(question: QuestionRecord | AnswerRecord, reason: str) -> AnswerRecord:
     """Create the row that replaces a question about a removed video: its keys and the reason, without its texts."""
     row: AnswerRecord = {
         "question_id": question["question_id"],
         "video_ids": question["video_ids"],
         "prompt": "",
         "status": "removed",
-        "error_message": printable(reason),
+        "error_message": make_printable(reason),
         "attempts": question["attempts"],
     }
     for name in ("pruning", "method_code"):
@@ -422,7 +422,7 @@ def removed_answer(question: QuestionRecord | AnswerRecord, reason: str) -> Answ
     return row
 
 
-def failed_answer(question: QuestionRecord | AnswerRecord, fault: QuestionFault) -> AnswerRecord:
+def make_failed_answer(question: QuestionRecord | AnswerRecord, fault: QuestionFault) -> AnswerRecord:
     """Create the error row of a question: a copy of ``question`` with the fault's class, message and retryability."""
     return {
         **cast(AnswerRecord, question),

@@ -83,7 +83,7 @@ def write_model(path: Path, name: str, *, is_tiny: bool, language: Mapping[str, 
     for filename, content in {"config.json": config, **files.processor_files}.items():
         settings = {key: pixels[key] for key in pixels.keys() & content if "preprocessor" in filename}
         (folder / filename).write_text(json.dumps({**content, **settings}), encoding="utf-8")
-    tokenizer.write(folder, files.tokenizer)
+    tokenizer.write_trained_tokenizer(folder, files.tokenizer)
     if language is None:
         weights = {
             key: torch.from_numpy(array).bfloat16() for key, array in draw_weights(files.tensors, config).items()

@@ -28,8 +28,8 @@ from gstep.backbones import ModelSource, choose_runtime
 from jobs import prune
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark import generic, selection
-from jobs.benchmark.shared import machine_line, seconds_of
-from jobs.benchmark.tokens import structured_tokens
+from jobs.benchmark.shared import format_machine, time_call
+from jobs.benchmark.tokens import make_structured_tokens
 from pipeline.cache.writer import VideoItem
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.rows import VideoRecord
@@ -70,7 +70,7 @@ def make_inputs(bench: Bench) -> None:
 
 def measure_machine(bench: Bench) -> None:
     """Report the machine, its packages, and the device's speed in bfloat16 matrix products and copies."""
-    bench.say("machine", f"{machine_line(bench.device)}, {os.cpu_count()} cores, Python {sys.version.split()[0]}")
+    bench.say("machine", f"{format_machine(bench.device)}, {os.cpu_count()} cores, Python {sys.version.split()[0]}")
     bench.say("packages", ", ".join(f"{name} {version(name)}" for name in ("triton", "transformers", "ray", "av")))
     side, n_bytes = (256, 2**22) if bench.rehearse else (8192, 2**31)
     left, right = (torch.randn(side, side, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
@@ -103,7 +103,7 @@ def measure_tower(bench: Bench, model: str) -> None:
     encoder, record, frames = load_encoder(bench, model)
     backbone = encoder.backbone
     on_device = frames.to(bench.device)
-    rows = [encoder.encode_one(record, frames.numpy()).record for _ in range(1 + bench.repeats)][1:]
+    rows = [encoder.encode_video_alone(record, frames.numpy()).record for _ in range(1 + bench.repeats)][1:]
     encode_s, prune_s = (statistics.median(row[step] for row in rows) for step in ("encode_s", "prune_s"))
     work = backbone.family.flops(*frames.shape[:3]) / 1e12
     bench.say("tokens", rows[0]["n_total"])
@@ -114,8 +114,8 @@ def measure_tower(bench: Bench, model: str) -> None:
     bench.say("pruning by itself", 1e3 * prune_s, "ms a video")
     videos = ENCODER_THREADS * bench.repeats
     with ThreadPoolExecutor(ENCODER_THREADS) as pool:
-        encode_all = partial(pool.map, partial(encoder.encode_one, record), [frames.numpy()] * videos)
-        bench.say("all, videos in parallel", 1e3 * seconds_of(lambda: [*encode_all()])[0] / videos, "ms a video")
+        encode_all = partial(pool.map, partial(encoder.encode_video_alone, record), [frames.numpy()] * videos)
+        bench.say("all, videos in parallel", 1e3 * time_call(lambda: [*encode_all()])[0] / videos, "ms a video")
     with profile(activities=[ProfilerActivity.CPU if bench.rehearse else ProfilerActivity.CUDA]) as profiler:
         backbone.encode(on_device).tokens.cpu()
     kind = "cpu" if bench.rehearse else "device"
@@ -226,7 +226,7 @@ def run_tests(bench: Bench) -> None:
         raise RuntimeError(f"pytest: {bench.read_last_line(bench.name)}")
 
 
-def poison_context(bench: Bench) -> None:
+def break_gpu_context(bench: Bench) -> None:
     """Run ``jobs.prune`` with a method that breaks the GPU's context at one video, which must be the only failure.
 
     Raises:
@@ -241,7 +241,7 @@ def poison_context(bench: Bench) -> None:
         raise RuntimeError("the poisoned video was to crash, and no other video to fail")
 
 
-def fill_memory(bench: Bench) -> None:
+def limit_gpu_memory(bench: Bench) -> None:
     """Encode with too little GPU memory for one pass, and report which tokens stay the same and how passes are split.
 
     In a rehearsal, an error stands in for the lack of memory.
@@ -253,7 +253,7 @@ def fill_memory(bench: Bench) -> None:
     backbone = encoder.backbone
     sizes = list[int]()
     encode_chunk = backbone.encode_chunk
-    expected = encoder.encode_one(record, frames.numpy()).kept.index.tolist()
+    expected = encoder.encode_video_alone(record, frames.numpy()).kept.index.tolist()
 
     def encode_some(chunk: torch.Tensor, evidence: dict[str, str]) -> object:
         if bench.rehearse and len(chunk) > bench.frames // 2:
@@ -275,7 +275,7 @@ def fill_memory(bench: Bench) -> None:
         torch.cuda.set_per_process_memory_fraction((before_bytes + 0.62 * pass_bytes) / torch.cuda.mem_get_info()[1])
         bench.say("memory", f"limited to 62 % of the {pass_bytes / GIB:.3g} GiB of a pass")
     backbone.encode_chunk = encode_some
-    index = encoder.encode_one(record, frames.numpy()).kept.index.tolist()
+    index = encoder.encode_video_alone(record, frames.numpy()).kept.index.tolist()
     bench.say("frames of each pass", sizes)
     bench.say("kept tokens that are kept without the limit", 100 * len({*index} & {*expected}) / len(expected), "%")
     split = encoder.encode_together([VideoItem(record, frames=frames.numpy())] * 4)
@@ -287,7 +287,7 @@ def fill_memory(bench: Bench) -> None:
 def measure_selection(bench: Bench) -> None:
     """Time the selection, the paper's loop and VidCom2, and report the share of the loop's tokens that are kept."""
     for shape in ((3, 8, 32),) if bench.rehearse else ((32, 196, 3584), (16, 720, 3584)):
-        tokens = structured_tokens(*shape).to(bench.device)
+        tokens = make_structured_tokens(*shape).to(bench.device)
         for ratio in (0.25, 0.10):
             times = selection.measure("structured", tokens, ratio, bench.repeats)
             label = f"{times.n_tokens} tokens, {ratio:g}"
@@ -313,8 +313,8 @@ MEASUREMENTS = {
     "table3": Measurement(160, measure_answers),
     "generic": Measurement(150, partial(measure_generic, models=("llava", "qwen3"))),
     "tests": Measurement(125, run_tests),
-    "poison": Measurement(100, poison_context),
-    "memory": Measurement(100, fill_memory),
+    "poison": Measurement(100, break_gpu_context),
+    "memory": Measurement(100, limit_gpu_memory),
     "selection": Measurement(60, measure_selection),
     "ray": Measurement(80, partial(measure_loop, run=loops.run_ray_data, n_videos=60)),
 }

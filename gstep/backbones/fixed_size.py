@@ -42,7 +42,7 @@ class FixedSizeFamily(ModelFamily):
         return DEFAULTS
 
     def empty_tower(self, runtime: Runtime) -> tuple[Any, NameRule]:
-        model: Any = build_empty_model(self.source.stock_config(), runtime)
+        model: Any = build_empty_model(self.source.parse_stock_config(), runtime)
         del model.language_model
         return model, self.names_in_memory
 

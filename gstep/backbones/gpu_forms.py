@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, interpolate, linear, pad, scaled_dot_product_attention, silu
 
-from gstep.backbones.runtime import rotated
+from gstep.backbones.runtime import apply_rotary_positions
 
 _TANH_GELU = "gelu_pytorch_tanh"  # transformers' name for it
 _ALIGNED = 8  # channels, 16 bytes: for other widths cuBLAS uses kernels of older GPUs
@@ -33,13 +33,13 @@ class FusedSteps:
     The layers of the tower share it.
 
     Attributes:
-        kernels: True if Triton kernels compute the steps; :meth:`prove` sets it.
+        kernels: True if Triton kernels compute the steps; :meth:`check_kernels_on` sets it.
     """
 
     def __init__(self, *, kernels: bool = False) -> None:
         self.kernels = kernels
 
-    def prove(self, device: torch.device, step: Callable[[], Tensor]) -> None:
+    def check_kernels_on(self, device: torch.device, step: Callable[[], Tensor]) -> None:
         """Turn the Triton kernels on if ``step`` gives the same result with and without them.
 
         If ``step`` fails, or its results differ by more than 1/64 of the largest value, the kernels stay off and a
@@ -84,7 +84,7 @@ class FusedSteps:
         if not self.kernels:
             x = x if added is None else x + added
             return x, norm(x)
-        from gstep.backbones.gpu_kernels import norm_kernel  # noqa: PLC0415 - Triton may be missing
+        from gstep.backbones.gpu_kernels import normalize_kernel  # noqa: PLC0415 - Triton may be missing
 
         width = x.shape[-1]
         x = x.contiguous()
@@ -95,8 +95,8 @@ class FusedSteps:
         bias, eps = (norm.bias, norm.eps) if is_layer_norm else (norm.weight, norm.variance_epsilon)
         n_rows = x.numel() // width
         rows = 2
-        norm_kernel[(-(-n_rows // rows),)](
-            *(x, addend, total, out, norm.weight, bias, n_rows, eps, width, _power_of_2(width), rows),
+        normalize_kernel[(-(-n_rows // rows),)](
+            *(x, addend, total, out, norm.weight, bias, n_rows, eps, width, _round_up_to_power_of_2(width), rows),
             *(added is not None, is_layer_norm),
             num_warps=8,
         )
@@ -110,14 +110,16 @@ class FusedSteps:
         query, key, value = qkv_S3HE.unbind(1)
         if not self.kernels:
             cos_S1E, sin_S1E = cos_SE[:, None], sin_SE[:, None]
-            query, key = (rotated(part.float(), cos_S1E, sin_S1E).to(part.dtype) for part in (query, key))
+            query, key = (
+                apply_rotary_positions(part.float(), cos_S1E, sin_S1E).to(part.dtype) for part in (query, key)
+            )
             return query, key, value
         from gstep.backbones.gpu_kernels import rotate_kernel  # noqa: PLC0415
 
         n_rows, _, heads, width = qkv_S3HE.shape
         rotate_kernel[(n_rows,)](
             *(qkv_S3HE, cos_SE.float().contiguous(), sin_SE.float().contiguous(), heads, width // 2),
-            *(_power_of_2(2 * heads), _power_of_2(width // 2)),
+            *(_round_up_to_power_of_2(2 * heads), _round_up_to_power_of_2(width // 2)),
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -132,11 +134,11 @@ class FusedSteps:
         from gstep.backbones.gpu_kernels import gate_kernel  # noqa: PLC0415
 
         out_SI = gate_up_S2I.new_empty(len(gate_up_S2I), width)
-        block = min(1024, _power_of_2(width))
+        block = min(1024, _round_up_to_power_of_2(width))
         gate_kernel[(len(gate_up_S2I), -(-width // block))](gate_up_S2I, out_SI, width, block, num_warps=4)
         return out_SI
 
-    def gelu_linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+    def apply_gelu_linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """Return the tanh GELU of a linear layer's output.
 
         With kernels on a GPU, GELU is applied before the product is rounded.
@@ -148,7 +150,7 @@ class FusedSteps:
         return out.view(*x.shape[:-1], -1)
 
 
-def _power_of_2(least: int) -> int:
+def _round_up_to_power_of_2(least: int) -> int:
     """Return the smallest power of 2 that is at least ``least``."""
     return 1 << (least - 1).bit_length()
 
@@ -158,7 +160,7 @@ def optimize_llava(model: Any, vision: Any) -> FusedSteps:
 
     Patches are embedded by one matrix product, element-wise steps are fused, and pooling keeps the channels last. On a
     GPU, the first layer then runs twice to turn the Triton kernels on, or off with a RuntimeWarning
-    (:meth:`FusedSteps.prove`).
+    (:meth:`FusedSteps.check_kernels_on`).
 
     Args:
         vision: the module inside ``model`` that holds the vision tower's embeddings and layers.
@@ -168,7 +170,7 @@ def optimize_llava(model: Any, vision: Any) -> FusedSteps:
     """
     steps = FusedSteps()
     embeddings = vision.embeddings
-    kernel_CK = _flat_kernel(embeddings.patch_embedding)
+    kernel_CK = _flatten_kernel(embeddings.patch_embedding)
     embeddings.forward = partial(_embed_siglip, embeddings, kernel_CK)
     for layer in vision.encoder.layers:
         layer.forward = partial(_run_siglip_layer, layer, steps)
@@ -177,8 +179,8 @@ def optimize_llava(model: Any, vision: Any) -> FusedSteps:
     model.apply_pooling = MethodType(_pool_frames, model)
     if kernel_CK.is_cuda:
         first = vision.encoder.layers[0]
-        hidden_1SC = _example(first.layer_norm1.weight)[None]
-        steps.prove(kernel_CK.device, lambda: first(hidden_1SC, attention_mask=None))
+        hidden_1SC = _draw_hidden_states(first.layer_norm1.weight)[None]
+        steps.check_kernels_on(kernel_CK.device, lambda: first(hidden_1SC, attention_mask=None))
     return steps
 
 
@@ -189,14 +191,14 @@ def optimize_internvl(tower: Any) -> FusedSteps:
     keys, their projections and that of values become one product. The scales ``lambda_1`` and ``lambda_2`` of each
     layer are multiplied into the weights before them and set to 1, so that a second call changes no result. On a GPU,
     the first layer then runs twice to turn the Triton kernels on, or off with a RuntimeWarning
-    (:meth:`FusedSteps.prove`).
+    (:meth:`FusedSteps.check_kernels_on`).
 
     Raises:
         torch.OutOfMemoryError: GPU memory ran out in the first layer.
     """
     steps = FusedSteps()
     patches = tower.embeddings.patch_embeddings
-    kernel_CK = _flat_kernel(patches.projection)
+    kernel_CK = _flatten_kernel(patches.projection)
     patches.forward = partial(_embed_internvl, patches, kernel_CK)
     for layer in tower.encoder.layer:
         _fold_scale(layer.attention.projection_layer, layer.lambda_1)
@@ -208,8 +210,8 @@ def optimize_internvl(tower: Any) -> FusedSteps:
             attention.forward = partial(_attend_to_frame, attention, joined)
     if kernel_CK.is_cuda:
         first = tower.encoder.layer[0]
-        hidden_1SC = _example(first.layernorm_before.weight)[None]
-        steps.prove(kernel_CK.device, lambda: first(hidden_1SC))
+        hidden_1SC = _draw_hidden_states(first.layernorm_before.weight)[None]
+        steps.check_kernels_on(kernel_CK.device, lambda: first(hidden_1SC))
     return steps
 
 
@@ -219,7 +221,8 @@ def optimize_qwen(tower: Any) -> FusedSteps:
     Patches are embedded by one matrix product, element-wise steps are fused, and each layer attends in as few calls as
     possible; attention stays the stock one if the tower was built with "eager". The gate and up of an MLP gated by SiLU
     become one product; a width that is not a multiple of 8 is zero-padded to a multiple of 128. On a GPU, the first
-    block then runs twice to turn the Triton kernels on, or off with a RuntimeWarning (:meth:`FusedSteps.prove`).
+    block then runs twice to turn the Triton kernels on, or off with a RuntimeWarning
+    (:meth:`FusedSteps.check_kernels_on`).
 
     Raises:
         torch.OutOfMemoryError: GPU memory ran out in the first block.
@@ -240,21 +243,21 @@ def optimize_qwen(tower: Any) -> FusedSteps:
         first = tower.blocks[0]
         device = projection.weight.device
         rows = _CHECKED_ROWS
-        hidden_SC = _example(first.norm1.weight)
+        hidden_SC = _draw_hidden_states(first.norm1.weight)
         angle_SE = torch.linspace(0.0, 3.0, rows, device=device)[:, None].expand(-1, first.attn.head_dim)
         bounds = torch.tensor([0, rows], dtype=torch.int32, device=device)
         piece = {"cu_seqlens": bounds, "max_seqlen": rows, "position_embeddings": (angle_SE.cos(), angle_SE.sin())}
-        steps.prove(device, lambda: first(hidden_SC, **piece))
+        steps.check_kernels_on(device, lambda: first(hidden_SC, **piece))
     return steps
 
 
-def _example(like: Tensor) -> Tensor:
+def _draw_hidden_states(like: Tensor) -> Tensor:
     """Draw seeded hidden states [40,C] for a layer whose norm has the weight ``like``, in its dtype on its device."""
     seeded = torch.Generator("cpu").manual_seed(0)
     return torch.randn(_CHECKED_ROWS, len(like), generator=seeded, device="cpu").to(like.device, like.dtype)
 
 
-def _flat_kernel(convolution: nn.Conv2d) -> Tensor:
+def _flatten_kernel(convolution: nn.Conv2d) -> Tensor:
     """Return the weights of a patch embedding as rows [C,K], zero-padded to a K that is a multiple of 8."""
     kernel_CK = convolution.weight.flatten(1)
     return pad(kernel_CK, (0, -kernel_CK.shape[1] % _ALIGNED))
@@ -345,7 +348,7 @@ def _run_qwen_block(
 
 def _run_tanh_mlp(steps: FusedSteps, first: nn.Linear, second: nn.Linear, hidden_states: Tensor) -> Tensor:
     """Replace the forward of an MLP with tanh GELU between its two layers."""
-    output: Tensor = second(steps.gelu_linear(first, hidden_states))
+    output: Tensor = second(steps.apply_gelu_linear(first, hidden_states))
     return output
 
 
@@ -411,7 +414,7 @@ def _attend_in_pieces(
     longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
     implementation = attention.config._attn_implementation
     if implementation == "sdpa":
-        attended = attend(query, key, value, cu_seqlens, longest)
+        attended = attend_in_pieces(query, key, value, cu_seqlens, longest)
     else:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
@@ -425,7 +428,7 @@ def _attend_in_pieces(
     return projected
 
 
-def attend(query_SHE: Tensor, key_SHE: Tensor, value_SHE: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+def attend_in_pieces(query_SHE: Tensor, key_SHE: Tensor, value_SHE: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     """Attend within each piece of rows, [S,H,E], in as few calls as the device allows; return [S,H,E].
 
     Pieces of equal length are one batch of sdpa. Otherwise there is a single call of torch's variable-length attention
@@ -439,7 +442,7 @@ def attend(query_SHE: Tensor, key_SHE: Tensor, value_SHE: Tensor, cu_seqlens: Te
     n_pieces = len(cu_seqlens) - 1
     if n_pieces * longest == len(query_SHE):
         return _attend_batch(*(part.view(n_pieces, longest, *part.shape[1:]) for part in parts)).flatten(0, 1)
-    if (varlen := _variable_length(query_SHE)) is not None:
+    if (varlen := _find_varlen_attention(query_SHE)) is not None:
         bounds = cu_seqlens.to(torch.int32)
         attended: Tensor = varlen(*parts, bounds, bounds, longest, longest)
         return attended
@@ -458,7 +461,7 @@ def _attend_batch(query_PLHE: Tensor, key_PLHE: Tensor, value_PLHE: Tensor) -> T
     return scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
 
-def _variable_length(query_SHE: Tensor) -> Callable[..., Any] | None:
+def _find_varlen_attention(query_SHE: Tensor) -> Callable[..., Any] | None:
     """Return torch's variable-length attention; None if torch is older than 2.9 or does not support this tensor.
 
     It supports bfloat16 and float16 on GPUs of compute capability 8 or later.

@@ -48,7 +48,7 @@ class InternVL(FixedSizeFamily):
         return InternVLBackbone(self, model, preprocessor, runtime, frame_batch)
 
     def image_side(self) -> int:
-        return self._side("image_size")
+        return self._get_side("image_size")
 
     def check_features(self) -> None:
         """Raise ModelError unless config.json takes visual tokens from the last layer, without its class token."""
@@ -73,11 +73,11 @@ class InternVL(FixedSizeFamily):
         return {**DEFAULTS, "size": {"height": side, "width": side}}
 
     def static(self) -> StaticParts:
-        return StaticParts(self._text_width(), None)
+        return StaticParts(self._get_text_width(), None)
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Compute (number of frames, tokens per frame) for resized square frames; ``width`` is not used."""
-        return n_frames, int(height // self._side("patch_size") * self._downsample_ratio()) ** 2
+        return n_frames, int(height // self._get_side("patch_size") * self._get_downsample_ratio()) ** 2
 
     def tower_work(self, height: int, width: int) -> TowerWork:
         """Count the matrix products for encoding one frame.
@@ -85,30 +85,30 @@ class InternVL(FixedSizeFamily):
         The class token passes through the layers too, and patches are merged before the projector.
         """
         vision = self._vision()
-        D = self._text_width()
+        D = self._get_text_width()
         C, inner, depth = vision["hidden_size"], vision["intermediate_size"], vision["num_hidden_layers"]
-        patch = self._side("patch_size")
-        merged = C * round(1 / self._downsample_ratio()) ** 2
+        patch = self._get_side("patch_size")
+        merged = C * round(1 / self._get_downsample_ratio()) ** 2
         P = (height // patch) * (width // patch)
         layers = depth * (4 * C**2 + 2 * C * inner) * (P + 1) // P
         return TowerWork(P, 3 * patch**2 * C + layers, merged * D + D**2, depth * 4 * (P + 1) ** 2 * C)
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
         T, N = self.token_counts(n_frames, height, width)
-        return T * N * self._text_width() * 2
+        return T * N * self._get_text_width() * 2
 
-    def _text_width(self) -> int:
+    def _get_text_width(self) -> int:
         """Return D, the language model's hidden size in config.json, by default 4096."""
         return int(self.source.config.get("text_config", {}).get("hidden_size", 4096))
 
-    def _downsample_ratio(self) -> float:
+    def _get_downsample_ratio(self) -> float:
         return float(self.source.config.get("downsample_ratio", 0.5))
 
     def _vision(self) -> dict[str, Any]:
         """Return the vision settings of config.json over the stock defaults."""
         return {**_VISION, **self.source.config.get("vision_config", {})}
 
-    def _side(self, name: str) -> int:
+    def _get_side(self, name: str) -> int:
         """Return the side in pixels of the square frames ("image_size") or square patches ("patch_size").
 
         Raises:

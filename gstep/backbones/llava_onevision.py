@@ -24,8 +24,8 @@ from gstep.backbones.siglip import (
     FrameObserver,
     PoolingHead,
     compute_last_layer_evidence,
-    patch_evidence,
-    probe_evidence,
+    compute_patch_evidence,
+    compute_probe_evidence,
 )
 from gstep.checkpoints.source import ModelSource, PoolingHeadSource
 from gstep.checkpoints.tensors import read_tensors
@@ -109,7 +109,7 @@ class LlavaOnevision(FixedSizeFamily):
         """
         C = self._vision("hidden_size", 1152)
         inner = self._vision("intermediate_size", 4304)
-        D = self._text_width()
+        D = self._get_text_width()
         patch = self._vision("patch_size", 14)
         depth = self._vision("num_hidden_layers", 26)
         P = (height // patch) * (width // patch)
@@ -125,11 +125,11 @@ class LlavaOnevision(FixedSizeFamily):
         """
         channels = self._vision("hidden_size", 1152)
         widths = {"image_embedding": channels, "token_key": channels // self._vision("num_attention_heads", 16)}
-        numbers = self._text_width() + sum(widths.get(name, 1) for name in evidence if name not in PER_FRAME)
+        numbers = self._get_text_width() + sum(widths.get(name, 1) for name in evidence if name not in PER_FRAME)
         T, N = self.token_counts(n_frames, height, width)
         return T * (N * numbers + channels * sum(name in PER_FRAME for name in evidence)) * 2
 
-    def _text_width(self) -> int:
+    def _get_text_width(self) -> int:
         """Return D, the language model's hidden size in config.json, by default 4096."""
         return int(self.source.config.get("text_config", {}).get("hidden_size", 4096))
 
@@ -220,7 +220,7 @@ class LlavaOnevisionBackbone(Backbone):
             layer: Any = self.layers[-1].self_attn
             return FrameObserver(layer, partial(compute_last_layer_evidence, layer))
         assert source in HEAD_SOURCES and self.pooling_head is not None
-        compute = probe_evidence if source == POOLING_HEAD else patch_evidence
+        compute = compute_probe_evidence if source == POOLING_HEAD else compute_patch_evidence
         return FrameObserver(self.model.multi_modal_projector, partial(compute, self.pooling_head))
 
     def _pool_patches(self, values_TSE: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise ModelError(f"the preprocessor setting rescale_factor={factor!r} is not implemented; expected 1/255")
 
 
-def rgb_triple(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+def read_rgb_triple(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
     """Read the setting ``name``, which must be present, as three floats; raise ModelError if it has another form."""
     value = settings[name]
     if not (isinstance(value, list | tuple) and len(value) == 3 and all(isinstance(v, int | float) for v in value)):
@@ -180,8 +180,8 @@ class FixedSizePreprocessor(Preprocessor):
             raise ModelError(
                 f"the preprocessor setting size={size!r} is not implemented: it must give height and width"
             )
-        mean, std = rgb_triple(settings, "image_mean"), rgb_triple(settings, "image_std")
-        height, width = positive_count(size, "height"), positive_count(size, "width")
+        mean, std = read_rgb_triple(settings, "image_mean"), read_rgb_triple(settings, "image_std")
+        height, width = read_positive_count(size, "height"), read_positive_count(size, "width")
         return cls(image_mean=mean, image_std=std, height=height, width=width)
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
@@ -240,14 +240,14 @@ class DynamicSizePreprocessor(Preprocessor):
         # Unset means no cap, still in transformers 5.23, although a change was announced for an earlier version.
         capped = bool(settings.get("cap_pixels_per_frame"))
         return cls(
-            image_mean=rgb_triple(settings, "image_mean"),
-            image_std=rgb_triple(settings, "image_std"),
-            patch_size=positive_count(settings, "patch_size"),
-            temporal_patch_size=positive_count(settings, "temporal_patch_size"),
-            merge_size=positive_count(settings, "merge_size"),
-            min_pixels=positive_count(size, "shortest_edge"),
-            max_pixels=positive_count(size, "longest_edge"),
-            max_video_tokens=positive_count(settings, "max_video_tokens") if capped else None,
+            image_mean=read_rgb_triple(settings, "image_mean"),
+            image_std=read_rgb_triple(settings, "image_std"),
+            patch_size=read_positive_count(settings, "patch_size"),
+            temporal_patch_size=read_positive_count(settings, "temporal_patch_size"),
+            merge_size=read_positive_count(settings, "merge_size"),
+            min_pixels=read_positive_count(size, "shortest_edge"),
+            max_pixels=read_positive_count(size, "longest_edge"),
+            max_video_tokens=read_positive_count(settings, "max_video_tokens") if capped else None,
         )
 
     @property
@@ -314,7 +314,7 @@ class PerFramePreprocessor(DynamicSizePreprocessor):
             total = int(self.max_video_tokens * self.factor * self.factor * _SHARE)
             limit = max(min(limit, total * self.temporal_patch_size // n_frames), int(self.min_pixels * _FLOOR))
         check_shape(height, width)
-        return fit_size(height, width, 1, 1, self.factor, self.min_pixels, limit)
+        return choose_size_in_limits(height, width, 1, 1, self.factor, self.min_pixels, limit)
 
 
 class PerVideoPreprocessor(DynamicSizePreprocessor):
@@ -344,7 +344,9 @@ class PerVideoPreprocessor(DynamicSizePreprocessor):
             scale = max(self.factor / height, self.factor / width)
             height, width = int(height * scale), int(width * scale)
         check_shape(height, width)
-        return fit_size(height, width, n_frames, round(n_frames / times) * times, self.factor, self.min_pixels, limit)
+        return choose_size_in_limits(
+            height, width, n_frames, round(n_frames / times) * times, self.factor, self.min_pixels, limit
+        )
 
 
 def check_shape(height: int, width: int) -> None:
@@ -357,7 +359,7 @@ def check_shape(height: int, width: int) -> None:
         )
 
 
-def fit_size(
+def choose_size_in_limits(
     height: int, width: int, n_frames: int, n_bounded: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
     """Choose the (height, width) to which frames are resized, by the rule of both stock processors' smart_resize.
@@ -380,7 +382,7 @@ def fit_size(
     return rows, columns
 
 
-def positive_count(settings: Mapping[str, Any], name: str) -> int:
+def read_positive_count(settings: Mapping[str, Any], name: str) -> int:
     """Read the setting ``name``, which must be present, as a positive integer; raise ModelError otherwise."""
     value = settings[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

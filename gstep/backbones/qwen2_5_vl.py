@@ -80,7 +80,7 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         """Return the time scale of positions: ``second_per_grid_ts`` and ``tokens_per_second``.
 
         A temporal patch advances by their product, unrounded. second_per_grid_ts is ``temporal_patch_size`` divided by
-        ``SampledVideo.sampled_fps``, as in Qwen2_5_VLProcessor.
+        ``SampledVideo.compute_sampled_fps``, as in Qwen2_5_VLProcessor.
         """
         return {
             "second_per_grid_ts": vision.temporal_patch_size / video.sampled_fps,

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo, StaticParts, TowerWork
 from gstep.backbones.gpu_forms import FusedSteps, optimize_qwen
-from gstep.backbones.preprocess import DynamicSizePreprocessor, positive_count
+from gstep.backbones.preprocess import DynamicSizePreprocessor, read_positive_count
 from gstep.backbones.runtime import (
     NameRule,
     Runtime,
+    apply_rotary_positions,
     build_empty_model,
     check_loaded,
     compute_merged_attention,
     load_weights,
     observe_inputs,
-    rotated,
     split_heads,
 )
 from gstep.checkpoints.source import ModelSource
@@ -79,8 +79,8 @@ class QwenVL(ModelFamily):
 
     def empty_tower(self, runtime: Runtime) -> tuple[nn.ModuleDict, NameRule]:
         # The name "visual" makes errors about missing weights show their names on disk.
-        tower = build_empty_model(self.source.stock_config().vision_config, runtime)
-        return nn.ModuleDict({"visual": tower}), _names_in_memory
+        tower = build_empty_model(self.source.parse_stock_config().vision_config, runtime)
+        return nn.ModuleDict({"visual": tower}), _list_names_in_memory
 
     def preprocessor(self) -> DynamicSizePreprocessor:
         """Build the preprocessor from the checkpoint's settings over the stock class defaults; null counts as missing.
@@ -105,7 +105,7 @@ class QwenVL(ModelFamily):
     def min_frames(self) -> int:
         """Return the checkpoint's ``min_frames``, by default 4; raise ModelError if it is not a positive integer."""
         n_frames = self.source.preprocessor.get("min_frames")
-        return _MIN_FRAMES if n_frames is None else positive_count(self.source.preprocessor, "min_frames")
+        return _MIN_FRAMES if n_frames is None else read_positive_count(self.source.preprocessor, "min_frames")
 
     def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
         """Return the model with other limits in its preprocessor settings; None keeps a limit.
@@ -314,7 +314,7 @@ class QwenBackbone(Backbone):
         }
 
 
-def _names_in_memory(key: str) -> list[str]:
+def _list_names_in_memory(key: str) -> list[str]:
     """List the name in memory of a tensor of the vision tower on disk; [] for any other tensor."""
     name = key.removeprefix("model.")
     return [name] if name.startswith("visual.") else []
@@ -366,7 +366,7 @@ class MergedAttentionObserver:
         parts = (hidden_MC, *kwargs["position_embeddings"])
         for hidden_SC, cos_SE, sin_SE in zip(*(part.split(self._sizes) for part in parts), strict=True):
             query_HSE, key_HSE = (
-                rotated(split_heads(hidden_SC, weight, bias, n_heads), cos_SE, sin_SE)
+                apply_rotary_positions(split_heads(hidden_SC, weight, bias, n_heads), cos_SE, sin_SE)
                 for weight, bias in zip(qkv.weight.split(width)[:2], qkv.bias.split(width)[:2], strict=True)
             )
             self.attention.append(compute_merged_attention(query_HSE, key_HSE, self._merge))

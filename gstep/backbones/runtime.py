@@ -147,7 +147,7 @@ def split_heads(hidden_SC: Tensor, weight: Tensor, bias: Tensor | None, n_heads:
 
 def compute_received_attention(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
     """Compute the softmax attention that each key receives, averaged over heads and queries: [S]."""
-    return _attention_weights(query_HSE, key_HSE).mean(dim=(0, 1))
+    return _compute_attention_weights(query_HSE, key_HSE).mean(dim=(0, 1))
 
 
 def compute_merged_attention(query_HSE: Tensor, key_HSE: Tensor, group: int) -> Tensor:
@@ -157,16 +157,16 @@ def compute_merged_attention(query_HSE: Tensor, key_HSE: Tensor, group: int) -> 
     """
     n_heads, _, size = key_HSE.shape
     key_HNE = key_HSE.reshape(n_heads, -1, group, size).mean(dim=2)
-    return _attention_weights(query_HSE.mean(dim=1, keepdim=True), key_HNE).mean(dim=(0, 1))
+    return _compute_attention_weights(query_HSE.mean(dim=1, keepdim=True), key_HNE).mean(dim=(0, 1))
 
 
-def rotated(vectors_HSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+def apply_rotary_positions(vectors_HSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     """Apply rotary positions as in the vision towers, where channels e and e + E/2 rotate together."""
     first, second = vectors_HSE.chunk(2, dim=-1)
     return vectors_HSE * cos_SE.float() + torch.cat([-second, first], dim=-1) * sin_SE.float()
 
 
-def _attention_weights(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
+def _compute_attention_weights(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
     """Compute the softmax attention weights [H, queries, keys], scaled by 1/sqrt(E)."""
     return torch.softmax(query_HSE @ key_HSE.transpose(1, 2) / math.sqrt(key_HSE.shape[-1]), dim=-1)
 

@@ -124,13 +124,13 @@ def compute_last_layer_evidence(layer: Any, hidden_1SC: Tensor) -> dict[str, Ten
     }
 
 
-def probe_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]:
+def compute_probe_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]:
     """Compute a frame's pooled ``frame_feature`` [1,C], and the ``token_attention`` [1,S] of the head's query."""
     feature_1C, attention_1S = head(features_1SC)
     return {"frame_feature": feature_1C, "token_attention": attention_1S}
 
 
-def patch_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]:
+def compute_patch_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]:
     """Compute the ``image_embedding`` [1,S,C] of a frame: each patch in SigLIP's image-text space."""
     return {"image_embedding": head.embed_patches(features_1SC)}
 
@@ -204,7 +204,7 @@ class TextTower:
         config = SiglipTextConfig(**{"bos_token_id": None, "eos_token_id": None, **source.config})
         with torch.device("meta"):
             model = SiglipTextModel(config)
-        load_weights(model, source.head, _names_in_memory, device=device, dtype=torch.float32)
+        load_weights(model, source.head, _list_text_names_in_memory, device=device, dtype=torch.float32)
         rebuild_position_ids(model, device)
         return cls(model.eval().requires_grad_(False), _load_tokenizer(source), device)
 
@@ -266,7 +266,7 @@ def _load_tokenizer(source: TextTowerSource) -> Any:
     return tokenizer
 
 
-def _names_in_memory(key: str) -> list[str]:
+def _list_text_names_in_memory(key: str) -> list[str]:
     """List the possible names in memory of a text tensor on disk: without and with the prefix; [] for other tensors."""
     return [key.removeprefix(PREFIX), key] if key.startswith(PREFIX) else []
 

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
-from gstep.lazy import did_you_mean
+from gstep.lazy import format_suggestion
 
 #: Trained checkpoints that come with this package; each has its model card.
 SHIPPED: Mapping[str, Path] = {"shapes": Path(__file__).parent / "shipped" / "shapes"}
@@ -63,7 +63,7 @@ class CheckpointFiles:
                 reach; or a revision is given for anything but a Hugging Face id.
         """
         folder = Path(model).expanduser()
-        own_kind = _package_kind(model) or ("folder" if model and folder.is_dir() else None)
+        own_kind = _find_package_kind(model) or ("folder" if model and folder.is_dir() else None)
         if own_kind is not None and revision is not None:
             raise ModelError(f"a revision ({revision!r}) is for a Hugging Face id; {model!r} is a {own_kind} model")
         if own_kind is not None:
@@ -73,7 +73,7 @@ class CheckpointFiles:
                 f"{model!r} is no folder on this machine: pass a model folder, a Hugging Face id (owner/name), or one "
                 f"of {', '.join((*SHIPPED, *tiny.TINY))}"
             )
-        if "/" not in model and (hint := did_you_mean(model, (*SHIPPED, *tiny.TINY))):
+        if "/" not in model and (hint := format_suggestion(model, (*SHIPPED, *tiny.TINY))):
             raise ModelError(
                 f"{model!r} is no folder here, no model of this package{hint}, and no owner/name of the hub"
             )
@@ -138,7 +138,7 @@ class CheckpointFiles:
         assert self.kind != "hub"
         if self.kind == "shipped":
             return SHIPPED[self.location]
-        return tiny.build(self.location) if self.kind == "tiny" else Path(self.location)
+        return tiny.build_tiny_model(self.location) if self.kind == "tiny" else Path(self.location)
 
     def names(self, *suffixes: str) -> list[str]:
         """List the names of files with any of these suffixes, sorted; empty for a Hub checkpoint."""
@@ -164,7 +164,7 @@ class CheckpointFiles:
         return content
 
 
-def _package_kind(model: str) -> Literal["shipped", "tiny"] | None:
+def _find_package_kind(model: str) -> Literal["shipped", "tiny"] | None:
     """Return the kind of a model of this package; None for any other name."""
     if model in SHIPPED:
         return "shipped"
@@ -202,7 +202,7 @@ def _fetch(repo: str, revision: str | None, filename: str, *, required: bool = F
             exist, or the Hub returns another error.
     """
     try:
-        offline = not _has_address(constants.ENDPOINT)
+        offline = not _is_hub_resolvable(constants.ENDPOINT)
         return hf_hub_download(repo, filename, revision=revision, dry_run=dry_run, local_files_only=offline)
     except LocalEntryNotFoundError as error:
         is_present = _look_up_file(repo, revision, filename)
@@ -220,7 +220,7 @@ def _fetch(repo: str, revision: str | None, filename: str, *, required: bool = F
 
 
 @cache
-def _has_address(endpoint: str) -> bool:
+def _is_hub_resolvable(endpoint: str) -> bool:
     """Return True if the Hub's host name resolves or a proxy is set; looked up once per process and endpoint."""
     host = urlsplit(endpoint).hostname
     if host is None or getproxies():

@@ -19,7 +19,7 @@ from torch import Tensor
 from gstep.checkpoints import tiny
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.checkpoints.tensors import INDEX
-from gstep.checkpoints.tiny.tokenizer import TinyTokenizer, write_bytes
+from gstep.checkpoints.tiny.tokenizer import TinyTokenizer, write_byte_tokenizer
 from gstep.errors import ModelError
 
 _STD = 0.02  # initializer_range in the configs of these models
@@ -68,11 +68,11 @@ def write_stand_ins(files: CheckpointFiles, config: Mapping[str, Any], folder: P
     if not any((folder / name).exists() for name in _TOKENIZERS):
         kinds = (t.tokenizer for t in tiny.TINY.values() if t.config["model_type"] == config["model_type"])
         if (kind := next(kinds, None)) is not None:
-            write_bytes(folder, kind, *_choose_token_ids(files, config, kind))
+            write_byte_tokenizer(folder, kind, *_choose_token_ids(files, config, kind))
     return CheckpointFiles("folder", str(folder))
 
 
-def identity(config: Mapping[str, Any]) -> str:
+def compute_random_identity(config: Mapping[str, Any]) -> str:
     """Compute "random:<hash>" of config.json, which determines all weights on one kind of device."""
     return f"random:{hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:32]}"
 

@@ -101,7 +101,7 @@ class ModelSource(TensorSource):
         files = replace(files, published=frozenset(entry.files), usual=frozenset(entry.usual_files))
         source = cls(name, "", files, (), str(config.get("model_type")), config, {}, family=family)
         if family == GENERIC:
-            source.stock_class()  # raises for a model that accepts no videos
+            source.find_stock_class()  # raises for a model that accepts no videos
         weight_files = find_weight_files(name, files)
         read_settings = _read_processor_files if family == GENERIC else _read_video_settings
         source = replace(
@@ -135,7 +135,7 @@ class ModelSource(TensorSource):
         if family_name == GENERIC:
             return cls.resolve(model, revision, family=family)
         files = random_weights.write_stand_ins(original, config, folder)
-        identity = random_weights.identity(config)
+        identity = random_weights.compute_random_identity(config)
         settings = _read_video_settings(name, files)
         return cls(name, identity, files, (), str(config.get("model_type")), config, settings, family=family_name)
 
@@ -155,7 +155,7 @@ class ModelSource(TensorSource):
                 )
         return super().file(filename)
 
-    def stock_config(self) -> PretrainedConfig:
+    def parse_stock_config(self) -> PretrainedConfig:
         """Parse config.json into the model's transformers config.
 
         Raises:
@@ -174,7 +174,7 @@ class ModelSource(TensorSource):
             reason = f"{type(error).__name__}: {error}"
             raise ModelError(f"{self.name!r}: config.json is not valid ({reason}): {_COPY}") from error
 
-    def stock_class(self) -> tuple[type[Any], PretrainedConfig]:
+    def find_stock_class(self) -> tuple[type[Any], PretrainedConfig]:
         """Return the transformers class that reads videos and writes text, and its part of the config.
 
         For an Omni model, both are those of the thinker. Models without ``architectures`` are looked up in
@@ -185,7 +185,7 @@ class ModelSource(TensorSource):
         """
         import transformers  # noqa: PLC0415 - seconds, and the families of the table need none of it here
 
-        config = self.stock_config()
+        config = self.parse_stock_config()
         names = [str(name) for name in self.config.get("architectures") or ()]
         thinker = getattr(config, "thinker_config", None)
         if thinker is not None:
@@ -345,7 +345,7 @@ def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], con
     if files.kind == "hub":
         return f"hub:{files.location}@{files.revision}"
     if files.kind == "tiny":
-        return tiny.identity(files.location)
+        return tiny.compute_tiny_identity(files.location)
     identity = compute_folder_identity(files.folder(), weight_files, config)
     # A shipped model has its name in the identity, since its folder depends on the installation.
     return identity.replace("folder:", f"{files.location}:") if files.kind == "shipped" else identity

@@ -344,7 +344,7 @@ def _read_samples(path: Path, header_length: int, spans: Iterable[Sequence[int]]
             yield file.read(min(SAMPLE_BYTES, end - start))
 
 
-def tower_hash(source: ModelSource) -> str | None:
+def compute_tower_hash(source: ModelSource) -> str | None:
     """Hash all weights that visual tokens depend on: "blake2b-f16:<hex>"; None for random weights.
 
     These tensors are read completely, a gigabyte or two, and cast to float16. For the families of the table, the

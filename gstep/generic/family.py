@@ -21,14 +21,14 @@ from gstep.backbones.runtime import Runtime
 from gstep.checkpoints.source import ModelSource
 from gstep.errors import ModelError, TooFewFrames, UnsupportedVideo, is_gpu_broken, is_out_of_memory
 from gstep.generic.halves import TOWER, find_encoder, load_model
-from gstep.generic.layout import Layout, count_steps, count_units, encode_pieces, placeholder_ids
+from gstep.generic.layout import Layout, count_steps, count_units, encode_pieces, list_placeholder_ids
 from gstep.generic.processor import (
     Recorder,
     encode_record,
     load_processor,
     make_metadata,
-    render,
-    replay,
+    render_conversation,
+    replay_record,
     run_processor,
 )
 from gstep.types import VisualTokens
@@ -157,10 +157,10 @@ class VideoReader:
             ModelError: the processor cannot be loaded, or the chat template accepts no video.
         """
         self._processor = load_processor(source)
-        _, self.config = source.stock_class()
+        _, self.config = source.find_stock_class()
         self._device = device
         try:
-            self._text = render(source, self._processor, [{"role": "user", "content": [
+            self._text = render_conversation(source, self._processor, [{"role": "user", "content": [
                 {"type": "video"}, {"type": "text", "text": "?"}]}])  # fmt: skip
         except ValueError as error:
             raise ModelError(f"{source.name!r} takes no question about a video: {error}") from error
@@ -205,13 +205,13 @@ class VideoReader:
         inputs = run_processor(processor, self._text, frames, make_metadata(video), self._device)
         return inputs, recorder.output
 
-    def replay(self, record: str) -> dict[str, Any]:
+    def replay_video_record(self, record: str) -> dict[str, Any]:
         """Return what the processor makes from a video's record. Raises ValueError for an unusable record."""
-        return replay(self._processor, self._text, record)
+        return replay_record(self._processor, self._text, record)
 
     def count_placeholders(self, inputs: Mapping[str, Any]) -> int:
         """Count a video's placeholders in a prompt: those of the first kind that occurs more than once."""
-        counts = [int((inputs["input_ids"] == i).sum()) for i in placeholder_ids(self.config)]
+        counts = [int((inputs["input_ids"] == i).sum()) for i in list_placeholder_ids(self.config)]
         return next((count for count in counts if count > 1), max(counts, default=0))
 
 

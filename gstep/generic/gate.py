@@ -36,24 +36,24 @@ from gstep.generic.halves import (
     find_encoder,
     load_model,
     make_features,
-    move,
+    move_inputs,
     select_forward_inputs,
     select_token_inputs,
 )
 from gstep.generic.layout import (
     Layout,
+    compute_prompt_positions,
     count_steps,
     count_units,
     encode_pieces,
     find_dependence,
     find_placeholders,
     flatten_features,
-    prompt_positions,
     split_inputs,
 )
 from gstep.generic.model import wrap_features
 from gstep.generic.processor import encode_record
-from gstep.generic.reduced import MEMORY_SHARE, build_reduced, free_bytes, remove_head
+from gstep.generic.reduced import MEMORY_SHARE, build_reduced, get_free_memory_bytes, remove_head
 from gstep.lazy import repeat_line
 
 _VERSION = 1  # the version of this check: stored results of another version are not used
@@ -76,18 +76,18 @@ def check_model(source: ModelSource) -> dict[str, Any]:
     Raises:
         ModelError: the model cannot be used, or its own code fails in the check.
     """
-    path = _cache_folder() / f"{_compute_key(source)}.json"
-    kept = _read(path)
+    path = _get_cache_folder() / f"{_compute_key(source)}.json"
+    kept = _read_result(path)
     if kept is None or source.identity not in kept["identities"]:
-        with _refusing(source):
-            kept = _check(source, kept)
-        _write(path, kept)
+        with _convert_model_errors(source):
+            kept = _complete_result(source, kept)
+        _write_result(path, kept)
     layout: dict[str, Any] = kept["layout"]
     layout["parity"]["names"] = source.identity in kept["identities"]
     return layout
 
 
-def _check(source: ModelSource, kept: dict[str, Any] | None) -> dict[str, Any]:
+def _complete_result(source: ModelSource, kept: dict[str, Any] | None) -> dict[str, Any]:
     """Check a model's names, and its numbers unless a stored result is given; return the result to store.
 
     Progress is printed to stderr.
@@ -109,7 +109,7 @@ def _check(source: ModelSource, kept: dict[str, Any] | None) -> dict[str, Any]:
 
 
 @contextmanager
-def _refusing(source: ModelSource) -> Iterator[None]:
+def _convert_model_errors(source: ModelSource) -> Iterator[None]:
     """Convert an Exception in this context to a ModelError; a ModelError passes unchanged."""
     try:
         yield
@@ -132,24 +132,25 @@ def check_weights(source: ModelSource) -> tuple[str, str, str]:
         (state, what was measured, the remedy). The state is "ok", "wrong" (the model cannot be used, with the reason),
         or "unknown" if no weights are on this machine or need more than MEMORY_SHARE of the free memory.
     """
-    needed = sum(_file_bytes(source))
-    if not needed or needed > MEMORY_SHARE * free_bytes():
+    needed = sum(_iter_file_sizes(source))
+    if not needed or needed > MEMORY_SHARE * get_free_memory_bytes():
         size = f"have {needed / 2**30:.1f} GiB" if needed else "are not on this machine"
-        says = f"the weights {size}, and {free_bytes() / 2**30:.1f} GiB of memory are free: nothing was compared"
+        free = f"{get_free_memory_bytes() / 2**30:.1f} GiB of memory"
+        says = f"the weights {size}, and {free} are free: nothing was compared"
         return "unknown", says, "run this where the weights and enough memory are; jobs.prune checks a reduced model"
     try:
-        with _refusing(source):
+        with _convert_model_errors(source):
             _check_names(source)
             model = load_model(source, Runtime("cpu", torch.bfloat16, "sdpa"), WHOLE)
             remove_head(model)
             layout = compare(source, model).to_json()
     except ModelError as error:
         return "wrong", str(error), ""
-    path = _cache_folder() / f"{_compute_key(source)}.json"
+    path = _get_cache_folder() / f"{_compute_key(source)}.json"
     parity = layout["parity"]
-    if _read(path) is None:
+    if _read_result(path) is None:
         parity |= {"weights": source.identity, "names": True}
-        _write(path, {"layout": layout, "identities": [source.identity]})
+        _write_result(path, {"layout": layout, "identities": [source.identity]})
     measured = f"difference {parity['difference']:.2g}, spread {parity['scale']:.2g}"
     return "ok", f"cached tokens give the stock model's result ({measured})", ""
 
@@ -163,14 +164,14 @@ def _check_names(source: ModelSource) -> bool:
     Raises:
         ModelError: tensors are missing or have another shape.
     """
-    if not source.weight_files or not all(_file_bytes(source)):
+    if not source.weight_files or not all(_iter_file_sizes(source)):
         return False
     for part in (TOWER, LLM):
         load_model(source, Runtime("meta", torch.bfloat16, "sdpa"), part)
     return True
 
 
-def _file_bytes(source: ModelSource) -> Iterator[int]:
+def _iter_file_sizes(source: ModelSource) -> Iterator[int]:
     """Yield the size of each weight file in bytes; 0 if it is not on this machine."""
     for filename in source.weight_files:
         path = source.files.find_local(filename)
@@ -205,12 +206,12 @@ def compare(source: ModelSource, model: Any) -> Layout:
     frames, video = _make_clip()
 
     def encode(clip: Tensor) -> tuple[list[Tensor], float]:
-        inputs = move(reader.read(clip, video)[0], "cpu", torch.bfloat16)
+        inputs = move_inputs(reader.read(clip, video)[0], "cpu", torch.bfloat16)
         return flatten_features(make_features(method, inputs)), count_units(inputs)
 
     together, tail, units = find_dependence(encode, frames)
     processed, recorded = reader.read(frames, video)
-    inputs = move(processed, "cpu", torch.bfloat16)
+    inputs = move_inputs(processed, "cpu", torch.bfloat16)
     output = make_features(method, inputs)
     levels = flatten_features(output)
     layout = Layout(
@@ -226,7 +227,7 @@ def compare(source: ModelSource, model: Any) -> Layout:
         raise ModelError(f"{source.name!r} has rows behind a video and deepstack levels, which is not implemented")
     _check_steps(source, reader, model.config, layout, frames, len(levels[0]))
     stock = model(**select_forward_inputs(model, inputs)).logits
-    replayed = reader.replay(encode_record(recorded))
+    replayed = reader.replay_video_record(encode_record(recorded))
     _check_replay(source, processed, replayed)
     prompt = _make_prompt(model, replayed, len(levels[0]))
     layout = replace(layout, axes=3 if prompt["position_ids"].ndim == 3 else 1)
@@ -236,7 +237,7 @@ def compare(source: ModelSource, model: Any) -> Layout:
         return cast("Tensor", model(**(prompt | changes), mm_encoder_outputs=outputs).logits)
 
     scale = float(stock.float().std())
-    same = _difference(run(levels), stock)
+    same = _compute_difference(run(levels), stock)
     if not same <= TOLERANCE * scale:
         raise ModelError(
             f"{source.name!r}: from cached tokens, all kept, {type(model).__name__} of transformers "
@@ -253,8 +254,8 @@ def compare(source: ModelSource, model: Any) -> Layout:
             )
     return replace(
         layout,
-        in_pieces=together < _FRAMES and encodes_in_pieces(method, inputs, levels, layout),
-        in_batches=_answers_in_batches(model, levels, prompt, layout, stock, scale),
+        in_pieces=together < _FRAMES and can_encode_in_pieces(method, inputs, levels, layout),
+        in_batches=_can_answer_in_batches(model, levels, prompt, layout, stock, scale),
         parity={
             "class": type(model).__name__,
             "transformers": version("transformers"),
@@ -316,7 +317,7 @@ def _make_prompt(model: Any, inputs: Mapping[str, Any], n_rows: int) -> dict[str
     find_placeholders(model.config, ids, n_rows)
     prompt = select_token_inputs(model, dict(inputs))
     prompt.setdefault("attention_mask", torch.ones_like(ids))
-    positions = prompt_positions(model, inputs, torch.ones_like(ids[0], dtype=torch.bool), "original")
+    positions = compute_prompt_positions(model, inputs, torch.ones_like(ids[0], dtype=torch.bool), "original")
     return prompt | {"position_ids": positions if len(positions) == 1 else positions[:, None]}
 
 
@@ -333,8 +334,8 @@ def _measure_sensitivity(
     shifted = prompt["position_ids"].clone()
     shifted[..., shifted.shape[-1] // 2 :] += 7
     noticed = {
-        "swapped token": _difference(run([level[order] for level in levels]), stock),
-        "shifted position": _difference(run(levels, position_ids=shifted), stock),
+        "swapped token": _compute_difference(run([level[order] for level in levels]), stock),
+        "shifted position": _compute_difference(run(levels, position_ids=shifted), stock),
     }
     named = model.get_decoder().named_parameters()  # not every expert and attention index is used
     unused = ("embed", "expert", "indexer")
@@ -343,14 +344,14 @@ def _measure_sensitivity(
     for weight in sorted(weights, key=Tensor.numel, reverse=True)[:_ZEROED]:
         kept = weight.data.clone()
         weight.data.zero_()
-        noticed["zeroed weight"] = _difference(run(levels), stock)
+        noticed["zeroed weight"] = _compute_difference(run(levels), stock)
         weight.data.copy_(kept)
         if noticed["zeroed weight"] > TOLERANCE * float(stock.float().std()):
             break
     return noticed
 
 
-def encodes_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Tensor], layout: Layout) -> bool:
+def can_encode_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Tensor], layout: Layout) -> bool:
     """Return True if a video's steps, encoded one by one, give the features of the whole, ``levels``, within TOLERANCE.
 
     False also if the inputs cannot be split, or the encoder fails on pieces.
@@ -364,12 +365,12 @@ def encodes_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Tens
     except Exception:  # noqa: BLE001 - of any type: the encoder does not accept such pieces
         return False
     return all(
-        a.shape == b.shape and _difference(a, b) <= TOLERANCE * float(b.float().std())
+        a.shape == b.shape and _compute_difference(a, b) <= TOLERANCE * float(b.float().std())
         for a, b in zip(rows, levels, strict=True)
     )
 
 
-def _answers_in_batches(
+def _can_answer_in_batches(
     model: Any, levels: Sequence[Tensor], prompt: Mapping[str, Any], layout: Layout, stock: Tensor, scale: float
 ) -> bool:
     """Return True if two prompts of different videos and lengths give the same results in a batch as alone.
@@ -387,11 +388,11 @@ def _answers_in_batches(
         result = model(**batch, mm_encoder_outputs=outputs).logits
     except Exception:  # noqa: BLE001 - of any type: the model does not accept such batches
         return False
-    differences = [_difference(result[:1], alone), _difference(result[1:, 3:], stock)]
+    differences = [_compute_difference(result[:1], alone), _compute_difference(result[1:, 3:], stock)]
     return max(differences) <= BATCH_TOLERANCE * scale
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
+def _compute_difference(a: Tensor, b: Tensor) -> float:
     """Return the largest absolute difference; infinity if shapes differ or a value is NaN."""
     if a.shape != b.shape:
         return float("inf")
@@ -402,7 +403,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 # ---- stored results
 
 
-def _cache_folder() -> Path:
+def _get_cache_folder() -> Path:
     """Return the folder of stored results in the user's cache folder (without a home, the temporary folder)."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -436,7 +437,7 @@ _PROMPT_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.
 _MODULES = ("gate", "family", "halves", "layout", "model", "processor", "reduced")
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_result(path: Path) -> dict[str, Any] | None:
     """Read a stored result; None if there is none, or it is damaged."""
     try:
         kept = json.loads(path.read_text())
@@ -446,7 +447,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _write(path: Path, kept: Mapping[str, Any]) -> None:
+def _write_result(path: Path, kept: Mapping[str, Any]) -> None:
     """Store a result; if the disk cannot be written, only print a message to stderr."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ def load_model(source: ModelSource, runtime: Runtime, part: str = WHOLE) -> Any:
         ModelError: weights are missing, quantized or of another shape, or transformers cannot load the model.
     """
     refuse_quantized(source.name, source.config)
-    cls, config = _part_class(source, part)
+    cls, config = _make_half_class(source, part)
     name, revision = source.pretrained()
     options: dict[str, Any] = {
         "config": config,
@@ -83,28 +83,28 @@ def _refuse_missing(name: str, info: dict[str, Any]) -> None:
         )
 
 
-def _part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
+def _make_half_class(source: ModelSource, part: str) -> tuple[Any, Any]:
     """Return the class that builds a part of a model, and its config.
 
     For ``WHOLE`` it is the stock class; otherwise a subclass with the stock class's name and module, whose ``__init__``
     empties the modules that ``part`` does not need.
     """
     stock: Any
-    stock, config = source.stock_class()
+    stock, config = source.find_stock_class()
     if part == WHOLE:
         return stock, config
 
     class Half(stock):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **options: Any) -> None:
             super().__init__(config, *args, **options)
-            _leave_out(self, part)
+            _empty_unneeded_modules(self, part)
 
     # transformers converts names on disk only for its own classes, which it recognizes by their module.
     Half.__name__, Half.__qualname__, Half.__module__ = stock.__name__, stock.__qualname__, stock.__module__
     return Half, config
 
 
-def _leave_out(model: Any, part: str) -> None:
+def _empty_unneeded_modules(model: Any, part: str) -> None:
     """Replace the modules that ``part`` of a model does not need by empty ones, in place.
 
     The TOWER has no language model, output layer and audio encoder; its tied weights are forgotten. The LLM has only
@@ -116,15 +116,15 @@ def _leave_out(model: Any, part: str) -> None:
         model.all_tied_weights_keys = {}
         whole = {id(model), id(model.base_model)}
         ids = {id(module) for module in (decoder, head, model.get_encoder(modality="audio")) if module is not None}
-        _empty(model, ids - whole)
+        _empty_modules(model, ids - whole)
         return
     needed = {id(module) for module in decoder.modules()} | {id(head)}
     holders = {id(module) for module in model.modules() if any(id(child) in needed for child in module.modules())}
     for owner in (model, model.base_model):
-        _empty(owner, {id(child) for child in owner.children()} - holders - needed)
+        _empty_modules(owner, {id(child) for child in owner.children()} - holders - needed)
 
 
-def _empty(model: nn.Module, ids: set[int]) -> None:
+def _empty_modules(model: nn.Module, ids: set[int]) -> None:
     """Replace the modules with these ids (of ``id()``) by empty ones, in place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -178,7 +178,7 @@ def select_token_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]
     return {key: value for key, value in taken if isinstance(value, Tensor) and value.shape == shape}
 
 
-def move(inputs: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
+def move_inputs(inputs: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
     """Move the tensors of a processor's output to a device; cast floating-point ones of several axes to ``dtype``."""
     return {
         key: value.to(device, dtype if value.is_floating_point() and value.ndim > 1 else None)
@@ -225,7 +225,7 @@ def keep_positions(model: Any) -> Iterator[None]:
 
 def build_shell(source: ModelSource) -> Any:
     """Build the whole model on the meta device, for its rules of positions. Raises ModelError if that fails."""
-    cls, config = source.stock_class()
+    cls, config = source.find_stock_class()
     try:
         with torch.device("meta"):
             return cls._from_config(config, dtype=torch.float32).eval()

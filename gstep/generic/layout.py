@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
-from gstep.generic.halves import make_features, move
+from gstep.generic.halves import make_features, move_inputs
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,13 @@ def list_separators(config: Any, input_ids: Tensor) -> list[tuple[int, ...]]:
 
     Adjacent placeholders have no text between them.
     """
-    mask = max((input_ids[0] == i for i in placeholder_ids(config)), key=lambda mask: int(mask.sum()))
+    mask = max((input_ids[0] == i for i in list_placeholder_ids(config)), key=lambda mask: int(mask.sum()))
     columns = mask.nonzero()[:, 0].tolist()
     ids = input_ids[0].tolist()
     return [tuple(ids[a + 1 : b]) for a, b in itertools.pairwise(columns) if b > a + 1]
 
 
-def placeholder_ids(config: Any) -> list[int]:
+def list_placeholder_ids(config: Any) -> list[int]:
     """List the ids of a model's placeholders, without repetitions, those for videos before those for images."""
     values = [getattr(config, f"{kind}_token_{end}", None) for kind in ("video", "image") for end in ("id", "index")]
     return list(dict.fromkeys(value for value in values if isinstance(value, int)))
@@ -138,7 +138,7 @@ def placeholder_ids(config: Any) -> list[int]:
 
 def find_placeholders(config: Any, input_ids: Tensor, n_rows: int) -> Tensor:
     """Return the mask, [1, L] bool, of the first placeholder that occurs ``n_rows`` times, or raise ModelError."""
-    masks = [input_ids == i for i in placeholder_ids(config)]
+    masks = [input_ids == i for i in list_placeholder_ids(config)]
     for mask in masks:
         if int(mask.sum()) == n_rows:
             return mask
@@ -146,7 +146,7 @@ def find_placeholders(config: Any, input_ids: Tensor, n_rows: int) -> Tensor:
     raise ModelError(f"no placeholder occurs {n_rows} times in the prompt of this video, but {counts or 'none'}")
 
 
-def locate_units(inputs: Mapping[str, Any]) -> tuple[int, int]:
+def find_time_axis(inputs: Mapping[str, Any]) -> tuple[int, int]:
     """Return the axis of time in the pixels of one video, and the number of entries of a unit along it."""
     _, pixels = find_pixels(inputs)
     if inputs.get("video_grid_thw") is None:
@@ -163,7 +163,7 @@ def split_inputs(inputs: Mapping[str, Any], units: int) -> list[dict[str, Any]]:
     grid = inputs.get("video_grid_thw")
     name, pixels = find_pixels(inputs)
     total = count_units(inputs)
-    axis, rows = locate_units(inputs)
+    axis, rows = find_time_axis(inputs)
     if total <= units or pixels.shape[axis] != total * rows or (grid is not None and len(grid) > 1):
         return [dict(inputs)]
     lead = pixels.shape[:axis]
@@ -199,7 +199,7 @@ def encode_pieces(
     pieces = split_inputs(inputs, units)
     parts = []
     for number, piece in enumerate(pieces, 1):
-        levels = flatten_features(make_features(method, move(piece, device, dtype)))
+        levels = flatten_features(make_features(method, move_inputs(piece, device, dtype)))
         end = None if number == len(pieces) or not layout.tail else -layout.tail
         parts.append([level[:end] for level in levels])
     return [torch.cat(level) for level in zip(*parts, strict=True)]
@@ -263,7 +263,7 @@ def probe_units(
         ModelError: rows mix frames in another way, or do not depend on them.
     """
     name, pixels = find_pixels(inputs)
-    axis, entries = locate_units(inputs)
+    axis, entries = find_time_axis(inputs)
     units = count_units(inputs)
     if pixels.shape[axis] != units * entries:  # all patches are in one row (MiniCPM): the metadata counts the frames
         return units, 0
@@ -299,17 +299,17 @@ def mark_kept_columns(mask_L: Tensor, rows: Tensor) -> Tensor:
     return keep
 
 
-def kept_rows(index: Tensor, n_tokens: int, tail: int) -> Tensor:
+def list_kept_rows(index: Tensor, n_tokens: int, tail: int) -> Tensor:
     """Return the indices of a video's rows of features to keep: the kept tokens, and the tail."""
     return torch.cat([index, torch.arange(n_tokens, n_tokens + tail, device=index.device)])
 
 
-def default_positions(axes: int) -> str:
+def choose_default_positions(axes: int) -> str:
     """Return the default policy for positions: "original" for three axes, otherwise "contiguous"."""
     return "original" if axes == 3 else "contiguous"
 
 
-def prompt_positions(model: Any, inputs: Mapping[str, Any], keep: Tensor, policy: str | None) -> Tensor:
+def compute_prompt_positions(model: Any, inputs: Mapping[str, Any], keep: Tensor, policy: str | None) -> Tensor:
     """Compute the positions of the kept columns of a prompt by the model's own rule, [A, K].
 
     A is 1, or 3 for a model with positions in time, height and width.
@@ -318,13 +318,13 @@ def prompt_positions(model: Any, inputs: Mapping[str, Any], keep: Tensor, policy
         inputs: the whole prompt, with everything that the rule reads.
         keep: [L] bool.
         policy: "original", the positions in the whole prompt; "contiguous", renumbered over the kept columns; None for
-            :func:`default_positions`.
+            :func:`choose_default_positions`.
     """
     others = {key: value for key, value in inputs.items() if key != "input_ids"}
     positions = model._prepare_position_ids_for_generation(inputs["input_ids"], others)
     # If there are four rows, the first numbers the tokens; models use it to detect packed sequences.
     positions_AL: Tensor = positions[-3:, 0] if positions.ndim == 3 else positions
-    if (policy or default_positions(len(positions_AL))) == "contiguous":
+    if (policy or choose_default_positions(len(positions_AL))) == "contiguous":
         return torch.arange(int(keep.sum()), device=keep.device).expand(len(positions_AL), -1).clone()
     kept: Tensor = positions_AL[:, keep]
     return kept

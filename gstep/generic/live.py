@@ -14,23 +14,30 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from gstep.backbones import family_class
+from gstep.backbones import load_family_class
 from gstep.errors import ModelError
 from gstep.families import FAMILIES, GENERIC, choose_family
-from gstep.generic.gate import encodes_in_pieces
-from gstep.generic.halves import find_encoder, keep_positions, make_features, move, replace_method, select_token_inputs
+from gstep.generic.gate import can_encode_in_pieces
+from gstep.generic.halves import (
+    find_encoder,
+    keep_positions,
+    make_features,
+    move_inputs,
+    replace_method,
+    select_token_inputs,
+)
 from gstep.generic.layout import (
     Layout,
+    compute_prompt_positions,
     count_steps,
     count_units,
     encode_pieces,
     find_placeholders,
     flatten_features,
-    kept_rows,
+    list_kept_rows,
     list_separators,
     mark_kept_columns,
     probe_units,
-    prompt_positions,
     split_inputs,
 )
 from gstep.generic.model import wrap_features
@@ -113,7 +120,7 @@ def _make_method(model: Any, method: str | Pruner, params: Mapping[str, Any]) ->
         ValueError: the method or a parameter is not valid, or the method needs more than tokens.
     """
     if isinstance(method, str) and (name := find_method(method).family_parameter) is not None:
-        params = {name: family_class(choose_family(model.config.model_type)).variant, **params}
+        params = {name: load_family_class(choose_family(model.config.model_type)).variant, **params}
     pruner = make_pruner(method, **params)
     if pruner.layer is not None:
         raise ValueError(f"method {pruner.name!r} prunes inside the language model, which gstep.pruning does not do")
@@ -179,7 +186,7 @@ class _PrunedGenerate:
             pruned = self._prune({"input_ids": ids, "attention_mask": torch.ones_like(ids), **made})
             whole = _WholePrompt(ids, pruned["input_ids"].shape[1])
             with keep_positions(self._model):
-                output = self._stock(**pruned, **self._fit(given, whole))
+                output = self._stock(**pruned, **self._adapt_options(given, whole))
         finally:
             for module, value in deltas:
                 module.rope_deltas = value
@@ -211,13 +218,16 @@ class _PrunedGenerate:
         if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1:
             raise ValueError("gstep.pruning takes one prompt at a time, input_ids [1,L]: call generate for each prompt")
         for name, reason in _REFUSED.items():
-            value = self._setting(options, name)
+            value = self._get_setting(options, name)
             if value is not None and value is not False and not (name == "guidance_scale" and value == 1):
                 raise ValueError(f"{name} does not go with gstep.pruning: {reason}")
         for name in ("num_beams", "num_return_sequences"):
-            if (value := self._setting(options, name)) is not None and value > 1:
+            if (value := self._get_setting(options, name)) is not None and value > 1:
                 raise ValueError(f"{name}={value} does not go with gstep.pruning: call generate several times")
-        if self._setting(options, "use_cache") is False or self._setting(options, "cache_implementation") == "paged":
+        if (
+            self._get_setting(options, "use_cache") is False
+            or self._get_setting(options, "cache_implementation") == "paged"
+        ):
             raise ValueError("use_cache=False and a paged cache do not go with gstep.pruning: leave them out")
         for kind, noun in (("image", "images"), ("audio", "sounds")):
             encoders = [getattr(owner, f"get_{kind}_features", None) for owner in (self._model.base_model, self._model)]
@@ -225,7 +235,7 @@ class _PrunedGenerate:
             others = [options.get(name) for name in names - self._encoder_names]
             if any(isinstance(value, Tensor) and value.shape != ids.shape for value in others):
                 raise ValueError(f"gstep.pruning takes a video alone, and this prompt has {noun} beside it")
-        self._refuse_several(options, ids)
+        self._refuse_several_videos(options, ids)
         return ids
 
     def _check_frames(self, inputs: Mapping[str, Any], ids: Tensor) -> None:
@@ -241,7 +251,7 @@ class _PrunedGenerate:
                 "to the processor, and its video_metadata to generate"
             )
 
-    def _refuse_several(self, options: Mapping[str, Any], ids: Tensor) -> None:
+    def _refuse_several_videos(self, options: Mapping[str, Any], ids: Tensor) -> None:
         """Raise ValueError for several videos, and for several images on a model that takes frames as images.
 
         On such a model, a text that stands between all images (at least twice) means several images, and a text that
@@ -265,7 +275,7 @@ class _PrunedGenerate:
         if max(counts) > 1:
             raise ValueError(_SEVERAL)
 
-    def _setting(self, options: Mapping[str, Any], name: str) -> Any:
+    def _get_setting(self, options: Mapping[str, Any], name: str) -> Any:
         """Return an option of ``generate`` from the call, its generation_config, or the model's, in this order."""
         configs = (options.get("generation_config"), self._model.generation_config)
         values = (options.get(name), *(getattr(config, name, None) for config in configs))
@@ -273,7 +283,7 @@ class _PrunedGenerate:
 
     def _run(self, inputs: Mapping[str, Any]) -> Any:
         """Run the encoder on a processor's output, moved to the model's device and dtype."""
-        return make_features(self._method, move(dict(inputs), self._model.device, self._model.dtype))
+        return make_features(self._method, move_inputs(dict(inputs), self._model.device, self._model.dtype))
 
     def _find_layout(self, inputs: Mapping[str, Any]) -> Layout:
         """Return the layout of a video, from the table of families or found by changing pixels, and store it.
@@ -305,7 +315,7 @@ class _PrunedGenerate:
             tail=tail,
             units_per_step=math.ceil(units / steps),
         )
-        in_pieces = self._in_table or encodes_in_pieces(self._method, dict(inputs), levels, layout)
+        in_pieces = self._in_table or can_encode_in_pieces(self._method, dict(inputs), levels, layout)
         layout = replace(layout, in_pieces=in_pieces)
         self._layouts[None if self._in_table or steps > 1 else units] = layout
         return layout
@@ -327,17 +337,17 @@ class _PrunedGenerate:
         T = count_steps(model.config, inputs, layout.units_per_step, n_rows, layout.tail)
         visual = VisualTokens(levels[0][:n_tokens].reshape(T, -1, layout.hidden_size))
         pruned = self._pruner.prune(visual, self._ratio, seed=self._seed)
-        kept = kept_rows(pruned.index, n_tokens, layout.tail)
+        kept = list_kept_rows(pruned.index, n_tokens, layout.tail)
         features = [torch.cat([pruned.tokens, levels[0][n_tokens:]]), *(level[kept] for level in levels[1:])]
         mask = find_placeholders(model.config, ids, n_rows)[0]
         keep = mark_kept_columns(mask, kept.to(ids.device))
-        positions = prompt_positions(model, inputs, keep, None)
+        positions = compute_prompt_positions(model, inputs, keep, None)
         columns = {name: value[:, keep] for name, value in select_token_inputs(model, inputs).items()}
         columns["position_ids"] = positions if len(positions) == 1 else positions[:, None]
         outputs = wrap_features([[level.to(model.dtype)] for level in features], layout)
         return {**columns, "mm_encoder_outputs": outputs}
 
-    def _fit(self, options: dict[str, Any], whole: _WholePrompt) -> dict[str, Any]:
+    def _adapt_options(self, options: dict[str, Any], whole: _WholePrompt) -> dict[str, Any]:
         """Adapt the options of ``generate`` in place, so that they refer to the whole prompt, and return them.
 
         Length limits are reduced by the dropped tokens; processors, criteria, streamers and
@@ -345,7 +355,7 @@ class _PrunedGenerate:
         """
         defaults = GenerationConfig()
         for name in ("max_length", "min_length"):
-            value = self._setting(options, name)
+            value = self._get_setting(options, name)
             if value is not None and (options.get(name) is not None or value != getattr(defaults, name)):
                 options[name] = max(0, value - whole.n_dropped)
         if processors := options.get("logits_processor"):

@@ -18,7 +18,7 @@ from gstep.language.batch import Batch
 from gstep.language.model import LanguageModel
 from gstep.language.prompt import load_tokenizer, tokenize_text
 from gstep.language.types import Answer, Decoding, Prompt, Score
-from gstep.language.weights import generation_config
+from gstep.language.weights import read_generation_config
 from gstep.pruners.base import Pruner
 from gstep.types import Visual
 
@@ -61,7 +61,7 @@ class GenericLanguageModel(LanguageModel):
                 without the gate.
         """
         model = load_model(source, runtime, LLM)
-        model.generation_config = generation_config(source, model.config)
+        model.generation_config = read_generation_config(source, model.config)
         language_model = cls(model, load_tokenizer(source), runtime.device)
         language_model.layout = Layout.of(source)
         return language_model
@@ -110,21 +110,21 @@ class GenericLanguageModel(LanguageModel):
         scores = []
         for prompt, texts in zip(prompts, continuations, strict=True):
             ids = [tokenize_text(self.tokenizer, text) for text in texts]
-            first = self._logprobs(prompt, 1)[0] if texts else None
+            first = self._compute_logprobs(prompt, 1)[0] if texts else None
             rows = []
             for tokens in ids:
                 assert first is not None
                 logprob = float(first[tokens[0]])
                 if len(tokens) > 1:
-                    later = self._logprobs(_extend(prompt, tokens[:-1]), len(tokens))[1:]
+                    later = self._compute_logprobs(_extend(prompt, tokens[:-1]), len(tokens))[1:]
                     logprob += sum(float(row[token]) for row, token in zip(later, tokens[1:], strict=True))
                 rows.append(Score(logprob, len(tokens)))
             scores.append(rows)
         return scores
 
-    def _logprobs(self, prompt: Prompt, last: int) -> Tensor:
+    def _compute_logprobs(self, prompt: Prompt, last: int) -> Tensor:
         """Compute the log-probabilities of the tokens after each of the prompt's ``last`` tokens, [last, V] float32."""
-        output = self._forward(Batch.of([prompt]), prompts=[prompt], logits_to_keep=last)
+        output = self._run_forward(Batch.of([prompt]), prompts=[prompt], logits_to_keep=last)
         return torch.log_softmax(output.logits[0, -last:].float(), dim=-1)
 
     def _generate_ids(self, *args: Any) -> Tensor:

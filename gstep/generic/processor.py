@@ -92,7 +92,7 @@ def _check_torchvision() -> None:
 # ---- a prompt by the processor
 
 
-def render(source: ModelSource, processor: Any, messages: Sequence[ChatMessage]) -> str:
+def render_conversation(source: ModelSource, processor: Any, messages: Sequence[ChatMessage]) -> str:
     """Apply the processor's chat template to a conversation, up to the start of the model's next message.
 
     Raises:
@@ -247,7 +247,7 @@ class _Replay(Recorder):
         return BatchFeature(copy.deepcopy(dict(self.output)))
 
 
-def replay(processor: Any, text: str, record: str) -> dict[str, Any]:
+def replay_record(processor: Any, text: str, record: str) -> dict[str, Any]:
     """Run a processor on the text of a prompt with one video, from the video's record alone.
 
     Raises:

@@ -17,13 +17,19 @@ from gstep.generic.family import read_tail
 from gstep.generic.halves import build_shell, select_token_inputs
 from gstep.generic.layout import (
     Layout,
-    default_positions,
+    choose_default_positions,
+    compute_prompt_positions,
     find_placeholders,
-    kept_rows,
+    list_kept_rows,
     mark_kept_columns,
-    prompt_positions,
 )
-from gstep.generic.processor import list_placeholder_texts, load_processor, render, replay, run_processor
+from gstep.generic.processor import (
+    list_placeholder_texts,
+    load_processor,
+    render_conversation,
+    replay_record,
+    run_processor,
+)
 from gstep.language.prompt import PromptBuilder, Segment, chat_template, load_tokenizer, refuse_omissions
 from gstep.language.types import ChatMessage, Prompt, PromptPolicy
 from gstep.types import Visual
@@ -77,7 +83,7 @@ class GenericPrompts(PromptBuilder):
                 processor would ignore; or ``thought`` is "closed" and the template takes no question without a video.
         """
         template_hash = hashlib.sha256(chat_template(source).encode()).hexdigest()[:16]
-        default = default_positions(Layout.of(source).axes)
+        default = choose_default_positions(Layout.of(source).axes)
         policy = PromptPolicy(positions or default, rule, template_hash, frame_times, thought)
         if (rule, frame_times) != (_RULE, "true"):
             other = f"the rule {rule!r}" if rule != _RULE else f"frame times {frame_times!r}"
@@ -129,18 +135,20 @@ class GenericPrompts(PromptBuilder):
         if not visuals:
             inputs = run_processor(self._processor, text, None, None)
             keep = torch.ones(inputs["input_ids"].shape[1], dtype=torch.bool, device="cpu")
-            return self._cut(inputs, keep, (), keep & False)
+            return self._make_pruned_prompt(inputs, keep, (), keep & False)
         (visual,) = visuals
-        inputs = replay(self._processor, text, visual.extra["record"])
+        inputs = replay_record(self._processor, text, visual.extra["record"])
         n_tokens = visual.n_frames * visual.tokens_per_frame
         try:
             mask = find_placeholders(self.config, inputs["input_ids"], n_tokens + self.layout.tail)[0]
         except ModelError as error:
             raise ValueError(f"the cached tokens of this video do not fit the prompt: {error}") from None
-        keep = mark_kept_columns(mask, kept_rows(visual.index, n_tokens, self.layout.tail))
-        return self._cut(inputs, keep, (visual,), mask)
+        keep = mark_kept_columns(mask, list_kept_rows(visual.index, n_tokens, self.layout.tail))
+        return self._make_pruned_prompt(inputs, keep, (visual,), mask)
 
-    def _cut(self, inputs: dict[str, Any], keep: Tensor, visuals: tuple[Visual, ...], mask: Tensor) -> Prompt:
+    def _make_pruned_prompt(
+        self, inputs: dict[str, Any], keep: Tensor, visuals: tuple[Visual, ...], mask: Tensor
+    ) -> Prompt:
         """Make the prompt of the columns ``keep``, [L] bool, at the positions of the policy.
 
         Other inputs with a value per token, except the attention mask, become ``token_inputs``. The prefix ends with
@@ -153,7 +161,7 @@ class GenericPrompts(PromptBuilder):
         spans = ((int(columns_kept[0]), int(columns_kept[-1]) + 1),) if len(columns_kept) else ()
         return Prompt(
             input_ids=ids[0, keep],
-            positions=prompt_positions(self._shell, inputs, keep, self.policy.positions),
+            positions=compute_prompt_positions(self._shell, inputs, keep, self.policy.positions),
             visuals=visuals,
             prefix_length=spans[0][1] if spans else 0,
             spans=spans,
@@ -169,7 +177,7 @@ class GenericPrompts(PromptBuilder):
         return self._special
 
     def _apply_template(self, messages: Sequence[ChatMessage]) -> str:
-        return render(self.source, self._processor, messages)
+        return render_conversation(self.source, self._processor, messages)
 
 
 @lru_cache(maxsize=2)

@@ -30,7 +30,7 @@ def build_reduced(source: ModelSource) -> Any:
     Raises:
         ModelError: the config cannot be reduced, or the model would take more than MEMORY_SHARE of the free memory.
     """
-    cls, config = source.stock_class()
+    cls, config = source.find_stock_class()
     for reduce_vision in (True, False):
         try:
             reduced = _reduce_config(config, reduce_vision)
@@ -45,10 +45,10 @@ def build_reduced(source: ModelSource) -> Any:
             f"{source.name!r}: its config cannot be reduced to a small model ({reason}), so nothing shows that cached "
             f"tokens work: python -m jobs.doctor --model {source.name} compares the whole model"
         )
-    if needed > MEMORY_SHARE * free_bytes():
+    if needed > MEMORY_SHARE * get_free_memory_bytes():
         raise ModelError(
             f"{source.name!r}: the reduced model of its check needs {needed / 2**30:.1f} GiB, and "
-            f"{free_bytes() / 2**30:.1f} GiB of memory are free: run the check on a machine with more"
+            f"{get_free_memory_bytes() / 2**30:.1f} GiB of memory are free: run the check on a machine with more"
         )
     from transformers.initialization import no_init_weights  # noqa: PLC0415 - imported by the class already
 
@@ -57,7 +57,7 @@ def build_reduced(source: ModelSource) -> Any:
     remove_head(model)
     if (audio := model.get_encoder(modality="audio")) is not None and audio not in (model, model.base_model):
         audio.to_empty(device="meta")
-    _fill(model)
+    _fill_weights(model)
     return model
 
 
@@ -83,15 +83,17 @@ def _reduce_config(config: Any, reduce_vision: bool) -> Any:
     content: dict[str, Any] = copy.deepcopy(config.to_dict())
     text = cast("Any", config.get_text_config())  # may be the config itself
     vision = content.get("vision_config") or {}
-    chosen = {key: len(value) + 1 for key, value in vision.items() if _is_choice(key, value)}
+    chosen = {key: len(value) + 1 for key, value in vision.items() if _is_layer_choice(key, value)}
     n_vision = max([_MIN_LAYERS, *chosen.values()])
     n_text = max([_MIN_LAYERS, *(n for key, n in chosen.items() if "deepstack" in key)])  # each level enters a layer
     text_names = [name for name in content if text is not None and getattr(config, name, None) is text]
     for name in [key for key, value in content.items() if isinstance(value, dict) and key.endswith("_config")]:
         if name == "vision_config" and reduce_vision:
-            _reduce_part(content, name, content[name].get("depth", content[name].get("num_hidden_layers")), n_vision)
+            _reduce_component(
+                content, name, content[name].get("depth", content[name].get("num_hidden_layers")), n_vision
+            )
         elif name in text_names:
-            _reduce_part(content, name, text.num_hidden_layers, n_text)
+            _reduce_component(content, name, text.num_hidden_layers, n_text)
             for key in _EXPERTS:
                 top = content[name].get("num_experts_per_tok") or content[name].get("moe_k") or 1
                 if isinstance(content[name].get(key), int) and isinstance(top, int):
@@ -100,7 +102,7 @@ def _reduce_config(config: Any, reduce_vision: bool) -> Any:
     return type(config).from_dict(content)
 
 
-def _reduce_part(content: dict[str, Any], name: str, depth: object, n_min: int) -> None:
+def _reduce_component(content: dict[str, Any], name: str, depth: object, n_min: int) -> None:
     """Reduce the layers of one part of a config in place, to ``n_min`` or enough for every kind of layer.
 
     Lists and mappings of settings per layer are cut; numbers of chosen layers are replaced by the first ones. A part
@@ -121,7 +123,7 @@ def _reduce_part(content: dict[str, Any], name: str, depth: object, n_min: int) 
         part[key] = _reduce_setting(key, value, depth, n)
 
 
-def _is_choice(key: str, value: object) -> bool:
+def _is_layer_choice(key: str, value: object) -> bool:
     """Return True if a setting is a list of the numbers of chosen layers."""
     return isinstance(value, list) and any(word in key for word in _INDEX_LISTS)
 
@@ -131,7 +133,7 @@ def _reduce_setting(key: str, value: Any, depth: int, n: int) -> Any:
     match value:
         case list() if len(value) == depth:
             return value[:n]
-        case list() if _is_choice(key, value) and all(
+        case list() if _is_layer_choice(key, value) and all(
             isinstance(number, int) and 0 <= number < depth for number in value
         ):
             return sorted({min(i, n - 1) for i, _ in enumerate(value)})
@@ -146,7 +148,7 @@ def _reduce_setting(key: str, value: Any, depth: int, n: int) -> Any:
     return value
 
 
-def _fill(model: nn.Module) -> None:
+def _fill_weights(model: nn.Module) -> None:
     """Fill all weights in place with fixed random values, large enough that a wrong token, position or mask shows.
 
     Biases are small, and other vectors 1. Weights on the meta device are skipped.
@@ -170,7 +172,7 @@ def _fill(model: nn.Module) -> None:
             part.copy_(values[: len(part)])
 
 
-def free_bytes() -> int:
+def get_free_memory_bytes() -> int:
     """Return the free memory of this machine in bytes; 2^60 if it is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

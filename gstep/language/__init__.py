@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gstep.backbones import find_family
+from gstep.backbones import get_family_entry
 from gstep.errors import ModelError
 from gstep.families import FAMILIES, GENERIC
 from gstep.lazy import LazyTable, load_object, make_getattr
@@ -78,7 +78,7 @@ def prompt_builder(
         ValueError: a policy value is unknown or does not apply to the generic family, or ``thought`` is "closed" and
             the template takes no question without a video.
     """
-    builder: PromptBuilder = load_object(_prompts_path(source)).of(source, positions, rule, frame_times, thought)
+    builder: PromptBuilder = load_object(_find_prompts_path(source)).of(source, positions, rule, frame_times, thought)
     return builder
 
 
@@ -89,14 +89,14 @@ def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
         ModelError: the family cannot answer questions; weights are missing, quantized or of another shape; another file
             cannot be loaded; or transformers is too old.
     """
-    _prompts_path(source)  # raises for a family that answers no questions
-    model: LanguageModel = load_object(find_family(source.family).language_model).load(source, runtime)
+    _find_prompts_path(source)  # raises for a family that answers no questions
+    model: LanguageModel = load_object(get_family_entry(source.family).language_model).load(source, runtime)
     return model
 
 
-def _prompts_path(source: ModelSource) -> str:
+def _find_prompts_path(source: ModelSource) -> str:
     """Return the import path of the model's prompt builder; ModelError for a family that cannot answer."""
-    path = find_family(source.family).prompts
+    path = get_family_entry(source.family).prompts
     if path is not None:
         return path
     if source.family in FAMILIES:

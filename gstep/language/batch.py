@@ -35,14 +35,14 @@ def group_by_cost(
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         candidate = [*batches[-1], row] if batches else []
         rows = [lengths[i] for i in candidate], [queries[i] for i in candidate]
-        if 0 < len(candidate) <= max_rows and _fits_batch(*rows, mask_elements):
+        if 0 < len(candidate) <= max_rows and _check_batch_limits(*rows, mask_elements):
             batches[-1] = candidate
         else:
             batches.append([row])
     return [sorted(batch) for batch in batches]
 
 
-def _fits_batch(lengths: Sequence[int], queries: Sequence[int], mask_elements: int) -> bool:
+def _check_batch_limits(lengths: Sequence[int], queries: Sequence[int], mask_elements: int) -> bool:
     """Return True if the padded tokens and the attention mask of these rows are within their limits."""
     tokens = len(lengths) * max(lengths)
     unmasked = len({*lengths}) == 1 and lengths == queries  # all rows are causal, and none is padded
@@ -96,7 +96,7 @@ class Batch:
                 batch.token_inputs[name][row, start:] = values[span]
         return batch
 
-    def after(self, prefix: Batch) -> Batch:
+    def prepend_prefix(self, prefix: Batch) -> Batch:
         """Prepend the rows of ``prefix``; their own padding stays between them, and ``token_inputs`` are dropped."""
         return Batch(
             input_ids=torch.cat([prefix.input_ids, self.input_ids], dim=1),

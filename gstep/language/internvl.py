@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gstep.language.prompt import PromptBuilder, PromptPart, Segment, find_frame_indices
+from gstep.language.prompt import PromptBuilder, PromptPiece, Segment, find_frame_indices
 from gstep.language.types import PromptPolicy
 from gstep.types import Visual
 
@@ -27,19 +27,19 @@ class InternVLPrompts(PromptBuilder):
         # The template's token for a video differs from the placeholder of its visual tokens.
         self._video_token = str(getattr(tokenizer, "video_token", "<video>"))
 
-    def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPart]:
+    def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPiece]:
         """Make a part for each frame, with "FrameN:" and image markers around its tokens, and a last text.
 
         N counts the frames of each video from 1.
         """
-        parts: list[PromptPart] = []
+        parts: list[PromptPiece] = []
         before = texts[0]
         for video, (visual, after) in enumerate(zip(visuals, texts[1:], strict=True)):
             for frame in range(visual.n_frames):
-                parts.append(PromptPart(f"{before}Frame{frame + 1}: <img>", video, frame))
+                parts.append(PromptPiece(f"{before}Frame{frame + 1}: <img>", video, frame))
                 before = "</img>\n"
             before = f"</img>{after}"
-        return [*parts, PromptPart(before)]
+        return [*parts, PromptPiece(before)]
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         """Make the segment of one frame's kept tokens, maybe none.

@@ -27,7 +27,7 @@ CACHE = "cache" if Version(version("transformers")) >= Version("5.24") else "pas
 
 
 @dataclass
-class ShortRows:
+class KeptRows:
     """The indices of a batch's tokens that are kept from layer K on.
 
     Attributes:
@@ -38,9 +38,9 @@ class ShortRows:
     index: Tensor
     valid: Tensor
 
-    def repeat_rows(self, rows: Sequence[int]) -> ShortRows:
+    def repeat_rows(self, rows: Sequence[int]) -> KeptRows:
         """Return the kept indices for a batch of these rows, which may repeat."""
-        return ShortRows(self.index[list(rows)], self.valid[list(rows)])
+        return KeptRows(self.index[list(rows)], self.valid[list(rows)])
 
     def rows(self, tensor_BLX: Tensor) -> Tensor:
         """Gather the kept tokens from a tensor [B or 1, L, ...]; the result is [B, S, ...]."""
@@ -51,7 +51,7 @@ class ShortRows:
 
 
 @dataclass
-class PruneInside:
+class InsidePruning:
     """The pruning of one batch before layer K: ``with inside.apply_hooks(model): model.generate(...)``.
 
     Attributes:
@@ -65,32 +65,32 @@ class PruneInside:
     retention_ratio: float
     prunable: Tensor
     mask: Tensor
-    short: ShortRows | None = None
+    short: KeptRows | None = None
     _last: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
 
     @contextmanager
-    def apply_hooks(self, model: Any) -> Iterator[PruneInside]:
+    def apply_hooks(self, model: Any) -> Iterator[InsidePruning]:
         """Prune the calls of ``model`` inside this context, by hooks: first a prefill, then calls with further tokens.
 
         The hooks are removed at the end; ``short`` stays, so that an object serves a single prefill.
 
         Raises:
-            ValueError: the method cannot prune inside this model (:func:`check_layer`).
+            ValueError: the method cannot prune inside this model (:func:`check_prune_layer`).
         """
         layers = model.model.language_model.layers
-        first_short = check_layer(self.method, model.config)
+        first_short = check_prune_layer(self.method, model.config)
         # The layer before K has the attention of the last token; from K on every layer gets shortened rows.
         with ExitStack() as hooks:
             before = layers[first_short - 1].self_attn
             hooks.enter_context(before.register_forward_pre_hook(self._record_query, with_kwargs=True))
             hooks.enter_context(before.register_forward_hook(self._choose_tokens, with_kwargs=True))
             for i, layer in enumerate(layers[first_short:]):
-                hook = self._shorten if i == 0 else self._keep_short
+                hook = self._drop_pruned_tokens if i == 0 else self._adapt_layer_inputs
                 hooks.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
             yield self
 
     @contextmanager
-    def for_rows(self, rows: Sequence[int]) -> Iterator[None]:
+    def apply_to_rows(self, rows: Sequence[int]) -> Iterator[None]:
         """Apply the pruning to a batch of these prefilled rows, which may repeat; ``short`` is replaced meanwhile."""
         batch_rows = self.short
         self.short = None if batch_rows is None else batch_rows.repeat_rows(rows)
@@ -119,7 +119,7 @@ class PruneInside:
         self._last = None
         self.short = self._select(hidden_BLD, row_BL)
 
-    def _select(self, hidden_BLD: Tensor, row_BL: Tensor) -> ShortRows:
+    def _select(self, hidden_BLD: Tensor, row_BL: Tensor) -> KeptRows:
         """Return the indices of all text and of the visual tokens that the method selects in each row, with seed 0.
 
         Raises:
@@ -138,9 +138,9 @@ class PruneInside:
         for i, row_index in enumerate(indices):
             index[i, longest - len(row_index) :] = row_index
             valid[i, longest - len(row_index) :] = True
-        return ShortRows(index, valid)
+        return KeptRows(index, valid)
 
-    def _shorten(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _drop_pruned_tokens(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Drop the pruned tokens before layer K, as a hook; return the layer's arguments and keywords.
 
         The hidden states are cut in the prefill only.
@@ -148,11 +148,11 @@ class PruneInside:
         assert self.short is not None
         hidden_BLD, *options = args
         # Tokens after the prefill are text, which is not pruned.
-        if not _cached_length(layer, keywords):
+        if not _get_cached_length(layer, keywords):
             args = (self.short.rows(hidden_BLD), *options)
-        return self._keep_short(layer, args, keywords)
+        return self._adapt_layer_inputs(layer, args, keywords)
 
-    def _keep_short(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _adapt_layer_inputs(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Adapt the arguments of layer K or a later layer to the shortened rows, as a hook before it; return them.
 
         The rotary values are cut in the prefill. In every call the mask is replaced, and ``position_ids`` are None.
@@ -160,7 +160,7 @@ class PruneInside:
         short = self.short
         assert short is not None
         hidden_BLD = args[0]
-        past = _cached_length(layer, keywords)
+        past = _get_cached_length(layer, keywords)
         inputs = dict(keywords)
         if not past:
             inputs["position_embeddings"] = tuple(short.rows(part) for part in keywords["position_embeddings"])
@@ -171,7 +171,7 @@ class PruneInside:
         return args, inputs
 
 
-def check_layer(method: Pruner, config: Any) -> int:
+def check_prune_layer(method: Pruner, config: Any) -> int:
     """Check that the method can prune inside a model of this configuration; return its layer K.
 
     Raises:
@@ -208,7 +208,7 @@ def check_layer(method: Pruner, config: Any) -> int:
     return layer
 
 
-def _cached_length(layer: Any, keywords: dict[str, Any]) -> int:
+def _get_cached_length(layer: Any, keywords: dict[str, Any]) -> int:
     """Return the number of tokens in the layer's key-value cache; 0 in the prefill."""
     return int(keywords[CACHE].get_seq_length(layer.self_attn.layer_idx))
 
@@ -249,7 +249,7 @@ def make_short_mask(valid_BS: Tensor, past: int, hidden_BLD: Tensor, implementat
     """Make the attention mask of a layer with shortened rows, in the form that the implementation takes.
 
     Args:
-        valid_BS: ``ShortRows.valid``.
+        valid_BS: ``KeptRows.valid``.
         past: the number of tokens in the layer's cache; 0 in the prefill.
         hidden_BLD: the layer's input; only its shape, dtype and device matter.
 

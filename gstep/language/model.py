@@ -15,7 +15,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from gstep.backbones import ModelSource, Runtime
 from gstep.language.batch import MASK_ELEMENTS, Batch, encoder_outputs, group_by_cost
 from gstep.language.decoding import RowLimits, SeededSampling, StepWatch
-from gstep.language.layer_pruning import CACHE, PruneInside, mark_prunable
+from gstep.language.layer_pruning import CACHE, InsidePruning, mark_prunable
 from gstep.language.prompt import load_tokenizer, tokenize_text
 from gstep.language.types import (
     Answer,
@@ -87,7 +87,7 @@ class LanguageModel:
                 with the same beginning then share its computation.
         """
         batch, cache = self._make_batch_and_cache(prompts, last) if last else (Batch.of(prompts), None)
-        output = self._forward(batch, prompts=prompts if cache is None else (), past=cache, logits_to_keep=last)
+        output = self._run_forward(batch, prompts=prompts if cache is None else (), past=cache, logits_to_keep=last)
         masks = batch.mask[:, -last:].to(self.device)
         logits = output.logits[:, -masks.shape[1] :]  # some models of the generic family ignore logits_to_keep
         return [row[mask.bool()] for row, mask in zip(logits, masks, strict=True)]
@@ -110,7 +110,7 @@ class LanguageModel:
                 is shared then.
 
         Raises:
-            ValueError: the method cannot prune inside this model (:func:`check_layer`).
+            ValueError: the method cannot prune inside this model (:func:`check_prune_layer`).
             WrongSelection: the method returned an invalid selection.
             FloatingPointError: the model's scores are NaN for a token of an answer.
         """
@@ -173,7 +173,8 @@ class LanguageModel:
             A list per prompt with a Score per continuation, in order.
 
         Raises:
-            ValueError: a continuation has no token, or the method cannot prune inside this model (:func:`check_layer`).
+            ValueError: a continuation has no token, or the method cannot prune inside this model
+                (:func:`check_prune_layer`).
             WrongSelection: the method returned an invalid selection.
         """
         ids = [[tokenize_text(self.tokenizer, text) for text in texts] for texts in continuations]
@@ -183,7 +184,7 @@ class LanguageModel:
                 self._make_batch_and_cache(prompts) if share_prefix and not active else (Batch.of(prompts), None)
             )
             new = prompts if cache is None else ()
-            output = self._forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
+            output = self._run_forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
             first = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
             return [
                 self._score_continuations(batch.rows([row]), output[CACHE], row, first[row], texts, active)
@@ -197,7 +198,7 @@ class LanguageModel:
         row: int,
         first: Tensor,
         continuations: list[list[int]],
-        inside: PruneInside | None,
+        inside: InsidePruning | None,
     ) -> list[Score]:
         """Score the continuations of one prompt, in batches of at most ``copied_tokens`` copied tokens or of one.
 
@@ -211,7 +212,7 @@ class LanguageModel:
         multi_token = [i for i, ids in enumerate(continuations) if len(ids) > 1]
         batch_size = max(1, self.copied_tokens // prompt.input_ids.shape[1])
         for part in (multi_token[start : start + batch_size] for start in range(0, len(multi_token), batch_size)):
-            with inside.for_rows([row] * len(part)) if inside else nullcontext():
+            with inside.apply_to_rows([row] * len(part)) if inside else nullcontext():
                 later_logprobs = self._score_later_tokens(prompt, cache, row, [continuations[i] for i in part])
             for i, value in zip(part, later_logprobs, strict=True):
                 logprobs[i] += value
@@ -229,12 +230,14 @@ class LanguageModel:
         mask = (offset < torch.tensor([[len(ids)] for ids in inputs], device="cpu")).long()
         start = prompt.positions[:, 0, -1:, None] + 1  # text follows text: positions continue after the prompt's last
         tail = Batch(input_ids, mask, (start + offset).expand(-1, len(inputs), -1))
-        output = self._forward(tail.after(prompt.rows([0] * len(inputs))), past=_copy_rows(cache, [row] * len(inputs)))
+        output = self._run_forward(
+            tail.prepend_prefix(prompt.rows([0] * len(inputs))), past=_copy_rows(cache, [row] * len(inputs))
+        )
         logprobs = torch.log_softmax(output.logits.float(), dim=-1)
         targets = [torch.tensor(ids[1:], device=logprobs.device) for ids in continuations]
         return [float(rows[: len(t)].gather(-1, t[:, None]).sum()) for rows, t in zip(logprobs, targets, strict=True)]
 
-    def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> PruneInside:
+    def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> InsidePruning:
         """Return the object that prunes these prompts inside the model; all visual tokens but newlines are prunable."""
         batch = Batch.of(prompts)
         _, video = read_placeholder(self.model.config)
@@ -243,7 +246,7 @@ class LanguageModel:
             counts = [len(visual.index) for visual in prompt.visuals]
             newline = any(visual.newline is not None for visual in prompt.visuals)
             prunable[row, batch.mask.shape[1] - len(prompt) :] = mark_prunable(prompt.input_ids, video, counts, newline)
-        return PruneInside(method, retention_ratio, prunable, batch.mask.bool())
+        return InsidePruning(method, retention_ratio, prunable, batch.mask.bool())
 
     def _make_batch_and_cache(self, prompts: Sequence[Prompt], last: int = 1) -> tuple[Batch, DynamicCache | None]:
         """Make the batch of all prompts, and compute the key-value cache of their videos if that saves work.
@@ -275,7 +278,7 @@ class LanguageModel:
             return Batch.of(prompts), self._compute_cache_without_last(last, prompts, prefix, cache, group)
         cache.reorder_cache(torch.tensor(group, device=self.device))
         tails = Batch.of(prompts, [slice(p.prefix_length, None) for p in prompts])
-        return tails.after(prefix.rows(group)), cache
+        return tails.prepend_prefix(prefix.rows(group)), cache
 
     def _compute_cache_without_last(
         self, last: int, prompts: Sequence[Prompt], prefixes: Batch, cache: DynamicCache, group: Sequence[int]
@@ -303,8 +306,8 @@ class LanguageModel:
                 caches.append(_copy_rows(cache, prefix_rows))
                 if length:
                     spans = [slice(prompts[i].prefix_length, -last) for i in batch_rows]
-                    batch = Batch.of([prompts[i] for i in batch_rows], spans).after(prefixes.rows(prefix_rows))
-                    self._forward(batch, past=caches[-1], use_cache=True, logits_to_keep=1)
+                    batch = Batch.of([prompts[i] for i in batch_rows], spans).prepend_prefix(prefixes.rows(prefix_rows))
+                    self._run_forward(batch, past=caches[-1], use_cache=True, logits_to_keep=1)
         stack = _stack_caches(caches, max(len(prompt) for prompt in prompts) - last)
         stack.reorder_cache(torch.tensor(order, device=self.device).argsort())
         return stack
@@ -320,14 +323,14 @@ class LanguageModel:
         for part in parts:
             part_prompts = [prompts[i] for i in part]
             batch = Batch.of(part_prompts, [slice(prompt.prefix_length) for prompt in part_prompts])
-            caches.append(self._forward(batch, prompts=part_prompts, use_cache=True, logits_to_keep=1)[CACHE])
+            caches.append(self._run_forward(batch, prompts=part_prompts, use_cache=True, logits_to_keep=1)[CACHE])
         if len(caches) > 1:
             caches = [_stack_caches(caches, max(cache.get_seq_length() for cache in caches))]
         order = [row for part in parts for row in part]
         caches[0].reorder_cache(torch.tensor(order, device=self.device).argsort())
         return caches[0]
 
-    def _forward(
+    def _run_forward(
         self, batch: Batch, *, prompts: Sequence[Prompt] = (), past: DynamicCache | None = None, **keywords: Any
     ) -> Any:
         """Run the model over the tokens of ``batch`` that are not in ``past``, which is extended in place.
@@ -370,12 +373,12 @@ class LanguageModel:
             do_sample=False,
             num_beams=1,
             max_new_tokens=max(d.max_new_tokens for d in decodings),
-            pad_token_id=self._pad_id(),
+            pad_token_id=self._choose_pad_id(),
             use_cache=True,
         )
         return config
 
-    def _pad_id(self) -> int:
+    def _choose_pad_id(self) -> int:
         """Return the padding id: the first of the model's, the tokenizer's, the end ids, and 0."""
         generation = self.model.generation_config
         candidates = (generation.pad_token_id, self.tokenizer.pad_token_id, *list_end_ids(generation), 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
 from gstep.language.rendering import render_chat_template
-from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy, read_context_length, read_placeholder
+from gstep.language.types import ChatContent, ChatMessage, Prompt, PromptPolicy, read_context_length, read_placeholder
 from gstep.types import Visual
 
 # A noncharacter that is inserted into placeholders in a user's text, so that the two pieces are tokenized as text.
@@ -45,7 +45,7 @@ class Segment:
     video: int | None = None
 
 
-class PromptPart(NamedTuple):
+class PromptPiece(NamedTuple):
     """A text of a prompt, which may be empty, and the placeholders that follow it.
 
     Attributes:
@@ -106,7 +106,7 @@ class PromptBuilder(ABC):
         policy = PromptPolicy(positions or cls.default_positions, rule, template_hash, frame_times, thought)
         if not cls.writes_times:  # answers must not differ by a setting that changes no prompt
             policy = replace(policy, frame_times="true")
-        config = source.stock_config()
+        config = source.parse_stock_config()
         tokenizer = load_tokenizer(source)
         placeholder = read_placeholder(config)[1]
         if tokenizer.convert_ids_to_tokens(placeholder) not in tokenizer.get_added_vocab():
@@ -161,7 +161,7 @@ class PromptBuilder(ABC):
                 or the template refuses or omits a message.
             ModelError: the template exceeds the limits of rendering.
         """
-        content: list[ChatPart] = [*[ChatPart(type="video")] * len(visuals), {"type": "text", "text": text}]
+        content: list[ChatContent] = [*[ChatContent(type="video")] * len(visuals), {"type": "text", "text": text}]
         messages: list[ChatMessage] = [{"role": "user", "content": content}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
@@ -180,7 +180,7 @@ class PromptBuilder(ABC):
         """
         for visual in visuals:
             self.check(visual)
-        prompt_text = self._render(messages, len(visuals))
+        prompt_text = self._render_checked(messages, len(visuals))
         parts = self._make_parts(prompt_text.split(self._video_token), visuals)
         segments = list(self._make_segments(parts, visuals))
         starts = accumulate((segment.extent for segment in segments), initial=0)
@@ -217,14 +217,14 @@ class PromptBuilder(ABC):
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         """Make the segment of a whole video (``frame`` is None), or of one frame if each frame has markers."""
 
-    def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPart]:
+    def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPiece]:
         """Make a part for each video and a last text, from the texts around the videos.
 
         A family with markers around each frame has a part for each frame instead.
         """
-        return [*(PromptPart(text, video) for video, text in enumerate(texts[:-1])), PromptPart(texts[-1])]
+        return [*(PromptPiece(text, video) for video, text in enumerate(texts[:-1])), PromptPiece(texts[-1])]
 
-    def _make_segments(self, parts: list[PromptPart], visuals: Sequence[Visual]) -> Iterator[Segment]:
+    def _make_segments(self, parts: list[PromptPiece], visuals: Sequence[Visual]) -> Iterator[Segment]:
         """Yield the segments of a prompt in order: texts, unless empty, and the placeholders of videos or frames."""
         for part in parts:
             if part.text:
@@ -250,11 +250,11 @@ class PromptBuilder(ABC):
         The first access renders a question without a video. It raises ModelError for an invalid template, ValueError if
         that refuses the question.
         """
-        text: ChatPart = {"type": "text", "text": "Why?"}
+        text: ChatContent = {"type": "text", "text": "Why?"}
         match = _OPEN_TAG.search(self._apply_template([{"role": "user", "content": [text]}]))
         return match[1] if match else ""
 
-    def _render(self, messages: Sequence[ChatMessage], n_videos: int) -> str:
+    def _render_checked(self, messages: Sequence[ChatMessage], n_videos: int) -> str:
         """Render the messages; ValueError if the result lacks a text or does not have ``n_videos`` placeholders."""
         prompt_text = self._render_text(messages)
         if prompt_text.count(self._video_token) != n_videos:
@@ -298,7 +298,7 @@ class PromptBuilder(ABC):
                         "model: leave it out, or write it in another way. Videos are put into a prompt without it"
                     )
 
-    def _escape_placeholders(self, part: ChatPart) -> ChatPart:
+    def _escape_placeholders(self, part: ChatContent) -> ChatContent:
         """Insert MARK into each placeholder in a message part's text, so that only real videos have placeholders.
 
         Raises:

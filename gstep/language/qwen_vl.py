@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.language.prompt import PromptBuilder, PromptPart, Segment, find_frame_indices
+from gstep.language.prompt import PromptBuilder, PromptPiece, Segment, find_frame_indices
 from gstep.language.types import PromptPolicy
 from gstep.types import Visual
 
 
 @dataclass(frozen=True)
-class Rule:
+class LibraryRule:
     """How one library version builds Qwen prompts.
 
     Attributes:
@@ -38,10 +38,12 @@ class Rule:
     outer_markers: bool
 
 
-RULES: Mapping[str, Rule] = {
-    "transformers-5": Rule(text_after_time=False, whole_seconds=False, float64_times=False, outer_markers=True),
-    "transformers-4.57": Rule(text_after_time=True, whole_seconds=True, float64_times=False, outer_markers=False),
-    "vllm": Rule(text_after_time=True, whole_seconds=False, float64_times=True, outer_markers=False),
+RULES: Mapping[str, LibraryRule] = {
+    "transformers-5": LibraryRule(text_after_time=False, whole_seconds=False, float64_times=False, outer_markers=True),
+    "transformers-4.57": LibraryRule(
+        text_after_time=True, whole_seconds=True, float64_times=False, outer_markers=False
+    ),
+    "vllm": LibraryRule(text_after_time=True, whole_seconds=False, float64_times=True, outer_markers=False),
 }
 
 
@@ -143,7 +145,7 @@ class Qwen3Prompts(QwenPrompts):
         start, end = (int(getattr(config, f"vision_{name}_token_id")) for name in ("start", "end"))
         self._start, self._end = (str(tokenizer.convert_ids_to_tokens(i)) for i in (start, end))
 
-    def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPart]:
+    def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPiece]:
         """Make a part for each temporal patch, with its time and vision markers around it, and a last text.
 
         If the rule has no outer markers, and the template writes them around every video, they are removed.
@@ -156,14 +158,14 @@ class Qwen3Prompts(QwenPrompts):
                 text.removeprefix(self._end if i > 0 else "").removesuffix(self._start if i < last else "")
                 for i, text in enumerate(texts)
             ]
-        parts: list[PromptPart] = []
+        parts: list[PromptPiece] = []
         before = texts[0]
         for video, (visual, after) in enumerate(zip(visuals, texts[1:], strict=True)):
             for frame, seconds in enumerate(self._read_seconds(visual)):
-                parts.append(PromptPart(f"{before}<{seconds:.1f} seconds>{self._start}", video, frame))
+                parts.append(PromptPiece(f"{before}<{seconds:.1f} seconds>{self._start}", video, frame))
                 before = self._end
             before += after
-        return [*parts, PromptPart(before)]
+        return [*parts, PromptPiece(before)]
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         """Make the segment of one temporal patch's kept tokens, which may be empty."""

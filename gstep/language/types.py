@@ -19,7 +19,7 @@ FRAME_TIMES = ("true", "stock")
 THOUGHTS = ("open", "closed")
 
 
-class ChatPart(TypedDict, total=False):
+class ChatContent(TypedDict, total=False):
     """A part of a message's content: ``{"type": "video"}`` or ``{"type": "text", "text": ...}``."""
 
     type: str
@@ -30,7 +30,7 @@ class ChatMessage(TypedDict):
     """A message in the form that chat templates take; ``role`` is "system", "user" or "assistant"."""
 
     role: str
-    content: Sequence[ChatPart]
+    content: Sequence[ChatContent]
 
 
 @dataclass(frozen=True)

@@ -38,15 +38,15 @@ def load_llm(source: ModelSource, runtime: Runtime) -> Any:
             old.
     """
     refuse_quantized(source.name, source.config)
-    config = source.stock_config()
+    config = source.parse_stock_config()
     model = build_without_vision(config, runtime)
     check_entry_point(model)
-    load_weights(model, source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
+    load_weights(model, source, _list_names_in_memory, device=runtime.device, dtype=runtime.dtype)
     if config.tie_word_embeddings:
         model.lm_head = _tie_head(model.get_input_embeddings())
     _rebuild_rotary(model, runtime.device)
     model.eval().requires_grad_(False)
-    model.generation_config = generation_config(source, config)
+    model.generation_config = read_generation_config(source, config)
     return model
 
 
@@ -76,7 +76,7 @@ def check_entry_point(model: Any) -> None:
         )
 
 
-def _names_in_memory(key: str) -> list[str]:
+def _list_names_in_memory(key: str) -> list[str]:
     """List the names that a tensor may have in the model, the name on disk first."""
     names = [key]
     for on_disk, in_memory in (
@@ -109,7 +109,7 @@ def _rebuild_rotary(model: nn.Module, device: str) -> None:
     check_loaded(model)
 
 
-def generation_config(source: ModelSource, config: Any) -> Any:
+def read_generation_config(source: ModelSource, config: Any) -> Any:
     """Read the checkpoint's GenerationConfig without its sampling settings and limits, which the caller decides.
 
     Without generation_config.json, the model's ``config`` gives all settings; if the file names no end token, it gives

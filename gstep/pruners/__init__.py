@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from gstep.lazy import LazyTable, did_you_mean, load_object
+from gstep.lazy import LazyTable, format_suggestion, load_object
 from gstep.methods import METHODS
 from gstep.pruners.base import Pruner
 from gstep.pruners.checks import as_float
@@ -72,15 +72,14 @@ def find_method(method: str) -> type[Pruner]:
     """
     if isinstance(method, str) and ":" in method:
         kind = check_method(_import_class(method), method)
-        if _import_path(kind) != method and _import_class(_import_path(kind)) is not kind:
-            raise ValueError(
-                f"method {method!r} was defined as {_import_path(kind)}, which is another object now: restore the name"
-            )
+        path = _get_import_path(kind)
+        if path != method and _import_class(path) is not kind:
+            raise ValueError(f"method {method!r} was defined as {path}, which is another object now: restore the name")
         return kind
     if isinstance(method, type) and issubclass(method, Pruner):
         raise ValueError(f"method {method.__name__} is a class: pass an object, {method.__name__}(...), or its path")
     if not isinstance(method, str) or method not in PRUNERS:
-        hint = did_you_mean(str(method), PRUNERS)
+        hint = format_suggestion(str(method), PRUNERS)
         raise ValueError(f"unknown method {method!r}{hint}; known: {', '.join(PRUNERS)}, or your own module:Class")
     method_class: type[Pruner] = PRUNERS[method]
     return method_class
@@ -88,7 +87,7 @@ def find_method(method: str) -> type[Pruner]:
 
 def get_method_name(kind: type[Pruner]) -> str:
     """Return the name by which :func:`find_method` finds a top-level class: its key in PRUNERS, or ``module:Class``."""
-    return next((name for name, target in METHODS.items() if target == _import_path(kind)), _import_path(kind))
+    return next((name for name, target in METHODS.items() if target == _get_import_path(kind)), _get_import_path(kind))
 
 
 def check_method(kind: Any, label: str | None = None) -> type[Pruner]:
@@ -100,7 +99,7 @@ def check_method(kind: Any, label: str | None = None) -> type[Pruner]:
     """
     if not (isinstance(kind, type) and issubclass(kind, Pruner)):
         raise ValueError(f"method {label or kind!r} is not a subclass of gstep.pruners.base.Pruner")
-    label = repr(label or _import_path(kind))
+    label = repr(label or _get_import_path(kind))
     if inspect.isabstract(kind):
         raise ValueError(
             f"method {label} is abstract: it does not define {', '.join(sorted(kind.__abstractmethods__))}"
@@ -131,7 +130,7 @@ def _build_pruner(kind: type[Pruner], params: Mapping[str, Any], label: str) -> 
         raise ValueError(f"method {label!r} cannot be made with {values}: {type(error).__name__}: {error}") from error
 
 
-def _import_path(kind: type[Pruner]) -> str:
+def _get_import_path(kind: type[Pruner]) -> str:
     """Return the import path ``module:Class`` of a class."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
@@ -159,14 +158,16 @@ def check_params(kind: type[Pruner], params: Mapping[str, Any], label: str) -> d
     """
     init_fields = {item.name: item for item in fields(kind) if item.init}
     if unknown := [name for name in params if name not in init_fields]:
-        names = ", ".join(name + did_you_mean(name, init_fields) for name in unknown)
+        names = ", ".join(name + format_suggestion(name, init_fields) for name in unknown)
         raise ValueError(
             f"unknown parameter {names} of method {label!r}; it accepts: {', '.join(init_fields) or 'none'}"
         )
     if missing := [name for name, item in init_fields.items() if name not in params and _is_required(item)]:
         raise ValueError(f"method {label!r} needs a value of {', '.join(missing)}")
-    hints = _field_types(kind, label)
-    return {name: _check_value(name, value, list(_union_members(hints[name])), label) for name, value in params.items()}
+    hints = _read_field_types(kind, label)
+    return {
+        name: _check_value(name, value, list(_iter_union_members(hints[name])), label) for name, value in params.items()
+    }
 
 
 def read_params(kind: type[Pruner], texts: Mapping[str, str], label: str) -> dict[str, Any]:
@@ -177,9 +178,9 @@ def read_params(kind: type[Pruner], texts: Mapping[str, str], label: str) -> dic
     Raises:
         ValueError: A text is not a value of the field's type, or an annotation of the class cannot be evaluated.
     """
-    hints = _field_types(kind, label)
+    hints = _read_field_types(kind, label)
     return {
-        name: _read_value(name, text, list(_union_members(hints[name])), label) if name in hints else text
+        name: _read_value(name, text, list(_iter_union_members(hints[name])), label) if name in hints else text
         for name, text in texts.items()
     }
 
@@ -189,7 +190,7 @@ def _is_required(item: Field[Any]) -> bool:
     return item.default is MISSING and item.default_factory is MISSING
 
 
-def _field_types(kind: type[Pruner], label: str) -> dict[str, Any]:
+def _read_field_types(kind: type[Pruner], label: str) -> dict[str, Any]:
     """Return the evaluated annotation of each dataclass field, by name.
 
     Raises:
@@ -202,11 +203,11 @@ def _field_types(kind: type[Pruner], label: str) -> dict[str, Any]:
     return {item.name: hints[item.name] for item in fields(kind)}
 
 
-def _union_members(hint: Any) -> Iterator[Any]:
+def _iter_union_members(hint: Any) -> Iterator[Any]:
     """Yield the members of a union type, including those of nested unions; yield any other type itself."""
     if get_origin(hint) in (Union, types.UnionType):
         for part in get_args(hint):
-            yield from _union_members(part)
+            yield from _iter_union_members(part)
     else:
         yield hint
 
@@ -214,13 +215,13 @@ def _union_members(hint: Any) -> Iterator[Any]:
 def _check_value(name: str, value: Any, accepted: list[Any], label: str) -> Any:
     """Convert ``value`` to the first of the accepted types that it fits; raise ValueError if it fits none."""
     for candidate in accepted:
-        fits, converted = _convert(candidate, value)
+        fits, converted = _convert_value(candidate, value)
         if fits:
             return converted
     raise ValueError(f"method {label!r}: {name} must be {_describe_types(accepted)}; got {value!r}")
 
 
-def _convert(kind: Any, value: Any) -> tuple[bool, Any]:
+def _convert_value(kind: Any, value: Any) -> tuple[bool, Any]:
     """Return whether ``value`` fits the type ``kind``, and the value converted to it (unchanged if it does not fit).
 
     Any integer fits int and any finite real number fits float, NumPy's included, but no bool does. Only its choices fit
@@ -248,15 +249,15 @@ def _read_value(name: str, text: str, accepted: list[Any], label: str) -> Any:
     for choice in choices:
         if text == str(choice) or (isinstance(choice, bool) and text == str(choice).lower()):
             return choice
-    for value in _candidate_values(text):
-        if type(value) in accepted and _convert(type(value), value)[0]:
+    for value in _iter_candidate_values(text):
+        if type(value) in accepted and _convert_value(type(value), value)[0]:
             return value
     has_no_text = not (choices or set(accepted) & _WORDS.keys())
     hint = " and cannot be given as text" if has_no_text else ""
     raise ValueError(f"method {label!r}: {name} must be {_describe_types(accepted)}{hint}; got {text!r}")
 
 
-def _candidate_values(text: str) -> Iterator[Any]:
+def _iter_candidate_values(text: str) -> Iterator[Any]:
     """Yield what ``text`` may stand for: None or a bool (in any case), then an int, a float, and last the text."""
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gstep.density import work_dtype
+from gstep.density import get_work_dtype
 from gstep.errors import MissingEvidence, WrongSelection
 from gstep.pruners.checks import check_evidence, check_grid_and_times, check_integer, check_tokens
-from gstep.selection.precision import full_precision
+from gstep.selection.precision import use_full_precision
 from gstep.types import PrunedTokens, VisualTokens, budget_for
 
 
@@ -174,8 +174,8 @@ class Pruner(ABC):
         inputs = {name: visual.evidence[name] for name in sorted(self.needs | self.optional) if name in visual.evidence}
         check_evidence(inputs, n_frames, per_frame)
         check_grid_and_times(visual.grid, visual.times, n_frames, per_frame)
-        with torch.no_grad(), torch.autocast(visual.tokens.device.type, enabled=False), full_precision():
-            evidence = {name: value.to(visual.tokens.device, work_dtype(value)) for name, value in inputs.items()}
+        with torch.no_grad(), torch.autocast(visual.tokens.device.type, enabled=False), use_full_precision():
+            evidence = {name: value.to(visual.tokens.device, get_work_dtype(value)) for name, value in inputs.items()}
             selection = self.select(replace(visual, evidence=evidence), count, ratio, seed)
             return self.pack_selection(visual.tokens, selection, count, ratio)
 

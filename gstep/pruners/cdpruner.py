@@ -13,7 +13,7 @@ from torch import Tensor
 from gstep.evidence import SINGLE_PATCHES
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_choice
-from gstep.pruners.vectors import unit
+from gstep.pruners.vectors import normalize_rows
 from gstep.types import VisualTokens, budget_for
 
 MODES = ("global", "per_frame")
@@ -30,8 +30,8 @@ class CDPruner(Pruner):
     The kernel is q_i cos(i, j) q_j, where q is each token's relevance to the question (github.com/Theia-4869/CDPruner,
     llava/model/llava_arch.py).
 
-    The selection ends when every other token is nearly a linear combination of the picks (``greedy_map``), so it may
-    have fewer than B tokens, but never none. The official code continues on rounding noise.
+    The selection ends when every other token is nearly a linear combination of the picks (``select_by_greedy_map``), so
+    it may have fewer than B tokens, but never none. The official code continues on rounding noise.
 
     Attributes:
         mode: "global" (one selection over the video) or "per_frame" (at most max(1, floor(r*N)) tokens of each frame).
@@ -61,29 +61,29 @@ class CDPruner(Pruner):
         used.
         """
         per_frame = visual.tokens.shape[1]
-        direction_TND = unit(visual.tokens)
-        quality_TN = relevance(visual.evidence["image_embedding"], visual.evidence["text_embedding"])
+        direction_TND = normalize_rows(visual.tokens)
+        quality_TN = compute_relevance(visual.evidence["image_embedding"], visual.evidence["text_embedding"])
         if self.mode == "global":
-            return Selection(index=greedy_map(direction_TND.flatten(0, 1), quality_TN.flatten(), budget))
+            return Selection(index=select_by_greedy_map(direction_TND.flatten(0, 1), quality_TN.flatten(), budget))
         frames = [
-            greedy_map(direction_ND, quality_N, budget_for(ratio, per_frame)) + frame * per_frame
+            select_by_greedy_map(direction_ND, quality_N, budget_for(ratio, per_frame)) + frame * per_frame
             for frame, (direction_ND, quality_N) in enumerate(zip(direction_TND, quality_TN, strict=True))
         ]
         return Selection(index=torch.cat(frames))
 
 
-def relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
+def compute_relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
     """Compute each token's relevance q, [T,N] from just above 0 to about 1.
 
     q is minus the mean cosine with the text segments, as in the official code, rescaled. If all cosines are equal, q is
     1.
     """
-    raw_TN = -(unit(image_TNE) @ unit(text_QE).T).mean(dim=-1)
+    raw_TN = -(normalize_rows(image_TNE) @ normalize_rows(text_QE).T).mean(dim=-1)
     low, high = raw_TN.min(), raw_TN.max()
     return torch.where(high > low, (raw_TN - low + 1e-6) / torch.where(high > low, high - low, 1.0), 1.0)
 
 
-def greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
+def select_by_greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
     """Select up to ``budget`` tokens, each of which increases the determinant the most.
 
     The first pick is the most relevant token that is not zero. A Cholesky factorization computes only the rows of the

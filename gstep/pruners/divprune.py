@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gstep.pruners.base import Pruner, Selection
-from gstep.selection.dispatch import fast_density_guided_fps
+from gstep.selection.dispatch import select_fastest
 from gstep.types import VisualTokens
 
 
@@ -24,4 +24,4 @@ class DivPrune(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         tokens_MD = visual.tokens.flatten(0, 1)
         no_density_M = tokens_MD.new_zeros(len(tokens_MD))
-        return Selection(fast_density_guided_fps(tokens_MD, no_density_M, budget, alpha=1.0, start="isolated"))
+        return Selection(select_fastest(tokens_MD, no_density_M, budget, alpha=1.0, start="isolated"))

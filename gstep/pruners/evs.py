@@ -9,7 +9,7 @@ import torch
 
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.novelty import compute_token_novelty
-from gstep.selection.reference import largest
+from gstep.selection.reference import find_largest
 from gstep.types import VisualTokens
 
 
@@ -32,5 +32,5 @@ class EVS(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         per_frame = visual.tokens.shape[1]
         change_M = compute_token_novelty(visual.tokens)[1:].flatten()
-        index_C = per_frame + largest(change_M, max(0, budget - per_frame))
+        index_C = per_frame + find_largest(change_M, max(0, budget - per_frame))
         return Selection(torch.cat([torch.arange(per_frame, device=index_C.device), index_C]))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_integer
-from gstep.selection.reference import largest
+from gstep.selection.reference import find_largest
 from gstep.types import VisualTokens
 
 
@@ -43,4 +43,4 @@ class FastV(Pruner):
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         attention_M = visual.evidence["llm_attention"]
-        return Selection(index=largest(attention_M, max(1, round(ratio * len(attention_M)))))
+        return Selection(index=find_largest(attention_M, max(1, round(ratio * len(attention_M)))))

@@ -27,8 +27,8 @@ from gstep.pruners.segments import (
     score_density_peaks,
 )
 from gstep.pruners.sinks import SinkPruner
-from gstep.pruners.vectors import compute_group_means, unit
-from gstep.selection.reference import largest
+from gstep.pruners.vectors import compute_group_means, normalize_rows
+from gstep.selection.reference import find_largest
 from gstep.types import VisualTokens, budget_for
 
 VARIANTS = ("llava", "qwen")
@@ -142,10 +142,10 @@ class FastVID(SinkPruner):
             noise_M,
             counts,
             every_frame_draws=is_llava,
-            penalty_N=self._peak_penalty(attention_TN),
+            penalty_N=self._compute_peak_penalty(attention_TN),
             frame_share=_count_anchors(frame_budget, self.d),
         )
-        direction_TND = unit(tokens_TND)
+        direction_TND = normalize_rows(tokens_TND)
         index, tokens, merged = [], [], []
         for start, end in spans:
             input_LND = visual.tokens[start:end].to(tokens_TND.dtype)
@@ -206,8 +206,8 @@ def count_qwen_tokens(
     is one frame; what exceeds this is dropped. ``budget`` is K.
     """
     n_anchors = min(budget * length, max(1, math.floor(budget * length * d + 1e-9)))
-    salient = even_shares(budget * length - n_anchors, len(last))
-    anchors = iter(even_shares(n_anchors, math.ceil(len(last) / p)))
+    salient = split_evenly(budget * length - n_anchors, len(last))
+    anchors = iter(split_evenly(n_anchors, math.ceil(len(last) / p)))
     # The anchors of a whole segment may exceed a frame, so they take at most half of it.
     max_anchors = size if length == 1 else max(1, size // 2)
     counts = [(0, 0)] * length
@@ -217,7 +217,7 @@ def count_qwen_tokens(
     return counts
 
 
-def even_shares(total: int, parts: int) -> list[int]:
+def split_evenly(total: int, parts: int) -> list[int]:
     """Divide ``total`` into ``parts`` integers that differ by at most 1, the larger ones first."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
@@ -244,7 +244,7 @@ def choose_tokens(
         every_frame_draws: True if every frame consumes noise (llava), False if only frames with anchors do (qwen).
         penalty_N: Subtracted from the scores of anchors, twice in frames with more than ``frame_share`` anchors.
     """
-    order_TN = largest(attention_TN, attention_TN.shape[1])
+    order_TN = find_largest(attention_TN, attention_TN.shape[1])
     frames = []
     n_drawn = 0
     for tokens_ND, order_N, (n_salient, n_anchors) in zip(tokens_TND, order_TN, counts, strict=True):
@@ -256,7 +256,7 @@ def choose_tokens(
             )
             if penalty_N is not None:
                 peak_X = peak_X - penalty_N[plain_X] * (2 if n_anchors > frame_share else 1)
-            anchors_A = plain_X[largest(peak_X, n_anchors).sort().values]
+            anchors_A = plain_X[find_largest(peak_X, n_anchors).sort().values]
         frames.append(FrameTokens(order_N[:n_salient], anchors_A))
         n_drawn += len(plain_X) if n_anchors or every_frame_draws else 0
     return frames

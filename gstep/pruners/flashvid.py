@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gstep.density import floor_distance, scale_to_work_dtype
+from gstep.density import scale_to_work_dtype, zero_small_distances
 from gstep.evidence import LAST_LAYER
 from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_integer, check_number
 from gstep.pruners.segments import compute_adjacent_cosines, cut_segments, group_by_peaks, make_tie_noise
 from gstep.pruners.sinks import SinkPruner
-from gstep.pruners.vectors import compute_group_means, unit
+from gstep.pruners.vectors import compute_group_means, normalize_rows
 from gstep.types import VisualTokens
 
 _NEIGHBOURS = 7  # nearest tokens whose distances determine a token's density
@@ -94,7 +94,7 @@ class FlashVID(SinkPruner):
         """
         per_frame = visual.tokens.shape[1]
         tokens_TND = scale_to_work_dtype(visual.tokens)
-        direction_TND = unit(tokens_TND)
+        direction_TND = normalize_rows(tokens_TND)
         noise = make_tie_noise(visual, seed)
         n_drawn = 0
         n_kept = self._frame_budget(per_frame, ratio)
@@ -151,7 +151,7 @@ def pick_diverse(direction_LND: Tensor, weight_LN: Tensor, count: int) -> Tensor
     the largest second-smallest product over all tokens, itself included: for a positive weight, that with its nearest
     neighbor. Ties go to the lowest index.
     """
-    distance_LNN = floor_distance(1 - direction_LND @ direction_LND.mT)
+    distance_LNN = zero_small_distances(1 - direction_LND @ direction_LND.mT)
     score_LNN = distance_LNN * weight_LN[:, None]  # [:, i, j] scores j by its distance to i
     # The smallest score is the token's score with itself, so the second smallest is used.
     score_LN = score_LNN.topk(min(2, score_LNN.shape[1]), dim=1, largest=False).values[:, -1]

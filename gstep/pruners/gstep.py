@@ -8,7 +8,7 @@ from typing import ClassVar
 from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_number
 from gstep.pruners.density_based import DensityPruner
-from gstep.selection.dispatch import fast_density_guided_fps
+from gstep.selection.dispatch import select_fastest
 from gstep.types import VisualTokens
 
 
@@ -37,5 +37,5 @@ class GSTEP(DensityPruner):
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         rho_M, temporal_T = self.density(visual.tokens)
-        order_B = fast_density_guided_fps(visual.tokens.flatten(0, 1), rho_M, budget, alpha=self.alpha, beta=self.beta)
+        order_B = select_fastest(visual.tokens.flatten(0, 1), rho_M, budget, alpha=self.alpha, beta=self.beta)
         return Selection(order_B, rho_M, temporal_T)

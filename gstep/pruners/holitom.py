@@ -19,9 +19,9 @@ from gstep.evidence import LAST_LAYER
 from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_integer, check_number
 from gstep.pruners.segments import group_by_peaks, make_tie_noise
-from gstep.pruners.sinks import SinkPruner, sink_scores
-from gstep.pruners.vectors import compute_group_means, unit
-from gstep.selection.reference import largest
+from gstep.pruners.sinks import SinkPruner, compute_sink_scores
+from gstep.pruners.vectors import compute_group_means, normalize_rows
+from gstep.selection.reference import find_largest
 from gstep.types import VisualTokens
 
 
@@ -93,14 +93,14 @@ class HoliTom(SinkPruner):
         """
         n_frames, per_frame, _ = visual.tokens.shape
         tokens_TND = visual.tokens.to(scale_to_work_dtype(visual.tokens[:1]).dtype)
-        direction_TND = unit(tokens_TND)
+        direction_TND = normalize_rows(tokens_TND)
         similarity_UN = (direction_TND[:-1] * direction_TND[1:]).sum(dim=-1)
         is_still_UN = similarity_UN > self.tau
         windows, n_saved = choose_windows(is_still_UN, self.max_window)
         attention_TN = visual.evidence["token_attention"]
-        score_TN, penalty_N = self._suppress_sinks(attention_TN), self._peak_penalty(attention_TN)
+        score_TN, penalty_N = self._suppress_sinks(attention_TN), self._compute_peak_penalty(attention_TN)
         if self.mu_t:
-            is_still_UN = similarity_UN + self.mu_t * sink_scores(attention_TN) > self.tau
+            is_still_UN = similarity_UN + self.mu_t * compute_sink_scores(attention_TN) > self.tau
         total = n_frames * per_frame
         share = min(1.0, ratio / ((total - n_saved) / total))
         noise = make_tie_noise(visual, seed)
@@ -153,7 +153,7 @@ class HoliTom(SinkPruner):
             n_kept = math.ceil(len(moving_X) * share)
             n_dominant = round(n_kept * (1 - self.D))
             for frame in range(start, end):
-                dominant_S = largest(score_TN[frame, moving_X], n_dominant).sort().values
+                dominant_S = find_largest(score_TN[frame, moving_X], n_dominant).sort().values
                 rows_XD = tokens_TND[frame, moving_X]
                 add(moving_X + frame * per_frame, rows_XD, dominant_S, n_kept - n_dominant, is_mean=False)
             n_static = max(round(len(static_S) * share), 0 if len(moving_X) else 1)
@@ -190,10 +190,10 @@ def choose_windows(is_still_UN: Tensor, max_window: int) -> tuple[list[tuple[int
             value = saved_before[last - pairs] + n_still[pairs] * pairs
             if value > saved_before[-1]:
                 saved_before[-1], starts[-1] = value, last - pairs
-    return list(_walk_back(starts))[::-1], saved_before[-1]
+    return list(_iter_windows_backward(starts))[::-1], saved_before[-1]
 
 
-def _walk_back(starts: list[int]) -> Iterator[tuple[int, int]]:
+def _iter_windows_backward(starts: list[int]) -> Iterator[tuple[int, int]]:
     """Yield windows [start, end), the last first, from the start of the window that would end with each frame."""
     end = len(starts)
     while end > 0:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from gstep.density import (
+    compute_frame_features,
     compute_working_scale,
+    convert_products_to_distances,
     copy_to_float64,
-    describe_frames,
-    distance_of_products,
     normalize_by_mean,
 )
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_number
-from gstep.selection.dispatch import fast_density_guided_fps
+from gstep.selection.dispatch import select_fastest
 from gstep.types import VisualTokens
 
 _FRAMES = 8  # frames that are compared at a time, each with the frame before it
@@ -60,12 +60,12 @@ class Novelty(Pruner):
     def density(self, tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
         """Compute rho of every token, [M] float64, and each frame's mean of n / mean(n), [T] float64."""
         novelty_TN = normalize_by_mean(compute_token_novelty(tokens_TND))
-        _, spatial_TN = describe_frames(tokens_TND)
+        _, spatial_TN = compute_frame_features(tokens_TND)
         return ((novelty_TN + self.floor) * spatial_TN).reshape(-1), novelty_TN.mean(dim=1)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         rho_M, novelty_T = self.density(visual.tokens)
-        order_B = fast_density_guided_fps(visual.tokens.flatten(0, 1), rho_M, budget, alpha=self.alpha, beta=self.beta)
+        order_B = select_fastest(visual.tokens.flatten(0, 1), rho_M, budget, alpha=self.alpha, beta=self.beta)
         return Selection(order_B, rho_M, novelty_T)
 
 
@@ -96,4 +96,4 @@ def compute_token_novelty(tokens_TND: Tensor) -> Tensor:
 def _compute_distances(tokens_TRD: Tensor) -> Tensor:
     """Compute the cosine distance of each token to the token at the same position of the next frame, [T-1,R]."""
     norm_TR = torch.linalg.vector_norm(tokens_TRD, dim=-1)
-    return distance_of_products((tokens_TRD[1:] * tokens_TRD[:-1]).sum(dim=-1), norm_TR[1:], norm_TR[:-1])
+    return convert_products_to_distances((tokens_TRD[1:] * tokens_TRD[:-1]).sum(dim=-1), norm_TR[1:], norm_TR[:-1])

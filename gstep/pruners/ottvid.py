@@ -18,8 +18,8 @@ from gstep.density import scale_to_work_dtype
 from gstep.evidence import LAST_LAYER
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_integer, check_number
-from gstep.pruners.vectors import unit
-from gstep.selection.reference import largest
+from gstep.pruners.vectors import normalize_rows
+from gstep.selection.reference import find_largest
 from gstep.types import VisualTokens
 
 _MIN_EPS = 0.005  # costs lie in [0, 1], so exp(-cost / eps) and the scalings stay in the range of float64
@@ -85,7 +85,7 @@ class OTTVid(Pruner):
         """
         n_frames, per_frame, _ = visual.tokens.shape
         n_picks = self._count_picks(n_frames, per_frame, budget, ratio)
-        direction_TND = unit(scale_to_work_dtype(visual.tokens))
+        direction_TND = normalize_rows(scale_to_work_dtype(visual.tokens))
         attention_TN = visual.evidence["token_attention"].double().clamp(min=0)
         pick_TK, similarity_TNK = pick_covering(direction_TND, attention_TN, n_picks)
         index_TK = pick_TK + torch.arange(n_frames, device=pick_TK.device)[:, None] * per_frame
@@ -105,7 +105,7 @@ class OTTVid(Pruner):
         price_P = (plan_PKK * cost_PKK).sum(dim=(1, 2))
         counts = divide_merges(price_P, n_merges, max(1, n_picks - 1), self.tau_b)
         strength_PK, parent_PK = plan_PKK.max(dim=1)
-        order_PK = largest(strength_PK, n_picks)
+        order_PK = find_largest(strength_PK, n_picks)
         rank_PK = torch.empty_like(order_PK).scatter_(
             1, order_PK, torch.arange(n_picks, device=order_PK.device).expand_as(order_PK)
         )
@@ -233,7 +233,7 @@ def divide_merges(price_P: Tensor, n_merges: int, most: int, tau: float) -> list
         open_Q = (counts < most).nonzero().squeeze(1)
         share_Q = torch.softmax(-price_P[open_Q] / tau, dim=0) * left
         count_Q = share_Q.floor().long()
-        count_Q[largest(share_Q - count_Q, left - int(count_Q.sum()))] += 1
+        count_Q[find_largest(share_Q - count_Q, left - int(count_Q.sum()))] += 1
         taken_Q = torch.minimum(count_Q, most - counts[open_Q])
         counts[open_Q] += taken_Q
         left -= int(taken_Q.sum())

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gstep.density import work_dtype
-from gstep.pruners.vectors import unit
-from gstep.selection.reference import largest
+from gstep.density import get_work_dtype
+from gstep.pruners.vectors import normalize_rows
+from gstep.selection.reference import find_largest
 from gstep.types import VisualTokens
 
 
 def compute_adjacent_cosines(feature_TV: Tensor) -> list[float]:
     """Compute the cosine of each frame's feature with the next frame's: T-1 numbers, none for a single frame."""
-    direction_TV = unit(feature_TV)
+    direction_TV = normalize_rows(feature_TV)
     cosines: list[float] = (direction_TV[:-1] * direction_TV[1:]).sum(dim=1).tolist()
     return cosines
 
@@ -45,7 +45,7 @@ def make_tie_noise(visual: VisualTokens, seed: int) -> Tensor:
     if noise_M is None:
         n_frames, per_frame, _ = visual.tokens.shape
         noise_M = torch.from_numpy(np.random.default_rng(seed).random(n_frames * per_frame))
-    return noise_M.to(visual.tokens.device, work_dtype(visual.tokens))
+    return noise_M.to(visual.tokens.device, get_work_dtype(visual.tokens))
 
 
 def compute_scaled_distances(tokens_XD: Tensor) -> Tensor:
@@ -82,6 +82,6 @@ def group_by_peaks(
     """
     distance_XX = compute_scaled_distances(rows_XD)
     score_X = score_density_peaks(distance_XX, noise_X, neighbours)
-    peak_C = largest(score_X if penalty_X is None else score_X - penalty_X, count).sort().values
+    peak_C = find_largest(score_X if penalty_X is None else score_X - penalty_X, count).sort().values
     nearest_X = distance_XX[:, peak_C].argmin(dim=1)
     return peak_C, nearest_X.index_copy(0, peak_C, torch.arange(count, device=peak_C.device))

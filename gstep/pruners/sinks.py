@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gstep.pruners.base import Pruner
 from gstep.pruners.checks import check_number
-from gstep.selection.reference import largest
+from gstep.selection.reference import find_largest
 
 _GAMMA = 1.1  # exponent of the mean attention
 _PEAK_WEIGHT = 0.3  # weight of a sink score against a density peak's score
@@ -56,14 +56,14 @@ class SinkPruner(Pruner):
         """Return the attention minus ``mu_s`` times each position's sink score, in float64, or unchanged for 0."""
         if self.mu_s == 0:
             return attention_TN
-        return attention_TN.double() - self.mu_s * sink_scores(attention_TN)
+        return attention_TN.double() - self.mu_s * compute_sink_scores(attention_TN)
 
-    def _peak_penalty(self, attention_TN: Tensor) -> Tensor | None:
+    def _compute_peak_penalty(self, attention_TN: Tensor) -> Tensor | None:
         """Compute the amount to subtract from each position's score as a density peak, [N]; None if ``mu_s`` is 0."""
-        return None if self.mu_s == 0 else _PEAK_WEIGHT * sink_scores(attention_TN)
+        return None if self.mu_s == 0 else _PEAK_WEIGHT * compute_sink_scores(attention_TN)
 
 
-def sink_scores(attention_TN: Tensor) -> Tensor:
+def compute_sink_scores(attention_TN: Tensor) -> Tensor:
     """Compute each position's sink score, [N] float64 in [0, 1].
 
     It is the mean attention over frames (at least 0) to the power 1.1, rescaled so that the lowest is 0 and the highest
@@ -75,7 +75,7 @@ def sink_scores(attention_TN: Tensor) -> Tensor:
 
 def find_sinks(score_N: Tensor) -> Tensor:
     """Return [N] bool, True for the 20 positions of largest sink score (all, if N is smaller)."""
-    return torch.zeros_like(score_N, dtype=torch.bool).index_fill(0, largest(score_N, _N_SINKS), True)
+    return torch.zeros_like(score_N, dtype=torch.bool).index_fill(0, find_largest(score_N, _N_SINKS), True)
 
 
 def move_off_sinks(targets: Sequence[int], is_sink_X: Sequence[bool]) -> list[int]:

@@ -20,8 +20,8 @@ from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_choice, check_integer, check_number
 from gstep.pruners.holitom import choose_windows
 from gstep.pruners.segments import make_tie_noise
-from gstep.pruners.vectors import compute_group_means, unit
-from gstep.selection.reference import largest
+from gstep.pruners.vectors import compute_group_means, normalize_rows
+from gstep.selection.reference import find_largest
 from gstep.types import VisualTokens
 
 VARIANTS = ("llava", "qwen")
@@ -42,15 +42,15 @@ class Tango(Pruner):
 
     Source: github.com/xjtupanda/Tango at cc815b6, tango/pruner.py, tango/utils.py and st_rope.py.
 
-    Distances are between directions that are rotated by their second, row and column (``rotate``). Segments of frames
-    are the windows of HoliTom (``choose_windows``). In a segment of several frames, a position is static if all
-    neighboring frames are more similar than 0.8 there; its tokens become their mean, at the first frame. The segment's
-    remaining ratio is r' = min(1, r / (share of tokens that remain)). ceil(X*r') tokens are kept of the X static
-    positions, and by the same rule of the X moving positions of each frame; the share ``context`` of them is context,
-    the others are salient. Salient tokens: among the tokens of highest attention, ``alpha`` per salient token, density
-    peaks are centers, and each center's group keeps its token of highest attention. Context: the other static tokens,
-    and the other moving tokens of all frames, are each merged into density peaks among themselves, or dropped if no
-    context is kept. The total is near B.
+    Distances are between directions that are rotated by their second, row and column (``rotate_directions``). Segments
+    of frames are the windows of HoliTom (``choose_windows``). In a segment of several frames, a position is static if
+    all neighboring frames are more similar than 0.8 there; its tokens become their mean, at the first frame. The
+    segment's remaining ratio is r' = min(1, r / (share of tokens that remain)). ceil(X*r') tokens are kept of the X
+    static positions, and by the same rule of the X moving positions of each frame; the share ``context`` of them is
+    context, the others are salient. Salient tokens: among the tokens of highest attention, ``alpha`` per salient token,
+    density peaks are centers, and each center's group keeps its token of highest attention. Context: the other static
+    tokens, and the other moving tokens of all frames, are each merged into density peaks among themselves, or dropped
+    if no context is kept. The total is near B.
 
     Differences from the official code: it stores merged tokens in the order of density, at each other's index; here
     each has its own. If centers are equal, it may keep a token twice; here a center is in its own group. In variant
@@ -110,8 +110,8 @@ class Tango(Pruner):
         ``seed`` breaks ties between density peaks without the evidence ``noise``.
         """
         n_frames, per_frame, _ = visual.tokens.shape
-        direction_TND = unit(scale_to_work_dtype(visual.tokens))
-        rotated_TND = rotate(direction_TND, visual.known_times, visual.known_grid[1])
+        direction_TND = normalize_rows(scale_to_work_dtype(visual.tokens))
+        rotated_TND = rotate_directions(direction_TND, visual.known_times, visual.known_grid[1])
         attention_TN = visual.evidence["token_attention"]
         if self.variant == "llava" and per_frame == 196:
             attention_TN = attention_TN.index_fill(1, torch.tensor(_SINKS, device=attention_TN.device), 0.0)
@@ -133,14 +133,14 @@ class Tango(Pruner):
                 if is_mean:
                     rows_LXD, score_LX = rows_LXD.mean(dim=0, keepdim=True), score_LX.mean(dim=0, keepdim=True)
                 frames = slice(start, start + len(rows_LXD))
-                kept_Y, tokens_YD = self._compress(rows_LXD, rotated_TND[frames, part_X], score_LX, share, noise)
+                kept_Y, tokens_YD = self._reduce_tokens(rows_LXD, rotated_TND[frames, part_X], score_LX, share, noise)
                 index.append(index_TN[frames, part_X].flatten()[kept_Y])
                 tokens.append(tokens_YD)
         index_B, tokens_BD = torch.cat(index), torch.cat(tokens)
         is_merged_B = (tokens_BD != visual.tokens.flatten(0, 1)[index_B]).any(dim=1)
         return Selection(index_B, tokens=tokens_BD, merged=is_merged_B)
 
-    def _compress(
+    def _reduce_tokens(
         self, rows_LXD: Tensor, rotated_LXD: Tensor, score_LX: Tensor, share: float, noise: _NoiseStream
     ) -> tuple[Tensor, Tensor]:
         """Select salient tokens of each frame, and merge the remaining tokens of all frames into context.
@@ -160,9 +160,9 @@ class Tango(Pruner):
         n_kept = math.ceil(size * share)
         n_salient = int(n_kept * (1 - self.context))
         n_context = (n_kept - n_salient) * length
-        candidate_LY = largest(score_LX, min(int(self.alpha * n_salient), size))
+        candidate_LY = find_largest(score_LX, min(int(self.alpha * n_salient), size))
         salient = [
-            self._spread(rotated_LXD[frame, candidate_Y], n_salient, candidate_Y, noise) + frame * size
+            self._choose_salient_tokens(rotated_LXD[frame, candidate_Y], n_salient, candidate_Y, noise) + frame * size
             for frame, candidate_Y in enumerate(candidate_LY)
         ]
         salient_Y = torch.cat(salient)
@@ -180,7 +180,9 @@ class Tango(Pruner):
             context_YD = torch.where(count_C[:, None] > 1, merged_CD, center_CD)
         return torch.cat([salient_Y, context_Y]), torch.cat([rows_YD[salient_Y], context_YD])
 
-    def _spread(self, rotated_YD: Tensor, count: int, candidate_Y: Tensor, noise: _NoiseStream) -> Tensor:
+    def _choose_salient_tokens(
+        self, rotated_YD: Tensor, count: int, candidate_Y: Tensor, noise: _NoiseStream
+    ) -> Tensor:
         """Choose ``count`` candidates: of each group around a density peak, the candidate of highest attention.
 
         ``candidate_Y`` has the candidates in descending attention, and is returned if it has at most ``count``.
@@ -206,7 +208,7 @@ class _NoiseStream:
         return self._noise_M[place]
 
 
-def rotate(direction_TND: Tensor, times: Sequence[float], columns: int) -> Tensor:
+def rotate_directions(direction_TND: Tensor, times: Sequence[float], columns: int) -> Tensor:
     """Return a copy of directions rotated by their position and time (ST-RoPE), so that distances grow with both.
 
     The channels form three sections: the last two, of 2*floor(D/6) channels each, are rotated by row and column, the
@@ -279,6 +281,6 @@ def find_groups(rows_YD: Tensor, noise_Y: Tensor, count: int, neighbors: int) ->
         distance = whole[0] if whole else measure(rows)
         is_denser = density_Y > density_Y[rows, None]
         score.append(density_Y[rows] * torch.where(is_denser, distance, limit).amin(dim=1))
-    center_C = largest(torch.cat(score), count).sort().values
+    center_C = find_largest(torch.cat(score), count).sort().values
     group = [(whole[0] if whole else measure(rows))[:, center_C].argmin(dim=1) for rows in blocks]
     return center_C, torch.cat(group).index_copy(0, center_C, torch.arange(count, device=center_C.device))

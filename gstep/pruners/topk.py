@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gstep.pruners.base import Selection
 from gstep.pruners.density_based import DensityPruner
-from gstep.selection.reference import largest
+from gstep.selection.reference import find_largest
 from gstep.types import VisualTokens
 
 
@@ -19,4 +19,4 @@ class TopK(DensityPruner):
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         rho_M, temporal_T = self.density(visual.tokens)
-        return Selection(largest(rho_M, budget), rho_M, temporal_T)
+        return Selection(find_largest(rho_M, budget), rho_M, temporal_T)

@@ -11,7 +11,7 @@ from torch import Tensor
 from gstep.density import compute_frame_means, iter_row_slices, scale_to_work_dtype
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_number
-from gstep.pruners.vectors import unit
+from gstep.pruners.vectors import normalize_rows
 from gstep.types import VisualTokens
 
 _EPS = 1e-6  # as in the official code: the minimum norm in a divisor, and added to the range of norms
@@ -40,18 +40,18 @@ class VCAST(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select ``budget`` tokens, divided among frames by curvature; ``ratio`` and ``seed`` are not used.
 
-        Each frame keeps its tokens of highest ``token_scores``, ties to the lowest index. The indices ascend.
+        Each frame keeps its tokens of highest ``score_tokens``, ties to the lowest index. The indices ascend.
         """
         tokens_TND = scale_to_work_dtype(visual.tokens)
-        centre_TD = unit(compute_frame_means(tokens_TND))
-        weight_T = torch.softmax(curvature(centre_TD) / self.tau, dim=0)
-        budget_T = frame_budgets(weight_T, budget, tokens_TND.shape[1])
-        order_TN = token_scores(tokens_TND, centre_TD).argsort(dim=1, descending=True, stable=True)
+        centre_TD = normalize_rows(compute_frame_means(tokens_TND))
+        weight_T = torch.softmax(compute_curvature(centre_TD) / self.tau, dim=0)
+        budget_T = divide_budget(weight_T, budget, tokens_TND.shape[1])
+        order_TN = score_tokens(tokens_TND, centre_TD).argsort(dim=1, descending=True, stable=True)
         is_kept_TN = order_TN.argsort(dim=1) < budget_T[:, None]
         return Selection(index=is_kept_TN.flatten().nonzero().squeeze(1))
 
 
-def curvature(centre_TD: Tensor) -> Tensor:
+def compute_curvature(centre_TD: Tensor) -> Tensor:
     """Compute how much the video turns at each frame: 1 - cosine of the steps to and from its center, [T] in [0, 2].
 
     The first and the last frame, which lack a step, get 1.
@@ -63,7 +63,7 @@ def curvature(centre_TD: Tensor) -> Tensor:
     return turn_T
 
 
-def frame_budgets(weight_T: Tensor, budget: int, per_frame: int) -> Tensor:
+def divide_budget(weight_T: Tensor, budget: int, per_frame: int) -> Tensor:
     """Divide the budget among frames by weight, [T] int64: at least 1 each if B >= T, and at most N each.
 
     The remainder from rounding down and from full frames goes to the frame with the largest fraction until it is full,
@@ -84,7 +84,7 @@ def frame_budgets(weight_T: Tensor, budget: int, per_frame: int) -> Tensor:
     return budget_T
 
 
-def token_scores(tokens_TND: Tensor, centre_TD: Tensor) -> Tensor:
+def score_tokens(tokens_TND: Tensor, centre_TD: Tensor) -> Tensor:
     """Score each token, [T,N] float64: 1 - cosine to its frame's center, plus its norm rescaled to [0, 1] in its frame.
 
     Args:

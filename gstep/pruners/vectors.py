@@ -8,7 +8,7 @@ from torch import Tensor
 from gstep.density import scale_to_work_dtype
 
 
-def unit(rows: Tensor) -> Tensor:
+def normalize_rows(rows: Tensor) -> Tensor:
     """Divide each row of the last axis by its L2 norm, in the work dtype (float32 for 16 bits); zero rows stay zero."""
     rows = scale_to_work_dtype(rows)
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(rows.dtype)

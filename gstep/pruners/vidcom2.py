@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gstep.density import iter_row_slices, scale_to_work_dtype
 from gstep.pruners.base import Pruner, Selection
-from gstep.pruners.vectors import unit
+from gstep.pruners.vectors import normalize_rows
 from gstep.types import VisualTokens
 
 _WIDTHS = tuple(2.0**k for k in range(-3, 2))
@@ -35,9 +35,9 @@ class VidCom2(Pruner):
         return min(n_total, math.floor(retention_ratio * n_total + 1e-9) + n_frames)  # a frame rounds up by 1 at most
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        video_TN, frame_TN = similarities(visual.tokens)
+        video_TN, frame_TN = compute_similarities(visual.tokens)
         rank_TN = torch.argsort(torch.argsort(video_TN + frame_TN, dim=1, stable=True), dim=1)
-        is_kept_TN = rank_TN < frame_budgets(video_TN, ratio)[:, None]
+        is_kept_TN = rank_TN < compute_frame_budgets(video_TN, ratio)[:, None]
         return Selection(index=is_kept_TN.flatten().nonzero().squeeze(1))
 
 
@@ -55,19 +55,21 @@ def find_calm_channels(tokens_TND: Tensor) -> Tensor:
     return torch.argsort(spread_D, stable=True)[: max(1, hidden // 2)].sort().values
 
 
-def similarities(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
+def compute_similarities(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
     """Compute each token's similarity to its video and to its frame, two tensors [T,N] float64; low means distinctive.
 
-    They are the ``kernel_sum`` with the mean direction, over the channels of ``find_calm_channels``.
+    They are the ``sum_gaussian_kernels`` with the mean direction, over the channels of ``find_calm_channels``.
     """
     tokens_TND = scale_to_work_dtype(tokens_TND)
-    direction_TND = unit(tokens_TND[..., find_calm_channels(tokens_TND)])
+    direction_TND = normalize_rows(tokens_TND[..., find_calm_channels(tokens_TND)])
     frame_T1D = direction_TND.double().mean(dim=1, keepdim=True)
     video_1D = frame_T1D.mean(dim=0)
-    return kernel_sum(direction_TND, video_1D.expand_as(frame_T1D)), kernel_sum(direction_TND, frame_T1D)
+    return sum_gaussian_kernels(direction_TND, video_1D.expand_as(frame_T1D)), sum_gaussian_kernels(
+        direction_TND, frame_T1D
+    )
 
 
-def kernel_sum(direction_TND: Tensor, centre_T1D: Tensor) -> Tensor:
+def sum_gaussian_kernels(direction_TND: Tensor, centre_T1D: Tensor) -> Tensor:
     """Sum exp(-|x - m|^2 / 2w) over w = 1/8, 1/4, ..., 2, for each token x and its frame's center m: [T,N] float64."""
     width_W = torch.tensor(_WIDTHS, dtype=torch.float64, device=direction_TND.device)
     sums = []
@@ -77,7 +79,7 @@ def kernel_sum(direction_TND: Tensor, centre_T1D: Tensor) -> Tensor:
     return torch.cat(sums)
 
 
-def frame_budgets(video_TN: Tensor, ratio: float) -> Tensor:
+def compute_frame_budgets(video_TN: Tensor, ratio: float) -> Tensor:
     """Compute the number of tokens to keep of each frame, [T] int64 from 1 to N, with a sum near r*T*N.
 
     A frame keeps the share r * (1 + w - 1/T), at most 1, where w is the softmax of -(the frame's mean of ``video_TN``)

@@ -14,13 +14,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gstep.density import iter_row_slices, scale_to_work_dtype, work_dtype
+from gstep.density import get_work_dtype, iter_row_slices, scale_to_work_dtype
 from gstep.evidence import LAST_LAYER
 from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_choice, check_integer, check_number
-from gstep.pruners.sinks import SinkPruner, find_sinks, move_off_sinks, sink_scores
-from gstep.pruners.vectors import compute_group_means, unit
-from gstep.selection.reference import largest
+from gstep.pruners.sinks import SinkPruner, compute_sink_scores, find_sinks, move_off_sinks
+from gstep.pruners.vectors import compute_group_means, normalize_rows
+from gstep.selection.reference import find_largest
 from gstep.types import VisualTokens, budget_for
 
 VARIANTS = ("llava", "qwen")
@@ -44,7 +44,7 @@ class VisionZip(SinkPruner):
     Source: github.com/cokeshao/HoliTom, visionzip/llava_arch.py, for variant llava; github.com/xuyang-liu16/VidCom2,
     branch qwen, token_compressor/visionzip at a85d485, for variant qwen.
 
-    Variant llava: a frame keeps K tokens (``frame_budget``). floor(K * 54/64) are dominant, by attention, and
+    Variant llava: a frame keeps K tokens (``count_frame_tokens``). floor(K * 54/64) are dominant, by attention, and
     unchanged; the others of the K are contextual: evenly strided targets among the plain tokens, to each of which the
     mean of the plain tokens whose keys are nearest is added. In the method's own prompt (``PrunedTokens.order``), a
     frame's dominant tokens come first, then its contextual tokens, each in ascending index.
@@ -125,13 +125,13 @@ class VisionZip(SinkPruner):
         """
         n_frames, size, _ = visual.tokens.shape
         attention_TN = visual.evidence["token_attention"]
-        order_TN = largest(self._suppress_sinks(attention_TN), size)
+        order_TN = find_largest(self._suppress_sinks(attention_TN), size)
         dominant_TS = order_TN[:, :n_dominant].sort(dim=1).values
         plain_TX = order_TN[:, n_dominant:].sort(dim=1).values  # in spatial order again, for even strides
         target_C = make_strided_indices(size - n_dominant, n_kept - n_dominant, plain_TX.device)
         target_TC = target_C.expand(n_frames, -1)
         if self.mu_s:
-            is_sink_TX = find_sinks(sink_scores(attention_TN))[plain_TX].tolist()
+            is_sink_TX = find_sinks(compute_sink_scores(attention_TN))[plain_TX].tolist()
             targets = [move_off_sinks(target_C.tolist(), is_sink_X) for is_sink_X in is_sink_TX]
             target_TC = torch.tensor(targets, device=plain_TX.device)
         local_TK = torch.cat([dominant_TS, plain_TX.gather(1, target_TC)], dim=1)
@@ -139,13 +139,13 @@ class VisionZip(SinkPruner):
         merged_K = torch.arange(n_kept, device=local_TK.device) >= n_dominant
         return Selection(
             index=(start_T1 + local_TK).flatten(),
-            tokens=torch.cat(list(_zip_frames(visual, dominant_TS, plain_TX, target_TC))),
+            tokens=torch.cat(list(_iter_merged_frames(visual, dominant_TS, plain_TX, target_TC))),
             merged=merged_K.repeat(n_frames),
         )
 
     def _frame_budget(self, size: int, ratio: float) -> int:
         """Compute K, the number of tokens to keep of a frame of ``size`` tokens, by the variant's rule."""
-        return frame_budget(size, ratio) if self.variant == "llava" else budget_for(ratio, size)
+        return count_frame_tokens(size, ratio) if self.variant == "llava" else budget_for(ratio, size)
 
 
 def _select_by_norm(tokens_TND: Tensor, n_kept: int, n_dominant: int, neighbours: int) -> Selection:
@@ -157,7 +157,7 @@ def _select_by_norm(tokens_TND: Tensor, n_kept: int, n_dominant: int, neighbours
     size = tokens_TND.shape[1]
     index, tokens, merged = [], [], []
     for frame, tokens_ND in enumerate(tokens_TND):
-        index_K, tokens_KD = zip_frame(tokens_ND, n_dominant, n_kept - n_dominant, neighbours)
+        index_K, tokens_KD = merge_frame_by_norm(tokens_ND, n_dominant, n_kept - n_dominant, neighbours)
         order_K = index_K.argsort()
         index.append(frame * size + index_K[order_K])
         tokens.append(tokens_KD[order_K])
@@ -165,7 +165,7 @@ def _select_by_norm(tokens_TND: Tensor, n_kept: int, n_dominant: int, neighbours
     return Selection(torch.cat(index), tokens=torch.cat(tokens), merged=torch.cat(merged))
 
 
-def frame_budget(size: int, ratio: float) -> int:
+def count_frame_tokens(size: int, ratio: float) -> int:
     """Compute K of variant llava for a frame of ``size`` tokens: round(size * ratio), or the published number.
 
     For 196 tokens at 25, 20, 15 and 10 %, these are 50, 40, 30 and 20. K is at least 2, because one token is
@@ -183,12 +183,14 @@ def make_strided_indices(size: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * max(1, size // count)
 
 
-def _zip_frames(visual: VisualTokens, dominant_TS: Tensor, plain_TX: Tensor, target_TC: Tensor) -> Iterator[Tensor]:
+def _iter_merged_frames(
+    visual: VisualTokens, dominant_TS: Tensor, plain_TX: Tensor, target_TC: Tensor
+) -> Iterator[Tensor]:
     """Yield the kept tokens [K,D] of each frame in the work dtype: dominant tokens, then merged contextual tokens."""
     frames = zip(visual.tokens, visual.evidence["token_key"], dominant_TS, plain_TX, target_TC, strict=True)
     for input_ND, key_NE, dominant_S, plain_X, target_C in frames:
-        tokens_ND = input_ND.to(work_dtype(input_ND))
-        contextual_CD = add_nearest(tokens_ND[plain_X], unit(key_NE[plain_X]), target_C)
+        tokens_ND = input_ND.to(get_work_dtype(input_ND))
+        contextual_CD = add_nearest(tokens_ND[plain_X], normalize_rows(key_NE[plain_X]), target_C)
         yield torch.cat([tokens_ND[dominant_S], contextual_CD])
 
 
@@ -205,7 +207,9 @@ def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
     return tokens_XD[target_C] + mean_CD
 
 
-def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours: int) -> tuple[Tensor, Tensor]:
+def merge_frame_by_norm(
+    tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours: int
+) -> tuple[Tensor, Tensor]:
     """Select and merge one frame by variant qwen.
 
     Dominant tokens are those of highest norm. The ``n_contextual`` other tokens of highest density (``find_densest``)
@@ -216,12 +220,12 @@ def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours:
         index; and their tokens [K,D].
     """
     rows_ND = scale_to_work_dtype(tokens_ND.double())
-    order_N = largest(torch.linalg.vector_norm(rows_ND, dim=1), len(rows_ND))
+    order_N = find_largest(torch.linalg.vector_norm(rows_ND, dim=1), len(rows_ND))
     dominant_S, plain_X = order_N[:n_dominant], order_N[n_dominant:].sort().values
     if n_contextual in (0, len(plain_X)):  # nothing to merge
         index_K = torch.cat([dominant_S, plain_X[:n_contextual]])
         return index_K, tokens_ND[index_K]
-    direction_XD = unit(rows_ND[plain_X])
+    direction_XD = normalize_rows(rows_ND[plain_X])
     anchor_C = find_densest(direction_XD, n_contextual, neighbours)
     contextual_CD = average_nearest(tokens_ND[plain_X].double(), direction_XD, anchor_C).to(tokens_ND.dtype)
     return torch.cat([dominant_S, plain_X[anchor_C]]), torch.cat([tokens_ND[dominant_S], contextual_CD])
@@ -238,7 +242,7 @@ def find_densest(direction_XD: Tensor, count: int, neighbours: int) -> Tensor:
         cosine_RX = direction_XD[rows] @ direction_XD.T
         # The largest cosine is that of the token with itself or an equal token.
         density.append(cosine_RX.topk(min(neighbours + 1, len(direction_XD))).values[:, 1:].mean(dim=1))
-    return largest(torch.cat(density).round(decimals=_DIGITS), count).sort().values
+    return find_largest(torch.cat(density).round(decimals=_DIGITS), count).sort().values
 
 
 def average_nearest(tokens_XD: Tensor, direction_XD: Tensor, anchor_C: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from gstep.selection.reference import density_guided_fps
 MAX_PLAIN_PRODUCTS = 2**26
 
 
-def fast_density_guided_fps(
+def select_fastest(
     tokens_MD: Tensor,
     density_M: Tensor,
     budget: int,

@@ -30,11 +30,11 @@ from gstep.density import (
     ZERO_DISTANCE,
     compute_row_factors,
     compute_working_scale,
+    get_work_dtype,
     scale_extreme_rows,
     scale_rows,
-    work_dtype,
 )
-from gstep.selection.reference import choose_first_token, compute_density_weight, compute_inverse_roots, largest
+from gstep.selection.reference import choose_first_token, compute_density_weight, compute_inverse_roots, find_largest
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -97,7 +97,7 @@ def lazy_density_guided_fps(
         counts: If given, the work of this selection is added to it.
     """
     if alpha == 0 and start == "density":
-        return largest(density_M, budget)
+        return find_largest(density_M, budget)
     first_1 = choose_first_token(start, scale_extreme_rows(tokens_MD) if start == "isolated" else tokens_MD, density_M)
     survey = survey_tokens(ConvertedTokens.of(tokens_MD), dims)
     search = _Search(survey, density_M, budget, alpha, beta, candidates, counts or Counts())
@@ -117,7 +117,7 @@ def _compute_distance(products: NDArray[np.floating], scale: Floats) -> Floats:
     return distance
 
 
-def _cosine_threshold(nearest: Floats) -> NDArray[np.float32]:
+def _compute_cosine_thresholds(nearest: Floats) -> NDArray[np.float32]:
     """Compute the cosine above which a pick may be nearer than the nearest known pick, whose distance is ``nearest``.
 
     At distance 0, the threshold is out of reach.
@@ -303,7 +303,7 @@ class _Search:
         # A product with the likeliest pick often lowers ``nearest`` so far that the bound rules out all other picks.
         for _ in range(_LIKELIEST):
             likeliest = bounds[row].argmax(axis=1) if len(row) < len(candidates) else bounds.argmax(axis=1)
-            nearer = bounds[row, likeliest] > _cosine_threshold(self.nearest[candidates[row]])
+            nearer = bounds[row, likeliest] > _compute_cosine_thresholds(self.nearest[candidates[row]])
             self.n_included[candidates[row[~nearer]]] = picks.stop
             row, likeliest = row[nearer], likeliest[nearer]
             if len(row) == 0:
@@ -323,7 +323,7 @@ class _Search:
 
         If these are more than 15 % of the pairs and there are no copies, all pairs are multiplied instead.
         """
-        row, column = np.nonzero(bounds > _cosine_threshold(self.nearest[candidates])[:, None])
+        row, column = np.nonzero(bounds > _compute_cosine_thresholds(self.nearest[candidates])[:, None])
         if len(row) > _DENSE * bounds.size and not self.survey.has_copies:
             self._compare(rows, candidates, picks)
         elif len(row):
@@ -409,7 +409,7 @@ class _Search:
         if self.uses_bound:
             coordinates = self._get_coordinates(finalists)
             self.counts.bounds += size * (size - 1) // 2
-            threshold = _cosine_threshold(self.nearest[finalists])
+            threshold = _compute_cosine_thresholds(self.nearest[finalists])
             # A pair matters if either token could come nearer to the other: the lower of the two thresholds.
             near = (coordinates @ coordinates.T).numpy() > np.minimum(threshold[:, None], threshold)
             pairs = np.nonzero(np.triu(near, 1))
@@ -451,7 +451,7 @@ class ConvertedTokens:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which products of the tokens are computed."""
-        return work_dtype(self.tokens)
+        return get_work_dtype(self.tokens)
 
     @property
     def ready(self) -> bool:
@@ -500,7 +500,7 @@ def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
         dims = 32 if n_tokens < 4096 else 48 if n_tokens < 16384 else 64
         # A bound costs k / D of a product, so it saves little if k is near D. Of few tokens, the sample would be all.
         dims = dims if hidden >= 8 * dims and n_tokens > _SAMPLE[0] else 0
-    subspace = _fit_subspace(rows, dims) if dims else None
+    subspace = _sample_subspace(rows, dims) if dims else None
     if subspace is not None and subspace.residual > _NO_SUBSPACE:
         subspace = None
     squared_M = torch.empty(n_tokens, dtype=rows.dtype, device="cpu")
@@ -523,7 +523,7 @@ def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
     )
 
 
-def _fit_subspace(rows: ConvertedTokens, dims: int) -> Subspace:
+def _sample_subspace(rows: ConvertedTokens, dims: int) -> Subspace:
     """Fit a subspace of ``dims`` dimensions to a seeded random sample of the tokens (M / 24, but 384 to 2048)."""
     generator = torch.Generator("cpu").manual_seed(0)
     size = min(max(len(rows.tokens) // 24, _SAMPLE[0]), _SAMPLE[1])

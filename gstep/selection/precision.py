@@ -17,7 +17,7 @@ _restore: Callable[[], None]
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
+def use_full_precision() -> Iterator[None]:
     """Compute float32 matrix products inside this context in float32, never in TensorFloat-32 or bfloat16.
 
     This is a setting of the process in torch. The first thread that enters the context changes it, and the last thread

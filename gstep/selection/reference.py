@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gstep.density import floor_distance, iter_row_slices, scale_extreme_rows
+from gstep.density import iter_row_slices, scale_extreme_rows, zero_small_distances
 
 STARTS = ("density", "first", "isolated")
 
@@ -32,7 +32,7 @@ _KEYS = (1e-290, 1e290)  # the range in which a key neither underflows nor overf
 NO_DISTANCE = 4.0  # larger than any cosine distance
 
 
-def largest(scores: Tensor, count: int) -> Tensor:
+def find_largest(scores: Tensor, count: int) -> Tensor:
     """Return the indices of the ``count`` largest scores along the last axis, highest score first: [..., count] int64.
 
     Ties go to the lowest index. If the axis is shorter than ``count``, all its indices are returned.
@@ -40,7 +40,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def inverse(norm: Tensor) -> Tensor:
+def invert_norms(norm: Tensor) -> Tensor:
     """Compute 1 / norm, with 0 for a norm of 0."""
     return norm.reciprocal().masked_fill(norm == 0, 0.0)
 
@@ -51,7 +51,7 @@ def compute_inverse_roots(square: Tensor) -> Tensor:
     The square root is correctly rounded on every processor, unlike Tensor.sqrt on a CPU.
     """
     square = square.double()
-    return inverse(torch.from_numpy(np.sqrt(square.numpy())) if square.is_cpu else square.sqrt())
+    return invert_norms(torch.from_numpy(np.sqrt(square.numpy())) if square.is_cpu else square.sqrt())
 
 
 def compute_inverse_norms(tokens_MD: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def compute_inverse_norms(tokens_MD: Tensor) -> Tensor:
     norms = [
         torch.linalg.vector_norm(tokens_MD[rows], dim=-1, dtype=torch.float64) for rows in iter_row_slices(tokens_MD)
     ]
-    return inverse(torch.cat(norms))
+    return invert_norms(torch.cat(norms))
 
 
 def compute_distances(pick_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def compute_distances(pick_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor)
         inverse_norm_M: ``compute_inverse_norms`` of the tokens. A zero token has distance 1 to every token.
     """
     dot_M = torch.mv(tokens_MD, tokens_MD.index_select(0, pick_1).squeeze(0))
-    return floor_distance(1 - dot_M * (inverse_norm_M * inverse_norm_M.index_select(0, pick_1)))
+    return zero_small_distances(1 - dot_M * (inverse_norm_M * inverse_norm_M.index_select(0, pick_1)))
 
 
 def find_isolated_token(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
@@ -84,7 +84,7 @@ def find_isolated_token(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Ten
     for start in range(0, len(tokens_MD), block):
         rows = slice(start, start + block)
         dot = tokens_MD[rows] @ tokens_MD[start:].T
-        distance = floor_distance(1 - dot * (inverse_M[rows, None] * inverse_M[start:]))
+        distance = zero_small_distances(1 - dot * (inverse_M[rows, None] * inverse_M[start:]))
         distance.diagonal().fill_(torch.inf)
         nearest_M[rows] = torch.minimum(nearest_M[rows], distance.amin(dim=1))
         nearest_M[start:] = torch.minimum(nearest_M[start:], distance.amin(dim=0))
@@ -143,7 +143,7 @@ def density_guided_fps(
             neighbor).
     """
     if alpha == 0 and start == "density":
-        return largest(density_M, budget)
+        return find_largest(density_M, budget)
     n_tokens = len(tokens_MD)
     tokens_MD = scale_extreme_rows(tokens_MD)
     pick_1 = choose_first_token(start, tokens_MD, density_M)

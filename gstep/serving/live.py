@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.backbones import family_class
+from gstep.backbones import load_family_class
 from gstep.checkpoints.source import ModelSource
 from gstep.errors import ModelError
 from gstep.families import describe_family
-from gstep.lazy import did_you_mean
+from gstep.lazy import format_suggestion
 from gstep.methods import LIVE_METHODS, METHODS
 from gstep.pruners import find_method, make_pruner, read_pruner
 from gstep.pruners.base import Pruner
@@ -69,7 +69,7 @@ class LivePruning:
         """
         check_live_model(source)
         check_live_method(method, retention_ratio)
-        pruner = read_pruner(method, texts, family=family_class(source.family).variant)
+        pruner = read_pruner(method, texts, family=load_family_class(source.family).variant)
         return cls(method, retention_ratio, pruner.params(), seed)
 
     def as_options(self) -> dict[str, Any]:
@@ -124,11 +124,11 @@ def check_live_method(method: str, retention_ratio: float) -> None:
     if ":" in method:
         raise ModelError(f"--method {method}: methods of your own are not tested in vLLM; {others}")
     if method not in METHODS:
-        raise ModelError(f"--method {method}: there is no such method{did_you_mean(method, METHODS)}; {others}")
-    raise ModelError(f"--method {method}: it {find_obstacle(find_method(method))}; {others}")
+        raise ModelError(f"--method {method}: there is no such method{format_suggestion(method, METHODS)}; {others}")
+    raise ModelError(f"--method {method}: it {find_live_obstacle(find_method(method))}; {others}")
 
 
-def find_obstacle(kind: type[Pruner]) -> str | None:
+def find_live_obstacle(kind: type[Pruner]) -> str | None:
     """Return the first reason why a method cannot prune in vLLM, such as "merges tokens"; None if it can."""
     pruner = kind()
     if not pruner.cacheable:
@@ -152,7 +152,7 @@ def check_live_model(source: ModelSource) -> None:
         )
 
 
-def to_digits(positions: Tensor) -> Tensor:
+def encode_digits(positions: Tensor) -> Tensor:
     """Encode the positions of rows as 12 columns [S,12], to be appended to the rows on their way through vLLM.
 
     vLLM keeps positions in the dtype of the rows, and bfloat16 rounds integers above 256. So each of t, h, w and the
@@ -166,14 +166,14 @@ def to_digits(positions: Tensor) -> Tensor:
     return torch.cat([values // _BASE**2, values // _BASE % _BASE, values % _BASE], dim=1)
 
 
-def from_digits(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Decode the columns of ``to_digits`` to positions [S,3] and row numbers [S], int64."""
+def decode_digits(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Decode the columns of ``encode_digits`` to positions [S,3] and row numbers [S], int64."""
     high, middle, low = columns.long().chunk(3, dim=1)
     values = (high * _BASE + middle) * _BASE + low
     return values[:, :3], values[:, 3]
 
 
-def grid_positions(n_frames: int, height: int, width: int, step: float = 1.0) -> Tensor:
+def compute_grid_positions(n_frames: int, height: int, width: int, step: float = 1.0) -> Tensor:
     """Compute the positions (t, h, w) of a grid of tokens in row order, [M,3] int64.
 
     Args:
@@ -184,7 +184,7 @@ def grid_positions(n_frames: int, height: int, width: int, step: float = 1.0) ->
     return torch.cartesian_prod(times, rows, columns)
 
 
-def timed_positions(is_visual: Tensor, is_start: Tensor, index: Tensor, height: int, width: int) -> Tensor:
+def compute_timed_positions(is_visual: Tensor, is_start: Tensor, index: Tensor, height: int, width: int) -> Tensor:
     """Compute the positions [S,3] of a video whose prompt has a text with the time before each temporal patch.
 
     Each patch takes max(height, width) positions, no matter how many of its tokens are kept; each text token takes one.
@@ -207,7 +207,7 @@ def timed_positions(is_visual: Tensor, is_start: Tensor, index: Tensor, height: 
     return positions
 
 
-def place_rows(positions: Tensor, parts: list[Tensor], starts: list[int], n_computed: int) -> Tensor:
+def update_positions(positions: Tensor, parts: list[Tensor], starts: list[int], n_computed: int) -> Tensor:
     """Return a copy of a prompt's positions [3,L], updated with the positions that a step's rows carry.
 
     A slice whose first row is not row 0 continues a video or image from the step before, at ``n_computed``; any other
@@ -215,15 +215,15 @@ def place_rows(positions: Tensor, parts: list[Tensor], starts: list[int], n_comp
 
     Args:
         positions: [3,L], already right for text.
-        parts: in prompt order, the columns of ``to_digits`` for each slice of a video or image in the step. An empty
-            slice, and one that does not fit the prompt, is skipped.
+        parts: in prompt order, the columns of ``encode_digits`` for each slice of a video or image in the step. An
+            empty slice, and one that does not fit the prompt, is skipped.
         starts: the first prompt token of each video and image, ascending.
         n_computed: the first prompt token of the step.
     """
     new_positions = positions.clone()
     end = n_computed
     for columns in parts:
-        values, numbers = from_digits(columns.to(positions.device))
+        values, numbers = decode_digits(columns.to(positions.device))
         if not len(numbers):
             continue
         first = int(numbers[0])

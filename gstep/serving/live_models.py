@@ -21,14 +21,14 @@ from gstep.serving.live import (
     DIGIT_COLUMNS,
     LivePruning,
     PromptStarts,
+    compute_grid_positions,
+    compute_timed_positions,
+    encode_digits,
     find_runs,
-    grid_positions,
-    place_rows,
-    timed_positions,
-    to_digits,
+    update_positions,
 )
 from gstep.serving.options import check_live_engine
-from gstep.serving.prompts import prompt_positions
+from gstep.serving.prompts import compute_mrope_positions
 
 # The names of vLLM's functions that count tokens beforehand, and that choose them, for evs and vidcom2.
 _COUNTS = ("compute_retained_tokens_count", "vidcom2_compute_retained_tokens_count")
@@ -43,7 +43,7 @@ def replace_names(function: Any, names: tuple[str, ...], replacement: Callable[.
     Raises:
         ImportError: the function reads none of ``names``: this version of vLLM is not supported.
     """
-    read_names = set(_code_names(function.__code__)) & set(names)
+    read_names = set(_iter_code_names(function.__code__)) & set(names)
     if not read_names:
         raise ImportError(f"{function.__qualname__} of this vLLM reads none of {', '.join(names)}")
     copy = types.FunctionType(
@@ -57,12 +57,12 @@ def replace_names(function: Any, names: tuple[str, ...], replacement: Callable[.
     return copy
 
 
-def _code_names(code: types.CodeType) -> Iterator[str]:
+def _iter_code_names(code: types.CodeType) -> Iterator[str]:
     """Yield the names that a code object reads, including those of functions nested in it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _code_names(constant)
+            yield from _iter_code_names(constant)
 
 
 def enable_pruning_on_cpus() -> None:
@@ -95,7 +95,7 @@ class PruningWorker:
         enable_pruning_on_cpus()
 
 
-class _Live:
+class _LiveModel:
     """The mixin of a model that prunes its videos by the LivePruning in its configuration."""
 
     config: Any
@@ -130,11 +130,14 @@ class _Live:
         until their positions arrive with its rows.
         """
         spans = [
-            (feature.mm_position.offset, self._span_positions(feature.modality, feature.data, feature.mm_position))
+            (
+                feature.mm_position.offset,
+                self._compute_span_positions(feature.modality, feature.data, feature.mm_position),
+            )
             for feature in mm_features
         ]
         self._starts.store(torch.as_tensor(input_tokens).cpu(), sorted(offset for offset, _ in spans))
-        return prompt_positions(spans, len(input_tokens))
+        return compute_mrope_positions(spans, len(input_tokens))
 
     def recompute_mrope_positions(
         self, input_ids: Any, multimodal_embeddings: Sequence[Tensor], mrope_positions: Tensor, num_computed_tokens: int
@@ -151,7 +154,7 @@ class _Live:
         starts = self._starts.find(ids)
         if starts is None:  # forgotten after thousands of other prompts
             starts = self._guess_starts(ids)
-        positions = place_rows(mrope_positions, columns, starts, num_computed_tokens)
+        positions = update_positions(mrope_positions, columns, starts, num_computed_tokens)
         rows = [part[:, :-DIGIT_COLUMNS] for part in multimodal_embeddings]
         return rows, positions, int(positions[:, len(ids) - 1].max()) + 1 - len(ids)
 
@@ -165,7 +168,7 @@ class _Live:
         """Return the rows of each image, all kept, with the digits of their positions appended."""
         grids = image_input["image_grid_thw"].tolist()
         return tuple(
-            _append_digits(rows, grid_positions(*self._merge_grid(grid)))
+            _append_digits(rows, compute_grid_positions(*self._merge_grid(grid)))
             for rows, grid in zip(images, grids, strict=True)
         )
 
@@ -175,7 +178,7 @@ class _Live:
         size = self.config.vision_config.spatial_merge_size
         return n_frames, height // size, width // size
 
-    def _span_positions(self, modality: str, data: Any, span: Any) -> Tensor:
+    def _compute_span_positions(self, modality: str, data: Any, span: Any) -> Tensor:
         """Compute the positions [3,S+1] of a video or image from its start; the last is that of the text after it.
 
         For a video, all others are 0, because its kept tokens are not known yet.
@@ -188,13 +191,13 @@ class _Live:
         n_frames, height, width = self._merge_grid(data[f"{modality}_grid_thw"].data.flatten().tolist())
         if modality == "video":
             positions = torch.zeros(3, span.length, dtype=torch.long, device="cpu")
-            extent = self._video_extent(n_frames, height, width, span.length)
+            extent = self._compute_video_extent(n_frames, height, width, span.length)
         else:
-            positions = grid_positions(n_frames, height, width).T
+            positions = compute_grid_positions(n_frames, height, width).T
             extent = max(height, width)
         return torch.cat([positions, torch.full((3, 1), extent, device="cpu")], dim=1)
 
-    def _video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
+    def _compute_video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
         """Return the number of positions that a video takes; ``length`` is the number of its prompt tokens."""
         raise NotImplementedError
 
@@ -213,10 +216,10 @@ def _round_rows(rows: Tensor) -> Tensor:
 
 def _append_digits(rows: Tensor, positions: Tensor) -> Tensor:
     """Append the digits of their positions to rows."""
-    return torch.cat([rows, to_digits(positions.to(rows.device)).to(rows.dtype)], dim=1)
+    return torch.cat([rows, encode_digits(positions.to(rows.device)).to(rows.dtype)], dim=1)
 
 
-class _LiveQwen2(_Live):
+class _LiveQwen2(_LiveModel):
     """The mixin of Qwen2.5-VL, with the positions of transformers 5.
 
     vLLM itself truncates the seconds of a temporal patch to an integer before it multiplies them, and after a video of
@@ -230,11 +233,11 @@ class _LiveQwen2(_Live):
         kept_rows = list[Tensor]()
         for rows, grid, patch_seconds in zip(map(_round_rows, videos), grids, seconds, strict=True):
             mask = self._select_mask(rows, grid)
-            positions = grid_positions(*self._merge_grid(grid), per_second * patch_seconds)
+            positions = compute_grid_positions(*self._merge_grid(grid), per_second * patch_seconds)
             kept_rows.append(_append_digits(rows[mask], positions[mask.cpu()]))
         return tuple(kept_rows)
 
-    def _video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
+    def _compute_video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
         """Return the longer side of the video's grid."""
         return max(height, width)
 
@@ -243,7 +246,7 @@ class _LiveQwen2(_Live):
         return sorted(find_runs(ids, self.config.video_token_id) + find_runs(ids, self.config.image_token_id))
 
 
-class _LiveQwen3(_Live):
+class _LiveQwen3(_LiveModel):
     """The mixin of Qwen3-VL and Qwen3.5, whose videos have a text with the time before each temporal patch.
 
     vLLM takes the marker before the whole video for the marker of the first patch, so its own positions are too low by
@@ -254,7 +257,7 @@ class _LiveQwen3(_Live):
         """Build vLLM's model; its pruning function then selects tokens by the LivePruning.
 
         Raises:
-            ModelError: an engine option is not supported (``_Live``).
+            ModelError: an engine option is not supported (``_LiveModel``).
             ImportError: this version of vLLM is not supported.
         """
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -278,9 +281,9 @@ class _LiveQwen3(_Live):
         """Return the digits [S,12] of the positions of a video's rows, in place of vLLM's own positions."""
         height, width = self._merge_grid(video_grid_thw)[1:]
         index = retention_mask.nonzero()[:, 0]
-        return to_digits(timed_positions(is_video_embed, is_vision_start, index, height, width))
+        return encode_digits(compute_timed_positions(is_video_embed, is_vision_start, index, height, width))
 
-    def _video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
+    def _compute_video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
         """Return the number of positions of the video's text and of all its temporal patches."""
         n_text = length - self._live.budget(n_frames * height * width)
         return n_text + n_frames * max(height, width)

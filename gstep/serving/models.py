@@ -15,7 +15,7 @@ from vllm.model_executor.models.qwen3_5 import Qwen3_5ForConditionalGeneration, 
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 
-from gstep.serving.prompts import prompt_positions
+from gstep.serving.prompts import compute_mrope_positions
 
 
 class _Cached:
@@ -27,7 +27,7 @@ class _Cached:
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """Return a prompt's positions [3,n_tokens] and their delta, from the positions that came with its videos."""
         videos = [(feature.mm_position.offset, feature.data["positions"].data) for feature in mm_features]
-        return prompt_positions(videos, len(input_tokens))
+        return compute_mrope_positions(videos, len(input_tokens))
 
     def embed_multimodal(self, **kwargs: Any) -> tuple[Tensor, ...]:
         """Return each video's rows in the dtype and on the device of the language model; no vision tower runs."""

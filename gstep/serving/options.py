@@ -72,7 +72,7 @@ def make_engine_options(
     """
     architecture = ARCHITECTURES.get(source.model_type)
     return {
-        **_model_options(source, runtime, tensor_parallel),
+        **_make_model_options(source, runtime, tensor_parallel),
         "hf_overrides": {"architectures": [architecture]} if architecture else {},
         # vLLM builds no vision tower, and runs no processor on videos.
         "enable_mm_embeds": True,
@@ -97,7 +97,7 @@ def make_live_engine_options(
         KeyError: the model type has no live class.
     """
     return {
-        **_model_options(source, runtime, tensor_parallel),
+        **_make_model_options(source, runtime, tensor_parallel),
         "hf_overrides": make_live_overrides(source, live),
         "video_pruning_rate": live.rate,
         # This loader takes a number of frames; the Qwen families' own loaders take two frames per second.
@@ -114,7 +114,7 @@ def make_live_overrides(source: ModelSource, live: LivePruning) -> dict[str, Any
     return {"architectures": [LIVE_ARCHITECTURES[source.model_type]], LIVE: live.as_options()}
 
 
-def _model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) -> dict[str, Any]:
+def _make_model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) -> dict[str, Any]:
     """Return the keyword arguments of EngineArgs that cached and live engines share.
 
     They set the model, dtype and parallelism, turn prefix caching on, and on a CPU turn compilation off.
@@ -135,7 +135,7 @@ def _model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) 
     }
 
 
-def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
+def check_cpu_support(source: ModelSource, runtime: Runtime) -> None:
     """Raise ModelError if vLLM cannot run this model on this node's CPU, or would give wrong answers; a GPU passes.
 
     On a CPU, linear attention (Qwen3.5) needs bfloat16, and some quantized weights need VNNI or AVX-512.
@@ -303,7 +303,7 @@ def _refuse_connector(setting: str) -> None:
     )
 
 
-def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
+def make_sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's SamplingParams for one answer.
 
     They include the end tokens and the repetition penalty of the checkpoint's GenerationConfig. Greedy decoding

@@ -110,7 +110,7 @@ def _make_span(prompt: Prompt, visual: Visual, first: int, end: int, video_token
     return VideoSpan(first, takes_row, visual.placeholder_rows, positions, name)
 
 
-def prompt_positions(videos: Iterable[tuple[int, Tensor]], n_tokens: int, axes: int = 3) -> tuple[Tensor, int]:
+def compute_mrope_positions(videos: Iterable[tuple[int, Tensor]], n_tokens: int, axes: int = 3) -> tuple[Tensor, int]:
     """Compute a prompt's M-RoPE positions [A,n_tokens] from the positions of its videos.
 
     Text tokens count up from the position after the preceding token or video.

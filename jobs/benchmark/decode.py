@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from gstep.backbones.preprocess import FixedSizePreprocessor, resize_frames
-from jobs.benchmark.shared import add_flag, figures_in_rows, make_result, run_in_turn, say
+from jobs.benchmark.shared import add_flag, format_figure_rows, make_result, run_in_turn, say
 from jobs.frame.json_document import CommandResult
 from pipeline.inputs.video_list import VideoList
 from pipeline.video.containers import sniff
-from pipeline.video.decode import DecodeRequest, decode_video, fingerprint
+from pipeline.video.decode import DecodeRequest, decode_video, fingerprint_file
 from pipeline.video.probe import probe
 from pipeline.video.sampling import Sampling, choose_frames
 from pipeline.video.sandbox import DecodeSandbox
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
             figures[str(clip)] = make_figures(n_bytes, cpu_s)
     frames = f"{arguments.fps:g} frames a second" if arguments.fps else f"{arguments.frames} frames"
     title = f"CPU seconds for {frames} of a clip at 384 x 384, best of {arguments.repeats}"
-    return make_result(title, ["", *figures], figures_in_rows(figures.values()), clips=clips)
+    return make_result(title, ["", *figures], format_figure_rows(figures.values()), clips=clips)
 
 
 def make_clip(folder: Path, clip: Clip) -> Path:
@@ -191,7 +191,7 @@ def measure(path: Path, sampling: Sampling, repeats: int, snap_s: float) -> tupl
             _FLOOR_PARTS[1]: lambda: [_convert_and_resize(frame) for frame in decoded],
             IN_PROCESS: partial(decode_video, request),
             IN_CHILD: partial(sandbox.decode, request),
-            "read and hashed": partial(fingerprint, path),
+            "read and hashed": partial(fingerprint_file, path),
             "indexed": partial(_read_index, path),
             f"ours, within {snap_s:g} s of keyframes": partial(decode_video, snap_request),
         }

@@ -26,16 +26,24 @@ from gstep.backbones import ModelSource, StaticParts, choose_runtime, family_of
 from gstep.checkpoints.random_weights import has_no_weights
 from gstep.evidence import HEAD_SOURCES
 from gstep.language import Decoding, Visual, load_language_model, prompt_builder
-from jobs.benchmark.shared import add_flag, figure_table, machine, machine_line, max_known, say, time_work
-from jobs.command import file_in_folder, share, throttle
+from jobs.benchmark.shared import (
+    add_flag,
+    describe_machine,
+    find_known_maximum,
+    format_machine,
+    make_figure_table,
+    say,
+    time_work,
+)
+from jobs.command import parse_output_file, share, throttle
 from jobs.frame.json_document import CommandResult
-from pipeline.cache.header import HEADER, fingerprint, serialise_header
+from pipeline.cache.header import HEADER, compute_fingerprint, serialize_header
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.token_shard import TokenShard
 from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
-from pipeline.errors import RunFailed, UsageError, usage_errors
+from pipeline.errors import RunFailed, UsageError, convert_usage_errors
 from pipeline.evaluate.forms import escape_latex
-from pipeline.evaluate.tabulate import method_title
+from pipeline.evaluate.tabulate import format_method_title
 from pipeline.generate.late_pruning import LatePruning, parse_pruning_grid, resolve_pruning
 from pipeline.generate.prompts import TextEmbeddings
 from pipeline.inputs.video_list import VideoList
@@ -43,7 +51,7 @@ from pipeline.options import ATTN, DEVICES, DTYPES
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder
-from pipeline.prune.recipe import Recipe, list_needed_evidence, resolve
+from pipeline.prune.recipe import Recipe, list_needed_evidence, resolve_recipe
 from pipeline.rows import ManifestRow, TodoRow, VideoRecord
 from pipeline.storage.stores import LocalStore
 
@@ -132,7 +140,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--dtype", "auto", "auto: bfloat16 on GPUs, else float32", choices=DTYPES)
     add_flag(parser, "--attn", "auto", "attention kernel", choices=ATTN)
     add_flag(parser, "--repeats", 3, "measure N times, and show medians", "N")
-    add_flag(parser, "--latex", None, "write the paper's Table 3 there", "FILE", file_in_folder)
+    add_flag(parser, "--latex", None, "write the paper's Table 3 there", "FILE", parse_output_file)
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
@@ -144,13 +152,13 @@ def run(arguments: argparse.Namespace) -> CommandResult:
         VideoFault: a video cannot be encoded or pruned.
     """
     with TemporaryDirectory() as folder:
-        bench = Bench(arguments, Path(folder), throttle(say, _PROGRESS_S))
+        bench = EfficiencyRun(arguments, Path(folder), throttle(say, _PROGRESS_S))
         samples = bench.run()
-    rows = [summarise(arm, samples) for arm in bench.arms]
+    rows = [summarize_samples(arm, samples) for arm in bench.arms]
     runtime = bench.runtime
     n_tokens, n_videos = rows[0][ONLINE]["visual_tokens"], len(bench.videos)
     title = (
-        f"{bench.source.name}{' with random weights' if bench.random else ''} on {machine_line(runtime.device)}, "
+        f"{bench.source.name}{' with random weights' if bench.random else ''} on {format_machine(runtime.device)}, "
         f"{runtime.dtype_name}, attention {runtime.attn_implementation}; {arguments.num_frames} frames, {n_tokens:.0f} "
         f"visual tokens, {arguments.max_new_tokens} new tokens; {n_videos} videos x {arguments.questions} questions x "
         f"{arguments.repeats} repeats"
@@ -160,16 +168,20 @@ def run(arguments: argparse.Namespace) -> CommandResult:
     for number, (about, columns) in enumerate(_TABLES.items()):
         heads = ["method", "kept", *(head.format(memory=memory) for head in columns)]
         lines = [format_row(row, columns.values(), rows[0] if number == 0 else None) for row in rows]
-        tables.append(figure_table(f"{title}\n{about}", heads, lines))
+        tables.append(make_figure_table(f"{title}\n{about}", heads, lines))
         if number == 0 and arguments.latex is not None:
             arguments.latex.write_text(format_latex(heads, lines, f"{title}; {about}"), encoding="utf-8")
     flags = {name: value for name, value in vars(arguments).items() if name not in ("run", "json", "latex")}
-    about_run = {"machine": machine(runtime.device), "runtime": runtime.describe(), "random_weights": bench.random}
+    about_run = {
+        "machine": describe_machine(runtime.device),
+        "runtime": runtime.describe(),
+        "random_weights": bench.random,
+    }
     record = {"title": title, "memory": memory, **about_run, "arguments": flags, "rows": rows, "samples": samples}
     return CommandResult(0, record, tables)
 
 
-class Bench:
+class EfficiencyRun:
     """One run of the measurement: its arms and videos, its models, and the caches that it makes.
 
     A sample has the figures of one question in one mode: seconds of each step, 0 for a step that the mode skips, and
@@ -189,7 +201,7 @@ class Bench:
         model = arguments.model
         self._arguments = arguments
         self._say = say
-        with usage_errors():
+        with convert_usage_errors():
             self.runtime = choose_runtime(arguments.device, arguments.dtype, arguments.attn)
             self.random = arguments.random_weights or has_no_weights(model)
             (folder / "model").mkdir()
@@ -209,7 +221,7 @@ class Bench:
         static = StaticParts(self.tower.hidden_size, self.tower.newline(), self.builder.deepstack_levels)
         for arm in self.arms:
             arm.store.make()
-            arm.store.put(HEADER, serialise_header(arm.recipe.header(self.runtime.dtype_name, static)))
+            arm.store.put(HEADER, serialize_header(arm.recipe.header(self.runtime.dtype_name, static)))
 
     def _resolve_arms(self, source: ModelSource, folder: Path) -> list[Arm]:
         """Resolve full retention, which comes first, and each method at each ratio; an explicit "none" is not repeated.
@@ -237,7 +249,7 @@ class Bench:
             num_frames=arguments.num_frames,
             attn=arguments.attn,
         )
-        whole = resolve(config, source=source)
+        whole = resolve_recipe(config, source=source)
         arms = [Arm(FULL, 1.0, replace(whole, evidence={}), None, LocalStore(folder / "full"))]
         for number, point in enumerate(grid):
             late = resolve_pruning(point, whole.identity(self.runtime.dtype_name), whole.source, self.builder)
@@ -261,7 +273,7 @@ class Bench:
             UsageError: a prompt does not fit the model.
             VideoFault: a video cannot be encoded or pruned.
         """
-        with closing(VideoDecoder(self.arms[0].recipe.decode_setup())) as decoder:
+        with closing(VideoDecoder(self.arms[0].recipe.make_decode_setup())) as decoder:
             samples = self._measure(ONLINE, partial(self._ask_online, decoder))
         del self.tower
         gc.collect()
@@ -293,15 +305,15 @@ class Bench:
 
         def decode() -> tuple[VideoRecord, NDArray[np.uint8] | None]:
             with decoder.open_archives([todo]) as archives, decoder.open(todo, archives) as source:
-                return decoder.decode_one(todo, source)
+                return decoder.decode_row(todo, source)
 
         (record, frames), decode_s, _ = time_work(decode, "cpu")
         if frames is None:
             raise RunFailed(f"{record['video_id']}: {record['error_class']}: {record['error_message']}")
         encode_s_by_evidence: dict[frozenset[str], float] = {}  # the same seconds for all arms with the same evidence
         for arm in self.arms:
-            encoder = VideoEncoder(arm.recipe.encode_setup(self._device, self.runtime.dtype_name), self.tower)
-            item, seconds, peak = time_work(partial(encoder.encode_one, record, frames), self._device)
+            encoder = VideoEncoder(arm.recipe.make_encode_setup(self._device, self.runtime.dtype_name), self.tower)
+            item, seconds, peak = time_work(partial(encoder.encode_video_alone, record, frames), self._device)
             write_s, prune_s = time_work(partial(self._write, arm, item), "cpu")[1], item.record["prune_s"]
             evidence = frozenset({*arm.recipe.pruner.sources, *arm.recipe.evidence})
             encode_s = encode_s_by_evidence.setdefault(evidence, seconds - prune_s)
@@ -316,7 +328,7 @@ class Bench:
     def _write(self, arm: Arm, item: VideoItem) -> None:
         """Write an encoded video to an arm's cache, and commit it."""
         rows = write_token_shard([item], store=arm.store, run_id="efficiency")
-        identity = fingerprint(arm.recipe.identity(self.runtime.dtype_name))
+        identity = compute_fingerprint(arm.recipe.identity(self.runtime.dtype_name))
         commit_records(arm.store, "efficiency", next(self._commits), rows, made_with=identity)
 
     def _ask_cached(self, row: ManifestRow, repeat: int) -> Iterator[Figures]:
@@ -348,7 +360,7 @@ class Bench:
             if late is None or inside is not None:
                 return replace(visual, evidence={})
             words = self._embedders.embedding(late, text)
-            return late.reduce(visual, late.select(visual, self._device, words), own_order=False)
+            return late.reduce_video(visual, late.select(visual, self._device, words), own_order=False)
 
         kept, prune_s, prune_peak = time_work(prune, self._device)
         prompt, prompt_s, _ = time_work(lambda: self.builder.build(text, [kept]), "cpu")
@@ -361,7 +373,7 @@ class Bench:
         (answer,), llm_s, llm_peak = time_work(generate, self._device)
         n_visual, layer, dropped = len(kept.index), 0, 0  # visual tokens that the model drops before the layer
         if late is not None and inside is not None:
-            layer, dropped = late.pruner.layer or 0, n_visual - late.n_kept_inside(n_visual)
+            layer, dropped = late.pruner.layer or 0, n_visual - late.count_kept_inside(n_visual)
         text_config = self.builder.config.get_text_config()
         number_bytes = self.runtime.dtype.itemsize
         sample = {"video_decode_s": 0.0, "encode_s": 0.0, "prune_s": 0.0, "read_s": 0.0, "bytes_read": 0, **about}
@@ -374,7 +386,7 @@ class Bench:
             **sample,
             "visual_tokens": n_visual - dropped,
             "prompt_tokens": len(prompt),
-            "kv_bytes": kv_bytes(text_config, number_bytes, len(prompt), layer=layer, dropped=dropped),
+            "kv_bytes": compute_kv_bytes(text_config, number_bytes, len(prompt), layer=layer, dropped=dropped),
             "prompt_s": prompt_s,
             "llm_s": llm_s,
             "llm_with_tower_s": llm_with_tower_s,
@@ -383,12 +395,12 @@ class Bench:
             "prefill_rate": len(prompt) / answer.prefill_s,
             "token_decode_s": answer.decode_s,
             "decode_rate": (len(answer.token_ids) - 1) / answer.decode_s if len(answer.token_ids) > 1 else None,
-            "peak_bytes": max_known(about.get("peak_bytes"), prune_peak, llm_peak),
+            "peak_bytes": find_known_maximum(about.get("peak_bytes"), prune_peak, llm_peak),
             "answer": answer.token_ids,
         }
 
 
-def kv_bytes(text_config: Any, number_bytes: int, tokens: int, *, layer: int = 0, dropped: int = 0) -> int:
+def compute_kv_bytes(text_config: Any, number_bytes: int, tokens: int, *, layer: int = 0, dropped: int = 0) -> int:
     """Compute the bytes of keys and values of ``tokens``, of which ``dropped`` are missing from ``layer`` on."""
     width = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     layers = text_config.num_hidden_layers
@@ -396,11 +408,11 @@ def kv_bytes(text_config: Any, number_bytes: int, tokens: int, *, layer: int = 0
     return int(numbers * text_config.num_key_value_heads * width * 2 * number_bytes)
 
 
-def summarise(arm: Arm, samples: Sequence[Figures]) -> Figures:
+def summarize_samples(arm: Arm, samples: Sequence[Figures]) -> Figures:
     """Summarize an arm's samples: {"method", "retention_ratio", ONLINE: figures, CACHED: figures}.
 
     A figure is the median over the mode's samples, for memory the maximum, and None if it is unknown in all of them.
-    The online figures also have ``break_even``.
+    The online figures also have ``compute_break_even``.
     """
     row: Figures = {"method": arm.method, "retention_ratio": arm.retention_ratio}
     of_arm = [sample for sample in samples if sample.items() >= row.items()]
@@ -411,11 +423,11 @@ def summarise(arm: Arm, samples: Sequence[Figures]) -> Figures:
             known = [sample[name] for sample in of_mode if sample[name] is not None]
             row[mode][name] = (max if name == "peak_bytes" else median)(known) if known else None
     seconds = (row[ONLINE]["build_s"], row[CACHED]["total_s"], row[ONLINE]["total_s"])
-    row[ONLINE]["break_even"] = break_even(*seconds)
+    row[ONLINE]["break_even"] = compute_break_even(*seconds)
     return row
 
 
-def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
+def compute_break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
     """Return the number of questions from which building and asking a cache takes no longer than asking the videos.
 
     At least 1; None if an answer from the cache is not faster.
@@ -433,7 +445,10 @@ def format_row(row: Figures, columns: Iterable[tuple[str, str]], full: Figures |
         full: the row of full retention, to which figures with decimals in other rows show the relative change; None for
             no changes.
     """
-    cells = ["Original" if row["method"] == FULL else method_title(row["method"]), f"{100 * row['retention_ratio']:g}%"]
+    cells = [
+        "Original" if row["method"] == FULL else format_method_title(row["method"]),
+        f"{100 * row['retention_ratio']:g}%",
+    ]
     for mode, name in columns:
         value = row[mode][name]
         unit, digits = next((values for end, values in _UNITS.items() if name.endswith(end)), (1, 0))

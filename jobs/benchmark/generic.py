@@ -22,7 +22,7 @@ from gstep.generic.family import GenericFamily, VideoReader
 from jobs.benchmark.decode import FPS, Clip, make_clip
 from jobs.benchmark.shared import add_flag, make_result, run_in_turn, say
 from jobs.frame.json_document import CommandResult
-from pipeline.errors import UsageError, usage_errors
+from pipeline.errors import UsageError, convert_usage_errors
 from pipeline.options import DEVICES, DTYPES
 from pipeline.video.decode import DecodeRequest
 from pipeline.video.sampling import Sampling
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
         ManifestError: the sample clips are not installed.
     """
     torch.set_num_threads(arguments.threads)
-    with usage_errors():
+    with convert_usage_errors():
         runtime = choose_runtime(arguments.device, arguments.dtype)
         sources = [_resolve_ways(model) for model in arguments.model]
     costs = list[VideoCost]()

@@ -18,14 +18,14 @@ from tempfile import TemporaryDirectory
 import av
 import numpy as np
 
-from jobs.benchmark.pipeline_work import FRAME_BYTES, JOB, LOOP, SIDE, Work
+from jobs.benchmark.pipeline_work import FRAME_BYTES, JOB, LOOP, SIDE, PipelineWork
 from jobs.benchmark.shared import (
     MAIN,
     add_flag,
-    existing_folder,
-    figures_in_rows,
-    machine,
+    describe_machine,
+    format_figure_rows,
     make_result,
+    parse_existing_folder,
     run_watched,
     say,
 )
@@ -60,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--seconds", 20, "seconds of a measurement, about", "S")
     add_flag(parser, "--repeats", 1, "measure N times, and show medians", "N")
     place = "parent of temporary files (default: the system's)"
-    add_flag(parser, "--folder", None, place, "DIR", existing_folder)
+    add_flag(parser, "--folder", None, place, "DIR", parse_existing_folder)
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
         first = None
         for nodes in sorted(arguments.nodes) or [0]:
             encoders, workers = nodes or 1, nodes or arguments.workers
-            work = Work(JOB, frames, encode_ms / 1e3, workers, encoders, nodes, str(arguments.folder or ""))
+            work = PipelineWork(JOB, frames, encode_ms / 1e3, workers, encoders, nodes, str(arguments.folder or ""))
             n_more = max(_MIN_VIDEOS, round(arguments.seconds * encoders / max(work.encode_s, _MIN_VIDEO_S)))
             n_few = max(_MIN_VIDEOS * encoders, n_more // 4)
             title = f"{frames} frames, {encode_ms} ms" + f", {nodes} nodes" * bool(nodes)
@@ -85,11 +85,13 @@ def run(arguments: argparse.Namespace) -> CommandResult:
             for turn in range(arguments.repeats):
                 for kind, figures in turns.items():
                     say(f"{title}: {kind}, {turn + 1}")
-                    figures.append(measure(replace(work, kind=kind), n_few, n_few + n_more))
-            cells[title] = compute_figures(work, {kind: medians(figures) for kind, figures in turns.items()}, first)
+                    figures.append(measure_growth(replace(work, kind=kind), n_few, n_few + n_more))
+            cells[title] = compute_figures(
+                work, {kind: compute_medians(figures) for kind, figures in turns.items()}, first
+            )
             first = first or cells[title]
     title = f"Encoders that sleep, on {os.cpu_count()} CPUs"
-    rows = figures_in_rows(cells.values())
+    rows = format_figure_rows(cells.values())
     return make_result(title, ["", *cells], rows, cpus=os.cpu_count(), cells=[*cells.values()])
 
 
@@ -107,8 +109,8 @@ def _measure_driver(arguments: argparse.Namespace) -> CommandResult:
         raise UsageError("--driver takes two different numbers of videos: the difference is measured")
     encoders = arguments.encoders
     place = str(arguments.folder or "")
-    work = Work(JOB, min(arguments.frames), 0.0, arguments.workers, encoders, int(encoders > 1), place)
-    growth = measure(work, n_few, n_many)
+    work = PipelineWork(JOB, min(arguments.frames), 0.0, arguments.workers, encoders, int(encoders > 1), place)
+    growth = measure_growth(work, n_few, n_many)
     driver_ms = growth[_CPU + MAIN]
     if driver_ms <= 0:
         raise RunFailed(f"{n_many - n_few} more videos took the driver no more CPU time: give larger numbers")
@@ -117,11 +119,11 @@ def _measure_driver(arguments: argparse.Namespace) -> CommandResult:
         f"processes on {os.cpu_count()} CPUs; {driver_ms:.2f} CPU ms of the driver, so {1e3 / driver_ms:.0f} videos/s "
         f"of one core; {growth['peak MB']:.0f} MB of all processes at most"
     )
-    about = {"machine": machine(), "cpus": os.cpu_count(), "encoders": encoders}
+    about = {"machine": describe_machine(), "cpus": os.cpu_count(), "encoders": encoders}
     return CommandResult(0, {**about, "a_video": growth}, [line])
 
 
-def measure(work: Work, n_few: int, n_many: int) -> dict[str, float]:
+def measure_growth(work: PipelineWork, n_few: int, n_many: int) -> dict[str, float]:
     """Run the work over few and over many videos; return the growth of each figure per video.
 
     "peak MB" is instead the memory of the run over many videos. ``work.videos`` is ignored.
@@ -139,14 +141,14 @@ def measure(work: Work, n_few: int, n_many: int) -> dict[str, float]:
     return {**growth, "peak MB": long_run["peak MB"]}
 
 
-def medians(turns: Sequence[Figures]) -> dict[str, float]:
+def compute_medians(turns: Sequence[Figures]) -> dict[str, float]:
     """Return the median of each figure over all turns; a figure that is missing from a turn counts as 0."""
     return {
         name: median(turn.get(name, 0.0) for turn in turns) for name in {name: 0 for turn in turns for name in turn}
     }
 
 
-def run_child(work: Work) -> dict[str, float]:
+def run_child(work: PipelineWork) -> dict[str, float]:
     """Run a work in a child process that starts its own Ray; return its figures, memory and CPU time.
 
     The videos are made first, in a temporary folder below ``work.folder``.
@@ -174,7 +176,7 @@ def _make_environment(ray_folder: str) -> dict[str, str]:
     return inherited | {f"RAY_{name}": value for name, value in ray.items()} | {"RAY_ENABLE_AUTO_CONNECT": "0"}
 
 
-def make_videos(work: Work) -> None:
+def make_videos(work: PipelineWork) -> None:
     """Write the work's manifest, and one still clip beside it that all rows name."""
     picture = np.full((SIDE, SIDE, 3), np.linspace(32, 224, SIDE, dtype=np.uint8)[:, None], dtype=np.uint8)
     with av.open(str(work.manifest.with_name("clip.mp4")), "w") as container:
@@ -187,7 +189,9 @@ def make_videos(work: Work) -> None:
     work.manifest.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
-def compute_figures(work: Work, by_kind: Mapping[str, Figures], first: Figures | None = None) -> dict[str, float]:
+def compute_figures(
+    work: PipelineWork, by_kind: Mapping[str, Figures], first: Figures | None = None
+) -> dict[str, float]:
     """Compute the figures of one combination of frames, encoder seconds and nodes: title of a row -> number.
 
     Args:

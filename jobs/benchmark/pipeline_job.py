@@ -11,11 +11,11 @@ import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from ray.cluster_utils import Cluster
 
-from jobs.benchmark.pipeline_work import RATIO, Work
+from jobs.benchmark.pipeline_work import RATIO, PipelineWork
 from jobs.benchmark.sleeping import FAMILY, write_model
 from pipeline.errors import RunFailed
 from pipeline.prune.run import prune_videos
-from pipeline.runner.cluster.address import workers_import_this
+from pipeline.runner.cluster.address import make_package_importable
 from pipeline.runner.cluster.connection import connect, keep_ray_private
 from pipeline.runner.cluster.prefork.server import fork_workers_from_server
 from pipeline.runner.cluster.session_folder import make_ray_folder
@@ -23,7 +23,7 @@ from pipeline.runner.cluster.session_folder import make_ray_folder
 _NODE = {"object_store_memory": 512 * 2**20, "include_dashboard": False, "include_log_monitor": False}
 
 
-def run_job(work: Work) -> dict[str, float]:
+def run_job(work: PipelineWork) -> dict[str, float]:
     """Prune the videos of the work; return the seconds, and the MB and objects that went into Ray's object stores.
 
     Starts Ray, on ``nodes`` logical nodes or as the job itself does, and shuts it down at the end.
@@ -41,7 +41,7 @@ def run_job(work: Work) -> dict[str, float]:
                 folder = str(make_ray_folder())
                 for _ in range(work.nodes):
                     cluster.add_node(**_NODE, num_cpus=cpus, memory=cpus * 2**32, temp_dir=folder)
-            stack.enter_context(workers_import_this())
+            stack.enter_context(make_package_importable())
             ray.init(cluster.address, logging_level="error", log_to_driver=False)
         stack.callback(ray.shutdown)
         connect()

@@ -29,7 +29,7 @@ _PREFETCH = 4
 
 
 @dataclass(frozen=True)
-class Work:
+class PipelineWork:
     """The work of one child process.
 
     Attributes:
@@ -63,7 +63,7 @@ class Work:
 class VideoDataset(Dataset[tuple[str, torch.Tensor]]):
     """Every ``work.encoders``-th video, beginning at number ``encoder``."""
 
-    def __init__(self, work: Work, encoder: int) -> None:
+    def __init__(self, work: PipelineWork, encoder: int) -> None:
         self._work = work
         lines = work.manifest.read_text(encoding="utf-8").splitlines()
         self._rows = [json.loads(line) for line in lines[encoder :: work.encoders]]
@@ -79,19 +79,19 @@ class VideoDataset(Dataset[tuple[str, torch.Tensor]]):
         return row["video_id"], torch.from_numpy(np.stack(frames[: self._work.frames]))
 
 
-def run_loop(work: Work) -> dict[str, float]:
+def run_loop(work: PipelineWork) -> dict[str, float]:
     """Run the plain loop over all videos, in one process per encoder if there are several; return the seconds."""
     work.out.mkdir()
     started = time.perf_counter()
     if work.encoders == 1:
-        encode_share(work, 0)
+        encode_slice(work, 0)
     else:
         with ProcessPoolExecutor(work.encoders, get_context("spawn")) as processes:
-            list(processes.map(partial(encode_share, work), range(work.encoders)))
+            list(processes.map(partial(encode_slice, work), range(work.encoders)))
     return {"seconds": time.perf_counter() - started}
 
 
-def encode_share(work: Work, encoder: int) -> None:
+def encode_slice(work: PipelineWork, encoder: int) -> None:
     """Decode one encoder's share of the videos with a DataLoader, sleep for each, and write random tokens to files."""
     tokens = os.urandom(work.frames * KEPT_BYTES_PER_FRAME)
     batch = dict[str, bytes]()
@@ -108,12 +108,12 @@ def encode_share(work: Work, encoder: int) -> None:
             batch.clear()
 
 
-def main() -> None:
+def run_child_work() -> None:
     """Run the loop or the job in this child process, and print its figures as JSON on the last line of stdout.
 
     ``sys.argv[1]`` has the fields of a ``Work`` as JSON.
     """
-    work = Work(**json.loads(sys.argv[1]))
+    work = PipelineWork(**json.loads(sys.argv[1]))
     if work.kind == LOOP:
         figures = run_loop(work)
     else:

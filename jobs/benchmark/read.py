@@ -24,17 +24,17 @@ import torch
 from torch.utils.data import DataLoader
 
 from gstep import VisualTokens, make_pruner
-from jobs.benchmark.shared import Turns, add_flag, existing_folder, make_result, run_in_turn, say
-from jobs.benchmark.tokens import iid_tokens
+from jobs.benchmark.shared import Turns, add_flag, make_result, parse_existing_folder, run_in_turn, say
+from jobs.benchmark.tokens import make_iid_tokens
 from jobs.frame.json_document import CommandResult
 from pipeline import TokenCache, TokenDataset, pack
-from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, serialise_header
+from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, compute_fingerprint, serialize_header
 from pipeline.cache.schema import SCHEMA_VERSION
-from pipeline.cache.token_shard import TokenRows, TokenShard
+from pipeline.cache.token_shard import TokenRequest, TokenShard
 from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
 from pipeline.errors import RunFailed, UsageError
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
-from pipeline.storage.s3 import Objects, Slice
+from pipeline.storage.s3 import S3Objects, Slice
 from pipeline.storage.stores import LocalStore, ObjectStore, Store
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--videos-per-shard", 22, "videos of a token shard", "N")
     add_flag(parser, "--repeats", 5, "measure N times, and show medians", "N")
     place = "make the cache in DIR, and remove it at the end (default: a temporary folder)"
-    add_flag(parser, "--folder", None, place, "DIR", existing_folder)
+    add_flag(parser, "--folder", None, place, "DIR", parse_existing_folder)
     parser.add_argument("--s3", action="store_true", help="read from an S3 server (moto, a separate process) too")
 
 
@@ -131,13 +131,13 @@ def make_row(way: Mapping[str, Any], plain: Mapping[str, Any] | None) -> tuple[s
     A share is the median over rounds of the ratio of both ways in the same round; "" without ``plain``.
     """
 
-    def rates(of: Mapping[str, Any], clock: str) -> list[float]:
+    def compute_rates(of: Mapping[str, Any], clock: str) -> list[float]:
         return [of["n_bytes"] / 1e9 / max(seconds, 1e-9) for seconds in of[clock]]
 
     cells = []
     for clock in ("seconds", "cpu_seconds"):
-        own = rates(way, clock)
-        shares = [rate / base for rate, base in zip(own, rates(plain, clock), strict=True)] if plain else []
+        own = compute_rates(way, clock)
+        shares = [rate / base for rate, base in zip(own, compute_rates(plain, clock), strict=True)] if plain else []
         cells += [f"{median(own):.2f}", f"{median(shares):.0%}" if shares else ""]
     return (way["name"], *cells, "" if way["requests"] is None else str(way["requests"]))
 
@@ -146,8 +146,8 @@ def make_cache(store: Store, job: argparse.Namespace) -> None:
     """Write a cache of random tokens in the layout of GSTEP at 25 %; all videos have the same tokens."""
     store.make()
     header: CacheHeader = {"schema_version": SCHEMA_VERSION, "identity": _IDENTITY, "newline": None}
-    store.put(HEADER, serialise_header({**header, "hidden_size": job.hidden}))
-    visual = VisualTokens(iid_tokens(1, round(job.tokens / STORED), job.hidden))
+    store.put(HEADER, serialize_header({**header, "hidden_size": job.hidden}))
+    visual = VisualTokens(make_iid_tokens(1, round(job.tokens / STORED), job.hidden))
     pruned = make_pruner("random").prune(visual, STORED)
     pruned = replace(pruned, density=torch.rand(pruned.n_kept, generator=torch.Generator().manual_seed(0)))
     kept_tokens, columns = collect_kept_tokens(pruned, visual), make_pruning_columns(pruned, visual)
@@ -160,7 +160,7 @@ def make_cache(store: Store, job: argparse.Namespace) -> None:
     for number, start in enumerate(range(0, job.videos, job.videos_per_shard)):
         videos = range(start, min(start + job.videos_per_shard, job.videos))
         rows = write_token_shard([make_video(video) for video in videos], store=store, run_id="read")
-        commit_records(store, "read", number, rows, made_with=fingerprint(_IDENTITY))
+        commit_records(store, "read", number, rows, made_with=compute_fingerprint(_IDENTITY))
 
 
 def _read_in_turn(ways: Ways, repeats: int) -> dict[str, Turns]:
@@ -173,7 +173,7 @@ def _make_pyarrow_ways(store: LocalStore, cache: TokenCache) -> Ways:
     """Make the plain ways, which read the same row groups and columns with pyarrow alone, from files opened before."""
     all_rows, tier_rows = (_list_rows(cache, ratio) for ratio in (None, TIER))
 
-    def make_way(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
+    def make_way(rows_of_videos: Sequence[TokenRequest], **options: bool) -> Callable[[], object]:
         """Open the shards with these options of ParquetFile, and return a function that reads the rows from them."""
         names = {rows.row["token_shard"] for rows in rows_of_videos}
         files = {name: pq.ParquetFile(store.root / name, **options) for name in names}
@@ -240,24 +240,24 @@ def _read_all(items: Iterable[T], read: Callable[[T], object]) -> None:
         read(item)
 
 
-def _list_rows(cache: TokenCache, ratio: float | None) -> list[TokenRows]:
+def _list_rows(cache: TokenCache, ratio: float | None) -> list[TokenRequest]:
     """List the token rows to read for each video of the cache; the ratio None means all that is stored."""
     options = cache.check_options(ratio, "index", (), False)
     return [cache.make_token_request(cache.metadata(video_id), options) for video_id in cache.video_ids]
 
 
-def _count_token_bytes(rows_of_videos: Sequence[TokenRows]) -> int:
+def _count_token_bytes(rows_of_videos: Sequence[TokenRequest]) -> int:
     """Return the bytes of the bfloat16 tokens in these rows."""
     return sum(2 * rows.keep * int(rows.row["hidden_size"]) for rows in rows_of_videos)
 
 
-def _list_row_groups(rows: TokenRows) -> list[int]:
+def _list_row_groups(rows: TokenRequest) -> list[int]:
     """List the numbers of the row groups to read for these rows."""
     ends, first = np.cumsum(rows.row["row_counts"]), rows.row["first_row_group"]
     return list(range(first, first + int(np.searchsorted(ends, rows.keep)) + 1))
 
 
-class _CountedObjects(Objects):
+class _CountedObjects(S3Objects):
     """An S3 client that counts its requests in ``requests``."""
 
     requests = 0

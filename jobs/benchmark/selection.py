@@ -18,12 +18,12 @@ from torch.nn.functional import normalize
 from gstep import VisualTokens, budget_for, make_pruner
 from gstep.backbones import choose_runtime
 from gstep.density import ZERO_DISTANCE, spatio_temporal_density
-from gstep.selection.dispatch import fast_density_guided_fps
+from gstep.selection.dispatch import select_fastest
 from jobs.benchmark.shared import add_flag, make_result, run_in_turn, say
 from jobs.benchmark.tokens import INPUTS
 from jobs.command import share
 from jobs.frame.json_document import CommandResult
-from pipeline.errors import usage_errors
+from pipeline.errors import convert_usage_errors
 
 NOTES = {"structured": "low-rank content plus noise, made up", "iid": "standard normal numbers, the worst case"}
 ALPHA, BETA = 0.5, 1e-6  # the defaults of gstep.prune
@@ -37,10 +37,11 @@ class SelectionTimes:
     """The median times in seconds for one input, size and ratio.
 
     Attributes:
-        loop: Eqs. (9)-(12) with one matrix-vector product per step, extrapolated from the first ``loop_steps`` steps.
+        loop: Eqs. (9)-(12) with one matrix-vector product per step, extrapolated from the first ``count_loop_steps``
+            steps.
         selection: the selection of gstep.prune, given the density.
         gstep: all of gstep.prune, with the density and the copy of the kept tokens.
-        same: the share of the selection's first ``loop_steps`` + 1 picks that the loop picked too.
+        same: the share of the selection's first ``count_loop_steps`` + 1 picks that the loop picked too.
     """
 
     input: str
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
     Raises:
         UsageError: the device is not available.
     """
-    with usage_errors():
+    with convert_usage_errors():
         choose_runtime(arguments.device)
     torch.set_num_threads(arguments.threads)
     times = []
@@ -101,7 +102,7 @@ def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Select
     density_M = spatio_temporal_density(tokens_TND)[0].flatten()
     n_tokens, hidden = tokens_MD.shape
     budget = budget_for(ratio, n_tokens)
-    steps = loop_steps(n_tokens, hidden, budget)
+    steps = count_loop_steps(n_tokens, hidden, budget)
     unit_DM = normalize(tokens_MD.float(), dim=1).T.contiguous()  # the layout that torch.mv reads fastest
     pruners = {method: make_pruner(method) for method in ("gstep", "vidcom2")}
 
@@ -111,7 +112,7 @@ def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Select
     # Only a result on the CPU is complete: a GPU queues its work.
     forms: dict[str, Callable[[], Tensor]] = {
         "loop": lambda: select_by_loop(unit_DM, density_M, steps).cpu(),
-        "selection": lambda: fast_density_guided_fps(tokens_MD, density_M, budget, alpha=ALPHA, beta=BETA).cpu(),
+        "selection": lambda: select_fastest(tokens_MD, density_M, budget, alpha=ALPHA, beta=BETA).cpu(),
         "gstep": partial(prune, "gstep"),
         "vidcom2": partial(prune, "vidcom2"),
     }
@@ -124,7 +125,7 @@ def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Select
     return SelectionTimes(name, n_tokens, ratio, budget, loop_steps=steps, same=same, **medians)
 
 
-def loop_steps(n_tokens: int, hidden: int, budget: int) -> int:
+def count_loop_steps(n_tokens: int, hidden: int, budget: int) -> int:
     """Return the number of steps of the loop to time, at least 1: B - 1, or at most PREFIX if all take too long."""
     fits = n_tokens <= _WHOLE_TOKENS and 4.0 * n_tokens * hidden * budget <= _WHOLE_BYTES
     return max(1, budget - 1 if fits else min(budget - 1, PREFIX))

@@ -37,11 +37,11 @@ from jobs.benchmark.serving_ways import (
     ServingWork,
     list_whole_files,
 )
-from jobs.benchmark.shared import ProcessTree, figure_table, machine, machine_line, say
-from jobs.command import count, file_in_folder, share
+from jobs.benchmark.shared import ProcessTree, describe_machine, format_machine, make_figure_table, say
+from jobs.command import count, parse_output_file, share
 from jobs.frame.json_document import CommandResult
 from pipeline import TokenCache
-from pipeline.errors import RunFailed, UsageError, usage_errors
+from pipeline.errors import RunFailed, UsageError, convert_usage_errors
 from pipeline.generate.engines import VLLM
 from pipeline.generate.engines.vllm import check_installed
 
@@ -116,7 +116,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "with live pruning by gstep, and with vLLM's own evs [all that the model has]",
     )
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="measure N times, and show medians [3]")
-    parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw the results (needs matplotlib)")
+    parser.add_argument(
+        "--plot", type=parse_output_file, metavar="FILE.png", help="draw the results (needs matplotlib)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
@@ -155,10 +157,12 @@ def run(arguments: argparse.Namespace) -> CommandResult:
             say(f"{mode}: a process of its own")
             for part in split_work(mode, job):
                 results += measure(mode, part)
-    title = f"{arguments.model} on {machine_line(device)}"
+    title = f"{arguments.model} on {format_machine(device)}"
     if arguments.plot is not None:
         write_plot(results, title, arguments.plot)
-    return CommandResult(0, {"machine": machine(device), "job": job, "measured": results}, [as_table(results, title)])
+    return CommandResult(
+        0, {"machine": describe_machine(device), "job": job, "measured": results}, [make_table(results, title)]
+    )
 
 
 def choose_modes(names: Sequence[str] | None, model: str) -> list[str]:
@@ -171,7 +175,7 @@ def choose_modes(names: Sequence[str] | None, model: str) -> list[str]:
     """
     if not set(names or PRUNING) & PRUNING.keys():
         return list(names or MODES)
-    with usage_errors():
+    with convert_usage_errors():
         source = ModelSource.resolve(model)
     try:
         check_live_model(source)
@@ -295,7 +299,7 @@ def _measure_way(way: ServingWay, mode: str, job: ServingWork) -> Iterator[WayRe
             )
 
 
-def as_table(results: Sequence[WayResult], title: str) -> Table:
+def make_table(results: Sequence[WayResult], title: str) -> Table:
     """Make a table with a row per result, whose cells are "" for unknown figures.
 
     "times" is the speed relative to online vLLM with as many questions, if that was measured.
@@ -314,7 +318,7 @@ def as_table(results: Sequence[WayResult], title: str) -> Table:
         )
         cells = ("" if value is None else format(value, form) for value, form in figures)
         rows.append((result.mode, f"{100 * result.retention_ratio:g}%", str(result.questions), *cells))
-    return figure_table(title, columns, rows)
+    return make_figure_table(title, columns, rows)
 
 
 def write_plot(results: Sequence[WayResult], title: str, file: Path) -> None:

@@ -202,7 +202,7 @@ class OnlineWay:
             max_model_len=-1,
             disable_log_stats=False,
             enforce_eager=runtime.device == "cpu",
-            **_pruning_options(mode, source, job.ratios[0]),
+            **_make_pruning_options(mode, source, job.ratios[0]),
         )
         if mode in PRUNING and runtime.device == "cpu":
             self._llm.collective_rpc("enable_pruning")
@@ -241,7 +241,7 @@ class OnlineWay:
         )
 
 
-def _pruning_options(mode: str, source: ModelSource, ratio: float) -> JsonObject:
+def _make_pruning_options(mode: str, source: ModelSource, ratio: float) -> JsonObject:
     """Return the additional arguments of vLLM's LLM for a mode of PRUNING; {} for another mode."""
     if mode not in PRUNING:
         return {}

@@ -73,7 +73,7 @@ def add_flag(
     )
 
 
-def machine(device: str = "cpu") -> dict[str, str | int]:
+def describe_machine(device: str = "cpu") -> dict[str, str | int]:
     """Return the name of the processor (the GPU's for a CUDA device), torch's threads and torch's version."""
     return {
         "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else _read_cpu_name(),
@@ -82,9 +82,9 @@ def machine(device: str = "cpu") -> dict[str, str | int]:
     }
 
 
-def machine_line(device: str = "cpu") -> str:
+def format_machine(device: str = "cpu") -> str:
     """Describe the machine in one line, such as "AMD EPYC, 1 thread, torch 2.13.0"; a GPU without threads."""
-    about = machine(device)
+    about = describe_machine(device)
     threads = "" if device.startswith("cuda") else f", {about['threads']} thread{'s' * (about['threads'] != 1)}"
     return f"{about['processor']}{threads}, torch {str(about['torch']).partition('+')[0]}"
 
@@ -103,7 +103,7 @@ def say(line: str) -> None:
     CleanConsole(stderr=True).print(line, style="dim", markup=False, highlight=False)
 
 
-def figure_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:
+def make_figure_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:
     """Make a table of figures; columns whose titles are in _WORDS are aligned left, all others right."""
     table = Table(title=title, title_justify="left", show_edge=False, caption=caption or None, caption_justify="left")
     for name in columns:
@@ -113,7 +113,7 @@ def figure_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
     return table
 
 
-def existing_folder(text: str) -> Path:
+def parse_existing_folder(text: str) -> Path:
     """Parse the path of an existing folder for argparse; raise ArgumentTypeError if there is none."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {text}")
@@ -127,7 +127,7 @@ def format_figure(value: float | None) -> str:
     return f"{value:,.{3 if abs(value) < 0.1 else 2 if abs(value) < 10 else 1}f}"
 
 
-def figures_in_rows(columns: Iterable[Mapping[str, float | None]]) -> list[tuple[str, ...]]:
+def format_figure_rows(columns: Iterable[Mapping[str, float | None]]) -> list[tuple[str, ...]]:
     """Return table rows with one row per figure, its name first, and one cell per item; "-" where an item lacks it."""
     items = list(columns)
     names = dict.fromkeys(name for figures in items for name in figures)
@@ -147,11 +147,11 @@ def make_result(
 
     Both name the machine.
     """
-    table = figure_table(f"{title}, on {machine_line(device)}", columns, rows, note)
-    return CommandResult(0, {"machine": machine(device), **record}, [table])
+    table = make_figure_table(f"{title}, on {format_machine(device)}", columns, rows, note)
+    return CommandResult(0, {"machine": describe_machine(device), **record}, [table])
 
 
-def seconds_of(work: Callable[[], T]) -> tuple[float, T]:
+def time_call(work: Callable[[], T]) -> tuple[float, T]:
     """Call ``work``, and return its wall seconds and its result."""
     start = time.perf_counter()
     result = work()
@@ -172,18 +172,18 @@ def time_work(work: Callable[[], T], device: str) -> tuple[T, float, float | Non
 
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        seconds, value = seconds_of(finish)
+        seconds, value = time_call(finish)
         return value, seconds, torch.cuda.max_memory_allocated(device)
     with suppress(OSError):  # Linux alone
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
-    seconds, value = seconds_of(work)
+    seconds, value = time_call(work)
     with suppress(OSError):
         peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
         return value, seconds, None if peak is None else 1024.0 * int(peak[1])
     return value, seconds, None
 
 
-def max_known(*values: float | None) -> float | None:
+def find_known_maximum(*values: float | None) -> float | None:
     """Return the largest of the values that are not None; None if all are."""
     return max((value for value in values if value is not None), default=None)
 
@@ -211,14 +211,14 @@ def run_in_turn(ways: Mapping[K, Callable[[], object]], repeats: int) -> dict[K,
     """Run all ways once per round, ``repeats`` rounds, so that a disturbance of the machine affects all of them."""
     turns = {name: Turns() for name in ways}
     for name, work in [*ways.items()] * repeats:
-        cpu_start_s = _read_own_cpu_s()
-        elapsed_s, turns[name].result = seconds_of(work)
+        cpu_start_s = _read_cpu_seconds()
+        elapsed_s, turns[name].result = time_call(work)
         turns[name].wall_s.append(elapsed_s)
-        turns[name].cpu_s.append(_read_own_cpu_s() - cpu_start_s)
+        turns[name].cpu_s.append(_read_cpu_seconds() - cpu_start_s)
     return turns
 
 
-def _read_own_cpu_s() -> float:
+def _read_cpu_seconds() -> float:
     """Return the CPU seconds of this process and of its living multiprocessing children, with all threads."""
     tasks = [
         path.relative_to("/proc") for child in active_children() for path in Path(f"/proc/{child.pid}").glob("task/*")

@@ -23,7 +23,7 @@ FAMILY = "jobs.benchmark.sleeping:Sleeping"
 def write_model(folder: Path, seconds: float) -> str:
     """Write a checkpoint whose encoder sleeps ``seconds`` per video to a new ``folder``, and return its path."""
     folder.mkdir()
-    tiny.write("tiny", folder)
+    tiny.write_tiny_model("tiny", folder)
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "sleep_s": seconds}), encoding="utf-8")
     return str(folder)

@@ -17,7 +17,7 @@ _CUT = 1 / 24  # probability that a frame starts a new scene
 _NOISE = 0.3  # spread of the noise; the spread of the content is 1
 
 
-def structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
+def make_structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
     """Make tokens that resemble an encoder's: low-rank content that changes slowly in time, with cuts, plus noise.
 
     The content of each position lies in min(64, D) directions whose spread falls as k^-0.5. It follows an AR(1) process
@@ -40,7 +40,7 @@ def structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
     return tokens
 
 
-def iid_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
+def make_iid_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
     """Make standard normal tokens, which are all equally far apart: the worst case of a lazy selection."""
     rng = torch.Generator().manual_seed(0)
     tokens = torch.empty(n_frames, per_frame, hidden, dtype=torch.bfloat16)
@@ -49,4 +49,4 @@ def iid_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
     return tokens
 
 
-INPUTS = {"structured": structured_tokens, "iid": iid_tokens}
+INPUTS = {"structured": make_structured_tokens, "iid": make_iid_tokens}

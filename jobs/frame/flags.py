@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pipeline.errors import UsageError
-from pipeline.options import REQUIRED, check_options, share, value_type
+from pipeline.options import REQUIRED, check_options, get_value_type, parse_share
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ def from_flags(config: type[T], namespace: argparse.Namespace) -> T:
     """
     values = {item.name: getattr(namespace, item.name) for item in fields(config)}  # type: ignore[arg-type]
     required = [item for item in fields(config) if item.default is MISSING and item.default_factory is MISSING]  # type: ignore[arg-type]
-    if missing := [_flag_name(item) for item in required if values[item.name] is None]:
+    if missing := [_format_flag_name(item) for item in required if values[item.name] is None]:
         raise UsageError(f"the following arguments are required: {', '.join(missing)}")
     return config(**values)
 
@@ -112,23 +112,23 @@ def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, item_
     for key in ("metavar", "choices"):
         if key in item.metadata:
             keywords[key] = item.metadata[key]
-    kind = value_type(hint)
+    kind = get_value_type(hint)
     if kind is bool:
         # A flag must be able to override a file; the opposite of --no-x would be --no-no-x.
         keywords["action"] = "store_true" if item.name.startswith("no_") else argparse.BooleanOptionalAction
     elif get_origin(hint) is list:
-        keywords["type"] = share if item.metadata.get("share") else get_args(hint)[0]
+        keywords["type"] = parse_share if item.metadata.get("share") else get_args(hint)[0]
         # A flag can take several values only if no positional word follows it.
         keywords |= {"action": "extend", "nargs": "+"} if item.metadata.get("several") else {"action": "append"}
     else:
-        keywords["type"] = share if item.metadata.get("share") else kind
+        keywords["type"] = parse_share if item.metadata.get("share") else kind
     if item.metadata.get("positional"):
         keywords.pop("action", None)  # words replace the default and a file's value, and one argument takes all words
         return group.add_argument(item.name, nargs="*" if get_origin(hint) is list else "?", **keywords)
-    return group.add_argument(_flag_name(item), dest=item.name, **keywords)
+    return group.add_argument(_format_flag_name(item), dest=item.name, **keywords)
 
 
-def _flag_name(item: Field[Any]) -> str:
+def _format_flag_name(item: Field[Any]) -> str:
     """Return the name of a field's flag, or the metavar of a positional argument."""
     if item.metadata.get("positional"):
         return str(item.metadata["metavar"])

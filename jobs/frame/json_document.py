@@ -38,7 +38,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=help_text)
 
 
-def error_record(error: BaseException, message: str = "") -> JsonObject:
+def make_error_record(error: BaseException, message: str = "") -> JsonObject:
     """Create the JSON document of an error: its class and ``message``, by default its own message."""
     return {"error": {"class": type(error).__name__, "message": message or str(error)}}
 
@@ -47,7 +47,7 @@ def print_document(record: Mapping[str, object] | Sequence[object], stdout: Text
     """Print ``record`` as strict JSON in ASCII; a number that is not finite becomes null.
 
     Dataclasses become objects, and values of other types than JSON's become text. ``stdout`` is the file that
-    ``stdout_as_stderr`` yields, or None.
+    ``redirect_stdout_to_stderr`` yields, or None.
 
     Raises:
         OSError: the output cannot be written, unless its reader has closed the pipe.
@@ -82,7 +82,7 @@ def discard_after_fault(file: TextIO) -> Iterator[None]:
 
 
 @contextmanager
-def stdout_as_stderr() -> Iterator[TextIO]:
+def redirect_stdout_to_stderr() -> Iterator[TextIO]:
     """Redirect stdout to stderr inside this context, also for C libraries and child processes; yield the real stdout.
 
     If ``sys.stdout`` is the stdout of the process, the redirection stays, because a thread of Ray may print until the

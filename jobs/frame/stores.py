@@ -12,7 +12,7 @@ from pipeline.console import Say
 from pipeline.options import REQUIRED, S3Options, check, option
 
 if TYPE_CHECKING:
-    from pipeline.storage.s3 import Objects
+    from pipeline.storage.s3 import S3Objects
 
 _MAX_KEEP_MINUTES = 10**8
 VIDEO_ROOT_HELP = (
@@ -45,7 +45,7 @@ class CacheOptions(S3Options):
         return timedelta(minutes=self.keep_minutes)
 
 
-class Result(Protocol):
+class CacheCommandResult(Protocol):
     """The result of a command that writes to a cache or to answers: a dataclass with lines for the user."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -54,14 +54,14 @@ class Result(Protocol):
         """Yield lines for the user about the result."""
 
 
-def make_objects(config: S3Options) -> Objects:
+def make_objects(config: S3Options) -> S3Objects:
     """Create the client of object stores from a command's S3 options and the environment."""
-    from pipeline.storage.s3 import Objects  # noqa: PLC0415 - --help and a mistyped flag answer at once
+    from pipeline.storage.s3 import S3Objects  # noqa: PLC0415 - --help and a mistyped flag answer at once
 
-    return Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    return S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
 
 
-def report(result: Result, say: Say, exit_code: int = 0, **places: str) -> CommandResult:
+def report_result(result: CacheCommandResult, say: Say, exit_code: int = 0, **places: str) -> CommandResult:
     """Print the lines of a result, and return it as a CommandResult with ``places`` and its fields as the record."""
     for line in result.lines():
         say(line)

@@ -56,7 +56,10 @@ def check_unpacked(
         if group.num_rows  # Arrow reads nothing of an empty row group
         for number in numbers
     ]
-    for estimate in (_estimate, _measure):  # page headers are read only if the footer does not suffice
+    for estimate in (
+        _estimate_unpacked_sizes,
+        _measure_unpacked_sizes,
+    ):  # page headers are read only if the footer does not suffice
         total = largest = 0
         for chunk, schema in chunks:
             stays, passes = estimate(chunk, schema, view)
@@ -93,7 +96,7 @@ def read_bounded(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
     return file.read(columns=names, use_threads=READ_THREADS)
 
 
-def iter_count_faults(row: VideoRow) -> Iterator[str]:
+def iter_row_count_faults(row: VideoRow) -> Iterator[str]:
     """Yield a message for each contradiction between the counts and the lists of an ok row of the videos table.
 
     If it yields none, the counts are bounded by the lengths of lists that are already in memory, so that readers can
@@ -145,28 +148,28 @@ def find_span(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
     return start, start + chunk.total_compressed_size
 
 
-def _estimate(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
+def _estimate_unpacked_sizes(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
     """Return upper limits on (the bytes of a chunk's values in Arrow, the bytes of its decompressed pages).
 
     The footer alone gives them for columns of fixed width without lists that are uncompressed or zstd; others are
-    measured with ``_measure``. Arrow holds the pages of one column at a time.
+    measured with ``_measure_unpacked_sizes``. Arrow holds the pages of one column at a time.
     """
     width = _WIDTHS.get(schema.physical_type, schema.length)
     ratio = _RATIOS.get(chunk.compression)
     if not width or schema.max_repetition_level or ratio is None:
-        return _measure(chunk, schema, view)
-    n_values, n_packed = _read_sizes(chunk)
+        return _measure_unpacked_sizes(chunk, schema, view)
+    n_values, n_packed = _read_chunk_sizes(chunk)
     return n_values * (width + _LEVEL_BYTES), n_packed * ratio
 
 
-def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
-    """Return the limits of ``_estimate`` by the headers of the chunk's pages, which ``view`` reads.
+def _measure_unpacked_sizes(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
+    """Return the limits of ``_estimate_unpacked_sizes`` by the headers of the chunk's pages, which ``view`` reads.
 
     For texts the second limit is 0, since the first includes their pages. Uncompressed columns of fixed width without
     lists need no page headers.
     """
     width = _WIDTHS.get(schema.physical_type, schema.length)
-    n_values, n_packed = _read_sizes(chunk)
+    n_values, n_packed = _read_chunk_sizes(chunk)
     if width and not schema.max_repetition_level and chunk.compression == "UNCOMPRESSED":
         return n_values * (width + _LEVEL_BYTES), n_packed
     pages = list(iter_page_sizes(view(*find_span(chunk))))
@@ -178,7 +181,7 @@ def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View)
     return n_bytes + n_values * (4 + text + _LEVEL_BYTES), 0
 
 
-def _read_sizes(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
+def _read_chunk_sizes(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
     """Return (the number of values, the stored bytes) of a chunk from the footer; ValueError if one is below 0."""
     n_values = int(chunk.num_values)
     n_packed = int(chunk.total_compressed_size)

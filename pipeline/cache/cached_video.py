@@ -14,9 +14,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from gstep.evidence import EVIDENCE_SHAPES, is_frame_evidence
-from pipeline.cache.header import CacheHeader, deepstack_levels, find_codec
+from pipeline.cache.header import CacheHeader, get_codec, get_deepstack_levels
 from pipeline.cache.token_shard import join_vectors
-from pipeline.rows import VideoRow, describe_frames, sampled_fps
+from pipeline.rows import VideoRow, compute_sampled_fps, describe_frames
 
 if TYPE_CHECKING:  # opening and listing a cache and reading metadata need no torch
     from torch import Tensor
@@ -66,7 +66,7 @@ class CachedVideo:
     @property
     def sampled_fps(self) -> float | None:
         """The sampled frames per second; None if unknown."""
-        return sampled_fps(self.metadata)
+        return compute_sampled_fps(self.metadata)
 
     def describe_frames(self) -> str:
         """Describe rates and frames: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16 temporal patches"``."""
@@ -100,7 +100,7 @@ class CachedVideo:
 def decode_newline(header: CacheHeader) -> Tensor | None:
     """Decode the newline row in a cache's header to [D] bfloat16; return None if the header has none."""
     base64_row = header.get("newline")
-    return None if base64_row is None else bfloat16(bytearray(base64.b64decode(base64_row)))
+    return None if base64_row is None else view_as_bfloat16(bytearray(base64.b64decode(base64_row)))
 
 
 def build_video(
@@ -138,7 +138,7 @@ def build_video(
         if name in vectors_in_order:
             return torch.from_numpy(vectors_in_order[name]).view(torch.bfloat16)
         column = table[name].drop_null() if frames else table[name]
-        stored_rows = bfloat16(join_vectors(column)).view(len(column), column.type.byte_width // 2)
+        stored_rows = view_as_bfloat16(join_vectors(column)).view(len(column), column.type.byte_width // 2)
         # index_select takes a fifth of the time of stored[order].
         return stored_rows if frames or order is None else stored_rows.index_select(0, torch.from_numpy(order))
 
@@ -146,7 +146,7 @@ def build_video(
         values = vectors(column, frames=is_frame_evidence(column))
         return values.squeeze(1) if column.startswith(ONE_NUMBER) else values  # [K] if there is one number per token
 
-    tokens = partial(find_codec(header["identity"]).decode, hidden_size=row["hidden_size"], read_part=vectors)
+    tokens = partial(get_codec(header["identity"]).decode, hidden_size=row["hidden_size"], read_part=vectors)
     index, frame = numbers("index", np.int64), numbers("frame", np.int64)
     assert index is not None and frame is not None
     return CachedVideo(
@@ -158,13 +158,13 @@ def build_video(
         merged=numbers("merged", np.bool_),
         density=numbers("density", np.float32),
         metadata=row,
-        deepstack=tuple(tokens(f"deepstack_{i}") for i in range(deepstack_levels(header))),
+        deepstack=tuple(tokens(f"deepstack_{i}") for i in range(get_deepstack_levels(header))),
         header=header,
         evidence={name: read_evidence(column) for name, column in evidence.items()},
     )
 
 
-def bfloat16(data: Any) -> Tensor:
+def view_as_bfloat16(data: Any) -> Tensor:
     """View the bytes of ``data`` as a flat bfloat16 tensor that shares their memory, which may be read-only."""
     import torch  # noqa: PLC0415 - as above
 

@@ -10,19 +10,26 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gstep.lazy import load_object
-from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, list_differences, serialise_header
+from pipeline.cache.header import (
+    HEADER,
+    CacheHeader,
+    CacheIdentity,
+    compute_fingerprint,
+    list_differences,
+    serialize_header,
+)
 from pipeline.cache.live import Ledger, LiveVideos, select_ok
 from pipeline.cache.table import parse_file_name, read_file
 from pipeline.cache.token_shard import is_shard_name
 from pipeline.cache.writer import commit_records
-from pipeline.errors import IdentityMismatch, UsageError, printable
+from pipeline.errors import IdentityMismatch, UsageError, make_printable
 from pipeline.own_code import find_class_file, hash_code, is_comparable
 from pipeline.storage.stores import Store
 
 REDO = "redo"  # the value of --on-changed
 
 
-def match_identity(
+def find_changed_methods(
     old: Mapping[str, Any],
     new: Mapping[str, Any],
     refusal: str,
@@ -102,7 +109,7 @@ def refuse_changed_code(place: object, methods: Iterable[str], result_name: str)
         methods: import paths; repeats are listed once.
         result_name: "tokens" or "answers".
     """
-    lines = [printable(f"{name}{_where(name)}") for name in dict.fromkeys(methods)]
+    lines = [make_printable(f"{name}{_describe_method_file(name)}") for name in dict.fromkeys(methods)]
     if lines:
         raise IdentityMismatch(
             f"{place} has {result_name} of other code, which cannot be mixed with new ones. Changed since:\n  "
@@ -111,7 +118,7 @@ def refuse_changed_code(place: object, methods: Iterable[str], result_name: str)
         )
 
 
-def _where(name: str) -> str:
+def _describe_method_file(name: str) -> str:
     """Import a user class by its path, and return " in FILE"; return "" if the import fails with any Exception."""
     try:
         return f" in {find_class_file(load_object(name))}"
@@ -119,7 +126,7 @@ def _where(name: str) -> str:
         return ""
 
 
-def check_code(kind: type, code: str | None) -> None:
+def check_class_code(kind: type, code: str | None) -> None:
     """Check that a user class on this node still has the code with which the run began.
 
     Args:
@@ -136,7 +143,7 @@ def check_code(kind: type, code: str | None) -> None:
         )
 
 
-def match_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refusal: str, *, redo: bool) -> bool:
+def check_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refusal: str, *, redo: bool) -> bool:
     """Return True if the code of a cache's user method has changed and the cache may continue with the new code.
 
     It may if ``redo`` is set, or if no video of the cache has tokens. False means that the code is the same, or that
@@ -148,9 +155,9 @@ def match_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refus
     Raises:
         IdentityMismatch: the code has changed and may not be accepted, or another setting differs.
     """
-    changed_methods = match_identity(old, new, refusal, redo=redo)
+    changed_methods = find_changed_methods(old, new, refusal, redo=redo)
     if changed_methods and not redo:
-        _, rows = LiveVideos.read(store, fingerprint(old), ("status",))
+        _, rows = LiveVideos.read(store, compute_fingerprint(old), ("status",))
         if len(select_ok(rows)):
             refuse_changed_code(store, changed_methods, "tokens")
     return bool(changed_methods)
@@ -168,14 +175,14 @@ def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, ru
     """
     if len(Ledger(store, "").refresh()):
         raise UsageError(f"{store}: rows of an older version do not record the code that made them: use another --out")
-    old, new = fingerprint(header["identity"]), fingerprint(identity)
+    old, new = compute_fingerprint(header["identity"]), compute_fingerprint(identity)
     if removed_rows := LiveVideos.read_removed(
         store, old
     ):  # committed before the header: rows of this identity do not count yet
         commit_records(store, run_id, 0, removed_rows, made_with=new)
     new_header: CacheHeader = {**header, "identity": identity}
     new_header["superseded"] = sorted({*header.get("superseded", ()), old} - {new})
-    store.put(HEADER, serialise_header(new_header))
+    store.put(HEADER, serialize_header(new_header))
     return new_header
 
 
@@ -188,7 +195,7 @@ def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
         The deleted names; [] if nothing is superseded.
     """
     fingerprints = header.get("superseded", [])
-    ledger = Ledger(store, fingerprint(header["identity"])).refresh() if fingerprints else None
+    ledger = Ledger(store, compute_fingerprint(header["identity"])).refresh() if fingerprints else None
     tables = [name for name, made_with in ledger.foreign.items() if made_with in fingerprints] if ledger else []
     shards = set[str]()
     for name in tables:

@@ -14,7 +14,7 @@ _ROWS = 128  # rows at a time on a CPU: intermediate results stay in its caches,
 _MAGNITUDE = 0x7FFF  # masks the sign of a bfloat16 number; the other bits have the order of the magnitudes
 
 
-def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> list[NDArray[np.int16]]:
+def encode_vectors(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> list[NDArray[np.int16]]:
     """Encode [K, D] bits of bfloat16 on the CPU as integers, scales and kept channels, each [K, width / 2] int16 bits.
 
     The ``n_kept`` channels of largest magnitude (infinity and NaN are larger than all numbers) are stored unchanged and
@@ -41,7 +41,7 @@ def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> lis
         # A scale of 0 is that of a group of zeros, or of numbers that are too small for float16.
         numbers = (groups / scale.float().unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).round().clamp(-top, top)
         numbers = numbers.flatten(1)[:, : values_KD.shape[1]].to(torch.int8)
-        columns = [_pack(numbers, bits), scale]
+        columns = [_pack_integers(numbers, bits), scale]
         if n_kept:
             channels = largest.to(torch.int32).to(torch.int16)
             columns.append(torch.stack([channels, raw_KD.gather(1, largest)], dim=-1).flatten(1))
@@ -49,8 +49,8 @@ def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> lis
     return [np.asarray(torch.cat(column).numpy()) for column in zip(*parts, strict=True)]
 
 
-def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> Tensor:
-    """Decode the arrays that ``encode`` returns to [K, D] bfloat16, on the device of ``parts``.
+def decode_vectors(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> Tensor:
+    """Decode the arrays that ``encode_vectors`` returns to [K, D] bfloat16, on the device of ``parts``.
 
     Args:
         parts: integers, scales and, if there are any, kept channels: each [K, width / 2] of a 2-byte dtype.
@@ -60,7 +60,7 @@ def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> 
     n_rows = _ROWS if values.device.type == "cpu" else max(1, len(values))
     for start in range(0, len(values), n_rows):
         packed, raw_scale, *kept = (column[start : start + n_rows] for column in parts)
-        numbers = _unpack(packed, bits)
+        numbers = _unpack_integers(packed, bits)
         scale = raw_scale.view(torch.float16).float()
         n_padding = scale.shape[1] * group - numbers.shape[1]
         if n_padding > 0:
@@ -74,7 +74,7 @@ def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> 
     return values
 
 
-def _pack(numbers: Tensor, bits: int) -> Tensor:
+def _pack_integers(numbers: Tensor, bits: int) -> Tensor:
     """Pack [K, D] int8 numbers into [K, width / 2] int16, padded to an even number of bytes.
 
     Of two 4-bit numbers in a byte, the first is the high half; each is stored plus 8.
@@ -85,8 +85,8 @@ def _pack(numbers: Tensor, bits: int) -> Tensor:
     return ((halves[:, 0::2] << 4) | halves[:, 1::2]).view(torch.int16)
 
 
-def _unpack(packed_bytes: Tensor, bits: int) -> Tensor:
-    """Unpack the integers of ``_pack`` to int8; the padding is included."""
+def _unpack_integers(packed_bytes: Tensor, bits: int) -> Tensor:
+    """Unpack the integers of ``_pack_integers`` to int8; the padding is included."""
     if bits == 8:
         return packed_bytes.view(torch.int8)
     packed = packed_bytes.view(torch.uint8)

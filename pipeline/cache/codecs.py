@@ -63,7 +63,7 @@ class TokenCodec:
         """The largest magnitude that the codec can store; infinity for bfloat16."""
         return 65504.0 * (2 ** (self.bits - 1) - 1) if self.group else math.inf
 
-    def check_reach(self, *levels: Tensor) -> None:
+    def check_range(self, *levels: Tensor) -> None:
         """Raise VideoFault if tokens are not finite or too large for this codec's float16 scales; bfloat16 accepts all.
 
         Args:
@@ -86,9 +86,9 @@ class TokenCodec:
         """
         if not self.group:
             return {column: values}
-        from pipeline.cache.codec_arithmetic import encode  # noqa: PLC0415 - torch is loaded only where tokens are coded
+        from pipeline.cache.codec_arithmetic import encode_vectors  # noqa: PLC0415 - torch is loaded only where tokens are coded
 
-        columns = encode(values, self.bits, self.group, self.kept)
+        columns = encode_vectors(values, self.bits, self.group, self.kept)
         return dict(zip(self.widths(column, values.shape[1]), columns, strict=True))
 
     def decode(self, column: str, hidden_size: int, read_part: Callable[[str], Tensor]) -> Tensor:
@@ -101,10 +101,10 @@ class TokenCodec:
         """
         if not self.group:
             return read_part(column)
-        from pipeline.cache.codec_arithmetic import decode  # noqa: PLC0415 - as above
+        from pipeline.cache.codec_arithmetic import decode_vectors  # noqa: PLC0415 - as above
 
         columns = [read_part(name) for name in self.widths(column, hidden_size)]
-        return decode(columns, hidden_size, self.bits, self.group)
+        return decode_vectors(columns, hidden_size, self.bits, self.group)
 
     def round_trip(self, values: NDArray[np.int16]) -> Tensor:
         """Encode and decode [K, D] bits of bfloat16; return [K, D] bfloat16 as readers of the cache get them.

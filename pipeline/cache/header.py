@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, NotRequired, TypedDict, cast
 
 from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
-from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VERSIONS, digest
-from pipeline.errors import NotACache, UsageError, printable
+from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VERSIONS, hash_bytes
+from pipeline.errors import NotACache, UsageError, make_printable
 from pipeline.own_code import hash_code
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import CARD, Store
@@ -133,12 +133,12 @@ def identify_model(source: ModelSource) -> ModelIdentity:
     return identity
 
 
-def deepstack_levels(header: CacheHeader) -> int:
+def get_deepstack_levels(header: CacheHeader) -> int:
     """Return the number of deepstack vectors stored with every token (Qwen3-VL); 0 for other models and old headers."""
     return int(header.get("deepstack_levels", 0))  # headers written before there were levels lack the key
 
 
-def find_codec(identity: CacheIdentity, place: object = "the cache") -> TokenCodec:
+def get_codec(identity: CacheIdentity, place: object = "the cache") -> TokenCodec:
     """Return the codec of the tokens in a cache with this identity; bfloat16 if an old identity names none.
 
     Raises:
@@ -162,23 +162,23 @@ def read_header(store: Store) -> CacheHeader:
     """
     absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
     header = cast(CacheHeader, read_header_file(store, HEADER, VERSIONS, NotACache, absent))
-    find_codec(header["identity"], store)
+    get_codec(header["identity"], store)
     return header
 
 
 def write_new_header(store: Store, header: CacheHeader) -> None:
     """Write the header of a new cache, and a README.md for Hugging Face datasets unless the store has one."""
-    store.put(HEADER, serialise_header(header))
+    store.put(HEADER, serialize_header(header))
     if not store.exists(CARD):
         store.put(CARD, _CARD_TEXT.encode())
 
 
-def has_own_card(store: Store) -> bool:
+def has_generated_card(store: Store) -> bool:
     """Return True if the README.md is exactly the one that ``write_new_header`` writes; False if there is none."""
     return store.exists(CARD) and store.read(CARD) == _CARD_TEXT.encode()
 
 
-def refuse_occupied_place(store: Store) -> None:
+def refuse_occupied_location(store: Store) -> None:
     """Raise NotACache if a store has no header but files other than notes of runs, archive indexes and a README.md."""
     if not store.exists(HEADER) and store.has_other_files():
         raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
@@ -191,24 +191,24 @@ def change_codec(header: CacheHeader, codec: str) -> CacheHeader:
     return cast(CacheHeader, {**header, "schema_version": version, "identity": identity})
 
 
-def made_with(store: Store) -> str | None:
+def read_fingerprint(store: Store) -> str | None:
     """Return the fingerprint of the identity in the cache's header; None if there is no header.
 
     Raises:
         NotACache: the header is damaged or has an unknown version or codec.
     """
-    return fingerprint(read_header(store)["identity"]) if store.exists(HEADER) else None
+    return compute_fingerprint(read_header(store)["identity"]) if store.exists(HEADER) else None
 
 
-def fingerprint(content: CacheIdentity | JsonObject) -> str:
+def compute_fingerprint(content: CacheIdentity | JsonObject) -> str:
     """Hash JSON-serializable ``content`` to ``blake2b:<hex>``, independently of the order of its keys."""
-    return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return hash_bytes(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def serialise_header(header: CacheHeader | JsonObject) -> bytes:
+def serialize_header(header: CacheHeader | JsonObject) -> bytes:
     """Serialize a header to JSON with a checksum of its content, which detects any flipped bit."""
-    content = _without_checksum(header)
-    return json.dumps({**content, CHECKSUM: fingerprint(content)}, indent=2).encode()
+    content = _remove_checksum(header)
+    return json.dumps({**content, CHECKSUM: compute_fingerprint(content)}, indent=2).encode()
 
 
 def read_header_file(
@@ -234,7 +234,7 @@ def read_header_file(
     except (ValueError, RecursionError) as damage:  # bytes that are not UTF-8 raise ValueError too
         raise error(f"{store}/{name}: not JSON: {damage}") from damage
     header = header if isinstance(header, dict) else {}
-    if CHECKSUM in header and fingerprint(_without_checksum(header)) != header[CHECKSUM]:
+    if CHECKSUM in header and compute_fingerprint(_remove_checksum(header)) != header[CHECKSUM]:
         raise error(f"{store}/{name}: its content does not have the checksum in it; restore the file")
     version = header.get("schema_version")
     if version not in versions:
@@ -278,17 +278,17 @@ def list_differences(
             lines += inner_lines
         is_told = inner_lines or (isinstance(a, Mapping) and isinstance(b, Mapping))
         if a != b and not is_told:  # for example a mapping whose values are all None, and no mapping
-            lines.append(printable(f"{prefix}{key}: {old_subject} {a!r}, {new_subject} {b!r}", _MAX_LINE_BYTES))
+            lines.append(make_printable(f"{prefix}{key}: {old_subject} {a!r}, {new_subject} {b!r}", _MAX_LINE_BYTES))
     return lines
 
 
-def _without_checksum(header: CacheHeader | JsonObject) -> JsonObject:
+def _remove_checksum(header: CacheHeader | JsonObject) -> JsonObject:
     """Return a copy of a header without its checksum."""
     return {key: cast(Json, value) for key, value in header.items() if key != CHECKSUM}
 
 
 @dataclass(frozen=True)
-class DeclaredMethod:
+class MethodDeclarations:
     """The properties that a method's class declares for its tokens, explained in :class:`gstep.pruners.base.Pruner`."""
 
     nested: bool
@@ -297,7 +297,7 @@ class DeclaredMethod:
     reorders: bool
 
     @classmethod
-    def by(cls, kind: type[Pruner]) -> DeclaredMethod:
+    def by(cls, kind: type[Pruner]) -> MethodDeclarations:
         """Build the declarations from a method's class."""
         return cls(kind.nested, kind.merges, kind.exact, kind.reorders)
 
@@ -323,12 +323,12 @@ def describe_method(pruner: Pruner) -> PrunerIdentity:
         raise ValueError(f"method {method!r}: parameters are recorded as JSON, which cannot hold {params}")
     identity: PrunerIdentity = {"method": method, "params": params}
     if method not in PRUNERS:
-        identity["declares"] = asdict(DeclaredMethod.by(type(pruner)))
+        identity["declares"] = asdict(MethodDeclarations.by(type(pruner)))
         identity["code"] = hash_code(type(pruner))
     return identity
 
 
-def read_declared_method(identity: CacheIdentity) -> DeclaredMethod | None:
+def get_method_declarations(identity: CacheIdentity) -> MethodDeclarations | None:
     """Return the declarations of the method that made a cache, without importing a user method.
 
     Returns:
@@ -338,8 +338,8 @@ def read_declared_method(identity: CacheIdentity) -> DeclaredMethod | None:
 
     entry = identity.get("pruner", {})
     if entry.get("method") in PRUNERS:
-        return DeclaredMethod.by(PRUNERS[entry["method"]])
+        return MethodDeclarations.by(PRUNERS[entry["method"]])
     declares = entry.get("declares")
-    if not (isinstance(declares, Mapping) and declares.keys() == DeclaredMethod.__dataclass_fields__.keys()):
+    if not (isinstance(declares, Mapping) and declares.keys() == MethodDeclarations.__dataclass_fields__.keys()):
         return None
-    return DeclaredMethod(**declares)
+    return MethodDeclarations(**declares)

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from pipeline.cache.near_ids import suggest_ids
 from pipeline.cache.schema import KEY_COLUMNS
-from pipeline.cache.table import TableFile, VideosTable, add_places, list_table, make_empty_table
+from pipeline.cache.table import TableFile, VideosTable, add_row_locations, list_table, make_empty_location_table
 from pipeline.cache.token_shard import parse_run_id, read_footer_ids
 from pipeline.errors import INFRASTRUCTURE_CLASSES, ON_THE_GPU, CorruptShard
-from pipeline.keys import find, hash_texts, tie_keys
-from pipeline.rows import BY_DECODING, PARTLY_READ, SIZES_DIFFER, VideoRow
+from pipeline.keys import find, hash_texts, hash_ties
+from pipeline.rows import BY_DECODING, READ_IN_PART, SIZES_DIFFER, VideoRow
 from pipeline.storage.stores import Store, request_threads
 
 P = ParamSpec("P")
@@ -44,7 +44,17 @@ _MAX_TEXT_BYTES = 2**31  # bytes of text that 32-bit offsets can address
 _TRIES = 5  # attempts to read a table while another run merges its files
 
 Columns = dict[str, np.ndarray]  # rows as numbers, by name
-_RULE_NAMES = ("high", "low", "state", "attempts", "rewritten", "tie", "clip", "size", "earlier")  # in ``find_live``
+_RULE_NAMES = (
+    "high",
+    "low",
+    "state",
+    "attempts",
+    "rewritten",
+    "tie",
+    "clip",
+    "size",
+    "earlier",
+)  # in ``find_live_indices``
 
 
 def select_live_rows(rows: pa.Table) -> pa.Table:
@@ -55,14 +65,14 @@ def select_live_rows(rows: pa.Table) -> pa.Table:
     Args:
         rows: they have RULE_COLUMNS and video_id.
     """
-    order, _ = find_live(make_rule_columns(rows))
+    order, _ = find_live_indices(make_rule_columns(rows))
     if rows.nbytes >= _MAX_TEXT_BYTES:
         wide = [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in rows.schema]
         rows = rows.cast(pa.schema(wide, rows.schema.metadata))
     return rows.take(pa.array(order)).sort_by("video_id")
 
 
-def find_live(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def find_live_indices(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Find the live row of each id, and the most attempts on another file under that id.
 
     Args:
@@ -113,7 +123,7 @@ def sort_by_rule(
 
 
 def make_rule_columns(rows: pa.Table) -> Columns:
-    """Convert rows with RULE_COLUMNS to the arrays that ``find_live`` takes.
+    """Convert rows with RULE_COLUMNS to the arrays that ``find_live_indices`` takes.
 
     Nulls in status mean FAILED. Nulls in the other columns become 0, and so do the columns clip_key, source_size and
     earlier_attempts if ``rows`` lack them; id_high, id_low and tie_break have no nulls.
@@ -159,7 +169,7 @@ def list_nameable_ids(rows: pa.Table) -> pa.ChunkedArray:
     return rows.filter(pc.not_equal(rows["status"], "removed"))["video_id"]
 
 
-def is_among(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:
+def make_membership_mask(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:
     """Return a mask [n]: True where a text of the column is one of ``values``; nulls are False."""
     return pc.is_in(column, value_set=pa.array(sorted(values), pa.string()))
 
@@ -169,7 +179,7 @@ def sort_by_shard(rows: pa.Table) -> pa.Table:
     return rows.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
 
 
-def _retried(read: Callable[P, T]) -> Callable[P, T]:
+def _retry_after_merges(read: Callable[P, T]) -> Callable[P, T]:
     """Decorate ``read`` so that it is called again, up to _TRIES times in all, while it raises FileNotFoundError."""
 
     @wraps(read)
@@ -188,8 +198,8 @@ _LEDGER: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "low": (np.uint64, ()),
     "clip": (np.uint64, ()),  # the key of uri, start_s, end_s
     "size": (np.int64, ()),  # bytes of the source; -1 if unknown
-    "mark": (np.uint64, ()),  # the source's ``mark_key``; 0 if unknown
-    "sample": (np.uint64, ()),  # the source's ``sample_key``; 0 if unknown
+    "mark": (np.uint64, ()),  # the source's ``hash_mark``; 0 if unknown
+    "sample": (np.uint64, ()),  # the source's ``hash_sample``; 0 if unknown
     "n_tokens": (np.int32, ()),
     "n_total": (np.int32, ()),
     "row_number": (np.uint32, ()),  # counted over all files in the order in which they were read
@@ -271,7 +281,7 @@ class Ledger:
         """The ignored files of another identity -> the fingerprint of that identity."""
         return self._table.foreign
 
-    @_retried
+    @_retry_after_merges
     def refresh(self) -> Ledger:
         """Read the files that were committed since the last call, and return this ledger.
 
@@ -297,7 +307,7 @@ class Ledger:
                 pieces = [part.pop(name) for part in parts]
                 filled_pieces = [piece for piece in pieces if len(piece)]
                 self.columns[name] = filled_pieces[0] if len(filled_pieces) == 1 else np.concatenate(pieces)
-            self._keep_live()
+            self._drop_superseded()
         return self
 
     def _read_new_files(self) -> list[Columns]:
@@ -314,14 +324,14 @@ class Ledger:
         while batch := list(islice(small, _FILES_AT_ONCE)):
             first = self.n_rows
             for name, rows in batch:
-                self._note_file(name)
+                self._add_file(name)
                 self.n_rows += len(rows)
             parts.append(self._to_columns(pa.concat_tables([rows for _, rows in batch]), first))
         # Allocated once for all sorted files, whose names state their rows; ``rows`` of small files is 0.
         columns = _empty_columns(sum(file.rows for file in new_files))
         end = 0
-        for sorted_file in self._table.iter_sorted(new_files):
-            self._note_file(sorted_file.file.name)
+        for sorted_file in self._table.iter_open_sorted(new_files):
+            self._add_file(sorted_file.file.name)
             for rows in sorted_file.parts(_LEDGER_READS):
                 for name, values in self._to_columns(rows, self.n_rows).items():
                     columns[name][end : end + len(rows)] = values
@@ -329,7 +339,7 @@ class Ledger:
                 self.n_rows += len(rows)
         return [*parts, {name: column[:end] for name, column in columns.items()}]
 
-    def _note_file(self, name: str) -> None:
+    def _add_file(self, name: str) -> None:
         """Add a file to ``names`` and ``starts``; call this before its rows are added to ``n_rows``."""
         self.names.append(name)
         self.starts.append(self.n_rows)
@@ -376,7 +386,7 @@ class Ledger:
         notes = pc.fill_null(notes, "")
         if not pc.any(pc.not_equal(notes, "")).as_py():
             return np.zeros(len(notes), np.uint8)
-        notes = pc.replace_substring_regex(notes, f"(^|; )({PARTLY_READ}|{SIZES_DIFFER}).*", "")
+        notes = pc.replace_substring_regex(notes, f"(^|; )({READ_IN_PART}|{SIZES_DIFFER}).*", "")
         notes = pc.if_else(pc.starts_with(notes, BY_DECODING), "", notes)
         notes = pc.replace_substring_regex(notes, r" [0-9]+\b", " N")
         return _assign_numbers(notes, self.notes, _MAX_NOTES).astype(np.uint8)
@@ -392,7 +402,7 @@ class Ledger:
         texts = pc.if_else(is_own, pc.binary_join_element_wise(names, pc.fill_null(versions, ""), " "), "")
         return _assign_numbers(texts, self.decoders, _MAX_NOTES).astype(np.uint8)
 
-    def _keep_live(self) -> None:
+    def _drop_superseded(self) -> None:
         """Sort the rows by id, and drop superseded rows, which can never become live again.
 
         If an id has several rows or the rows are not sorted, the column ``earlier`` is set to the attempts on other
@@ -401,7 +411,7 @@ class Ledger:
         high = self.columns["high"]
         if (high[1:] > high[:-1]).all():  # the rows of one level of sorted files are already in order
             return
-        order, earlier = find_live(self.columns)
+        order, earlier = find_live_indices(self.columns)
         for name, column in self.columns.items():
             self.columns[name] = column[order]
         self.columns["earlier"] = np.minimum(earlier, 255).astype(np.uint8)
@@ -414,7 +424,7 @@ class Ledger:
         """Return a mask over ``rows``, [n]: True for videos that failed."""
         return np.equal(self.columns["state"][rows], FAILED)
 
-    def is_failed_by(self, rows: NDArray[np.int64], error_class: str) -> NDArray[np.bool_]:
+    def make_failure_class_mask(self, rows: NDArray[np.int64], error_class: str) -> NDArray[np.bool_]:
         """Return a mask over ``rows``, [n]: True for videos that failed with this class."""
         number = self.classes.index(error_class) if error_class in self.classes else _MAX_CLASSES
         return np.equal(self.columns["fault"][rows], number)
@@ -423,7 +433,7 @@ class Ledger:
         """Return a mask over ``rows``, [n]: True for videos that were removed."""
         return np.equal(self.columns["state"][rows], REMOVED)
 
-    def has_remark(self, rows: NDArray[np.int64], remark: int) -> NDArray[np.bool_]:
+    def make_remark_mask(self, rows: NDArray[np.int64], remark: int) -> NDArray[np.bool_]:
         """Return a mask over ``rows``, [n]: True for rows with the remark, one of the bits HDR to INFRASTRUCTURE."""
         return np.not_equal(np.bitwise_and(self.columns["remarks"][rows], np.uint8(remark)), 0)
 
@@ -469,7 +479,7 @@ class Ledger:
         parts = {"run_id": [parse_run_id(name) for name in token_shards], "token_shard": list(token_shards)}
         rows = pa.table({**parts, "error_message": pa.nulls(len(token_shards), pa.string())})
         lost_ids: set[str] = set()
-        for index in np.flatnonzero(~np.isin(tie_keys(rows), self.columns["tie"])).tolist():
+        for index in np.flatnonzero(~np.isin(hash_ties(rows), self.columns["tie"])).tolist():
             with suppress(FileNotFoundError, CorruptShard):  # removed meanwhile, or damaged, which jobs.verify reports
                 ids = pa.array(read_footer_ids(self._store, token_shards[index]), pa.string())
                 lost_ids |= set(ids.filter(pa.array(self.find(ids) < 0)).to_pylist())
@@ -497,14 +507,14 @@ def _make_remark_bits(rows: pa.Table, classes: pa.ChunkedArray) -> NDArray[np.ui
     Args:
         classes: the fault class of each row, "ok" if it did not fail.
     """
-    on_gpu = pc.and_(pc.equal(classes, "out-of-memory"), is_among(rows["error_stage"], ON_THE_GPU))
+    on_gpu = pc.and_(pc.equal(classes, "out-of-memory"), make_membership_mask(rows["error_stage"], ON_THE_GPU))
     remarks = {
-        HDR: is_among(rows["color_transfer"], HDR_TRANSFERS).to_numpy(),
+        HDR: make_membership_mask(rows["color_transfer"], HDR_TRANSFERS).to_numpy(),
         STRETCHED: pc.fill_null(pc.not_equal(rows["sample_aspect_ratio"], "1:1"), False).to_numpy(),
         UNEVEN: fill_nulls(rows["uneven_positions"]) > 0,
         SHARED: fill_nulls(rows["shared_positions"]) > 0,
         WARNED: fill_nulls(rows["decode_warnings"]) > 0,
-        INFRASTRUCTURE: pc.or_(is_among(classes, INFRASTRUCTURE_CLASSES), on_gpu).to_numpy(),
+        INFRASTRUCTURE: pc.or_(make_membership_mask(classes, INFRASTRUCTURE_CLASSES), on_gpu).to_numpy(),
     }
     bits = [np.where(has_remark, np.uint8(bit), np.uint8(0)) for bit, has_remark in remarks.items()]
     return np.asarray(np.bitwise_or.reduce(bits))
@@ -517,7 +527,7 @@ _MAX_SEARCHED_IDS = 256  # for more videos the whole table is read
 _MAX_IDS = 2**22  # ids that are compared for suggestions, which takes a second with a local disk
 
 
-class RowPlace(NamedTuple):
+class RowLocation(NamedTuple):
     """The row location of a video's live row: its file, and the number of the row in it.
 
     Attributes:
@@ -558,7 +568,7 @@ class LiveVideos:
         self._row_in_small = {video_id: row for row, video_id in enumerate(small["video_id"].to_pylist())}
 
     @classmethod
-    @_retried
+    @_retry_after_merges
     def open(cls, store: Store, made_with: str | None = None) -> LiveVideos:
         """List the table, and read its small files.
 
@@ -570,11 +580,13 @@ class LiveVideos:
         table = VideosTable(store, made_with, _MAX_OPEN_FILES)
         files, strays = list_table(store)
         small = table.read_small([file.name for file in files if not file.is_sorted], LIVE_COLUMNS)
-        rows = pa.concat_tables([make_empty_table(LIVE_COLUMNS), *(add_places(rows, name) for name, rows in small)])
+        rows = pa.concat_tables(
+            [make_empty_location_table(LIVE_COLUMNS), *(add_row_locations(rows, name) for name, rows in small)]
+        )
         return cls(table, select_live_rows(rows.combine_chunks()), files, strays)
 
     @classmethod
-    @_retried
+    @_retry_after_merges
     def read(cls, store: Store, made_with: str | None, columns: Sequence[str]) -> tuple[LiveVideos, pa.Table]:
         """Open the table, and read all of it; return (the opened table, the result of ``live(columns)``).
 
@@ -584,7 +596,7 @@ class LiveVideos:
         return videos, videos.live(columns)
 
     @classmethod
-    @_retried
+    @_retry_after_merges
     def read_removed(cls, store: Store, made_with: str | None) -> list[VideoRow]:
         """Read the whole table, and return the complete rows of the removed videos.
 
@@ -596,7 +608,7 @@ class LiveVideos:
     def __reduce__(self) -> tuple[Any, ...]:
         return LiveVideos, (self.table, self.small, self.files, self.strays)
 
-    def find(self, video_id: str) -> RowPlace | None:
+    def find(self, video_id: str) -> RowLocation | None:
         """Find the live row of a video; return None if the video has no row.
 
         This usually takes two reads per level of sorted files, in parallel on an object store.
@@ -609,9 +621,9 @@ class LiveVideos:
         if (row := self._row_in_small.get(video_id)) is not None:
             file = self.small["file"][row].as_py()
             row_in_file = self.small["row"][row].as_py()
-            places.append(_build_place(self.small, row, file, row_in_file))
+            places.append(_build_row_location(self.small, row, file, row_in_file))
         files = [file for file in self.sorted if file.holds(high)]
-        look = partial(self._search_file, video_id, high)
+        look = partial(self._find_in_file, video_id, high)
         if len(files) > 1 and self.table.store.folder is None:  # in parallel, so that latencies do not add up
             with request_threads(len(files)) as pool:
                 places += [place for place in pool.map(look, files) if place is not None]
@@ -619,7 +631,7 @@ class LiveVideos:
             places += [place for place in map(look, files) if place is not None]
         return min(places, key=lambda place: place.rank, default=None)
 
-    def _search_file(self, video_id: str, high: int, file: TableFile) -> RowPlace | None:
+    def _find_in_file(self, video_id: str, high: int, file: TableFile) -> RowLocation | None:
         """Find a video's row in one sorted file; None if the file lacks the video or has another identity.
 
         Args:
@@ -633,7 +645,7 @@ class LiveVideos:
             ids = group["id_high"].to_numpy()
             for row in range(*np.searchsorted(ids, np.array([high, high + 1], np.uint64)).tolist()):
                 if group["video_id"][row].as_py() == video_id:
-                    return _build_place(group, row, file.name, number * sorted_file.group_rows + row)
+                    return _build_row_location(group, row, file.name, number * sorted_file.group_rows + row)
         return None
 
     def row(self, video_id: str) -> VideoRow | None:
@@ -645,23 +657,23 @@ class LiveVideos:
         """Read ``columns`` of every live row from all files, followed by ``file`` and ``row``, sorted by video_id."""
         read_columns = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
         tables = (
-            add_places(pa.concat_tables(file.parts(read_columns)), file.file.name)
-            for file in self.table.iter_sorted(self.sorted)
+            add_row_locations(pa.concat_tables(file.parts(read_columns)), file.file.name)
+            for file in self.table.iter_open_sorted(self.sorted)
         )
-        rows = pa.concat_tables([self._live_in_small(read_columns), *tables])
+        rows = pa.concat_tables([self._read_live_of_small_files(read_columns), *tables])
         return select_live_rows(rows).select([*columns, "file", "row"])
 
-    def _live_in_small(self, columns: Sequence[str]) -> pa.Table:
+    def _read_live_of_small_files(self, columns: Sequence[str]) -> pa.Table:
         """Return ``columns``, ``file`` and ``row`` of the live rows in small files.
 
         If ``small`` lacks one of the columns, the small files are read again.
         """
         if set(columns) <= set(self.small.column_names):
             return self.small.select([*columns, "file", "row"])
-        tables = [make_empty_table(columns)]
+        tables = [make_empty_location_table(columns)]
         for name, rows in self.table.read_small(sorted(set(self.small["file"].to_pylist())), columns):
             live = self.small["row"].filter(pc.equal(self.small["file"], name))
-            tables.append(add_places(rows, name).take(live))
+            tables.append(add_row_locations(rows, name).take(live))
         return pa.concat_tables(tables)
 
     def near(self, video_id: str) -> str:
@@ -687,20 +699,20 @@ class LiveVideos:
         ids = sorted(set(video_ids))
         if len(ids) > _MAX_SEARCHED_IDS or not self.sorted:
             table = self.live(("video_id", *(name for name in columns if name != "video_id")))
-            return table.filter(is_among(table["video_id"], ids)).select([*columns, "file", "row"])
+            return table.filter(make_membership_mask(table["video_id"], ids)).select([*columns, "file", "row"])
         places = [place for video_id in ids if (place := self.find(video_id)) is not None]
         rows = [self.table.read_row(place.file, place.row) for place in places]
         with_places = [{**row, "file": place.file, "row": place.row} for row, place in zip(rows, places, strict=True)]
-        return pa.Table.from_pylist(with_places, schema=make_empty_table(columns).schema)
+        return pa.Table.from_pylist(with_places, schema=make_empty_location_table(columns).schema)
 
     def widths(self) -> set[int]:
         """Return the hidden sizes D of the tokens in the small files and in the first row group of one sorted file.
 
         This is one number, none if these have no tokens, or several in old caches, which could mix widths.
         """
-        first = next(self.table.iter_sorted(self.sorted), None)
-        widths = set[int]() if first is None else find_widths(self.table.group(first.file, 0))
-        return widths | find_widths(self.small)
+        first = next(self.table.iter_open_sorted(self.sorted), None)
+        widths = set[int]() if first is None else collect_hidden_sizes(self.table.group(first.file, 0))
+        return widths | collect_hidden_sizes(self.small)
 
     def __len__(self) -> int:
         """Return an upper limit on the videos with a row: a video in several files counts several times."""
@@ -719,7 +731,7 @@ class LiveShards:
 
     names: pa.Array
     counts: NDArray[np.int64]
-    places: pa.Table
+    row_locations: pa.Table
 
     @classmethod
     def of(cls, rows: pa.Table) -> LiveShards:
@@ -727,18 +739,18 @@ class LiveShards:
         shard_names = pc.fill_null(rows["token_shard"], "")
         rows = sort_by_shard(rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", shard_names))
         shards = rows.group_by("token_shard", use_threads=False).aggregate([([], "count_all")])
-        return cls(shards["token_shard"].combine_chunks(), shards["count_all"].to_numpy(), _to_places(rows))
+        return cls(shards["token_shard"].combine_chunks(), shards["count_all"].to_numpy(), _select_locations(rows))
 
-    def find_places(self, rows: pa.Table) -> bool:
-        """Replace ``places`` by the row locations in ``rows`` (ID_COLUMNS, ``file``, ``row``), and return True.
+    def update_locations(self, rows: pa.Table) -> bool:
+        """Replace ``row_locations`` by the row locations in ``rows`` (ID_COLUMNS, ``file``, ``row``), and return True.
 
-        If a video is not in ``rows``, ``places`` stays as it is, and False is returned.
+        If a video is not in ``rows``, ``row_locations`` stays as it is, and False is returned.
         """
-        order = self.places.select(ID_COLUMNS).append_column("order", pa.array(range(len(self.places))))
-        places = _to_places(order.join(rows, list(ID_COLUMNS), join_type="inner").sort_by("order"))
-        complete = len(places) == len(self.places)
+        order = self.row_locations.select(ID_COLUMNS).append_column("order", pa.array(range(len(self.row_locations))))
+        places = _select_locations(order.join(rows, list(ID_COLUMNS), join_type="inner").sort_by("order"))
+        complete = len(places) == len(self.row_locations)
         if complete:
-            self.places = places
+            self.row_locations = places
         return complete
 
     def __len__(self) -> int:
@@ -750,24 +762,24 @@ class LiveShards:
 
     def get_locations(self, number: int) -> pa.Table:
         """Return the row locations of the videos in token shard ``number``, in the order of their tokens."""
-        return self.places.slice(int(self.counts[:number].sum()), int(self.counts[number]))
+        return self.row_locations.slice(int(self.counts[:number].sum()), int(self.counts[number]))
 
 
-def _to_places(rows: pa.Table) -> pa.Table:
+def _select_locations(rows: pa.Table) -> pa.Table:
     """Return ID_COLUMNS, ``row`` and ``file`` of ``rows``, with ``file`` dictionary-encoded to save memory."""
     places = rows.select([*ID_COLUMNS, "row"])
     return places.append_column("file", rows["file"].dictionary_encode())
 
 
-def find_widths(live: pa.Table) -> set[int]:
+def collect_hidden_sizes(live: pa.Table) -> set[int]:
     """Return the distinct values of ``hidden_size`` in the rows that are ok."""
     return set(pc.unique(select_ok(live)["hidden_size"]).to_pylist())
 
 
-def _build_place(rows: pa.Table, at: int, file: str, row: int) -> RowPlace:
+def _build_row_location(rows: pa.Table, at: int, file: str, row: int) -> RowLocation:
     """Build the RowPlace of a row, from its RULE_COLUMNS in row ``at`` of ``rows``."""
     values = rows.select(RULE_COLUMNS).slice(at, 1).to_pylist()[0]
     attempts = values["attempts"] or 0
     rewritten = values["rewritten"] or 0
     state = _STATES.get(values["status"], FAILED)
-    return RowPlace(file, row, (state, -attempts, -rewritten, values["tie_break"]))
+    return RowLocation(file, row, (state, -attempts, -rewritten, values["tie_break"]))

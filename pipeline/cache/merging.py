@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.live import find_live, make_rule_columns
+from pipeline.cache.live import find_live_indices, make_rule_columns
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.cache.table import FILE_ROWS, GROUP_ROWS, SortedFile, VideosTable, list_table_files, serialise_sorted
+from pipeline.cache.table import FILE_ROWS, GROUP_ROWS, SortedFile, VideosTable, list_table_files, serialize_sorted
 from pipeline.errors import CorruptShard
 from pipeline.storage.stores import Store
 
@@ -37,8 +37,8 @@ _MERGE = b"merge"  # metadata of a sorted file: JSON with the names of its sourc
 
 
 @dataclass
-class Merged:
-    """The result of a call of ``merge``; the file names are relative to the cache.
+class MergeResult:
+    """The result of a call of ``merge_table_files``; the file names are relative to the cache.
 
     Attributes:
         read: the files that were merged, small and sorted.
@@ -73,14 +73,14 @@ class Merged:
             yield f"warning: {len(self.foreign)} files were made with other settings and left alone: {self.foreign[0]}"
 
 
-def merge(
+def merge_table_files(
     store: Store,
     made_with: str | None,
     *,
     everything: bool = False,
     keep: timedelta = KEEP,
     max_rows: float = math.inf,
-) -> Merged:
+) -> MergeResult:
     """Merge the small files of the videos table with sorted files, and delete the sources of earlier merges.
 
     Small files are merged in steps that fit in memory. Each step also merges the lowest levels of sorted files, as long
@@ -101,12 +101,12 @@ def merge(
         FileNotFoundError: another merge deleted a file meanwhile.
     """
     start = time.monotonic()
-    result = Merged()
+    result = MergeResult()
     has_more = True
     while has_more:  # a step merges as many rows of small files as memory holds
         table = VideosTable(store, made_with)
         files = list_table_files(store)
-        sorted_files = list(table.iter_sorted(files))
+        sorted_files = list(table.iter_open_sorted(files))
         merged_names = _delete_old_sources(store, sorted_files, {file.name for file in files}, keep, result)
         absent = merged_names.union(result.deleted)
         small = [file.name for file in files if not file.is_sorted and file.name not in absent]
@@ -125,27 +125,27 @@ def merge(
             break
         names += [file.file.name for file in chosen]
         rows = pa.concat_tables([VIDEO_SCHEMA.empty_table(), *tables])
-        _write(store, made_with, rows, chosen, sorted(names), result)
+        _write_merged_files(store, made_with, rows, chosen, sorted(names), result)
         result.read += names
         result.waiting += len(names)
     result.seconds = time.monotonic() - start
     return result
 
 
-def merge_fully(store: Store, made_with: str | None) -> None:
+def merge_table_fully(store: Store, made_with: str | None) -> None:
     """Merge a table that nobody reads into one level, and delete the source files at once."""
     for _ in range(2):  # the second merge deletes the sources of the first
-        merge(store, made_with, everything=True, keep=timedelta(0))
+        merge_table_files(store, made_with, everything=True, keep=timedelta(0))
 
 
-def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[[str], object]) -> None:
+def merge_unless_damaged(store: Store, made_with: str | None, at_least: int, say: Callable[[str], object]) -> None:
     """Merge if there are more than ``at_least`` small files; levels of more than two million rows are left alone.
 
     A CorruptShard or an OSError is not raised: ``say`` gets a warning, and no row is lost.
     """
     try:
         if sum(not file.is_sorted for file in list_table_files(store)) > at_least:
-            merge(store, made_with, max_rows=_MAX_ROWS_WHILE_RUNNING)
+            merge_table_files(store, made_with, max_rows=_MAX_ROWS_WHILE_RUNNING)
     except (CorruptShard, OSError) as error:
         say(f"warning: the files of the videos table were not merged ({error}); python -m jobs.compact tries again")
 
@@ -181,20 +181,20 @@ def _choose_levels(sorted_files: Sequence[SortedFile], n_rows: int, max_rows: fl
     files: list[SortedFile] = []
     for level in sorted(by_level):
         of_level = sum(file.file.rows for file in by_level[level])
-        if level > find_level(n_rows) or of_level > max_rows:
+        if level > compute_level(n_rows) or of_level > max_rows:
             break
         files += by_level[level]
         n_rows += of_level
     return files
 
 
-def _write(
+def _write_merged_files(
     store: Store,
     made_with: str | None,
     small: pa.Table,
     sorted_files: Sequence[SortedFile],
     names: list[str],
-    result: Merged,
+    result: MergeResult,
 ) -> None:
     """Write the live rows of all sources as new sorted files, one per range of hashes, and count them in ``result``.
 
@@ -204,7 +204,7 @@ def _write(
         small: the rows of the small files, in VIDEO_SCHEMA.
         names: the names of all sources, small and sorted.
     """
-    level = find_level(len(small) + sum(file.file.rows for file in sorted_files))
+    level = compute_level(len(small) + sum(file.file.rows for file in sorted_files))
     starts = [
         np.sort(small["id_high"].to_numpy())[::GROUP_ROWS],
         *(np.array(file.firsts, np.uint64) for file in sorted_files),
@@ -222,13 +222,13 @@ def _write(
         live = select_surviving(rows)
         result.rows += len(live)
         result.superseded += len(rows) - len(live)
-        name, data = serialise_sorted(level, live, {_MERGE: record}, made_with, GROUP_ROWS)
+        name, data = serialize_sorted(level, live, {_MERGE: record}, made_with, GROUP_ROWS)
         store.put(name, data)
         result.written.append(name)
 
 
 def _delete_old_sources(
-    store: Store, sorted_files: Sequence[SortedFile], present: set[str], keep: timedelta, result: Merged
+    store: Store, sorted_files: Sequence[SortedFile], present: set[str], keep: timedelta, result: MergeResult
 ) -> set[str]:
     """Delete the sources of merges whose files are all at least ``keep`` old; return the sources of younger merges.
 
@@ -251,7 +251,7 @@ def _delete_old_sources(
             continue
         with suppress(FileNotFoundError):
             # If the clock of the store is ahead, new files have a negative age.
-            if not keep or all(store.age(file.file.name) >= keep for file in files):
+            if not keep or all(store.compute_age(file.file.name) >= keep for file in files):
                 for name in sorted(sources):
                     store.delete(name)
                     result.deleted.append(name)
@@ -259,7 +259,7 @@ def _delete_old_sources(
     return merged_names - {*result.deleted}
 
 
-def find_level(rows: int) -> int:
+def compute_level(rows: int) -> int:
     """Return the level of a merge of ``rows`` rows: 1 up to 4,096 rows, and one more for each factor of 8."""
     return 1 + max(0, math.ceil(math.log(max(rows, 1) / GROUP_ROWS, _GROWTH)))
 
@@ -270,7 +270,7 @@ def select_surviving(rows: pa.Table) -> pa.Table:
     If rows were dropped, ``earlier_attempts`` is set to the most attempts on another file under the id. Over several
     merges this is a lower bound.
     """
-    order, earlier = find_live(make_rule_columns(rows))
+    order, earlier = find_live_indices(make_rule_columns(rows))
     live = rows.take(pa.array(order))
     if len(live) == len(rows):
         return live

@@ -37,7 +37,7 @@ class PageSize(NamedTuple):
 def find_plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
     """Map the name of each fixed-size binary column that is not nullable to (its number, the bytes of a vector).
 
-    Columns whose vectors have an odd number of bytes are left out, since ``put_rows`` writes int16.
+    Columns whose vectors have an odd number of bytes are left out, since ``copy_vectors_to_rows`` writes int16.
     """
     columns = ((i, metadata.schema.column(i)) for i in range(metadata.num_columns))
     return {
@@ -49,7 +49,7 @@ def find_plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
     }
 
 
-def find_plain_pages(group: pq.RowGroupMetaData, number: int) -> tuple[int, int] | None:
+def get_plain_page_range(group: pq.RowGroupMetaData, number: int) -> tuple[int, int] | None:
     """Return the byte range [start, end) of a column chunk's pages, or None if it is compressed or has a dictionary."""
     column = group.column(number)
     if column.compression != "UNCOMPRESSED" or column.has_dictionary_page:
@@ -58,7 +58,7 @@ def find_plain_pages(group: pq.RowGroupMetaData, number: int) -> tuple[int, int]
     return start, start + column.total_compressed_size
 
 
-def put_rows(data: memoryview, n_rows: int, targets: NDArray[np.int64], out: NDArray[np.int16]) -> bool:
+def copy_vectors_to_rows(data: memoryview, n_rows: int, targets: NDArray[np.int64], out: NDArray[np.int16]) -> bool:
     """Copy the first ``len(targets)`` vectors of a column chunk into the given rows of ``out``; return True on success.
 
     If it returns False, the content of ``out`` is undefined and the caller must read the column with Arrow: a page
@@ -118,12 +118,12 @@ def read_page_header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]
     """
     numbers: dict[tuple[int, ...], int] = {}
     try:
-        return numbers, _struct(data.cast("B"), 0, (), numbers)  # Arrow gives views of signed bytes
+        return numbers, _parse_struct(data.cast("B"), 0, (), numbers)  # Arrow gives views of signed bytes
     except (IndexError, ValueError):
         return {}, 0
 
 
-def _struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
+def _parse_struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
     """Read the struct of Thrift's compact protocol at offset ``at``, and return the offset after it.
 
     The integer fields are added to ``numbers``, with ``path`` as the prefix of their keys. Texts and booleans are
@@ -141,19 +141,19 @@ def _struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tupl
         if head < 16:
             raise ValueError("a field whose number does not follow from the one before")
         if kind in _INTS:
-            zigzag, at = _varint(data, at)
+            zigzag, at = _decode_varint(data, at)
             numbers[*path, field] = (zigzag >> 1) ^ -(zigzag & 1)
         elif kind == _BINARY:
-            n_bytes, at = _varint(data, at)
+            n_bytes, at = _decode_varint(data, at)
             at += n_bytes
         elif kind == _STRUCT:
-            at = _struct(data, at, (*path, field), numbers)
+            at = _parse_struct(data, at, (*path, field), numbers)
         elif kind not in (_TRUE, _FALSE):
             raise ValueError(f"a field of kind {kind}")
     return at + 1
 
 
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
+def _decode_varint(data: memoryview, at: int) -> tuple[int, int]:
     """Decode the unsigned varint at offset ``at``; return (its value, the offset after it)."""
     value = 0
     for i in range(_VARINT):

@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 
 from gstep.evidence import get_evidence_name
 from gstep.types import budget_for
-from pipeline.cache.bounds import iter_count_faults
+from pipeline.cache.bounds import iter_row_count_faults
 from pipeline.cache.cached_video import CachedVideo, build_video, decode_newline
 from pipeline.cache.codecs import TokenCodec
-from pipeline.cache.header import CacheIdentity, deepstack_levels, find_codec, fingerprint, read_header
+from pipeline.cache.header import CacheIdentity, compute_fingerprint, get_codec, get_deepstack_levels, read_header
 from pipeline.cache.live import ID_COLUMNS, LiveShards, LiveVideos, select_ok
 from pipeline.cache.schema import build_token_schema
 from pipeline.cache.table import VideosTable
-from pipeline.cache.token_shard import TokenRows, TokenShard, sort_by_index
+from pipeline.cache.token_shard import TokenRequest, TokenShard, sort_by_index
 from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, RatioNotCached, RemovedVideo, UnknownVideo
 from pipeline.rows import JSON_COLUMNS, Json, VideoRow
-from pipeline.storage.random_access import Fetched, LoadedOnce
-from pipeline.storage.stores import Store, request_threads, store_at
+from pipeline.storage.random_access import FetchedFile, LoadCache
+from pipeline.storage.stores import Store, make_store, request_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ T = TypeVar("T")
 TokenOrder = Literal["index", "selection"]
 
 
-class Reading(NamedTuple):
+class TokenReadOptions(NamedTuple):
     """The checked options by which the tokens of videos are read, from ``TokenCache.check_options``.
 
     Attributes:
@@ -82,19 +82,19 @@ class TokenCache:
 
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
         """Read the header of the cache, and its live rows unless ``live`` has them."""
-        self.store = store or store_at(path)
+        self.store = store or make_store(path)
         self.header = read_header(self.store)
         if live is None:
             self.refresh()
         else:
-            self._live = LiveVideos(VideosTable(self.store, fingerprint(self.identity)), live)
+            self._live = LiveVideos(VideosTable(self.store, compute_fingerprint(self.identity)), live)
         self._n_hints = 0
-        self._open_shard = LoadedOnce(partial(TokenShard, self.store), _MAX_OPEN_SHARDS)
+        self._open_shard = LoadCache(partial(TokenShard, self.store), _MAX_OPEN_SHARDS)
         self._columns = tuple(build_token_schema(1, self.deepstack_levels, codec=self.codec).names)
 
     def refresh(self) -> None:
         """List and read the videos table again, to see later commits and merges."""
-        self._live = LiveVideos.open(self.store, fingerprint(self.identity))
+        self._live = LiveVideos.open(self.store, compute_fingerprint(self.identity))
 
     @property
     def foreign_files(self) -> list[str]:
@@ -114,7 +114,7 @@ class TokenCache:
     @property
     def codec(self) -> TokenCodec:
         """The codec of the stored tokens."""
-        return find_codec(self.identity)
+        return get_codec(self.identity)
 
     @property
     def retention_ratio(self) -> float:
@@ -129,7 +129,7 @@ class TokenCache:
     @property
     def deepstack_levels(self) -> int:
         """The number of vectors stored with every token for the first layers of Qwen3-VL; 0 for other models."""
-        return deepstack_levels(self.header)
+        return get_deepstack_levels(self.header)
 
     @property
     def video_ids(self) -> list[str]:
@@ -246,7 +246,7 @@ class TokenCache:
             self.refresh()
 
         def find_rows(live: LiveVideos) -> list[VideoRow]:
-            if not shards.find_places(live.live(ID_COLUMNS)):
+            if not shards.update_locations(live.live(ID_COLUMNS)):
                 raise CorruptShard(f"{self.store}: videos have no row any more; open the cache again", "missing")
             return _read_rows(live, shards, number)
 
@@ -334,7 +334,7 @@ class TokenCache:
             CorruptShard: a file is damaged or missing.
             ValueError: an option is invalid, or ``video_ids`` is a string.
         """
-        check_list(video_ids, "video_ids")
+        check_not_string(video_ids, "video_ids")
         return self.get_rows(map(self.metadata, video_ids), retention_ratio, order, evidence, verify=verify)
 
     def get_rows(
@@ -371,21 +371,21 @@ class TokenCache:
 
     def check_options(
         self, retention_ratio: float | None, order: TokenOrder, evidence: Sequence[str], verify: bool
-    ) -> Reading:
+    ) -> TokenReadOptions:
         """Check the options of ``get``, and return them as a Reading; the ratio is checked per video.
 
         Raises:
             EvidenceNotCached: the cache lacks the evidence, or has it from several sources.
             ValueError: ``order`` is unknown, or ``evidence`` is a string.
         """
-        check_list(evidence, "evidence")
+        check_not_string(evidence, "evidence")
         if order not in ("index", "selection"):
             raise ValueError(f'order must be "index" or "selection", got {order!r}')
         sources = self._find_evidence(evidence)
         columns = (*(name for name in self._columns if name != "video_id"), *dict.fromkeys(sources.values()))
-        return Reading(retention_ratio, order, sources, columns, verify)
+        return TokenReadOptions(retention_ratio, order, sources, columns, verify)
 
-    def make_token_request(self, row: VideoRow, reading: Reading) -> TokenRows:
+    def make_token_request(self, row: VideoRow, reading: TokenReadOptions) -> TokenRequest:
         """Return the request for the token rows of a video, given its live row.
 
         Raises:
@@ -400,11 +400,11 @@ class TokenCache:
             raise FailedVideo(
                 f"{row['video_id']!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"] or ""
             )
-        if fault := next(iter_count_faults(row), None):
+        if fault := next(iter_row_count_faults(row), None):
             raise CorruptShard(f"{self.store}: the row of {row['video_id']!r} contradicts itself: {fault}", "rows")
-        return TokenRows(row, count_tokens(row, reading.retention_ratio), reading.columns, self._columns)
+        return TokenRequest(row, count_tokens(row, reading.retention_ratio), reading.columns, self._columns)
 
-    def _read_videos(self, videos: Sequence[TokenRows], reading: Reading) -> list[CachedVideo]:
+    def _read_videos(self, videos: Sequence[TokenRequest], reading: TokenReadOptions) -> list[CachedVideo]:
         """Read videos run by run, and return them in the order of ``videos``.
 
         From an object store, threads fetch up to four further runs meanwhile. A CorruptShard names the video and the
@@ -422,7 +422,7 @@ class TokenCache:
                     result[index] = self._read_video(videos[index], reading, shard, data)
         return [result[index] for index in range(len(videos))]
 
-    def _fetch(self, reading: Reading, run: Sequence[TokenRows]) -> tuple[TokenShard, Fetched | None]:
+    def _fetch(self, reading: TokenReadOptions, run: Sequence[TokenRequest]) -> tuple[TokenShard, FetchedFile | None]:
         """Open the token shard of a run, and fetch the run's bytes; return (the shard, the bytes).
 
         The bytes are None for a local folder, and for videos that are verified: these are read later.
@@ -433,7 +433,9 @@ class TokenCache:
             # A verified video is read whole, by its own request.
             return shard, None if reading.verify or self.store.folder is not None else shard.fetch_all(run)
 
-    def _read_video(self, rows: TokenRows, reading: Reading, shard: TokenShard, fetched: Fetched | None) -> CachedVideo:
+    def _read_video(
+        self, rows: TokenRequest, reading: TokenReadOptions, shard: TokenShard, fetched: FetchedFile | None
+    ) -> CachedVideo:
         """Read a video's first token rows, and only their row groups; a verified video is read completely.
 
         Raises:
@@ -467,7 +469,7 @@ class TokenCache:
             raise CorruptShard(f"{error} (reading {video_id!r}); {remedy}", error.kind) from error
 
 
-def check_list(names: Sequence[str], name: str) -> None:
+def check_not_string(names: Sequence[str], name: str) -> None:
     """Raise ValueError if ``names`` is a string, since its letters would be taken for names."""
     if isinstance(names, str):
         raise ValueError(f"{name} must be a list of names, got {names!r}: write [{names!r}]")
@@ -529,7 +531,7 @@ def _read_rows(live: LiveVideos, shards: LiveShards, number: int) -> list[VideoR
     return [parse_json_columns(row) for row in live.table.read_rows(shards.get_locations(number))]
 
 
-def group_runs(videos: Sequence[TokenRows], limit: int = _MAX_RUN_BYTES) -> list[list[int]]:
+def group_runs(videos: Sequence[TokenRequest], limit: int = _MAX_RUN_BYTES) -> list[list[int]]:
     """Group the indices of ``videos`` into runs of adjacent videos in a token shard, sorted by shard and row group.
 
     The tokens of a run have at most ``limit`` bytes (as bfloat16), unless it is a single larger video. A video that is

@@ -31,7 +31,7 @@ _LEVEL = "the token at this deepstack level"  # the meaning of deepstack columns
 TIERS = (0.10, 0.15, 0.20, 0.25, 0.50)
 
 
-def column(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = True) -> pa.Field:
+def make_field(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = True) -> pa.Field:
     """Build an Arrow field with ``meaning`` in its metadata, under the key "meaning"."""
     return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning})
 
@@ -56,24 +56,26 @@ def build_token_schema(
     """
     return pa.schema(
         [
-            column("video_id", pa.string(), "the video this token belongs to", nullable=False),
-            column("rank", pa.int32(), "order of selection, 0 first; null for methods without an order"),
-            column("index", pa.int32(), "flat position t*N + i before pruning", nullable=False),
-            column("frame", pa.int32(), "t, the sampled frame (temporal patch on Qwen)", nullable=False),
-            *_vector_columns("token", "hidden_size little-endian bfloat16 values", hidden_size, codec),
-            column("merged", pa.bool_(), "a merged token at its target's index; null where the method never merges"),
-            column("density", pa.float32(), "rho, Eq. (8); null for methods without a density"),
+            make_field("video_id", pa.string(), "the video this token belongs to", nullable=False),
+            make_field("rank", pa.int32(), "order of selection, 0 first; null for methods without an order"),
+            make_field("index", pa.int32(), "flat position t*N + i before pruning", nullable=False),
+            make_field("frame", pa.int32(), "t, the sampled frame (temporal patch on Qwen)", nullable=False),
+            *_build_vector_fields("token", "hidden_size little-endian bfloat16 values", hidden_size, codec),
+            make_field(
+                "merged", pa.bool_(), "a merged token at its target's index; null where the method never merges"
+            ),
+            make_field("density", pa.float32(), "rho, Eq. (8); null for methods without a density"),
             *(
                 field
                 for level in range(deepstack_levels)
-                for field in _vector_columns(f"deepstack_{level}", _LEVEL, hidden_size, codec)
+                for field in _build_vector_fields(f"deepstack_{level}", _LEVEL, hidden_size, codec)
             ),
-            *(_evidence_column(name, width) for name, width in evidence.items()),
+            *(_build_evidence_field(name, width) for name, width in evidence.items()),
         ]
     )
 
 
-def _vector_columns(name: str, meaning: str, hidden_size: int, codec: TokenCodec) -> list[pa.Field]:
+def _build_vector_fields(name: str, meaning: str, hidden_size: int, codec: TokenCodec) -> list[pa.Field]:
     """Build the columns that store vectors with a codec; ``meaning`` is used for bfloat16 only."""
     coded_meanings = {
         name: f"{codec.bits}-bit whole numbers; of 4 bits each plus 8, and the first in a byte's high half",
@@ -82,15 +84,15 @@ def _vector_columns(name: str, meaning: str, hidden_size: int, codec: TokenCodec
     }
     meanings = {name: meaning} if codec is BFLOAT16 else coded_meanings
     widths = codec.widths(name, hidden_size)
-    return [column(part, pa.binary(width), meanings[part], nullable=False) for part, width in widths.items()]
+    return [make_field(part, pa.binary(width), meanings[part], nullable=False) for part, width in widths.items()]
 
 
-def _evidence_column(name: str, width: int) -> pa.Field:
+def _build_evidence_field(name: str, width: int) -> pa.Field:
     """Build the bfloat16 column of an evidence label with ``width`` numbers, nullable if the evidence is per frame."""
     of_frame = is_frame_evidence(name)
     subject = "frame, beside the first of its tokens" if of_frame else "token"
     meaning = f"evidence of the {subject}, little-endian bfloat16"
-    return column(name, pa.binary(2 * width), meaning, nullable=of_frame)
+    return make_field(name, pa.binary(2 * width), meaning, nullable=of_frame)
 
 
 def _parse_type(name: str) -> pa.DataType:
@@ -100,7 +102,8 @@ def _parse_type(name: str) -> pa.DataType:
 
 
 VIDEO_SCHEMA = pa.schema(
-    column(name, _parse_type(spec.kind), spec.meaning, nullable=spec.nullable) for name, spec in VIDEO_COLUMNS.items()
+    make_field(name, _parse_type(spec.kind), spec.meaning, nullable=spec.nullable)
+    for name, spec in VIDEO_COLUMNS.items()
 )
 #: Nullable columns that were added later without a new schema version -> the date since when files have them.
 LATER: Mapping[str, str] = {name: spec.since for name, spec in VIDEO_COLUMNS.items() if spec.since}
@@ -193,12 +196,12 @@ def open_parquet(source: Any, metadata: pq.FileMetaData | None = None) -> pq.Par
     return pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
 
 
-def digest(*parts: Any) -> str:
+def hash_bytes(*parts: Any) -> str:
     """Hash the concatenation of bytes-like parts with BLAKE2b to ``blake2b:<32 hex digits>``."""
-    return f"blake2b:{hex_digest(*parts)}"
+    return f"blake2b:{hash_bytes_to_hex(*parts)}"
 
 
-def hex_digest(*parts: Any) -> str:
+def hash_bytes_to_hex(*parts: Any) -> str:
     """Hash the concatenation of bytes-like parts with BLAKE2b to 32 hex digits."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:

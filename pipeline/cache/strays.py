@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.bounds import read_bounded
-from pipeline.cache.live import RULE_COLUMNS, find_live, make_rule_columns
-from pipeline.cache.schema import MADE_WITH, VIDEOS, hex_digest
+from pipeline.cache.live import RULE_COLUMNS, find_live_indices, make_rule_columns
+from pipeline.cache.schema import MADE_WITH, VIDEOS, hash_bytes_to_hex
 from pipeline.cache.table import TableFile, VideosTable, make_small_name
 from pipeline.storage.stores import Store
 
@@ -49,11 +49,11 @@ def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> Str
         data = store.read(name)
     except FileNotFoundError:  # moved or deleted since it was listed
         return None
-    if any(file.name.endswith(f"-{hex_digest(data)}.parquet") for file in files):
+    if any(file.name.endswith(f"-{hash_bytes_to_hex(data)}.parquet") for file in files):
         return None
     try:
         columns = ("video_id", *RULE_COLUMNS)
-        ids = _find_better(store, read_bounded(data, columns).select(columns), files)
+        ids = _find_outranking_ids(store, read_bounded(data, columns).select(columns), files)
     except (pa.ArrowException, ValueError, KeyError) as error:
         return StrayFault(f"{store}/{name} is no file of the videos table ({error}): move it out of {VIDEOS}/", False)
     if not ids:
@@ -67,7 +67,7 @@ def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> Str
     return StrayFault(message, True)
 
 
-def _find_better(store: Store, rows: pa.Table, files: Sequence[TableFile]) -> list[str]:
+def _find_outranking_ids(store: Store, rows: pa.Table, files: Sequence[TableFile]) -> list[str]:
     """Return the sorted ids of ``rows`` that would be live beside the rows of ``files`` with the same identity.
 
     A row that is in the table too is not reported.
@@ -82,10 +82,10 @@ def _find_better(store: Store, rows: pa.Table, files: Sequence[TableFile]) -> li
     tables = [
         part for _, part in videos.read_small([file.name for file in files if not file.is_sorted], rows.column_names)
     ]
-    for sorted_file in videos.iter_sorted(files):
+    for sorted_file in videos.iter_open_sorted(files):
         tables += sorted_file.parts(rows.column_names)
     tables = [table.filter(pc.is_in(table["id_high"], value_set=rows["id_high"].combine_chunks())) for table in tables]
     table_rows = pa.concat_tables([rows.schema.empty_table(), *tables])
-    live, _ = find_live(make_rule_columns(pa.concat_tables([table_rows, rows]).combine_chunks()))
+    live, _ = find_live_indices(make_rule_columns(pa.concat_tables([table_rows, rows]).combine_chunks()))
     strays = live[live >= len(table_rows)] - len(table_rows)  # of equal rows, the first is live
     return sorted(set(rows["video_id"].take(pa.array(strays)).to_pylist()))

@@ -34,16 +34,16 @@ from pipeline.cache.schema import (
     VIDEO_SCHEMA,
     VIDEOS,
     complete_columns,
-    hex_digest,
+    hash_bytes_to_hex,
     open_parquet,
     parse_footer,
     parse_footer_length,
     write_parquet,
 )
 from pipeline.errors import CorruptShard, ShardFault
-from pipeline.keys import clip_keys, hash_texts, tie_keys
+from pipeline.keys import hash_clips, hash_texts, hash_ties
 from pipeline.rows import VideoRecord, VideoRow
-from pipeline.storage.random_access import Fetched, LoadedOnce, Stretch
+from pipeline.storage.random_access import FetchedFile, LoadCache, Stretch
 from pipeline.storage.stores import Store
 
 GROUP_ROWS = 4096  # rows of a row group of a sorted file; finding a row reads one group
@@ -157,7 +157,7 @@ def parse_file_name(name: str) -> TableFile:
 
 def make_small_name(folder: str, run_id: str, number: int, data: bytes | pa.Buffer, suffix: str = ".parquet") -> str:
     """Return the path of a commit, FOLDER/RUN-NUMBER-HASH.SUFFIX; the hash of ``data`` detects any flipped bit."""
-    return f"{folder}/{run_id}-{number:06d}-{hex_digest(data)}{suffix}"
+    return f"{folder}/{run_id}-{number:06d}-{hash_bytes_to_hex(data)}{suffix}"
 
 
 def has_content_hash(name: str) -> bool:
@@ -167,12 +167,12 @@ def has_content_hash(name: str) -> bool:
 
 def check_content(store: Store, name: str, data: bytes, kind: ShardFault = "commit") -> None:
     """Raise CorruptShard of this ``kind`` if a file's content ``data`` does not have the hash in its name."""
-    if hex_digest(data) != PurePosixPath(name).stem.rpartition("-")[2]:
+    if hash_bytes_to_hex(data) != PurePosixPath(name).stem.rpartition("-")[2]:
         message = f"{store}/{name}: its content does not have the hash in its name; restore the file"
         raise CorruptShard(message, kind)
 
 
-def serialise_small(run_id: str, number: int, rows: pa.Table, made_with: str | None) -> tuple[str, pa.Buffer]:
+def serialize_small(run_id: str, number: int, rows: pa.Table, made_with: str | None) -> tuple[str, pa.Buffer]:
     """Serialize rows as a small file; return (its name, its content).
 
     Args:
@@ -210,7 +210,7 @@ def _read_made_with(metadata: Mapping[bytes, bytes] | None) -> str | None:
     return None if made_with is None else made_with.decode()
 
 
-def serialise_sorted(
+def serialize_sorted(
     level: int, rows: pa.Table, metadata: Mapping[bytes, str], made_with: str | None, group_rows: int = GROUP_ROWS
 ) -> tuple[str, bytes]:
     """Serialize rows as a sorted file; return (its name, its content).
@@ -227,10 +227,13 @@ def serialise_sorted(
     body, footer = data[: len(data) - n_footer], data[len(data) - n_footer :]
     metadata_ = parse_footer(bytes(footer))
     high = rows["id_high"].to_numpy()
-    crcs = [[zlib.crc32(body[slice(*span)]) for span in _spans(metadata_, group)] for group in range(len(groups))]
+    crcs = [
+        [zlib.crc32(body[slice(*span)]) for span in _list_column_spans(metadata_, group)]
+        for group in range(len(groups))
+    ]
     tail = high[::group_rows].astype("<u8").tobytes() + np.array(crcs, "<u4").tobytes() + bytes(footer)
     ends = f"{int(high[0]):016x}-{int(high[-1]):016x}"
-    name = f"sorted-{level}-{ends}-{len(rows)}-{len(tail)}-{hex_digest(tail)}.parquet"
+    name = f"sorted-{level}-{ends}-{len(rows)}-{len(tail)}-{hash_bytes_to_hex(tail)}.parquet"
     return f"{VIDEOS}/{name}", bytes(body) + tail
 
 
@@ -255,14 +258,16 @@ class SortedFile:
         self.file = file
         self._store = store
         tail = store.read_slice(file.name, -file.n_tail)
-        if hex_digest(tail.data) != file.tail_hash:
-            raise self.corrupt("its tail does not have the hash in its name")
+        if hash_bytes_to_hex(tail.data) != file.tail_hash:
+            raise self.make_corruption_error("its tail does not have the hash in its name")
         self.n_bytes = tail.size
         try:
             n_footer = parse_footer_length(tail.data[-FOOTER_TAIL:])
             self._metadata: pq.FileMetaData = parse_footer(tail.data[-n_footer:])
             if self._metadata.num_rows != self.file.rows:
-                raise self.corrupt(f"it has {self._metadata.num_rows} rows, but its name says {self.file.rows}")
+                raise self.make_corruption_error(
+                    f"it has {self._metadata.num_rows} rows, but its name says {self.file.rows}"
+                )
             n_groups = self._metadata.num_row_groups
             self.group_rows: int = self._metadata.row_group(0).num_rows if n_groups else 0
             self.firsts: list[int] = np.frombuffer(tail.data, "<u8", n_groups).tolist()
@@ -270,11 +275,11 @@ class SortedFile:
             self._crcs = numbers.reshape(n_groups, self._metadata.num_columns)
             self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise self.corrupt(f"its tail cannot be parsed: {error}") from error
+            raise self.make_corruption_error(f"its tail cannot be parsed: {error}") from error
         self.metadata: dict[bytes, bytes] = self._metadata.metadata or {}
         self.made_with = _read_made_with(self.metadata)
 
-    def corrupt(self, damage: str) -> CorruptShard:
+    def make_corruption_error(self, damage: str) -> CorruptShard:
         """Build the error for this file; ``damage`` says what is damaged."""
         return CorruptShard(f"{self._store}/{self.file.name}: {damage}; restore the file", "commit")
 
@@ -294,13 +299,13 @@ class SortedFile:
         """
         names = [name for name in self.schema.names if columns is None or name in columns]
         stretches = [stretch for group in groups for stretch in self._read_stretches(group, frozenset(names))]
-        fetched = Fetched(stretches, self.n_bytes, _refuse_unread)
+        fetched = FetchedFile(stretches, self.n_bytes, _refuse_unfetched_bytes)
         try:
             check_unpacked(self._metadata, groups, find_leaves(self._metadata, names), fetched.view, self.n_bytes)
             file = open_parquet(pa.PythonFile(fetched, mode="r"), self._metadata)
             table = file.read_row_groups(list(groups), columns=names, use_threads=READ_THREADS)
         except (pa.ArrowException, ValueError) as error:
-            raise self.corrupt(f"it cannot be read: {error}") from error
+            raise self.make_corruption_error(f"it cannot be read: {error}") from error
         if columns is None:
             return table
         return complete_columns(table, columns, VIDEO_SCHEMA, LATER, f"{self._store}/{self.file.name}")
@@ -322,26 +327,26 @@ class SortedFile:
         """
         meta = self._metadata.row_group(group)
         numbers = [i for i in range(meta.num_columns) if meta.column(i).path_in_schema.split(".")[0] in names]
-        spans = _spans(self._metadata, group)
+        spans = _list_column_spans(self._metadata, group)
         run: list[int] = []
         for number in [*numbers, None]:
             if run and (number is None or spans[number][0] != spans[run[-1]][1]):
                 data = self._store.read_slice(self.file.name, spans[run[0]][0], spans[run[-1]][1]).data
                 stretch = Stretch(spans[run[0]][0], data)
                 if any(zlib.crc32(stretch.view(*spans[i])) != self._crcs[group, i] for i in run):
-                    raise self.corrupt(f"row group {group} is not what was written")
+                    raise self.make_corruption_error(f"row group {group} is not what was written")
                 yield stretch
                 run = []
             if number is not None:
                 run.append(number)
 
 
-def _refuse_unread(start: int, end: int) -> Stretch:
+def _refuse_unfetched_bytes(start: int, end: int) -> Stretch:
     """Raise ValueError: Arrow wants bytes outside the fetched columns, so the footer is wrong."""
     raise ValueError(f"bytes {start} to {end} are not in the columns that the footer names")
 
 
-def _spans(metadata: pq.FileMetaData, group: int) -> list[tuple[int, int]]:
+def _list_column_spans(metadata: pq.FileMetaData, group: int) -> list[tuple[int, int]]:
     """Return the byte range [start, end) of each column chunk of a row group."""
     return [find_span(metadata.row_group(group).column(i)) for i in range(metadata.num_columns)]
 
@@ -368,9 +373,9 @@ class VideosTable:
         self.foreign: dict[str, str | None] = {}
         self.store = store
         self._made_with = made_with
-        self._rows_of_small = LoadedOnce(partial(_load_rows, store), keep)
-        self._sorted = LoadedOnce(partial(SortedFile, store), keep)
-        self.group = LoadedOnce(partial(_load_group, self._sorted), _KEPT_GROUPS)
+        self._rows_of_small = LoadCache(partial(_load_rows, store), keep)
+        self._sorted = LoadCache(partial(SortedFile, store), keep)
+        self.group = LoadCache(partial(_load_group, self._sorted), _KEPT_GROUPS)
 
     def read_small(self, names: Sequence[str], columns: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
         """Yield (name, ``columns`` of the rows) for each small file, in the order of ``names``.
@@ -394,7 +399,7 @@ class VideosTable:
         sorted_file = self._sorted(file)
         return sorted_file if self._is_own(file.name, sorted_file.made_with) else None
 
-    def iter_sorted(self, files: Iterable[TableFile]) -> Iterator[SortedFile]:
+    def iter_open_sorted(self, files: Iterable[TableFile]) -> Iterator[SortedFile]:
         """Open the sorted files among ``files`` one by one, and yield those of this table's identity.
 
         Files of another identity are added to ``foreign``.
@@ -439,7 +444,7 @@ def _load_rows(store: Store, file: TableFile) -> list[VideoRow]:
     return rows
 
 
-def _load_group(files: LoadedOnce[SortedFile], file: TableFile, number: int) -> pa.Table:
+def _load_group(files: LoadCache[SortedFile], file: TableFile, number: int) -> pa.Table:
     """Read a row group of a sorted file in VIDEO_SCHEMA; raise CorruptShard if it is empty."""
     table = files(file).read([number], VIDEO_SCHEMA.names)
     if file.rows and len(table) == 0:
@@ -476,21 +481,21 @@ def add_keys(rows: pa.Table) -> pa.Table:
         **dict(zip(rows.schema.names, rows.columns, strict=True)),
         "id_high": pa.array(keys[:, 0]),
         "id_low": pa.array(keys[:, 1]),
-        "clip_key": pa.array(clip_keys(rows)),
+        "clip_key": pa.array(hash_clips(rows)),
         "rewritten": pc.fill_null(rows["rewritten"], 0),
         "earlier_attempts": pc.fill_null(rows["earlier_attempts"], 0),
-        "tie_break": pa.array(tie_keys(rows)),
+        "tie_break": pa.array(hash_ties(rows)),
     }
     return pa.table([columns[name] for name in VIDEO_SCHEMA.names], schema=VIDEO_SCHEMA).combine_chunks()
 
 
-def add_places(table: pa.Table, name: str) -> pa.Table:
+def add_row_locations(table: pa.Table, name: str) -> pa.Table:
     """Append the row locations to all rows of a file: the columns ``file`` (its ``name``) and ``row`` (0, 1, ...)."""
     table = table.append_column(_PLACE[0], pa.repeat(name, len(table)).cast(pa.string()))
     return table.append_column(_PLACE[1], pa.array(np.arange(len(table)), pa.int32()))
 
 
-def make_empty_table(columns: Sequence[str]) -> pa.Table:
+def make_empty_location_table(columns: Sequence[str]) -> pa.Table:
     """Return an empty table with ``columns``, ``file`` and ``row``, with which concatenations begin."""
     return pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *_PLACE]).empty_table()
 

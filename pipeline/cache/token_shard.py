@@ -16,27 +16,27 @@ from numpy.typing import NDArray
 
 from pipeline.cache.bounds import check_unpacked, find_leaves, read_bounded
 from pipeline.cache.codecs import TokenCodec
-from pipeline.cache.pages import find_plain_columns, find_plain_pages, put_rows
+from pipeline.cache.pages import copy_vectors_to_rows, find_plain_columns, get_plain_page_range
 from pipeline.cache.schema import (
     FOOTER_TAIL,
     READ_THREADS,
     TOKENS,
     build_token_schema,
-    digest,
+    hash_bytes,
     open_parquet,
     parse_footer,
     parse_footer_length,
 )
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
-from pipeline.storage.random_access import Fetched, LocalFile, RangedObject
+from pipeline.storage.random_access import FetchedFile, LocalFile, RangedObject
 from pipeline.storage.stores import Store
 
 Spans = list[tuple[int, int]]
 _SHARD_NAME = re.compile(r".+-[0-9a-f]{16}-[0-9a-f]{32}\.parquet", re.DOTALL)
 
 
-class TokenRows(NamedTuple):
+class TokenRequest(NamedTuple):
     """A request for the first ``keep`` token rows of a video.
 
     Attributes:
@@ -77,12 +77,12 @@ class TokenShard:
             raise CorruptShard(f"{store}: the videos row names {name!r}, which is no file in {TOKENS}/", "missing")
         try:
             self._source = store.open(name)
-            footer = _footer(self._source)
+            footer = _read_footer(self._source)
         except FileNotFoundError:
             raise CorruptShard(f"{self._label}: the shard is missing", "missing") from None
         except ValueError as error:
             raise CorruptShard(f"{self._label}: {error}", "footer") from error
-        if digest(footer) != footer_hash:
+        if hash_bytes(footer) != footer_hash:
             raise CorruptShard(f"{self._label}: its footer is not the one that was committed", "footer")
         self.n_bytes, self.n_footer = self._source.size(), len(footer)
         self.metadata: pq.FileMetaData = parse_footer(footer)
@@ -93,20 +93,20 @@ class TokenShard:
         self._bounded: set[tuple[int, tuple[str, ...]]] = set()  # row groups and columns that passed _check_bounds
         self._widths: set[int] = set()  # the hidden sizes that passed check_width
 
-    def spans(self, rows: TokenRows) -> Spans:
+    def spans(self, rows: TokenRequest) -> Spans:
         """Return the byte ranges [start, end) that a request needs, ascending; adjacent ranges are joined.
 
         For each row group the range reaches from the first to the last of ``rows.columns`` and ``rows.near``.
         """
         names = {*rows.columns, *rows.near}
         spans = Spans()
-        for group in map(self.metadata.row_group, self._groups(rows)):
+        for group in map(self.metadata.row_group, self._find_groups(rows)):
             columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
             end = max(column.data_page_offset + column.total_compressed_size for column in columns)
             spans.append((columns[0].data_page_offset, end))
         return join_spans(spans)
 
-    def fetch_all(self, videos: Sequence[TokenRows]) -> Fetched | None:
+    def fetch_all(self, videos: Sequence[TokenRequest]) -> FetchedFile | None:
         """Fetch the bytes of several videos into memory for ``read``, with one request per contiguous range.
 
         Args:
@@ -119,7 +119,7 @@ class TokenShard:
         with self._faults():
             return self._source.fetch(spans)
 
-    def read(self, rows: TokenRows, fetched: Fetched | None = None) -> pa.Table:
+    def read(self, rows: TokenRequest, fetched: FetchedFile | None = None) -> pa.Table:
         """Read the requested rows as stored, in order of selection.
 
         Args:
@@ -130,7 +130,7 @@ class TokenShard:
         return self._read_columns(rows, rows.columns, fetched)
 
     def read_by_index(
-        self, rows: TokenRows, fetched: Fetched | None = None
+        self, rows: TokenRequest, fetched: FetchedFile | None = None
     ) -> tuple[pa.Table, NDArray[np.int64], dict[str, NDArray[np.int16]]]:
         """Read the requested rows, with the vectors already sorted by ``index``, which saves copies of large columns.
 
@@ -159,7 +159,7 @@ class TokenShard:
         Raises:
             CorruptShard: their video id or checksum is not that of ``row``, or the shard is damaged or missing.
         """
-        table = self.read(TokenRows(row, row["n_tokens"], self.schema.names))
+        table = self.read(TokenRequest(row, row["n_tokens"], self.schema.names))
         if (ids := table["video_id"].unique().to_pylist()) != [row["video_id"]]:
             raise CorruptShard(f"{self._label}: the rows belong to {', '.join(map(str, ids[:3]))}", "rows")
         if hash_vectors(table) != row["checksum"]:
@@ -190,14 +190,14 @@ class TokenShard:
                 raise CorruptShard(f"{self._label}: {column.name} is {kind}, but its row needs {column.type}", "schema")
         self._widths.add(hidden_size)
 
-    def _check_bounds(self, rows: TokenRows, fetched: Fetched | None) -> None:
+    def _check_bounds(self, rows: TokenRequest, fetched: FetchedFile | None) -> None:
         """Raise CorruptShard if the rows would unpack to far more than the file can hold; nothing is unpacked.
 
         It is also raised if a row group does not have the number of rows that the video's row states. Row groups and
         columns that passed once are not checked again.
         """
         columns = tuple(rows.columns)
-        groups = [group for group in self._groups(rows) if (group, columns) not in self._bounded]
+        groups = [group for group in self._find_groups(rows) if (group, columns) not in self._bounded]
         if not groups:
             return
         counts = rows.row["row_counts"]
@@ -216,13 +216,13 @@ class TokenShard:
                 raise CorruptShard(f"{self._label}: {error}") from error
         self._bounded.update((group, columns) for group in groups)
 
-    def _read_columns(self, rows: TokenRows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
+    def _read_columns(self, rows: TokenRequest, columns: Sequence[str], fetched: FetchedFile | None) -> pa.Table:
         """Read columns of the requested rows with Arrow, as stored; Arrow verifies the checksum of every page.
 
         Args:
             fetched: the bytes from ``fetch_all``; None for a local file.
         """
-        groups = self._groups(rows)
+        groups = self._find_groups(rows)
         with self._faults():
             if fetched is not None:
                 reader = open_parquet(pa.PythonFile(fetched, "r"), self.metadata)
@@ -236,11 +236,11 @@ class TokenShard:
 
     def _read_vectors(
         self,
-        rows: TokenRows,
+        rows: TokenRequest,
         name: str,
         order: NDArray[np.int64],
         positions: NDArray[np.int64],
-        fetched: Fetched | None,
+        fetched: FetchedFile | None,
     ) -> NDArray[np.int16]:
         """Read a column of vectors as [K, width / 2] int16 in the order of ``order``.
 
@@ -255,15 +255,15 @@ class TokenShard:
         out = np.empty((len(positions), n_bytes // 2), np.int16)
         view = (fetched or self._source).view
         n_done = 0
-        for group in self._groups(rows):
-            pages = find_plain_pages(self.metadata.row_group(group), number)
+        for group in self._find_groups(rows):
+            pages = get_plain_page_range(self.metadata.row_group(group), number)
             if pages is None:
                 break
             n_rows = self.metadata.row_group(group).num_rows
             part = positions[n_done : n_done + n_rows]
             with self._faults():
                 data = view(*pages)
-            if not put_rows(data, n_rows, part, out):
+            if not copy_vectors_to_rows(data, n_rows, part, out):
                 break
             n_done += len(part)
         else:
@@ -272,7 +272,7 @@ class TokenShard:
         bits: NDArray[np.int16] = np.frombuffer(join_vectors(column), np.int16).reshape(len(column), -1)
         return bits.take(order, axis=0)
 
-    def _groups(self, rows: TokenRows) -> range:
+    def _find_groups(self, rows: TokenRequest) -> range:
         """Return the numbers of the video's first row groups, as many as hold ``rows.keep`` rows.
 
         Raises:
@@ -310,7 +310,7 @@ class TokenShard:
             raise CorruptShard(f"{self._label}: {error}") from error
 
 
-def _footer(source: LocalFile | RangedObject) -> bytes:
+def _read_footer(source: LocalFile | RangedObject) -> bytes:
     """Read the footer of an open Parquet file, including the length and magic at its end.
 
     Raises:
@@ -343,7 +343,7 @@ def hash_vectors(table: pa.Table) -> str:
     """
     vectors = [field.name for field in table.schema if pa.types.is_fixed_size_binary(field.type)]
     # Evidence per frame is null in most rows, and the bytes of nulls are undefined.
-    return digest(*(join_vectors(table[name].drop_null()) for name in vectors))
+    return hash_bytes(*(join_vectors(table[name].drop_null()) for name in vectors))
 
 
 def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
@@ -356,7 +356,7 @@ def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
     return runs
 
 
-def list_videos(store: Store, token_shard: str) -> list[str]:
+def read_shard_video_ids(store: Store, token_shard: str) -> list[str]:
     """Read a whole token shard, and return the distinct ids of its videos in stored order.
 
     Raises:
@@ -394,14 +394,14 @@ def read_footer_ids(store: Store, token_shard: str) -> list[str]:
     """
     source = store.open(token_shard)
     try:
-        footer = parse_footer(_footer(source))
+        footer = parse_footer(_read_footer(source))
         column = footer.schema.to_arrow_schema().get_field_index("video_id")
         if column < 0:
             raise ValueError("it has no column video_id")
         groups = [footer.row_group(number).column(column).statistics for number in range(footer.num_row_groups)]
         if all(group is not None and group.has_min_max for group in groups):
             return sorted({group.min for group in groups})
-        return sorted(list_videos(store, token_shard))
+        return sorted(read_shard_video_ids(store, token_shard))
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, OSError) and error.filename:
             raise  # an OSError with a file name comes from the store, not from Arrow

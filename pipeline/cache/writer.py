@@ -25,12 +25,12 @@ from pipeline.cache.schema import (
     VIDEO_SCHEMA,
     build_token_schema,
     compute_tier_row_counts,
-    digest,
-    hex_digest,
+    hash_bytes,
+    hash_bytes_to_hex,
     slice_footer,
     write_parquet,
 )
-from pipeline.cache.table import VideosTable, add_keys, serialise_small
+from pipeline.cache.table import VideosTable, add_keys, serialize_small
 from pipeline.cache.token_shard import read_videos
 from pipeline.errors import RunFailed
 from pipeline.rows import VideoRecord, VideoRow
@@ -160,7 +160,7 @@ def write_token_shard(
                 vectors |= codec.encode(name, values)
             vectors |= tokens.evidence
             # The checksum covers evidence too. Its stored description does not say so, to keep the bytes of old caches.
-            checksums.append(hashers.submit(digest, *map(np.ascontiguousarray, vectors.values())))
+            checksums.append(hashers.submit(hash_bytes, *map(np.ascontiguousarray, vectors.values())))
             tables.append(_build_rows(row, tokens, vectors, schema))
             if codec is not BFLOAT16:
                 row["token_codec"] = codec.name
@@ -211,7 +211,7 @@ def commit_rows(store: Store, run_id: str, number: int, rows: pa.Table, *, made_
             missing_shards[0],
         )
     rows = rows.set_column(rows.schema.get_field_index("run_id"), "run_id", pa.repeat(run_id, len(rows)))
-    name, data = serialise_small(run_id, number, add_keys(rows), made_with)
+    name, data = serialize_small(run_id, number, add_keys(rows), made_with)
     store.put(name, data)
     # If this process was stopped since the first check, a cleanup may have deleted the shards.
     if missing_shards := _find_missing(store, needs):
@@ -253,11 +253,11 @@ def put_token_shard(
     data = write_parquet(pa.concat_tables(tables), groups)
     for record, checksum in zip(records, checksums, strict=bool(checksums)):
         record["checksum"] = checksum.result()
-    ids = hex_digest(*(record["video_id"].encode() + b"\0" for record in records))
+    ids = hash_bytes_to_hex(*(record["video_id"].encode() + b"\0" for record in records))
     # The first hash names the videos, the second the content, so that no other bytes ever replace these.
-    name = f"{TOKENS}/{run_id}-{ids[:16]}-{hex_digest(data)}.parquet"
+    name = f"{TOKENS}/{run_id}-{ids[:16]}-{hash_bytes_to_hex(data)}.parquet"
     store.put(name, data)
-    footer = digest(slice_footer(memoryview(data)))
+    footer = hash_bytes(slice_footer(memoryview(data)))
     for record in records:
         record["token_shard"] = name
         record["footer_hash"] = footer
@@ -294,7 +294,7 @@ def move_videos(table: VideosTable, run_id: str, number: int, places: pa.Table, 
     return rows
 
 
-def make_bundles(
+def make_batches(
     items: Iterable[T], n_bytes: Callable[[T], float], limit: float = SHARD_BYTES, max_items: float = math.inf
 ) -> Iterator[list[T]]:
     """Yield batches of consecutive items, in order.
@@ -329,20 +329,22 @@ def _build_rows(record: VideoRecord, tokens: KeptTokens, vectors: Mapping[str, B
     n = len(tokens.index)
     columns: dict[str, pa.Array] = {
         "video_id": pa.repeat(record["video_id"], n).cast(pa.string()),
-        "rank": _or_null(tokens.rank, pa.int32(), n),
+        "rank": _build_nullable_column(tokens.rank, pa.int32(), n),
         "index": pa.array(tokens.index),
         "frame": pa.array(tokens.index // record["tokens_per_frame"]),
-        "merged": _or_null(tokens.merged, pa.bool_(), n),
-        "density": _or_null(tokens.density, pa.float32(), n),
+        "merged": _build_nullable_column(tokens.merged, pa.bool_(), n),
+        "density": _build_nullable_column(tokens.density, pa.float32(), n),
     }
     for name, values in vectors.items():
         data = pa.py_buffer(np.ascontiguousarray(values))
         column = pa.FixedSizeBinaryArray.from_buffers(schema.field(name).type, len(values), [None, data])
-        columns[name] = _place_beside_first(column, columns["frame"].to_numpy()) if is_frame_evidence(name) else column
+        columns[name] = (
+            _spread_over_first_rows(column, columns["frame"].to_numpy()) if is_frame_evidence(name) else column
+        )
     return pa.table([columns[name] for name in schema.names], schema=schema)
 
 
-def _place_beside_first(frames: pa.Array, frame_of_row: NDArray[np.int32]) -> pa.Array:
+def _spread_over_first_rows(frames: pa.Array, frame_of_row: NDArray[np.int32]) -> pa.Array:
     """Spread a value per frame, [T], over the token rows: it goes to the frame's first row, the others get null.
 
     Raises:
@@ -356,6 +358,6 @@ def _place_beside_first(frames: pa.Array, frame_of_row: NDArray[np.int32]) -> pa
     return frames.take(pa.array(frame_of_row, mask=is_null))
 
 
-def _or_null(values: NDArray[np.generic] | None, kind: pa.DataType, n: int) -> pa.Array:
+def _build_nullable_column(values: NDArray[np.generic] | None, kind: pa.DataType, n: int) -> pa.Array:
     """Convert values to a column, or return ``n`` nulls if they are None."""
     return pa.nulls(n, kind) if values is None else pa.array(values, kind)

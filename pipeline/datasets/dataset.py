@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.reader import TokenCache, TokenOrder, check_list
-from pipeline.cache.schema import digest
+from pipeline.cache.reader import TokenCache, TokenOrder, check_not_string
+from pipeline.cache.schema import hash_bytes
 from pipeline.datasets.shares import (
     STATEFUL_LOADER,
     DatasetState,
@@ -23,12 +23,12 @@ from pipeline.datasets.shares import (
     ParentRanks,
     Ranks,
     ShardShare,
-    divide_by_videos,
     divide_evenly,
     find_caller,
     find_prefetching_loader,
     get_loader_worker,
     get_ranks,
+    set_video_slicing,
 )
 from pipeline.errors import RemovedVideo
 from pipeline.rows import VideoRow
@@ -72,8 +72,8 @@ class TokenDataset(Dataset[CachedVideo]):
             ValueError: ``ids`` or ``evidence`` is a string.
             NotACache, CorruptShard, OSError: the cache cannot be opened.
         """
-        check_list(() if ids is None else ids, "ids")
-        check_list(evidence, "evidence")
+        check_not_string(() if ids is None else ids, "ids")
+        check_not_string(evidence, "evidence")
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
         self.ids = self.cache.video_ids if ids is None else list(ids)
         self._options: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
@@ -147,8 +147,8 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             NotACache, CorruptShard, OSError: the cache cannot be opened.
         """
         super().__init__()
-        check_list(() if ids is None else ids, "ids")
-        check_list(evidence, "evidence")
+        check_not_string(() if ids is None else ids, "ids")
+        check_not_string(evidence, "evidence")
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
         self._shards = self.cache.shards(ids)
         self._options: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
@@ -166,7 +166,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._shared = torch.tensor([0, 0, -1, -1]).share_memory_()  # type: ignore[no-untyped-call]
         id_text = "".join(f"{video_id}\0" for video_id in (() if ids is None else ids))
         shards = (f"{name}\0".encode() for name in self._shards.names.to_pylist())
-        self._ids = digest(id_text.encode(), self._shards.counts, *shards)
+        self._ids = hash_bytes(id_text.encode(), self._shards.counts, *shards)
         self._pass: EpochPass | None = None
         self._start: DatasetState | None = None
         self._start_of_worker = False
@@ -176,12 +176,12 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     @property
     def rank(self) -> int:
         """The current rank of this process; 0 if the loader divides batches itself."""
-        return self._ranks().rank
+        return self._get_current_ranks().rank
 
     @property
     def world_size(self) -> int:
         """The current number of ranks that divide the shards."""
-        return self._ranks().world_size
+        return self._get_current_ranks().world_size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which changes the order from the next iteration on, and drop a loaded state.
@@ -193,7 +193,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             ValueError: a loader of Accelerate starts an epoch other than the one in which a loaded state continues.
         """
         loader = find_prefetching_loader("__iter__")
-        divide_by_videos(loader)  # it calls set_epoch on every process at the start of an epoch
+        set_video_slicing(loader)  # it calls set_epoch on every process at the start of an epoch
         if self._start is not None and not int(self._shared[_BY_WORKERS]) and loader is not None:
             next_epoch = self._start["epoch"] + int(self._start["finished"])
             if epoch != next_epoch:
@@ -212,7 +212,9 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         Raises:
             ValueError: ranks were given but the loader divides batches too, or ``even`` has fewer shards than ranks.
         """
-        return sum(shard.n_videos for shard in self._shares(self._ranks(), int(self._shared[_EPOCH])))
+        return sum(
+            shard.n_videos for shard in self._divide_shards(self._get_current_ranks(), int(self._shared[_EPOCH]))
+        )
 
     def __iter__(self) -> Iterator[CachedVideo]:
         """Start a pass over this process's videos of the epoch, at the loaded position if there is one.
@@ -226,7 +228,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         """
         state, self._start = self._start, None
         worker = get_loader_worker()
-        ranks = self._ranks()
+        ranks = self._get_current_ranks()
         epoch = int(self._shared[_EPOCH])
         n_done = 0
         n_removed = 0
@@ -244,7 +246,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._shared[_EPOCH] = epoch
         self._shared[_BY_WORKERS] = worker is not None
         number, n_workers = worker or (0, 1)
-        shares = self._shares(ranks, epoch)
+        shares = self._divide_shards(ranks, epoch)
         shares = divide_evenly(shares, number, n_workers) if self._even else shares[number::n_workers]
         n_videos = sum(share.n_videos for share in shares)
         loader = find_prefetching_loader() if worker is None else None
@@ -269,7 +271,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             return self._start
         now = self._pass
         if now is None:
-            return self._state(self._ranks(), int(self._shared[_EPOCH]), 0, False, 0)
+            return self._state(self._get_current_ranks(), int(self._shared[_EPOCH]), 0, False, 0)
         # StatefulDataLoader calls this before a loader of Accelerate reads ahead; other callers call it after that.
         asks_early = find_caller("StatefulDataLoader") is not None
         n_done = now.done if asks_early else now.count_yielded()
@@ -314,7 +316,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
                 to_skip -= n_videos
                 continue
             rows = [row for share in mixed for row in self._rows(share)]
-            remaining_rows = self._shuffled(rows, now.epoch, now.ranks.rank, 1, worker, start)[to_skip:]
+            remaining_rows = self._shuffle_items(rows, now.epoch, now.ranks.rank, 1, worker, start)[to_skip:]
             to_skip = 0
             for first in range(0, len(remaining_rows), _READ_AHEAD):
                 videos = deque(self._videos(remaining_rows[first : first + _READ_AHEAD]))
@@ -365,7 +367,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
                 videos.append(None)
         return videos
 
-    def _shares(self, ranks: Ranks, epoch: int) -> list[ShardShare]:
+    def _divide_shards(self, ranks: Ranks, epoch: int) -> list[ShardShare]:
         """Return a rank's shards in an epoch, in reading order, each with the number of its videos to read.
 
         With ``even``, all ranks read the same number of videos: a rank may stop in the middle of a shard and drop later
@@ -381,7 +383,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
                 f"even: {len(counts)} token shards cannot be divided among {world_size} ranks, and none would get a "
                 "video: take TokenDataset with torch's DistributedSampler"
             )
-        numbers = self._shuffled(range(len(counts)), epoch, 0, 0)
+        numbers = self._shuffle_items(range(len(counts)), epoch, 0, 0)
         numbers_by_rank = [numbers[rank::world_size] for rank in range(world_size)]
         shares = [ShardShare(number, int(counts[number])) for number in numbers_by_rank[ranks.rank]]
         if not self._even:
@@ -393,14 +395,14 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             n_left -= even_shares[-1].n_videos
         return [share for share in even_shares if share.n_videos]
 
-    def _shuffled(self, items: Sequence[T], epoch: int, *salt: int) -> Sequence[T]:
+    def _shuffle_items(self, items: Sequence[T], epoch: int, *salt: int) -> Sequence[T]:
         """Return items in a random order that depends on seed, epoch and ``salt``; unchanged without ``shuffle``."""
         if not self._shuffle:
             return items
         order = np.random.default_rng([self._seed, epoch, *salt])
         return [items[i] for i in order.permutation(len(items))]
 
-    def _ranks(self) -> Ranks:
+    def _get_current_ranks(self) -> Ranks:
         """Return the given rank and world size of this process, or the current ones of torch.distributed.
 
         Raises:
@@ -433,8 +435,8 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     def _check(self, state: DatasetState, ranks: Ranks, goes_on: bool) -> None:
         """Raise ValueError if a state belongs to other ids or settings.
 
-        If it continues in mid-epoch (``goes_on``), rank and worker must match too, and in a worker, a worker must have
-        loaded it.
+        If it continues in mid-epoch (``has_more_film``), rank and worker must match too, and in a worker, a worker must
+        have loaded it.
         """
         if goes_on and get_loader_worker() is not None and not self._start_of_worker:
             raise ValueError(

@@ -162,11 +162,13 @@ def pack(videos: Sequence[CachedVideo]) -> Packed:
             "lengths": torch.tensor(
                 lengths
             ),  # first, because Accelerate takes the length of the first tensor as the batch size
-            "tokens": _joined([video.tokens for video in videos]),
-            "index": _joined([video.index for video in videos]),
-            "frame": _joined([video.frame for video in videos]),
-            **{f"{_DEEPSTACK}{number}": _joined(level) for number, level in enumerate(levels)},
-            **{f"{_EVIDENCE}{name}": _joined([video.evidence[name] for video in videos]) for name in names},
+            "tokens": _concatenate_tensors([video.tokens for video in videos]),
+            "index": _concatenate_tensors([video.index for video in videos]),
+            "frame": _concatenate_tensors([video.frame for video in videos]),
+            **{f"{_DEEPSTACK}{number}": _concatenate_tensors(level) for number, level in enumerate(levels)},
+            **{
+                f"{_EVIDENCE}{name}": _concatenate_tensors([video.evidence[name] for video in videos]) for name in names
+            },
             "metadata": torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8),
         },
         [video.metadata for video in videos],
@@ -192,7 +194,7 @@ def select_videos(batch: Any, videos: slice, process_index: int | None = None, n
     return batch
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _concatenate_tensors(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors along the first axis; in a worker into shared memory, which saves a copy."""
     first = parts[0]
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])

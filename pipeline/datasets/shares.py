@@ -71,7 +71,7 @@ def find_prefetching_loader(method: str | None = None) -> Any:
     return find_caller(*_LOADERS_AHEAD, method=method)
 
 
-def divide_by_videos(loader: Any) -> None:
+def set_video_slicing(loader: Any) -> None:
     """Make a loader of Accelerate that dispatches batches divide packed batches by their videos.
 
     Other loaders, None, and loaders whose function to divide batches is the user's are left unchanged.

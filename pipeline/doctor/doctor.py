@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from gstep.backbones import ModelSource, find_family
+from gstep.backbones import ModelSource, get_family_entry
 from gstep.families import describe_family
 from gstep.lazy import load_object
 from pipeline.doctor.finding import Finding, run_guarded
-from pipeline.doctor.nodes import judge_nodes, measure_node, measure_nodes, on_each_node
+from pipeline.doctor.nodes import judge_nodes, measure_node, measure_nodes, run_on_each_node
 from pipeline.doctor.speed import check_balance, check_decoding, check_device, read_first_videos
-from pipeline.errors import format_count, usage_errors
+from pipeline.errors import convert_usage_errors, format_count
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.frame_limits import describe_sampling
-from pipeline.prune.recipe import Recipe, resolve, sampling_settings
+from pipeline.prune.recipe import Recipe, make_sampling_identity, resolve_recipe
 from pipeline.runner.cluster.connection import connect
 from pipeline.runner.cluster.nodes import iter_alive_nodes
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import LocalStore, Store, store_at
+from pipeline.storage.s3 import S3Objects
+from pipeline.storage.stores import LocalStore, Store, make_store
 
 _VIDEOS, _VIDEOS_PER_NODE = 8, 2  # videos that are decoded here, and on every node
 _STORED_VIDEOS = 4  # videos whose frames an object store should have room for
@@ -44,7 +44,7 @@ class Doctor:
         self._decode_s: float | None = None
         self._encode_s: float | None = None
 
-    def findings(self) -> Iterator[Finding]:
+    def iter_findings(self) -> Iterator[Finding]:
         """Run all checks, and yield each finding as soon as it is known.
 
         This starts Ray or joins a cluster as the run would. An exception in a check becomes a "wrong" finding; checks
@@ -84,13 +84,13 @@ class Doctor:
 
     def _check_store(self) -> Iterator[Finding]:
         """Test the store (or the folder in which it would be made) from here, and from each of several nodes."""
-        objects = Objects.from_environment(self._config.s3_endpoint, self._config.s3_requester_pays)
-        store = reachable(store_at(self._config.out, objects))
+        objects = S3Objects.from_environment(self._config.s3_endpoint, self._config.s3_requester_pays)
+        store = find_existing_store(make_store(self._config.out, objects))
         yield from check_store(store)
         if not self._cluster or len(list(iter_alive_nodes())) < 2:
             return
-        for host, result in on_each_node(lambda: list(check_store(store))).items():
-            yield from (finding.on(host) for finding in ([result] if isinstance(result, Finding) else result))
+        for host, result in run_on_each_node(lambda: list(check_store(store))).items():
+            yield from (finding.with_host(host) for finding in ([result] if isinstance(result, Finding) else result))
 
     def _check_model(self) -> Iterator[Finding]:
         """Find the model's files, keep the source, and compare it with the stock model if its family can.
@@ -99,11 +99,11 @@ class Doctor:
         model cannot be found, or is not supported.
         """
         config = self._config
-        with usage_errors():
+        with convert_usage_errors():
             source = ModelSource.resolve(
                 config.model, config.revision, quantized=True, family=config.family, gate=False
             )
-            check = find_family(source.family).doctor
+            check = get_family_entry(source.family).doctor
         kind = describe_family(source.family, source.model_type)
         yield Finding("model", "ok", f"{config.model}: config.json is of {kind}; {source.identity}")
         self._source = source
@@ -116,8 +116,8 @@ class Doctor:
 
     def _check_settings(self) -> Iterator[Finding]:
         """Resolve the options as a run does, keep the recipe, and yield "ok". UsageError is raised as in a run."""
-        self._recipe = recipe = resolve(self._config)
-        frames = describe_sampling(sampling_settings(recipe.sampling))
+        self._recipe = recipe = resolve_recipe(self._config)
+        frames = describe_sampling(make_sampling_identity(recipe.sampling))
         kept = f"{recipe.method} at retention ratio {recipe.retention_ratio:g}"
         yield Finding("settings", "ok", f"model, frames and method go together: {frames}; {kept}")
 
@@ -128,11 +128,11 @@ class Doctor:
         here. UsageError is raised if there are no videos.
         """
         rows = read_first_videos(self._config, recipe.objects, _VIDEOS)
-        setup = recipe.decode_setup()
+        setup = recipe.make_decode_setup()
         findings, self._decode_s = check_decoding(setup, rows)
         yield from findings
         nodes = list(iter_alive_nodes())
-        n_frames, height, width = shape = setup.largest_frames()
+        n_frames, height, width = shape = setup.plan_largest_frames()
         frame_bytes = 3 * math.prod(shape)
         for host, _, resources in nodes:
             store_bytes = resources.get("object_store_memory", 0.0)
@@ -141,31 +141,33 @@ class Doctor:
             )
             says = f"{store_bytes / 2**30:.1f} GiB, which is room for {capacity}"
             remedy = "start the node with a larger --object-store-memory: Ray spills frames to its disk"
-            yield Finding.slow_if(store_bytes < _STORED_VIDEOS * frame_bytes, "object store", says, remedy).on(host)
+            yield Finding.warn_if_slow(
+                store_bytes < _STORED_VIDEOS * frame_bytes, "object store", says, remedy
+            ).with_host(host)
         if len(nodes) < 2:
             return
-        for host, report in on_each_node(partial(check_decoding, setup, rows[:_VIDEOS_PER_NODE])).items():
-            yield from (finding.on(host) for finding in ([report] if isinstance(report, Finding) else report[0]))
+        for host, report in run_on_each_node(partial(check_decoding, setup, rows[:_VIDEOS_PER_NODE])).items():
+            yield from (finding.with_host(host) for finding in ([report] if isinstance(report, Finding) else report[0]))
 
     def _check_devices(self, recipe: Recipe) -> Iterator[Finding]:
         """Encode on a GPU of each node that has one; if there is none to use, on the CPUs of each node.
 
         Keeps the encode seconds of the first node that reports any.
         """
-        setup = recipe.encode_setup(self._config.device, "auto")
-        shape = recipe.decode_setup().largest_frames()
+        setup = recipe.make_encode_setup(self._config.device, "auto")
+        shape = recipe.make_decode_setup().plan_largest_frames()
         on_gpus = int(self._config.device != "cpu" and self._cluster.get("GPU", 0.0) >= 1)
-        reports = on_each_node(partial(check_device, setup, shape), gpus=on_gpus, wait_s=_DEVICE_S)
+        reports = run_on_each_node(partial(check_device, setup, shape), gpus=on_gpus, wait_s=_DEVICE_S)
         for host, report in reports.items():
             if isinstance(report, Finding):
-                yield report.on(host)
+                yield report.with_host(host)
                 continue
             findings, encode_s = report
             self._encode_s = encode_s if self._encode_s is None else self._encode_s
-            yield from (finding.on(host) for finding in findings)
+            yield from (finding.with_host(host) for finding in findings)
 
 
-def reachable(store: Store) -> Store:
+def find_existing_store(store: Store) -> Store:
     """Return the store; for a missing local folder, the nearest existing folder above it."""
     if store.folder is not None and not store.folder.exists():
         return LocalStore(next(path for path in store.folder.parents if path.exists()))
@@ -194,7 +196,7 @@ def check_store(store: Store) -> Iterator[Finding]:
             read_s = time.perf_counter() - start
             if middle != data[1000:3000] or whole != data:
                 problems.append("what is read is not what was put")
-            age_s = store.age(name).total_seconds()
+            age_s = store.compute_age(name).total_seconds()
             if not -_MAX_STORE_SKEW_S <= age_s <= _MAX_STORE_SKEW_S + time.perf_counter() - put_at:
                 problems.append(f"its clock is wrong: a file just put is {age_s:.0f} s old")
         finally:
@@ -210,4 +212,4 @@ def check_store(store: Store) -> Iterator[Finding]:
         return
     timings = f"put in {put_s:.2f} s, listed, read in {read_s:.2f} s, read in part and deleted"
     says = f"{store}: a test file of {_TEST_FILE_BYTES >> 20} MiB was {timings}"
-    yield Finding.slow_if(max(put_s, read_s) > _SLOW_STORE_S, "store", says, "use a store nearer to the workers")
+    yield Finding.warn_if_slow(max(put_s, read_s) > _SLOW_STORE_S, "store", says, "use a store nearer to the workers")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline.errors import UsageError, printable
+from pipeline.errors import UsageError, make_printable
 
 State = Literal["ok", "slow", "wrong", "unknown"]
 
@@ -28,11 +28,11 @@ class Finding:
     remedy: str = ""
 
     @classmethod
-    def slow_if(cls, slow: object, name: str, says: str, remedy: str) -> Finding:
+    def warn_if_slow(cls, slow: object, name: str, says: str, remedy: str) -> Finding:
         """Return a "slow" finding with the remedy if ``slow`` is true, otherwise an "ok" finding."""
         return cls(name, "slow", says, remedy) if slow else cls(name, "ok", says)
 
-    def on(self, host: str) -> Finding:
+    def with_host(self, host: str) -> Finding:
         """Return a copy of this finding with the host after its name."""
         return replace(self, name=f"{self.name} ({host})")
 
@@ -43,4 +43,4 @@ def run_guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[F
         yield from check()
     except Exception as error:  # noqa: BLE001 - whatever breaks a check is what the user wants to know
         says = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-        yield Finding(name, "wrong", printable(says), "see the message")
+        yield Finding(name, "wrong", make_printable(says), "see the message")

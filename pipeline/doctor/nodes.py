@@ -15,9 +15,9 @@ from ray._private.utils import get_system_memory
 
 from pipeline.doctor.finding import Finding
 from pipeline.errors import format_count
-from pipeline.runner.cluster.connection import describe_cause, package_version
+from pipeline.runner.cluster.connection import describe_cause, find_package_version
 from pipeline.runner.cluster.disks import RayDisk
-from pipeline.runner.cluster.nodes import count_cores, iter_alive_nodes, task_on
+from pipeline.runner.cluster.nodes import count_cores, iter_alive_nodes, make_node_task
 
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
@@ -54,40 +54,40 @@ class Node(NamedTuple):
 def measure_node() -> Node:
     """Measure the node on which this process runs; ``skew_s`` stays 0.0."""
     shm = Path("/dev/shm")
-    versions = {name: package_version(name) for name in (*PACKAGES, *OPTIONAL)}
+    versions = {name: find_package_version(name) for name in (*PACKAGES, *OPTIONAL)}
     return Node(
         versions={"python": platform.python_version(), **versions},
         cores=count_cores(),
         memory=get_system_memory(),  # or the limit of the container
         shm_free=shutil.disk_usage(shm).free if shm.is_dir() else 0,
         disks=RayDisk.measure() if ray.is_initialized() else [],
-        missing_codecs=[name for name in CODECS if not _can_decode(name)],
+        missing_codecs=[name for name in CODECS if not _has_codec(name)],
     )
 
 
 def measure_nodes() -> dict[str, Node | Finding]:
     """Measure every living node and its clock; return by host the node, or a "wrong" finding if it does not answer."""
-    nodes = on_each_node(measure_node)
+    nodes = run_on_each_node(measure_node)
     for host, node_id, _ in iter_alive_nodes():
         if isinstance(node := nodes.get(host), Node):  # its worker is running by now, so the call is fast
             before = time.time()
             try:
-                node_time = ray.get(task_on(node_id).remote(time.time), timeout=_ANSWER_S)
+                node_time = ray.get(make_node_task(node_id).remote(time.time), timeout=_ANSWER_S)
             except Exception as error:  # noqa: BLE001 - the findings of the other nodes must stay
-                nodes[host] = _no_answer(error)
+                nodes[host] = _make_no_answer_finding(error)
                 continue
             nodes[host] = node._replace(skew_s=min(0.0, node_time - before) + max(0.0, node_time - time.time()))
     return nodes
 
 
-def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S) -> dict[str, T | Finding]:
+def run_on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S) -> dict[str, T | Finding]:
     """Run ``work`` in parallel, once on each living node with at least ``gpus`` GPUs; return the results by host.
 
     A result is a "wrong" Finding if ``work`` raised or the node did not answer. All nodes together get ``wait_s``
     seconds; after that, each remaining node gets 1 s more.
     """
     answers = {
-        host: task_on(node_id, gpus).remote(work)
+        host: make_node_task(node_id, gpus).remote(work)
         for host, node_id, resources in iter_alive_nodes()
         if resources.get("GPU", 0.0) >= gpus
     }
@@ -97,11 +97,11 @@ def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S
         try:
             results[host] = ray.get(answer, timeout=max(1.0, until - time.monotonic()))
         except Exception as error:  # noqa: BLE001 - also raised if the node does not answer
-            results[host] = _no_answer(error)
+            results[host] = _make_no_answer_finding(error)
     return results
 
 
-def _no_answer(error: Exception) -> Finding:
+def _make_no_answer_finding(error: Exception) -> Finding:
     """Return the "wrong" finding for a node that does not answer."""
     says = f"it does not answer: {describe_cause(error)}"
     return Finding("node", "wrong", says, "look at it, at its GPU and driver, or drain it")
@@ -110,10 +110,10 @@ def _no_answer(error: Exception) -> Finding:
 def judge_nodes(nodes: Mapping[str, Node | Finding], driver: Node) -> Iterator[Finding]:
     """Yield a finding per node that did not answer, the comparison of versions, and findings about each other node."""
     reachable = {host: node for host, node in nodes.items() if isinstance(node, Node)}
-    yield from (finding.on(host) for host, finding in nodes.items() if isinstance(finding, Finding))
+    yield from (finding.with_host(host) for host, finding in nodes.items() if isinstance(finding, Finding))
     yield _judge_versions(reachable, driver)
     for host, node in reachable.items():
-        yield from (finding.on(host) for finding in _judge_one(node))
+        yield from (finding.with_host(host) for finding in _judge_node(node))
 
 
 def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
@@ -139,7 +139,7 @@ def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
     return Finding("versions", "ok", f"{compared}: the same on {format_count(len(nodes), 'node')}{other_note}")
 
 
-def _judge_one(node: Node) -> Iterator[Finding]:
+def _judge_node(node: Node) -> Iterator[Finding]:
     """Yield findings about one node: codecs, memory, each disk, and its clock if that is off by more than 2 s.
 
     Such a clock, a missing codec, and a disk to which Ray may write nothing more, are "wrong". Less than 8 GiB of
@@ -154,7 +154,7 @@ def _judge_one(node: Node) -> Iterator[Finding]:
     says = ", ".join(f"{kind} {size / _GIB:.1f} GiB" for kind, size, _ in sizes)
     remedy = "give it more: Ray spills frames to disk and ends workers where memory is short"
     short = any(size < least for _, size, least in sizes)
-    yield Finding.slow_if(short, "memory", f"{node.cores} cores, {says}", remedy)
+    yield Finding.warn_if_slow(short, "memory", f"{node.cores} cores, {says}", remedy)
     for disk in node.disks:
         free = f"{disk.free / _GIB:.1f} GiB free, {disk.share:.0%} full"
         says = f"{disk.folder}: {free}; Ray spills up to {disk.limit:.0%} full"
@@ -162,7 +162,7 @@ def _judge_one(node: Node) -> Iterator[Finding]:
         if not disk.writable_bytes:
             yield Finding("disk", "wrong", says, remedy)
         else:
-            yield Finding.slow_if(
+            yield Finding.warn_if_slow(
                 disk.writable_bytes < _MIN_DISK, "disk", says, f"{remedy}: a full node is left out of a run"
             )
     if abs(node.skew_s) > _MAX_SKEW_S:
@@ -170,7 +170,7 @@ def _judge_one(node: Node) -> Iterator[Finding]:
         yield Finding("clock", "wrong", says, "set the clocks by NTP: notes of runs and --keep-minutes use them")
 
 
-def _can_decode(codec: str) -> bool:
+def _has_codec(codec: str) -> bool:
     """Return True if PyAV has a decoder for the codec."""
     try:
         av.codec.Codec(codec, "r")

@@ -22,20 +22,20 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup, decode_sample
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.rows import ManifestRow, TodoRow
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 
 _MAX_DECODE_S = 60.0  # for all videos together
 _KERNEL_WIDTH = 3584  # the hidden size of a 7B model
 _ROUNDS = 3
 
 
-def read_first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[TodoRow]:
+def read_first_videos(config: PruneConfig, objects: S3Objects, n_videos: int) -> list[TodoRow]:
     """Return the first videos that the options name, at most ``n_videos``; only as many archives are read as needed.
 
     Raises:
         UsageError: the videos cannot be listed, or there are none.
     """
-    indexes = Indexes(config.archive_options())
+    indexes = Indexes(config.make_archive_options())
     videos = VideoList.read(config.videos, config.video_root, objects, indexes, first="needed", is_limited=True)
     tables = [videos.known]
     n_missing = n_videos - len(videos.known)
@@ -106,7 +106,7 @@ def _check_gpu() -> Iterator[Finding]:
     gpu = torch.cuda.get_device_properties(0)
     says = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}"
     remedy = "bfloat16 is emulated before capability 8.0: use --dtype float16"
-    yield Finding.slow_if(gpu.major < 8, "gpu", f"{says}, CUDA {torch.version.cuda}", remedy)
+    yield Finding.warn_if_slow(gpu.major < 8, "gpu", f"{says}, CUDA {torch.version.cuda}", remedy)
 
 
 def _check_kernels() -> Iterator[Finding]:
@@ -158,4 +158,4 @@ def check_balance(decode_s: float | None, encode_s: float | None, cores: float, 
     needed_cores, cores_per_gpu = decode_s / encode_s, cores / gpus
     says = f"this model needs {needed_cores:.1f} decode cores a GPU; the cluster has {cores_per_gpu:.1f}"
     remedy = "add nodes with CPUs alone, or try --snap-to-keyframes and --decoder nvdec"
-    return Finding.slow_if(cores_per_gpu < needed_cores, "balance", says, remedy)
+    return Finding.warn_if_slow(cores_per_gpu < needed_cores, "balance", says, remedy)

@@ -44,32 +44,32 @@ class AbilityRule:
         return not self.split or splits.get(self.split) == self.value
 
 
-def _rules(benchmark: str, split: str, values: Sequence[str], ability: str) -> list[AbilityRule]:
+def _make_ability_rules(benchmark: str, split: str, values: Sequence[str], ability: str) -> list[AbilityRule]:
     """Return one rule with the given ability for each value of a split."""
     return [AbilityRule(benchmark, split, value, ability) for value in values]
 
 
 #: The built-in table; the first rule that matches a question counts.
 BUILT_IN: Sequence[AbilityRule] = (
-    *_rules("shapes", "domain", ["needle"], "needle"),
-    *_rules("shapes", "task_type", ["count"], "counting"),
-    *_rules("shapes", "task_type", ["order", "onset", "quarter"], "order"),
-    *_rules("shapes", "task_type", ["sign"], "OCR"),
-    *_rules("videomme", "task_type", ["Counting Problem"], "counting"),
-    *_rules("videomme", "task_type", ["OCR Problems"], "OCR"),
-    *_rules("videomme", "task_type", ["Temporal Perception", "Temporal Reasoning"], "order"),
-    *_rules("mlvu-*", "task_type", ["count"], "counting"),
-    *_rules("mlvu-*", "task_type", ["order"], "order"),
-    *_rules("mlvu-*", "task_type", ["needle", "needleQA"], "needle"),
-    *_rules("mvbench", "task", ["action_count", "moving_count"], "counting"),
-    *_rules("mvbench", "task", ["character_order", "action_sequence", "scene_transition"], "order"),
-    *_rules("mvbench", "task", ["action_localization"], "grounding"),
-    *_rules("longvideobench", "question_category", ["E3E", "O3O", "SSS", "T3E", "T3O"], "order"),
+    *_make_ability_rules("shapes", "domain", ["needle"], "needle"),
+    *_make_ability_rules("shapes", "task_type", ["count"], "counting"),
+    *_make_ability_rules("shapes", "task_type", ["order", "onset", "quarter"], "order"),
+    *_make_ability_rules("shapes", "task_type", ["sign"], "OCR"),
+    *_make_ability_rules("videomme", "task_type", ["Counting Problem"], "counting"),
+    *_make_ability_rules("videomme", "task_type", ["OCR Problems"], "OCR"),
+    *_make_ability_rules("videomme", "task_type", ["Temporal Perception", "Temporal Reasoning"], "order"),
+    *_make_ability_rules("mlvu-*", "task_type", ["count"], "counting"),
+    *_make_ability_rules("mlvu-*", "task_type", ["order"], "order"),
+    *_make_ability_rules("mlvu-*", "task_type", ["needle", "needleQA"], "needle"),
+    *_make_ability_rules("mvbench", "task", ["action_count", "moving_count"], "counting"),
+    *_make_ability_rules("mvbench", "task", ["character_order", "action_sequence", "scene_transition"], "order"),
+    *_make_ability_rules("mvbench", "task", ["action_localization"], "grounding"),
+    *_make_ability_rules("longvideobench", "question_category", ["E3E", "O3O", "SSS", "T3E", "T3O"], "order"),
     AbilityRule("lmms:temporal_grounding_charades", "", "", "grounding"),
     AbilityRule("lmms:timelens_*", "", "", "grounding"),
-    *_rules("lmms:vsibench*", "question_type", ["object_counting"], "counting"),
-    *_rules("lmms:vsibench*", "question_type", ["obj_appearance_order"], "order"),
-    *_rules("lmms:tempcompass_*", "dim", ["order"], "order"),
+    *_make_ability_rules("lmms:vsibench*", "question_type", ["object_counting"], "counting"),
+    *_make_ability_rules("lmms:vsibench*", "question_type", ["obj_appearance_order"], "order"),
+    *_make_ability_rules("lmms:tempcompass_*", "dim", ["order"], "order"),
     AbilityRule("lmms:vinoground", "", "", "order"),
     AbilityRule("lmms:countix", "", "", "counting"),
     AbilityRule("lmms:repcount", "", "", "counting"),

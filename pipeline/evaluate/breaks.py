@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Literal
 
 from pipeline.evaluate.statistics import FEWEST_VIDEOS
-from pipeline.evaluate.table import ends, printed, signed
+from pipeline.evaluate.table import format_interval, format_points, format_score
 from pipeline.rows import JsonObject
 
 BREAKS_TITLE = "Where it breaks"
@@ -60,7 +60,7 @@ class Kind:
     @property
     def text(self) -> str:
         """The tasks in one line, with the score of full retention unless it is nan."""
-        full = "" if math.isnan(self.full_score) else f"; full retention {printed(self.full_score)}"
+        full = "" if math.isnan(self.full_score) else f"; full retention {format_score(self.full_score)}"
         return " + ".join(task.text for task in self.tasks) + full
 
 
@@ -100,14 +100,14 @@ class Loss:
     @property
     def interval(self) -> str:
         """The interval as text, such as "[-1.2, +0.3]"; "" without an interval."""
-        return ends(self.low, self.high)
+        return format_interval(self.low, self.high)
 
     @property
     def number(self) -> str:
         """The difference with its sign, "no change", or the reason why there is no number."""
         if self.difference is None:
             return self.lacking
-        return self.outcome if self.outcome == "no change" else signed(self.difference)
+        return self.outcome if self.outcome == "no change" else format_points(self.difference)
 
     @property
     def text(self) -> str:
@@ -196,7 +196,7 @@ class Verdict:
             title = next(task.title for task in self.kind.tasks if task.n_videos == self.kind.n_videos)
             return f"{self.kind.n_videos:,} videos" + (f" of {title}" if len(self.kind.tasks) > 1 else "")
         if loss.outcome == "nothing to lose":
-            return f"full retention scores {printed(self.kind.full_score)}"
+            return f"full retention scores {format_score(self.kind.full_score)}"
         at = f"at {loss.share}"
         if loss.outcome in _UNKNOWN:
             why = "no interval" if loss.outcome == "no interval" else f"half width {loss.half_width:.2f}"
@@ -244,7 +244,7 @@ class Breaks:
     not_measured: Sequence[str] = ()
     notes: Sequence[str] = ()
 
-    def of_kind(self, kind: Kind) -> list[Verdict]:
+    def select_verdicts(self, kind: Kind) -> list[Verdict]:
         """Return the verdicts on one kind, in order."""
         return [verdict for verdict in self.verdicts if verdict.kind == kind]
 

@@ -11,7 +11,7 @@ from gstep.methods import METHODS
 from pipeline.errors import UsageError
 from pipeline.evaluate.statistics import is_named, split_seed
 from pipeline.generate.late_pruning import PruningSpec, parse_pruning_grid
-from pipeline.options import DTYPES, EngineOptions, RunOptions, check, check_ratio, option, positive
+from pipeline.options import DTYPES, EngineOptions, RunOptions, check, check_ratio, is_positive, option
 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
@@ -232,12 +232,12 @@ class EvaluateConfig(EngineOptions):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1", value)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
-        check(self.within is None or positive(self.within), "within", "a positive number of points", self.within)
+        check(self.within is None or is_positive(self.within), "within", "a positive number of points", self.within)
         check(self.draws >= 100, "draws", "at least 100", self.draws)
-        check(positive(self.decode_timeout), "decode_timeout", "a positive number of seconds", self.decode_timeout)
+        check(is_positive(self.decode_timeout), "decode_timeout", "a positive number of seconds", self.decode_timeout)
         if self.drop_tokens and self.cache is not None:
             raise UsageError("--drop-tokens deletes the cache in --out; a cache that --cache names is yours to delete")
-        check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
+        check(self.fps is None or is_positive(self.fps), "fps", "a positive number", self.fps)
         if self.fps is not None and self.num_frames is not None:
             raise UsageError("--num-frames and --fps are two ways of sampling: give one of them")
         self._check_rows({spec.method_label.partition(",positions=")[0] for spec in self.grid().values() if spec})
@@ -251,12 +251,12 @@ class EvaluateConfig(EngineOptions):
             if value is not None and not any(is_named(value, row) for row in rows):
                 raise UsageError(f"--{option_name} {value} is no row of the table; there are {', '.join(sorted(rows))}")
 
-    def shared_with(self, kind: type[RunOptions]) -> dict[str, Any]:
+    def select_shared_options(self, kind: type[RunOptions]) -> dict[str, Any]:
         """Return the options, by name, that another configuration class also has with the same meaning."""
         names = [item.name for item in fields(kind) if item.name not in _NOT_SHARED]
         return {name: value for name, value in vars(self).items() if name in names}
 
-    def in_out(self, name: str) -> str:
+    def join_out(self, name: str) -> str:
         """Return the path or URI of ``name`` below ``out``."""
         return f"{self.out.rstrip('/')}/{name}"
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from pipeline.cache.header import HEADER
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TOKENS
-from pipeline.console import speaker
+from pipeline.console import make_speaker
 from pipeline.errors import BUGS, RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
@@ -30,8 +30,8 @@ from pipeline.evaluate.scores import write_submissions
 from pipeline.evaluate.table import ResultsTable
 from pipeline.generate.summary import render_answers
 from pipeline.rows import JsonObject
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import store_at
+from pipeline.storage.s3 import S3Objects
+from pipeline.storage.stores import make_store
 
 # Error classes of answers that may succeed at another attempt.
 _MAY_SUCCEED = ("corrupt", "io", "out-of-memory", "own-code", "internal")
@@ -58,15 +58,15 @@ class Evaluation:
     def exit_code(self, config: EvaluateConfig) -> int:
         """Return 1 if too many answers failed, one is missing, none is good, or a bug made something fail; otherwise 0.
 
-        Too many are more than ``config.failure_limit`` allows. With ``--score``, only this counts. With
+        Too many are more than ``config.compute_failure_limit`` allows. With ``--score``, only this counts. With
         ``--benchmark``, a video that failed by a bug counts too.
         """
         answers, videos = self.done.answers, self.done.videos
         if answers is None:
             n_failed = pc.sum(pc.equal(self.done.scores["status"], "failed")).as_py()
-            return 1 if n_failed > config.failure_limit(len(self.done.scores)) else 0
+            return 1 if n_failed > config.compute_failure_limit(len(self.done.scores)) else 0
         bug = videos is not None and bool(BUGS & videos.failures.keys())
-        return 1 if bug else answers.exit_code(config.failure_limit(answers.n_questions))
+        return 1 if bug else answers.exit_code(config.compute_failure_limit(answers.n_questions))
 
     def as_record(self) -> JsonObject:
         """Return the outcome as a JSON-able record: files, main table, scores, and counts of videos and answers.
@@ -96,7 +96,7 @@ def iter_row_scores(table: ResultsTable) -> Iterator[JsonObject]:
     the default.
     """
     for row in table.rows:
-        record = table.record_of(row)
+        record = table.make_row_record(row)
         yield {
             "method": row.method + (f",positions={row.positions}" if row.positions else ""),
             "retention_ratio": row.ratio,
@@ -123,7 +123,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
     except OSError as error:
         raise RunFailed(f"{config.out}: the results cannot be written: {error.strerror or error}") from error
     if line := format_warned_line(evaluation.done.scores):
-        speaker(console)(f"note: {line}")
+        make_speaker(console)(f"note: {line}")
     return evaluation
 
 
@@ -138,7 +138,7 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
             and cannot be dropped, only after the runs.
     """
     request = prepare(config, console)
-    say = speaker(console)
+    say = make_speaker(console)
     for line in describe_data(request.loaded, request.benchmark):
         say(line)
     scored = answer_and_score(request, console)
@@ -166,13 +166,13 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
     Raises:
         UsageError: ``out`` holds other results, or the answers cannot be scored or compared.
     """
-    store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_requester_pays))
+    store = make_store(config.out, S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays))
     identity = {"scored": config.score}
     match_results(store, identity)
     scored = score_answers(config)
     if scored.n_left_out:
         console.print(f"note: {scored.n_left_out} questions have no answer to compare with, and are left out")
-    table, files = write_results(store, scored, present_answers(config), identity)
+    table, files = write_results(store, scored, make_answers_presentation(config), identity)
     return Evaluation(done=scored, table=table, out=config.out, files=files)
 
 
@@ -187,9 +187,9 @@ def describe_data(questions: LoadedQuestions, benchmark: Benchmark) -> Iterator[
     yield f"{benchmark.title}: {len(questions.items):,} questions to ask; {questions.n_annotated:,} annotated{whole}"
     for split in benchmark.splits:
         present = {item.splits[split.name] for item in questions.items if split.name in item.splits}
-        if text := split.describe_parts(present, benchmark.protocol().metric):
+        if text := split.describe_values(present, benchmark.protocol().metric):
             yield f"note: {text}"
-    for kind, left_out, count, example in questions.summarise_faults():
+    for kind, left_out, count, example in questions.summarize_faults():
         yield f"note: {count} {kind}, {'left out' if left_out else 'kept'}, e.g. {example}"
 
 
@@ -197,23 +197,23 @@ def _make_presentation(request: EvaluateRequest, scored: ScoredQuestions) -> Pre
     """Return how to present a benchmark's results: title, identity, facts about model and run, and table options."""
     return Presentation(
         title=request.title,
-        benchmark=request.benchmark.stored_in(request.store),
+        benchmark=request.benchmark.load_stored_settings(request.store),
         described=request.identity,
-        facts=[*_list_facts(request, scored), *_machine()],
+        facts=[*_list_facts(request, scored), *_describe_machine()],
         token_bytes=request.token_bytes,
         names=request.names,
         **select_table_options(request.config),
     )
 
 
-def present_answers(config: EvaluateConfig) -> Presentation:
+def make_answers_presentation(config: EvaluateConfig) -> Presentation:
     """Return how to present scored answers of jobs.generate: with their folders as title and a stand-in benchmark."""
     benchmark = Benchmark(name="answers", title="Answers", protocols=(LETTER,), splits=(Split("split", "Split"),))
     return Presentation(
         title=", ".join(config.score),
         benchmark=benchmark,
         described={"protocol": "as jobs.generate asked", "parser": LETTER.parser},
-        facts=_machine(),
+        facts=_describe_machine(),
         **select_table_options(config),
     )
 
@@ -227,7 +227,7 @@ def _list_facts(request: EvaluateRequest, scored: ScoredQuestions) -> Iterator[t
     yield "model", request.source.name
     yield "weights", request.source.identity
     yield "videos", f"{len({video for item in request.loaded.items for video in item.video_ids}):,}"
-    cache = store_at(request.cache, request.objects)
+    cache = make_store(request.cache, request.objects)
     if cache.exists(HEADER):
         size = sum(file.size for file in cache.list_files(TOKENS))
         n_videos = len(TokenCache(request.cache, store=cache))
@@ -242,7 +242,7 @@ def _list_facts(request: EvaluateRequest, scored: ScoredQuestions) -> Iterator[t
         yield "visual tokens", f"{fmean(totals):,.0f} a question on average before pruning"
 
 
-def _machine() -> list[tuple[str, str]]:
+def _describe_machine() -> list[tuple[str, str]]:
     """Return (name, value) facts: this machine's architecture and system, and package versions."""
     return [
         ("machine", f"{platform.machine()}, {platform.system()}"),

@@ -35,12 +35,12 @@ def add_counts(row: Row) -> str:
     return f"{row.title} ({counts_text})" if counts_text else row.title
 
 
-def percent(share: float | None) -> str:
+def format_percent(share: float | None) -> str:
     """Format a share as a percentage with one decimal; None becomes a dash."""
     return NONE if share is None else f"{100 * share:.1f}%"
 
 
-def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
+def format_markdown_tables(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
     """Return the tables as one GitHub Markdown text, each with a heading, followed by the legend and *Where it breaks*.
 
     The remarks of a table stand below it, except those that an earlier table has already shown.
@@ -50,35 +50,39 @@ def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
     for table in tables:
         width = len(table.titles) + len(_COUNTS)
         heads = [(f"*{name}*", texts) for name, texts in table.made_of]
-        lines = [table_row(map(escape_markdown, ["Method", *table.titles, *_COUNTS])), "|---|" + "---:|" * width]
+        lines = [format_table_row(map(escape_markdown, ["Method", *table.titles, *_COUNTS])), "|---|" + "---:|" * width]
         lines += [
-            table_row([name, *map(escape_markdown, texts), *[""] * (width - len(texts))]) for name, texts in heads
+            format_table_row([name, *map(escape_markdown, texts), *[""] * (width - len(texts))])
+            for name, texts in heads
         ]
-        lines.append(_markdown_row(table, table.original))
+        lines.append(_format_markdown_row(table, table.original))
         for heading, rows in table.blocks:
-            lines.append(table_row([f"*{escape_markdown(heading)}*", *[""] * width]))
-            lines += [_markdown_row(table, row) for row in rows]
+            lines.append(format_table_row([f"*{escape_markdown(heading)}*", *[""] * width]))
+            lines += [_format_markdown_row(table, row) for row in rows]
         new_remarks = [text for text in table.remarks if text not in written_titles]
         written_titles.update(new_remarks)
         sections += [f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, new_remarks)]
     sections.append(escape_markdown(f"{MARKS} {COUNTS}"))
-    return "\n\n".join([*sections, *(_breaks_sections(breaks) if breaks else [])]) + "\n"
+    return "\n\n".join([*sections, *(_format_breaks_sections(breaks) if breaks else [])]) + "\n"
 
 
-def _breaks_sections(breaks: Breaks) -> list[str]:
+def _format_breaks_sections(breaks: Breaks) -> list[str]:
     """Return the Markdown sections of *Where it breaks*: heading, verdicts if any, explanation, kinds and remarks."""
-    lines = [table_row(["Kind", "Method", "Lowest safe ratio", "Losses by retention ratio"]), table_row(["---"] * 4)]
+    lines = [
+        format_table_row(["Kind", "Method", "Lowest safe ratio", "Losses by retention ratio"]),
+        format_table_row(["---"] * 4),
+    ]
     for verdict in breaks.verdicts:
         losses = "; ".join(f"{loss.share}: {loss.text}" for loss in verdict.losses)
         answer = f"**{verdict.answer}** ({escape_markdown(verdict.reason)})"
         names = (escape_markdown(name) for name in (verdict.kind.name, verdict.title))
-        lines.append(table_row([*names, answer, escape_markdown(losses)]))
+        lines.append(format_table_row([*names, answer, escape_markdown(losses)]))
     tasks = [f"{kind.name}: {kind.text}." for kind in breaks.kinds]
     texts = [*breaks.explanation, *([f"Kinds: {' '.join(tasks)}"] if tasks else []), *breaks.remarks]
     return [f"### {BREAKS_TITLE}", *(["\n".join(lines)] if breaks.verdicts else []), *map(escape_markdown, texts)]
 
 
-def _markdown_row(table: ResultsTable, row: Row) -> str:
+def _format_markdown_row(table: ResultsTable, row: Row) -> str:
     """Return a row of the Markdown table: its title, scores with differences, and the counts of its answers.
 
     The best score is bold and the second underlined; missing numbers are dashes.
@@ -93,21 +97,21 @@ def _markdown_row(table: ResultsTable, row: Row) -> str:
     tally = row.tally
     tokens = NONE if tally.tokens is None else f"{tally.tokens:,.0f}"
     counts = [NONE if n is None else f"{n:,}" for n in (tally.n_cut, tally.n_weak, tally.n_failed)]
-    shares = (percent(tally.kept_share), percent(tally.unparsed_share))
-    return table_row([escape_markdown(row.title), *cells, tokens, *shares, *counts])
+    shares = (format_percent(tally.kept_share), format_percent(tally.unparsed_share))
+    return format_table_row([escape_markdown(row.title), *cells, tokens, *shares, *counts])
 
 
-def table_row(cells: Iterable[str]) -> str:
+def format_table_row(cells: Iterable[str]) -> str:
     """Return the cells as one row of a Markdown table; they are not escaped."""
     return f"| {' | '.join(cells)} |"
 
 
 def escape_markdown(text: str) -> str:
     """Return the text as one line with Markdown's special characters escaped."""
-    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", _one_line(text))
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", _collapse_spaces(text))
 
 
-def _one_line(text: str) -> str:
+def _collapse_spaces(text: str) -> str:
     """Replace each run of white space, line breaks included, with one space."""
     return re.sub(r"\s+", " ", text)
 
@@ -129,10 +133,10 @@ _LATEX = {
 
 def escape_latex(text: str) -> str:
     """Return the text as one line with LaTeX's special characters escaped."""
-    return "".join(_LATEX.get(sign, sign) for sign in _one_line(text))
+    return "".join(_LATEX.get(sign, sign) for sign in _collapse_spaces(text))
 
 
-def latex(table: ResultsTable) -> str:
+def format_latex_table(table: ResultsTable) -> str:
     """Return the table as a LaTeX ``tabular`` in the paper's layout, which needs the packages booktabs and multirow.
 
     Rows below it say what the scores were made with, then come the remarks and the legend of the marks. The method
@@ -140,11 +144,11 @@ def latex(table: ResultsTable) -> str:
     """
     width = len(table.titles) + 1
     lines = [
-        f"% {_one_line(table.title)}",
+        f"% {_collapse_spaces(table.title)}",
         r"% Needs booktabs and multirow.",
         rf"\begin{{tabular}}{{l {'c' * (width - 1)}}}",
         r"\toprule",
-        *_latex_head(table),
+        *_format_latex_head(table),
     ]
     for heading, rows in [("Original Model (100%)", [table.original]), *table.blocks]:
         text = escape_latex(heading)
@@ -152,10 +156,10 @@ def latex(table: ResultsTable) -> str:
         for row in rows:
             title = escape_latex(add_counts(row))
             if row.method == table.ours:
-                title = _bold(f"{escape_latex(row.title)} (Ours)") + escape_latex(
+                title = _format_bold(f"{escape_latex(row.title)} (Ours)") + escape_latex(
                     add_counts(row).removeprefix(row.title)
                 )
-            lines.append(" & ".join([title, *map(_latex_number, table.numbers(row))]) + r" \\")
+            lines.append(" & ".join([title, *map(_format_latex_number, table.numbers(row))]) + r" \\")
     lines.append(r"\bottomrule")
     made_of = [f"{name}: {'; '.join(_join_columns(table.columns, texts))}." for name, texts in table.made_of]
     below = rf"\multicolumn{{{width}}}{{p{{0.95\linewidth}}}}{{\footnotesize "
@@ -163,7 +167,7 @@ def latex(table: ResultsTable) -> str:
     return "\n".join([*lines, r"\end{tabular}"]) + "\n"
 
 
-def _latex_head(table: ResultsTable) -> list[str]:
+def _format_latex_head(table: ResultsTable) -> list[str]:
     """Return the LaTeX lines of the column titles.
 
     If a benchmark has several columns, there are three lines: benchmark titles that span their columns, rules, and
@@ -176,41 +180,41 @@ def _latex_head(table: ResultsTable) -> list[str]:
     ]
     if all(len(titles) == 1 for _, titles in spans):
         flat = ["Method", *(title for _, titles in spans for title in titles), *other_titles]
-        return [" & ".join(_bold(escape_latex(title)) for title in flat) + r" \\"]
-    upper = [_two_rows("Method")]
+        return [" & ".join(_format_bold(escape_latex(title)) for title in flat) + r" \\"]
+    upper = [_format_tall_title("Method")]
     lower = [""]
     rules = []
     start = 2
     for name, titles in spans:
         if len(titles) == 1:
-            upper.append(_two_rows(titles[0]))
+            upper.append(_format_tall_title(titles[0]))
             lower.append("")
         else:
-            upper.append(rf"\multicolumn{{{len(titles)}}}{{c}}{{{_bold(escape_latex(name))}}}")
-            lower += [_bold(escape_latex(title)) for title in titles]
+            upper.append(rf"\multicolumn{{{len(titles)}}}{{c}}{{{_format_bold(escape_latex(name))}}}")
+            lower += [_format_bold(escape_latex(title)) for title in titles]
             rules.append(rf"\cmidrule(lr){{{start}-{start + len(titles) - 1}}}")
         start += len(titles)
-    upper, lower = [*upper, *map(_two_rows, other_titles)], [*lower, *[""] * len(other_titles)]
+    upper, lower = [*upper, *map(_format_tall_title, other_titles)], [*lower, *[""] * len(other_titles)]
     return [" & ".join(upper) + r" \\", " ".join(rules), " & ".join(lower) + r" \\"]
 
 
-def _two_rows(title: str) -> str:
+def _format_tall_title(title: str) -> str:
     """Return LaTeX for a bold column title that spans both lines of the head."""
-    return rf"\multirow{{2}}{{*}}{{{_bold(escape_latex(title))}}}"
+    return rf"\multirow{{2}}{{*}}{{{_format_bold(escape_latex(title))}}}"
 
 
-def _latex_number(cell: Cell | None) -> str:
+def _format_latex_number(cell: Cell | None) -> str:
     """Return LaTeX for a score, bold if best and underlined if second, above its difference, if any; "--" for None."""
     if cell is None:
         return "--"
     text = escape_latex(cell.printed)
-    text = {"best": _bold(text), "second": rf"\underline{{{text}}}", "": text}[cell.mark]
+    text = {"best": _format_bold(text), "second": rf"\underline{{{text}}}", "": text}[cell.mark]
     text += escape_latex(cell.spread_text)
     beside = escape_latex(cell.difference_text).replace("-", "$-$")
     return rf"\shortstack{{{text}\\{{\tiny {beside}}}}}" if beside else text
 
 
-def _bold(text: str) -> str:
+def _format_bold(text: str) -> str:
     """Return LaTeX that sets ``text``, which is not escaped, in bold."""
     return rf"\textbf{{{text}}}"
 
@@ -261,7 +265,7 @@ def render_breaks(breaks: Breaks) -> Iterator[RenderableType]:
     for name in ("kind", "method", "lowest safe ratio", "why", "losses by retention ratio"):
         table.add_column(name, overflow="fold")
     for kind in breaks.kinds:
-        verdicts = breaks.of_kind(kind)
+        verdicts = breaks.select_verdicts(kind)
         for verdict in verdicts:
             losses = Group(*(Text(f"{loss.share}: {loss.text}") for loss in verdict.losses))
             texts = map(Text, (kind.name, verdict.title, verdict.answer, verdict.reason))

@@ -22,16 +22,16 @@ from pipeline.evaluate.statistics import (
     NO_PART,
     Estimate,
     ScoreMatrix,
-    average,
-    score_matrix,
+    average_estimates,
+    make_score_matrix,
 )
 from pipeline.evaluate.table import FULL_ROW, ArmGroup
-from pipeline.evaluate.tabulate import ScoredBenchmark, group_arms, measure, row_title
+from pipeline.evaluate.tabulate import ScoredBenchmark, estimate_rows, format_row_title, group_arms
 
 _DIGITS = 9  # decimals of points; further ones are rounding errors
 
 
-class _Measured(NamedTuple):
+class _MeasuredTask(NamedTuple):
     """The measurements of one task.
 
     Attributes:
@@ -83,9 +83,9 @@ def find_breaks(
     }
     notes += [f"{line}." for line in list_unused_rules(rules, splits)]
     arms, groups = group_arms(list(scored.values()), methods)
-    measured = list[_Measured]()
+    measured = list[_MeasuredTask]()
     for name, benchmark in scored.items():
-        matrix = score_matrix(benchmark.scores, arms)
+        matrix = make_score_matrix(benchmark.scores, arms)
         abilities = classify_questions(rules, name, matrix.splits)
         measured += _measure_tasks(benchmark, matrix, groups, abilities, draws, seed)
     kinds = list[Kind]()
@@ -120,7 +120,7 @@ def _measure_tasks(
     abilities: Sequence[str],
     draws: int,
     seed: int,
-) -> Iterator[_Measured]:
+) -> Iterator[_MeasuredTask]:
     """Yield a task for each ability with a question that counts in the benchmark's overall score.
 
     All tasks share the benchmark's draws of videos. ``abilities`` has one entry per question.
@@ -129,12 +129,12 @@ def _measure_tasks(
     ability_Q = np.array(abilities)
     parts = {name: whole.within(ability_Q == name) for name in dict.fromkeys(abilities)}
     parts = {name: subset for name, subset in parts.items() if (subset.numbers != NO_PART).any()}
-    measured = measure(benchmark, matrix, groups, list(parts.values()), draws, seed)
+    measured = estimate_rows(benchmark, matrix, groups, list(parts.values()), draws, seed)
     for (name, subset), numbers in zip(parts.items(), measured, strict=True):
         inside_Q = subset.numbers != NO_PART
         scores_AQ = matrix.scores[:, inside_Q]
         differs_A = (scores_AQ != scores_AQ[FULL_ROW]).any(1)
-        yield _Measured(
+        yield _MeasuredTask(
             ability=name,
             task=Task(title=benchmark.title, n_questions=int(inside_Q.sum()), n_videos=numbers.n_videos),
             estimate=numbers,
@@ -143,17 +143,17 @@ def _measure_tasks(
 
 
 def _judge_methods(
-    kind: Kind, tasks: Sequence[_Measured], groups: Sequence[ArmGroup], titles: Mapping[str, str], within: float
+    kind: Kind, tasks: Sequence[_MeasuredTask], groups: Sequence[ArmGroup], titles: Mapping[str, str], within: float
 ) -> list[Verdict]:
     """Return a verdict for each method and positions except full retention; ``titles`` are names by import path."""
-    estimate = average([task.estimate for task in tasks])
+    estimate = average_estimates([task.estimate for task in tasks])
     rows: dict[tuple[str, str], list[int]] = {}
     for row in range(FULL_ROW + 1, len(groups)):
         rows.setdefault((groups[row].method, groups[row].positions), []).append(row)
     return [
         Verdict(
             kind=kind,
-            title=row_title(groups[method_rows[0]], titles),
+            title=format_row_title(groups[method_rows[0]], titles),
             method=method,
             positions=positions,
             losses=[_measure_loss(estimate, kind, tasks, row, groups[row], within) for row in method_rows],
@@ -164,7 +164,7 @@ def _judge_methods(
 
 
 def _measure_loss(
-    estimate: Estimate, kind: Kind, tasks: Sequence[_Measured], row: int, group: ArmGroup, within: float
+    estimate: Estimate, kind: Kind, tasks: Sequence[_MeasuredTask], row: int, group: ArmGroup, within: float
 ) -> Loss:
     """Return the loss of a row against full retention on the tasks of a kind, with the outcome of its test.
 
@@ -177,7 +177,7 @@ def _measure_loss(
     """
     difference = estimate.difference(row, FULL_ROW)
     if math.isnan(difference.value):
-        return Loss(ratio=group.ratio, outcome="not run", lacking=_describe_lacking(tasks, row, group))
+        return Loss(ratio=group.ratio, outcome="not run", lacking=_explain_missing_loss(tasks, row, group))
     number = 100 * difference.value
     if estimate.n_videos < FEWEST_VIDEOS:
         return Loss(ratio=group.ratio, outcome="few videos", difference=number)
@@ -202,7 +202,7 @@ def _judge(low: float, high: float, within: float) -> Outcome:
     return "passes" if low > -within else "may lose"
 
 
-def _describe_lacking(tasks: Sequence[_Measured], row: int, group: ArmGroup) -> str:
+def _explain_missing_loss(tasks: Sequence[_MeasuredTask], row: int, group: ArmGroup) -> str:
     """Return why a row has no loss: "not run on" or "not run with all N seeds on", and the titles of benchmarks.
 
     If full retention is missing on any benchmark, return "full retention not run on" and their titles instead.

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import name_first
+from pipeline.errors import list_first_names
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.breaks import UNKNOWN, Breaks, Loss
-from pipeline.evaluate.forms import COUNTS, MARKS, add_counts, percent
+from pipeline.evaluate.forms import COUNTS, MARKS, add_counts, format_percent
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.statistics import ORIGINAL
 from pipeline.evaluate.table import NONE, ResultsTable, Row
-from pipeline.html_pages import environment
+from pipeline.html_pages import make_environment
 from pipeline.rows import JsonObject
 
 _STEPS = 6  # approximate number of steps on a vertical axis
@@ -90,7 +90,7 @@ class Chart:
     lines: Sequence[Line]
 
 
-def report_page(
+def render_report_page(
     tables: Sequence[ResultsTable],
     facts: Sequence[tuple[str, str]],
     *,
@@ -110,17 +110,17 @@ def report_page(
     """
     pruned_titles = [row.title for row in tables[0].rows if row.method != ORIGINAL.method]
     styles = _assign_styles([*pruned_titles, *(verdict.title for verdict in (breaks.verdicts if breaks else ()))])
-    templates = environment("pipeline.evaluate")
-    templates.globals |= {"titled": add_counts, "percent": percent, "missing": NONE}
+    templates = make_environment("pipeline.evaluate")
+    templates.globals |= {"titled": add_counts, "percent": format_percent, "missing": NONE}
     return templates.get_template("results.html").render(
         tables=tables,
         facts=facts,
-        chart=_chart(tables[0], token_bytes, styles),
+        chart=_make_chart(tables[0], token_bytes, styles),
         breaks=breaks,
-        panels=[] if breaks is None else _panels(breaks, styles),
+        panels=[] if breaks is None else _make_panels(breaks, styles),
         panel={"width": _PANEL_WIDTH, "height": _PANEL_HEIGHT, "left": _PANEL_LEFT, "right": _PANEL_RIGHT},
         legend=f"{MARKS} {COUNTS}",
-        faults=[] if scored is None else [*_fault_lines(scored.loaded), *_failure_lines(scored.scores)],
+        faults=[] if scored is None else [*_list_fault_lines(scored.loaded), *_list_failure_lines(scored.scores)],
         warned=None if scored is None else format_warned_line(scored.scores),
         protocol=list(_flatten(identity or {})),
         width=_WIDTH,
@@ -139,7 +139,7 @@ def format_warned_line(scores: pa.Table) -> str:
     if not len(rows_with_warnings):
         return ""
     videos = pc.unique(rows_with_warnings["video_id"]).to_pylist()
-    names = name_first(videos, len(videos))
+    names = list_first_names(videos, len(videos))
     return (
         f"{len(rows_with_warnings):,} of {len(scores):,} answers, about {len(videos):,} videos ({names}), "
         "come from frames that were decoded with warnings and may be damaged"
@@ -157,7 +157,7 @@ def _assign_styles(titles: Iterable[str]) -> dict[str, Style]:
     return {title: numbers.get(title, Style(0, 0)) for title in titles}
 
 
-def _ticks(values: Sequence[float]) -> list[float]:
+def _compute_ticks(values: Sequence[float]) -> list[float]:
     """Return ascending round numbers that enclose the values: at least two, spaced by 1, 2 or 5 times a power of ten.
 
     There are about ``_STEPS`` steps; values less than 0.5 apart count as 0.5 apart.
@@ -170,12 +170,12 @@ def _ticks(values: Sequence[float]) -> list[float]:
     return [round(k * step, 10) for k in range(first, max(last, first + 1) + 1)]
 
 
-def _down(number: float, axis: Sequence[float], top: int, height: int) -> float:
+def _compute_axis_y(number: float, axis: Sequence[float], top: int, height: int) -> float:
     """Return the y coordinate of a number on a vertical axis with these ascending ticks, the last one at ``top``."""
     return top + height * (axis[-1] - number) / (axis[-1] - axis[0])
 
 
-def _space(labels: Iterable[tuple[float, str]], apart: int) -> list[tuple[float, str]]:
+def _drop_close_labels(labels: Iterable[tuple[float, str]], apart: int) -> list[tuple[float, str]]:
     """Return the (x, label) pairs, ascending in x, without those closer than ``apart`` pixels to the last kept one."""
     spaced = list[tuple[float, str]]()
     for x, label in labels:
@@ -184,7 +184,7 @@ def _space(labels: Iterable[tuple[float, str]], apart: int) -> list[tuple[float,
     return spaced
 
 
-def _chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, Style]) -> Chart | None:
+def _make_chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, Style]) -> Chart | None:
     """Return the chart of a table's overall score, or Rel. of several benchmarks, against tokens.
 
     Full retention is drawn as a level, not as a point. Returns None if no pruned row has both a score and a nonzero
@@ -195,45 +195,45 @@ def _chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, St
         styles: by title of a pruned row; lines are in this order.
     """
 
-    def value(row: Row) -> float | None:
+    def get_score(row: Row) -> float | None:
         cell = row.rel if table.several else row.cells[-1]
         return cell.score if cell else None
 
-    tallies = [(row, row.tally.tokens, value(row)) for row in table.rows if row.method != ORIGINAL.method]
+    tallies = [(row, row.tally.tokens, get_score(row)) for row in table.rows if row.method != ORIGINAL.method]
     points = [(row, tokens, score) for row, tokens, score in tallies if tokens and score is not None]
     if not points:
         return None
-    full = value(table.original)
-    axis = _ticks([score for *_, score in points] + ([] if full is None else [full]))
+    full = get_score(table.original)
+    axis = _compute_ticks([score for *_, score in points] + ([] if full is None else [full]))
     fewest, most = (math.log(pick(tokens for _, tokens, _ in points)) for pick in (min, max))
 
-    def right(tokens: float) -> float:
+    def compute_token_x(tokens: float) -> float:
         share = (math.log(tokens) - fewest) / (most - fewest) if most > fewest else 0.5
         return _LEFT + 24 + (_WIDTH - _LEFT - 60) * share
 
-    def down(score: float) -> float:
-        return _down(score, axis, _TOP, _HEIGHT - _TOP - _BOTTOM)
+    def compute_score_y(score: float) -> float:
+        return _compute_axis_y(score, axis, _TOP, _HEIGHT - _TOP - _BOTTOM)
 
-    def megabytes(tokens: float) -> str:
+    def format_megabytes(tokens: float) -> str:
         return "" if token_bytes is None else f"{tokens * token_bytes / 1e6:.2g} MB"
 
     ordered = sorted({tokens for _, tokens, _ in points})
     by_method: dict[str, list[Point]] = {}
     for row, tokens, score in sorted(points, key=lambda point: point[1]):
         words = f"{row.title}: {score:.1f} at {tokens:,.0f} tokens"
-        more = f", {megabytes(tokens)}" if token_bytes else ""
-        by_method.setdefault(row.title, []).append(Point(right(tokens), down(score), words + more))
+        more = f", {format_megabytes(tokens)}" if token_bytes else ""
+        by_method.setdefault(row.title, []).append(Point(compute_token_x(tokens), compute_score_y(score), words + more))
     return Chart(
         title="Rel." if table.several else table.columns[-1].text,
-        up=[(down(tick), f"{tick:g}") for tick in axis],
-        across=_space([(right(tokens), f"{tokens:,.0f}") for tokens in ordered], _APART),
-        below=_space([(right(tokens), megabytes(tokens)) for tokens in ordered], _APART),
-        level=None if full is None else down(full),
+        up=[(compute_score_y(tick), f"{tick:g}") for tick in axis],
+        across=_drop_close_labels([(compute_token_x(tokens), f"{tokens:,.0f}") for tokens in ordered], _APART),
+        below=_drop_close_labels([(compute_token_x(tokens), format_megabytes(tokens)) for tokens in ordered], _APART),
+        level=None if full is None else compute_score_y(full),
         lines=[Line(title, styles[title], by_method[title]) for title in styles if title in by_method],
     )
 
 
-def _panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
+def _make_panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
     """Return a panel for each kind, with one line per method; ``styles`` has the title of each verdict.
 
     All panels share their axes. A loss has no point if it has no number, too few videos, nothing to lose, or no
@@ -242,17 +242,17 @@ def _panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
     """
     losses = [loss for verdict in breaks.verdicts for loss in verdict.tested if _is_drawn(loss)]
     numbers = [number for loss in losses for number in (loss.difference, loss.low, loss.high) if number is not None]
-    axis = _ticks([0.0, -breaks.within, *numbers])
+    axis = _compute_ticks([0.0, -breaks.within, *numbers])
 
-    def down(points: float) -> float:
-        return _down(points, axis, _PANEL_TOP, _PANEL_HEIGHT - _PANEL_TOP - _PANEL_BOTTOM)
+    def compute_loss_y(points: float) -> float:
+        return _compute_axis_y(points, axis, _PANEL_TOP, _PANEL_HEIGHT - _PANEL_TOP - _PANEL_BOTTOM)
 
     place = (_PANEL_WIDTH - _PANEL_LEFT - _PANEL_RIGHT) / max(len(breaks.ratios), 1)
     center = {ratio: _PANEL_LEFT + place * (i + 0.5) for i, ratio in enumerate(breaks.ratios)}
-    across = _space([(x, f"{100 * ratio:g}%") for ratio, x in center.items()], _PANEL_APART)
+    across = _drop_close_labels([(x, f"{100 * ratio:g}%") for ratio, x in center.items()], _PANEL_APART)
     panels = []
     for kind in breaks.kinds:
-        verdicts = breaks.of_kind(kind)
+        verdicts = breaks.select_verdicts(kind)
         lines = list[Line]()
         step = min(_DODGE, _SPREAD * place / len(verdicts)) if verdicts else 0.0
         for i, verdict in enumerate(verdicts):
@@ -261,9 +261,11 @@ def _panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
             points = [
                 Point(
                     x=center[loss.ratio] + aside,
-                    y=down(loss.difference or 0.0),
+                    y=compute_loss_y(loss.difference or 0.0),
                     words=f"{verdict.title} at {loss.share}: {loss.text}",
-                    ends=None if loss.low is None or loss.high is None else (down(loss.high), down(loss.low)),
+                    ends=None
+                    if loss.low is None or loss.high is None
+                    else (compute_loss_y(loss.high), compute_loss_y(loss.low)),
                     safe=loss in safe,
                 )
                 for loss in verdict.tested
@@ -277,10 +279,10 @@ def _panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
                 title=kind.name,
                 text=kind.text,
                 empty_text="" if any(line.points for line in lines) else empty_text,
-                up=[(down(tick), f"{tick:+g}" if tick else "0") for tick in axis],
+                up=[(compute_loss_y(tick), f"{tick:+g}" if tick else "0") for tick in axis],
                 across=across,
-                level=down(0.0),
-                limit=down(-breaks.within),
+                level=compute_loss_y(0.0),
+                limit=compute_loss_y(-breaks.within),
                 lines=lines,
             )
         )
@@ -292,13 +294,13 @@ def _is_drawn(loss: Loss) -> bool:
     return loss.outcome not in ("few videos", "nothing to lose", "no interval")
 
 
-def _fault_lines(loaded: LoadedQuestions) -> Iterator[tuple[str, str, int, str]]:
+def _list_fault_lines(loaded: LoadedQuestions) -> Iterator[tuple[str, str, int, str]]:
     """Yield (kind, "left out" or "kept", count, example) for the faults of the annotations, the most frequent first."""
-    for kind, left_out, count, example in sorted(loaded.summarise_faults(), key=lambda fault: -fault[2]):
+    for kind, left_out, count, example in sorted(loaded.summarize_faults(), key=lambda fault: -fault[2]):
         yield kind, "left out" if left_out else "kept", count, example
 
 
-def _failure_lines(scores: pa.Table) -> Iterator[tuple[str, str, int, str]]:
+def _list_failure_lines(scores: pa.Table) -> Iterator[tuple[str, str, int, str]]:
     """Yield (error class, "answers, wrong", count, example) for the failed answers, the most frequent class first."""
     failed_rows = scores.filter(pc.not_equal(scores["status"], "ok"))
     rows = failed_rows.select(["error_class", "question_id", "method"]).to_pylist()

@@ -28,7 +28,7 @@ from pipeline.generate.questions import list_letters, parse_letter
 
 
 @dataclass(frozen=True)
-class Parsed:
+class ParsedReply:
     """The option that a rule reads from a reply.
 
     Attributes:
@@ -48,11 +48,11 @@ class Parsed:
         return 1 / n_options if self.drawn else float(self.choice == answer)
 
 
-Rule = Callable[[str, Sequence[str]], Parsed]
-_DRAWN = Parsed(None, drawn=True)
+Rule = Callable[[str, Sequence[str]], ParsedReply]
+_DRAWN = ParsedReply(None, drawn=True)
 
 
-def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
+def parse_choice(rule: str, reply: str, options: Sequence[str]) -> ParsedReply:
     """Read which option ``reply`` names, by the rule with this name, a key of RULES.
 
     White space around the reply is removed first. A letter that the rule accepts but the question does not have ("E"
@@ -73,7 +73,7 @@ _JAPANESE = ["答えは"]
 _INTRODUCTIONS = [*_ENGLISH, *_FIRST_PERSON, *_KOREAN, *_CHINESE, *_JAPANESE]
 
 
-def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
+def _extract_mcq_answer(reply: str, options: Sequence[str]) -> ParsedReply:
     """Apply ``extract_mcq_answer`` of ``tasks/_task_utils/mcq_extract.py``, which VideoMME and MLVU call with A to D.
 
     The first of these steps that finds a capital A to D decides: a letter that begins the reply, with no letter after
@@ -86,63 +86,63 @@ def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
     text = _pad_marks(reply, ",.!?;:'\"")
     bare = text.strip()
     if bare[:1] in letters and not bare[1:2].isalpha():
-        return _find_letter_at(bare, 0, options)
+        return _read_letter(bare, 0, options)
     if bare[-1:] in letters and not bare[-2:-1].isalpha():
-        return _find_letter_at(bare, len(bare) - 1, options)
+        return _read_letter(bare, len(bare) - 1, options)
     lower_text = text.lower()
     behind = [lower_text.find(words) + len(words) for words in _INTRODUCTIONS if words in lower_text]
     positions = {text.find(letter, start) for letter in letters for start in behind} - {-1}
     if positions:
-        return _find_letter_at(text, max(positions), options)
+        return _read_letter(text, max(positions), options)
     for form in ("({})", "{}.", "{}:", "{})", "{} ", "{}"):
         last = max(text.rfind(form.format(letter)) for letter in letters)
         if last >= 0:
-            return _find_letter_at(text, last + form.index("{"), options)
-    return Parsed(None)
+            return _read_letter(text, last + form.index("{"), options)
+    return ParsedReply(None)
 
 
-def _videomme_05(reply: str, options: Sequence[str]) -> Parsed:
+def _parse_videomme_05(reply: str, options: Sequence[str]) -> ParsedReply:
     """Take the first capital A to D, even inside a word: "Based on the video, C" is B, "Answer: B" is A.
 
     Because of a missing comma, the published code does not remove "Best answer:", so "Best answer: C" is B.
     """
     text = reply.replace("Best answer:Best option:", "")
-    return _find_letter_at(text, _find_first(text, "ABCD"), options)
+    return _read_letter(text, _find_first(text, "ABCD"), options)
 
 
-def _mlvu_05(reply: str, options: Sequence[str]) -> Parsed:
+def _parse_mlvu_05(reply: str, options: Sequence[str]) -> ParsedReply:
     """Take the character before the first ")", or the whole reply without one: "B) a dog" is B, "B." is no option."""
     before, bracket, _ = reply.partition(")")
-    return _find_letter_at(before, len(before) - 1, options) if bracket else _find_letter(reply, options)
+    return _read_letter(before, len(before) - 1, options) if bracket else _choose_option(reply, options)
 
 
-def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
+def _parse_mlvu_official(reply: str, options: Sequence[str]) -> ParsedReply:
     """Take all text before the first ")", or the whole reply without one: "B) a dog" is B, "(B)" is no option.
 
     This is ``check_ans`` of JUNJIE99/MLVU, ``videochat2/choice_bench.py``.
     """
-    return _find_letter(reply.partition(")")[0], options)
+    return _choose_option(reply.partition(")")[0], options)
 
 
-def _longvideobench(reply: str, options: Sequence[str]) -> Parsed:
+def _parse_longvideobench(reply: str, options: Sequence[str]) -> ParsedReply:
     """Take the first capital A to E, even inside a word; draw an option if there is no such letter.
 
     The phrases "Best answer:" and "Best option:" are removed first.
     """
     text = reply.replace("Best answer:", "").replace("Best option:", "")
     position = _find_first(text, "ABCDE")
-    return _DRAWN if position < 0 else _find_letter_at(text, position, options)
+    return _DRAWN if position < 0 else _read_letter(text, position, options)
 
 
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 
 
-def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
+def _parse_mvbench(reply: str, options: Sequence[str]) -> ParsedReply:
     """Apply ``mcq_acc``: "B. a dog" in one line is B; otherwise the first separate a to e in any case, even "a"."""
     if match := re.fullmatch(r"([a-e])\.\s*.+", reply, re.IGNORECASE):
-        return _find_letter(match[1].upper(), options)
+        return _choose_option(match[1].upper(), options)
     alone = re.search(r"\b[a-e]\b", _strip_punctuation(re.sub(r"[\n\t]", " ", reply)).lower())
-    return _find_letter(alone[0].upper() if alone else "", options)
+    return _choose_option(alone[0].upper() if alone else "", options)
 
 
 def _strip_punctuation(text: str) -> str:
@@ -162,7 +162,7 @@ def _strip_punctuation(text: str) -> str:
     )  # the published code passes a flag, whose value is 32, as the count
 
 
-def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
+def _parse_egoschema(reply: str, options: Sequence[str]) -> ParsedReply:
     """Apply MMMU's rule: "(B)", "B " or "B." anywhere in the reply, even at the end of "AND "; a reply "B" counts too.
 
     For each letter and each of the three forms, only the last occurrence counts; the earliest of these is read. Without
@@ -171,50 +171,50 @@ def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
     """
     text = _pad_marks(reply, ",.!?;:'")
     names = [[f"({letter})", f"{letter} ", f"{letter}."] for letter in list_letters(len(options))]
-    if positions := _last_positions(text, names):
+    if positions := _find_last_positions(text, names):
         position, _ = min(positions)
-        return _find_letter_at(text, position + (text[position] == "("), options)
+        return _read_letter(text, position + (text[position] == "("), options)
     if len(text.split()) > 5:
-        positions = _last_positions(text.lower(), [[option.lower()] for option in _with_letters(options)])
-    return Parsed(min(positions)[1]) if positions else _DRAWN
+        positions = _find_last_positions(text.lower(), [[option.lower()] for option in _add_option_letters(options)])
+    return ParsedReply(min(positions)[1]) if positions else _DRAWN
 
 
-def _last_positions(text: str, names: Iterable[Iterable[str]]) -> list[tuple[int, int]]:
+def _find_last_positions(text: str, names: Iterable[Iterable[str]]) -> list[tuple[int, int]]:
     """Return (last position in the text, option index) for every name that occurs; ``names`` has several per option."""
     pairs = [(text.rfind(name), option) for option, its_names in enumerate(names) for name in its_names]
     return [(position, option) for position, option in pairs if position >= 0]
 
 
-def _letter(reply: str, options: Sequence[str]) -> Parsed:
+def _parse_unambiguous_letter(reply: str, options: Sequence[str]) -> ParsedReply:
     """Apply the rule of jobs.generate, which gives no choice rather than guess between several."""
-    return Parsed(parse_letter(reply, options))
+    return ParsedReply(parse_letter(reply, options))
 
 
 RULES: Mapping[str, Rule] = {
     "extract-mcq-answer": _extract_mcq_answer,
-    "videomme-0.5": _videomme_05,
-    "mlvu-0.5": _mlvu_05,
-    "mlvu-official": _mlvu_official,
-    "longvideobench": _longvideobench,
-    "mvbench": _mvbench,
-    "egoschema": _egoschema,
-    "letter": _letter,
+    "videomme-0.5": _parse_videomme_05,
+    "mlvu-0.5": _parse_mlvu_05,
+    "mlvu-official": _parse_mlvu_official,
+    "longvideobench": _parse_longvideobench,
+    "mvbench": _parse_mvbench,
+    "egoschema": _parse_egoschema,
+    "letter": _parse_unambiguous_letter,
 }
 
 
-def _find_letter(letter: str, options: Sequence[str]) -> Parsed:
+def _choose_option(letter: str, options: Sequence[str]) -> ParsedReply:
     """Return the option with this letter; no choice for other text, "" and letters beyond the options."""
     letters = list_letters(len(options))
-    return Parsed(letters.index(letter) if letter in letters else None)
+    return ParsedReply(letters.index(letter) if letter in letters else None)
 
 
 # Letters of Latin scripts and digits. Chinese has no spaces: the letter of "选B" is not inside a word.
 _WORD = re.compile(r"[0-9A-Za-z\u00c0-\u024f]")
 
 
-def _find_letter_at(text: str, position: int, options: Sequence[str]) -> Parsed:
+def _read_letter(text: str, position: int, options: Sequence[str]) -> ParsedReply:
     """Return the option whose letter is at ``position``; -1 and a letter beyond the options give no choice."""
-    parsed = _find_letter(text[position : position + 1], options)
+    parsed = _choose_option(text[position : position + 1], options)
     beside = text[max(position - 1, 0) : max(position, 0)] + text[position + 1 : position + 2]
     return replace(parsed, in_word=parsed.choice is not None and _WORD.search(beside) is not None)
 
@@ -231,7 +231,7 @@ def _pad_marks(text: str, marks: str) -> str:
     return f" {text} "
 
 
-def _with_letters(options: Sequence[str]) -> list[str]:
+def _add_option_letters(options: Sequence[str]) -> list[str]:
     """Return the stripped options with "A. ", "B. " and so on in front, unless all of them have their letters."""
     texts = [option.strip() for option in options]
     lettered = list(zip(list_letters(len(texts)), texts, strict=True))

@@ -103,7 +103,7 @@ class ModelRules:
         """Return the rules as a JSON-able record, without ``frame_times`` if it is the default."""
         return {name: value for name, value in asdict(self).items() if (name, value) != ("frame_times", "true")}
 
-    def for_family(self, model_type: str, family: str) -> ModelRules:
+    def adapt_to_family(self, model_type: str, family: str) -> ModelRules:
         """Return the rules for a model of this type whose code is in ``family``.
 
         Another family than that of the model type gets the checkpoint's size limits and the true frame times.
@@ -171,9 +171,9 @@ class Protocol:
         """Return the user's message for a question with its options, without visual tokens and chat template."""
         return self._prompt(model_type).text(item.question, item.options)
 
-    def rules(self, model_type: str, family: str | None = None) -> ModelRules:
+    def get_rules(self, model_type: str, family: str | None = None) -> ModelRules:
         """Return the rules for a model type, read by ``family``; None is the family of the model type."""
-        return self.models.get(model_type, self.others).for_family(model_type, family or model_type)
+        return self.models.get(model_type, self.others).adapt_to_family(model_type, family or model_type)
 
     def describe(self, model_type: str, family: str | None = None) -> JsonObject:
         """Return the protocol for a model type, whose code is in ``family``, as a JSON-able record.
@@ -183,7 +183,7 @@ class Protocol:
         return {
             "protocol": self.name,
             "prompt": asdict(self._prompt(model_type)),
-            **self.rules(model_type, family).describe(),
+            **self.get_rules(model_type, family).describe(),
             **{name: value for name, value in describe_decoding(self.decoding).items() if name != "seed"},
             "parser": self.parser,
             "choices": self.choices,
@@ -195,7 +195,7 @@ class Protocol:
         return self.prompts.get(model_type, self.prompt)
 
 
-def lmms_eval(
+def make_lmms_eval_protocols(
     prompt: PromptTemplate,
     newer: str,
     older: str,

@@ -17,7 +17,7 @@ from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import OWN_NUMBERS
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import ANSWERS_FOLDER, EvaluateConfig
-from pipeline.evaluate.evaluate import present_answers
+from pipeline.evaluate.evaluate import make_answers_presentation
 from pipeline.evaluate.request import read_results_header
 from pipeline.evaluate.results import (
     REPORT,
@@ -36,9 +36,9 @@ from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.generate.removal import AnswersRemoval, bar_videos, remove_answers
 from pipeline.rows import JsonObject
 from pipeline.runner.removal import delete_unfinished
-from pipeline.runner.run_record import new_run_id
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import Store, store_at
+from pipeline.runner.run_record import make_run_id
+from pipeline.storage.s3 import S3Objects
+from pipeline.storage.stores import Store, make_store
 
 _PAGES = "pages"  # folder of older results, with pages that show frames of some videos
 _WRITTEN = (OWN_NUMBERS, SCORES, TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT)
@@ -74,7 +74,7 @@ class ResultsRemoval(AnswersRemoval):
 
 
 def remove_results(
-    store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object], objects: Objects
+    store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object], objects: S3Objects
 ) -> ResultsRemoval:
     """Remove videos from the results of an evaluation; after an interruption, the same call resumes.
 
@@ -100,12 +100,12 @@ def remove_results(
     scores = SCORE_SCHEMA.empty_table()
     if store.exists(SCORES):  # damaged scores end the command here, before anything is deleted
         scores = read_scores(str(store), store, published=False, columns=SCORE_SCHEMA.names)
-    answers = store_at(f"{store}/{ANSWERS_FOLDER}", objects)
+    answers = make_store(f"{store}/{ANSWERS_FOLDER}", objects)
     is_scored = "scored" in identity
     if not is_scored and (answers.exists(ANSWERS_HEADER) or AnswersTable(answers).names()):
         result = ResultsRemoval(**vars(remove_answers(answers, ids, reason, say)))
     else:  # scored answers are in other folders, and an evaluation that was stopped early has no answers
-        bar_videos(store if is_scored else answers, new_run_id(), dict.fromkeys(ids, reason))
+        bar_videos(store if is_scored else answers, make_run_id(), dict.fromkeys(ids, reason))
         result = ResultsRemoval("", len(ids))
     removed_ids = _find_questions(store, identity, ids, objects, say)
     # For a question about several videos, the scores store only the first video.
@@ -120,8 +120,8 @@ def remove_results(
     _drop_rows(store, frozenset(ids), frozenset(result.questions))
     old_names = {file.name for file in store.list_files(_PAGES)}
     if result.left:
-        changed = _drop_own_numbers(store) if result.questions else []
-        result.written = [*changed, *_write(store, identity, other_scores)]
+        changed = _clear_benchmark_numbers(store) if result.questions else []
+        result.written = [*changed, *_write_remaining_results(store, identity, other_scores)]
     else:  # no question is left to make tables of
         old_names |= {name for name in (*_WRITTEN, *store.names(SUBMISSIONS, ".json")) if store.exists(name)} - {FORM}
     for name in sorted(old_names):
@@ -131,7 +131,7 @@ def remove_results(
 
 
 def _find_questions(
-    store: Store, identity: JsonObject, ids: Sequence[str], objects: Objects, say: Callable[[str], object]
+    store: Store, identity: JsonObject, ids: Sequence[str], objects: S3Objects, say: Callable[[str], object]
 ) -> list[str]:
     """Return the sorted ids of the questions whose answers were removed or are about one of these videos.
 
@@ -142,7 +142,7 @@ def _find_questions(
     tables = list[pa.Table]()
     for place in scored_places:
         try:
-            tables.append(read_answers(place, store=store_at(place, objects)))
+            tables.append(read_answers(place, store=make_store(place, objects)))
         except (NotAnswers, OSError) as error:
             say(
                 f"note: the answers that were scored cannot be read ({error}): a question about several videos is "
@@ -167,7 +167,7 @@ def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]
             store.put(name, json.dumps(left_choices, indent=1).encode())
 
 
-def _drop_own_numbers(store: Store) -> list[str]:
+def _clear_benchmark_numbers(store: Store) -> list[str]:
     """Empty the numbers that a benchmark's own code computed; return [the file's name], or [] without this file."""
     if not store.exists(OWN_NUMBERS):
         return []
@@ -176,21 +176,21 @@ def _drop_own_numbers(store: Store) -> list[str]:
     return [OWN_NUMBERS]
 
 
-def _write(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:
+def _write_remaining_results(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:
     """Write the scores, and the tables and report page computed from them; return the names of the written files.
 
     The draws, seed and reference are those of the existing tables; of the page's facts, only model and weights remain.
     For a benchmark without published answers, only the scores are written.
     """
     is_scored = "scored" in identity
-    benchmark = None if is_scored else find_benchmark(str(identity["benchmark"])).stored_in(store)
+    benchmark = None if is_scored else find_benchmark(str(identity["benchmark"])).load_stored_settings(store)
     if benchmark is not None and benchmark.submission:
         store.put(SCORES, write_parquet(scores))
         return [SCORES]
     options = _read_options(store)
     if benchmark is None:
         places = [*cast(Sequence[str], identity["scored"])]
-        presentation = present_answers(EvaluateConfig(score=places, **options))
+        presentation = make_answers_presentation(EvaluateConfig(score=places, **options))
     else:
         about = cast(Mapping[str, Any], read_results_header(store).get("about", {}))
         model = cast(ModelIdentity, identity["model"])

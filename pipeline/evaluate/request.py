@@ -13,7 +13,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
-from gstep.evidence import HEAD_SOURCES, name_source_pairs
+from gstep.evidence import HEAD_SOURCES, make_name_source_pairs
 from gstep.language import PromptBuilder, prompt_builder
 from gstep.methods import METHODS
 from gstep.pruners import find_method
@@ -22,22 +22,29 @@ from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import (
     HEADER,
     CacheIdentity,
-    fingerprint,
+    compute_fingerprint,
     identify_model,
     list_differences,
     read_header,
     read_header_file,
-    serialise_header,
+    serialize_header,
 )
 from pipeline.cache.live import LiveVideos, select_removed
 from pipeline.cache.reader import TokenCache
-from pipeline.cache.schema import digest
-from pipeline.console import Say, speaker
-from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError, store_usage_errors, usage_errors
+from pipeline.cache.schema import hash_bytes
+from pipeline.console import Say, make_speaker
+from pipeline.errors import (
+    IdentityMismatch,
+    NotACache,
+    NotResults,
+    UsageError,
+    convert_store_usage_errors,
+    convert_usage_errors,
+)
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
-from pipeline.evaluate.benchmarks.own import OwnQuestions
+from pipeline.evaluate.benchmarks.own import UserQuestions
 from pipeline.evaluate.config import ANSWERS_FOLDER, CACHE_FOLDER, RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule, ModelRules, Protocol
 from pipeline.evaluate.scores import make_question_table
@@ -57,11 +64,11 @@ from pipeline.generate.questions import refuse_placeholders
 from pipeline.generate.removal import read_removal_reasons
 from pipeline.generate.request import drop_evidence
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.recipe import list_needed_evidence, make_sampling, resolve, sampling_settings
+from pipeline.prune.recipe import list_needed_evidence, make_sampling, make_sampling_identity, resolve_recipe
 from pipeline.rows import Json, JsonObject
 from pipeline.runner.run_record import check_out_folder
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import Store, store_at
+from pipeline.storage.s3 import S3Objects
+from pipeline.storage.stores import Store, make_store
 from pipeline.video.sampling import ROUND_EVEN, TRUNCATE
 
 #: The prunings under which every question is asked, by label; None is full retention.
@@ -97,7 +104,7 @@ class EvaluateRequest:
     store: Store
     cache: str
     videos: PruneConfig | None
-    objects: Objects
+    objects: S3Objects
     answers: MatchedIdentity
 
     @property
@@ -146,7 +153,7 @@ class EvaluateRequest:
             [item.question_id, item.question, item.options, item.expected, *filter(None, [item.conversation])]
             for item in self.loaded.items
         ]
-        annotations = digest(json.dumps(sorted(questions, key=str)).encode())
+        annotations = hash_bytes(json.dumps(sorted(questions, key=str)).encode())
         names: JsonObject = {"names": self.names} if self.names else {}
         return {"model": self.source.name, "annotations": annotations, "token_bytes": self.token_bytes, **names}
 
@@ -162,7 +169,7 @@ def _read_cache_identity(cache_store: Store, *, is_named: bool) -> CacheIdentity
     Raises:
         NotACache: the header is damaged, or a location that the user named has other files and no header.
     """
-    with store_usage_errors():
+    with convert_store_usage_errors():
         identity = read_header(cache_store)["identity"] if cache_store.exists(HEADER) else None
         if identity is None and is_named and cache_store.has_other_files():
             raise NotACache(f"--cache {cache_store} exists and is no cache (it has no {HEADER}): name an empty place")
@@ -182,32 +189,32 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         CorruptShard: a file of the cache's videos table, or of earlier removals, is damaged.
     """
     assert config.benchmark is not None  # the config refuses a request without it
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-    store = store_at(config.out, objects)
-    cache = config.cache or config.in_out(CACHE_FOLDER)
-    say = speaker(console)
+    objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    store = make_store(config.out, objects)
+    cache = config.cache or config.join_out(CACHE_FOLDER)
+    say = make_speaker(console)
     check_out_folder(store)
-    cache_store = store_at(cache, objects)
+    cache_store = make_store(cache, objects)
     cache_identity = _read_cache_identity(cache_store, is_named=config.cache is not None)
-    source = _model(config, cache_identity)
+    source = _resolve_model(config, cache_identity)
     benchmark = find_benchmark(config.benchmark).open(source.model_type, config.data, say)
     protocol = benchmark.protocol(config.protocol)
     if config.max_new_tokens is not None:
         protocol = replace(protocol, decoding=replace(protocol.decoding, max_new_tokens=config.max_new_tokens))
     questions = benchmark.load(config.data, [*map(Path, config.video_root)]).first(config.limit)
-    answers_store = store_at(config.in_out(ANSWERS_FOLDER), objects)
+    answers_store = make_store(config.join_out(ANSWERS_FOLDER), objects)
     questions = _leave_removed(questions, answers_store, say)
     if cache_identity is not None:
         check_model(cache_store, cache_identity["model"], source)
     if config.data is None and cache_identity is not None:
         _note_uncached(questions, cache_store, say)
-    with usage_errors():
+    with convert_usage_errors():
         builder = prompt_builder(source, thought="closed" if config.close_thought else "open")
     _check_thought(protocol, questions, source, builder)
     table = make_question_table(questions.items, protocol, source.model_type)
-    if isinstance(benchmark, OwnQuestions):
+    if isinstance(benchmark, UserQuestions):
         refuse_placeholders(table, builder, benchmark.files[0])
-    grid = _arms(config, source, builder, answers_store)
+    grid = _make_arms(config, source, builder, answers_store)
     videos = plan_missing_videos(config, grid, protocol, source, cache, cache_identity)
     if videos is not None:
         cache_identity = identify_cache(videos, cache_store, objects, console)
@@ -229,7 +236,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         objects=objects,
         answers=answers,
     )
-    with store_usage_errors():
+    with convert_store_usage_errors():
         match_results(store, request.identity)
     return request
 
@@ -240,7 +247,7 @@ def _leave_removed(questions: LoadedQuestions, answers: Store, say: Say) -> Load
     Raises:
         UsageError: no question is left, or the answers' folder cannot be read.
     """
-    with store_usage_errors():
+    with convert_store_usage_errors():
         barred = read_removal_reasons(answers)
     items = tuple(item for item in questions.items if barred.keys().isdisjoint(item.video_ids))
     if n_removed := len(questions.items) - len(items):
@@ -256,12 +263,12 @@ def _note_uncached(questions: LoadedQuestions, place: Store, say: Say) -> None:
 
     Videos that were removed from the cache are not counted, since questions about them are not scored.
     """
-    with store_usage_errors():
+    with convert_store_usage_errors():
         cache = TokenCache(str(place), store=place)
         absent_ids = {name for item in questions.items for name in item.video_ids if name not in cache}
         if not absent_ids:
             return
-        rows = LiveVideos.open(place, fingerprint(cache.identity)).rows_of(absent_ids, ("video_id", "status"))
+        rows = LiveVideos.open(place, compute_fingerprint(cache.identity)).rows_of(absent_ids, ("video_id", "status"))
     absent_ids.difference_update(select_removed(rows)["video_id"].to_pylist())
     if absent := [(item, name) for item in questions.items for name in item.video_ids if name in absent_ids]:
         n_questions = len({item.question_id for item, _ in absent})
@@ -314,7 +321,7 @@ def write_results_header(store: Store, identity: JsonObject, about: JsonObject |
         "identity": identity,
         **({"about": about} if about else {}),
     }
-    store.put(RESULTS_HEADER, serialise_header(header))
+    store.put(RESULTS_HEADER, serialize_header(header))
 
 
 def _check_thought(protocol: Protocol, questions: LoadedQuestions, source: ModelSource, builder: PromptBuilder) -> None:
@@ -340,7 +347,7 @@ def _check_thought(protocol: Protocol, questions: LoadedQuestions, source: Model
     )
 
 
-def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, answers: Store) -> Grid:
+def _make_arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, answers: Store) -> Grid:
     """Return the arms by the labels under which their answers are stored; full retention is None.
 
     An arm's ``positions`` is None if they are the model family's default, or if the method prunes inside the model.
@@ -349,9 +356,9 @@ def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, a
     Raises:
         UsageError: a method or parameter is unknown or malformed, or the answers' header cannot be read.
     """
-    with store_usage_errors():
+    with convert_store_usage_errors():
         prunings = read_answers_header(answers)["identity"].get(PRUNINGS, {}) if answers.exists(ANSWERS_HEADER) else {}
-    with usage_errors():
+    with convert_usage_errors():
         usual = builder.policy.positions
         variant = family_of(source).variant
         arms: dict[str, PruningSpec | None] = {}
@@ -362,11 +369,11 @@ def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, a
             spec, pruner = requested.read(variant)
             usual_here = pruner.layer is not None or spec.positions == usual
             arm = replace(spec, positions=None) if usual_here else spec
-            arms[_answers_label(arm, prunings)] = arm
+            arms[_choose_answers_label(arm, prunings)] = arm
     return arms
 
 
-def _answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None]) -> str:
+def _choose_answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None]) -> str:
     """Return the label under which the answers of an arm are stored.
 
     This is ``spec.label``, unless older answers exist under the label without a seed. If those have the seed of
@@ -380,14 +387,14 @@ def _answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None
     return replace(spec, params={**spec.params, "seed": str(spec.seed)}, seed=0).label
 
 
-def _model(config: EvaluateConfig, cache_identity: CacheIdentity | None) -> ModelSource:
+def _resolve_model(config: EvaluateConfig, cache_identity: CacheIdentity | None) -> ModelSource:
     """Return the model to ask: the one that the options name, otherwise the cache's model, or ``tiny`` without a cache.
 
     Raises:
         UsageError: the model cannot be resolved, or the cache names only a folder or a user family, which the options
             must then name.
     """
-    with usage_errors():
+    with convert_usage_errors():
         if cache_identity is None:
             return ModelSource.resolve(config.model or "tiny", config.revision, family=config.family)
         identity = cache_identity["model"]
@@ -431,7 +438,7 @@ def _match_answers(
         IdentityMismatch: stored answers with the same label have another seed, other weights or, unless ``on_changed``
             is "redo", other code; or they come from another engine.
     """
-    with usage_errors():
+    with convert_usage_errors():
         prunings = {
             label: None if spec is None else resolve_pruning(spec, cache_identity, source, builder)
             for label, spec in grid.items()
@@ -443,7 +450,7 @@ def _match_answers(
         PRUNINGS: json.loads(json.dumps(methods)),
         **describe_engine(config),
     }
-    with store_usage_errors():
+    with convert_store_usage_errors():
         return match_answers(answers, requested, redo=config.on_changed == REDO, compared_keys=(PRUNINGS, "engine"))
 
 
@@ -466,7 +473,7 @@ def plan_missing_videos(
     Raises:
         UsageError: --siglip is given but no method uses it, the cache lacks evidence, or an option is invalid.
     """
-    evidence = _evidence(grid, source, cache, cache_identity)
+    evidence = _list_evidence(grid, source, cache, cache_identity)
     heads = HEAD_SOURCES & {where for _, where in evidence}
     if config.siglip is not None and not heads:
         raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")
@@ -483,7 +490,7 @@ def plan_missing_videos(
         evidence=[f"{name}={where}" for name, where in sorted(evidence)],
         siglip=config.siglip,
         **choose_frame_options(config, protocol, source),
-        **config.shared_with(PruneConfig),
+        **config.select_shared_options(PruneConfig),
     )
 
 
@@ -501,13 +508,13 @@ def choose_frame_options(config: EvaluateConfig, protocol: Protocol, source: Mod
         most = config.max_frames or family_of(source).default_max_frames
         cap = {} if config.max_video_tokens is None else {"max_video_tokens": config.max_video_tokens}
         return {"fps": config.fps, "max_frames": most, **cap}
-    rules = protocol.rules(source.model_type, source.family)
+    rules = protocol.get_rules(source.model_type, source.family)
     pixels = {} if rules.pixels is None else vars(rules.pixels)
     n_frames = config.num_frames or rules.frames.num_frames
-    return {"num_frames": n_frames, "frame_rule": frame_rule(rules.frames), **pixels}
+    return {"num_frames": n_frames, "frame_rule": get_frame_rule_name(rules.frames), **pixels}
 
 
-def frame_rule(rule: FrameRule) -> str:
+def get_frame_rule_name(rule: FrameRule) -> str:
     """Return the name of a frame rule in jobs.prune; raise UsageError if it has no such rule."""
     names = {("truncate", False): TRUNCATE, ("round", True): ROUND_EVEN}
     if (rule.rounding, rule.even) not in names:
@@ -528,9 +535,9 @@ def check_frames(
         return
     options = PruneConfig(**choose_frame_options(config, protocol, source))
     family = family_of(source)
-    with usage_errors():
+    with convert_usage_errors():
         sampling = make_sampling(options, family.default_max_frames, family.min_frames(), family.min_rule)
-    requested = sampling_settings(sampling)
+    requested = make_sampling_identity(sampling)
     if requested != cache_identity["sampling"]:
         raise IdentityMismatch(
             f"{cache} has the frames {cache_identity['sampling']}, but {protocol.name} needs {requested}: name another "
@@ -538,7 +545,7 @@ def check_frames(
         )
 
 
-def _evidence(
+def _list_evidence(
     grid: Grid, source: ModelSource, cache: str, cache_identity: CacheIdentity | None
 ) -> frozenset[tuple[str, str]]:
     """Return the (name, source) pairs of evidence to store beside the tokens: what the methods need.
@@ -549,14 +556,14 @@ def _evidence(
         UsageError: a method is unknown, or an existing cache lacks evidence that a method needs.
     """
     needed_by: dict[tuple[str, str], str] = {}
-    with usage_errors():
+    with convert_usage_errors():
         for spec in grid.values():
             if spec is not None:
                 needed = list_needed_evidence(spec.method, source.family, spec.params, source.model_type)
                 needed_by |= dict.fromkeys(needed, spec.method)
     if cache_identity is None:
         return frozenset(needed_by)
-    stored_pairs = name_source_pairs(cache_identity.get("evidence", {}))
+    stored_pairs = make_name_source_pairs(cache_identity.get("evidence", {}))
     if missing_pairs := sorted(needed_by.keys() - stored_pairs):
         raise UsageError(
             f"{cache} has no {' and '.join(name for name, _ in missing_pairs)} for {needed_by[missing_pairs[0]]}: name "
@@ -565,7 +572,7 @@ def _evidence(
     return stored_pairs
 
 
-def identify_cache(videos: PruneConfig, cache_store: Store, objects: Objects, console: Console) -> CacheIdentity:
+def identify_cache(videos: PruneConfig, cache_store: Store, objects: S3Objects, console: Console) -> CacheIdentity:
     """Return the identity that the cache has, or will have once it is made; an undecided dtype counts as float32.
 
     Prints a note if the cache stores a larger ratio than ``videos`` names.
@@ -575,8 +582,8 @@ def identify_cache(videos: PruneConfig, cache_store: Store, objects: Objects, co
         UsageError: the options cannot be resolved, or the store cannot be read.
         CorruptShard: a file of the cache's videos table is damaged.
     """
-    with usage_errors():
-        recipe = resolve(videos, objects)
-        with store_usage_errors():
+    with convert_usage_errors():
+        recipe = resolve_recipe(videos, objects)
+        with convert_store_usage_errors():
             recipe = recipe.match_cache(cache_store, console)
     return recipe.identity("float32" if recipe.dtype == "auto" else recipe.dtype)

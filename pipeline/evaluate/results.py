@@ -23,20 +23,20 @@ from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.breaks import Breaks
 from pipeline.evaluate.config import DEFAULT_WITHIN, RESULTS_HEADER, EvaluateConfig
-from pipeline.evaluate.forms import latex, markdown, render_breaks, render_table
+from pipeline.evaluate.forms import format_latex_table, format_markdown_tables, render_breaks, render_table
 from pipeline.evaluate.losses import find_breaks
-from pipeline.evaluate.page import report_page
+from pipeline.evaluate.page import render_report_page
 from pipeline.evaluate.protocols import QUESTIONS
 from pipeline.evaluate.request import read_results_header, write_results_header
 from pipeline.evaluate.run import ScoredQuestions
-from pipeline.evaluate.scores import FORM, LATER_COLUMNS, SCORE_SCHEMA, SCORES, apply_server_scores, unknown_names
-from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, is_named, list_arms, score_matrix, set_arm_scores
+from pipeline.evaluate.scores import FORM, LATER_COLUMNS, SCORE_SCHEMA, SCORES, apply_server_scores, list_unknown_names
+from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, is_named, list_arms, make_score_matrix, set_arm_scores
 from pipeline.evaluate.table import ResultsTable
-from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
+from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.generate.late_pruning import parse_pruning_grid
 from pipeline.rows import JsonObject
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import Store, store_at
+from pipeline.storage.s3 import S3Objects
+from pipeline.storage.stores import Store, make_store
 
 TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT = "tables.md", "tables.tex", "tables.json", "report.html"
 WHERE_IT_BREAKS = "where_it_breaks"  # key of the first record of a table that --results lays out
@@ -59,7 +59,7 @@ class Presentation:
         described: the JSON-able identity of the results.
         token_bytes: the bytes that a cache stores per token; None if unknown.
         names: the names of user methods, by import path.
-        reference, ours, draws, seed: arguments of ``results_table``.
+        reference, ours, draws, seed: arguments of ``make_results_table``.
     """
 
     title: str
@@ -86,7 +86,7 @@ def write_results(
         UsageError: the reference or ``ours`` is no row of the table; nothing was written.
     """
     tables = make_tables(scored, presentation)
-    page = report_page(
+    page = render_report_page(
         tables,
         presentation.facts,
         token_bytes=presentation.token_bytes,
@@ -114,7 +114,7 @@ def make_tables(answered: ScoredQuestions, presentation: Presentation) -> list[R
 
 
 def select_table_options(source: Presentation | EvaluateConfig) -> dict[str, Any]:
-    """Return the arguments of ``results_table`` that ``source`` has: reference, ours, draws and seed."""
+    """Return the arguments of ``make_results_table`` that ``source`` has: reference, ours, draws and seed."""
     return {name: getattr(source, name) for name in ("reference", "ours", "draws", "seed")}
 
 
@@ -123,9 +123,12 @@ def _split_tables(title: str, scored: ScoredBenchmark, splits: Sequence[Split], 
 
     A further split for which ``_split_scores`` makes no columns gets no table.
     """
-    tables = [results_table(title, [_split_scores(scored, splits[0]) if splits else scored], **options)]
+    tables = [make_results_table(title, [_split_scores(scored, splits[0]) if splits else scored], **options)]
     by_part = [(split.title, _split_scores(scored, split)) for split in splits[1:]]
-    return [*tables, *(results_table(f"{title}: {name}", [part], **options) for name, part in by_part if part.columns)]
+    return [
+        *tables,
+        *(make_results_table(f"{title}: {name}", [part], **options) for name, part in by_part if part.columns),
+    ]
 
 
 def _split_scores(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
@@ -149,10 +152,10 @@ def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str, break
 
     ``breaks`` goes into the Markdown and into the first table's JSON record.
     """
-    records = [_record(tables[0], breaks), *(table.as_record() for table in tables[1:])]
+    records = [_make_first_record(tables[0], breaks), *(table.as_record() for table in tables[1:])]
     texts = {
-        TABLES_MD: markdown(*tables, breaks=breaks),
-        TABLES_TEX: latex(tables[0]),
+        TABLES_MD: format_markdown_tables(*tables, breaks=breaks),
+        TABLES_TEX: format_latex_table(tables[0]),
         TABLES_JSON: json.dumps(records, indent=1, ensure_ascii=False) + "\n",
         REPORT: page,
     }
@@ -161,24 +164,24 @@ def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str, break
     return list(texts)
 
 
-def _record(table: ResultsTable, breaks: Breaks | None) -> JsonObject:
+def _make_first_record(table: ResultsTable, breaks: Breaks | None) -> JsonObject:
     """Return the first table as a JSON-able record, with *Where it breaks* unless ``breaks`` is None."""
     return {**table.as_record(), **({} if breaks is None else {WHERE_IT_BREAKS: breaks.as_record()})}
 
 
 def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -> ScoredBenchmark:
-    """Return a benchmark's scores for a table, with its metric, its notes, and the notes of ``Split.describe_parts``.
+    """Return a benchmark's scores for a table, with its metric, its notes, and the notes of ``Split.describe_values``.
 
     If a task of lmms-eval has only one number per arm, every score of the arm is replaced by it.
     """
-    facts = {"Frames": _frames(identity), "Protocol": str(identity.get("protocol", ""))}
+    facts = {"Frames": _describe_frames(identity), "Protocol": str(identity.get("protocol", ""))}
     metric = benchmark.metric(str(identity.get("metric", QUESTIONS)))
     notes = list[str]()
     for split in benchmark.splits:
         present = pc.map_lookup(scores["splits"], split.name, "first").unique().drop_null().to_pylist()
-        notes.append(split.describe_parts(present, metric))
+        notes.append(split.describe_values(present, metric))
     if not (benchmark.scores_questions or benchmark.submission):
-        scores = set_arm_scores(scores, {arm: benchmark.arm_share(arm.label) for arm in list_arms(scores)})
+        scores = set_arm_scores(scores, {arm: benchmark.get_arm_share(arm.label) for arm in list_arms(scores)})
     return ScoredBenchmark(
         title=benchmark.title,
         scores=scores,
@@ -191,7 +194,7 @@ def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -
     )
 
 
-def _frames(identity: JsonObject) -> str:
+def _describe_frames(identity: JsonObject) -> str:
     """Return the number of frames per video as text, or the frame rate and the maximum; "" if neither is known."""
     if (frames := cast(JsonObject, identity.get("frames") or {})) and "fps" in frames:
         return f"{frames['fps']:g} a second, at most {frames['max_frames']}"
@@ -199,8 +202,8 @@ def _frames(identity: JsonObject) -> str:
 
 
 @dataclass(frozen=True)
-class LaidOut:
-    """A table of several benchmarks, or the tables of one, as ``lay_out`` wrote them.
+class WrittenComparison:
+    """A table of several benchmarks, or the tables of one, as ``write_comparison`` wrote them.
 
     Attributes:
         tables: the main table first.
@@ -223,11 +226,11 @@ class LaidOut:
     def as_record(self) -> JsonObject:
         """Return the files, the missing results, the first table and *Where it breaks* as one JSON-able record."""
         written = {"out": self.out, "files": list(self.files), "missing": list(self.missing)}
-        return {**written, **_record(self.tables[0], self.breaks)}
+        return {**written, **_make_first_record(self.tables[0], self.breaks)}
 
 
 @dataclass(frozen=True)
-class _Results:
+class _BenchmarkResults:
     """The results of one benchmark, read from a results folder.
 
     Attributes:
@@ -253,7 +256,7 @@ class _Results:
         name = str(self.about.get("model") or self.model_identity["weights"])
         return PurePath(name).name if name.startswith(("/", ".")) else name
 
-    def scored(self, ratios: Sequence[float]) -> ScoredBenchmark:
+    def select_scores(self, ratios: Sequence[float]) -> ScoredBenchmark:
         """Return the scores at these ratios and at full retention as a benchmark of a table; [] selects all ratios.
 
         ``made_of`` gets the first 8 digits of the annotations' hash, and a note on scores from a server.
@@ -267,7 +270,7 @@ class _Results:
         return replace(benchmark, made_of=made_of, names=cast(Mapping[str, str], self.about.get("names", {})))
 
 
-def lay_out(config: EvaluateConfig) -> LaidOut:
+def write_comparison(config: EvaluateConfig) -> WrittenComparison:
     """Write one table of the results in several folders, in their order, as Markdown, LaTeX, JSON and a report page.
 
     ``config.method`` and ``config.retention_ratio`` choose the rows, ordered by descending ratio and then as the
@@ -283,11 +286,11 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
         ValueError: a question lacks the split that its benchmark averages over.
     """
     rules = [*([] if config.abilities is None else read_ability_rules(config.abilities)), *BUILT_IN]
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-    store = store_at(config.out, objects)
+    objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    store = make_store(config.out, objects)
     if store.has_other_files() and (store.exists(RESULTS_HEADER) or not store.exists(TABLES_JSON)):
         raise NotResults(f"{store} exists and holds files other than {TABLES_JSON}: name another folder with --out")
-    results = [_read(place, objects) for place in config.results]
+    results = [_read_results(place, objects) for place in config.results]
     _check_alike(results)
     methods = [spec.method_label for spec in parse_pruning_grid(config.method, [1.0])]
     arms = dict.fromkeys(arm for result in results for arm in list_arms(result.scores))
@@ -297,7 +300,7 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
         seeds = [arm for arm in arms if is_named(name, arm.method) and arm.ratio == ratio]
         requested += seeds or [MethodAtRatio(name, ratio)]
     missing_lines = [line for result in results for line in _list_missing(result, requested or list(arms))]
-    benchmarks = [result.scored(config.retention_ratio) for result in results]
+    benchmarks = [result.select_scores(config.retention_ratio) for result in results]
     options = {**select_table_options(config), "methods": methods or None, "notes": missing_lines}
     if len(results) == 1:
         tables = _split_tables(results[0].model, benchmarks[0], results[0].benchmark.splits, **options)
@@ -306,22 +309,22 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
             _split_scores(result, of.benchmark.splits[0]) if of.benchmark.name in _SPLIT_IN_PAPER else result
             for result, of in zip(benchmarks, results, strict=True)
         ]
-        tables = [results_table(results[0].model, by_part, **options)]
+        tables = [make_results_table(results[0].model, by_part, **options)]
     by_name = {result.benchmark.name: benchmark for result, benchmark in zip(results, benchmarks, strict=True)}
     within = DEFAULT_WITHIN if config.within is None else config.within
     breaks = find_breaks(by_name, rules, within=within, methods=methods or None, draws=config.draws, seed=config.seed)
     token_bytes = results[0].about.get("token_bytes")
-    page = report_page(
+    page = render_report_page(
         tables,
         _list_facts(results),
         token_bytes=token_bytes if isinstance(token_bytes, int) else None,
         breaks=breaks,
     )
     store.make()
-    return LaidOut(tables, breaks, missing_lines, config.out, _write_tables(store, tables, page, breaks))
+    return WrittenComparison(tables, breaks, missing_lines, config.out, _write_tables(store, tables, page, breaks))
 
 
-def _check_alike(results: Sequence[_Results]) -> None:
+def _check_alike(results: Sequence[_BenchmarkResults]) -> None:
     """Check that the results can stand in one table.
 
     Raises:
@@ -349,7 +352,7 @@ def _check_alike(results: Sequence[_Results]) -> None:
             )
 
 
-def _list_missing(result: _Results, requested: Sequence[MethodAtRatio]) -> list[str]:
+def _list_missing(result: _BenchmarkResults, requested: Sequence[MethodAtRatio]) -> list[str]:
     """Return lines about requested arms and later columns that these results lack, then the results' own notes.
 
     At most three arms are named; the others are counted.
@@ -365,12 +368,12 @@ def _list_missing(result: _Results, requested: Sequence[MethodAtRatio]) -> list[
     return [*lines, *result.notes]
 
 
-def _list_facts(results: Sequence[_Results]) -> list[tuple[str, str]]:
+def _list_facts(results: Sequence[_BenchmarkResults]) -> list[tuple[str, str]]:
     """Return (name, value) facts for the page: the model, then each benchmark's questions, frames and protocol."""
     model = results[0].model_identity
     facts = [("model", f"{results[0].model}, {model['type']}, {model['weights']}")]
     for result in results:
-        frames = _frames(result.identity)
+        frames = _describe_frames(result.identity)
         protocol = result.identity["protocol"]
         n_questions = pc.count_distinct(result.scores["question_id"]).as_py()
         note = ", scores from its server, without intervals" if result.benchmark.submission else ""
@@ -378,7 +381,7 @@ def _list_facts(results: Sequence[_Results]) -> list[tuple[str, str]]:
     return facts
 
 
-def _read(place: str, objects: Objects) -> _Results:
+def _read_results(place: str, objects: S3Objects) -> _BenchmarkResults:
     """Read the results in one folder.
 
     For a benchmark without published answers, the scores are the percentages that the user typed into the form; notes
@@ -388,24 +391,24 @@ def _read(place: str, objects: Objects) -> _Results:
         NotResults: the results are missing, incomplete or damaged, or are scored answers of jobs.generate.
         UsageError: the form is malformed, or the benchmark is unknown.
     """
-    store = store_at(place, objects)
+    store = make_store(place, objects)
     header = read_results_header(store)
     identity, about = cast(JsonObject, header["identity"]), cast(JsonObject, header.get("about", {}))
     if "benchmark" not in identity:
         raise NotResults(f"{place} holds scored answers, not the results of a benchmark")
     if missing_keys := {"model", "num_frames", "protocol"} - identity.keys():
         raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(missing_keys))}: evaluate again")
-    benchmark = find_benchmark(str(identity["benchmark"])).stored_in(store)
+    benchmark = find_benchmark(str(identity["benchmark"])).load_stored_settings(store)
     scores = read_scores(place, store, published=benchmark.scores_questions)
     notes = list[str]()
     if benchmark.submission:
-        unknown = unknown_names(store, list_arms(scores))
+        unknown = list_unknown_names(store, list_arms(scores))
         notes += [f"{place}/{FORM} has a score for {name}, which is not one of its submissions" for name in unknown]
         scores = apply_server_scores(store, scores)
         if unscored_arms := list_arms(scores.filter(pc.is_null(scores["score"]))):
             where = f"type what its server returns into {place}/{FORM}"
             notes.append(f"{place} ({benchmark.title}) has {len(unscored_arms)} submissions without a score: {where}")
-    return _Results(place, benchmark, identity, about, scores, notes)
+    return _BenchmarkResults(place, benchmark, identity, about, scores, notes)
 
 
 def read_scores(
@@ -448,7 +451,7 @@ def read_scores(
     ):
         raise NotResults(f"{place}: {SCORES} has answers without a score from 0 to 1: {remedy}")
     try:
-        score_matrix(scores, list_arms(scores))
+        make_score_matrix(scores, list_arms(scores))
     except ValueError as error:
         raise NotResults(f"{place}: {SCORES}: {error}; {remedy}") from error
     return scores

@@ -20,16 +20,16 @@ from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import (
     HEADER,
     SamplingIdentity,
-    find_codec,
-    fingerprint,
-    has_own_card,
+    compute_fingerprint,
+    get_codec,
+    has_generated_card,
     list_differences,
     read_header,
 )
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TOKENS, VIDEOS
-from pipeline.console import speaker
+from pipeline.console import make_speaker
 from pipeline.errors import NotAnswers, RunFailed, UsageError
 from pipeline.evaluate.benchmarks.annotations import NotAskable
 from pipeline.evaluate.benchmarks.base import OWN_NUMBERS
@@ -38,7 +38,7 @@ from pipeline.evaluate.benchmarks.own import assign_clusters
 from pipeline.evaluate.config import ANSWERS_FOLDER, RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import EvaluateRequest, match_results, write_results_header
-from pipeline.evaluate.scores import AnsweredItems, answered_item, make_answer_mode, score_table
+from pipeline.evaluate.scores import AnsweredItems, make_answer_mode, make_score_table, read_answered_item
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import (
     ANSWER_SCHEMA,
@@ -54,16 +54,16 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.remaining import COMPARED_COLUMNS, describe_change, refuse_changed_questions
 from pipeline.generate.removal import bar_videos, read_removal_reasons
 from pipeline.generate.run import answer
-from pipeline.generate.summary import AnswerSummary, summarise_answers
+from pipeline.generate.summary import AnswerSummary, summarize_answers
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.frame_limits import describe_limits
 from pipeline.prune.run import prune
 from pipeline.prune.summary import Summary
-from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
+from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, drop_nulls
 from pipeline.runner.claim import Claim
-from pipeline.runner.run_record import RUNS, new_run_id
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import CARD, Store, store_at
+from pipeline.runner.run_record import RUNS, make_run_id
+from pipeline.storage.s3 import S3Objects
+from pipeline.storage.stores import CARD, Store, make_store
 
 MANIFEST = "videos.jsonl"
 _SNAP = "snap_to_keyframes_s"  # key of a cache's sampling
@@ -112,13 +112,13 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     if not request.store.exists(RESULTS_HEADER):
         write_results_header(request.store, request.identity, request.about)
     todo = _find_unanswered(request)
-    if todo and store_at(request.cache, request.objects).exists(DROPPING):
+    if todo and make_store(request.cache, request.objects).exists(DROPPING):
         drop_tokens(request, console)  # finish a deletion that a killed run began
     videos = _encode(request, todo, console) if todo and request.videos is not None else None
     answers = _answer(request, console) if todo or request.answers.changed else None
-    live = _live(request)
+    live = _select_live_answers(request)
     if answers is None:
-        answers = summarise_answers(live, len(request.questions) * len(request.grid), set(), 0.0)
+        answers = summarize_answers(live, len(request.questions) * len(request.grid), set(), 0.0)
     arms = {
         label: ORIGINAL if spec is None else MethodAtRatio(spec.method_label, spec.retention_ratio)
         for label, spec in request.grid.items()
@@ -130,8 +130,8 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     if own_scores is not None:
         request.store.put(OWN_NUMBERS, (json.dumps(own_scores.numbers, indent=1) + "\n").encode())
         for line in own_scores.notes:
-            speaker(console)(f"note: {line}")
-    scores = score_table(answered, request.protocol, own_scores)
+            make_speaker(console)(f"note: {line}")
+    scores = make_score_table(answered, request.protocol, own_scores)
     # Until now, the facts in the header described the earlier scores.
     write_results_header(request.store, request.identity, request.about)
     scored_ids = set(pc.unique(scores["question_id"]).to_pylist())
@@ -145,14 +145,14 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     return ScoredQuestions(loaded=loaded, scores=scores, answers=answers, videos=videos)
 
 
-def _answers_store(request: EvaluateRequest) -> Store:
+def _open_answers_store(request: EvaluateRequest) -> Store:
     """Return the store of the evaluation's answers."""
-    return store_at(request.config.in_out(ANSWERS_FOLDER), request.objects)
+    return make_store(request.config.join_out(ANSWERS_FOLDER), request.objects)
 
 
-def _live(request: EvaluateRequest) -> pa.Table:
+def _select_live_answers(request: EvaluateRequest) -> pa.Table:
     """Return the live answers to the questions of a request under its grid."""
-    return AnswersTable(_answers_store(request), request.answers.identity).select_live_answers(
+    return AnswersTable(_open_answers_store(request), request.answers.identity).select_live_answers(
         request.questions, request.grid
     )
 
@@ -165,12 +165,12 @@ def _find_unanswered(request: EvaluateRequest) -> list[Item]:
     Raises:
         QuestionsChanged: a question with a good answer now has another text, other videos, choices or decoding.
     """
-    if not _answers_store(request).exists(ANSWERS_HEADER):
+    if not _open_answers_store(request).exists(ANSWERS_HEADER):
         return list(request.loaded.items)
-    questions = {row["question_id"]: without_nulls(row, QuestionRecord) for row in request.questions.to_pylist()}
+    questions = {row["question_id"]: drop_nulls(row, QuestionRecord) for row in request.questions.to_pylist()}
     counts = Counter[str]()
     changes = list[str]()
-    for row in iter_answers(_live(request).select(["question_id", "status", *COMPARED_COLUMNS])):
+    for row in iter_answers(_select_live_answers(request).select(["question_id", "status", *COMPARED_COLUMNS])):
         good = row["status"] == "ok"
         if good and (text := describe_change(questions[row["question_id"]], row)):
             changes.append(text)
@@ -190,16 +190,16 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     """
     assert request.videos is not None
     folder = Path(str(request.config.data)).absolute()  # video ids are relative to it
-    rows = {str(row["video_id"]): row for item in items for row in item.manifest_rows(folder)}
+    rows = {str(row["video_id"]): row for item in items for row in item.make_manifest_rows(folder)}
     lines = [json.dumps(rows[video_id]) for video_id in sorted(rows)]
     request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
-    config = PruneConfig(**{**vars(request.videos), "videos": [request.config.in_out(MANIFEST)]})
+    config = PruneConfig(**{**vars(request.videos), "videos": [request.config.join_out(MANIFEST)]})
     console.print(f"{len(rows)} videos; all tokens of each are stored once", highlight=False)
     summary = prune(config, console)
     for line in () if summary.frame_limits is None else describe_limits(summary.frame_limits):
         console.print(f"note: {line}", highlight=False)
     # If every remaining video is broken, its questions fail, but questions on videos cached before can be asked.
-    if not summary.n_ok and not len(TokenCache(request.cache, store=store_at(request.cache, request.objects))):
+    if not summary.n_ok and not len(TokenCache(request.cache, store=make_store(request.cache, request.objects))):
         reasons = "; ".join(f"{name}: {count}, {summary.examples[name][1]}" for name, count in summary.failures.items())
         raise RunFailed(f"none of {len(rows)} videos could be encoded: {reasons}")
     return summary
@@ -207,14 +207,14 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
 
 def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
     """Print the number of answers, make all of them in one run of jobs.generate, and return its counts."""
-    config = answers_config(request)
+    config = make_answers_config(request)
     evaluation: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
     n_questions = len(request.questions) * len(request.grid)
     console.print(f"{len(request.questions)} questions under {len(request.grid)} prunings: {n_questions} answers")
     return answer(config, console, request.questions, request.grid, evaluation)
 
 
-def answers_config(request: EvaluateRequest) -> GenerateConfig:
+def make_answers_config(request: EvaluateRequest) -> GenerateConfig:
     """Return the options of the jobs.generate run: the protocol's way of answering, and the options in common.
 
     With vLLM, ``attn`` is "auto".
@@ -222,20 +222,20 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
     source = request.source
     options = request.config
     mode = make_answer_mode(request.protocol, source.model_type)
-    shared = options.shared_with(GenerateConfig)
+    shared = options.select_shared_options(GenerateConfig)
     if options.engine == "vllm":
         shared["attn"] = "auto"  # with vLLM, --attn applies to the vision encoder only
     return GenerateConfig(
         cache=request.cache,
         questions=options.benchmark,
-        out=options.in_out(ANSWERS_FOLDER),
+        out=options.join_out(ANSWERS_FOLDER),
         model=source.name,
         family=options.family,
         choices=mode.method,
         system=mode.system,
         max_new_tokens=mode.decoding.max_new_tokens,
         temperature=mode.decoding.temperature,
-        frame_times=request.protocol.rules(source.model_type, source.family).frame_times,
+        frame_times=request.protocol.get_rules(source.model_type, source.family).frame_times,
         on_changed=options.on_changed,
         **shared,
     )
@@ -253,19 +253,19 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
         CacheLocked: a run is writing to the cache.
         UsageError: the cache is a symbolic link, whose target may be another user's.
     """
-    cache = store_at(request.cache, request.objects)
+    cache = make_store(request.cache, request.objects)
     folders = (VIDEOS, TOKENS, RUNS)
     if cache.folder is not None and cache.folder.is_symlink():
         raise UsageError(f"--drop-tokens: {cache} is a link to another place, which is yours to delete")
     if not (cache.exists(HEADER) or cache.exists(DROPPING)):
         return
-    say = speaker(console)
-    with Claim(cache, run_id := new_run_id(), say):
-        names = [CARD] if has_own_card(cache) else []
+    say = make_speaker(console)
+    with Claim(cache, run_id := make_run_id(), say):
+        names = [CARD] if has_generated_card(cache) else []
         if cache.exists(HEADER):
-            removed_rows = LiveVideos.read_removed(cache, fingerprint(read_header(cache)["identity"]))
+            removed_rows = LiveVideos.read_removed(cache, compute_fingerprint(read_header(cache)["identity"]))
             reasons = {row["video_id"]: row["error_message"] for row in removed_rows}
-            bar_videos(_answers_store(request), run_id, reasons)
+            bar_videos(_open_answers_store(request), run_id, reasons)
             names.insert(0, HEADER)
         cache.put(DROPPING, b"")
         names += [
@@ -291,17 +291,17 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
             settings differ from those of the first folder, or jobs.evaluate made its answers.
         CorruptShard: a file of answers is damaged.
     """
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     first_collector = QuestionCollector()
     tables = list[pa.Table]()
     arms = dict[str, MethodAtRatio]()
     settings: JsonObject = {}
-    answers = [read_answers(place, store=store_at(place, objects)) for place in config.score]
-    removed_ids = list_removed(answers, read_removal_reasons(store_at(config.out, objects)))
+    answers = [read_answers(place, store=make_store(place, objects)) for place in config.score]
+    removed_ids = list_removed(answers, read_removal_reasons(make_store(config.out, objects)))
     for place, rows in zip(config.score, answers, strict=True):
         live = rows.filter(pc.invert(pc.is_in(rows["question_id"], value_set=pa.array(removed_ids, pa.string()))))
-        identity = read_answers_header(store_at(place, objects))["identity"]
-        arm = _arm(identity)
+        identity = read_answers_header(make_store(place, objects))["identity"]
+        arm = _make_arm(identity)
         collector = _collect_answered(live)
         if arm in arms.values():
             raise UsageError(f"--score {place}: {arm.method} at {arm.ratio:g} occurs twice; name each once")
@@ -309,8 +309,10 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
             raise UsageError(f"--score {place}: no question has an answer to compare with; give them a column answer")
         if not arms:
             first_collector = collector
-            settings = _comparable(identity)
-        if differences := list_differences(settings, _comparable(identity), old_subject=f"{config.score[0]} has"):
+            settings = _select_compared_settings(identity)
+        if differences := list_differences(
+            settings, _select_compared_settings(identity), old_subject=f"{config.score[0]} has"
+        ):
             lines = "\n  ".join(differences)
             raise UsageError(f"--score {place} cannot be compared with {config.score[0]}:\n  {lines}")
         if first_collector.items != collector.items:
@@ -320,7 +322,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
         tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(place, len(live))))
     questions = first_collector.finish(config.score[0], "give the questions a column answer")
     items = assign_clusters(questions.items)
-    scores = score_table(AnsweredItems.select(items, arms, pa.concat_tables(tables)), LETTER)
+    scores = make_score_table(AnsweredItems.select(items, arms, pa.concat_tables(tables)), LETTER)
     n_left_out = sum(fault.left_out for fault in questions.faults)
     return ScoredQuestions(loaded=replace(questions, items=tuple(items)), scores=scores, n_left_out=n_left_out)
 
@@ -345,7 +347,7 @@ def _collect_answered(live: pa.Table) -> QuestionCollector:
     """
     collector = QuestionCollector()
     for row in live.to_pylist():
-        item = answered_item(without_nulls(row, AnswerRecord))
+        item = read_answered_item(drop_nulls(row, AnswerRecord))
         where = f"question {row['question_id']}"
         if item is None:
             collector.leave_out(where, row["question_id"], NotAskable("bad-row", "it has no right answer"))
@@ -354,21 +356,21 @@ def _collect_answered(live: pa.Table) -> QuestionCollector:
     return collector
 
 
-def _comparable(identity: AnswersIdentity) -> JsonObject:
+def _select_compared_settings(identity: AnswersIdentity) -> JsonObject:
     """Return the settings that two sets of answers must share for their scores to be compared."""
     prompt = {name: value for name, value in identity.get("prompt", {}).items() if name != "order"}
-    sampling = {name: value for name, value in _sampling(identity).items() if name != _SNAP}
+    sampling = {name: value for name, value in _get_sampling(identity).items() if name != _SNAP}
     cache: JsonObject = {"preprocessing": identity["cache"].get("preprocessing"), "sampling": sampling}
     model = cast(JsonObject | None, identity.get("model"))
     return {"model": model, "decoding": identity.get("decoding"), "prompt": prompt, "cache": cache}
 
 
-def _sampling(identity: AnswersIdentity) -> SamplingIdentity:
+def _get_sampling(identity: AnswersIdentity) -> SamplingIdentity:
     """Return how the frames of the cache were sampled; {} if an old header does not state it."""
     return identity["cache"].get("sampling") or {}
 
 
-def _arm(identity: AnswersIdentity) -> MethodAtRatio:
+def _make_arm(identity: AnswersIdentity) -> MethodAtRatio:
     """Return the arm of a set of answers: its ratio, and its method with settings that differ from the defaults.
 
     These are parameters, a seed other than 0, a snap to keyframes, and a codec other than bfloat16.
@@ -379,17 +381,17 @@ def _arm(identity: AnswersIdentity) -> MethodAtRatio:
     if "prunings" in identity:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
     method = identity.get("pruner") or identity["cache"]["pruner"]
-    snap = _sampling(identity).get(_SNAP)
-    label = _label(method["method"], method["params"])
+    snap = _get_sampling(identity).get(_SNAP)
+    label = _make_label(method["method"], method["params"])
     label += f",seed={seed}" if (seed := method.get("seed", 0)) else ""
     label += "" if snap is None else f",{_SNAP}={snap:g}"
-    codec = find_codec(identity["cache"])
+    codec = get_codec(identity["cache"])
     return MethodAtRatio(
         label if codec is BFLOAT16 else f"{label},token_codec={codec.name}", float(identity["retention_ratio"])
     )
 
 
-def _label(method: str, params: JsonObject) -> str:
+def _make_label(method: str, params: JsonObject) -> str:
     """Return the method with the parameters that differ from its defaults, such as ``fastv,K=3``.
 
     A user method gets all its parameters, because its code must not be loaded just to read answers.

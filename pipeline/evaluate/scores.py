@@ -15,17 +15,17 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.schema import column, write_parquet
+from pipeline.cache.schema import make_field, write_parquet
 from pipeline.console import Say
 from pipeline.errors import UsageError
-from pipeline.evaluate.benchmarks.base import OwnScores
+from pipeline.evaluate.benchmarks.base import BenchmarkScores
 from pipeline.evaluate.benchmarks.items import Item
-from pipeline.evaluate.benchmarks.own import is_unpublished, item_of, same_text
-from pipeline.evaluate.parsers import Parsed, parse
+from pipeline.evaluate.benchmarks.own import is_same_text, is_unpublished, make_answered_item
+from pipeline.evaluate.parsers import ParsedReply, parse_choice
 from pipeline.evaluate.protocols import Protocol
 from pipeline.evaluate.statistics import MethodAtRatio, list_arms, list_row_arms, set_arm_scores
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, derive_seed, strip_reasoning
-from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
+from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, drop_nulls
 from pipeline.storage.stores import Store
 
 SCORES = "scores.parquet"
@@ -35,37 +35,45 @@ DRAWN, IN_WORD = "drawn", "in-word"  # ways of reading a reply that rest on chan
 
 SCORE_SCHEMA = pa.schema(
     [
-        column("question_id", pa.string(), "the id in the benchmark", nullable=False),
-        column("video_id", pa.string(), "the video, or the first of several", nullable=False),
-        column("cluster", pa.string(), "what is drawn together when errors are estimated", nullable=False),
-        column("splits", pa.map_(pa.string(), pa.string()), "split of the benchmark -> the part of it", nullable=False),
-        column("method", pa.string(), "pruning method with its parameters; none: full retention", nullable=False),
-        column("retention_ratio", pa.float64(), "nominal share of the visual tokens", nullable=False),
-        column("status", pa.string(), "'ok' or 'failed'", nullable=False),
-        column("error_class", pa.string(), "why there is no reply"),
-        column("reply", pa.string(), "what the model said; the letter or text of the likeliest option where scored"),
-        column("parsed", pa.int32(), "index of the option that the reply names; null where it names none"),
-        column("answer", pa.int32(), "index of the right option; null where none is, or there are no options"),
-        column("n_options", pa.int32(), "options of the question", nullable=False),
-        column(
+        make_field("question_id", pa.string(), "the id in the benchmark", nullable=False),
+        make_field("video_id", pa.string(), "the video, or the first of several", nullable=False),
+        make_field("cluster", pa.string(), "what is drawn together when errors are estimated", nullable=False),
+        make_field(
+            "splits", pa.map_(pa.string(), pa.string()), "split of the benchmark -> the part of it", nullable=False
+        ),
+        make_field("method", pa.string(), "pruning method with its parameters; none: full retention", nullable=False),
+        make_field("retention_ratio", pa.float64(), "nominal share of the visual tokens", nullable=False),
+        make_field("status", pa.string(), "'ok' or 'failed'", nullable=False),
+        make_field("error_class", pa.string(), "why there is no reply"),
+        make_field(
+            "reply", pa.string(), "what the model said; the letter or text of the likeliest option where scored"
+        ),
+        make_field("parsed", pa.int32(), "index of the option that the reply names; null where it names none"),
+        make_field("answer", pa.int32(), "index of the right option; null where none is, or there are no options"),
+        make_field("n_options", pa.int32(), "options of the question", nullable=False),
+        make_field(
             "right", pa.bool_(), "whether the reply is right; of a rule that draws: false; null: nobody published it"
         ),
-        column("score", pa.float64(), "1 or 0; where the rule draws at random its expectation; null likewise"),
-        column(
+        make_field("score", pa.float64(), "1 or 0; where the rule draws at random its expectation; null likewise"),
+        make_field(
             "finish",
             pa.string(),
             "'stop': the model ended the reply; 'length': max_new_tokens cut it; null where scored, and in older files",
         ),
-        column(
+        make_field(
             "weak",
             pa.string(),
             "the weak rule that read the reply: 'drawn' at random, or a letter 'in-word' (\"Both\" is B); else null",
         ),
-        column("choice_scores", pa.list_(pa.float64()), "natural log-probability of each option, where scored"),
-        column("n_kept", pa.int32(), "visual tokens that were kept"),
-        column("n_total", pa.int32(), "visual tokens before pruning"),
-        column("kept_per_frame", pa.list_(pa.int32()), "kept tokens of each frame; null where the model prunes inside"),
-        column("decode_warnings", pa.int32(), "warnings while its videos were decoded: their frames may be damaged"),
+        make_field("choice_scores", pa.list_(pa.float64()), "natural log-probability of each option, where scored"),
+        make_field("n_kept", pa.int32(), "visual tokens that were kept"),
+        make_field("n_total", pa.int32(), "visual tokens before pruning"),
+        make_field(
+            "kept_per_frame", pa.list_(pa.int32()), "kept tokens of each frame; null where the model prunes inside"
+        ),
+        make_field(
+            "decode_warnings", pa.int32(), "warnings while its videos were decoded: their frames may be damaged"
+        ),
     ]
 )
 
@@ -115,7 +123,7 @@ class AnsweredItems(NamedTuple):
         rows = {}
         for label, arm in arms.items():
             arm_answers = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED_COLUMNS)
-            rows[arm] = {row["question_id"]: without_nulls(row, AnswerRecord) for row in arm_answers.to_pylist()}
+            rows[arm] = {row["question_id"]: drop_nulls(row, AnswerRecord) for row in arm_answers.to_pylist()}
         return cls([item for item in items if item.question_id not in removed_ids], rows)
 
     def replies(self, protocol: Protocol) -> dict[str, dict[str, str]]:
@@ -130,7 +138,7 @@ class AnsweredItems(NamedTuple):
         }
 
 
-def score_table(answered: AnsweredItems, protocol: Protocol, own: OwnScores | None = None) -> pa.Table:
+def make_score_table(answered: AnsweredItems, protocol: Protocol, own: BenchmarkScores | None = None) -> pa.Table:
     """Return the scores as rows of SCORE_SCHEMA: arm by arm, one row for each question.
 
     A missing answer counts as failed. A failed answer scores 0, or null if the right answer is not published.
@@ -146,7 +154,7 @@ def score_table(answered: AnsweredItems, protocol: Protocol, own: OwnScores | No
         for item in answered.items:
             if arm_scores is not None and item.question_id not in arm_scores:
                 continue
-            row = _row(item, arm, rows.get(item.question_id), protocol)
+            row = _make_score_row(item, arm, rows.get(item.question_id), protocol)
             if own is not None:
                 score = None if arm_scores is None else arm_scores[item.question_id] if row["status"] == "ok" else 0.0
                 row = {**row, "score": score, "right": None if score is None else score == 1.0}
@@ -163,9 +171,11 @@ def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
     """
     reply = strip_reasoning(row["answer"], protocol.reasoning)
     if not item.options:
-        right = same_text(reply, item.expected or "")
+        right = is_same_text(reply, item.expected or "")
         return Reply(None, right, float(right))
-    result = Parsed(row["choice"]) if "choice_scores" in row else parse(protocol.parser, reply, item.options)
+    result = (
+        ParsedReply(row["choice"]) if "choice_scores" in row else parse_choice(protocol.parser, reply, item.options)
+    )
     weak = DRAWN if result.drawn else IN_WORD if result.in_word else None
     if item.expected is None:
         return Reply(result.choice, None, None, weak)
@@ -173,7 +183,7 @@ def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
     return Reply(result.choice, not result.drawn and score == 1.0, score, weak)
 
 
-def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Protocol) -> JsonObject:
+def _make_score_row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Protocol) -> JsonObject:
     """Return the row of one question under one arm; it fails as "unanswered" if ``row`` is None.
 
     The score of a failed row is 0, or None if the right answer is not published.
@@ -199,17 +209,17 @@ def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Pro
 
 def make_answer_mode(protocol: Protocol, model_type: str) -> AnswerMode:
     """Return how the protocol asks this model type: method for choices, system message and decoding."""
-    return AnswerMode(protocol.decoding, protocol.choices, protocol.rules(model_type).system)
+    return AnswerMode(protocol.decoding, protocol.choices, protocol.get_rules(model_type).system)
 
 
 def make_question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:
     """Return the items as a table of QUESTION_SCHEMA, one row per item in order."""
     mode = make_answer_mode(protocol, model_type)
-    rows = [_question(item, protocol, model_type, mode) for item in items]
+    rows = [_make_question_row(item, protocol, model_type, mode) for item in items]
     return pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
 
 
-def _question(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode) -> QuestionRecord:
+def _make_question_row(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode) -> QuestionRecord:
     """Return an item as a row of QUESTION_SCHEMA; its seed of decoding is derived from its id.
 
     If the options are scored, they are in ``choices``, and the prompt is the bare question. Otherwise the prompt is the
@@ -234,11 +244,11 @@ def _question(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode)
     return question
 
 
-def answered_item(row: AnswerRecord) -> Item | None:
+def read_answered_item(row: AnswerRecord) -> Item | None:
     """Return the question of an answer of jobs.generate, or None if no right answer is stored or published."""
     if "target" not in row:
         return None
-    item = item_of(row, f"question {row['question_id']}")
+    item = make_answered_item(row, f"question {row['question_id']}")
     return None if is_unpublished(item) else item
 
 
@@ -255,7 +265,7 @@ class Submission(NamedTuple):
     n_drawn: int
 
 
-def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, Submission]:
+def make_submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, Submission]:
     """Return the submission of every arm in ``scores``; failed questions are left out.
 
     If a reply names no option, one is drawn, as in lmms-eval, by the question's id alone: it is the same for all
@@ -287,19 +297,19 @@ def write_submissions(store: Store, items: Sequence[Item], scores: pa.Table, say
     """
     store.put(SCORES, write_parquet(scores))
     names = [SCORES]
-    for arm, submission in submissions(items, scores).items():
-        names.append(f"{SUBMISSIONS}/{submission_name(arm)}.json")
+    for arm, submission in make_submissions(items, scores).items():
+        names.append(f"{SUBMISSIONS}/{make_submission_name(arm)}.json")
         store.put(names[-1], json.dumps(submission.choices, indent=1).encode())
         if n_drawn := submission.n_drawn:
             say(f"note: {names[-1]}: {n_drawn} replies name no option; one is drawn for each, by the question's id")
         if missing := len(items) - len(submission.choices):
             say(f"note: {names[-1]}: {missing} questions failed, and are left out")
-    form = {**dict.fromkeys(map(submission_name, list_arms(scores))), **read_server_scores(store)}
+    form = {**dict.fromkeys(map(make_submission_name, list_arms(scores))), **read_server_scores(store)}
     store.put(FORM, json.dumps(form, indent=1).encode())
     return [*names, FORM]
 
 
-def submission_name(arm: MethodAtRatio) -> str:
+def make_submission_name(arm: MethodAtRatio) -> str:
     """Return the name of an arm's submission without .json; runs of characters other than A-Za-z0-9=.,+- become "-"."""
     return f"{re.sub(r'[^A-Za-z0-9=.,+-]+', '-', arm.method)}@{arm.ratio:g}"
 
@@ -310,13 +320,13 @@ def apply_server_scores(store: Store, scores: pa.Table) -> pa.Table:
     All rows count as questions about one video, so that no interval is computed.
     """
     typed = read_server_scores(store)
-    percentages = {arm: typed.get(submission_name(arm)) for arm in list_arms(scores)}
+    percentages = {arm: typed.get(make_submission_name(arm)) for arm in list_arms(scores)}
     return set_arm_scores(scores, {arm: None if value is None else value / 100 for arm, value in percentages.items()})
 
 
-def unknown_names(store: Store, arms: Iterable[MethodAtRatio]) -> list[str]:
+def list_unknown_names(store: Store, arms: Iterable[MethodAtRatio]) -> list[str]:
     """Return the names with a number in the form that belong to none of these arms."""
-    known_names = set(map(submission_name, arms))
+    known_names = set(map(make_submission_name, arms))
     return [name for name, value in read_server_scores(store).items() if value is not None and name not in known_names]
 
 

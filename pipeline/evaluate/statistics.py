@@ -112,7 +112,7 @@ class AnswerCounts:
         return self.n_unparsed / self.n_replies if self.n_replies else None
 
 
-class Parts(NamedTuple):
+class QuestionPartition(NamedTuple):
     """A partition of a benchmark's questions; a score is the mean over the means of its parts.
 
     Attributes:
@@ -123,12 +123,12 @@ class Parts(NamedTuple):
     numbers: Ints
     weights: Floats | None = None
 
-    def within(self, inside_Q: NDArray[np.bool_]) -> Parts:
+    def within(self, inside_Q: NDArray[np.bool_]) -> QuestionPartition:
         """Return the parts restricted to the questions in the mask; parts without any question are dropped."""
         numbers = np.where(inside_Q, self.numbers, NO_PART)
         present = np.unique(numbers[numbers != NO_PART])
         renumbered = np.where(numbers == NO_PART, NO_PART, np.searchsorted(present, numbers))
-        return Parts(renumbered, None if self.weights is None else self.weights[present])
+        return QuestionPartition(renumbered, None if self.weights is None else self.weights[present])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,15 +147,17 @@ class ScoreMatrix:
     splits: Sequence[dict[str, str]]
     tallies: Sequence[AnswerCounts]
 
-    def whole(self) -> Parts:
+    def whole(self) -> QuestionPartition:
         """Return a single part with all questions."""
-        return Parts(np.zeros(len(self.clusters), np.int64))
+        return QuestionPartition(np.zeros(len(self.clusters), np.int64))
 
-    def split(self, name: str, value: str) -> Parts:
+    def split(self, name: str, value: str) -> QuestionPartition:
         """Return a single part with the questions that have this value of the split ``name``."""
-        return Parts(np.array([0 if question.get(name) == value else NO_PART for question in self.splits], np.int64))
+        return QuestionPartition(
+            np.array([0 if question.get(name) == value else NO_PART for question in self.splits], np.int64)
+        )
 
-    def by(self, name: str, weights: Mapping[str, float] = MappingProxyType({})) -> Parts:
+    def by(self, name: str, weights: Mapping[str, float] = MappingProxyType({})) -> QuestionPartition:
         """Return one part for each value of the split ``name``, such as MLVU's tasks.
 
         Args:
@@ -171,11 +173,11 @@ class ScoreMatrix:
             )
         values = [splits[name] for splits in self.splits]
         if not weights:
-            return Parts(np.unique(values, return_inverse=True)[1])
+            return QuestionPartition(np.unique(values, return_inverse=True)[1])
         counted = sorted({value for value in values if weights.get(value)})
         number = {value: i for i, value in enumerate(counted)}
         part_numbers = [number.get(value, NO_PART) for value in values]
-        return Parts(np.array(part_numbers, np.int64), np.array([weights[value] for value in counted]))
+        return QuestionPartition(np.array(part_numbers, np.int64), np.array([weights[value] for value in counted]))
 
 
 def list_arms(scores: pa.Table) -> list[MethodAtRatio]:
@@ -189,7 +191,7 @@ def list_row_arms(scores: pa.Table) -> list[MethodAtRatio]:
     return [ORIGINAL if method == ORIGINAL.method else MethodAtRatio(method, ratio) for method, ratio in rows]
 
 
-def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix:
+def make_score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix:
     """Return the scores of some arms, in this order, as a matrix; rows of other arms are ignored.
 
     A failed answer without a score scores 0; another answer without a score, and an arm without rows, is nan. Clusters
@@ -219,11 +221,11 @@ def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix
         scores=scores_AQ,
         clusters=np.unique(first["cluster"].to_numpy(), return_inverse=True)[1],
         splits=[dict(splits or ()) for splits in first["splits"].to_pylist()],
-        tallies=_tallies(scores, arm_N, failed_N, len(arms)),
+        tallies=_count_answers(scores, arm_N, failed_N, len(arms)),
     )
 
 
-def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[AnswerCounts]:
+def _count_answers(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[AnswerCounts]:
     """Return the counts of each arm's answers; ``n_cut`` and ``n_weak`` are None if the scores lack either column."""
     free_N = scores["n_options"].to_numpy() == 0  # a free question has no option to name
     unparsed_N = ~failed_N & ~free_N & scores["parsed"].is_null().to_numpy()
@@ -297,8 +299,8 @@ class Estimate:
         return Difference(value, *np.quantile(drawn_R, [0.025, 0.975], method="inverted_cdf").tolist())
 
 
-def estimates(
-    scores_AQ: Floats, cluster_Q: Ints, parts: Sequence[Parts], draws: int, generator: np.random.Generator
+def compute_estimates(
+    scores_AQ: Floats, cluster_Q: Ints, parts: Sequence[QuestionPartition], draws: int, generator: np.random.Generator
 ) -> list[Estimate]:
     """Return an estimate for each column: each arm's mean over the parts, and the same mean for every bootstrap draw.
 
@@ -311,7 +313,7 @@ def estimates(
         generator: advanced by the call. Generators in equal states give equal draws for equal numbers of videos.
     """
     G = int(cluster_Q.max(initial=-1)) + 1
-    columns = [_sums(scores_AQ, cluster_Q, subset.numbers) for subset in parts]
+    columns = [_sum_scores(scores_AQ, cluster_Q, subset.numbers) for subset in parts]
     drawn = [np.empty((draws, len(scores_AQ))) for _ in parts]
     for start in range(0, draws, _CHUNK):
         n = min(_CHUNK, draws - start)
@@ -319,10 +321,10 @@ def estimates(
         times_RG = np.bincount(flat.ravel(), minlength=n * G).reshape(n, G).astype(float)
         for drawn_RA, (sum_GPA, count_GP), subset in zip(drawn, columns, parts, strict=True):
             sum_RPA = np.tensordot(times_RG, sum_GPA, axes=1)
-            drawn_RA[start : start + n] = _mean_over_parts(sum_RPA, times_RG @ count_GP, subset.weights)
+            drawn_RA[start : start + n] = _average_parts(sum_RPA, times_RG @ count_GP, subset.weights)
     return [
         Estimate(
-            value=_mean_over_parts(sum_GPA.sum(0, keepdims=True), count_GP.sum(0, keepdims=True), subset.weights)[0],
+            value=_average_parts(sum_GPA.sum(0, keepdims=True), count_GP.sum(0, keepdims=True), subset.weights)[0],
             drawn=drawn_RA,
             n_videos=int(np.sum(count_GP.any(1))),
         )
@@ -330,7 +332,7 @@ def estimates(
     ]
 
 
-def _sums(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints) -> tuple[Floats, Floats]:
+def _sum_scores(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints) -> tuple[Floats, Floats]:
     """Return each arm's sum of scores ``[G, P, A]`` and the number of questions ``[G, P]``, per video and part."""
     inside_Q = part_Q != NO_PART
     G, P = int(cluster_Q.max(initial=-1)) + 1, int(part_Q.max(initial=NO_PART)) + 1
@@ -340,7 +342,7 @@ def _sums(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints) -> tuple[Floats, Flo
     return sum_GPA, np.bincount(cell_Q, minlength=G * P).reshape(G, P).astype(float)
 
 
-def _mean_over_parts(sum_RPA: Floats, count_RP: Floats, weight_P: Floats | None) -> Floats:
+def _average_parts(sum_RPA: Floats, count_RP: Floats, weight_P: Floats | None) -> Floats:
     """Return the mean of the parts' means, ``[R, A]``, weighted unless ``weight_P`` is None.
 
     It is nan if there is no part, or if a part has no question.
@@ -353,7 +355,7 @@ def _mean_over_parts(sum_RPA: Floats, count_RP: Floats, weight_P: Floats | None)
     return mean_RA
 
 
-def relative(overall: Sequence[Estimate], full: int) -> Estimate:
+def compute_relative_scores(overall: Sequence[Estimate], full: int) -> Estimate:
     """Combine the overall estimates of benchmarks into Rel.: the mean of their scores divided by those of arm ``full``.
 
     Scores are not rounded. The result is nan where ``full`` scores 0 on any benchmark.
@@ -367,10 +369,10 @@ def relative(overall: Sequence[Estimate], full: int) -> Estimate:
             )
             for estimate in overall
         ]
-    return average(ratios)
+    return average_estimates(ratios)
 
 
-def average(overall: Sequence[Estimate]) -> Estimate:
+def average_estimates(overall: Sequence[Estimate]) -> Estimate:
     """Combine the overall estimates of benchmarks, with equally many draws, into their mean; nan where any is nan."""
     values, drawn = [estimate.value for estimate in overall], [estimate.drawn for estimate in overall]
     return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(estimate.n_videos for estimate in overall))

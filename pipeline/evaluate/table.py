@@ -81,12 +81,16 @@ class Cell:
     @property
     def spread_text(self) -> str:
         """The spread over seeds as printed behind the score; "" for a single seed."""
-        return "" if self.spread is None else f" ± {printed(self.spread)}"
+        return "" if self.spread is None else f" ± {format_score(self.spread)}"
 
     @property
     def interval_text(self) -> str:
         """The difference to the reference with its interval, if any; "" without a difference."""
-        return "" if self.difference is None else f"{signed(self.difference)} {ends(self.low, self.high)}".rstrip()
+        return (
+            ""
+            if self.difference is None
+            else f"{format_points(self.difference)} {format_interval(self.low, self.high)}".rstrip()
+        )
 
     @property
     def unclear_text(self) -> str:
@@ -206,7 +210,7 @@ class ResultsTable:
         They explain the differences, columns with too few videos, and cut and weakly read replies, as far as the table
         has any; then come the notes.
         """
-        lines = list(self._about_differences())
+        lines = list(self._explain_differences())
         if any(column.few for column in self.columns):
             lines.append(f"{FEW} Fewer than {FEWEST_VIDEOS} videos: no interval.")
         tally = sum((row.tally for row in self.rows), AnswerCounts())
@@ -217,7 +221,7 @@ class ResultsTable:
             lines.append(f"Weak: {tally.n_weak:,} {replies} read by chance: drawn, or by a letter inside a word.")
         return [*lines, *self.notes]
 
-    def _about_differences(self) -> Iterator[str]:
+    def _explain_differences(self) -> Iterator[str]:
         """Yield sentences that explain the spread over seeds, the differences and the intervals that the table has."""
         cells = [cell for row in self.rows for cell in self.numbers(row) if cell]
         if any(cell.spread is not None for cell in cells):
@@ -254,14 +258,14 @@ class ResultsTable:
                 {name: value for name, value in vars(column).items() if name != "made_of"} | {**column.made_of}
                 for column in self.columns
             ],
-            "rows": [self.record_of(row) for row in self.rows],
+            "rows": [self.make_row_record(row) for row in self.rows],
             "reference": self.reference,
             "draws": self.draws,
             "seed": self.seed,
             "notes": list(self.remarks),
         }
 
-    def record_of(self, row: Row) -> dict[str, Any]:
+    def make_row_record(self, row: Row) -> dict[str, Any]:
         """Return a row as a JSON-able record: its scores with differences and intervals, and counts of its answers.
 
         Columns without a score are left out of "scores".
@@ -284,14 +288,14 @@ class ResultsTable:
         }
 
 
-def printed(percent: float) -> str:
+def format_score(percent: float) -> str:
     """Format a percentage to one decimal; halves are rounded away from 0, so 58.65 becomes 58.7."""
     return str(Decimal(repr(round(percent, 9))).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 
-def ends(low: float | None, high: float | None) -> str:
+def format_interval(low: float | None, high: float | None) -> str:
     """Format an interval in points as "[-1.2, +0.3]"; "" if an end is None."""
-    return "" if low is None or high is None else f"[{signed(low)}, {signed(high)}]"
+    return "" if low is None or high is None else f"[{format_points(low)}, {format_points(high)}]"
 
 
 def _format_count(column: Column) -> str:
@@ -300,6 +304,6 @@ def _format_count(column: Column) -> str:
     return f"{column.n_questions:,}" + (f" of {column.n_whole:,}" if partly else "")
 
 
-def signed(points: float) -> str:
+def format_points(points: float) -> str:
     """Format points to one decimal with their sign; points that round to 0 become "0.0"."""
     return f"{points:+.1f}" if abs(points) >= PRINTED_0 else "0.0"

@@ -21,15 +21,15 @@ from pipeline.evaluate.statistics import (
     Estimate,
     Floats,
     MethodAtRatio,
-    Parts,
+    QuestionPartition,
     ScoreMatrix,
-    average,
+    average_estimates,
+    compute_estimates,
+    compute_relative_scores,
     count_videos_needed,
-    estimates,
     is_named,
     list_arms,
-    relative,
-    score_matrix,
+    make_score_matrix,
     split_seed,
 )
 from pipeline.evaluate.table import (
@@ -42,7 +42,7 @@ from pipeline.evaluate.table import (
     Mark,
     ResultsTable,
     Row,
-    printed,
+    format_score,
 )
 
 _TITLES = {
@@ -96,12 +96,12 @@ class ScoredBenchmark:
     weights: Mapping[str, float] = field(default_factory=dict)
     per_question: bool = True
 
-    def average(self, matrix: ScoreMatrix) -> Parts:
+    def average(self, matrix: ScoreMatrix) -> QuestionPartition:
         """Return the parts over which the overall score is a mean."""
         return matrix.whole() if self.mean_over is None else matrix.by(self.mean_over, self.weights)
 
 
-def results_table(
+def make_results_table(
     title: str,
     benchmarks: Sequence[ScoredBenchmark],
     *,
@@ -142,7 +142,7 @@ def results_table(
     ours = None if ours is None else _find_method(groups, ours, "ours")
     pairs = {row: _find_reference_row(groups, row, reference) for row in range(len(groups))}
     against = {row: other for row, other in pairs.items() if other is not None}
-    matrices = [score_matrix(benchmark.scores, arms) for benchmark in benchmarks]
+    matrices = [make_score_matrix(benchmark.scores, arms) for benchmark in benchmarks]
     columns = list[Column]()
     cells = list[list[Cell | None]]()
     overall = list[Estimate]()
@@ -151,8 +151,10 @@ def results_table(
     for benchmark, matrix in zip(benchmarks, matrices, strict=True):
         parts = _list_columns(benchmark, matrix)
         parts_by_column = [subset for *_, subset in parts]
-        measured = measure(benchmark, matrix, groups, parts_by_column, draws, seed)
-        measured_arms = estimates(matrix.scores, matrix.clusters, parts_by_column, 0, np.random.default_rng(seed))
+        measured = estimate_rows(benchmark, matrix, groups, parts_by_column, draws, seed)
+        measured_arms = compute_estimates(
+            matrix.scores, matrix.clusters, parts_by_column, 0, np.random.default_rng(seed)
+        )
         for (key, name, subset), numbers, arm_numbers in zip(parts, measured, measured_arms, strict=True):
             columns.append(
                 Column(
@@ -174,21 +176,23 @@ def results_table(
     # The paper's tables are means of printed scores.
     scores = [[math.nan if (cell := row[c]) is None else float(cell.printed) for c in last] for row in by_row]
     means = [math.fsum(row) / len(row) for row in scores]
-    mean = _make_cells(groups, {}, means, average(overall), average(arm_estimates).value, 0)
+    mean = _make_cells(groups, {}, means, average_estimates(overall), average_estimates(arm_estimates).value, 0)
     rels = [
         100
         * math.fsum(score / (full or math.nan) for score, full in zip(row, scores[FULL_ROW], strict=True))
         / len(row)
         for row in scores
     ]
-    rel_estimate = relative(overall, FULL_ROW)
+    rel_estimate = compute_relative_scores(overall, FULL_ROW)
     n_videos = sum(estimate.n_videos for estimate in overall)
-    rel = _make_cells(groups, against, rels, rel_estimate, relative(arm_estimates, FULL_ROW).value, n_videos, "%")
+    rel = _make_cells(
+        groups, against, rels, rel_estimate, compute_relative_scores(arm_estimates, FULL_ROW).value, n_videos, "%"
+    )
     names = {path: name for benchmark in benchmarks for path, name in benchmark.names.items()}
     rows = [
         Row(
             **vars(group),
-            title=row_title(group, names),
+            title=format_row_title(group, names),
             cells=by_row[i],
             mean=mean[i],
             rel=rel[i],
@@ -208,11 +212,11 @@ def results_table(
     )
 
 
-def measure(
+def estimate_rows(
     benchmark: ScoredBenchmark,
     matrix: ScoreMatrix,
     groups: Sequence[ArmGroup],
-    parts: Sequence[Parts],
+    parts: Sequence[QuestionPartition],
     draws: int,
     seed: int,
 ) -> list[Estimate]:
@@ -222,7 +226,7 @@ def measure(
     """
     generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
     mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
-    return estimates(mean_AQ, matrix.clusters, parts, draws, generator)
+    return compute_estimates(mean_AQ, matrix.clusters, parts, draws, generator)
 
 
 def mark_rows(numbers: Estimate, shown: Mapping[int, Cell | None]) -> dict[int, Mark]:
@@ -315,7 +319,7 @@ def _find_reference_row(groups: Sequence[ArmGroup], row: int, reference: str) ->
     return next(iter(exact), candidates[0] if len(candidates) == 1 else None)
 
 
-def row_title(group: ArmGroup, names: Mapping[str, str]) -> str:
+def format_row_title(group: ArmGroup, names: Mapping[str, str]) -> str:
     """Return the printed title of a row: the method, the number of seeds if several, and positions unless default.
 
     Args:
@@ -324,12 +328,12 @@ def row_title(group: ArmGroup, names: Mapping[str, str]) -> str:
     if group.method == ORIGINAL.method:
         return "Full retention"
     path, *parameters = group.method.split(",")
-    title = method_title(",".join([names.get(path, path), *parameters]))
+    title = format_method_title(",".join([names.get(path, path), *parameters]))
     title += f", {len(group.seeds)} seeds" if len(group.seeds) > 1 else ""
     return f"{title}, {group.positions} positions" if group.positions else title
 
 
-def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, str, Parts]]:
+def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, str, QuestionPartition]]:
     """Return (key, title, parts) of each column of a benchmark, the overall score last.
 
     The last title is "Overall", or that of the benchmark if there is no other column.
@@ -367,7 +371,7 @@ def _make_cells(
         unit: appended to each printed number.
     """
     cells = [
-        None if math.isnan(percentage) else Cell(score=percentage, printed=f"{printed(percentage)}{unit}")
+        None if math.isnan(percentage) else Cell(score=percentage, printed=f"{format_score(percentage)}{unit}")
         for percentage in percentages
     ]
     marks: dict[int, Mark] = {}
@@ -398,7 +402,7 @@ def _describe_difference(numbers: Estimate, row: int, reference: int, n_videos: 
     return {"difference": points, "low": low, "high": high, "unclear": unclear, "videos_needed": needed}
 
 
-def method_title(method: str) -> str:
+def format_method_title(method: str) -> str:
     """Return a method as the paper writes it, such as "FastV, K=3" for "fastv,K=3"; unknown names stay unchanged."""
     name, *parameters = method.split(",")
     return ", ".join([_TITLES.get(name, name), *parameters])

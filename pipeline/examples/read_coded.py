@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 
-def floats(rows, D, codec, column="token"):
+def decode_floats(rows, D, codec, column="token"):
     """Return the tokens [n, D] of the rows of a file in tokens/; a reader of this package rounds them to bfloat16."""
     bits, group = {"int8": (8, 128), "int4": (4, 32)}[codec]
     stored, scale, kept = (
@@ -32,5 +32,5 @@ if __name__ == "__main__":
     cache = Path(sys.argv[1])
     header = json.loads((cache / "cache.json").read_text())
     for shard in sorted(cache.glob("tokens/*.parquet")):
-        decoded = floats(pq.read_table(shard), header["hidden_size"], header["identity"]["dtype"]["stored"])
+        decoded = decode_floats(pq.read_table(shard), header["hidden_size"], header["identity"]["dtype"]["stored"])
         print(shard.name, decoded.shape, f"mean length {np.linalg.norm(decoded, axis=1).mean():.3f}")

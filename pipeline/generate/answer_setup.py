@@ -14,11 +14,11 @@ from gstep.backbones import ModelSource
 from gstep.language import PromptBuilder
 from pipeline.cache.live import INDEX_COLUMNS
 from pipeline.cache.reader import TokenOrder, count_tokens
-from pipeline.errors import QuestionFault, UsageError, usage_errors
+from pipeline.errors import QuestionFault, UsageError, convert_usage_errors
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import choose_batch_size
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, removed_answer, without_nulls
+from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, drop_nulls, make_failed_answer, make_removed_answer
 from pipeline.storage.stores import Store
 
 # Columns to read from the videos table, including those that TokenCache needs.
@@ -92,7 +92,7 @@ class PromptForecast:
         self._setup = setup
         self._builder = builder
         self._near = near or {}
-        self.videos = {row["video_id"]: without_nulls(row, VideoRecord) for row in setup.live.to_pylist()}
+        self.videos = {row["video_id"]: drop_nulls(row, VideoRecord) for row in setup.live.to_pylist()}
         self.removed = {
             video_id: f"{video_id!r} was removed from the cache {setup.cache}: {row.get('error_message', '')}"
             for video_id, row in self.videos.items()
@@ -137,7 +137,7 @@ class PromptForecast:
             raise UsageError(
                 f"--retention-ratio {ratio}: the cache stores {stored_ratio}; prune into another --out for more"
             )
-        with usage_errors():
+        with convert_usage_errors():
             for row in self.cached.values():
                 count_tokens(row, ratio)
 
@@ -169,14 +169,14 @@ class PromptForecast:
         for_model: list[QuestionRecord] = []
         rows: list[AnswerRecord] = []
         for question in questions:
-            row = self._settle(question)
+            row = self._make_settled_row(question)
             if row is None:
                 for_model.append(question)
             else:
                 rows.append(row)
         return for_model, rows
 
-    def _settle(self, question: QuestionRecord) -> AnswerRecord | None:
+    def _make_settled_row(self, question: QuestionRecord) -> AnswerRecord | None:
         """Return the finished row of a question that needs no model, or None if the model must answer it.
 
         A question about a removed video gets a removed row, whatever its other videos. Otherwise it fails if a video is
@@ -187,7 +187,7 @@ class PromptForecast:
         rows = []
         for video_id in question["video_ids"]:
             if video_id in self.removed:
-                return removed_answer(question, self.removed[video_id])
+                return make_removed_answer(question, self.removed[video_id])
         for video_id in question["video_ids"]:
             row = self.videos.get(video_id)
             if row is None:
@@ -196,17 +196,17 @@ class PromptForecast:
                     message += f"{near} Correct the question, or prune the video; then --retry-failed"
                 else:
                     message += ": prune it, then --retry-failed"
-                return failed_answer(question, QuestionFault("unknown-video", message))
+                return make_failed_answer(question, QuestionFault("unknown-video", message))
             if row["status"] != "ok":
                 message = f"{video_id!r} failed: {row['error_class']}: {row['error_message']}"
-                return failed_answer(question, QuestionFault("failed-video", message))
+                return make_failed_answer(question, QuestionFault("failed-video", message))
             rows.append(row)
         n_visual = self.n_visual(rows, question.get("pruning", ""))
         context = self._builder.context_length
         if n_visual <= context:
             return None
         row_with_count: AnswerRecord = {**cast(AnswerRecord, question), "n_visual_tokens": n_visual}
-        return failed_answer(row_with_count, make_length_fault(n_visual, context))
+        return make_failed_answer(row_with_count, make_length_fault(n_visual, context))
 
 
 def make_length_fault(n_tokens: int, max_tokens: int, context_length: int | None = None) -> QuestionFault:

@@ -24,7 +24,7 @@ from pipeline.generate.answers import ANSWER_SCHEMA, make_answer_key
 from pipeline.generate.engines import Engine, EngineCrashed, load_engine
 from pipeline.generate.prompts import PreparedQuestion, PromptMaker, convert_error, make_heartbeat_name
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, parse_letter
-from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
+from pipeline.rows import AnswerRecord, QuestionRecord, drop_nulls, make_failed_answer
 from pipeline.runner.worker_heartbeat import Heartbeat, give_up_process
 
 STAGE = "answer"
@@ -88,7 +88,7 @@ class Answerer:
         # For the batch being answered: whether memory ran out, and the size of its largest part that fitted.
         self._ran_short = False
         self._n_fitted = 0
-        with self._heartbeat.loading():
+        with self._heartbeat.report_loading():
             self._engine = engine or load_engine(setup.config, setup.source, runtime, setup.largest_video)
             self._prompts = PromptMaker(setup, self._engine, runtime.device, self._heartbeat)
         self._provenance = json.dumps(self._engine.describe())
@@ -101,12 +101,12 @@ class Answerer:
         Raises:
             MethodFails: a user method fails for every video.
         """
-        questions = [without_nulls(row, QuestionRecord) for rows in block["questions"].to_pylist() for row in rows]
-        for answers in self._answer_in_parts(questions):
+        questions = [drop_nulls(row, QuestionRecord) for rows in block["questions"].to_pylist() for row in rows]
+        for answers in self._answer_in_slices(questions):
             part = [{**answer, "runtime": self._provenance} for answer in answers]
             yield pa.Table.from_pylist([{"answers": part}], schema=_PART_SCHEMA)
 
-    def _answer_in_parts(self, questions: Sequence[QuestionRecord]) -> Iterator[list[AnswerRecord]]:
+    def _answer_in_slices(self, questions: Sequence[QuestionRecord]) -> Iterator[list[AnswerRecord]]:
         """Yield the answers in the order of the questions, in lists of a fixed size, as soon as each is complete.
 
         If Ray retries a call, it identifies the lists by number, so their content must not depend on the batches.
@@ -171,7 +171,7 @@ class Answerer:
 
     def _answer_together(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
         """Answer one batch, reported as in hand, and adjust the size of later batches to what fitted."""
-        with self._heartbeat.holding(*(make_heartbeat_name(question.row) for question in batch)) as items:
+        with self._heartbeat.hold_items(*(make_heartbeat_name(question.row) for question in batch)) as items:
             self._ran_short = False
             self._n_fitted = 0
             rows = self._answer_batch(batch)
@@ -204,7 +204,7 @@ class Answerer:
         if out_of_memory and torch.cuda.is_available():
             torch.cuda.empty_cache()
         if len(batch) == 1:
-            return [failed_answer(batch[0].row, fault)]
+            return [make_failed_answer(batch[0].row, fault)]
         half = len(batch) // 2
         parts = [batch[:half], batch[half:]] if out_of_memory else [[question] for question in batch]
         return [row for part in parts for row in self._answer_batch(part)]
@@ -241,7 +241,7 @@ class Answerer:
             FloatingPointError: a score is NaN.
         """
         start = time.perf_counter()
-        texts = [question.continuations() for question in batch]
+        texts = [question.list_continuations() for question in batch]
         all_scores = self._engine.score([question.prompt for question in batch], texts, inside=batch[0].inside)
         seconds = time.perf_counter() - start
         rows = []
@@ -251,20 +251,20 @@ class Answerer:
                 raise FloatingPointError(NO_NUMBERS)
             row: AnswerRecord = {
                 **question.row,
-                "answer": names[_argmax(sums)],
-                "choice": _argmax(sums),
+                "answer": names[_find_argmax(sums)],
+                "choice": _find_argmax(sums),
                 "choice_scores": sums,
                 "choice_tokens": [score.n_tokens for score in scores],
                 "prefill_s": seconds,
                 "decode_s": 0.0,
             }
             if question.mode.method == "loglikelihood":
-                row["choice_normalised"] = _argmax([score.logprob / score.n_tokens for score in scores])
+                row["choice_normalised"] = _find_argmax([score.logprob / score.n_tokens for score in scores])
             rows.append(row)
         return rows
 
 
-def _argmax(values: Sequence[float]) -> int:
+def _find_argmax(values: Sequence[float]) -> int:
     """Return the index of the first largest value."""
     return values.index(max(values))
 

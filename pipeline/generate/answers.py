@@ -18,23 +18,30 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.changed_code import keep_unknown_code, match_identity, refuse_changed_code
+from pipeline.cache.changed_code import find_changed_methods, keep_unknown_code, refuse_changed_code
 from pipeline.cache.header import (
     CacheIdentity,
     ModelIdentity,
     PrunerIdentity,
     read_header_file,
-    serialise_header,
+    serialize_header,
 )
 from pipeline.cache.live import read_states, sort_by_rule
 from pipeline.cache.merging import KEEP
-from pipeline.cache.schema import READ_THREADS, column, complete_columns, hex_digest, open_parquet, write_parquet
+from pipeline.cache.schema import (
+    READ_THREADS,
+    complete_columns,
+    hash_bytes_to_hex,
+    make_field,
+    open_parquet,
+    write_parquet,
+)
 from pipeline.cache.table import check_content, has_content_hash, make_small_name
 from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass
 from pipeline.generate.question_columns import append_carried_columns, concat_answers, make_carried_columns
 from pipeline.inputs.tables import serialize_carried
-from pipeline.rows import AnswerRecord, Json, JsonObject, QuestionRecord, without_nulls
-from pipeline.storage.stores import Store, store_at
+from pipeline.rows import AnswerRecord, Json, JsonObject, QuestionRecord, drop_nulls
+from pipeline.storage.stores import Store, make_store
 
 ANSWERS_VERSION = 2
 KEYS = ("question_id", "pruning")
@@ -51,49 +58,59 @@ _NUMBER_PATTERN = re.compile(r"([^0-9]*)([0-9]{0,18})")
 
 ANSWER_SCHEMA = pa.schema(
     [
-        column("question_id", pa.string(), "the id in the questions file", nullable=False),
-        column("run_id", pa.string(), "the run that wrote this row: runs/<run_id>.json", nullable=False),
-        column("video_ids", pa.list_(pa.string()), "the videos of the prompt, in its order", nullable=False),
-        column(
+        make_field("question_id", pa.string(), "the id in the questions file", nullable=False),
+        make_field("run_id", pa.string(), "the run that wrote this row: runs/<run_id>.json", nullable=False),
+        make_field("video_ids", pa.list_(pa.string()), "the videos of the prompt, in its order", nullable=False),
+        make_field(
             "prompt", pa.string(), "the question as it was asked, without what a chat template adds", nullable=False
         ),
-        column("conversation", pa.string(), "JSON of its messages, the prompt being the last; null without messages"),
-        column("choices", pa.list_(pa.string()), "its choices; null for an open question"),
-        column("target", pa.string(), "the right answer, as the questions file says it (its column answer)"),
-        column("pruning", pa.string(), "method@ratio that pruned for this answer; null where the cache holds it so"),
-        column(
+        make_field(
+            "conversation", pa.string(), "JSON of its messages, the prompt being the last; null without messages"
+        ),
+        make_field("choices", pa.list_(pa.string()), "its choices; null for an open question"),
+        make_field("target", pa.string(), "the right answer, as the questions file says it (its column answer)"),
+        make_field(
+            "pruning", pa.string(), "method@ratio that pruned for this answer; null where the cache holds it so"
+        ),
+        make_field(
             "method_code",
             pa.string(),
             "hash of the code of your own methods that pruned; null where none did",
         ),
-        column("status", pa.string(), "'ok', 'failed' or 'removed'", nullable=False),
-        column("error_class", pa.string(), " ".join(get_args(QuestionFaultClass))),
-        column("error_message", pa.string(), "at most 1 KB, printable; why a removed answer was removed"),
-        column("retryable", pa.bool_(), "whether another attempt may succeed"),
-        column("attempts", pa.int32(), "how often this question was asked, over all runs", nullable=False),
-        column("answer", pa.string(), "what was generated; the letter or text of the choice where choices were scored"),
-        column("choice", pa.int32(), "index of the choice; null where the answer names none"),
-        column("choice_scores", pa.list_(pa.float64()), "natural log-probability of each letter or choice"),
-        column("choice_tokens", pa.list_(pa.int32()), "tokens of each letter or choice"),
-        column("choice_normalised", pa.int32(), "index of the choice that is likeliest per token (loglikelihood only)"),
-        column("finish", pa.string(), "'stop': the model ended the answer; 'length': max_new_tokens did"),
-        column("n_prompt_tokens", pa.int32(), "tokens of the prompt, text and visual"),
-        column("n_visual_tokens", pa.int32(), "placeholders of visual tokens (and newlines) among them"),
-        column("n_total", pa.int32(), "visual tokens of its videos before pruning"),
-        column("n_kept", pa.int32(), "of those, how many were kept; by the model itself where it prunes inside"),
-        column(
+        make_field("status", pa.string(), "'ok', 'failed' or 'removed'", nullable=False),
+        make_field("error_class", pa.string(), " ".join(get_args(QuestionFaultClass))),
+        make_field("error_message", pa.string(), "at most 1 KB, printable; why a removed answer was removed"),
+        make_field("retryable", pa.bool_(), "whether another attempt may succeed"),
+        make_field("attempts", pa.int32(), "how often this question was asked, over all runs", nullable=False),
+        make_field(
+            "answer", pa.string(), "what was generated; the letter or text of the choice where choices were scored"
+        ),
+        make_field("choice", pa.int32(), "index of the choice; null where the answer names none"),
+        make_field("choice_scores", pa.list_(pa.float64()), "natural log-probability of each letter or choice"),
+        make_field("choice_tokens", pa.list_(pa.int32()), "tokens of each letter or choice"),
+        make_field(
+            "choice_normalised", pa.int32(), "index of the choice that is likeliest per token (loglikelihood only)"
+        ),
+        make_field("finish", pa.string(), "'stop': the model ended the answer; 'length': max_new_tokens did"),
+        make_field("n_prompt_tokens", pa.int32(), "tokens of the prompt, text and visual"),
+        make_field("n_visual_tokens", pa.int32(), "placeholders of visual tokens (and newlines) among them"),
+        make_field("n_total", pa.int32(), "visual tokens of its videos before pruning"),
+        make_field("n_kept", pa.int32(), "of those, how many were kept; by the model itself where it prunes inside"),
+        make_field(
             "kept_per_frame",
             pa.list_(pa.int32()),
             "of each frame; null where the model prunes inside, which does not say",
         ),
-        column("n_new_tokens", pa.int32(), "tokens that were generated; null where choices were scored"),
-        column("retention_ratio", pa.float64(), "nominal share of the visual tokens that was read"),
-        column("decode_warnings", pa.int32(), "warnings while its videos were decoded: their frames may be damaged"),
-        column("load_s", pa.float64(), "seconds reading tokens for this question; 0 where they were in memory"),
-        column("prefill_s", pa.float64(), "seconds to the first token, or of scoring; of the whole batch"),
-        column("decode_s", pa.float64(), "seconds from there to the last token; of the whole batch"),
-        column("batch_size", pa.int32(), "questions in that batch"),
-        column("decoding", pa.string(), "JSON: method, system message and the options that were in effect"),
+        make_field("n_new_tokens", pa.int32(), "tokens that were generated; null where choices were scored"),
+        make_field("retention_ratio", pa.float64(), "nominal share of the visual tokens that was read"),
+        make_field(
+            "decode_warnings", pa.int32(), "warnings while its videos were decoded: their frames may be damaged"
+        ),
+        make_field("load_s", pa.float64(), "seconds reading tokens for this question; 0 where they were in memory"),
+        make_field("prefill_s", pa.float64(), "seconds to the first token, or of scoring; of the whole batch"),
+        make_field("decode_s", pa.float64(), "seconds from there to the last token; of the whole batch"),
+        make_field("batch_size", pa.int32(), "questions in that batch"),
+        make_field("decoding", pa.string(), "JSON: method, system message and the options that were in effect"),
     ]
 )
 #: Nullable columns that were added without a new schema version, with the date of the first files that have them.
@@ -156,7 +173,7 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
         NotAnswers: the location does not hold answers.
         CorruptShard: a file of answers is damaged.
     """
-    store = store or store_at(path)
+    store = store or make_store(path)
     identity = read_answers_header(store)["identity"]
     return sort_naturally(AnswersTable(store, identity).live())
 
@@ -180,10 +197,10 @@ def read_answers_header(store: Store) -> AnswersHeader:
 def write_answers_header(store: Store, identity: AnswersIdentity) -> None:
     """Write answers.json, and create the folder if needed."""
     store.make()
-    store.put(HEADER, serialise_header({"schema_version": ANSWERS_VERSION, "identity": cast(JsonObject, identity)}))
+    store.put(HEADER, serialize_header({"schema_version": ANSWERS_VERSION, "identity": cast(JsonObject, identity)}))
 
 
-def check_place(store: Store) -> None:
+def check_answers_folder(store: Store) -> None:
     """Raise NotAnswers if the output folder has files but neither answers.json nor bars of removed videos."""
     if not store.exists(HEADER) and store.has_other_files() and not store.names(REMOVED, ".json"):
         raise NotAnswers(f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out")
@@ -227,7 +244,7 @@ def match_answers(
         for identity in (stored_identity, requested)
     )
     refusal = f"{store} has answers made with other settings; name another --out"
-    changed_methods = match_identity(old, new, refusal, has="the answers have", redo=redo)
+    changed_methods = find_changed_methods(old, new, refusal, has="the answers have", redo=redo)
     if changed_methods and not redo:
         live = AnswersTable(store).live()
         answered_prunings = pc.unique(live.filter(pc.equal(live["status"], "ok"))["pruning"]).to_pylist()
@@ -333,7 +350,7 @@ def list_shards(store: Store) -> tuple[list[str], dict[str, str]]:
     names = sorted(name for suffix in SUFFIXES.values() for name in store.names(ANSWERS, suffix))
     shards = {PurePosixPath(name).stem[-32:]: name for name in names if has_content_hash(name)}
     unhashed_names = [name for name in names if not has_content_hash(name)]
-    copies = {name: shards.get(hex_digest(store.read(name))) for name in unhashed_names}
+    copies = {name: shards.get(hash_bytes_to_hex(store.read(name))) for name in unhashed_names}
     shard_by_copy = {name: shard for name, shard in copies.items() if shard is not None}
     return [name for name in names if name not in shard_by_copy], shard_by_copy
 
@@ -371,7 +388,7 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     }
     merged_names = set().union(*sources_by_name.values())
     # Ask for all ages first: a merged file may be the source of a later one, and be deleted below.
-    expired = [sources for name, sources in sources_by_name.items() if sources and store.age(name) >= keep]
+    expired = [sources for name, sources in sources_by_name.items() if sources and store.compute_age(name) >= keep]
     for old in sorted(set().union(*expired).difference(copies.values())):
         store.delete(old)
     waiting = [name for name in names if name not in merged_names]
@@ -458,4 +475,4 @@ def iter_answers(table: pa.Table) -> Iterator[AnswerRecord]:
     """Yield the rows of a table as records without nulls."""
     for batch in table.to_batches(max_chunksize=_MAX_ROWS_AS_OBJECTS):
         for row in batch.to_pylist():
-            yield without_nulls(row, AnswerRecord)
+            yield drop_nulls(row, AnswerRecord)

@@ -14,7 +14,7 @@ from pipeline.errors import QuestionsError
 from pipeline.inputs.tables import UserValue
 
 if TYPE_CHECKING:  # the import would load torch, which readers of answers do not need
-    from gstep.language.types import ChatMessage, ChatPart
+    from gstep.language.types import ChatContent, ChatMessage
 
 _ROLES = ("system", "user", "assistant")
 _FORM = '{"role": "user", "content": ...}'
@@ -54,7 +54,7 @@ def parse_messages(value: UserValue, where: str, n_videos: int) -> list[ChatMess
     n_parts = sum(part["type"] == "video" for message in messages for part in message["content"])
     if not n_parts:
         first = next(message for message in messages if message["role"] == "user")
-        videos: list[ChatPart] = [{"type": "video"}] * n_videos
+        videos: list[ChatContent] = [{"type": "video"}] * n_videos
         first["content"] = [*videos, *first["content"]]
     elif n_parts != n_videos:
         raise QuestionsError(
@@ -88,7 +88,7 @@ def _parse_message(value: UserValue, where: str, *, is_first: bool) -> ChatMessa
     return {"role": str(role), "content": chat_parts}
 
 
-def _parse_part(value: UserValue, where: str) -> ChatPart:
+def _parse_part(value: UserValue, where: str) -> ChatContent:
     """Return a checked part of a message, without keys whose value is None.
 
     Raises:

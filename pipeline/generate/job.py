@@ -19,7 +19,7 @@ from pipeline.generate.answers import KEYS, make_answer_key
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import choose_batch_size
 from pipeline.rows import QuestionRecord
-from pipeline.runner.cluster.connection import cap_gpus, choose_device, exclude_nodes, sum_resources
+from pipeline.runner.cluster.connection import cap_gpus, choose_device, make_node_selector, sum_resources
 from pipeline.runner.job import Job
 from pipeline.runner.run_record import RunFile
 from pipeline.runner.shards import RunGraph
@@ -129,7 +129,7 @@ class AnswerJob(Job[Questions]):
         """Build the Ray Data graph, on all nodes but ``excluded_nodes``; its rows have ANSWERED_SCHEMA."""
         assert isinstance(plan, AnswerPlan)
         size = plan.questions_per_block
-        selector = exclude_nodes(self.excluded_nodes)
+        selector = make_node_selector(self.excluded_nodes)
         blocks = ray.data.from_blocks(pack_blocks(group_by_videos(items.rows, size)))
         answers = add_stage(blocks, Answerer, plan.answer, (self._setup, heartbeats), selector)
         return RunGraph(answers, size, unpack_block=unpack_answers)

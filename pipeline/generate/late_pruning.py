@@ -18,15 +18,15 @@ from gstep.backbones import ModelFamily, ModelSource, TextTowerSource, family_of
 from gstep.evidence import HEAD_SOURCES, get_evidence_name, is_frame_evidence
 from gstep.families import GENERIC
 from gstep.language import PromptBuilder, Visual
-from gstep.language.layer_pruning import check_layer
+from gstep.language.layer_pruning import check_prune_layer
 from gstep.language.types import POSITIONS
 from gstep.pruners import find_method, get_method_name, read_pruner
 from gstep.pruners.base import Pruner
-from pipeline.cache.changed_code import check_code
-from pipeline.cache.header import CacheIdentity, describe_method, read_declared_method
+from pipeline.cache.changed_code import check_class_code
+from pipeline.cache.header import CacheIdentity, describe_method, get_method_declarations
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.generate.answers import LateIdentity
-from pipeline.options import named_values
+from pipeline.options import parse_named_values
 from pipeline.own_method import prune_tokens
 from pipeline.rows import JsonObject
 
@@ -100,7 +100,7 @@ def parse_pruning_grid(
     largest_first = sorted(set(ratios), reverse=True)
     for text in methods:
         method, *settings = (part.strip() for part in text.split(","))
-        params = named_values(settings, f"--method {text}: a parameter")
+        params = parse_named_values(settings, f"--method {text}: a parameter")
         positions = params.pop("positions", None)
         if positions not in (None, *POSITIONS):
             raise UsageError(f"--method {text}: positions must be {' or '.join(POSITIONS)}")
@@ -144,7 +144,7 @@ class LatePruning:
         method = get_method_name(type(self.pruner))
         params = self.pruner.params()
         settings = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions, self.code)
-        return _unpickle, (method, params, *settings)
+        return _rebuild_pruning, (method, params, *settings)
 
     @property
     def inside(self) -> tuple[Pruner, float] | None:
@@ -173,7 +173,7 @@ class LatePruning:
             return n_frames * per_frame
         return self.pruner.at_most(n_frames, per_frame, hidden, self.retention_ratio)
 
-    def n_kept_inside(self, n_total: int) -> int:
+    def count_kept_inside(self, n_total: int) -> int:
         """Return how many of a prompt's ``n_total`` visual tokens a method inside the model keeps."""
         return self.pruner.at_most(1, n_total, n_total, self.retention_ratio)
 
@@ -195,7 +195,7 @@ class LatePruning:
             whole = replace(whole, evidence=evidence)
         return prune_tokens(self.pruner, whole, self.retention_ratio, self.seed)
 
-    def reduce(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
+    def reduce_video(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
         """Return a copy of a whole video with only its selected (or merged) tokens, and without evidence.
 
         Args:
@@ -203,10 +203,10 @@ class LatePruning:
                 index.
         """
         uses_own_order = own_order and self.pruner.reorders
-        index = (pruned.index[pruned.selection_order()] if uses_own_order else pruned.index).cpu()
+        index = (pruned.index[pruned.compute_selection_order()] if uses_own_order else pruned.index).cpu()
         tokens = visual.tokens[index]
         if self.pruner.merges:
-            tokens = (pruned.tokens[pruned.selection_order()] if uses_own_order else pruned.tokens).to(tokens)
+            tokens = (pruned.tokens[pruned.compute_selection_order()] if uses_own_order else pruned.tokens).to(tokens)
         levels = tuple(level[index] for level in visual.deepstack)
         return replace(visual, tokens=tokens, index=visual.index[index], deepstack=levels, evidence={})
 
@@ -221,18 +221,18 @@ def make_visual_tokens(visual: Visual, columns: Iterable[tuple[str, str]], devic
         columns: pairs of the evidence's name in the result and in ``visual.evidence``.
     """
 
-    def by_frame(values: Tensor) -> Tensor:  # [T*N,...] -> [T,N,...]
+    def split_by_frame(values: Tensor) -> Tensor:  # [T*N,...] -> [T,N,...]
         return values.to(device).reshape(visual.n_frames, visual.tokens_per_frame, *values.shape[1:])
 
     evidence = {
-        name: visual.evidence[column].to(device) if is_frame_evidence(name) else by_frame(visual.evidence[column])
+        name: visual.evidence[column].to(device) if is_frame_evidence(name) else split_by_frame(visual.evidence[column])
         for name, column in columns
     }
-    whole = VisualTokens(by_frame(visual.tokens), evidence)
-    return whole.add_places(visual.extra.get("grid"), visual.timestamps)
+    whole = VisualTokens(split_by_frame(visual.tokens), evidence)
+    return whole.with_positions(visual.extra.get("grid"), visual.timestamps)
 
 
-def _unpickle(method: str, params: JsonObject, *settings: Any) -> LatePruning:
+def _rebuild_pruning(method: str, params: JsonObject, *settings: Any) -> LatePruning:
     """Create a LatePruning from what ``__reduce__`` serialized; a user method is imported.
 
     Raises:
@@ -240,7 +240,7 @@ def _unpickle(method: str, params: JsonObject, *settings: Any) -> LatePruning:
         UsageError: a user method has other code on this node than on the driver.
     """
     late = LatePruning(make_pruner(method, **params), *settings)
-    check_code(type(late.pruner), late.code)
+    check_class_code(type(late.pruner), late.code)
     return late
 
 
@@ -274,7 +274,7 @@ def resolve_pruning(
     if pruner.layer is None:
         evidence = find_evidence_columns(method, pruner, cache_identity, family_of(source))
     else:
-        check_layer(pruner, builder.config)
+        check_prune_layer(pruner, builder.config)
         if spec.seed:
             raise UsageError(
                 f"--pruner {method} prunes inside the language model, where it draws with seed 0: leave out its seed"
@@ -376,6 +376,6 @@ def is_whole(cache_identity: CacheIdentity) -> bool:
 
     That takes a stored ratio of 1 and a known method that is exact and does not merge.
     """
-    method = read_declared_method(cache_identity)
+    method = get_method_declarations(cache_identity)
     keeps_all = method is not None and method.exact and not method.merges
     return keeps_all and cache_identity["retention_ratio"] >= 1.0

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection
 
 from gstep.backbones import ModelSource
 from gstep.checkpoints.files import SHIPPED
-from gstep.checkpoints.tensors import tower_hash
+from gstep.checkpoints.tensors import compute_tower_hash
 from gstep.checkpoints.tiny import TINY
 from gstep.language import PromptBuilder, prompt_builder
-from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels, fingerprint, identify_model
+from pipeline.cache.header import CacheHeader, ModelIdentity, compute_fingerprint, get_deepstack_levels, identify_model
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import IdentityMismatch, UsageError
@@ -145,7 +145,7 @@ def check_model(
         )
     remedy = ". Name the model that the cache was made with, or prune the videos again with this one"
     if read_tower is not None and identity["type"] == source.model_type:
-        cache_tower, model_tower = read_tower(), tower_hash(source)
+        cache_tower, model_tower = read_tower(), compute_tower_hash(source)
         if cache_tower is not None and cache_tower == model_tower:
             return
         remedy = (
@@ -161,14 +161,14 @@ def check_model(
 
 def read_tower_hash(cache: Store, header: CacheHeader) -> str | None:
     """Read the hash of the vision encoder that made a cache, from the first row that has it; None if no row does."""
-    _, rows = LiveVideos.read(cache, fingerprint(header["identity"]), ("tower_hash",))
+    _, rows = LiveVideos.read(cache, compute_fingerprint(header["identity"]), ("tower_hash",))
     return next(filter(None, rows["tower_hash"].unique().to_pylist()), None)
 
 
 def check_tokens(cache: Store, header: CacheHeader, widths: Collection[int], builder: PromptBuilder) -> None:
     """Raise UsageError if the cached tokens do not fit the model: hidden sizes, deepstack levels or newline row."""
     remedy = "prune into another --out with the same model"
-    levels = deepstack_levels(header)
+    levels = get_deepstack_levels(header)
     if levels != builder.deepstack_levels:
         raise UsageError(
             f"{cache}: it holds {levels} deepstack levels, the model takes {builder.deepstack_levels}: {remedy}"

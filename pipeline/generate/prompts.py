@@ -37,8 +37,8 @@ from pipeline.generate.engines import Engine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.questions import AnswerMode, add_choices, list_letters
-from pipeline.own_code import locate_own_error
-from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, removed_answer
+from pipeline.own_code import locate_user_error
+from pipeline.rows import AnswerRecord, QuestionRecord, make_failed_answer, make_removed_answer
 from pipeline.runner.worker_heartbeat import POISON, Heartbeat, exit_after_gpu_fault
 from pipeline.runner.worker_reports import describe_crashes
 
@@ -116,7 +116,7 @@ class VideoMemory:
             max_bytes: the bytes of videos in memory; the last video stays even if it is larger.
         """
         rising = sorted(prunings, key=attrgetter("retention_ratio"))
-        self._largest: dict[Hashable, LatePruning] = {_selection_key(late): late for late in rising}
+        self._largest: dict[Hashable, LatePruning] = {_make_selection_key(late): late for late in rising}
         self._evidence = tuple(dict.fromkeys(column for late in rising for _, column in late.evidence))
         self._cache = cache
         self._ratio = retention_ratio
@@ -163,8 +163,8 @@ class VideoMemory:
         if late is None or late.inside is not None:
             return visual
         if not late.pruner.cacheable:
-            return late.reduce(visual, late.select(visual, self._device, words), own_order=self._own_order)
-        method = _selection_key(late)
+            return late.reduce_video(visual, late.select(visual, self._device, words), own_order=self._own_order)
+        method = _make_selection_key(late)
         if (pruned_visual := self._visuals.get((video.video_id, method, late.retention_ratio))) is not None:
             return pruned_visual
         if (pruned := self._selections.get((video.video_id, method))) is None:
@@ -172,11 +172,11 @@ class VideoMemory:
             self._selections.put((video.video_id, method), pruned)
         if late.pruner.nested:  # smaller ratios are prefixes of one selection
             pruned = pruned.at(late.retention_ratio)
-        pruned_visual = late.reduce(visual, pruned, own_order=self._own_order)
+        pruned_visual = late.reduce_video(visual, pruned, own_order=self._own_order)
         return self._visuals.put((video.video_id, method, late.retention_ratio), pruned_visual)
 
 
-def _selection_key(late: LatePruning) -> tuple[str, int, float | None]:
+def _make_selection_key(late: LatePruning) -> tuple[str, int, float | None]:
     """Return a key that is equal for prunings that can share one selection of a video."""
     # As JSON, because a user method may have a list as a parameter, which cannot be hashed.
     method = json.dumps([get_method_name(type(late.pruner)), late.pruner.params()], sort_keys=True)
@@ -222,7 +222,7 @@ class PreparedQuestion:
     mode: AnswerMode
     inside: tuple[Pruner, float] | None = None
 
-    def continuations(self) -> list[str]:
+    def list_continuations(self) -> list[str]:
         """Return the texts to score: the letters A, B, C and so on, or the choices themselves for "loglikelihood"."""
         choices = self.row["choices"]
         return list_letters(len(choices)) if self.mode.method == "letter" else choices
@@ -250,7 +250,7 @@ def convert_error(question_id: str, error: Exception, pruner: Pruner | None = No
     exit_after_gpu_fault(question_id, error)
     if isinstance(error, MemoryError) or is_out_of_memory(error):
         return QuestionFault("out-of-memory", str(error))
-    if pruner is not None and (place := locate_own_error(error, type(pruner))) is not None:
+    if pruner is not None and (place := locate_user_error(error, type(pruner))) is not None:
         return QuestionFault("own-code", f"{place}: {type(error).__name__}: {error}, in the method {pruner.name}")
     return QuestionFault("internal", f"{type(error).__name__}: {error}")
 
@@ -304,13 +304,13 @@ class PromptMaker:
             with self._heartbeat.busy(name):
                 if len(crashes := self._heartbeat.find_crashes(name)) >= POISON:
                     raise QuestionFault("crash", describe_crashes("model's process", "question", crashes))
-                return self._build(question, mode)
+                return self._build_prompt(question, mode)
         except QuestionFault as error:
             fault = error
         except FailedVideo as error:
             fault = QuestionFault("failed-video", str(error))
         except RemovedVideo as error:  # removed since the run began
-            return removed_answer(question, str(error))
+            return make_removed_answer(question, str(error))
         except UnknownVideo as error:
             fault = QuestionFault("unknown-video", str(error))
         except CorruptShard as error:
@@ -321,9 +321,9 @@ class PromptMaker:
             fault = QuestionFault("bad-prompt", str(error))
         except Exception as error:  # noqa: BLE001 - an error of one question must not fail its neighbors
             fault = convert_error(question["question_id"], error)
-        return failed_answer(question, fault)
+        return make_failed_answer(question, fault)
 
-    def _build(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
+    def _build_prompt(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
         """Read and prune the question's videos, and build its prompt; return an error row if that is too long."""
         late = self._prunings[question.get("pruning", "")]
         words = None if late is None else self._embeddings.embedding(late, question["prompt"])
@@ -361,16 +361,16 @@ class PromptMaker:
                 for count in torch.bincount(visual.index // visual.tokens_per_frame, minlength=visual.n_frames).tolist()
             ]
         else:  # the model selects among the tokens of all videos
-            row["n_kept"] = late.n_kept_inside(row["n_total"])
+            row["n_kept"] = late.count_kept_inside(row["n_total"])
         prepared = PreparedQuestion(row, prompt, mode, self.inside(question))
         if mode.scores_choices:
-            n_answer = max(len(tokenize_text(builder.tokenizer, text)) for text in prepared.continuations())
+            n_answer = max(len(tokenize_text(builder.tokenizer, text)) for text in prepared.list_continuations())
         else:
             n_answer = mode.decoding.max_new_tokens
-        fault = self._size_fault(prompt, n_answer, builder.context_length)
-        return prepared if fault is None else failed_answer(row, fault)
+        fault = self._find_size_fault(prompt, n_answer, builder.context_length)
+        return prepared if fault is None else make_failed_answer(row, fault)
 
-    def _size_fault(self, prompt: Prompt, n_answer: int, context_length: int) -> QuestionFault | None:
+    def _find_size_fault(self, prompt: Prompt, n_answer: int, context_length: int) -> QuestionFault | None:
         """Return the fault of a prompt that does not fit together with an answer of ``n_answer`` tokens, or None.
 
         A prompt does not fit if its tokens exceed the engine's memory or the context, or its positions exceed the

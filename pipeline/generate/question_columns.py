@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.errors import QuestionsError
-from pipeline.inputs.tables import UserRow, UserValue, is_nan, is_text, number_of, plain_type, shown_as
+from pipeline.inputs.tables import UserRow, UserValue, format_value, is_nan, is_text, parse_number, simplify_type
 
 #: Decoding options that a question may set, with their types.
 DECODING_OPTIONS: Mapping[str, type] = {
@@ -30,7 +30,7 @@ DECODING_OPTIONS: Mapping[str, type] = {
 }
 KNOWN_COLUMNS = ("question_id", "video_id", "prompt", "messages", "choices", "answer", "system", *DECODING_OPTIONS)
 _MIN_LETTERS = 5  # shorter names are not compared by edits: "speed" does not mean "seed"
-# Names in other tools, as ``_fold`` returns them.
+# Names in other tools, as ``_fold_name`` returns them.
 _SYNONYMS = {
     "question": "prompt",
     "query": "prompt",
@@ -44,7 +44,7 @@ _SYNONYMS = {
         ("maxtoken", "maxcompletiontoken", "maxoutputtoken", "maxgentoken", "maxgentok", "maxlength"), "max_new_tokens"
     ),
 }
-# Settings of OpenAI, vLLM, transformers and lmms-eval that questions do not have here, as ``_fold`` returns them.
+# Settings of OpenAI, vLLM, transformers and lmms-eval that questions do not have here, as ``_fold_name`` returns them.
 _UNKNOWN_SETTINGS = frozenset(
     (
         *("stop", "stoptokenid", "stopsequence", "stopstring", "until", "dosample", "numbeam", "minp", "mintoken"),
@@ -76,12 +76,14 @@ def refuse_near_names(row: UserRow, where: str) -> None:
     for name, value in filled_cells.items():
         if name in KNOWN_COLUMNS:
             continue
-        if (near := find_near(name)) in missing_names:
+        if (near := find_meant_column(name)) in missing_names:
             raise QuestionsError(
                 f"{where}: no column {name} is read (did you mean {near}?): rename it to {near}, or to another name if "
                 "it is a column of your own"
             )
-        if (setting := _fold(name)) in _UNKNOWN_SETTINGS and (setting not in _TIMES or math.isnan(number_of(value))):
+        if (setting := _fold_name(name)) in _UNKNOWN_SETTINGS and (
+            setting not in _TIMES or math.isnan(parse_number(value))
+        ):
             raise QuestionsError(
                 f"{where}: {name} is a setting that questions do not have here (they have "
                 f"{', '.join(DECODING_OPTIONS)}): leave it out, or rename it if it is a column of your own"
@@ -89,23 +91,23 @@ def refuse_near_names(row: UserRow, where: str) -> None:
 
 
 @lru_cache(maxsize=1024)
-def find_near(name: str) -> str | None:
+def find_meant_column(name: str) -> str | None:
     """Return the known column that a column named ``name`` seems to be meant for, or None; results are cached.
 
     Names in other tools (_SYNONYMS) are tried first, then equal names but for case, separators and a plural s, then
     names that differ by one edit, have the same number of words, only letters and at least five of them.
     """
-    folded = _fold(name)
+    folded = _fold_name(name)
     if folded in _SYNONYMS:
         return _SYNONYMS[folded]
     for known in KNOWN_COLUMNS:
-        if folded == _fold(known):
+        if folded == _fold_name(known):
             return known
     for known in KNOWN_COLUMNS:
         # A further word or a number is not a typing error: answer_a and prompt2 are different names.
         is_comparable = len(_split_words(name)) == len(_split_words(known)) and folded.isalpha()
-        letters = _fold(known)
-        if is_comparable and min(len(folded), len(letters)) >= _MIN_LETTERS and _differ_by_one_edit(folded, letters):
+        letters = _fold_name(known)
+        if is_comparable and min(len(folded), len(letters)) >= _MIN_LETTERS and _is_within_one_edit(folded, letters):
             return known
     return None
 
@@ -115,13 +117,13 @@ def _split_words(name: str) -> list[str]:
     return re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 
-def _fold(name: str) -> str:
+def _fold_name(name: str) -> str:
     """Return a name in lower case with letters and digits only, and without the s of a plural."""
     *words, last = _split_words(name) or [""]
     return "".join([*words, last.removesuffix("s") or last])
 
 
-def _differ_by_one_edit(a: str, b: str) -> bool:
+def _is_within_one_edit(a: str, b: str) -> bool:
     """Return True if two texts are equal but for at most one edit.
 
     An edit inserts, removes or changes a letter, or swaps two neighbors.
@@ -169,7 +171,7 @@ def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -
     Objects with different keys have no common type. As text, None and NaN become null, and values that are not text
     become JSON.
     """
-    for kind in () if declared_type is None else (plain_type(declared_type),), ():
+    for kind in () if declared_type is None else (simplify_type(declared_type),), ():
         try:
             array = pa.array(values, *kind)
             pq.write_table(pa.table({"": array.slice(0, 0)}), io.BytesIO())
@@ -183,7 +185,7 @@ def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -
 
 def _as_text(value: Any) -> str:
     """Return valid text unchanged, and any other value as JSON."""
-    return value if isinstance(value, str) and is_text(value) else json.dumps(value, default=shown_as)
+    return value if isinstance(value, str) and is_text(value) else json.dumps(value, default=format_value)
 
 
 def append_carried_columns(answers: pa.Table, questions: pa.Table, own_names: Collection[str]) -> pa.Table:

@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from gstep.language import Decoding, PromptBuilder
 from gstep.language.types import ChatMessage
-from gstep.lazy import did_you_mean
-from pipeline.errors import QuestionsError, near_file, printable, usage_errors
+from gstep.lazy import format_suggestion
+from pipeline.errors import QuestionsError, convert_usage_errors, make_printable, suggest_file
 from pipeline.generate.answers import ANSWER_SCHEMA, QUESTION_EXTRA
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.conversation import (
@@ -45,15 +45,15 @@ from pipeline.inputs.tables import (
     UNREADABLE,
     BadRow,
     UserRow,
-    cell_text,
     convert_given_table,
-    given_rows,
+    convert_to_text,
     is_nan,
     is_text,
-    parquet_types,
+    iter_given_rows,
+    read_parquet_types,
     read_rows,
 )
-from pipeline.storage.s3 import Objects, check_uri, is_s3
+from pipeline.storage.s3 import S3Objects, check_uri, is_s3
 
 # ``decoding`` is the JSON of ``AnswerMode.describe()``: all settings for the answer to this question. ``conversation``
 # is the file's column ``messages`` as JSON; ``prompt`` is then the text of the last message.
@@ -111,7 +111,7 @@ class AnswerMode:
     @classmethod
     def of(cls, config: GenerateConfig) -> AnswerMode:
         """Create a run's default mode. Raises UsageError if a decoding option is invalid."""
-        with usage_errors():
+        with convert_usage_errors():
             decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
         return cls(decoding, config.choices, config.system)
 
@@ -141,7 +141,9 @@ def describe_decoding(decoding: Decoding) -> dict[str, int | float]:
     return options if decoding.temperature > 0 else {name: options[name] for name in greedy}
 
 
-def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None, limit: int | None = None) -> pa.Table:
+def read_questions(
+    place: str, mode: AnswerMode, objects: S3Objects | None = None, limit: int | None = None
+) -> pa.Table:
     """Read and check a file of questions (.jsonl, .parquet or .csv, local or s3://), in the file's order.
 
     The table has the columns of QUESTION_SCHEMA, followed by the file's other columns.
@@ -157,7 +159,7 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
     """
     with _open_file(place, objects) as file:
         try:
-            types = parquet_types(place, file)
+            types = read_parquet_types(place, file)
             return _check_rows(read_rows(place, file, _NEEDED_TEXT, "question_id"), types, place, mode, limit)
         except BadRow as error:
             raise QuestionsError(str(error)) from error
@@ -178,7 +180,7 @@ def read_given_questions(source: object, mode: AnswerMode, limit: int | None = N
         if hasattr(source, "__arrow_c_stream__"):
             source = table = convert_given_table("questions", source, _NEEDED_TEXT)
             types = dict(zip(table.schema.names, table.schema.types, strict=True))
-        return _check_rows(given_rows("questions", source, _NEEDED_TEXT), types, "questions", mode, limit)
+        return _check_rows(iter_given_rows("questions", source, _NEEDED_TEXT), types, "questions", mode, limit)
     except BadRow as error:
         raise QuestionsError(str(error)) from error
 
@@ -251,7 +253,7 @@ def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: Answe
     return _check_rows(((str(row["question_id"]), row) for row in rows), {}, "--ask", mode, None)
 
 
-def _open_file(place: str, objects: Objects | None) -> BinaryIO:
+def _open_file(place: str, objects: S3Objects | None) -> BinaryIO:
     """Open a local file of questions, or read one on S3 whole, as a binary file.
 
     Raises:
@@ -262,10 +264,10 @@ def _open_file(place: str, objects: Objects | None) -> BinaryIO:
     try:
         if is_s3(place):
             check_uri(place)
-            return io.BytesIO((objects or Objects.from_environment()).read(place))
+            return io.BytesIO((objects or S3Objects.from_environment()).read(place))
         return Path(place).open("rb")
     except OSError as error:
-        near = "" if is_s3(place) else near_file(Path(place))
+        near = "" if is_s3(place) else suggest_file(Path(place))
         raise QuestionsError(f"{place}: cannot be read: {error.strerror}{near}") from error
 
 
@@ -276,7 +278,7 @@ def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str
     """
     row = {name: value for name, value in row.items() if not is_nan(value)}
     _check_columns(row, where)
-    question_id = _id_text(row.get("question_id"))
+    question_id = _format_id(row.get("question_id"))
     if question_id is None:
         raise QuestionsError(f"{where}: question_id must be text or a whole number, got {row.get('question_id')!r}")
     choices = _parse_choices(row, where, mode)
@@ -325,9 +327,9 @@ def _check_columns(row: UserRow, where: str) -> None:
     refuse_near_names(row, where)
     other_names = [str(name) for name in row if name not in KNOWN_COLUMNS]
     needed_names = ("question_id", "video_id", *(("prompt",) if "messages" not in row else ()))
-    missing_names = [f"{name}{did_you_mean(name, other_names)}" for name in needed_names if name not in row]
+    missing_names = [f"{name}{format_suggestion(name, other_names)}" for name in needed_names if name not in row]
     if missing_names:
-        names = printable(", ".join(map(str, row)), _MAX_NAMES_BYTES) or "none"
+        names = make_printable(", ".join(map(str, row)), _MAX_NAMES_BYTES) or "none"
         raise QuestionsError(
             f"{where}: every row needs {_NEEDED_TEXT}; {', '.join(missing_names)} is missing; the row has: {names}"
         )
@@ -345,17 +347,17 @@ def _parse_video_ids(row: UserRow, where: str) -> list[str]:
     if isinstance(value, str) and value.startswith("["):  # a .csv has no type for lists
         ids_in_text = _parse_json_list(value)
         value = ids_in_text if ids_in_text and all(isinstance(name, str) for name in ids_in_text) else value
-    texts = [_id_text(name) for name in (value if isinstance(value, list) else [value])]
+    texts = [_format_id(name) for name in (value if isinstance(value, list) else [value])]
     ids = [text for text in texts if text is not None]
     if not ids or len(ids) < len(texts):
         raise QuestionsError(f"{where}: video_id must be a video's id or a list of them, got {value!r}")
     return ids
 
 
-def _id_text(value: object) -> str | None:
+def _format_id(value: object) -> str | None:
     """Return an id as text (1.0 is "1"); None if the value is blank or not an id."""
     try:
-        text = cell_text(value, "the id")
+        text = convert_to_text(value, "the id")
     except ValueError:
         return None
     return text if text.strip() else None
@@ -490,7 +492,7 @@ def strip_letters(choices: Sequence[str]) -> list[str]:
     return list(texts if is_labeled else choices)
 
 
-def find_count_from_1(answers: Iterable[tuple[str | None, Sequence[str] | None]]) -> str | None:
+def explain_count_from_1(answers: Iterable[tuple[str | None, Sequence[str] | None]]) -> str | None:
     """Explain why the right answers seem to be counted from 1 instead of 0, or return None if they do not.
 
     They do if at least half of them are numbers, none of the numbers is 0, and at least one equals the number of
@@ -531,7 +533,9 @@ def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     names = list_letters(len(choices))
     bare_texts = strip_letters(choices)
     same_texts = [
-        i for i, forms in enumerate(zip(choices, bare_texts, strict=True)) if _normalise(text) in map(_normalise, forms)
+        i
+        for i, forms in enumerate(zip(choices, bare_texts, strict=True))
+        if _normalize_answer(text) in map(_normalize_answer, forms)
     ]
     if len(same_texts) == 1 and text.strip("().") not in names:
         return same_texts[0]
@@ -559,6 +563,6 @@ def strip_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
     return reply.strip()
 
 
-def _normalise(text: str) -> str:
+def _normalize_answer(text: str) -> str:
     """Return a text in lower case, without final periods and surrounding white space."""
     return text.strip().rstrip(".").casefold()

@@ -9,11 +9,11 @@ from typing import cast
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import QuestionsChanged, printable
+from pipeline.errors import QuestionsChanged, make_printable
 from pipeline.generate.answers import KEYS, iter_answers, make_answer_key
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.conversation import load_messages
-from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
+from pipeline.rows import AnswerRecord, QuestionRecord, drop_nulls
 from pipeline.storage.stores import Store
 
 # Columns of a question that determine its answer.
@@ -46,7 +46,7 @@ def select_remaining_questions(
     Raises:
         QuestionsChanged: a question with a good answer has changed.
     """
-    by_id = {row["question_id"]: without_nulls(row, QuestionRecord) for row in questions.to_pylist()}
+    by_id = {row["question_id"]: drop_nulls(row, QuestionRecord) for row in questions.to_pylist()}
     answers_by_key: dict[tuple[str, str | None], tuple[AnswerRecord, str | None]] = {}
     for row in iter_answers(live.select(list(dict.fromkeys([*_DECIDING_COLUMNS, *COMPARED_COLUMNS])))):
         # Only these columns stay in memory, because a question may have a hundred answers.
@@ -93,7 +93,7 @@ def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | Non
                 conversations = [load_messages(row.get("conversation", "[]")) for row in (answer, question)]
                 pairs = enumerate(zip_longest(*conversations), 1)
                 label, before, now = next((f"message {i}", old, new) for i, (old, new) in pairs if old != new)
-            return f"{printable(question['question_id'])}: {label} was {_shorten(before)}, is {_shorten(now)}"
+            return f"{make_printable(question['question_id'])}: {label} was {_shorten(before)}, is {_shorten(now)}"
     return None
 
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from pipeline.cache.schema import write_parquet
 from pipeline.cache.table import check_content, has_content_hash, make_small_name
-from pipeline.errors import printable
+from pipeline.errors import make_printable
 from pipeline.generate.answers import (
     ANSWERS,
     REMOVED,
@@ -29,7 +29,7 @@ from pipeline.generate.answers import (
 from pipeline.generate.conversation import list_texts, load_messages
 from pipeline.inputs.tables import serialize_carried
 from pipeline.runner.removal import Removal, claim_for_removal, delete_unfinished, forget_in_runs, iter_texts
-from pipeline.runner.run_record import RUNS, new_run_id, now
+from pipeline.runner.run_record import RUNS, format_now, make_run_id
 from pipeline.storage.stores import Store
 
 _KEYS = ("question_id", "video_ids", "pruning", "method_code", "attempts")  # columns that a removed row keeps
@@ -87,8 +87,8 @@ def bar_videos(store: Store, run_id: str, reasons: Mapping[str, str]) -> None:
         reasons: video id -> reason, cut to 1 KB.
     """
     barred = read_removal_reasons(store)
-    if new := {video_id: printable(reason) for video_id, reason in reasons.items() if video_id not in barred}:
-        data = json.dumps({"videos": new, "time": now()}, indent=1).encode()
+    if new := {video_id: make_printable(reason) for video_id, reason in reasons.items() if video_id not in barred}:
+        data = json.dumps({"videos": new, "time": format_now()}, indent=1).encode()
         store.put(make_small_name(REMOVED, run_id, 0, data, ".json"), data)
 
 
@@ -108,7 +108,7 @@ def remove_answers(store: Store, ids: Sequence[str], reason: str, say: Callable[
         CorruptShard: a file of answers is damaged.
     """
     read_answers_header(store)
-    result = AnswersRemoval(new_run_id(), len(ids))
+    result = AnswersRemoval(make_run_id(), len(ids))
     with claim_for_removal(store, result, reason, say):
         bar_videos(store, result.run_id, dict.fromkeys(ids, reason))
         _AnswersRemover(store, frozenset(ids), reason, result).run()
@@ -127,7 +127,7 @@ class _AnswersRemover:
             "prompt": "",
             "status": REMOVED,
             "run_id": result.run_id,
-            "error_message": printable(reason),
+            "error_message": make_printable(reason),
         }
 
     def run(self) -> None:
@@ -218,4 +218,4 @@ def _iter_texts(rows: pa.Table) -> Iterator[str]:
             row["conversation"] = list_texts(load_messages(row["conversation"] or "[]"))
             for text in iter_texts(row):
                 if text.strip():
-                    yield from (text, printable(text))
+                    yield from (text, make_printable(text))

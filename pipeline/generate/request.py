@@ -14,17 +14,23 @@ from rich.console import Console
 from gstep.backbones import ModelSource
 from gstep.language import PromptBuilder, PromptPolicy
 from pipeline.cache.changed_code import REDO
-from pipeline.cache.header import CacheIdentity, fingerprint, identify_model, read_declared_method, read_header
-from pipeline.cache.live import LiveVideos, find_widths, select_ok
+from pipeline.cache.header import (
+    CacheIdentity,
+    compute_fingerprint,
+    get_method_declarations,
+    identify_model,
+    read_header,
+)
+from pipeline.cache.live import LiveVideos, collect_hidden_sizes, select_ok
 from pipeline.cache.reader import MAX_HINTS, TokenOrder
-from pipeline.console import speaker
-from pipeline.errors import UsageError, store_usage_errors, usage_errors
+from pipeline.console import make_speaker
+from pipeline.errors import UsageError, convert_store_usage_errors, convert_usage_errors
 from pipeline.generate.answer_setup import LIVE_COLUMNS, AnswerSetup, PromptForecast
 from pipeline.generate.answers import (
     PRUNINGS,
     AnswersIdentity,
     AnswersTable,
-    check_place,
+    check_answers_folder,
     find_code,
     list_shards,
     match_answers,
@@ -39,7 +45,7 @@ from pipeline.generate.questions import (
     QUESTION_SCHEMA,
     AnswerMode,
     describe_decoding,
-    find_count_from_1,
+    explain_count_from_1,
     make_questions,
     read_questions,
     refuse_placeholders,
@@ -54,8 +60,8 @@ from pipeline.generate.remaining import (
 from pipeline.generate.removal import read_removal_reasons
 from pipeline.rows import QuestionRecord
 from pipeline.runner.run_record import check_out_folder
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import Store, store_at
+from pipeline.storage.s3 import S3Objects
+from pipeline.storage.stores import Store, make_store
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class AnswerRequest:
         """
         store = self.store
         forecast = self.forecast
-        say = speaker(self.console)
+        say = make_speaker(self.console)
         table = AnswersTable(store, self.identity)
         if self.is_code_changed:  # from now on, rows made with other code are not live
             say(f"note: a method has other code now: its questions in {store} are asked again")
@@ -126,7 +132,7 @@ class AnswerRequest:
         if not self.is_evaluation:
             lines += format_new_targets(store, live, self.questions)
             targets = zip(*(self.questions[name].to_pylist() for name in ("target", "choices")), strict=True)
-            if reason := find_count_from_1(targets):
+            if reason := explain_count_from_1(targets):
                 lines.append(f"note: {reason}; jobs.evaluate --score refuses these")
         for line in lines:
             say(line)
@@ -164,17 +170,17 @@ def check_request(
         UsageError: the request cannot be carried out, or a file or store cannot be read (OSError for ``removed/``).
         CorruptShard: a file of the cache's table, of the answers or of ``removed/`` is damaged.
     """
-    say = speaker(console)
-    specs = {"": make_spec(config)} if specs is None else specs
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    say = make_speaker(console)
+    specs = {"": make_pruning_spec(config)} if specs is None else specs
+    objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     if questions is None and config.questions is not None:
-        with store_usage_errors():
+        with convert_store_usage_errors():
             questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
-    cache, store = store_at(config.cache, objects), store_at(config.out, objects)
+    cache, store = make_store(config.cache, objects), make_store(config.out, objects)
     check_out_folder(store)
-    with store_usage_errors():
+    with convert_store_usage_errors():
         header = read_header(cache)
-        videos = LiveVideos.open(cache, fingerprint(header["identity"]))
+        videos = LiveVideos.open(cache, compute_fingerprint(header["identity"]))
         if questions is None:
             questions = make_questions(config.ask, _list_videos_with_tokens(videos, config), AnswerMode.of(config))
             questions = questions.slice(0, config.limit)
@@ -183,14 +189,14 @@ def check_request(
         known_ids = set(live["video_id"].to_pylist())
         unknown_ids = (video_id for video_id in video_ids if video_id not in known_ids)
         near = {video_id: videos.near(video_id) for video_id in islice(unknown_ids, MAX_HINTS)}
-        check_place(store)
+        check_answers_folder(store)
     cache_identity = header["identity"]
     # vLLM accepts other weights, too, if they have the vision encoder that made the cache.
     tower = partial(read_tower_hash, cache, header) if config.engine == VLLM else None
-    with usage_errors(), store_usage_errors():
+    with convert_usage_errors(), convert_store_usage_errors():
         source = find_model(cache, cache_identity["model"], config.model, config.revision, tower, config.family)
         builder = make_prompt_builder(source, config)
-    check_tokens(cache, header, find_widths(live), builder)
+    check_tokens(cache, header, collect_hidden_sizes(live), builder)
     if evaluation is None:
         refuse_placeholders(
             questions, builder, config.questions or "--ask"
@@ -209,13 +215,13 @@ def check_request(
     forecast.check_context(questions, console)
     setup = replace(setup, largest_video=forecast.largest_video())
     if config.engine == VLLM:
-        with usage_errors():
-            ENGINES[VLLM].check_room(config, source, setup.largest_video)
+        with convert_usage_errors():
+            ENGINES[VLLM].check_memory(config, source, setup.largest_video)
     identity = identify_answers(setup, cache_identity, builder.policy, evaluation)
     video_runs = live.select(["video_id", "status", "run_id", "rewritten"])
     is_evaluation = evaluation is not None
     request = AnswerRequest(config, console, store, questions, setup, forecast, identity, video_runs, is_evaluation)
-    with store_usage_errors():
+    with convert_store_usage_errors():
         request.match_answers()
     return request
 
@@ -244,7 +250,7 @@ def _note_model_habits(source: ModelSource, builder: PromptBuilder, questions: p
         )
 
 
-def make_spec(config: GenerateConfig) -> PruningSpec | None:
+def make_pruning_spec(config: GenerateConfig) -> PruningSpec | None:
     """Return the pruning that the options describe, or None without ``--pruner``."""
     if config.pruner is None:
         return None
@@ -267,7 +273,7 @@ def resolve_prunings(
         UsageError: a method is unknown, or not supported by the cache, the model or the engine; or no pruning uses
             ``config.siglip``.
     """
-    with usage_errors():
+    with convert_usage_errors():
         prunings = {
             name: None if spec is None else resolve_pruning(spec, cache_identity, source, builder)
             for name, spec in specs.items()
@@ -290,7 +296,7 @@ def choose_token_order(
     Raises:
         UsageError: ``config.order`` is "own", and no method that prunes the tokens defines an order.
     """
-    method = read_declared_method(cache_identity)
+    method = get_method_declarations(cache_identity)
     lates = [late for late in prunings.values() if late is not None]
     # A method that prunes now derives frames from the ascending order of the tokens.
     has_own_order = method is not None and method.reorders and not lates

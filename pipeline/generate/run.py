@@ -27,8 +27,8 @@ from rich.console import Console
 from gstep.backbones import choose_runtime
 from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES
 from pipeline.cache.reader import TokenCache
-from pipeline.console import Say, speaker
-from pipeline.errors import usage_errors
+from pipeline.console import Say, make_speaker
+from pipeline.errors import convert_usage_errors
 from pipeline.generate.answer_setup import AnswerSetup
 from pipeline.generate.answerer import Answerer, group_by_videos, pack_blocks, unpack_answers
 from pipeline.generate.answers import AnswersIdentity, commit_answers, make_answer_key, try_merge_answers
@@ -37,15 +37,15 @@ from pipeline.generate.job import ANSWERING, AnswerJob, Questions, choose_device
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.questions import AnswerMode, read_given_questions
 from pipeline.generate.request import AnswerRequest, check_request
-from pipeline.generate.summary import AnswerSummary, summarise_answers
+from pipeline.generate.summary import AnswerSummary, summarize_answers
 from pipeline.options import make_config
-from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
+from pipeline.rows import AnswerRecord, QuestionRecord, drop_nulls
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster.connection import check_device, provenance
+from pipeline.runner.cluster.connection import check_device, collect_provenance
 from pipeline.runner.job import Watch, convert_store_errors, print_options
 from pipeline.runner.monitor import Monitor
-from pipeline.runner.python_calls import ProgressOption, check_outcome, make_console, run_here
-from pipeline.runner.run_record import RunFile, new_run_id
+from pipeline.runner.python_calls import ProgressOption, check_outcome, isolate_run, make_console
+from pipeline.runner.run_record import RunFile, make_run_id
 from pipeline.runner.stream import Stream, commit_all
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow")
@@ -77,8 +77,8 @@ def answer(
         CorruptShard: a file of the cache's table or of the answers is damaged.
         RunFailed: the run stopped, or the store failed. Committed rows stay, and a rerun resumes.
     """
-    say = speaker(console)
-    run_id = new_run_id()
+    say = make_speaker(console)
+    run_id = make_run_id()
     with convert_store_errors(say):
         request = check_request(config, console, questions, specs, evaluation)
         print_options(config, console)
@@ -90,12 +90,12 @@ def answer(
             table, todo = request.select_todo()
             with Monitor(request.store, run_id, claim.set_progress) as monitor:
                 if todo:
-                    record = ask(request, run_id, todo, monitor, here=here)
+                    record = answer_and_commit(request, run_id, todo, monitor, here=here)
                 else:  # no cluster, no record
                     check_device(config, say)
             wall_s = time.monotonic() - start
             live = table.select_live_answers(request.questions, request.setup.prunings)
-            summary = summarise_answers(live, request.n_questions, set(map(make_answer_key, todo)), wall_s)
+            summary = summarize_answers(live, request.n_questions, set(map(make_answer_key, todo)), wall_s)
             summary = replace(summary, out=str(request.store), log=monitor.log)
             if record is not None:
                 record.save(summary=summary.as_record())
@@ -103,7 +103,9 @@ def answer(
             return summary
 
 
-def ask(request: AnswerRequest, run_id: str, todo: list[QuestionRecord], monitor: Monitor, *, here: bool) -> RunFile:
+def answer_and_commit(
+    request: AnswerRequest, run_id: str, todo: list[QuestionRecord], monitor: Monitor, *, here: bool
+) -> RunFile:
     """Commit the rows of ``todo`` that need no model, then the model's answers to the others; return the run's record.
 
     Writes the header of the answers first. The cluster is joined or started only if a question needs the model and
@@ -116,13 +118,13 @@ def ask(request: AnswerRequest, run_id: str, todo: list[QuestionRecord], monitor
     """
     config = request.config
     setup = request.setup
-    say = speaker(request.console)
+    say = make_speaker(request.console)
     for_model, settled_rows = request.forecast.split(todo)
     if for_model:  # before any row is written, because the cluster may lack the resources of the flags
         device, dtype = choose_device_here(config) if here else choose_device_for_models(config, say)
         setup = replace(setup, device=device, dtype=dtype)
     request.write_header()
-    facts = {**provenance(run_id, _RECORDED_VERSIONS), "config": config.as_record(), "questions": len(todo)}
+    facts = {**collect_provenance(run_id, _RECORDED_VERSIONS), "config": config.as_record(), "questions": len(todo)}
     with RunFile(request.store, facts) as record:
         commits = CommittedAnswers(request, run_id, record, monitor)
         commits.commit_settled(settled_rows)
@@ -147,7 +149,7 @@ def answer_here(setup: AnswerSetup, questions: list[QuestionRecord], done: Commi
         UsageError: the model cannot be loaded.
         MethodFails: a user method fails for every video.
     """
-    with usage_errors():
+    with convert_usage_errors():
         answerer = Answerer(setup)
     last_line_at = time.monotonic()
     blocks = pack_blocks(group_by_videos(questions, setup.batch_size))
@@ -160,7 +162,7 @@ def answer_here(setup: AnswerSetup, questions: list[QuestionRecord], done: Commi
 
 def choose_device_here(config: GenerateConfig) -> tuple[str, str]:
     """Choose the (device, dtype) of this process. Raises UsageError if the options do not fit it."""
-    with usage_errors():
+    with convert_usage_errors():
         runtime = choose_runtime(config.device, config.dtype, config.attn)
     return runtime.device, runtime.dtype_name
 
@@ -201,7 +203,7 @@ class CommittedAnswers:
         if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
             self._runtimes.extend(new)
             self._record.save(runtimes=[json.loads(text) for text in self._runtimes])
-        answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
+        answers = [drop_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
         self._write(number, answers)
         uncounted = [row for row in answers if make_answer_key(row) not in self.keys]
         self.keys.update(map(make_answer_key, uncounted))
@@ -209,7 +211,7 @@ class CommittedAnswers:
         self.n_failed += n_failed
         self._monitor.count_rows(ANSWERING.item, len(uncounted) - n_failed, n_failed)
         if (number + 1) % MAX_WAITING_FILES == 0:
-            try_merge_answers(self._request.store, MAX_WAITING_FILES, speaker(self._request.console))
+            try_merge_answers(self._request.store, MAX_WAITING_FILES, make_speaker(self._request.console))
 
     def _write(self, number: int, rows: Sequence[AnswerRecord]) -> None:
         """Write rows, with their carried columns, as shard ``number``."""
@@ -258,7 +260,7 @@ def answer_questions(
         GenerateConfig, "answer_questions", {"cache": place, "questions": source, "out": out, **options}
     )
     console = make_console(progress)
-    with run_here():
+    with isolate_run():
         table = None if is_file else read_given_questions(questions, AnswerMode.of(config), config.limit)
         summary = answer(config, console, table)
     return check_outcome(summary, config, summary.n_questions)

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.errors import QUESTION_FAULTS, name_first
+from pipeline.errors import QUESTION_FAULTS, list_first_names
 from pipeline.runner.run_record import Outcome, as_text, count_failures
 
 _MAX_EXAMPLES = 3  # videos that a summary names
@@ -59,7 +59,7 @@ class AnswerSummary(Outcome):
         return as_text(render_answers(self))
 
 
-def summarise_answers(
+def summarize_answers(
     live: pa.Table, n_questions: int, new: Set[tuple[str, str | None]], wall_s: float
 ) -> AnswerSummary:
     """Count the live rows of a run's questions; ``out`` and ``log`` stay empty.
@@ -89,8 +89,8 @@ def summarise_answers(
         n_new_failed=sum((row["question_id"], row["pruning"]) in new for row in bad),
         wall_s=wall_s,
         failed={row["question_id"]: row["error_class"] for row in bad},
-        visual_tokens=_mean(good, "n_visual_tokens"),
-        prompt_tokens=_mean(good, "n_prompt_tokens"),
+        visual_tokens=_compute_column_mean(good, "n_visual_tokens"),
+        prompt_tokens=_compute_column_mean(good, "n_prompt_tokens"),
         n_cut=sum(row["finish"] == "length" for row in good),
         n_warned=len(with_warnings),
         n_warned_videos=len(warned_videos),
@@ -118,20 +118,20 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
         table.add_row("warnings", Text(format_warned(summary)))
     table.add_row("this run", Text(summary.pace("question")))
     failures: list[RenderableType] = (
-        ["", summary.failures_table("question", QUESTION_FAULTS)] if summary.failures else []
+        ["", summary.make_failures_table("question", QUESTION_FAULTS)] if summary.failures else []
     )
     return Group(table, *failures)
 
 
 def format_warned(summary: AnswerSummary) -> str:
     """Describe the answers about videos whose frames may be damaged, with the first videos."""
-    names = name_first(summary.warned, summary.n_warned_videos)
+    names = list_first_names(summary.warned, summary.n_warned_videos)
     return (
         f"{summary.n_warned} answers are about videos that were decoded with warnings ({names}): their frames may be "
         "damaged"
     )
 
 
-def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+def _compute_column_mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
     """Return the mean of a column; 0 without rows."""
     return sum(row[name] for row in rows) / len(rows) if rows else 0.0

@@ -10,15 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pipeline.errors import FaultClass, printable
+from pipeline.errors import FaultClass, make_printable
 from pipeline.inputs.left_out import LeftOut
 from pipeline.inputs.listings import CONTROL
 from pipeline.inputs.tables import is_text
 from pipeline.storage.downloads import Download
-from pipeline.storage.hub import Files, HubDownload, is_remote, reach
+from pipeline.storage.hub import Files, HubDownload, choose_client, is_remote
 from pipeline.storage.location import Location
-from pipeline.storage.random_access import Positioned
-from pipeline.storage.s3 import ObjectInfo, Objects
+from pipeline.storage.random_access import PositionedFile
+from pipeline.storage.s3 import ObjectInfo, S3Objects
 
 CLIP_COLUMNS = ("start_s", "end_s")  # columns of a table that state the clip without an option
 _MAX_NAME_CHARS = 1024  # characters of a member's name
@@ -86,7 +86,7 @@ class Archive(ABC):
 
     @abstractmethod
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
-        """Yield every video in the order of the archive, also broken ones (with a ``fault``).
+        """Yield every video in the order of the archive, also broken ones (with a ``format_fault``).
 
         Raises:
             ManifestError: the options do not fit the archive.
@@ -109,12 +109,12 @@ class Archive(ABC):
         """
 
     def sample(self, location: Location) -> int | None:
-        """Return the ``sample_key`` of a video's bytes, or None for a form that cannot read pieces of a video."""
+        """Return the ``hash_sample`` of a video's bytes, or None for a form that cannot read pieces of a video."""
         return None
 
 
-def fault(fault_class: FaultClass, message: str) -> str:
-    """Format the ``fault`` of a member: "class: message"."""
+def format_fault(fault_class: FaultClass, message: str) -> str:
+    """Format the ``format_fault`` of a member: "class: message"."""
     return f"{fault_class}: {message}"
 
 
@@ -141,11 +141,11 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
         why = "an earlier member of the archive has the same name"
     else:
         return member
-    shown = f"{printable(name, _MAX_NAME_CHARS)}@{member.offset}"
-    return member._replace(name=shown, shown_name=None, fault=fault(kind, why))
+    shown = f"{make_printable(name, _MAX_NAME_CHARS)}@{member.offset}"
+    return member._replace(name=shown, shown_name=None, fault=format_fault(kind, why))
 
 
-def open_archive(uri: str, objects: Objects, info: ObjectInfo | None = None) -> RandomFile:
+def open_archive(uri: str, objects: S3Objects, info: ObjectInfo | None = None) -> RandomFile:
     """Open an archive or table for random access; a remote file is first requested when it is read.
 
     Args:
@@ -293,14 +293,14 @@ class RemoteFile:
         info: the listing's entry; without it, ``size`` or ``mark`` may cost a request.
     """
 
-    def __init__(self, uri: str, objects: Objects, info: ObjectInfo | None = None) -> None:
+    def __init__(self, uri: str, objects: S3Objects, info: ObjectInfo | None = None) -> None:
         """Prepare to read the object; nothing is requested yet.
 
         Raises:
             UsageError: the address is not on S3 or in a dataset on the hub.
         """
         self.uri = uri
-        self._files = reach(uri, objects)
+        self._files = choose_client(uri, objects)
         self._info = info
         self._ranges: list[_Range] = []  # planned ranges
         self._last: _Range | None = None  # the last unplanned range
@@ -316,14 +316,14 @@ class RemoteFile:
     @property
     def size(self) -> int:
         """The size of the object in bytes."""
-        return self._ask_info().size
+        return self._get_info().size
 
     @property
     def mark(self) -> str:
         """The object's ETag or hash; "" if unknown, or once read without ``info``."""
-        return self._ask_info().mark
+        return self._get_info().mark
 
-    def _ask_info(self) -> ObjectInfo:
+    def _get_info(self) -> ObjectInfo:
         """Return the listing's entry; the first call may send a request."""
         if self._info is None:
             self._info = self._files.info(self.uri)
@@ -347,7 +347,7 @@ class RemoteFile:
         end = end if self._info is None else min(end, self._info.size)
         if start >= end:
             return b""
-        forward = self._goes_forward(start)
+        forward = self._record_step(start)
         self._at = end
         for coming in (*self._ranges, self._last):
             if coming is not None and coming.start <= start < coming.end:
@@ -376,7 +376,7 @@ class RemoteFile:
         self._info = self._info or ObjectInfo(self.uri, coming.size)
         return data + self.read(until, end)
 
-    def _goes_forward(self, start: int) -> bool:
+    def _record_step(self, start: int) -> bool:
         """Record the start of a read; return True if it continues short steps, for which a slice is cheaper.
 
         Steps of more than 16 KiB must be at most 4 MiB on average. The first read, a read that goes back, and any read
@@ -418,7 +418,7 @@ class RemoteFile:
 RandomFile = PlainFile | RemoteFile
 
 
-class SeekableFile(Positioned):
+class SeekableFile(PositionedFile):
     """A RandomFile as a Python file object with a position."""
 
     def __init__(self, file: RandomFile) -> None:

@@ -25,7 +25,7 @@ from pipeline.inputs.archive import (
     Member,
     RandomFile,
     SeekableFile,
-    fault,
+    format_fault,
     merge_spans,
 )
 from pipeline.inputs.arrow_files import RecordBatches
@@ -33,11 +33,11 @@ from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import (
     UNREADABLE,
     UserRow,
-    batch_rows,
-    plain_column,
-    plain_type,
+    convert_batch_to_dicts,
+    format_value,
     serialize_carried,
-    shown_as,
+    simplify_column,
+    simplify_type,
 )
 from pipeline.storage.location import Location
 
@@ -61,7 +61,7 @@ class Table(Archive):
         tail = file.read(max(0, file.size - _TAIL), file.size)
         self._hash = hashlib.blake2b(tail + str(file.size).encode(), digest_size=6).hexdigest()
         self._pieces: _RowGroups | RecordBatches | None = None
-        self._position: tuple[str, int, int] = "", -1, 0  # column, piece and next row of ``_rows``
+        self._position: tuple[str, int, int] = "", -1, 0  # column, piece and next row of ``_convert_rows_to_dicts``
         self._rows: Iterator[pa.Scalar] = iter(())
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
@@ -81,17 +81,17 @@ class Table(Archive):
             for piece in range(len(batches.lengths)):
                 for row, path in self._read_rows(piece, names, str(options.column)):
                     name = f"{self._hash}/{options.column}/{number}"
-                    yield _member(name, number, row, path, options.clips_from)
+                    yield _make_member(name, number, row, path, options.clips_from)
                     number += 1
         except UNREADABLE as error:
             if not _is_damage(error):
                 raise
-            yield Member("@0", number, fault=fault("corrupt", f"the table cannot be read: {error}"))
+            yield Member("@0", number, fault=format_fault("corrupt", f"the table cannot be read: {error}"))
 
     def _read_rows(self, piece: int, names: Sequence[str], column: str) -> Iterator[tuple[UserRow, str | None]]:
         """Yield, for each row of a piece, the columns ``names``, and the path of its video, or None if it has bytes."""
         batches = self._open_pieces()
-        kind = plain_type(batches.schema.field(column).type)
+        kind = simplify_type(batches.schema.field(column).type)
         paths_column = list[str]()
         at_once = _ROWS
         if pa.types.is_struct(kind) and kind.get_field_index(_PATH) >= 0:
@@ -100,9 +100,11 @@ class Table(Archive):
                 paths_column, at_once = batches.plan_paths(piece, column)
         for batch in batches.read(piece, [*names, *paths_column], at_once):
             if paths_column:
-                yield from zip(_rows(batch.drop_columns([column])), _list_paths(batch.column(column)), strict=True)
+                yield from zip(
+                    _convert_rows_to_dicts(batch.drop_columns([column])), _list_paths(batch.column(column)), strict=True
+                )
             else:
-                yield from ((row, None) for row in _rows(batch))
+                yield from ((row, None) for row in _convert_rows_to_dicts(batch))
 
     def span(self, location: Location) -> tuple[int, int]:
         return 0, 0  # ``read`` plans its own requests, by row group
@@ -123,9 +125,9 @@ class Table(Archive):
             if not _is_damage(error):
                 raise
             raise VideoFault("corrupt", f"row {location.offset} of the table cannot be read: {error}") from error
-        value = _plain_value(value)
+        value = _unwrap_scalar(value)
         if isinstance(value, pa.StructScalar) and value.is_valid:
-            value = _plain_value(value[_BYTES]) if _BYTES in value else pa.scalar(None)
+            value = _unwrap_scalar(value[_BYTES]) if _BYTES in value else pa.scalar(None)
         if not value.is_valid:
             raise VideoFault("unsupported", f"row {location.offset} of the table holds neither bytes nor a path")
         yield value.as_buffer().to_pybytes()
@@ -166,12 +168,12 @@ class Table(Archive):
         if schema.names.count(options.column) > 1:
             raise ManifestError(f"{self._file.uri}: two columns have the name {options.column}; rename one of them")
         if options.column is None or options.column not in schema.names:
-            candidates = [field.name for field in schema if _holds_bytes(field.type)]
+            candidates = [field.name for field in schema if _has_video_bytes(field.type)]
             raise ManifestError(
                 f"{self._file.uri}: no column {options.column}; columns of bytes: {', '.join(candidates) or 'none'} "
                 "(--column NAME)"
             )
-        if not _holds_bytes(kind := schema.field(options.column).type):
+        if not _has_video_bytes(kind := schema.field(options.column).type):
             raise ManifestError(
                 f"{self._file.uri}: the column {options.column} has {kind}, not bytes; paths are read if the first "
                 "table has them"
@@ -231,33 +233,33 @@ class _RowGroups:
 
 def _list_paths(column: pa.Array) -> list[str | None]:
     """Return the path of each row of a column of structs; None for a row with bytes, or a null or empty path."""
-    column = plain_column(column)
+    column = simplify_column(column)
     fields = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
-    rows = _rows(pa.RecordBatch.from_arrays([fields[_PATH]], [_PATH]))
-    paths = [shown_as(path) if (path := row[_PATH]) is not None else None for row in rows]
+    rows = _convert_rows_to_dicts(pa.RecordBatch.from_arrays([fields[_PATH]], [_PATH]))
+    paths = [format_value(path) if (path := row[_PATH]) is not None else None for row in rows]
     empty = pc.is_null(fields[_BYTES]).to_pylist() if _BYTES in fields else [True] * len(rows)
     return [path if is_empty and path else None for path, is_empty in zip(paths, empty, strict=True)]
 
 
-def _plain_value(value: pa.Scalar) -> pa.Scalar:
+def _unwrap_scalar(value: pa.Scalar) -> pa.Scalar:
     """Return the value inside a dictionary or extension scalar; any other scalar as it is."""
     while isinstance(value, pa.DictionaryScalar | pa.ExtensionScalar):
         value = pa.scalar(None) if value.value is None else value.value
     return value
 
 
-def _rows(batch: pa.RecordBatch) -> list[UserRow]:
+def _convert_rows_to_dicts(batch: pa.RecordBatch) -> list[UserRow]:
     """Return the rows of a batch as dicts; if any text is not UTF-8, all text is returned as bytes."""
     try:
-        rows = batch_rows(batch)
+        rows = convert_batch_to_dicts(batch)
     except UnicodeDecodeError:  # Parquet readers do not check that text is UTF-8
-        plain = map(plain_column, batch.columns)
-        raw = [column.cast(pa.large_binary()) if _is_text(plain_type(column.type)) else column for column in plain]
-        rows = batch_rows(pa.RecordBatch.from_arrays(raw, batch.schema.names))
+        plain = map(simplify_column, batch.columns)
+        raw = [column.cast(pa.large_binary()) if _is_text(simplify_type(column.type)) else column for column in plain]
+        rows = convert_batch_to_dicts(pa.RecordBatch.from_arrays(raw, batch.schema.names))
     return rows
 
 
-def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: tuple[str, str] | None) -> Member:
+def _make_member(name: str, number: int, row: UserRow, path: str | None, clips_from: tuple[str, str] | None) -> Member:
     """Return the member of a row, with its columns that are not null, except ``video_id``, carried as JSON.
 
     A NaN or infinite clip time and a path with a NUL become a fault.
@@ -270,18 +272,18 @@ def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: 
     }
     text = serialize_carried(values) if values else None
     faults = [
-        fault("unsupported", f"the clip's {key} is {value}, not a number of seconds")
+        format_fault("unsupported", f"the clip's {key} is {value}, not a number of seconds")
         for key in clips_from or CLIP_COLUMNS
         if isinstance(value := row.get(key), float) and not math.isfinite(value)
     ]
     if path is not None and "\0" in path:
-        faults.append(fault("policy", "its path has a NUL"))
+        faults.append(format_fault("policy", "its path has a NUL"))
         path = None
     return Member(
         name,
         number,
         carried=text,
-        video_id=None if video_id is None else shown_as(video_id),
+        video_id=None if video_id is None else format_value(video_id),
         fault=next(iter(faults), None),
         path=path,
     )
@@ -292,22 +294,22 @@ def _is_damage(error: Exception) -> bool:
     return not isinstance(error, OSError) or error.errno is None
 
 
-def _holds_bytes(kind: pa.DataType) -> bool:
+def _has_video_bytes(kind: pa.DataType) -> bool:
     """Return True for a column of bytes, or of datasets' structs with a field ``bytes`` or a text field ``path``.
 
     A field ``bytes`` of any type other than bytes or null gives False.
     """
-    kind = plain_type(kind)
+    kind = simplify_type(kind)
     if not pa.types.is_struct(kind):
         return _is_binary(kind)
-    fields = {field.name: plain_type(field.type) for field in kind}
+    fields = {field.name: simplify_type(field.type) for field in kind}
     in_bytes, in_path = fields.get(_BYTES), fields.get(_PATH)
     if in_bytes is not None and not (_is_binary(in_bytes) or pa.types.is_null(in_bytes)):
         return False
     return in_bytes is not None or (in_path is not None and _is_text(in_path))
 
 
-def holds_paths(file: RandomFile, column: str) -> bool:
+def has_path_column(file: RandomFile, column: str) -> bool:
     """Return True if a table has exactly one column ``column``, and it is text.
 
     Raises:
@@ -316,7 +318,7 @@ def holds_paths(file: RandomFile, column: str) -> bool:
     """
     is_parquet = find_suffix(file.uri) == ".parquet"
     schema = pq.read_schema(SeekableFile(file)) if is_parquet else RecordBatches(file.uri).schema
-    return schema.names.count(column) == 1 and _is_text(plain_type(schema.field(column).type))
+    return schema.names.count(column) == 1 and _is_text(simplify_type(schema.field(column).type))
 
 
 def _is_binary(kind: pa.DataType) -> bool:
@@ -327,7 +329,7 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 def _is_small(kind: pa.DataType) -> bool:
     """Return True for types that are carried: text, numbers, booleans and times."""
-    kind = plain_type(kind)
+    kind = simplify_type(kind)
     return bool(pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or _is_text(kind))
 
 

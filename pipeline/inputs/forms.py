@@ -13,10 +13,10 @@ from pipeline.inputs.columns import Table
 from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.named_videos import Roots, remove_secrets
 from pipeline.inputs.tar_and_zip import Tar, Zip
-from pipeline.keys import mark_key
+from pipeline.keys import hash_mark
 from pipeline.rows import VideoRow
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 
 #: To add a form, write a subclass of Archive like those in ``tar_and_zip`` and add a line here.
 FORMS: dict[str, Callable[[RandomFile], Archive]] = {
@@ -30,14 +30,14 @@ FORMS: dict[str, Callable[[RandomFile], Archive]] = {
 TABLE_FORMS = frozenset({".parquet", ".arrow", ".feather"})
 
 
-def fetch_again(
-    row: VideoRow, objects: Objects, roots: Roots
+def make_member_fetcher(
+    row: VideoRow, objects: S3Objects, roots: Roots
 ) -> Callable[[Callable[[bytes], object], int], int] | None:
     """Return a function ``fetch(write, limit)`` that fetches a row's video from its archive; None for a separate file.
 
     ``fetch`` finds the member's current position, passes its bytes to ``write``, and returns their number. It raises
-    what ``OpenArchives.fetch`` raises. Call ``fetch_again`` before reading any file that a row names: whoever made the
-    cache chose the address, and this user's credentials would be sent there.
+    what ``OpenArchives.fetch`` raises. Call ``make_member_fetcher`` before reading any file that a row names: whoever
+    made the cache chose the address, and this user's credentials would be sent there.
 
     Raises:
         VideoFault: "policy" if the row's address is not below ``roots``.
@@ -53,7 +53,7 @@ def fetch_again(
 
     def fetch(write: Callable[[bytes], object], limit: int) -> int:
         with OpenArchives(objects, [location]) as opened:
-            return opened.fetch(opened.find_again(location), write, limit)
+            return opened.fetch(opened.relocate_member(location), write, limit)
 
     return fetch
 
@@ -66,7 +66,7 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
             ignored.
     """
 
-    def __init__(self, objects: Objects, locations: Iterable[Location] = ()) -> None:
+    def __init__(self, objects: S3Objects, locations: Iterable[Location] = ()) -> None:
         self._objects = objects
         self._members = [location for location in locations if location.member is not None]
         self._open: tuple[str, RandomFile, Archive] | None = None
@@ -98,7 +98,7 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
             write(piece)
         return n_done
 
-    def find_again(self, location: Location) -> Location:
+    def relocate_member(self, location: Location) -> Location:
         """Return the current location of a member, found by its name; ``location`` itself if no member has the name.
 
         Only its offset and size are updated. ``location`` is also returned, without listing the archive, if it has no
@@ -109,13 +109,13 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
         """
         archive = self._open_archive(location.file)
         assert self._open is not None
-        if location.mark is None or mark_key(self._open[1].mark) == location.mark:
+        if location.mark is None or hash_mark(self._open[1].mark) == location.mark:
             return location
         members = (member for member in archive.members(ArchiveOptions()) if member.name == location.member)
         return next((location._replace(offset=member.offset, size=member.size) for member in members), location)
 
     def sample(self, location: Location) -> int | None:
-        """Return the ``sample_key`` of a member's bytes, or None for forms other than tar."""
+        """Return the ``hash_sample`` of a member's bytes, or None for forms other than tar."""
         return self._open_archive(location.file).sample(location)
 
     def _open_archive(self, uri: str) -> Archive:

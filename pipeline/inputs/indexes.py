@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import ManifestError, RunFailed, printable
+from pipeline.errors import ManifestError, RunFailed, make_printable
 from pipeline.inputs.archive import (
     CLIP_COLUMNS,
     Archive,
@@ -24,18 +24,18 @@ from pipeline.inputs.archive import (
     Member,
     RandomFile,
     check_name,
-    fault,
+    format_fault,
     open_archive,
 )
 from pipeline.inputs.forms import FORMS, TABLE_FORMS
 from pipeline.inputs.left_out import LeftOut
 from pipeline.inputs.listings import find_suffix
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
-from pipeline.inputs.tables import number_of
-from pipeline.keys import mark_key
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, ManifestConverter, Roots
+from pipeline.inputs.tables import parse_number
+from pipeline.keys import hash_mark
 from pipeline.rows import Json
 from pipeline.storage.location import Location, make_uri
-from pipeline.storage.s3 import ObjectInfo, Objects
+from pipeline.storage.s3 import ObjectInfo, S3Objects
 from pipeline.storage.stores import INDEXES, Store
 
 _FIRST_VIEW = 256  # members in the first view of an archive; each later view has twice as many
@@ -74,7 +74,7 @@ class _Index(NamedTuple):
     mark: str = ""
 
 
-class View(NamedTuple):
+class IndexView(NamedTuple):
     """The videos of an archive that are known after, or while, it is indexed.
 
     Attributes:
@@ -118,8 +118,8 @@ class Indexes:
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def read(
-        self, named_file: NamedFile, objects: Objects, missing: Missing = "make", *, in_views: bool = False
-    ) -> Iterator[View]:
+        self, named_file: NamedFile, objects: S3Objects, missing: Missing = "make", *, in_views: bool = False
+    ) -> Iterator[IndexView]:
         """Yield the videos of an archive, from its kept index if that fits, otherwise by indexing the archive.
 
         An index fits if its mark equals the archive's. An archive that must not be read (a policy), or that raises an
@@ -145,7 +145,7 @@ class Indexes:
         if named_file.policy is not None:
             yield self._make_view(named_file, _Index([Member("", 0)], LeftOut()))
             return
-        kept_index = self._kept_index(named_file)
+        kept_index = self._read_kept_index(named_file)
         if kept_index is None and missing == "renew":
             return
         try:
@@ -154,16 +154,16 @@ class Indexes:
                     if kept_index is not None and kept_index.mark and kept_index.mark == self._mark(named_file, file):
                         yield self._make_view(named_file, kept_index)
                     elif missing != "skip":
-                        yield from self._make(named_file, file, in_views)
+                        yield from self._index_archive(named_file, file, in_views)
                 finally:
                     with self._counting:
                         self.fetched += file.fetched
         except OSError as error:
-            wrong = fault("io", printable(f"the archive cannot be read: {error.strerror or error}"))
+            wrong = format_fault("io", make_printable(f"the archive cannot be read: {error.strerror or error}"))
             # This row stands for all videos of the archive.
             yield self._make_view(named_file, _Index([Member("", 0, fault=wrong)], LeftOut()))
 
-    def _make(self, named_file: NamedFile, file: RandomFile, in_views: bool) -> Iterator[View]:
+    def _index_archive(self, named_file: NamedFile, file: RandomFile, in_views: bool) -> Iterator[IndexView]:
         """Index an open archive, and yield its views; write the index if the whole archive was read.
 
         No partial view is yielded while the clip of a member is unknown. Once ``stopped`` is set, this ends at the next
@@ -181,31 +181,31 @@ class Indexes:
             if in_views and len(members) == next_view:
                 next_view *= 2
                 index = self._make_index(named_file, file, archive, members)
-                if self._clips_known(named_file, index):
+                if self._has_all_clips(named_file, index):
                     yield self._make_view(named_file, index, is_whole=False)
             members.append(member)
         index = self._make_index(named_file, file, archive, members)
         self._write_index(named_file, index)
         yield self._make_view(named_file, index)
 
-    def _make_view(self, named_file: NamedFile, index: _Index, *, is_whole: bool = True) -> View:
+    def _make_view(self, named_file: NamedFile, index: _Index, *, is_whole: bool = True) -> IndexView:
         """Convert an index to a view, with the archive's name before the names of left-out members.
 
         A row of a table with a path instead of bytes becomes a separate file, without an offset.
         """
         left_out = LeftOut()
         left_out.add_all(index.left_out.as_record(), f"{named_file.name}/")
-        table = _table(named_file, index.members, self.options, index.mark)
+        table = _make_member_table(named_file, index.members, self.options, index.mark)
         paths = pa.array([member.path for member in index.members], pa.string())
         if paths.null_count < len(paths):
-            uri_columns = NamedVideos.beside(named_file.uri, self.roots).locate(paths.drop_null())
+            uri_columns = ManifestConverter.from_uri(named_file.uri, self.roots).locate(paths.drop_null())
             is_file = paths.is_valid()
             columns = {name: table[name].combine_chunks() for name in table.column_names}
             columns["uri"] = pc.replace_with_mask(columns["uri"], is_file, uri_columns.uris)
             columns["policy"] = pc.replace_with_mask(columns["policy"], is_file, uri_columns.policy)
             columns["source_offset"] = pc.if_else(is_file, None, columns["source_offset"])
             table = pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
-        return View(table, left_out, is_whole)
+        return IndexView(table, left_out, is_whole)
 
     def _mark(self, named_file: NamedFile, file: RandomFile) -> str:
         """Return a text that changes with an archive or a zip's ``zip_encoding``; "" if the file has no mark."""
@@ -222,20 +222,20 @@ class Indexes:
             self.rows_per_group = max(self.rows_per_group, archive.rows_per_group)
             if archive.note is not None and form not in self._notes:
                 self._notes.add(form)
-                self.say(f"note: {named_file.uri}: {printable(archive.note)}")
+                self.say(f"note: {named_file.uri}: {make_printable(archive.note)}")
         members, left_out = archive.pair_sidecars(members)
         if form not in TABLE_FORMS:  # the name of a row is not in its id
             seen_names = set[str]()
             members = [check_name(member, seen_names) for member in members]
         return _Index(members, left_out, self._mark(named_file, file))
 
-    def _clips_known(self, named_file: NamedFile, index: _Index) -> bool:
+    def _has_all_clips(self, named_file: NamedFile, index: _Index) -> bool:
         """Return False if ``--clips-from`` needs sidecars, and a member has neither these nor a fault yet."""
         if self.options.clips_from is None or named_file.is_table:
             return True
         return all(member.carried is not None or member.fault is not None for member in index.members)
 
-    def _kept_index(self, named_file: NamedFile) -> _Index | None:
+    def _read_kept_index(self, named_file: NamedFile) -> _Index | None:
         """Return the kept index of an archive, or None if none is kept or it is a table.
 
         Errors of the store are ignored: an index that cannot be read, is damaged, or is of another version is returned
@@ -244,7 +244,7 @@ class Indexes:
         if self.store is None or named_file.is_table:
             return None
         try:
-            facts, *members = json.loads(zlib.decompress(self.store.read(_name(named_file.uri))))
+            facts, *members = json.loads(zlib.decompress(self.store.read(_make_index_name(named_file.uri))))
             version, uri, mark, *left_out = facts
             # Older versions kept fewer fields, and used the name of a zip's member as the end of its id.
             is_old = find_suffix(named_file.uri) == ".zip" and any(
@@ -273,7 +273,7 @@ class Indexes:
         data = json.dumps([facts, *index.members]).encode()
         self.store.make()
         try:
-            self.store.put(_name(named_file.uri), zlib.compress(data, 1))
+            self.store.put(_make_index_name(named_file.uri), zlib.compress(data, 1))
         except OSError as error:  # the store failed, not the archive
             raise RunFailed(f"{self.store}: the index of {named_file.uri} cannot be kept: {error}") from error
 
@@ -297,7 +297,7 @@ def remove_members(store: Store, uris: Collection[str], ids: Collection[str] = (
     names = store.names(INDEXES, _SUFFIX) if ids or uris else []
     if not ids:
         # Without ids, only the archives of the uris matter.
-        names = sorted(set(names) & {_name(Location.parse(uri, 0).file) for uri in uris})
+        names = sorted(set(names) & {_make_index_name(Location.parse(uri, 0).file) for uri in uris})
     for name, data in zip(names, store.read_all(names), strict=True):
         try:
             facts, *members = json.loads(zlib.decompress(data))
@@ -308,7 +308,7 @@ def remove_members(store: Store, uris: Collection[str], ids: Collection[str] = (
             removed_ids = [member.shown_name or member.name for member in compress(kept, is_removed)]
             other_members = [member for member, removed in zip(kept, is_removed, strict=True) if not removed]
             doubtful = any(
-                not ends.isdisjoint(_ends(f"{facts[1]}/{name}"))
+                not ends.isdisjoint(_iter_path_ends(f"{facts[1]}/{name}"))
                 for member in other_members
                 for name in {member.name, member.shown_name or member.name}
             )
@@ -326,18 +326,20 @@ def remove_members(store: Store, uris: Collection[str], ids: Collection[str] = (
     return deleted_names
 
 
-def _ends(path: str) -> Iterator[str]:
+def _iter_path_ends(path: str) -> Iterator[str]:
     """Yield the rest of a path after each of its slashes."""
     return (path[index + 1 :] for index, letter in enumerate(path) if letter == "/")
 
 
-def _name(uri: str) -> str:
+def _make_index_name(uri: str) -> str:
     """Return the name of an archive's kept index."""
     digest = hashlib.blake2b(uri.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     return f"{INDEXES}/{digest}{_SUFFIX}"
 
 
-def _table(named_file: NamedFile, members: Sequence[Member], options: ArchiveOptions, mark: str) -> pa.Table:
+def _make_member_table(
+    named_file: NamedFile, members: Sequence[Member], options: ArchiveOptions, mark: str
+) -> pa.Table:
     """Convert the members of an archive to MANIFEST_SCHEMA, with their clips.
 
     Offsets or sizes of 2^53 or more, and clips that are not finite numbers, become faults.
@@ -364,7 +366,7 @@ def _table(named_file: NamedFile, members: Sequence[Member], options: ArchiveOpt
         "source_offset": [member.offset for member in members],
         "fault": [member.fault for member in members],
         # A modified table has other uris, so it needs no mark.
-        "mark": [None if is_table else mark_key(member.mark or mark) for member in members],
+        "mark": [None if is_table else hash_mark(member.mark or mark) for member in members],
     }
     return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
 
@@ -373,7 +375,7 @@ def _check_bounds(member: Member) -> Member:
     """Return the member; if its offset or size is 2^53 or more, with a fault, offset 0 and no size."""
     if max(member.offset, member.size or 0) < _BEYOND:
         return member
-    wrong = member.fault or fault("corrupt", "its size or its offset is beyond any file")
+    wrong = member.fault or format_fault("corrupt", "its size or its offset is beyond any file")
     return member._replace(offset=0, size=None, fault=wrong)
 
 
@@ -388,19 +390,21 @@ def _add_clip(member: Member, names: tuple[str, str] | None, of_row: bool) -> Me
     """
     values = json.loads(member.carried or "{}")
     values = values if of_row else values.get("json")
-    start, end = (_seconds(values.get(name)) if isinstance(values, dict) else None for name in names or CLIP_COLUMNS)
+    start, end = (
+        _parse_clip_seconds(values.get(name)) if isinstance(values, dict) else None for name in names or CLIP_COLUMNS
+    )
     wrong = any(time is not None and not math.isfinite(time) for time in (start, end))
     if member.fault is None and (wrong or (names is not None and None in (start, end))):
         first, last = names or CLIP_COLUMNS
         return member._replace(
-            fault=fault("unsupported", f"the clip's {first} and {last} are not both numbers of seconds")
+            fault=format_fault("unsupported", f"the clip's {first} and {last} are not both numbers of seconds")
         )
     return member._replace(start_s=start, end_s=end) if member.fault is None else member
 
 
-def _seconds(value: Json) -> float | None:
+def _parse_clip_seconds(value: Json) -> float | None:
     """Return a carried value as seconds; None if it is null, NaN if it is not a number."""
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number_of(value) if is_number else math.nan
+    return parse_number(value) if is_number else math.nan

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import TypedDict
 
-from pipeline.errors import name_first
+from pipeline.errors import list_first_names
 
 APPLE_DOUBLE = "AppleDouble files"
 ARCHIVES = "archives beside videos"
@@ -75,17 +75,17 @@ class LeftOut:
         """Return the number of files of each kind."""
         return {kind: record["count"] for kind, record in self.as_record(0).items()}
 
-    def first_names(self) -> dict[str, list[str]]:
+    def list_first_names_by_kind(self) -> dict[str, list[str]]:
         """Return the first three names of each kind."""
         return {kind: record["names"] for kind, record in self.as_record(_MAX_SHOWN).items()}
 
     def describe(self, kind: str) -> str:
         """Format the number and first names of the files of a kind, which must have occurred."""
-        return format_left_out({kind: self.counts()[kind]}, self.first_names())
+        return format_left_out({kind: self.counts()[kind]}, self.list_first_names_by_kind())
 
     def __str__(self) -> str:
         """Format all kinds in one line; "" if nothing is left out."""
-        return format_left_out(self.counts(), self.first_names())
+        return format_left_out(self.counts(), self.list_first_names_by_kind())
 
 
 def format_left_out(counts: Mapping[str, int], names: Mapping[str, Sequence[str]]) -> str:
@@ -97,12 +97,12 @@ def format_left_out(counts: Mapping[str, int], names: Mapping[str, Sequence[str]
     """
     kinds = []
     for kind, count in counts.items():
-        examples = f" ({name_first(names[kind], count)})" if names.get(kind) else ""
-        kinds.append(f"{count:,} {_singular(kind) if count == 1 else kind}{examples}")
+        examples = f" ({list_first_names(names[kind], count)})" if names.get(kind) else ""
+        kinds.append(f"{count:,} {_make_singular(kind) if count == 1 else kind}{examples}")
     return ", ".join(kinds)
 
 
-def _singular(kind: str) -> str:
+def _make_singular(kind: str) -> str:
     """Return the name of a kind for a single file: "archive beside videos"."""
     first, space, words = kind.partition(" ")
     return f"{first.removesuffix('s')}{space}{words.removesuffix('files')}{'file' if words.endswith('files') else ''}"

@@ -51,7 +51,7 @@ def list_objects(
         ManifestError: there is no video or archive, or the store fails.
     """
     try:
-        folder, infos = _list(address, suffixes, objects, left_out)
+        folder, infos = _list_or_empty(address, suffixes, objects, left_out)
     except OSError as error:
         raise ManifestError(f"{address}: cannot be listed: {error.strerror}") from error
     if not infos:
@@ -60,29 +60,31 @@ def list_objects(
     return folder, infos
 
 
-def _list(address: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut) -> tuple[str, list[ObjectInfo]]:
+def _list_or_empty(
+    address: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut
+) -> tuple[str, list[ObjectInfo]]:
     """List the objects as ``list_objects`` does; return an empty list if there are none, and let OSError pass."""
 
-    def below(prefix: str, glob: Sequence[str] | None = None) -> list[ObjectInfo]:
+    def list_below(prefix: str, glob: Sequence[str] | None = None) -> list[ObjectInfo]:
         """Return the objects below a prefix that have one of the suffixes and match ``glob``; count other matches."""
         named_infos = (
             info
             for info in objects.list(prefix, deep=True)
-            if glob is None or info.uri == address or segments_match(info.uri.split("/"), glob)
+            if glob is None or info.uri == address or match_segments(info.uri.split("/"), glob)
         )
-        return [info for info in named_infos if is_taken(info.uri.removeprefix(SCHEME), suffixes, left_out)]
+        return [info for info in named_infos if accept_or_count_file(info.uri.removeprefix(SCHEME), suffixes, left_out)]
 
     _, slash, key = address.removeprefix(SCHEME).partition("/")
     if not key or key.endswith("/"):
         folder = address if slash else f"{address}/"
-        return folder, below(folder)
+        return folder, list_below(folder)
     if globbing.has_magic(key):
         literal = re.split(r"[*?\[]", address, maxsplit=1)[0]
-        infos = below(literal, address.split("/"))
-        return _parent(literal), [info for info in infos if info.uri == address] or infos
+        infos = list_below(literal, address.split("/"))
+        return _get_parent_prefix(literal), [info for info in infos if info.uri == address] or infos
     if find_suffix(address) in suffixes:
-        return _find_object(address, objects) or (f"{address}/", below(f"{address}/"))
-    if infos := below(f"{address}/"):
+        return _find_object(address, objects) or (f"{address}/", list_below(f"{address}/"))
+    if infos := list_below(f"{address}/"):
         return f"{address}/", infos
     return _find_object(address, objects) or (address, [])
 
@@ -90,12 +92,12 @@ def _list(address: str, suffixes: frozenset[str], objects: Files, left_out: Left
 def _find_object(uri: str, objects: Files) -> tuple[str, list[ObjectInfo]] | None:
     """Return (folder, listing) of a single object, or None if it does not exist."""
     try:
-        return _parent(uri), [objects.info(uri)]
+        return _get_parent_prefix(uri), [objects.info(uri)]
     except FileNotFoundError:
         return None
 
 
-def segments_match(parts: Sequence[str], glob: Sequence[str], *, with_hidden: bool = True) -> bool:
+def match_segments(parts: Sequence[str], glob: Sequence[str], *, with_hidden: bool = True) -> bool:
     """Return True if the segments of a path match those of a glob, in which ``**`` stands for any number of segments.
 
     Without ``with_hidden``, a segment that begins with a dot matches only a glob segment that begins with a dot.
@@ -104,14 +106,14 @@ def segments_match(parts: Sequence[str], glob: Sequence[str], *, with_hidden: bo
         return not parts
     if glob[0] == "**":
         n_shown = next((n for n, part in enumerate(parts) if part.startswith(".") and not with_hidden), len(parts))
-        return any(segments_match(parts[n:], glob[1:], with_hidden=with_hidden) for n in range(n_shown + 1))
+        return any(match_segments(parts[n:], glob[1:], with_hidden=with_hidden) for n in range(n_shown + 1))
     if not parts or not fnmatchcase(parts[0], glob[0]):
         return False
     is_shown = with_hidden or glob[0].startswith(".") or not parts[0].startswith(".")
-    return is_shown and segments_match(parts[1:], glob[1:], with_hidden=with_hidden)
+    return is_shown and match_segments(parts[1:], glob[1:], with_hidden=with_hidden)
 
 
-def _parent(uri: str) -> str:
+def _get_parent_prefix(uri: str) -> str:
     """Return a uri up to and including its last slash."""
     return uri[: uri.rindex("/") + 1]
 
@@ -121,7 +123,7 @@ def find_suffix(uri: str) -> str:
     return PurePosixPath(uri).suffix.lower()
 
 
-def is_taken(name: str, suffixes: Collection[str], left_out: LeftOut, shown_name: str = "") -> bool:
+def accept_or_count_file(name: str, suffixes: Collection[str], left_out: LeftOut, shown_name: str = "") -> bool:
     """Return True if a file has one of ``suffixes`` and is not an AppleDouble file; otherwise count it in ``left_out``.
 
     It is counted as ``shown_name``, by default its name.
@@ -135,24 +137,24 @@ def is_taken(name: str, suffixes: Collection[str], left_out: LeftOut, shown_name
     return False
 
 
-def check_listed(uri: str) -> str | None:
+def find_listed_refusal(uri: str) -> str | None:
     """Return the reason why a listed object must not be read (dot segments, control characters), or None."""
     return _DOTS if CONTROL.search(uri) or {".", ".."} & set(uri.split("/")) else None
 
 
-def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
+def find_named_refusal(uri: str, prefixes: Iterable[str]) -> str | None:
     """Return the reason why an object in a manifest must not be read, or None.
 
     It is BAD_ADDRESS for a malformed address, and OUTSIDE_PREFIXES if the object is not below one of ``prefixes``.
     """
     bucket, _, key = uri.partition("://")[2].partition("/")  # of the hub: "datasets"
     is_key = bool(key) and not key.endswith("/") and (is_s3(uri) or "//" not in key)  # only S3 allows empty segments
-    if not is_key or has_query(uri) or check_listed(uri) or not _BUCKET.fullmatch(bucket):
+    if not is_key or has_query(uri) or find_listed_refusal(uri) or not _BUCKET.fullmatch(bucket):
         return BAD_ADDRESS
     return None if any(uri.startswith(prefix) for prefix in prefixes) else OUTSIDE_PREFIXES
 
 
-def root_prefix(root: str) -> str:
+def parse_root_prefix(root: str) -> str:
     """Return a ``--video-root`` in a store as a prefix that ends with a slash.
 
     Raises:
@@ -162,7 +164,7 @@ def root_prefix(root: str) -> str:
     if is_s3(root):
         check_uri(root)
     prefix = f"{root.rstrip('/')}/"
-    if check_named(f"{prefix}x", [prefix]):
+    if find_named_refusal(f"{prefix}x", [prefix]):
         expected = "s3://BUCKET or s3://BUCKET/PREFIX" if is_s3(root) else "hf://datasets/USER/NAME"
         raise ManifestError(f"--video-root {root}: expected {expected}")
     return prefix
@@ -186,7 +188,7 @@ def expand_braces(names: Sequence[str]) -> list[str]:
         if "{" not in name or exists:
             names_out.append(name)
             continue
-        names_out += islice(_names(name), _MAX_NAMES)
+        names_out += islice(_iter_expansions(name), _MAX_NAMES)
         if len(names_out) >= _MAX_NAMES:
             raise ManifestError(
                 f"{name}: this pattern stands for too many names ({_MAX_NAMES:,}); name a folder or a glob"
@@ -194,20 +196,20 @@ def expand_braces(names: Sequence[str]) -> list[str]:
     return names_out
 
 
-def _names(text: str) -> Iterator[str]:
+def _iter_expansions(text: str) -> Iterator[str]:
     """Yield each text that a text with brace patterns stands for; braces that are not a pattern are kept."""
     start = text.find("{")
     while start >= 0:
-        parts, end = _split(text, start)
-        if end is not None and (alternatives := _alternatives(parts)) is not None:
+        parts, end = _split_brace(text, start)
+        if end is not None and (alternatives := _expand_brace(parts)) is not None:
             for middle in alternatives:
-                yield from (f"{text[:start]}{middle}{ending}" for ending in _names(text[end + 1 :]))
+                yield from (f"{text[:start]}{middle}{ending}" for ending in _iter_expansions(text[end + 1 :]))
             return
         start = text.find("{", start + 1)
     yield text
 
 
-def _split(text: str, start: int) -> tuple[list[str], int | None]:
+def _split_brace(text: str, start: int) -> tuple[list[str], int | None]:
     """Split at the top-level commas of the brace at ``start``; return the texts and the index of its closing brace.
 
     The index is None if the brace is not closed.
@@ -225,7 +227,7 @@ def _split(text: str, start: int) -> tuple[list[str], int | None]:
     return parts, None
 
 
-def _alternatives(parts: list[str]) -> Iterator[str] | None:
+def _expand_brace(parts: list[str]) -> Iterator[str] | None:
     """Return an iterator of the texts that a pair of braces stands for, or None if it is not a pattern.
 
     A pattern has several ``parts``, or is a range FIRST..LAST or FIRST..LAST..STEP of integers. The sign of STEP is
@@ -233,7 +235,7 @@ def _alternatives(parts: list[str]) -> Iterator[str] | None:
     """
     match = _RANGE.fullmatch(parts[0])
     if len(parts) > 1 or match is None:
-        return None if len(parts) == 1 else (name for part in parts for name in _names(part))
+        return None if len(parts) == 1 else (name for part in parts for name in _iter_expansions(part))
     first = match[1]
     last = match[2]
     step = abs(int(match[3] or 1)) or 1

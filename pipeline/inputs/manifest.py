@@ -20,23 +20,30 @@ from typing import BinaryIO, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import ManifestError, near_file, store_usage_errors
+from pipeline.errors import ManifestError, convert_store_usage_errors, suggest_file
 from pipeline.inputs.archive import ArchiveOptions, open_archive
-from pipeline.inputs.columns import holds_paths
+from pipeline.inputs.columns import has_path_column
 from pipeline.inputs.forms import FORMS, TABLE_FORMS
 from pipeline.inputs.indexes import NamedFile
 from pipeline.inputs.left_out import ARCHIVES, CLOSED, LeftOut
 from pipeline.inputs.listings import (
     VIDEO_SUFFIXES,
-    check_listed,
+    accept_or_count_file,
     expand_braces,
+    find_listed_refusal,
     find_suffix,
-    is_taken,
     list_objects,
-    root_prefix,
-    segments_match,
+    match_segments,
+    parse_root_prefix,
 )
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, remove_secrets, require_unique_ids
+from pipeline.inputs.named_videos import (
+    MANIFEST_SCHEMA,
+    FolderCheck,
+    ManifestConverter,
+    Roots,
+    remove_secrets,
+    require_unique_ids,
+)
 from pipeline.inputs.tables import (
     TABLE_SUFFIXES,
     UNREADABLE,
@@ -44,11 +51,11 @@ from pipeline.inputs.tables import (
     TableRows,
     is_text,
     iter_given_batches,
-    read_parts,
+    read_row_batches,
 )
-from pipeline.keys import ROWS_AT_ONCE, mark_key
-from pipeline.storage.hub import is_remote, reach
-from pipeline.storage.s3 import SCHEME, Objects, check_uri, has_query, is_s3
+from pipeline.keys import ROWS_AT_ONCE, hash_mark
+from pipeline.storage.hub import choose_client, is_remote
+from pipeline.storage.s3 import SCHEME, S3Objects, check_uri, has_query, is_s3
 
 
 class NameContents(NamedTuple):
@@ -59,7 +66,7 @@ class NameContents(NamedTuple):
 
 
 def list_names(
-    names: str | Sequence[str], roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut
+    names: str | Sequence[str], roots: Roots, objects: S3Objects, options: ArchiveOptions, left_out: LeftOut
 ) -> list[NameContents]:
     """List what each of the user's names stands for, in their order, after expanding braces.
 
@@ -94,7 +101,7 @@ def require_unique_files(all_contents: Sequence[NameContents], options: ArchiveO
         require_unique_ids(pa.concat_tables(files), _ONE_BY_ONE if options.column is None else _TABLES)
 
 
-def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut) -> NameContents:
+def _list_name(name: str, roots: Roots, objects: S3Objects, options: ArchiveOptions, left_out: LeftOut) -> NameContents:
     """List the videos of one name, or if it has none, its archives; tables are archives only with a ``--column``.
 
     A name is an address, a folder, a file, a glob, or "sample", which always stands for the sample clips. A single
@@ -124,25 +131,27 @@ def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOption
     if os.path.isfile(path):  # noqa: PTH113
         if (suffix := find_suffix(path.name)) in TABLE_SUFFIXES - forms:
             return NameContents(_read_manifest(str(path), roots, objects))
-        file = _make_named_file(path, path.parent, Judge([path.parent, *roots.folders]))
+        file = _make_named_file(path, path.parent, FolderCheck([path.parent, *roots.folders]))
         return _make_contents([file], videos=suffix not in forms)
     if globbing.has_magic(str(path)):
         return _list_glob(str(path), roots.folders, forms, left_out)
-    raise ManifestError(f"{name}: {_why_absent(path)}")
+    raise ManifestError(f"{name}: {_explain_absence(path)}")
 
 
-def _why_absent(path: Path) -> str:
+def _explain_absence(path: Path) -> str:
     """Describe why nothing can be listed at a path; if nothing is there, suggest a similar name in its folder."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        return f"no such folder, file or manifest{near_file(path)}"
+        return f"no such folder, file or manifest{suggest_file(path)}"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return "neither a folder nor a file"
 
 
-def _read_path_tables(contents: NameContents, column: str | None, roots: Roots, objects: Objects) -> list[NameContents]:
+def _read_path_tables(
+    contents: NameContents, column: str | None, roots: Roots, objects: S3Objects
+) -> list[NameContents]:
     """Read the tables of a name as manifests if the ``column`` of the first readable table holds paths.
 
     Returns:
@@ -155,7 +164,7 @@ def _read_path_tables(contents: NameContents, column: str | None, roots: Roots, 
     tables = [file for file in contents.archives if file.is_table and file.policy is None]
     if column is None or not tables:
         return [contents]
-    kinds = ((table, _names_paths(table, column, objects)) for table in tables)
+    kinds = ((table, _check_path_column(table, column, objects)) for table in tables)
     readable = ((table, has_paths) for table, has_paths in kinds if has_paths is not None)
     first, has_paths = next(readable, (tables[0], False))
     if not has_paths:
@@ -170,16 +179,16 @@ def _read_path_tables(contents: NameContents, column: str | None, roots: Roots, 
     return [manifests.get(file.uri, NameContents(None, [file])) for file in contents.archives]
 
 
-def _names_paths(table: NamedFile, column: str, objects: Objects) -> bool | None:
+def _check_path_column(table: NamedFile, column: str, objects: S3Objects) -> bool | None:
     """Return True if the ``column`` of a table holds paths; None if the table cannot be read."""
     try:
         with closing(open_archive(table.uri, objects, table.info)) as file:
-            return holds_paths(file, column)
+            return has_path_column(file, column)
     except UNREADABLE:
         return None
 
 
-def _read_manifest(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
+def _read_manifest(uri: str, roots: Roots, objects: S3Objects, paths: str | None = None) -> pa.Table:
     """Read a manifest on disk or in a store.
 
     Relative uris start at its folder or prefix. Videos outside of this and ``roots`` get a policy. ``paths`` is the
@@ -190,19 +199,21 @@ def _read_manifest(uri: str, roots: Roots, objects: Objects, paths: str | None =
     """
     remote = is_remote(uri)
     try:
-        file: BinaryIO = io.BytesIO(reach(uri, objects).read(uri)) if remote else Path(uri).open("rb")  # noqa: SIM115
+        file: BinaryIO = io.BytesIO(choose_client(uri, objects).read(uri)) if remote else Path(uri).open("rb")  # noqa: SIM115
     except OSError as error:
         raise ManifestError(f"{uri}: cannot be read: {error.strerror}") from error
-    named_videos = NamedVideos.beside(uri, roots)
+    named_videos = ManifestConverter.from_uri(uri, roots)
     with file:
         try:
-            parts = read_parts(uri, file, "video_id and uri", "video_id", paths)
-            return _decide_access(_unique_videos(uri, named_videos, parts, "the manifest has no rows"), objects)
+            parts = read_row_batches(uri, file, "video_id and uri", "video_id", paths)
+            return _decide_access(_convert_unique_videos(uri, named_videos, parts, "the manifest has no rows"), objects)
         except UNREADABLE as error:
             raise ManifestError(f"{uri}: cannot be read as a manifest: {error}") from error
 
 
-def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRows], none: str) -> pa.Table:
+def _convert_unique_videos(
+    name: str, named_videos: ManifestConverter, parts: Iterable[TableRows], none: str
+) -> pa.Table:
     """Convert the batches of a manifest to one table of videos.
 
     Raises:
@@ -217,7 +228,7 @@ def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRo
     return require_unique_ids(pa.Table.from_batches(batches, MANIFEST_SCHEMA), name)
 
 
-def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
+def _decide_access(videos: pa.Table, objects: S3Objects) -> pa.Table:
     """Settle how S3 is reached if a video there may be read; return the table unchanged.
 
     Raises:
@@ -227,8 +238,8 @@ def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
     if (first := pc.index(is_object, True).as_py()) >= 0:
         uri = videos["uri"][first].as_py()
         check_uri(uri)
-        with store_usage_errors():
-            objects.decide(uri)
+        with convert_store_usage_errors():
+            objects.settle_access(uri)
     return videos
 
 
@@ -275,7 +286,7 @@ def sort_roots(video_roots: Sequence[str]) -> Roots:
             for root in video_roots
             if not is_remote(root)
         ],
-        [root_prefix(root) for root in video_roots if is_remote(root)],
+        [parse_root_prefix(root) for root in video_roots if is_remote(root)],
     )
     for root in roots.folders:
         if not os.path.isdir(root):  # noqa: PTH112 - as above
@@ -305,10 +316,10 @@ def _list_folder(
     """List the videos of a folder, or its archives if it has no videos; raise ManifestError for neither."""
     suffixes = " ".join(sorted(VIDEO_SUFFIXES | forms))
     none = f"{name}: no video in this folder (looked for {suffixes})"
-    return _videos_or_archives(_walk([str(folder)], left_out), folder, roots, forms, left_out, none)
+    return _list_videos_or_archives(_iter_files_below([str(folder)], left_out), folder, roots, forms, left_out, none)
 
 
-def _videos_or_archives(
+def _list_videos_or_archives(
     paths: Iterable[Path], root: Path, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut, none: str
 ) -> NameContents:
     """List the videos among files below ``root``, sorted by path, or the archives if there are no videos.
@@ -330,13 +341,13 @@ def _videos_or_archives(
         suffix = path.suffix.lower()
         if suffix not in suffixes and path.is_dir():
             continue  # a glob also matches folders
-        if is_taken(str(path.relative_to(root)), suffixes, left_out, str(path)):
+        if accept_or_count_file(str(path.relative_to(root)), suffixes, left_out, str(path)):
             (videos if suffix in VIDEO_SUFFIXES else archives).append(path)
     if not videos and not archives:
         raise ManifestError(f"{none}; left out: {left_out}" if left_out.counts() else none)
     if videos:
         _record_skipped_archives([str(path) for path in archives], str(root), left_out)
-    judge = Judge([root, *roots])
+    judge = FolderCheck([root, *roots])
     files = (_make_named_file(path, root, judge) for path in sorted(videos or archives))
     return _make_contents(files, videos=bool(videos))
 
@@ -365,7 +376,7 @@ def _make_contents(files: Iterable[NamedFile], *, videos: bool) -> NameContents:
     parts = []
     while part := list(islice(iterator, ROWS_AT_ONCE)):
         rows = [
-            {"video_id": file.name, "uri": file.uri, "policy": file.policy, "size": size, "mark": mark_key(mark)}
+            {"video_id": file.name, "uri": file.uri, "policy": file.policy, "size": size, "mark": hash_mark(mark)}
             for file in part
             for _, size, mark in (file.info or (file.uri, None, ""),)
         ]
@@ -373,7 +384,7 @@ def _make_contents(files: Iterable[NamedFile], *, videos: bool) -> NameContents:
     return NameContents(require_unique_ids(pa.Table.from_batches(parts, MANIFEST_SCHEMA)))
 
 
-def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) -> Iterator[Path]:
+def _iter_files_below(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) -> Iterator[Path]:
     """Yield every file below some folders, following links; the targets of links are checked later.
 
     Every folder is entered once, by its own path rather than by a link; links come last, and subfolders in order of
@@ -410,10 +421,10 @@ def _list_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
     none = f"{pattern}: no video matches this glob"
-    return _videos_or_archives(_match(parts, left_out), root, roots, forms, left_out, none)
+    return _list_videos_or_archives(_iter_glob_matches(parts, left_out), root, roots, forms, left_out, none)
 
 
-def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
+def _iter_glob_matches(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
     """Yield every file that matches the segments of a local glob; also folders, if the glob has no ``**``.
 
     With ``**``, each folder is entered once. Names that begin with a dot match only segments that do.
@@ -425,12 +436,12 @@ def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
         return
     names_hidden = any(segment.startswith(".") for segment in pattern[depth:])
     folders = [top for top in tops if os.path.isdir(top)]  # noqa: PTH112 - Path.is_dir raises where it may not look
-    for path in _walk(folders, left_out, with_hidden=names_hidden):
-        if segments_match(path.parts, pattern, with_hidden=False):
+    for path in _iter_files_below(folders, left_out, with_hidden=names_hidden):
+        if match_segments(path.parts, pattern, with_hidden=False):
             yield path
 
 
-def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
+def _make_named_file(path: Path, root: Path, judge: FolderCheck) -> NamedFile:
     """Return the NamedFile of a file below ``root``, named by its POSIX path relative to ``root``.
 
     A path that is not UTF-8 is escaped and gets a policy; so does a file outside the folders of ``judge``.
@@ -444,7 +455,7 @@ def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
     return NamedFile(absolute, name, policy)
 
 
-def _list_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:
+def _list_store(name: str, roots: Roots, objects: S3Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:
     """Read a manifest in a store, or list the videos of an address there, or its archives if it has no videos.
 
     Ids are relative to the folder of the address. An object with dot segments or control characters gets a policy.
@@ -452,17 +463,18 @@ def _list_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str]
     """
     if find_suffix(name) in TABLE_SUFFIXES - forms and not name.endswith("/") and not globbing.has_magic(name):
         return NameContents(_read_manifest(name, roots, objects))
-    folder, infos = list_objects(name, VIDEO_SUFFIXES | forms, reach(name, objects), left_out)
+    folder, infos = list_objects(name, VIDEO_SUFFIXES | forms, choose_client(name, objects), left_out)
     videos = [info for info in infos if find_suffix(info.uri) not in forms]
     if videos:
         _record_skipped_archives([info.uri for info in infos if find_suffix(info.uri) in forms], folder, left_out)
     files = (
-        NamedFile(info.uri, info.uri.removeprefix(folder), check_listed(info.uri), info) for info in videos or infos
+        NamedFile(info.uri, info.uri.removeprefix(folder), find_listed_refusal(info.uri), info)
+        for info in videos or infos
     )
     return _make_contents(files, videos=bool(videos))
 
 
-def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects: Objects | None = None) -> pa.Table:
+def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects: S3Objects | None = None) -> pa.Table:
     """Convert videos that a Python caller passes to MANIFEST_SCHEMA, in their order.
 
     Args:
@@ -482,10 +494,10 @@ def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects:
     if isinstance(rows, list | tuple) and rows and all(isinstance(path, str | os.PathLike) for path in rows):
         rows, roots = _make_rows_from_paths([os.fspath(path) for path in rows], roots)
     parts = iter_given_batches("videos", rows, "video_id and uri")
-    videos = _unique_videos(
-        "videos", NamedVideos("videos", Path.cwd(), roots), parts, "the list is empty; name at least one video"
+    videos = _convert_unique_videos(
+        "videos", ManifestConverter("videos", Path.cwd(), roots), parts, "the list is empty; name at least one video"
     )
-    return _decide_access(videos, objects or Objects.from_environment())
+    return _decide_access(videos, objects or S3Objects.from_environment())
 
 
 def _make_rows_from_paths(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:
@@ -501,5 +513,5 @@ def _make_rows_from_paths(paths: Sequence[str], roots: Roots) -> tuple[list[dict
     if count > 1:
         raise ManifestError(f"videos: {count} paths end in {name!r}: give dicts with a video_id and a uri each")
     folders = [Path(path).parent for path in paths if "://" not in path]
-    prefixes = [root_prefix(path.rpartition("/")[0]) for path in paths if is_s3(path)]
+    prefixes = [parse_root_prefix(path.rpartition("/")[0]) for path in paths if is_s3(path)]
     return rows, Roots([*folders, *roots.folders], [*prefixes, *roots.prefixes])

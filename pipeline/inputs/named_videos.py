@@ -15,10 +15,10 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import ManifestError, printable
-from pipeline.inputs.listings import BAD_ADDRESS, CONTROL, OUTSIDE_PREFIXES, check_named
-from pipeline.inputs.tables import TableRows, UserRow, number_of, serialize_carried, text_in
-from pipeline.keys import column_keys, find_repeated
+from pipeline.errors import ManifestError, make_printable
+from pipeline.inputs.listings import BAD_ADDRESS, CONTROL, OUTSIDE_PREFIXES, find_named_refusal
+from pipeline.inputs.tables import TableRows, UserRow, parse_number, parse_text_cell, serialize_carried
+from pipeline.keys import find_repeated, hash_column
 from pipeline.rows import ManifestRow
 from pipeline.storage.hub import is_remote
 from pipeline.storage.s3 import is_s3
@@ -58,11 +58,11 @@ class Roots(NamedTuple):
     def contains(self, uri: str) -> bool:
         """Return True if an object, or an absolute path once its links are followed, is below one of the roots."""
         if is_remote(uri):
-            return check_named(uri, self.prefixes) is None
-        return uri.startswith("/") and "\0" not in uri and Judge(self.folders)(uri) is None
+            return find_named_refusal(uri, self.prefixes) is None
+        return uri.startswith("/") and "\0" not in uri and FolderCheck(self.folders)(uri) is None
 
 
-class Judge:
+class FolderCheck:
     """A check that local paths, once links are followed, are below given folders. It caches the result per folder."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -76,12 +76,12 @@ class Judge:
         if inside is None:
             if len(self._inside) >= 2**16:
                 self._inside.clear()
-            inside = self._inside[folder] = self._below(os.path.realpath(folder))
-        if (inside and not os.path.islink(path)) or self._below(os.path.realpath(path)):  # noqa: PTH114 - a Path each
+            inside = self._inside[folder] = self._is_below(os.path.realpath(folder))
+        if (inside and not os.path.islink(path)) or self._is_below(os.path.realpath(path)):  # noqa: PTH114 - a Path each
             return None
         return OUTSIDE_FOLDERS
 
-    def _below(self, real: str) -> bool:
+    def _is_below(self, real: str) -> bool:
         """Return True if a path without links is one of the folders or below one."""
         return any(Path(real).is_relative_to(root) for root in self._roots)
 
@@ -93,7 +93,7 @@ class UriColumns(NamedTuple):
     policy: pa.Array
 
 
-class NamedVideos:
+class ManifestConverter:
     """A converter of batches of a manifest to MANIFEST_SCHEMA.
 
     Args:
@@ -109,18 +109,18 @@ class NamedVideos:
         self._base = base
         local = isinstance(base, Path)
         self._prefixes = roots.prefixes if local else [str(base), *roots.prefixes]
-        self._judge = Judge([base, *roots.folders] if isinstance(base, Path) else roots.folders)
+        self._judge = FolderCheck([base, *roots.folders] if isinstance(base, Path) else roots.folders)
 
     @classmethod
-    def beside(cls, uri: str, roots: Roots) -> NamedVideos:
+    def from_uri(cls, uri: str, roots: Roots) -> ManifestConverter:
         """Return the converter for a manifest or table at ``uri``, with its folder or prefix as the base."""
         return cls(uri, uri[: uri.rindex("/") + 1] if is_remote(uri) else Path(uri).parent, roots)
 
     def locate(self, uris: pa.Array) -> UriColumns:
         """Resolve uris, and give a policy to each that must not be read."""
-        if (columns := self._locate_at_once(uris)) is not None:
+        if (columns := self._resolve_uris_by_columns(uris)) is not None:
             return columns
-        locations, policies = zip(*map(self._locate, uris.to_pylist()), strict=True)
+        locations, policies = zip(*map(self._resolve_uri, uris.to_pylist()), strict=True)
         return UriColumns(pa.array(locations, pa.string()), pa.array(policies, pa.string()))
 
     def convert(self, rows: TableRows) -> pa.RecordBatch:
@@ -128,34 +128,34 @@ class NamedVideos:
 
         Raises:
             ManifestError: the first row without ``video_id`` or ``uri``, or with an invalid time or size.
-            BadRow: an id or uri cannot be read as text (``text_in``).
+            BadRow: an id or uri cannot be read as text (``parse_text_cell``).
             ArrowInvalid, UnicodeDecodeError, OverflowError: text in an Arrow batch is not UTF-8, or Python cannot
                 represent a nested time.
         """
-        if (batch := self._convert_at_once(rows)) is not None:
+        if (batch := self._convert_by_columns(rows)) is not None:
             return batch
-        checked_rows = [self._check_row(row, f"{self._name}, {where}") for where, row in rows]
+        checked_rows = [self._convert_row(row, f"{self._name}, {where}") for where, row in rows]
         return pa.RecordBatch.from_pylist(checked_rows, schema=MANIFEST_SCHEMA)
 
-    def _convert_at_once(self, rows: TableRows) -> pa.RecordBatch | None:
-        """Convert all rows by columns; return None if any cell needs ``_check_row``."""
+    def _convert_by_columns(self, rows: TableRows) -> pa.RecordBatch | None:
+        """Convert all rows by columns; return None if any cell needs ``_convert_row``."""
         ids = rows.texts("video_id")
         uris = rows.texts("uri")
         times = [rows.numbers(name) for name in ("start_s", "end_s")]
-        sizes = _all_sizes(rows.numbers("size_bytes"))
+        sizes = _convert_sizes(rows.numbers("size_bytes"))
         if ids is None or uris is None or sizes is None or any(time is None for time in times):
             return None
-        if _needs_closer_look(ids) or (uri_columns := self._locate_at_once(uris)) is None:
+        if _has_blank_or_control(ids) or (uri_columns := self._resolve_uris_by_columns(uris)) is None:
             return None
         columns = [ids, uri_columns.uris, *times, rows.carried(_OWN_COLUMNS), uri_columns.policy, sizes]
         columns += [pa.nulls(len(ids), kind) for kind in (pa.int64(), pa.string(), pa.uint64())]
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
 
-    def _locate_at_once(self, uris: pa.Array) -> UriColumns | None:
+    def _resolve_uris_by_columns(self, uris: pa.Array) -> UriColumns | None:
         """Resolve all uris by columns; return None if they mix objects and files, or one needs ``_locate``."""
-        return None if _needs_closer_look(uris) else self._all_objects(uris) or self._all_files(uris)
+        return None if _has_blank_or_control(uris) else self._resolve_as_objects(uris) or self._resolve_as_files(uris)
 
-    def _all_objects(self, uris: pa.Array) -> UriColumns | None:
+    def _resolve_as_objects(self, uris: pa.Array) -> UriColumns | None:
         """Resolve all uris as objects on S3; return None if one needs ``_locate``.
 
         These are local paths, objects on the hub, and malformed addresses. An object outside the prefixes gets a
@@ -175,7 +175,7 @@ class NamedVideos:
             inside = pc.or_(inside, pc.starts_with(uri_column, prefix))
         return UriColumns(uri_column, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE_PREFIXES))
 
-    def _all_files(self, uris: pa.Array) -> UriColumns | None:
+    def _resolve_as_files(self, uris: pa.Array) -> UriColumns | None:
         """Resolve all uris as local files; return None if one needs ``_locate``.
 
         These are uris with dot segments, "//", a slash at the end or "://", and relative uris of a manifest in a store.
@@ -190,7 +190,7 @@ class NamedVideos:
         paths = pc.if_else(absolute, uris, pc.binary_join_element_wise(folder, uris, "/"))
         return UriColumns(paths, pa.array(map(self._judge, paths.to_pylist()), pa.string()))
 
-    def _check_row(self, row: UserRow, where: str) -> ManifestRow:
+    def _convert_row(self, row: UserRow, where: str) -> ManifestRow:
         """Convert one row: check its cells, resolve its uri, and carry its other columns that have values as JSON.
 
         ``size_bytes`` becomes ``size``. A uri that must not be read gets a ``policy``.
@@ -201,24 +201,24 @@ class NamedVideos:
         Raises:
             ManifestError: ``video_id`` or ``uri`` is missing or blank, a time is not a finite number, or the size is
                 not a whole number below 2^53.
-            BadRow: ``video_id`` or ``uri`` cannot be read as text (``text_in``).
+            BadRow: ``video_id`` or ``uri`` cannot be read as text (``parse_text_cell``).
         """
         for name in ("video_id", "uri"):
-            if row.get(name) is None or not text_in(row, name, where).strip():
+            if row.get(name) is None or not parse_text_cell(row, name, where).strip():
                 raise ManifestError(f"{where}: no {name}; every row needs a video_id and a uri")
-        location, policy = self._locate(text_in(row, "uri", where))
+        location, policy = self._resolve_uri(parse_text_cell(row, "uri", where))
         carried = {k: v for k, v in row.items() if k not in _OWN_COLUMNS and v is not None}
         return {
-            "video_id": text_in(row, "video_id", where),
+            "video_id": parse_text_cell(row, "video_id", where),
             "uri": location,
-            "start_s": _seconds(row, "start_s", where),
-            "end_s": _seconds(row, "end_s", where),
+            "start_s": _parse_seconds(row, "start_s", where),
+            "end_s": _parse_seconds(row, "end_s", where),
             "manifest": serialize_carried(carried) if carried else None,
             "policy": policy,
-            "size": _size(row, where),
+            "size": _parse_size_bytes(row, where),
         }
 
-    def _locate(self, uri: str) -> tuple[str, str | None]:
+    def _resolve_uri(self, uri: str) -> tuple[str, str | None]:
         """Resolve a uri; return its address, and the reason to refuse it or None.
 
         The address is an absolute path or an object's uri, also if it is refused. A malformed or unsupported uri (of
@@ -227,8 +227,8 @@ class NamedVideos:
         base = self._base
         if is_s3(uri) or (isinstance(base, str) and "://" not in uri and not uri.startswith("/")):
             full_uri = uri if is_s3(uri) else f"{base}{uri}"
-            refusal = check_named(full_uri, self._prefixes)
-            return (printable(remove_secrets(full_uri)) if refusal == BAD_ADDRESS else full_uri), refusal
+            refusal = find_named_refusal(full_uri, self._prefixes)
+            return (make_printable(remove_secrets(full_uri)) if refusal == BAD_ADDRESS else full_uri), refusal
         if "://" in uri and not uri.startswith("file://"):
             shown = remove_secrets(uri)
             return shown, f"{shown.split('://')[0]}:// is not read from a manifest; only files and s3:// objects are"
@@ -258,7 +258,7 @@ def require_unique_ids(table: pa.Table, list_name: str = "") -> pa.Table:
     Raises:
         ManifestError: an id repeats; the message has up to three examples.
     """
-    is_repeated = find_repeated(column_keys(table["video_id"]))
+    is_repeated = find_repeated(hash_column(table["video_id"]))
     if is_repeated.any():
         shown = ", ".join(map(repr, table["video_id"].filter(pa.array(is_repeated)).slice(0, 3).to_pylist()))
         raise ManifestError(
@@ -267,13 +267,13 @@ def require_unique_ids(table: pa.Table, list_name: str = "") -> pa.Table:
     return table
 
 
-def _needs_closer_look(texts: pa.Array) -> bool:
+def _has_blank_or_control(texts: pa.Array) -> bool:
     """Return True if any text is blank or has control characters."""
     blank = pc.equal(pc.utf8_trim_whitespace(texts), "")
     return bool(pc.any(pc.or_(pc.match_substring_regex(texts, CONTROL.pattern), blank)).as_py())
 
 
-def _seconds(row: UserRow, name: str, where: str) -> float | None:
+def _parse_seconds(row: UserRow, name: str, where: str) -> float | None:
     """Return a cell, a number or numeric text, as seconds; None if it is null.
 
     Raises:
@@ -282,13 +282,13 @@ def _seconds(row: UserRow, name: str, where: str) -> float | None:
     value = row.get(name)
     if value is None:
         return None
-    seconds = number_of(value)
+    seconds = parse_number(value)
     if not math.isfinite(seconds):
         raise ManifestError(f"{where}: {name} is {value!r}, not a number of seconds")
     return seconds
 
 
-def _all_sizes(values: pa.Array | None) -> pa.Array | None:
+def _convert_sizes(values: pa.Array | None) -> pa.Array | None:
     """Return sizes in bytes as int64, nulls kept; None without ``values``.
 
     None is also returned if a value is not a whole number from 0 to 2^53 - 1.
@@ -301,7 +301,7 @@ def _all_sizes(values: pa.Array | None) -> pa.Array | None:
     return values.cast(pa.int64()) if pc.all(whole).as_py() in (True, None) else None
 
 
-def _size(row: UserRow, where: str) -> int | None:
+def _parse_size_bytes(row: UserRow, where: str) -> int | None:
     """Return the cell ``size_bytes``, a number or numeric text, as an int; None if it is null.
 
     Raises:
@@ -310,7 +310,7 @@ def _size(row: UserRow, where: str) -> int | None:
     value = row.get("size_bytes")
     if value is None:
         return None
-    size = number_of(value)
+    size = parse_number(value)
     if not (0 <= size < _MAX_SIZE_BYTES and size == math.floor(size)):
         raise ManifestError(f"{where}: size_bytes is {value!r}, not a whole number of bytes")
     return int(size)

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.errors import printable
+from pipeline.errors import make_printable
 from pipeline.inputs.arrow_files import RecordBatches
 from pipeline.inputs.listings import find_suffix
 
@@ -62,10 +62,10 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
     """
     suffix = find_suffix(name)
     if suffix == ".parquet":
-        for part in read_parts(name, file, needs):
+        for part in read_row_batches(name, file, needs):
             yield from part
     elif suffix == ".csv":
-        yield from _csv_rows(name, file, needs, key)
+        yield from _read_csv_rows(name, file, needs, key)
     else:
         for number, line in enumerate(io.TextIOWrapper(file, "utf-8-sig"), 1):
             if not line.strip():
@@ -79,7 +79,7 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
             yield f"line {number}", row
 
 
-def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
+def read_parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
     """Return the column types of a .parquet, and rewind the file; {} for other files."""
     if find_suffix(name) != ".parquet":
         return {}
@@ -88,32 +88,32 @@ def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
     return dict(zip(schema.names, schema.types, strict=True))
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
+def simplify_type(kind: pa.DataType) -> pa.DataType:
     """Return a column's type without dictionaries, extension types and views, also within structs and lists.
 
     Lists of a fixed size and maps stay.
     """
     if pa.types.is_dictionary(kind):
-        return plain_type(kind.value_type)
+        return simplify_type(kind.value_type)
     if isinstance(kind, pa.BaseExtensionType):
-        return plain_type(kind.storage_type)
+        return simplify_type(kind.storage_type)
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(plain_type(field.type)) for field in kind])
+        return pa.struct([field.with_type(simplify_type(field.type)) for field in kind])
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         make_list = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        return make_list(kind.value_field.with_type(plain_type(kind.value_type)))
+        return make_list(kind.value_field.with_type(simplify_type(kind.value_type)))
     return {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}.get(kind, kind)
 
 
-def plain_column(column: pa.Array) -> pa.Array:
+def simplify_column(column: pa.Array) -> pa.Array:
     """Return a column without its extension type or dictionary; nested ones stay."""
     column = column.storage if isinstance(column, pa.ExtensionArray) else column
     if isinstance(column, pa.DictionaryArray):
-        column = column.dictionary.cast(plain_type(column.dictionary.type)).take(column.indices)
+        column = column.dictionary.cast(simplify_type(column.dictionary.type)).take(column.indices)
     return column
 
 
-def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
+def convert_batch_to_dicts(batch: pa.RecordBatch) -> list[UserRow]:
     """Return the rows of a batch as dicts.
 
     If Python cannot represent a time, such as a database's infinity, all times of the batch become text.
@@ -130,7 +130,7 @@ def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
     return rows
 
 
-def read_parts(
+def read_row_batches(
     name: str, file: BinaryIO, needs: str, key: str | None = None, paths: str | None = None
 ) -> Iterator[TableRows]:
     """Yield the rows of a file, as ``read_rows`` does, in batches of up to 65,536 rows.
@@ -150,20 +150,22 @@ def read_parts(
     """
     if find_suffix(name) == ".parquet":
         with pq.ParquetFile(file) as shard:
-            _refuse_doubles(name, shard.schema_arrow.names)
+            _refuse_repeated_columns(name, shard.schema_arrow.names)
             batches = shard.iter_batches(batch_size=_PART_ROWS, use_threads=False)
-            yield from _arrow_parts(batches if paths is None else (_with_paths(batch, paths) for batch in batches))
+            yield from _iter_arrow_batches(
+                batches if paths is None else (_rename_path_column(batch, paths) for batch in batches)
+            )
     elif paths is not None:
         shard = RecordBatches(name)
         names = shard.schema.names
-        _refuse_doubles(name, names)
+        _refuse_repeated_columns(name, names)
         batches = (part for piece in range(len(shard.lengths)) for part in shard.read(piece, names, _PART_ROWS))
-        yield from _arrow_parts(_with_paths(batch, paths) for batch in batches)
+        yield from _iter_arrow_batches(_rename_path_column(batch, paths) for batch in batches)
     else:
-        yield from _dict_parts(read_rows(name, file, needs, key))
+        yield from _iter_dict_batches(read_rows(name, file, needs, key))
 
 
-def _arrow_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[TableRows]:
+def _iter_arrow_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[TableRows]:
     """Yield each batch that has rows as _ArrowRows."""
     start = 0
     for batch in batches:
@@ -172,13 +174,13 @@ def _arrow_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[TableRows]:
         start += len(batch)
 
 
-def _dict_parts(rows: Iterator[tuple[str, UserRow]]) -> Iterator[TableRows]:
+def _iter_dict_batches(rows: Iterator[tuple[str, UserRow]]) -> Iterator[TableRows]:
     """Yield rows with their positions, 8,192 at a time."""
     while part := list(islice(rows, _PART_ROWS // 8)):
         yield _DictRows(part)
 
 
-def _with_paths(batch: pa.RecordBatch, paths: str) -> pa.RecordBatch:
+def _rename_path_column(batch: pa.RecordBatch, paths: str) -> pa.RecordBatch:
     """Return a batch with its column ``paths`` renamed to ``uri``, and copied to ``video_id`` if it has none.
 
     Another column ``uri`` is dropped.
@@ -195,12 +197,12 @@ def iter_given_batches(name: str, source: object, needs: str) -> Iterator[TableR
         BadRow: ``source`` is neither, a row is not a dict, or two columns have one name.
     """
     if hasattr(source, "__arrow_c_stream__"):
-        yield from _arrow_parts(convert_given_table(name, source, needs).to_batches(max_chunksize=_PART_ROWS))
+        yield from _iter_arrow_batches(convert_given_table(name, source, needs).to_batches(max_chunksize=_PART_ROWS))
     else:
-        yield from _dict_parts(given_rows(name, source, needs))
+        yield from _iter_dict_batches(iter_given_rows(name, source, needs))
 
 
-def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, UserRow]]:
+def iter_given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, UserRow]]:
     """Yield the position ("row 0") and the dict of each row that a caller passes, without its nulls.
 
     Args:
@@ -211,9 +213,13 @@ def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, Use
         BadRow: ``source`` is neither, a row is not a dict, or two columns have one name.
     """
     if hasattr(source, "__arrow_c_stream__"):
-        source = [row for batch in convert_given_table(name, source, needs).to_batches() for row in batch_rows(batch)]
+        source = [
+            row
+            for batch in convert_given_table(name, source, needs).to_batches()
+            for row in convert_batch_to_dicts(batch)
+        ]
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
-        raise _no_rows(name, source, needs)
+        raise _make_no_rows_error(name, source, needs)
     for number, row in enumerate(source):
         if not isinstance(row, Mapping):
             raise BadRow(f"{name}, row {number}: expected a dict with {needs}, got {type(row).__name__}")
@@ -229,19 +235,21 @@ def convert_given_table(name: str, source: object, needs: str) -> pa.Table:
     try:
         table = pa.table(source)
     except (TypeError, pa.ArrowException) as error:  # pa.table refuses a single column, for example
-        raise _no_rows(name, source, needs) from error
-    _refuse_doubles(name, table.column_names)
+        raise _make_no_rows_error(name, source, needs) from error
+    _refuse_repeated_columns(name, table.column_names)
     return table
 
 
-def _refuse_doubles(name: str, columns: Sequence[str]) -> None:
+def _refuse_repeated_columns(name: str, columns: Sequence[str]) -> None:
     """Raise BadRow if two columns have one name, unless that is empty."""
     repeated_names = [column for column, count in Counter(columns).items() if column and count > 1]
     if repeated_names:
-        raise BadRow(f"{name}: two columns have the name {printable(repeated_names[0], _SHOWN)}; rename one of them")
+        raise BadRow(
+            f"{name}: two columns have the name {make_printable(repeated_names[0], _SHOWN)}; rename one of them"
+        )
 
 
-def _no_rows(name: str, source: object, needs: str) -> BadRow:
+def _make_no_rows_error(name: str, source: object, needs: str) -> BadRow:
     """Return the error for a ``source`` that is neither a list of dicts nor a table."""
     return BadRow(f"{name}: expected a list of dicts or a table with {needs}, got {type(source).__name__}")
 
@@ -257,9 +265,9 @@ class _ArrowRows:
         self._start = start
 
     def __iter__(self) -> Iterator[tuple[str, UserRow]]:
-        return ((f"row {i}", row) for i, row in enumerate(batch_rows(self._batch), self._start))
+        return ((f"row {i}", row) for i, row in enumerate(convert_batch_to_dicts(self._batch), self._start))
 
-    def _column(self, name: str) -> pa.Array | None:
+    def _find_column(self, name: str) -> pa.Array | None:
         """Return a column, or None if there is none, or more than one, of this name."""
         index = self._batch.schema.get_field_index(name)
         return None if index < 0 else self._batch.column(index)
@@ -270,10 +278,10 @@ class _ArrowRows:
         Raises:
             ArrowInvalid: text is not UTF-8.
         """
-        column = self._column(name)
-        if column is None or column.null_count or not any(check(plain_type(column.type)) for check in _TEXTS):
+        column = self._find_column(name)
+        if column is None or column.null_count or not any(check(simplify_type(column.type)) for check in _TEXTS):
             return None
-        column = plain_column(column).cast(pa.string())
+        column = simplify_column(column).cast(pa.string())
         if column.null_count:  # the values of a dictionary may include a null
             return None
         column.validate(full=True)  # Parquet readers do not check that text is UTF-8
@@ -281,7 +289,7 @@ class _ArrowRows:
 
     def numbers(self, name: str) -> pa.Array | None:
         """Return a column as float64, all null if it is missing; None if it is not numeric or a value is not finite."""
-        column = self._column(name)
+        column = self._find_column(name)
         if column is None:
             return pa.nulls(len(self._batch), pa.float64())
         if not any(check(column.type) for check in _NUMBERS):
@@ -294,7 +302,7 @@ class _ArrowRows:
         carried_places = [i for i, name in enumerate(self._batch.schema.names) if name not in own_columns]
         if not carried_places:
             return pa.nulls(len(self._batch), pa.string())
-        return _as_json(batch_rows(self._batch.select(carried_places)))
+        return _serialize_rows(convert_batch_to_dicts(self._batch.select(carried_places)))
 
 
 class _DictRows:
@@ -318,25 +326,25 @@ class _DictRows:
 
     def numbers(self, name: str) -> pa.Array | None:
         """Return a column as float64, null where it is missing, with text parsed; None if a value is not finite."""
-        values = [None if row.get(name) is None else number_of(row[name]) for _, row in self._rows]
+        values = [None if row.get(name) is None else parse_number(row[name]) for _, row in self._rows]
         finite = all(value is None or math.isfinite(value) for value in values)
         return pa.array(values, pa.float64()) if finite else None
 
     def carried(self, own_columns: Collection[str]) -> pa.Array:
-        return _as_json([{name: row[name] for name in row if name not in own_columns} for _, row in self._rows])
+        return _serialize_rows([{name: row[name] for name in row if name not in own_columns} for _, row in self._rows])
 
 
 #: A batch of rows of a user's file or table.
 TableRows = _ArrowRows | _DictRows
 
 
-def _as_json(rows: list[UserRow]) -> pa.Array:
+def _serialize_rows(rows: list[UserRow]) -> pa.Array:
     """Return each row as JSON without its null cells; null for a row without other cells."""
     values = ({name: value for name, value in row.items() if value is not None} for row in rows)
     return pa.array([serialize_carried(row) if row else None for row in values], pa.string())
 
 
-def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterator[tuple[str, UserRow]]:
+def _read_csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterator[tuple[str, UserRow]]:
     """Yield ("line n", row) for each row of a .csv, without its empty cells.
 
     A row that spans several lines has the number of its last line. This raises the cell limit of the csv module in this
@@ -350,11 +358,11 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     try:
         if key is not None and reader.fieldnames and key not in reader.fieldnames:
-            column_names = printable(", ".join(reader.fieldnames), _SHOWN)
+            column_names = make_printable(", ".join(reader.fieldnames), _SHOWN)
             raise BadRow(
                 f"{name}, line 1: a .csv begins with the names of its columns, {needs} among them, not {column_names}"
             )
-        _refuse_doubles(f"{name}, line 1", reader.fieldnames or ())
+        _refuse_repeated_columns(f"{name}, line 1", reader.fieldnames or ())
         for row in reader:
             where = f"line {reader.line_num}"
             if None in row:  # dropping extra cells would cut a text at its first comma
@@ -383,7 +391,7 @@ def parse_json(text: str) -> UserValue:
     raise ValueError(_TOO_DEEP)
 
 
-def text_in(row: UserRow, name: str, where: str) -> str:
+def parse_text_cell(row: UserRow, name: str, where: str) -> str:
     """Return a cell as text: text itself, a whole number (1.0 is "1"), a path, a UUID, or UTF-8 bytes.
 
     Raises:
@@ -391,7 +399,7 @@ def text_in(row: UserRow, name: str, where: str) -> str:
             ``where``.
     """
     try:
-        text = cell_text(row.get(name), f"the {name}")
+        text = convert_to_text(row.get(name), f"the {name}")
     except ValueError as error:
         raise BadRow(f"{where}: {error}") from error
     if not is_text(text) or "\0" in text:
@@ -399,7 +407,7 @@ def text_in(row: UserRow, name: str, where: str) -> str:
     return text
 
 
-def cell_text(value: object, name: str) -> str:
+def convert_to_text(value: object, name: str) -> str:
     """Return an id or an address as text: text itself, a whole number (1.0 is "1"), a path, a UUID, or UTF-8 bytes.
 
     Raises:
@@ -427,7 +435,7 @@ def cell_text(value: object, name: str) -> str:
         raise ValueError(f"{name} is a number of too many digits") from error
 
 
-def number_of(value: UserValue) -> float:
+def parse_number(value: UserValue) -> float:
     """Return a number or text as a float, which may be infinite; NaN for other values, including True and False."""
     if isinstance(value, bool) or not isinstance(value, str | bytes | SupportsFloat):
         return math.nan
@@ -453,9 +461,9 @@ def serialize_carried(columns: UserRow, *, ensure_ascii: bool = True) -> str:
     NaN and infinity become null, a lone surrogate becomes a question mark, and values of other types become text.
     """
     try:
-        text = json.dumps(columns, default=shown_as, ensure_ascii=ensure_ascii, allow_nan=False)
+        text = json.dumps(columns, default=format_value, ensure_ascii=ensure_ascii, allow_nan=False)
     except ValueError:
-        strict = json.loads(json.dumps(columns, default=shown_as), parse_constant=lambda name: None)
+        strict = json.loads(json.dumps(columns, default=format_value), parse_constant=lambda name: None)
         text = json.dumps(strict, ensure_ascii=ensure_ascii)
     if "\\ud" not in text:  # complete pairs have it too
         return text
@@ -463,6 +471,6 @@ def serialize_carried(columns: UserRow, *, ensure_ascii: bool = True) -> str:
     return json.dumps(json.loads(plain), ensure_ascii=ensure_ascii)
 
 
-def shown_as(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value as text for a message or for JSON; bytes that are not UTF-8 become backslash escapes."""
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)

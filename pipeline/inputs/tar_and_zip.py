@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from pipeline.errors import VideoFault
-from pipeline.inputs.archive import Archive, ArchiveOptions, Member, RandomFile, SeekableFile, fault
+from pipeline.inputs.archive import Archive, ArchiveOptions, Member, RandomFile, SeekableFile, format_fault
 from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_apple_double
-from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix, is_taken
+from pipeline.inputs.listings import VIDEO_SUFFIXES, accept_or_count_file, find_suffix
 from pipeline.inputs.tables import UserValue, parse_json, serialize_carried
-from pipeline.keys import sample_key, sample_spans
+from pipeline.keys import hash_sample, list_sample_spans
 from pipeline.storage.location import Location
 
 _BLOCK: Final = tarfile.BLOCKSIZE
@@ -68,12 +68,12 @@ class Tar(Archive):
         """
         self._left_out = LeftOut()
         self._sidecars = _Sidecars()
-        for entry in self._entries():
+        for entry in self._iter_entries():
             name = entry.name.removeprefix("./")
             if is_apple_double(name):
                 self._left_out.add(APPLE_DOUBLE, name)
             elif find_suffix(name) in VIDEO_SUFFIXES or entry.kind == _UNKNOWN:
-                wrong = entry.wrong or (None if entry.kind in _FILES else fault("policy", _NO_FILE))
+                wrong = entry.wrong or (None if entry.kind in _FILES else format_fault("policy", _NO_FILE))
                 yield Member(name, entry.offset, entry.size, fault=wrong)
             elif entry.kind not in _FILES:
                 continue
@@ -85,7 +85,7 @@ class Tar(Archive):
                 self._left_out.add(OTHER_FILES, name)
 
     def pair_sidecars(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
-        sidecars, unpaired_names = self._sidecars.pair([video.name for video in videos])
+        sidecars, unpaired_names = self._sidecars.pair_with_videos([video.name for video in videos])
         left_out = LeftOut(self._left_out.as_record())
         for name in unpaired_names:
             left_out.add(f"{find_suffix(name)[1:]} without a video", name)
@@ -114,8 +114,8 @@ class Tar(Archive):
 
     def sample(self, location: Location) -> int:
         size = location.size or 0
-        spans = [(location.offset + start, location.offset + end) for start, end in sample_spans(size)]
-        return sample_key(size, [self._file.read(*span) for span in spans])
+        spans = [(location.offset + start, location.offset + end) for start, end in list_sample_spans(size)]
+        return hash_sample(size, [self._file.read(*span) for span in spans])
 
     def _read_carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
         """Return the content of a .json, .txt or .cls member, parsed unless it is a .txt; None if it is over 64 KiB.
@@ -132,7 +132,7 @@ class Tar(Archive):
         except ValueError:
             return text.strip()
 
-    def _entries(self) -> Iterator[_MemberEntry]:
+    def _iter_entries(self) -> Iterator[_MemberEntry]:
         """Yield the members as their headers describe them, up to the end mark of the tar.
 
         An invalid header becomes a faulty entry named by its offset ("@512"), after which reading continues at the next
@@ -141,34 +141,36 @@ class Tar(Archive):
         offset = 0
         size = self._file.size
         cut = False
-        extended_header = _Extended()
+        extended_header = _ExtendedHeader()
         while offset < size:
             block = self._file.read(offset, offset + _BLOCK)
             if len(block) == _BLOCK and not any(block):  # the end mark
-                if self._goes_on(offset):
+                if self._has_header_after(offset):
                     problem = "another tar lies behind the end of this one: unpack it with tar -i, and pack it again"
-                    yield _MemberEntry(f"@{offset}", offset, 0, _UNKNOWN, fault("corrupt", problem))
+                    yield _MemberEntry(f"@{offset}", offset, 0, _UNKNOWN, format_fault("corrupt", problem))
                 return
             header = _parse_header(block)
             if header is None:
                 problem = "the tar is cut off in a header" if len(block) < _BLOCK else "a header is damaged or missing"
-                yield _MemberEntry(f"@{offset}", offset, 0, _UNKNOWN, fault("corrupt", problem))
-                offset, extended_header, cut = self._next_header(offset + _BLOCK), _Extended(), True
+                yield _MemberEntry(f"@{offset}", offset, 0, _UNKNOWN, format_fault("corrupt", problem))
+                offset, extended_header, cut = self._find_next_header(offset + _BLOCK), _ExtendedHeader(), True
             elif header.type in _EXTENDED:
                 extended_header.take(header, self._file, offset + _BLOCK)
                 offset += _BLOCK + _pad_size(header.size)
             else:
-                entry = self._entry(block, header, offset + _BLOCK, extended_header)
+                entry = self._make_entry(block, header, offset + _BLOCK, extended_header)
                 yield entry
                 offset = entry.offset + _pad_size(entry.size)
-                extended_header = _Extended()
+                extended_header = _ExtendedHeader()
                 cut = entry.offset + entry.size > size
         if not cut:
             yield _MemberEntry(
-                f"@{size}", size, 0, _UNKNOWN, fault("corrupt", "the tar has no end: members may be missing")
+                f"@{size}", size, 0, _UNKNOWN, format_fault("corrupt", "the tar has no end: members may be missing")
             )
 
-    def _entry(self, block: bytes, header: tarfile.TarInfo, data: int, extended_header: _Extended) -> _MemberEntry:
+    def _make_entry(
+        self, block: bytes, header: tarfile.TarInfo, data: int, extended_header: _ExtendedHeader
+    ) -> _MemberEntry:
         """Return the member of a header, with a fault if it is sparse, cut off, or has two sizes.
 
         The name and size of extended headers take precedence. A link, device, folder or pipe has size 0.
@@ -180,7 +182,7 @@ class Tar(Archive):
         wrong = extended_header.wrong
         records = extended_header.records
         if header.type == tarfile.GNUTYPE_SPARSE or any(word.startswith("GNU.sparse.") for word in records):
-            wrong = wrong or fault("unsupported", "a sparse member is not read; pack the tar without --sparse")
+            wrong = wrong or format_fault("unsupported", "a sparse member is not read; pack the tar without --sparse")
             more = block[482:483] if header.type == tarfile.GNUTYPE_SPARSE else b""
             while more.strip(b"\0"):
                 more = self._file.read(data, data + _BLOCK)[504:505]
@@ -189,18 +191,18 @@ class Tar(Archive):
         size = int(size_text) if size_text.isdecimal() and len(size_text) < 20 else header.size
         size = 0 if header.type in _WITHOUT_DATA else size
         if size != header.size and header.type in _FILES and size < _MIN_PAX_SIZE:
-            wrong = wrong or fault("corrupt", "its two headers state different sizes")
+            wrong = wrong or format_fault("corrupt", "its two headers state different sizes")
         if (n_missing := data + size - self._file.size) > 0:
-            wrong = fault("corrupt", f"the tar is cut off: {n_missing:,} bytes of this member are missing")
+            wrong = format_fault("corrupt", f"the tar is cut off: {n_missing:,} bytes of this member are missing")
         return _MemberEntry(records.get("path") or extended_header.name or header.name, data, size, header.type, wrong)
 
-    def _goes_on(self, end: int) -> bool:
+    def _has_header_after(self, end: int) -> bool:
         """Return True if a valid ustar header is within 16 KiB after the end mark at ``end``."""
         padding = self._file.read(end, end + _MAX_RECORD_BYTES)
         blocks = (padding[start : start + _BLOCK] for start in range(0, len(padding), _BLOCK))
         return any(block[257:262] == b"ustar" and _parse_header(block) is not None for block in blocks)
 
-    def _next_header(self, offset: int) -> int:
+    def _find_next_header(self, offset: int) -> int:
         """Return the offset of the next valid ustar header, ``offset`` or a multiple of 512 bytes after it.
 
         If there is none within 256 MiB, the size of the tar is returned.
@@ -213,7 +215,7 @@ class Tar(Archive):
         return end
 
 
-class _Extended:
+class _ExtendedHeader:
     """What the extended headers before a member's own header say; ``wrong`` is a fault."""
 
     def __init__(self) -> None:
@@ -227,7 +229,9 @@ class _Extended:
         A header of more than 1 MiB is not read, and sets ``wrong``.
         """
         if header.size > _MAX_HEADER_BYTES:
-            self.wrong = fault("unsupported", f"its extended header has {header.size:,} bytes; pack the tar again")
+            self.wrong = format_fault(
+                "unsupported", f"its extended header has {header.size:,} bytes; pack the tar again"
+            )
         elif header.type == _LONG_NAME:
             name = file.read(data, data + header.size).partition(b"\0")[0]
             self.name = name.decode("utf-8", "surrogateescape")
@@ -263,7 +267,7 @@ def _parse_pax(data: bytes) -> dict[str, str]:
     return records
 
 
-def _key(name: str) -> str:
+def _get_sample_key(name: str) -> str:
     """Return WebDataset's key of a sample: the path up to the first dot of the file name."""
     folder, slash, base = name.rpartition("/")
     return f"{folder}{slash}{base.partition('.')[0]}"
@@ -282,20 +286,20 @@ class _Sidecars:
 
     def add(self, name: str, value: UserValue) -> None:
         """Add a member; of several with the same name, the last counts."""
-        self._values[_stem(name), find_suffix(name)] = name, value
+        self._values[_remove_suffix(name), find_suffix(name)] = name, value
 
-    def pair(self, videos: Sequence[str]) -> tuple[list[str | None], list[str]]:
+    def pair_with_videos(self, videos: Sequence[str]) -> tuple[list[str | None], list[str]]:
         """Return the carried members of each of the ``videos`` as JSON, and the names of members without a video.
 
         The JSON maps the suffix to the content: {"json": ..., "txt": ...}, null for a member that was not read. A video
         without members has None.
         """
-        stems = {_stem(name) for name in videos}
+        stems = {_remove_suffix(name) for name in videos}
         paired_names = set[str]()
         texts = list[str | None]()
         for video in videos:
-            stem = _stem(video)
-            key = _key(video)
+            stem = _remove_suffix(video)
+            key = _get_sample_key(video)
             values = dict[str, UserValue]()
             for suffix in _CARRIED_SUFFIXES:
                 keys = [(stem, suffix)]
@@ -310,7 +314,7 @@ class _Sidecars:
         return texts, [name for name, _ in self._values.values() if name not in paired_names]
 
 
-def _stem(name: str) -> str:
+def _remove_suffix(name: str) -> str:
     """Return a name without its suffix."""
     return name[: -len(suffix)] if (suffix := find_suffix(name)) else name
 
@@ -349,7 +353,7 @@ class Zip(Archive):
         try:
             entries = _list_entries(self._file)
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
-            yield Member("@0", 0, fault=fault("corrupt", f"the directory of the zip cannot be read: {error}"))
+            yield Member("@0", 0, fault=format_fault("corrupt", f"the directory of the zip cannot be read: {error}"))
             return
         for info in entries:
             name, exact, wrong = _decode_name(info, options.zip_encoding)
@@ -358,13 +362,13 @@ class Zip(Archive):
                 shown_name = name.replace("\\", "/")
             if shown_name.endswith("/"):
                 continue
-            if not is_taken(shown_name, VIDEO_SUFFIXES, self._left_out):
+            if not accept_or_count_file(shown_name, VIDEO_SUFFIXES, self._left_out):
                 continue
             if info.flag_bits & 1 or info.compress_type not in _METHODS:
-                wrong = fault("unsupported", "the member is encrypted or not deflated; use zip -0")
+                wrong = format_fault("unsupported", "the member is encrypted or not deflated; use zip -0")
             kind = stat.S_IFMT(info.external_attr >> 16) if info.create_system == _UNIX else 0
             if kind not in (0, stat.S_IFREG):  # 0: written by a tool without modes
-                wrong = fault("policy", _NO_FILE)
+                wrong = format_fault("policy", _NO_FILE)
             if not exact and wrong is None:
                 self.note = f"names that are not UTF-8 are read as cp437, e.g. {name}; if that is garbled, {_ENCODING}"
             mark = f"crc-{info.CRC:08x}"
@@ -458,7 +462,7 @@ def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool
     if info.flag_bits & _UTF8_FLAG or name.isascii():
         return name, True, None
     raw = name.encode("cp437")  # zipfile decoded it so
-    if (unicode_name := _unicode_name(info.extra, raw)) is not None:
+    if (unicode_name := _find_unicode_name(info.extra, raw)) is not None:
         return unicode_name, True, None
     try:
         return raw.decode(), True, None
@@ -468,10 +472,10 @@ def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool
     try:
         return raw.decode(encoding), True, None
     except UnicodeDecodeError:
-        return name, False, fault("unsupported", f"the member's name is not valid {encoding} (--zip-encoding)")
+        return name, False, format_fault("unsupported", f"the member's name is not valid {encoding} (--zip-encoding)")
 
 
-def _unicode_name(extra: bytes, raw: bytes) -> str | None:
+def _find_unicode_name(extra: bytes, raw: bytes) -> str | None:
     """Return the name in the Unicode path field 0x7075 of ``extra``, or None.
 
     None is returned if there is no such field, it is not UTF-8, or its CRC-32 is not that of ``raw``.

@@ -17,19 +17,19 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.archive import fault
-from pipeline.inputs.indexes import Indexes, Missing, NamedFile, View
+from pipeline.inputs.archive import format_fault
+from pipeline.inputs.indexes import Indexes, IndexView, Missing, NamedFile
 from pipeline.inputs.manifest import NameContents, list_names, require_unique_files, sort_roots
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.keys import column_keys, find, find_repeated
+from pipeline.keys import find, find_repeated, hash_column
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 from pipeline.storage.stores import request_threads
 
 _NOTE_S = 10.0  # seconds between two progress lines
 _AT_ONCE = 32  # archives that are read in parallel
 _OWN_IDS = "name the folder with both archives, or give rows a column video_id of other values"
-_BEFORE, _BEHIND = fault("corrupt", "an earlier video has the id "), f" already; {_OWN_IDS}"
+_BEFORE, _BEHIND = format_fault("corrupt", "an earlier video has the id "), f" already; {_OWN_IDS}"
 First = Literal["all", "needed", "kept"]
 
 
@@ -85,17 +85,17 @@ class VideoList:
 
     known: pa.Table
     indexes: Indexes = field(default_factory=Indexes)
-    objects: Objects = field(default_factory=Objects)
+    objects: S3Objects = field(default_factory=S3Objects)
     is_limited: bool = False
     unindexed: list[NamedFile] = field(default_factory=list)
-    _ids: Ids | None = None  # the ids of all videos so far; None if archives cannot share an id
+    _ids: SeenIds | None = None  # the ids of all videos so far; None if archives cannot share an id
 
     @classmethod
     def read(
         cls,
         names: str | Sequence[str],
         video_roots: Sequence[str] = (),
-        objects: Objects | None = None,
+        objects: S3Objects | None = None,
         indexes: Indexes | None = None,
         *,
         first: First = "all",
@@ -121,7 +121,7 @@ class VideoList:
                 limit, has only repeated ids, no archive has a video, or the only row of the only name has a fault.
             RunFailed: an index cannot be written.
         """
-        objects, indexes = objects or Objects.from_environment(), indexes or Indexes()
+        objects, indexes = objects or S3Objects.from_environment(), indexes or Indexes()
         indexes.roots = sort_roots(video_roots)
         all_contents = list_names(names, indexes.roots, objects, indexes.options, indexes.left_out)
         if len(all_contents) == 1 and all_contents[0].videos is not None:
@@ -130,7 +130,7 @@ class VideoList:
         ((uri, _), count), *_ = Counter(archive[:2] for archive in archives).most_common(1) or [(("", ""), 0)]
         if count > 1:
             raise ManifestError(f"{uri}: it is named {count} times; name it once")
-        ids = Ids() if _may_share_ids(all_contents, archives) else None
+        ids = SeenIds() if _may_share_ids(all_contents, archives) else None
         keeps_indexes = indexes.store is not None
         missing, in_order = plan_indexing(
             first, is_limited=is_limited, may_share_ids=ids is not None, keeps_indexes=keeps_indexes
@@ -149,10 +149,10 @@ class VideoList:
             raise ManifestError(f"{video_list.known['uri'][0]}: {wrong}")
         require_unique_files(all_contents, indexes.options)
         if ids is not None:
-            video_list.known = video_list._separate_ids(parts, ids)
+            video_list.known = video_list._separate_known_ids(parts, ids)
         return video_list
 
-    def read_unindexed(self) -> Generator[View, None, None]:
+    def read_unindexed(self) -> Generator[IndexView, None, None]:
         """Index the archives in ``unindexed``, and yield their views in order. Call this once.
 
         A video with the id of an earlier one becomes an error row with the id ID@URI.
@@ -168,11 +168,11 @@ class VideoList:
             RunFailed: an index cannot be written.
         """
         views = self._read_in_views() if self.is_limited else self._read_in_parallel(self.unindexed)
-        with closing(self._note_progress(views, len(self.unindexed))) as views:
+        with closing(self._report_progress(views, len(self.unindexed))) as views:
             for view in views:
                 if view is None or self.indexes.stopped.is_set():
                     return
-                videos = view.videos if self._ids is None else self._ids.separate_ids(view.videos)
+                videos = view.videos if self._ids is None else self._ids.mark_repeated_ids(view.videos)
                 if self._ids is not None and view.is_whole:
                     self._ids.add(videos)
                 if view.is_whole:
@@ -183,7 +183,7 @@ class VideoList:
         """End ``read_unindexed`` at the next member of each archive that it reads. Thread-safe."""
         self.indexes.stopped.set()
 
-    def count_left_out(self, view: View) -> None:
+    def count_left_out(self, view: IndexView) -> None:
         """Count the left-out files of a view; needed if the last view read is not whole."""
         self.indexes.left_out.add_all(view.left_out.as_record())
 
@@ -194,7 +194,7 @@ class VideoList:
         added too; its view is dropped, and read again later.
         """
         tables = list[pa.Table]()
-        with closing(self._note_progress(self._read_in_parallel(archives, missing), len(archives))) as views:
+        with closing(self._report_progress(self._read_in_parallel(archives, missing), len(archives))) as views:
             for archive, view in zip(archives, views, strict=True):
                 if view is None or (in_order and self.unindexed):
                     self.unindexed.append(archive)
@@ -206,7 +206,7 @@ class VideoList:
 
     def _read_in_parallel(
         self, archives: Sequence[NamedFile], missing: Missing = "make"
-    ) -> Generator[View | None, None, None]:
+    ) -> Generator[IndexView | None, None, None]:
         """Yield the whole view of each archive in order; None for an archive that waits, or after ``close``.
 
         If the generator is closed early or an archive raises an error, this calls ``close``.
@@ -223,16 +223,16 @@ class VideoList:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _read_in_views(self) -> Generator[View | None, None, None]:
+    def _read_in_views(self) -> Generator[IndexView | None, None, None]:
         """Yield the views of each archive in turn, until ``close``."""
         for archive in self.unindexed:
             if self.indexes.stopped.is_set():
                 return
             yield from self.indexes.read(archive, self.objects, in_views=True)
 
-    def _note_progress(
-        self, views: Generator[View | None, None, None], n_archives: int
-    ) -> Generator[View | None, None, None]:
+    def _report_progress(
+        self, views: Generator[IndexView | None, None, None], n_archives: int
+    ) -> Generator[IndexView | None, None, None]:
         """Yield the views unchanged; pass a progress line to ``Indexes.say`` every 10 s at most, and at the end.
 
         The last line is left out if no archive had to be read. An archive that waits does not count as indexed.
@@ -253,7 +253,7 @@ class VideoList:
                         self.indexes.say(f"indexed {n_indexed} of {n_archives} archives: {n_videos} videos so far")
                 yield view
 
-    def _separate_ids(self, parts: Sequence[pa.Table], ids: Ids) -> pa.Table:
+    def _separate_known_ids(self, parts: Sequence[pa.Table], ids: SeenIds) -> pa.Table:
         """Return the known videos, with errors for members that repeat an id; add the ids to ``ids`` if archives wait.
 
         ``parts`` are the tables that ``known`` consists of.
@@ -269,13 +269,13 @@ class VideoList:
                     f"{first.file}: all of its {len(part)} videos have ids of earlier "
                     f"ones, e.g. {part['video_id'][0]}; {_OWN_IDS}"
                 )
-        videos = ids.separate_ids(self.known, is_repeated)
+        videos = ids.mark_repeated_ids(self.known, is_repeated)
         if self.unindexed:
             ids.add(videos)
         return videos
 
 
-class Ids:
+class SeenIds:
     """The ids that were added so far, as hashes of 16 bytes."""
 
     def __init__(self) -> None:
@@ -286,11 +286,11 @@ class Ids:
 
         Separate files count as earlier than all members.
         """
-        keys = column_keys(videos["video_id"])
+        keys = hash_column(videos["video_id"])
         member = pc.is_valid(videos["source_offset"]).to_numpy()
         return find_repeated(keys, member) | (find(keys, self._high, self._low) >= 0)
 
-    def separate_ids(self, videos: pa.Table, is_repeated: NDArray[np.bool_] | None = None) -> pa.Table:
+    def mark_repeated_ids(self, videos: pa.Table, is_repeated: NDArray[np.bool_] | None = None) -> pa.Table:
         """Return the videos, with a fault and the id ID@URI for each that repeats an id; a fault that it has stays.
 
         The ids are not added. ``is_repeated`` is the result of ``find_repeated``, if the caller has it.
@@ -308,8 +308,8 @@ class Ids:
         return pa.table([own_columns.get(name, videos[name]) for name in videos.column_names], schema=videos.schema)
 
     def add(self, videos: pa.Table) -> None:
-        """Add the ids of videos after ``separate_ids``."""
-        keys = column_keys(videos["video_id"])
+        """Add the ids of videos after ``mark_repeated_ids``."""
+        keys = hash_column(videos["video_id"])
         keys = keys[np.argsort(keys[:, 0])]
         positions = np.searchsorted(self._high, keys[:, 0])
         self._high = np.insert(self._high, positions, keys[:, 0])
@@ -328,7 +328,7 @@ def _may_share_ids(all_contents: Sequence[NameContents], archives: Sequence[Name
     return has_prefixes or any(archive.is_table for archive in archives)
 
 
-def find_size(archive: NamedFile) -> int:
+def get_archive_size(archive: NamedFile) -> int:
     """Return the size of an archive in bytes, from its listing or the disk; 0 if it is unknown."""
     if archive.info is not None:
         return archive.info.size

@@ -23,8 +23,8 @@ from pipeline.generate.answers import (
     sort_naturally,
 )
 from pipeline.generate.conversation import load_messages
-from pipeline.generate.summary import AnswerSummary, format_warned, summarise_answers
-from pipeline.inspect.report import Failures, facts_table, failed_records, flat
+from pipeline.generate.summary import AnswerSummary, format_warned, summarize_answers
+from pipeline.inspect.report import Failures, format_values, list_failed_rows, render_facts
 from pipeline.rows import AnswerRecord, JsonObject
 from pipeline.storage.stores import Store
 
@@ -67,7 +67,7 @@ class Answers:
     @cached_property
     def summary(self) -> AnswerSummary:
         """The counts of these answers."""
-        return summarise_answers(self.rows, len(self.rows), frozenset(), 0.0)
+        return summarize_answers(self.rows, len(self.rows), frozenset(), 0.0)
 
     @cached_property
     def prunings(self) -> list[str]:
@@ -83,14 +83,14 @@ class Answers:
 
     def failed(self) -> Failures:
         """List the failed questions in row order."""
-        return failed_records(self.rows, ("question_id", "pruning", "error_class", "error_message", "attempts"))
+        return list_failed_rows(self.rows, ("question_id", "pruning", "error_class", "error_message", "attempts"))
 
 
-def answers_report(answers: Answers) -> RenderableType:
+def render_answers_report(answers: Answers) -> RenderableType:
     """Render counts, failures by class, and the first MAX_SHOWN rows with prompt, answer and target."""
-    parts: list[RenderableType] = [facts_table(_facts(answers)), ""]
+    parts: list[RenderableType] = [render_facts(_iter_answers_facts(answers)), ""]
     if answers.summary.failures:
-        parts += [answers.summary.failures_table("question", QUESTION_FAULTS), ""]
+        parts += [answers.summary.make_failures_table("question", QUESTION_FAULTS), ""]
     table = Table(show_edge=False)
     for name in ("question", "video", *(["pruning"] if answers.prunings else []), "prompt", "answer", "target"):
         table.add_column(name, overflow="fold")
@@ -106,15 +106,15 @@ def answers_report(answers: Answers) -> RenderableType:
     return Group(*parts, table, *([f"... and {more} more"] if more > 0 else []))
 
 
-def question_report(answers: Answers) -> RenderableType:
+def render_question_report(answers: Answers) -> RenderableType:
     """Render all rows of one question in full, one block per pruning."""
     parts: list[RenderableType] = []
     for row in answers.rows.to_pylist():
-        parts += [facts_table(_question_facts(row)), ""]
+        parts += [render_facts(_iter_question_facts(row)), ""]
     return Group(*parts[:-1])
 
 
-def _facts(answers: Answers) -> Iterator[tuple[str, str]]:
+def _iter_answers_facts(answers: Answers) -> Iterator[tuple[str, str]]:
     """Yield (name, value) pairs of the answers' identity and counts, without names that the identity lacks."""
     identity = answers.identity
     counts = answers.summary
@@ -125,14 +125,14 @@ def _facts(answers: Answers) -> Iterator[tuple[str, str]]:
     if "pruner" in cache:
         yield "cache", f"{cache['pruner'].get('method')} at {cache.get('retention_ratio')}"
     if pruner := identity.get("pruner"):
-        yield "pruner", flat(pruner)
+        yield "pruner", format_values(pruner)
     if answers.prunings:
         yield "prunings", ", ".join(answers.prunings)
     elif (ratio := identity.get("retention_ratio")) is not None:
         yield "answered at", f"{ratio} of the visual tokens"
     for name in ("prompt", "decoding"):
         if name in identity:
-            yield name, flat(identity[name])
+            yield name, format_values(identity[name])
     if counts.n_warned:
         yield "warnings", format_warned(counts)
     removed = f", {counts.n_removed} removed" if counts.n_removed else ""
@@ -141,13 +141,13 @@ def _facts(answers: Answers) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{tokens}, {counts.new_tokens:,} generated"
 
 
-def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
+def _iter_question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
     """Yield (name, value) pairs of one row: question, choices, answer, token counts, carried columns, run."""
     yield "question", row["question_id"]
     if row["pruning"] is not None:
         yield "pruning", row["pruning"]
     yield "videos", ", ".join(row["video_ids"])
-    yield from _earlier_messages(row)
+    yield from _iter_earlier_messages(row)
     yield "prompt", row["prompt"]
     scores = row["choice_scores"] or []
     for number, choice in enumerate(row["choices"] or []):
@@ -179,7 +179,7 @@ def _format_answer(row: AnswerRecord) -> str:
     return choices[number] if choices[number].startswith(answer) else f"{answer}. {choices[number]}"
 
 
-def _earlier_messages(row: AnswerRecord) -> Iterator[tuple[str, str]]:
+def _iter_earlier_messages(row: AnswerRecord) -> Iterator[tuple[str, str]]:
     """Yield (role, text) of the messages before the prompt; a video is shown as "(video)"."""
     for message in load_messages(row["conversation"] or "[]")[:-1]:
         yield message["role"], " ".join(part.get("text", "(video)") for part in message["content"])

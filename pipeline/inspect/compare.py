@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from gstep.backbones import ModelSource, family_class, family_of
+from gstep.backbones import ModelSource, family_of, load_family_class
 from gstep.evidence import HEAD_SOURCES, make_label
 from gstep.pruners.base import Pruner
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import HEADER, CacheIdentity, describe_method, list_differences
 from pipeline.cache.reader import TokenCache
-from pipeline.errors import UsageError, VideoFault, usage_errors
+from pipeline.errors import UsageError, VideoFault, convert_usage_errors
 from pipeline.generate.late_pruning import find_evidence_columns, is_whole, make_visual_tokens
 from pipeline.generate.model import choose_family, choose_model
 from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix
@@ -25,8 +25,14 @@ from pipeline.inputs.manifest import sort_roots
 from pipeline.inputs.named_videos import Roots
 from pipeline.inspect.comparison import Comparison, MethodSelection
 from pipeline.inspect.page import get_grid
-from pipeline.inspect.selecting import Wanted, compare_frames, list_wanted, plan_encoding, select
-from pipeline.inspect.thumbnails import source_pictures
+from pipeline.inspect.selecting import (
+    RequestedSelection,
+    compare_frames,
+    list_requested_selections,
+    plan_encoding,
+    select_with_methods,
+)
+from pipeline.inspect.thumbnails import make_source_pictures
 from pipeline.options import check_ratio, make_config
 from pipeline.prune.config import ENCODING_OPTIONS, PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
@@ -34,10 +40,10 @@ from pipeline.prune.encode_again import decode_again, read_run_config
 from pipeline.prune.one_video import decode_file
 from pipeline.prune.recipe import Recipe
 from pipeline.rows import VIDEO_COLUMNS, Json, VideoRow
-from pipeline.runner.run_record import RUNS, newest_record
+from pipeline.runner.run_record import RUNS, find_newest_record
 from pipeline.storage.arrow import SCHEMES
-from pipeline.storage.s3 import Objects, is_s3
-from pipeline.storage.stores import store_at
+from pipeline.storage.s3 import S3Objects, is_s3
+from pipeline.storage.stores import make_store
 from pipeline.video.sandbox import InThisProcess
 
 #: The options among ENCODING_OPTIONS that apply to a video of a cache, whose frames, sizes and precision are fixed.
@@ -98,18 +104,18 @@ def compare(
     ratios = [float(ratio) for ratio in ratio_values]
     for ratio in ratios:
         check_ratio("retention_ratio", ratio)
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     cache = _open_cache(video, objects)
     if cache is None:
         assert not isinstance(video, TokenCache)
         if video_roots:
             raise UsageError(f"{os.fspath(video)} is not a cache: --video-root applies only to the sources of a cache")
-        with usage_errors():
+        with convert_usage_errors():
             source = ModelSource.resolve(config.model, config.revision, quantized=True, family=config.family)
         methods, ratios = methods or _DEFAULT_METHODS, ratios or [_DEFAULT_RATIO]
-        wanted = list_wanted(methods, ratios, config.seed, family_of(source).variant)
+        wanted = list_requested_selections(methods, ratios, config.seed, family_of(source).variant)
         recipe = plan_encoding(config, source, wanted, objects)
-        decoder = VideoDecoder(recipe.decode_setup(), InThisProcess())
+        decoder = VideoDecoder(recipe.make_decode_setup(), InThisProcess())
         record, frames = decode_file(decoder, os.fspath(video), start_s, end_s)
         row: VideoRow = {**dict.fromkeys(VIDEO_COLUMNS), **record, "video_id": video_id or Path(video).name}  # type: ignore[typeddict-item]
         return compare_frames(recipe, config.device, config.dtype, row, frames, wanted)
@@ -126,7 +132,7 @@ def compare(
     return CachedComparison(cache, video_id, config, objects, roots, "model" in options).compare(methods, ratios)
 
 
-def _open_cache(video: str | os.PathLike[str] | TokenCache, objects: Objects) -> TokenCache | None:
+def _open_cache(video: str | os.PathLike[str] | TokenCache, objects: S3Objects) -> TokenCache | None:
     """Return the cache that ``video`` is or names; None for a video file, and for a location without a cache.
 
     An S3 address with the suffix of a video is a file; any other address of a store is a prefix.
@@ -137,7 +143,7 @@ def _open_cache(video: str | os.PathLike[str] | TokenCache, objects: Objects) ->
     is_prefix = text.startswith((*SCHEMES, "file:///")) or (is_s3(text) and find_suffix(text) not in VIDEO_SUFFIXES)
     if not (is_prefix or Path(text).is_dir()):
         return None
-    store = store_at(text, objects)
+    store = make_store(text, objects)
     return TokenCache(text, store=store) if store.exists(HEADER) else None
 
 
@@ -153,7 +159,7 @@ class CachedComparison:
     cache: TokenCache
     video_id: str
     config: PruneConfig
-    objects: Objects
+    objects: S3Objects
     roots: Roots
     has_model: bool
 
@@ -178,14 +184,14 @@ class CachedComparison:
             return self._show_stored({own["method"]: settings}, ratios or [stored_ratio])
         ratios = ratios or [stored_ratio if stored_ratio < 1 else _DEFAULT_RATIO]
         family = choose_family(identity["model"], self.config.family) or identity["model"]["type"]
-        with usage_errors():
-            kind = family_class(family)
-        wanted = list_wanted(methods, ratios, self.config.seed, kind.variant)
+        with convert_usage_errors():
+            kind = load_family_class(family)
+        wanted = list_requested_selections(methods, ratios, self.config.seed, kind.variant)
         if all(is_stored(identity, row) for row in wanted):
             return self._show_stored(
                 {row.label: row.settings for row in wanted}, [row.retention_ratio for row in wanted]
             )
-        lacking, columns = _find_lacking(cache, wanted, family)
+        lacking, columns = _explain_insufficient_tokens(cache, wanted, family)
         if not lacking:
             return self._compare_tokens(wanted, columns)
         try:
@@ -211,25 +217,25 @@ class CachedComparison:
                 selections[label, ratio] = MethodSelection(label, ratio, video.index, video.merged, *counts, values)
         return self._make_comparison(selections, row, f"The selections are those that {self.cache.store} stores.")
 
-    def _compare_tokens(self, wanted: Sequence[Wanted], columns: Mapping[str, str]) -> Comparison:
+    def _compare_tokens(self, wanted: Sequence[RequestedSelection], columns: Mapping[str, str]) -> Comparison:
         """Compare the methods on the stored tokens, which are all tokens, on the GPU if there is one."""
         video = self.cache.get(self.video_id, evidence=tuple(columns.values()))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         visual = make_visual_tokens(video.visual, columns.items(), device)
         origin = f"The methods selected from the tokens that {self.cache.store} stores, which are all tokens."
-        return self._make_comparison(select(wanted, visual), video.metadata, origin)
+        return self._make_comparison(select_with_methods(wanted, visual), video.metadata, origin)
 
     def _make_comparison(
         self, selections: Mapping[tuple[str, float], MethodSelection], row: VideoRow, origin: str
     ) -> Comparison:
         """Make the comparison, with pictures if the source can be decoded again."""
         identity = self.cache.identity
-        pictures = source_pictures(row, identity["sampling"], self.objects, self.roots)
+        pictures = make_source_pictures(row, identity["sampling"], self.objects, self.roots)
         return Comparison(
             self.video_id, selections, row, get_grid(row), identity["model"], identity["sampling"], origin, pictures
         )
 
-    def _encode_again(self, wanted: Sequence[Wanted], lacking: str) -> Comparison:
+    def _encode_again(self, wanted: Sequence[RequestedSelection], lacking: str) -> Comparison:
         """Encode the source again as the cache's newest run did, and compare the methods on all tokens.
 
         The result's ``origin`` also compares the new selection of the cache's method with the stored one.
@@ -244,7 +250,7 @@ class CachedComparison:
         row = self.cache.metadata(self.video_id)
         if row["status"] != "ok":
             self.cache.get(self.video_id)  # raises the error of a video without tokens
-        run = newest_record(store)
+        run = find_newest_record(store)
         if run is None:
             raise UsageError(
                 f"{lacking}; and no record in {store}/{RUNS} says how its videos were encoded: compare on the video "
@@ -261,18 +267,18 @@ class CachedComparison:
             siglip=self.config.siglip or (run_config.siglip if needs_head else None),
             **{name: getattr(self.config, name) for name in ("device", "attn", "fetch_memory")},
         )
-        with usage_errors():
+        with convert_usage_errors():
             source = ModelSource.resolve(config.model, config.revision, quantized=True, family=config.family)
         recipe = plan_encoding(config, source, wanted, self.objects)
         dtype = identity["dtype"].get("compute", "auto")
         _check_same_encoding(self.cache, recipe, dtype)
-        with closing(VideoDecoder(recipe.decode_setup())) as decoder:
+        with closing(VideoDecoder(recipe.make_decode_setup())) as decoder:
             record, frames = decode_again(row, decoder, self.objects, self.roots)
         comparison = compare_frames(recipe, config.device, dtype, {**row, **record}, frames, wanted)
         origin = "The source was encoded again, by the model and with the frames of the cache"
-        return replace(comparison, origin=f"{origin}{self._difference_to_stored(wanted, comparison)}.")
+        return replace(comparison, origin=f"{origin}{self._describe_difference_to_stored(wanted, comparison)}.")
 
-    def _difference_to_stored(self, wanted: Sequence[Wanted], comparison: Comparison) -> str:
+    def _describe_difference_to_stored(self, wanted: Sequence[RequestedSelection], comparison: Comparison) -> str:
         """Return a clause with the share of the new selection that the cache stores; "" if it stores the same.
 
         The first requested selection of the cache's method that differs from the stored one counts. Without such a
@@ -288,7 +294,7 @@ class CachedComparison:
         return ""
 
 
-def is_stored(identity: CacheIdentity, row: Wanted) -> bool:
+def is_stored(identity: CacheIdentity, row: RequestedSelection) -> bool:
     """Return True if a cache of this identity holds a selection: same method and seed, at a ratio that it serves.
 
     A ratio below the stored one is served only for a nested method.
@@ -298,7 +304,9 @@ def is_stored(identity: CacheIdentity, row: Wanted) -> bool:
     return entry == identity["pruner"] and (abs(above) <= 1e-9 or (row.pruner.nested and above < 0))
 
 
-def _find_lacking(cache: TokenCache, wanted: Sequence[Wanted], family: str) -> tuple[str, dict[str, str]]:
+def _explain_insufficient_tokens(
+    cache: TokenCache, wanted: Sequence[RequestedSelection], family: str
+) -> tuple[str, dict[str, str]]:
     """Find what the stored tokens lack for the methods to select from them.
 
     Returns:
@@ -315,7 +323,7 @@ def _find_lacking(cache: TokenCache, wanted: Sequence[Wanted], family: str) -> t
     columns: dict[str, str] = {}
     for row in wanted:
         try:
-            pairs = find_evidence_columns(row.label, row.pruner, identity, family_class(family))
+            pairs = find_evidence_columns(row.label, row.pruner, identity, load_family_class(family))
         except UsageError:  # if no encoder of this family gives it, the plan of another encoding says so
             return f"{cache.store} does not hold what {row.label} needs besides tokens", {}
         columns |= {make_label(name, row.pruner.sources[name]): column for name, column in pairs}
@@ -329,10 +337,10 @@ def _check_same_encoding(cache: TokenCache, recipe: Recipe, dtype: str) -> None:
     """
     names = ("type", "weights", "family")  # a pooling head makes no tokens
 
-    def encoding_of(identity: CacheIdentity) -> dict[str, object]:
+    def describe_encoding(identity: CacheIdentity) -> dict[str, object]:
         model = {name: value for name, value in identity["model"].items() if name in names}
         return {"model": model, "preprocessing": identity.get("preprocessing"), "sampling": identity.get("sampling")}
 
-    lines = list_differences(encoding_of(cache.identity), encoding_of(recipe.identity(dtype)))
+    lines = list_differences(describe_encoding(cache.identity), describe_encoding(recipe.identity(dtype)))
     if lines:
         raise UsageError(f"{cache.store} was made with other settings than the model has now: {'; '.join(lines)}")

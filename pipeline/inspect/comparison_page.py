@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from pipeline import html_pages
 from pipeline.inspect.comparison import Comparison, MethodSelection
-from pipeline.inspect.page import PACKAGE, explain_shape, has_paired_frames, shared_values
-from pipeline.inspect.report import flat, source_facts
+from pipeline.inspect.page import PACKAGE, explain_shape, has_paired_frames, make_shared_values
+from pipeline.inspect.report import format_values, list_source_facts
 
 # Frames side by side, at most; the next frames make another band.
 _WIDE_FRAMES, _TALL_FRAMES = 8, 12
@@ -60,29 +60,29 @@ class Overlap(NamedTuple):
 def draw_comparison(comparison: Comparison) -> str:
     """Render the page of a comparison as HTML, without other files and scripts."""
     row, grid = comparison.metadata, comparison.grid
-    shared = shared_values(row, comparison.model, comparison.pictures, "comparison.css")
-    template = html_pages.environment(PACKAGE).get_template("comparison.html")
+    shared = make_shared_values(row, comparison.model, comparison.pictures, "comparison.css")
+    template = html_pages.make_environment(PACKAGE).get_template("comparison.html")
     return template.render(
         **shared,
         video_id=comparison.video_id,
         origin=comparison.origin,
-        explanation=_explanation(comparison),
+        explanation=_explain_comparison(comparison),
         merges=any(selection.merged is not None for selection in comparison.rows),
         grid=grid,
         view=grid or (1, 1),
         unit="pair" if has_paired_frames(row) else "frame",
         bands=list(_list_bands(comparison, is_wide=shared["is_wide"])),
-        charts=[_draw_bars(selection, highest) for selection, highest in _list_highest(comparison)],
+        charts=[_draw_bars(selection, highest) for selection, highest in _pair_with_highest(comparison)],
         overlaps=list(_list_overlaps(comparison)),
         facts=[
-            *source_facts(row, comparison.sampling),
+            *list_source_facts(row, comparison.sampling),
             ("model", f"{comparison.model['type']}  {comparison.model['weights']}"),
         ],
-        settings={row.method: flat(row.settings) or "no parameters" for row in comparison.rows},
+        settings={row.method: format_values(row.settings) or "no parameters" for row in comparison.rows},
     )
 
 
-def _explanation(comparison: Comparison) -> str:
+def _explain_comparison(comparison: Comparison) -> str:
     """Return the sentences that explain the page's frames, or ""."""
     row, grid = comparison.metadata, comparison.grid
     words = "A token spans two frames, of which the first is shown." if has_paired_frames(row) else ""
@@ -92,7 +92,7 @@ def _explanation(comparison: Comparison) -> str:
     return f"{words} {unknown}".strip()
 
 
-def _list_highest(comparison: Comparison) -> list[tuple[MethodSelection, int]]:
+def _pair_with_highest(comparison: Comparison) -> list[tuple[MethodSelection, int]]:
     """Pair each selection with the largest number of tokens per frame of the selections at its ratio."""
     highest = {
         ratio: max(max(row.kept_per_frame) for row in comparison.at(ratio)) for ratio in comparison.retention_ratios
@@ -108,7 +108,7 @@ def _list_bands(comparison: Comparison, *, is_wide: bool) -> Iterator[Band]:
     """
     n_frames = comparison.metadata["n_frames"]
     length = math.ceil(n_frames / math.ceil(n_frames / (_WIDE_FRAMES if is_wide else _TALL_FRAMES)))
-    rows = _list_highest(comparison)
+    rows = _pair_with_highest(comparison)
     tiles = [_list_tiles(row, comparison.grid) for row, _ in rows]
     for start in range(0, n_frames, length):
         end = min(start + length, n_frames)

@@ -17,10 +17,10 @@ from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TIERS
 from pipeline.errors import UsageError
 from pipeline.inputs.manifest import sort_roots
-from pipeline.inspect.report import identity_facts, list_step_frames, source_facts, source_frames
-from pipeline.inspect.thumbnails import Pictures, source_pictures
-from pipeline.rows import VideoRow, format_rate, sampled_fps
-from pipeline.storage.s3 import Objects
+from pipeline.inspect.report import format_source_frames, list_identity_facts, list_source_facts, list_step_frames
+from pipeline.inspect.thumbnails import Pictures, make_source_pictures
+from pipeline.rows import VideoRow, compute_sampled_fps, format_rate
+from pipeline.storage.s3 import S3Objects
 
 PACKAGE = "pipeline.inspect"
 _LONG_HASH = re.compile(r"([0-9a-f]{12})[0-9a-f]{8,}$")  # of weights; the page's section About has the whole hash
@@ -55,7 +55,7 @@ def write_page(
     video_id: str,
     file: Path,
     retention_ratio: float | None = None,
-    objects: Objects | None = None,
+    objects: S3Objects | None = None,
     video_roots: Sequence[str] = (),
 ) -> str:
     """Write the page of one video to ``file``, replacing an existing file; return a line about it for the terminal.
@@ -71,7 +71,7 @@ def write_page(
         ValueError: the ratio is invalid; RatioNotCached if the cache does not serve it.
     """
     check_page_file(file)
-    page = video_page(cache, video_id, retention_ratio, objects, video_roots)
+    page = render_video_page(cache, video_id, retention_ratio, objects, video_roots)
     return write_html(file, page.html, video_id, page.missing)
 
 
@@ -101,11 +101,11 @@ def write_html(file: Path, html: str, video_id: str, missing: str) -> str:
     return f"{file}: {size / 1000:,.0f} kB, {video_id} {pictures}"
 
 
-def video_page(
+def render_video_page(
     cache: TokenCache,
     video_id: str,
     retention_ratio: float | None = None,
-    objects: Objects | None = None,
+    objects: S3Objects | None = None,
     video_roots: Sequence[str] = (),
 ) -> Page:
     """Render the page of one video.
@@ -125,8 +125,8 @@ def video_page(
     if retention_ratio is not None:
         cache.get(video_id, retention_ratio)  # raises for a ratio that the cache cannot serve
     video = cache.get(video_id, order="selection")
-    objects, roots = objects or Objects.from_environment(), sort_roots(video_roots)
-    pictures = source_pictures(video.metadata, cache.identity["sampling"], objects, roots)
+    objects, roots = objects or S3Objects.from_environment(), sort_roots(video_roots)
+    pictures = make_source_pictures(video.metadata, cache.identity["sampling"], objects, roots)
     return draw_page(video, cache.identity, pictures, retention_ratio)
 
 
@@ -144,24 +144,24 @@ def draw_page(
     first = tiers[-1].ratio if retention_ratio is None else retention_ratio
     grid = get_grid(row)
     rows, columns = grid or (1, 1)
-    script = html_pages.asset(PACKAGE, "page.js")
-    template = html_pages.environment(PACKAGE).get_template("page.html")
+    script = html_pages.read_asset(PACKAGE, "page.js")
+    template = html_pages.make_environment(PACKAGE).get_template("page.html")
     html = template.render(
-        **shared_values(row, identity["model"], pictures, "page.css"),
+        **make_shared_values(row, identity["model"], pictures, "page.css"),
         script=script,
-        script_hash=html_pages.policy_hash(script),
+        script_hash=html_pages.compute_policy_hash(script),
         video_id=row["video_id"],
         method=identity["pruner"]["method"],
         tiers=tiers,
         start=min(range(len(tiers)), key=lambda i: abs(tiers[i].ratio - first)),
         total=row["n_total"],
         has_density=row["temporal_density"] is not None,
-        explanation=_explanation(row),
+        explanation=_explain_page(row),
         rows=rows,
         columns=columns,
         facts=[
-            *source_facts(row, identity["sampling"]),
-            *identity_facts({**identity, "retention_ratio": row["retention_ratio"]}),
+            *list_source_facts(row, identity["sampling"]),
+            *list_identity_facts({**identity, "retention_ratio": row["retention_ratio"]}),
         ],
         data={
             "grid": grid,
@@ -176,7 +176,7 @@ def draw_page(
     return Page(html, pictures.missing)
 
 
-def shared_values(row: VideoRow, model: ModelIdentity, pictures: Pictures, style: str) -> dict[str, Any]:
+def make_shared_values(row: VideoRow, model: ModelIdentity, pictures: Pictures, style: str) -> dict[str, Any]:
     """Return the template variables that the pages of videos and of comparisons share.
 
     A frame of the page shows the picture of the first of its sampled frames. ``style`` is the page's own style sheet.
@@ -186,13 +186,13 @@ def shared_values(row: VideoRow, model: ModelIdentity, pictures: Pictures, style
         Frame(
             t,
             f"{row['timestamps'][members[0]]:.2f} s",
-            source_frames(row, members),
+            format_source_frames(row, members),
             base64.b64encode(pictures.jpegs[members[0]]).decode() if pictures.jpegs else "",
         )
         for t, members in enumerate(list_step_frames(row))
     ]
     return {
-        "style": html_pages.asset(PACKAGE, "inspect.css") + html_pages.asset(PACKAGE, style),
+        "style": html_pages.read_asset(PACKAGE, "inspect.css") + html_pages.read_asset(PACKAGE, style),
         "summary": _describe_row(row),
         "model": f"{model['type']}, " + _LONG_HASH.sub(r"\1", model["weights"]),
         "missing": pictures.missing,
@@ -237,11 +237,11 @@ def _describe_row(row: VideoRow) -> str:
     if row["source_width"]:
         parts.insert(0, f"{row['source_width']}×{row['source_height']} {row['codec']}")
         parts.insert(1, f"{row['duration_s']:.2f} s at source fps {format_rate(row['fps'])}")
-        parts.insert(2, f"sampled at {format_rate(sampled_fps(row))} fps")
+        parts.insert(2, f"sampled at {format_rate(compute_sampled_fps(row))} fps")
     return " · ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)
 
 
-def _explanation(row: VideoRow) -> str:
+def _explain_page(row: VideoRow) -> str:
     """Return the sentences that explain the page's pictures; without a grid, only numbers are shown."""
     grid = get_grid(row)
     if grid is None:

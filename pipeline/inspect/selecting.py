@@ -17,19 +17,19 @@ from gstep.pruners import get_method_name, make_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import identify_model
-from pipeline.errors import UsageError, VideoFault, usage_errors
+from pipeline.errors import UsageError, VideoFault, convert_usage_errors
 from pipeline.generate.late_pruning import parse_pruning_grid
 from pipeline.inspect.comparison import Comparison, MethodSelection
-from pipeline.inspect.thumbnails import Pictures, shrink, to_jpegs
-from pipeline.own_method import prune_or_fault
+from pipeline.inspect.thumbnails import Pictures, encode_jpegs, shrink_frames
+from pipeline.own_method import prune_or_raise_fault
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.encode_stage import VideoEncoder, to_sampled_video
-from pipeline.prune.recipe import Recipe, list_method_evidence, resolve, sampling_settings
+from pipeline.prune.recipe import Recipe, list_method_evidence, make_sampling_identity, resolve_recipe
 from pipeline.rows import Json, VideoRow
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 
 
-class Wanted(NamedTuple):
+class RequestedSelection(NamedTuple):
     """A requested selection: a method, its label in the result, its nominal ratio, and its seed."""
 
     label: str
@@ -43,7 +43,9 @@ class Wanted(NamedTuple):
         return {**self.pruner.params(), **({"seed": self.seed} if self.pruner.seeded else {})}
 
 
-def list_wanted(methods: Sequence[str | Pruner], ratios: Sequence[float], seed: int, family: str) -> list[Wanted]:
+def list_requested_selections(
+    methods: Sequence[str | Pruner], ratios: Sequence[float], seed: int, family: str
+) -> list[RequestedSelection]:
     """List the requested selections: the largest ratio first, then in the order of the methods; repeats are dropped.
 
     Args:
@@ -53,7 +55,7 @@ def list_wanted(methods: Sequence[str | Pruner], ratios: Sequence[float], seed: 
     Raises:
         UsageError: a method or parameter is unknown, or a method selects anew for every question.
     """
-    wanted: dict[tuple[str, float], Wanted] = {}
+    wanted: dict[tuple[str, float], RequestedSelection] = {}
     for method in methods:
         for row in _read_method(method, ratios, seed, family):
             if not row.pruner.cacheable:
@@ -66,7 +68,7 @@ def list_wanted(methods: Sequence[str | Pruner], ratios: Sequence[float], seed: 
     return sorted(wanted.values(), key=lambda row: -row.retention_ratio)
 
 
-def _read_method(method: str | Pruner, ratios: Sequence[float], seed: int, family: str) -> Iterator[Wanted]:
+def _read_method(method: str | Pruner, ratios: Sequence[float], seed: int, family: str) -> Iterator[RequestedSelection]:
     """Yield the selections of one named method, for each ratio and each of its seeds.
 
     The label of a Pruner object has only the parameters that differ from their defaults.
@@ -74,13 +76,13 @@ def _read_method(method: str | Pruner, ratios: Sequence[float], seed: int, famil
     Raises:
         UsageError: the method or a parameter is invalid, or it names positions of prompts.
     """
-    with usage_errors():
+    with convert_usage_errors():
         if isinstance(method, Pruner):
             pruner = make_pruner(method)
             defaults = {item.name: item.default for item in fields(method)}
             params = [f"{name}={value}" for name, value in pruner.params().items() if value != defaults[name]]
             label = ",".join([get_method_name(type(pruner)), *params])
-            yield from (Wanted(label, pruner, pruner.nominal_ratio(ratio), seed) for ratio in ratios)
+            yield from (RequestedSelection(label, pruner, pruner.nominal_ratio(ratio), seed) for ratio in ratios)
             return
         for spec in parse_pruning_grid([method], ratios, seed=seed):
             if spec.positions is not None:
@@ -88,10 +90,12 @@ def _read_method(method: str | Pruner, ratios: Sequence[float], seed: int, famil
             label, (own, pruner) = replace(spec, seed=0).method_label, spec.read(family)
             if own.seed and "seed" not in spec.params:
                 label = f"{label},seed={own.seed}"
-            yield Wanted(label, pruner, pruner.nominal_ratio(spec.retention_ratio), own.seed)
+            yield RequestedSelection(label, pruner, pruner.nominal_ratio(spec.retention_ratio), own.seed)
 
 
-def select(wanted: Sequence[Wanted], visual: VisualTokens) -> dict[tuple[str, float], MethodSelection]:
+def select_with_methods(
+    wanted: Sequence[RequestedSelection], visual: VisualTokens
+) -> dict[tuple[str, float], MethodSelection]:
     """Select with each method from all tokens of a video; return the selections by (method, retention ratio).
 
     A nested method selects once, at its first ratio in ``wanted``, and its other ratios are prefixes of that; so larger
@@ -114,7 +118,7 @@ def select(wanted: Sequence[Wanted], visual: VisualTokens) -> dict[tuple[str, fl
             }
             own = replace(visual, evidence=evidence)
             try:
-                pruned = prune_or_fault(row.pruner, own, row.retention_ratio, row.seed)
+                pruned = prune_or_raise_fault(row.pruner, own, row.retention_ratio, row.seed)
             except VideoFault as fault:
                 raise VideoFault(fault.fault_class, f"{row.label}: {fault.message}", stage="prune") from fault
             if row.pruner.nested:
@@ -134,7 +138,9 @@ def select(wanted: Sequence[Wanted], visual: VisualTokens) -> dict[tuple[str, fl
     return selections
 
 
-def plan_encoding(config: PruneConfig, source: ModelSource, wanted: Sequence[Wanted], objects: Objects) -> Recipe:
+def plan_encoding(
+    config: PruneConfig, source: ModelSource, wanted: Sequence[RequestedSelection], objects: S3Objects
+) -> Recipe:
     """Make the recipe for one encoding of all tokens, with all evidence that the methods need.
 
     Raises:
@@ -167,11 +173,16 @@ def plan_encoding(config: PruneConfig, source: ModelSource, wanted: Sequence[Wan
         token_codec=BFLOAT16.name,
         evidence=[f"{name}={where}" for name, where in sorted(pairs)],
     )
-    return resolve(whole, objects, source)
+    return resolve_recipe(whole, objects, source)
 
 
 def compare_frames(
-    recipe: Recipe, device: str, dtype: str, row: VideoRow, frames: NDArray[np.uint8], wanted: Sequence[Wanted]
+    recipe: Recipe,
+    device: str,
+    dtype: str,
+    row: VideoRow,
+    frames: NDArray[np.uint8],
+    wanted: Sequence[RequestedSelection],
 ) -> Comparison:
     """Load the vision tower, encode decoded frames once, and compare the methods on all of their tokens.
 
@@ -183,18 +194,18 @@ def compare_frames(
         UsageError: the model cannot be loaded.
         VideoFault: the video cannot be encoded, or a method cannot prune it.
     """
-    with usage_errors():
-        encoder = VideoEncoder(recipe.encode_setup(device, dtype))
+    with convert_usage_errors():
+        encoder = VideoEncoder(recipe.make_encode_setup(device, dtype))
     visual = encoder.encode_frames(frames, to_sampled_video(row))
     n_frames, per_frame, _ = visual.tokens.shape
     size = row["source_height"] or frames.shape[1], row["source_width"] or frames.shape[2]
     return Comparison(
         video_id=row["video_id"],
-        selections=select(wanted, visual),
+        selections=select_with_methods(wanted, visual),
         metadata={**row, "n_frames": n_frames, "tokens_per_frame": per_frame},
         grid=visual.grid,
         model=identify_model(recipe.source),
-        sampling=sampling_settings(recipe.sampling),
+        sampling=make_sampling_identity(recipe.sampling),
         origin="",
-        pictures=Pictures(to_jpegs(shrink(frames, size))),
+        pictures=Pictures(encode_jpegs(shrink_frames(frames, size))),
     )

@@ -11,10 +11,10 @@ from torch import Tensor
 from gstep.backbones.preprocess import resize_frames
 from pipeline.cache.header import SamplingIdentity
 from pipeline.errors import ReplacedSource, VideoFault
-from pipeline.inputs.forms import fetch_again
+from pipeline.inputs.forms import make_member_fetcher
 from pipeline.inputs.named_videos import Roots
 from pipeline.rows import VideoRow
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.decoders import Frames
 from pipeline.video.sampling import Sampling
@@ -51,20 +51,20 @@ class Pictures:
     missing: str = ""
 
 
-def source_pictures(row: VideoRow, sampling: SamplingIdentity, objects: Objects, roots: Roots) -> Pictures:
+def make_source_pictures(row: VideoRow, sampling: SamplingIdentity, objects: S3Objects, roots: Roots) -> Pictures:
     """Decode a video's sampled frames again, and return them as JPEGs, or the reason why there are none.
 
     The file is decoded in a child process. The source must lie below one of ``roots``, have the hash in the row, and
     give exactly the frames that the row names. No VideoFault is raised.
     """
     try:
-        return Pictures(to_jpegs(_decode_again(row, sampling, objects, roots).frames))
+        return Pictures(encode_jpegs(_decode_again(row, sampling, objects, roots).frames))
     except VideoFault as fault:
         is_unread = fault.fault_class in ("io", "policy")
         return Pictures([], fault.message if is_unread else f"decoding failed: {fault}")
 
 
-def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects, roots: Roots) -> DecodedVideo:
+def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: S3Objects, roots: Roots) -> DecodedVideo:
     """Decode the source of a row again, with the default decoder, to small frames.
 
     Raises:
@@ -73,12 +73,15 @@ def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects, r
     """
     request = DecodeRequest(
         path=row["uri"],
-        sampling=_sampling(sampling),
-        preprocessor=Thumbnails(_width(len(row["frame_indices"]))),
+        sampling=_make_sampling(sampling),
+        preprocessor=Thumbnails(_choose_picture_width(len(row["frame_indices"]))),
         start_s=row["start_s"],
         end_s=row["end_s"],
     )  # with the default decoder: a row must not select code to run here
-    with prepare_unchanged_source(row, objects, fetch_again(row, objects, roots)) as source, DecodeSandbox() as sandbox:
+    with (
+        prepare_unchanged_source(row, objects, make_member_fetcher(row, objects, roots)) as source,
+        DecodeSandbox() as sandbox,
+    ):
         video = source.decode(sandbox, request)
     if video.record["source_hash"] != row["source_hash"]:
         raise ReplacedSource("the source file has changed since: its hash is another one")
@@ -87,7 +90,7 @@ def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects, r
     return video
 
 
-def _sampling(settings: SamplingIdentity) -> Sampling:
+def _make_sampling(settings: SamplingIdentity) -> Sampling:
     """Make the sampling that a cache's identity describes. Raises VideoFault for invalid settings."""
     try:
         options = {name: value for name, value in settings.items() if name != "time_rule"}
@@ -96,18 +99,18 @@ def _sampling(settings: SamplingIdentity) -> Sampling:
         raise VideoFault("io", f"the cache does not say how frames were sampled: {error}") from error
 
 
-def _width(n_frames: int) -> int:
+def _choose_picture_width(n_frames: int) -> int:
     """Return the width in pixels of pictures; more frames get smaller pictures."""
     return next((width for limit, width in _WIDTHS if n_frames <= limit), _MIN_WIDTH)
 
 
-def shrink(frames: Frames, size: tuple[int, int]) -> Frames:
+def shrink_frames(frames: Frames, size: tuple[int, int]) -> Frames:
     """Shrink [T,H,W,3] frames for a page: [T,h,w,3] uint8 in the shape of their source, (height, width) ``size``."""
-    target = Thumbnails(_width(len(frames))).target_size(len(frames), *size)
+    target = Thumbnails(_choose_picture_width(len(frames))).target_size(len(frames), *size)
     return resize_frames(frames, target).numpy()
 
 
-def to_jpegs(frames: Frames) -> list[bytes]:
+def encode_jpegs(frames: Frames) -> list[bytes]:
     """Encode [T,h,w,3] uint8 RGB frames as T JPEG files."""
     encoder = av.CodecContext.create("mjpeg", "w")
     encoder.height, encoder.width = frames.shape[1:3]

@@ -16,14 +16,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cache.header import HEADER, fingerprint
+from pipeline.cache.header import HEADER, compute_fingerprint
 from pipeline.cache.live import Ledger
 from pipeline.cache.reader import TokenCache
 from pipeline.console import clean_line
 from pipeline.errors import CorruptShard, NotACache
-from pipeline.runner.claim import Holder, describe_holder, find_holder
+from pipeline.runner.claim import ClaimNote, describe_holder, find_holder
 from pipeline.runner.progress import Progress
-from pipeline.runner.run_record import RUNS, RunRecord, now
+from pipeline.runner.run_record import RUNS, RunRecord, format_now
 from pipeline.storage.stores import Store
 
 # Seconds between two looks at a folder, and at an object store, where a look costs requests.
@@ -85,7 +85,7 @@ class RunProgress:
         return f"{where} {self.status} after {self.seconds:.0f} s: {counts}{why}"
 
 
-def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
+def find_latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
     """Return the progress of the run that is writing to the cache, otherwise of the newest run; None without one.
 
     A writing run without a record yet is "starting". Commands that record no progress, such as jobs.remove, are
@@ -105,13 +105,13 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
         try:
             record = json.loads(store.read(name))
             if "videos" in record or "status" not in record:  # jobs.remove and similar commands record no progress
-                return _progress(ledger, record, note)
+                return _make_run_progress(ledger, record, note)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptShard(f"{store}/{name}: not a record of a run; remove it") from error
     return None
 
 
-def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProgress:
+def _make_run_progress(ledger: Ledger, record: RunRecord, note: ClaimNote | None) -> RunProgress:
     """Make the progress of a run from its rows, its record, and its note while it writes.
 
     A damaged record raises KeyError, TypeError or ValueError.
@@ -121,7 +121,7 @@ def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProg
     """
     n_done, n_failed = ledger.count_run_rows(record["run_id"])
     status = "gone" if record["status"] == "running" and not note else record["status"]
-    until = datetime.fromisoformat(record.get("ended") or now())
+    until = datetime.fromisoformat(record.get("ended") or format_now())
     if status == "running" and note and "seconds" in note:  # by the clock of the run's host
         until = datetime.fromisoformat(note["since"]) + timedelta(seconds=note["seconds"])
     seconds = (until - datetime.fromisoformat(record["started"])).total_seconds()
@@ -183,7 +183,7 @@ def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> 
     is_terminal = console.is_terminal
     every_s = every_s or (_LOCAL_S if is_terminal and cache.store.folder is not None else _STORE_S)
     with Live(console=console, auto_refresh=False) if is_terminal else nullcontext() as live:
-        for run, rate in looks(cache.store, fingerprint(cache.identity), every_s):
+        for run, rate in iter_run_progress(cache.store, compute_fingerprint(cache.identity), every_s):
             if live is not None:
                 live.update(_render(run, rate), refresh=True)
                 continue
@@ -194,7 +194,7 @@ def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> 
     return run
 
 
-def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunProgress, float]]:
+def iter_run_progress(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunProgress, float]]:
     """Yield (latest run, videos per second) every ``every_s`` seconds until the run has ended.
 
     The rate is that of the last minute; at the first look it is the average since the run's start. Nothing is yielded
@@ -202,7 +202,7 @@ def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunPro
     """
     ledger = Ledger(store, made_with)
     recent = deque[tuple[float, int]]()
-    while (run := latest_run(store, ledger.refresh())) is not None:
+    while (run := find_latest_run(store, ledger.refresh())) is not None:
         at = time.monotonic()
         recent.append((at, run.n_done))
         while at - recent[0][0] > _RECENT_S and len(recent) > 2:

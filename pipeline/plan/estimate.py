@@ -19,11 +19,11 @@ class Interval(NamedTuple):
     high: float
 
     @classmethod
-    def exactly(cls, value: float) -> Interval:
+    def from_value(cls, value: float) -> Interval:
         """Return an interval without a range."""
         return cls(value, value, value)
 
-    def scaled(self, factor: float) -> Interval:
+    def scale_by(self, factor: float) -> Interval:
         """Multiply the interval by ``factor``, which must not be negative."""
         return Interval(*(factor * end for end in self))
 
@@ -32,22 +32,22 @@ class Interval(NamedTuple):
         return Interval(*(1 / end for end in reversed(self)))
 
 
-NONE = Interval.exactly(0.0)
+NONE = Interval.from_value(0.0)
 
 
-def spread(function: Callable[..., float], *parts: Interval) -> Interval:
+def map_intervals(function: Callable[..., float], *parts: Interval) -> Interval:
     """Compute an increasing function of intervals at all low, all expected and all high values."""
     return Interval(*(function(*ends) for ends in zip(*parts, strict=True)))
 
 
-def product(*parts: Interval) -> Interval:
+def multiply_intervals(*parts: Interval) -> Interval:
     """Multiply intervals that are not negative."""
-    return spread(lambda *ends: math.prod(ends), *parts)
+    return map_intervals(lambda *ends: math.prod(ends), *parts)
 
 
-def total(*parts: Interval) -> Interval:
+def add_intervals(*parts: Interval) -> Interval:
     """Add intervals."""
-    return spread(lambda *ends: math.fsum(ends), *parts)
+    return map_intervals(lambda *ends: math.fsum(ends), *parts)
 
 
 def estimate_mean(values: Sequence[float], population: int) -> Interval:
@@ -160,9 +160,9 @@ class Cluster(NamedTuple):
             utilisation: share of a GPU's peak that the encoder reaches.
         """
         if self.gpu_type is None:
-            return product(flops, _CPU_PEAK.inverse())
-        per_operation = utilisation.scaled(GPU_TYPES[self.gpu_type].peak).inverse()
-        return total(product(flops, per_operation), _PRUNE_DELAY_S)
+            return multiply_intervals(flops, _CPU_PEAK.inverse())
+        per_operation = utilisation.scale_by(GPU_TYPES[self.gpu_type].peak).inverse()
+        return add_intervals(multiply_intervals(flops, per_operation), _PRUNE_DELAY_S)
 
 
 class Prices(NamedTuple):
@@ -234,17 +234,17 @@ class RunEstimate:
     def as_record(self) -> dict[str, Json]:
         """Return the fields as a mapping for JSON; intervals and the cluster become mappings too."""
 
-        def converted(value: object) -> Json:
+        def convert_value(value: object) -> Json:
             if isinstance(value, Interval | Cluster):
                 value = value._asdict()
             if isinstance(value, Mapping):
-                return {str(name): converted(item) for name, item in value.items()}
+                return {str(name): convert_value(item) for name, item in value.items()}
             return list(value) if isinstance(value, tuple) else value  # type: ignore[return-value]
 
-        return {name: converted(value) for name, value in vars(self).items()}
+        return {name: convert_value(value) for name, value in vars(self).items()}
 
 
-def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str, ...] = ()) -> RunEstimate:
+def estimate_run(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str, ...] = ()) -> RunEstimate:
     """Estimate a run of this work on this cluster.
 
     Unreadable videos cost decoding, but no encoding or output. Without GPUs, encoding shares the cores with decoding.
@@ -254,24 +254,24 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
     n_good = work.videos * (1 - work.failed)
     # Videos per batch, as pipeline.prune.resources plans them.
     videos_per_batch = int(max(1.0, min(32.0, 64 * 2**20 / max(1.0, work.frame_bytes.expected))))
-    host_s = spread(
+    host_s = map_intervals(
         lambda size: _HOST_S + _HOST_S_PER_BYTE * size + _HOST_S_PER_BUNDLE / videos_per_batch, work.frame_bytes
     )
-    driver_s = _WAITING.scaled(n * (_DRIVER_S + _DRIVER_S_PER_BUNDLE / videos_per_batch))
-    cpus_s = total(work.decode_s, product(host_s, _WAITING)).scaled(n / cluster.cores)
+    driver_s = _WAITING.scale_by(n * (_DRIVER_S + _DRIVER_S_PER_BUNDLE / videos_per_batch))
+    cpus_s = add_intervals(work.decode_s, multiply_intervals(host_s, _WAITING)).scale_by(n / cluster.cores)
     encode_s = NONE if work.encode_s is None else work.encode_s
-    encode = encode_s.scaled(n_good)
-    output = work.output_bytes.scaled(n_good)
+    encode = encode_s.scale_by(n_good)
+    output = work.output_bytes.scale_by(n_good)
     known = work.encode_s is not None
     if cluster.gpus or not known:
-        stages = {"decode": cpus_s, "encode": encode.scaled(1 / (cluster.gpus or cluster.cores)), "driver": driver_s}
+        stages = {"decode": cpus_s, "encode": encode.scale_by(1 / (cluster.gpus or cluster.cores)), "driver": driver_s}
     else:  # decoders and encoders share the cores
-        stages = {"cpus": total(cpus_s, encode.scaled(1 / cluster.cores)), "driver": driver_s}
-    running = product(spread(max, *stages.values()), _LOSS)
+        stages = {"cpus": add_intervals(cpus_s, encode.scale_by(1 / cluster.cores)), "driver": driver_s}
+    running = multiply_intervals(map_intervals(max, *stages.values()), _LOSS)
     # No other video overlaps the first one.
-    wall = total(cluster.start_s, work.decode_s, encode_s, running) if n else NONE
+    wall = add_intervals(cluster.start_s, work.decode_s, encode_s, running) if n else NONE
     slowest = max(stages, key=lambda name: stages[name].expected) if n else "nothing"
-    cost = _cost(n, prices, cluster, wall, output)
+    cost = _compute_cost(n, prices, cluster, wall, output)
     if "total" not in cost:
         notes = (*notes, "the cost is not known: give --price gpu-hour=X, or core-hour=X for CPUs")
     elif cluster.gpus and prices.gpu_hour is None:
@@ -280,22 +280,22 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
         videos=n,
         failed_share=work.failed,
         wall_s=wall,
-        decode_core_s=work.decode_s.scaled(n),
+        decode_core_s=work.decode_s.scale_by(n),
         encode_core_s=NONE if cluster.gpus else encode if known else None,
         gpu_s=NONE if not cluster.gpus else encode if known else None,
         output_bytes=output,
-        input_bytes=work.input_bytes and work.input_bytes.scaled(n),
-        video_s=work.video_s and work.video_s.scaled(n_good),
+        input_bytes=work.input_bytes and work.input_bytes.scale_by(n),
+        video_s=work.video_s and work.video_s.scale_by(n_good),
         stage_s={name: None if name == "encode" and not known else interval for name, interval in stages.items()},
         bottleneck=slowest,
-        remedy=_remedy(slowest, cluster, stages),
+        remedy=_suggest_remedy(slowest, cluster, stages),
         cost=cost or None,
         cluster=cluster,
         notes=(*work.notes, *notes),
     )
 
 
-def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> str:
+def _suggest_remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> str:
     """Describe how many more cores, GPUs or drivers would make the bottleneck as fast as the next slowest stage.
 
     For "cpus" it is "more cores, or a GPU", without a number.
@@ -317,7 +317,9 @@ def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> s
     return f"{drivers} drivers, each with --shard I/{drivers} --join, {until}"
 
 
-def _cost(videos: int, prices: Prices, cluster: Cluster, wall: Interval, output: Interval) -> dict[str, Interval]:
+def _compute_cost(
+    videos: int, prices: Prices, cluster: Cluster, wall: Interval, output: Interval
+) -> dict[str, Interval]:
     """Return "total", "per_1000_videos" and "storage_a_month", as far as prices are given.
 
     All GPUs and cores that have a price are paid for the whole wall time.
@@ -325,14 +327,14 @@ def _cost(videos: int, prices: Prices, cluster: Cluster, wall: Interval, output:
     cost = {}
     prices_by_count = (cluster.gpus, prices.gpu_hour), (cluster.cores, prices.core_hour)
     if hourly := sum(number * price for number, price in prices_by_count if price is not None):
-        cost["total"] = wall.scaled(hourly / HOUR)
-        cost["per_1000_videos"] = cost["total"].scaled(1000 / max(1, videos))
+        cost["total"] = wall.scale_by(hourly / HOUR)
+        cost["per_1000_videos"] = cost["total"].scale_by(1000 / max(1, videos))
     if prices.gb_month is not None:
-        cost["storage_a_month"] = output.scaled(prices.gb_month / 1e9)
+        cost["storage_a_month"] = output.scale_by(prices.gb_month / 1e9)
     return cost
 
 
-def decode_seconds(seconds: float, width: int, height: int, n_frames: int) -> Interval:
+def estimate_decode_seconds(seconds: float, width: int, height: int, n_frames: int) -> Interval:
     """Estimate the core-seconds of decoding ``n_frames`` frames of an unknown video at 30 frames per second.
 
     The frames are evenly spread. Between two keyframes, pictures are decoded up to the last chosen frame.
@@ -340,8 +342,8 @@ def decode_seconds(seconds: float, width: int, height: int, n_frames: int) -> In
     pictures = max(float(n_frames), seconds * _VIDEO_FPS)
     distance = pictures / n_frames
 
-    def decoded(keyframes: float, codec: float) -> float:
+    def compute_decode_s(keyframes: float, codec: float) -> float:
         n_decoded = pictures * (1 - distance / (2 * keyframes)) if distance < keyframes else n_frames * keyframes / 2
         return codec * width * height * (n_decoded * _DECODE_S_PER_PIXEL + n_frames * _CONVERT_S_PER_PIXEL)
 
-    return spread(decoded, _KEYFRAME_DISTANCE, _CODEC_FACTOR)
+    return map_intervals(compute_decode_s, _KEYFRAME_DISTANCE, _CODEC_FACTOR)

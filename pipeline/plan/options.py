@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from pipeline.errors import UsageError
-from pipeline.options import RunOptions, check, named_values, option, positive
+from pipeline.options import RunOptions, check, is_positive, option, parse_named_values
 from pipeline.plan.estimate import GPU_TYPES, Prices
 
 _FULL_HD = "1920x1080"
@@ -53,13 +53,13 @@ class PlanOptions(RunOptions):
             UsageError: a name is unknown, or a value is not a positive number.
         """
         prices: dict[str, float] = {}
-        for name, text in named_values(self.price, "--price").items():
+        for name, text in parse_named_values(self.price, "--price").items():
             check(name in Prices._fields, "price", "of a gpu-hour, a core-hour or a gb-month", name.replace("_", "-"))
             try:
                 prices[name] = float(text)
             except ValueError as error:
                 raise UsageError(f"--price {name.replace('_', '-')}={text}: it is not a number") from error
-            check(positive(prices[name]), "price", "a positive number", text)
+            check(is_positive(prices[name]), "price", "a positive number", text)
         return Prices(**prices)
 
     def pixels(self) -> tuple[int, int]:
@@ -81,7 +81,7 @@ class PlanOptions(RunOptions):
                 raise UsageError(f"--{name.removeprefix('corpus_').replace('_', '-')} goes with --plan")
         for name in ("decode_cores", "probe", "seconds"):
             value = getattr(self, name)
-            check(value is None or positive(value), name, "a positive number", value)
+            check(value is None or is_positive(value), name, "a positive number", value)
         check(self.gpus is None or self.gpus >= 0, "gpus", "at least 0", self.gpus)
         check(self.gpu_type in (None, *GPU_TYPES), "gpu_type", f"one of {', '.join(GPU_TYPES)}", self.gpu_type)
         if self.gpu_type is not None and self.gpus == 0:

@@ -16,7 +16,7 @@ _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0.0, "bytes"))
 _UNKNOWN = "not known for this model; time and cost are without it"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number with up to four decimals, about three significant digits: "1,234", "12.3", "0.05"."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
@@ -26,18 +26,18 @@ def number(value: float) -> str:
 def format_time(seconds: float) -> str:
     """Format seconds in the largest unit (days to seconds) of which there are at least two."""
     unit, name = next((unit, name) for least, unit, name in _TIMES if seconds >= least)
-    return f"{number(seconds / unit)} {name}"
+    return f"{format_number(seconds / unit)} {name}"
 
 
 def format_bytes(size: float) -> str:
     """Format bytes in the largest decimal unit that fits, up to TB."""
     unit, name = next((unit or 1.0, name) for unit, name in _BYTES if size >= unit)
-    return f"{number(size / unit)} {name}"
+    return f"{format_number(size / unit)} {name}"
 
 
-def hours(seconds: float) -> str:
+def format_hours(seconds: float) -> str:
     """Format seconds as hours; below half an hour, in minutes or seconds."""
-    return f"{number(seconds / HOUR)} h" if seconds >= HOUR / 2 else format_time(seconds)
+    return f"{format_number(seconds / HOUR)} h" if seconds >= HOUR / 2 else format_time(seconds)
 
 
 def format_range(part: Interval, text: Callable[[float], str]) -> str:
@@ -51,7 +51,8 @@ def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
     failed_note = f", of which {100 * plan.failed_share:.3g} % fail as in the sample" if plan.failed_share else ""
     yield (
         "videos",
-        f"{plan.videos:,}{failed_note}" + (f", {format_range(plan.video_s, hours)} of video" if plan.video_s else ""),
+        f"{plan.videos:,}{failed_note}"
+        + (f", {format_range(plan.video_s, format_hours)} of video" if plan.video_s else ""),
     )
     gpus, kind, cores = plan.cluster
     yield "cluster", f"{gpus} x {kind}, {cores:g} vCPUs" if gpus else f"{cores:g} vCPUs, no GPU"
@@ -59,14 +60,14 @@ def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
     yield "bottleneck", f"{plan.bottleneck}; what removes it: {plan.remedy}"
     for name, interval in plan.stage_s.items():
         yield f"  {name} alone", "not known" if interval is None else format_range(interval, format_time)
-    yield "decode", f"{format_range(plan.decode_core_s, hours)} of a core"
+    yield "decode", f"{format_range(plan.decode_core_s, format_hours)} of a core"
     encode, unit = (plan.gpu_s, "GPU") if gpus else (plan.encode_core_s, "core")
-    yield "encode", _UNKNOWN if encode is None else f"{format_range(encode, hours)} of a {unit}"
+    yield "encode", _UNKNOWN if encode is None else f"{format_range(encode, format_hours)} of a {unit}"
     yield "output", format_range(plan.output_bytes, format_bytes)
     if plan.input_bytes is not None:
         yield "input", f"{format_range(plan.input_bytes, format_bytes)} of video files are read"
     for name, interval in (plan.cost or {}).items():
-        yield f"cost, {name.replace('_', ' ')}", format_range(interval, number)
+        yield f"cost, {name.replace('_', ' ')}", format_range(interval, format_number)
 
 
 def render_plan(plan: RunEstimate) -> RenderableType:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.inputs.named_videos import TODO_SCHEMA
-from pipeline.rows import VideoRecord, without_nulls
+from pipeline.rows import VideoRecord, drop_nulls
 
 BYTES = pa.large_binary()
 CELLS = pa.list_(BYTES)
@@ -34,10 +34,10 @@ _ARRAYS: Mapping[str, type[np.generic]] = {
 }
 
 #: The schema of a decode task: the rows of the videos that one call decodes, in one cell.
-UNIT = pa.schema([pa.field("videos", BYTES)])
+TASK_SCHEMA = pa.schema([pa.field("videos", BYTES)])
 #: The schema of a batch of videos between two stages. ``deepstack`` and ``evidence`` list the arrays of all videos one
 #: after the other; ``layout`` has the result of ``_measure_widths`` for each video.
-BUNDLE = pa.schema(
+BATCH_SCHEMA = pa.schema(
     [
         pa.field("records", BYTES),
         pa.field("layout", BYTES),
@@ -51,7 +51,7 @@ WRITTEN_SCHEMA = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA]
 def pack_task(todo: pa.Table) -> pa.Table:
     """Pack rows of videos (TODO_SCHEMA, at least one) into one row of UNIT."""
     (batch,) = todo.combine_chunks().to_batches()
-    return pa.table([pa.array([batch.serialize().to_pybytes()], BYTES)], schema=UNIT)
+    return pa.table([pa.array([batch.serialize().to_pybytes()], BYTES)], schema=TASK_SCHEMA)
 
 
 def unpack_task(unit: pa.Table) -> pa.RecordBatch:
@@ -78,16 +78,18 @@ def pack(videos: Sequence[VideoItem]) -> pa.Table:
     ]
     records = [video.record for video in videos]
     _refuse_unknown(records)
-    return pa.table([_pack_json(records), _pack_json(layout), *map(_pack_cells, columns)], schema=BUNDLE)
+    return pa.table([_pack_json(records), _pack_json(layout), *map(_pack_cells, columns)], schema=BATCH_SCHEMA)
 
 
-def unpack(bundle: pa.Table) -> list[VideoItem]:
+def unpack_batch(bundle: pa.Table) -> list[VideoItem]:
     """Return the videos in a row of BUNDLE, in the order in which they were packed.
 
     Their arrays are read-only views into the row. ``frames`` is flat: ``VideoItem.reshape_frames`` restores its shape.
     ``frames`` and ``kept`` are None where the packed video had none.
     """
-    columns = {name: bundle[name].chunk(0).flatten() for name in BUNDLE.names if name not in ("records", "layout")}
+    columns = {
+        name: bundle[name].chunk(0).flatten() for name in BATCH_SCHEMA.names if name not in ("records", "layout")
+    }
     next_level = count()  # the cells of deepstack levels and evidence are consecutive over all videos
     next_label = count()
     videos = []
@@ -115,7 +117,7 @@ def pack_written(rows: Sequence[VideoRecord]) -> pa.Table:
 
 def unpack_failed(rows: pa.Table) -> list[VideoRecord]:
     """Return the records of the rows of WRITTEN_SCHEMA whose status is not "ok", without null values."""
-    return [without_nulls(row, VideoRecord) for row in rows.filter(pc.not_equal(rows["status"], "ok")).to_pylist()]
+    return [drop_nulls(row, VideoRecord) for row in rows.filter(pc.not_equal(rows["status"], "ok")).to_pylist()]
 
 
 def _measure_widths(tokens: KeptTokens) -> tuple[int, list[int], dict[str, int]]:

@@ -75,7 +75,7 @@ class CommittedVideos:
             new_failures = [row for row in failed_records if (row["video_id"], row["attempts"]) in new_attempts]
             self._count(rows.filter(pa.array(is_new)), new_failures)
         self._record_shards(set(map(parse_shard_id, ok_rows["token_shard"].to_pylist())))
-        self._table.merge_some()
+        self._table.merge_occasionally()
         for video_id in ok_rows["video_id"].to_pylist():
             self.failed.pop(video_id, None)
         self.failed |= _list_attempts(failed_records)

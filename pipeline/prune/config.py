@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from gstep.methods import VIDEO_METHODS
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.errors import UsageError
-from pipeline.options import DTYPES, PrunerOptions, check, check_ratio, option, positive
+from pipeline.options import DTYPES, PrunerOptions, check, check_ratio, is_positive, option
 from pipeline.plan.options import PlanOptions
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         more = f" and {len(self.videos) - 1} more" if len(self.videos) > 1 else ""
         return f"{self.videos[0]}{more}"
 
-    def clip_names(self) -> tuple[str, str] | None:
+    def parse_clip_names(self) -> tuple[str, str] | None:
         """Parse ``--clips-from``, two names with a comma between them (otherwise UsageError); None without it."""
         if self.clips_from is None:
             return None
@@ -248,11 +248,11 @@ class PruneConfig(PlanOptions, PrunerOptions):
         check(len(names) == 2 and all(names), "clips-from", "START,END: two names", self.clips_from)
         return names[0], names[1]
 
-    def archive_options(self) -> ArchiveOptions:
+    def make_archive_options(self) -> ArchiveOptions:
         """Return the options for reading archives and tables."""
         from pipeline.inputs.archive import ArchiveOptions  # noqa: PLC0415 - Arrow loads after the flags are checked
 
-        return ArchiveOptions(self.column, self.clip_names(), self.zip_encoding)
+        return ArchiveOptions(self.column, self.parse_clip_names(), self.zip_encoding)
 
     def part(self) -> tuple[int, int] | None:
         """Parse ``--shard I/N`` into (I, N); None without it. Raises UsageError unless 0 <= I < N."""
@@ -281,7 +281,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
             object.__setattr__(self, "videos", [self.videos])
         self.part()
         self._check_plan()
-        self.clip_names()
+        self.parse_clip_names()
         if self.zip_encoding is not None:
             check(_is_encoding(self.zip_encoding), "zip_encoding", "an encoding that Python knows", self.zip_encoding)
         check(not self.index or self.dry_run, "index", "given with --dry-run", self.index)
@@ -298,17 +298,17 @@ class PruneConfig(PlanOptions, PrunerOptions):
             check(value is None or value >= 1, name, "at least 1", value)
         for name in ("target_shard_mb", "decode_memory", "fetch_memory"):
             check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        check(positive(self.decode_timeout), "decode_timeout", "a positive number of seconds", self.decode_timeout)
+        check(is_positive(self.decode_timeout), "decode_timeout", "a positive number of seconds", self.decode_timeout)
         if self.stall_timeout <= self.decode_timeout:
             raise UsageError(
                 f"--stall-timeout {self.stall_timeout:g} must be longer than --decode-timeout {self.decode_timeout:g}: "
                 "one video may take that long"
             )
-        check(self.max_hours is None or positive(self.max_hours), "max_hours", "a positive number", self.max_hours)
+        check(self.max_hours is None or is_positive(self.max_hours), "max_hours", "a positive number", self.max_hours)
         check_ratio("retention_ratio", self.retention_ratio)
-        check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
+        check(self.fps is None or is_positive(self.fps), "fps", "a positive number", self.fps)
         snap = self.snap_to_keyframes
-        check(snap is None or positive(snap), "snap_to_keyframes", "a positive number of seconds", snap)
+        check(snap is None or is_positive(snap), "snap_to_keyframes", "a positive number of seconds", snap)
         if self.fps is not None and self.num_frames is not None:
             raise UsageError("--num-frames and --fps are two ways of sampling: give one of them")
         if self.fps is not None and self.frame_rule != "truncate":

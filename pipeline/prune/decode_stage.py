@@ -24,14 +24,14 @@ from pipeline.cache.writer import VideoItem
 from pipeline.errors import FaultClass, UsageError, VideoFault
 from pipeline.inputs.forms import OpenArchives
 from pipeline.prune.batches import pack, unpack_task
-from pipeline.rows import VIDEO_COLUMNS, TodoRow, VideoRecord, failed_video, may_succeed_elsewhere, without_nulls
+from pipeline.rows import VIDEO_COLUMNS, TodoRow, VideoRecord, drop_nulls, make_failed_video, may_succeed_elsewhere
 from pipeline.runner.worker_heartbeat import Heartbeat, ItemsInHand
 from pipeline.storage.hub import is_remote
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.decoders import find_installed_version
-from pipeline.video.frame_folders import source_bytes
+from pipeline.video.frame_folders import count_source_bytes
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import Source, prepare_source
@@ -53,18 +53,18 @@ class DecodeSetup:
     decoder: str = "auto"
     timeout_s: float = 120.0
     memory_mb: int = 4096
-    objects: Objects = field(default_factory=Objects)
+    objects: S3Objects = field(default_factory=S3Objects)
     fetch_mb: int = 2048
 
-    def largest_frames(self) -> tuple[int, int, int]:
+    def plan_largest_frames(self) -> tuple[int, int, int]:
         """Return (frames, height, width) of a video of maximum length, in full HD or the largest size the model takes.
 
         Raises UnsupportedVideo if the model takes no standard size.
         """
         return plan_video(self.preprocessor, self.sampling.num_frames or self.sampling.max_frames or 0).shape
 
-    def typical_frames(self) -> tuple[int, int, int]:
-        """Return the shape of ``largest_frames`` for a video of typical length: with ``fps``, at most 32 frames."""
+    def plan_typical_frames(self) -> tuple[int, int, int]:
+        """Return the shape that ``plan_largest_frames`` gives for a typical video: with ``fps``, at most 32 frames."""
         frames = self.sampling.num_frames or min(self.sampling.max_frames or 0, _USUAL_FRAMES)
         return plan_video(self.preprocessor, frames).shape
 
@@ -145,7 +145,7 @@ class VideoDecoder:
         Remote files and members of archives, of at most ``fetch_mb``, are fetched into memory. An error is not raised,
         but becomes the ``fault`` of the source. A row with a policy or a known fault gets it without a read.
         """
-        location = _locate(row)
+        location = _parse_location(row)
         if row["policy"]:
             return Source(location, VideoFault("policy", row["policy"]))
         if row["fault"]:
@@ -156,10 +156,10 @@ class VideoDecoder:
 
     def open_archives(self, rows: Iterable[TodoRow]) -> OpenArchives:
         """Return a reader of the archives that contain videos of these rows. Close it after use."""
-        locations = [_locate(row) for row in rows if not (row["policy"] or row["fault"])]
+        locations = [_parse_location(row) for row in rows if not (row["policy"] or row["fault"])]
         return OpenArchives(self._setup.objects, locations)
 
-    def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
+    def decode_row(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
         """Decode the video of an opened source, and set ``cpu_s`` if that succeeds. The source stays open.
 
         Returns:
@@ -168,14 +168,14 @@ class VideoDecoder:
         """
         start = time.perf_counter() - self._sandbox.starting_s
         setup = self._setup
-        record = _first_record(row, source)
+        record = _make_first_record(row, source)
         clip = (row["start_s"], row["end_s"])
         kind = setup.sampling, setup.preprocessor
         request = DecodeRequest(row["uri"], *kind, *clip, setup.decoder)
         try:
             video = source.decode(self._sandbox, request)
         except VideoFault as fault:
-            failed_record = failed_video(record, fault)
+            failed_record = make_failed_video(record, fault)
             if (version := find_installed_version(fault.backend)) is not None:
                 failed_record["backend_version"] = version
             if not row["policy"] and (size := _find_size(source.location)) is not None:
@@ -200,7 +200,7 @@ def decode_sample(
     with closing(VideoDecoder(setup)) as decoder, decoder.open_archives(rows) as archives:
         for row in rows:
             with decoder.open(row, archives) as source:
-                record, frames = decoder.decode_one(row, source)
+                record, frames = decoder.decode_row(row, source)
             on_core = frames is not None and setup.decoder != "nvdec"
             yield record, frames, decoder.cpu_s if on_core else record["decode_s"]
 
@@ -246,7 +246,7 @@ class Decoder:
         with self._decoder.open_archives(rows) as archives:
             for start in range(0, len(rows), self._videos_per_bundle):
                 batch = rows[start : start + self._videos_per_bundle]
-                with self._heartbeat.holding(*(row["video_id"] for row in batch)) as items:
+                with self._heartbeat.hold_items(*(row["video_id"] for row in batch)) as items:
                     packed = pack([self._decode_reported(row, items, archives) for row in batch])
                 yield packed
 
@@ -254,23 +254,23 @@ class Decoder:
         """Decode one video, and report its outcome to the heartbeat."""
         self._heartbeat.wait_while_excluded()
         with self._decoder.open(row, archives) as source, self._decoding:
-            record, frames = self._decoder.decode_one(row, source)
+            record, frames = self._decoder.decode_row(row, source)
         items.release(may_succeed_elsewhere(record), is_result=frames is not None, fault=record.get("error_class"))
         return VideoItem(record, frames=frames)
 
 
-def _locate(row: TodoRow) -> Location:
+def _parse_location(row: TodoRow) -> Location:
     """Return the location of a row's video."""
     return Location.parse(row["uri"], row["source_offset"], row["size"], row["mark"])
 
 
-def _first_record(row: TodoRow, source: Source) -> VideoRecord:
+def _make_first_record(row: TodoRow, source: Source) -> VideoRecord:
     """Return the record of a video before decoding: the row's non-null columns of the videos table, and status "ok"."""
     columns = {name: value for name, value in row.items() if name in VIDEO_COLUMNS}
     columns["source_mark"] = source.location.mark
     if source.location.member is not None:
         columns["source_shard"] = source.location.file
-    return without_nulls({"status": "ok", **columns}, VideoRecord)
+    return drop_nulls({"status": "ok", **columns}, VideoRecord)
 
 
 def _find_size(location: Location) -> int | None:
@@ -281,7 +281,7 @@ def _find_size(location: Location) -> int | None:
     if is_remote(location.file) or location.member is not None:
         return location.size
     try:
-        return source_bytes(location.file)
+        return count_source_bytes(location.file)
     except (OSError, ValueError):
         return None
 
@@ -293,7 +293,7 @@ def make_decoding_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
         attempts: the number of this attempt over all runs. A second try by the sandbox adds one to it.
     """
     return {
-        **without_nulls(video.record, VideoRecord),
+        **drop_nulls(video.record, VideoRecord),
         "attempts": attempts + video.attempts - 1,
         "frame_indices": video.frame_indices.tolist(),
         "timestamps": video.timestamps.tolist(),

@@ -13,19 +13,19 @@ from rich.text import Text
 from gstep.backbones import family_of
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
-from pipeline.errors import CacheLocked, UsageError, format_count, store_usage_errors, usage_errors
+from pipeline.errors import CacheLocked, UsageError, convert_store_usage_errors, convert_usage_errors, format_count
 from pipeline.inputs.left_out import format_left_out
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import PlannedVideo, plan_video
 from pipeline.prune.frame_limits import describe_future_limits, describe_sampling, plan_frames
-from pipeline.prune.manifest_checks import Example, ListCheck, check_list
+from pipeline.prune.manifest_checks import ListCheck, ProblemExample, check_list
 from pipeline.prune.model_checks import check_model
-from pipeline.prune.recipe import Recipe, sampling_settings
+from pipeline.prune.recipe import Recipe, make_sampling_identity
 from pipeline.prune.request import check_request
 from pipeline.prune.resume import ManifestCounts
 from pipeline.rows import JsonObject
 from pipeline.runner.claim import describe_holder, find_holder
-from pipeline.runner.run_record import new_run_id
+from pipeline.runner.run_record import make_run_id
 from pipeline.storage.stores import Store
 
 _MAX_EXAMPLES = 5  # ids that the report lists
@@ -60,7 +60,7 @@ class Forecast:
     out: str
     tally: ManifestCounts
     n_todo: int
-    doomed: dict[str, Example]
+    doomed: dict[str, ProblemExample]
     first_ids: list[str]
     identity: CacheIdentity
     grid: tuple[int, int]
@@ -98,17 +98,17 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
     request = check_request(config, console)
     store = request.store
     recipe = request.recipe
-    with store_usage_errors():
+    with convert_store_usage_errors():
         if not config.join and (holder := find_holder(store)):
             raise CacheLocked(f"{store}: another run writes here: {describe_holder(holder)}")
         _check_writable(store)
-        _, todo = request.select_todo(new_run_id())
+        _, todo = request.select_todo(make_run_id())
     rows = todo.list_todo()
     sampling = recipe.sampling
     preprocessor = family_of(recipe.source).preprocessor()
     video, grid, kept, video_bytes = _measure_video(recipe, sampling.num_frames or sampling.max_frames or 0)
     minute, (T, N), minute_kept, minute_bytes = _measure_video(recipe, plan_frames(sampling, 60))
-    with usage_errors():
+    with convert_usage_errors():
         checks = check_model(recipe)
     list_check = check_list(rows)
     left_out = request.videos.indexes.left_out
@@ -128,12 +128,15 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
         minute_size=minute.size_text,
         one_size=sampling.fps is None and preprocessor.target_size(video.shape[0], 240, 240) == video.shape[1:],
         is_exact=recipe.pruner.exact,
-        frames=[describe_sampling(settings := sampling_settings(sampling)), *describe_future_limits(settings, rows)],
+        frames=[
+            describe_sampling(settings := make_sampling_identity(sampling)),
+            *describe_future_limits(settings, rows),
+        ],
         files=list(_describe_files(list_check)),
         checks=checks,
         unlisted=[archive.uri for archive in request.videos.unindexed],
         left_out=left_out.counts(),
-        left_out_names=left_out.first_names(),
+        left_out_names=left_out.list_first_names_by_kind(),
     )
 
 
@@ -155,7 +158,7 @@ def _measure_video(recipe: Recipe, n_frames: int) -> tuple[PlannedVideo, tuple[i
     family = family_of(recipe.source)
     video = plan_video(family.preprocessor(), n_frames)
     T, N = family.token_counts(*video.shape)
-    stored_bytes = recipe.encode_setup(recipe.config.device, recipe.dtype).estimate_stored_bytes(*video.shape)
+    stored_bytes = recipe.make_encode_setup(recipe.config.device, recipe.dtype).estimate_stored_bytes(*video.shape)
     return video, (T, N), budget_for(recipe.retention_ratio, T * N), stored_bytes
 
 

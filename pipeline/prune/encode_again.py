@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import ReplacedSource, VideoFault
-from pipeline.inputs.forms import fetch_again
+from pipeline.inputs.forms import make_member_fetcher
 from pipeline.inputs.named_videos import Roots
 from pipeline.options import check_options
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
-from pipeline.rows import VideoRecord, VideoRow, todo_row
+from pipeline.rows import VideoRecord, VideoRow, make_todo_row
 from pipeline.runner.run_record import RUNS, RunRecord
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 from pipeline.video.source import prepare_unchanged_source
 
 
@@ -40,7 +40,7 @@ def read_run_config(cache: TokenCache, run: RunRecord, model: str | None) -> Pru
 
 
 def decode_again(
-    row: VideoRow, decoder: VideoDecoder, objects: Objects, roots: Roots
+    row: VideoRow, decoder: VideoDecoder, objects: S3Objects, roots: Roots
 ) -> tuple[VideoRecord, NDArray[np.uint8]]:
     """Decode a cached video again from its source, and return its record and frames [t,h,w,3].
 
@@ -53,9 +53,9 @@ def decode_again(
         ReplacedSource: the source has another size or hash, or fetching it failed with a fault other than "io".
     """
     where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
-    todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])
-    with prepare_unchanged_source(row, objects, fetch_again(row, objects, roots)) as source:
-        record, frames = decoder.decode_one(todo, source)
+    todo = make_todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])
+    with prepare_unchanged_source(row, objects, make_member_fetcher(row, objects, roots)) as source:
+        record, frames = decoder.decode_row(todo, source)
     if frames is None:
         raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")
     if record["source_hash"] != row["source_hash"]:

@@ -27,14 +27,14 @@ from gstep.backbones.preprocess import as_frames
 from gstep.errors import TooFewFrames, UnsupportedVideo, is_out_of_memory
 from gstep.evidence import get_evidence_name, is_frame_evidence
 from gstep.lazy import pause_garbage_collector
-from pipeline.cache.changed_code import check_code
+from pipeline.cache.changed_code import check_class_code
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.errors import MethodFails, VideoFault
-from pipeline.own_method import prune_or_fault
-from pipeline.prune.batches import pack, unpack
-from pipeline.prune.warm_up import compiled_beside
-from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
+from pipeline.own_method import prune_or_raise_fault
+from pipeline.prune.batches import pack, unpack_batch
+from pipeline.prune.warm_up import compile_meanwhile
+from pipeline.rows import Json, VideoRecord, make_failed_video, may_succeed_elsewhere
 from pipeline.runner.worker_heartbeat import POISON, Heartbeat, ItemsInHand, exit_after_gpu_fault
 from pipeline.runner.worker_reports import describe_crashes
 
@@ -62,7 +62,7 @@ class EncodeSetup:
     tower_hash: str | None = None  # of the source (gstep.checkpoints.tensors), for the rows
     shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos, to compile for
 
-    def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
+    def estimate_video_bytes(self, n_frames: int, height: int, width: int) -> int:
         """Estimate the bytes of a video's kept tokens and evidence in bfloat16."""
         names = tuple(
             get_evidence_name(key, source) for key, source in self.evidence.items()
@@ -73,7 +73,7 @@ class EncodeSetup:
         """Estimate the bytes of a video's kept tokens and evidence in the cache; only tokens are compressed."""
         tokens = self.retention_ratio * family_of(self.source).token_bytes(n_frames, height, width)
         saved_bytes = tokens * (1 - CODECS[self.codec].share)
-        return round(self.bytes_per_video(n_frames, height, width) - saved_bytes)
+        return round(self.estimate_video_bytes(n_frames, height, width) - saved_bytes)
 
     def encoder(self) -> VideoEncoder:
         """Load the vision tower, and return the encoder. Raises ModelError if that fails."""
@@ -81,7 +81,7 @@ class EncodeSetup:
 
 
 @dataclass
-class Turn:
+class DeviceTurn:
     """The time that a video has at the device.
 
     Attributes:
@@ -112,10 +112,10 @@ class VideoEncoder:
         self._setup = setup
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
-        check_code(type(self._pruner), setup.pruner_code)
+        check_class_code(type(self._pruner), setup.pruner_code)
         frame_batch = {} if setup.batch_frames is None else {"frame_batch": setup.batch_frames}
         if backbone is None:
-            with self._compiling():
+            with self._compile_kernels_meanwhile():
                 backbone = family_of(setup.source).load(self._runtime, **frame_batch)
         self.backbone = backbone
         self._runtime_record = self._runtime.describe()
@@ -126,7 +126,7 @@ class VideoEncoder:
             self._copies, self._prunes = (torch.cuda.Stream(self._runtime.device) for _ in range(2))  # type: ignore[no-untyped-call]
             self._pruning = threading.Lock()
 
-    def _compiling(self) -> AbstractContextManager[None]:
+    def _compile_kernels_meanwhile(self) -> AbstractContextManager[None]:
         """Return a context that compiles the GPU kernels of a built-in method in parallel with its block.
 
         It does nothing on a CPU, for a user method, and if ``EncodeSetup.shape`` is None.
@@ -136,9 +136,9 @@ class VideoEncoder:
             return nullcontext()
         family = family_of(setup.source)
         shape = *family.token_counts(*setup.shape), family.static().hidden_size
-        return compiled_beside(self._pruner, setup.retention_ratio, shape, self._runtime.device)
+        return compile_meanwhile(self._pruner, setup.retention_ratio, shape, self._runtime.device)
 
-    def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> VideoItem:
+    def encode_video_alone(self, record: VideoRecord, frames: NDArray[np.uint8]) -> VideoItem:
         """Encode and prune a decoded video, and return its complete record and kept tokens.
 
         If the GPU's context is broken, the process ends.
@@ -158,7 +158,7 @@ class VideoEncoder:
         make_item = partial(self._make_item, record, visual, pruned, encode_s=encode_s, prune_s=prune_s)
         return _run_guarded("prune", video_id, make_item)
 
-    def group_by_pass(self, videos: Iterable[VideoItem]) -> Iterator[list[VideoItem]]:
+    def iter_pass_groups(self, videos: Iterable[VideoItem]) -> Iterator[list[VideoItem]]:
         """Yield the videos of a batch in order, in groups that can share a pass of the vision tower.
 
         The shares of a group add up to at most one pass, or half of it for each time that ``encode_together`` ran out
@@ -183,8 +183,8 @@ class VideoEncoder:
         """Encode decoded videos in one pass of the vision tower, and prune each of them.
 
         No failure is raised, not even MethodFails, since another video of the pass may have caused it: the caller
-        encodes the failed videos one by one. If GPU memory runs out in the pass, later groups of ``group_by_pass`` are
-        half as large. If the GPU's context is broken, the process ends.
+        encodes the failed videos one by one. If GPU memory runs out in the pass, later groups of ``iter_pass_groups``
+        are half as large. If the GPU's context is broken, the process ends.
 
         Returns:
             An item per video in order; None for a video that failed, and for all videos if the pass failed.
@@ -259,11 +259,11 @@ class VideoEncoder:
     def _prune_once(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
         """Prune the tokens without a retry, and return (kept tokens, seconds)."""
         with self._turn(self._pruning, self._prunes) as turn:
-            pruned = prune_or_fault(self._pruner, visual, self._setup.retention_ratio, self._setup.seed)
+            pruned = prune_or_raise_fault(self._pruner, visual, self._setup.retention_ratio, self._setup.seed)
         return pruned, turn.seconds
 
     @contextmanager
-    def _turn(self, lock: threading.Lock, stream: torch.cuda.Stream | None = None) -> Iterator[Turn]:
+    def _turn(self, lock: threading.Lock, stream: torch.cuda.Stream | None = None) -> Iterator[DeviceTurn]:
         """Hold ``lock`` while the block launches kernels; on exit, release it and wait for them.
 
         During this wait the next thread can launch its kernels. After an error the wait is needed too, because freed
@@ -275,7 +275,7 @@ class VideoEncoder:
         Yields:
             A turn whose ``seconds`` are set when the block has succeeded.
         """
-        turn = Turn()
+        turn = DeviceTurn()
         if self._copies is None:
             with lock:
                 start = time.perf_counter()
@@ -373,14 +373,14 @@ class VideoEncoder:
         tokens_TND, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
         for level, values_TND in enumerate(deepstack):  # pruning checks the tokens themselves
             _check_finite(f"deepstack level {level}", values_TND)
-        CODECS[self._setup.codec].check_reach(tokens_TND, *deepstack)
+        CODECS[self._setup.codec].check_range(tokens_TND, *deepstack)
         evidence = {name: values.to(torch.bfloat16) for name, values in visual.evidence.items()}
         for name in self._setup.evidence:
             _check_finite(f"the evidence {name}", evidence[name])
         rounded = VisualTokens(tokens_TND, evidence, tuple(deepstack), visual.extra)
         if video is None:
             return rounded
-        return rounded.add_places(self.backbone.model_extra(video).get("grid"), video.timestamps)
+        return rounded.with_positions(self.backbone.model_extra(video).get("grid"), video.timestamps)
 
     def prune(self, visual: VisualTokens) -> PrunedTokens:
         """Prune the tokens.
@@ -446,11 +446,11 @@ class Encoder:
         self._heartbeat.start()
         self._alone = threading.Lock()
         self._careful = CAREFUL if self._heartbeat.has_crashed_before else 0  # videos
-        with self._heartbeat.loading(), pause_garbage_collector():
+        with self._heartbeat.report_loading(), pause_garbage_collector():
             self.encoder = setup.encoder()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        yield pack(self.encode(unpack(batch)))
+        yield pack(self.encode(unpack_batch(batch)))
 
     def encode(self, videos: Sequence[VideoItem]) -> list[VideoItem]:
         """Encode and prune the videos of a batch, and return them in order; a failed video becomes its error row.
@@ -462,8 +462,10 @@ class Encoder:
             with self._alone:
                 self._careful -= len(videos)
                 return [self._encode_suspect(video) for video in videos]
-        with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as items:
-            return [item for group in self.encoder.group_by_pass(videos) for item in self._encode_group(group, items)]
+        with self._heartbeat.hold_items(*(video.record["video_id"] for video in videos)) as items:
+            return [
+                item for group in self.encoder.iter_pass_groups(videos) for item in self._encode_group(group, items)
+            ]
 
     def _encode_group(self, videos: Sequence[VideoItem], items: ItemsInHand) -> Iterator[VideoItem]:
         """Encode videos in one pass, and again alone each video that this did not encode; yield them in order.
@@ -486,13 +488,13 @@ class Encoder:
 
         After POISON (2) crashes with the video in hand, it is not tried again, but gets an error row of class "crash".
         """
-        with self._heartbeat.holding(video.record["video_id"]) as items:
+        with self._heartbeat.hold_items(video.record["video_id"]) as items:
             crashes = self._heartbeat.find_crashes(video.record["video_id"])
             if len(crashes) < POISON:
                 return self._encode_reported(video, items)
             items.release(is_result=False, fault="crash")
         fault = VideoFault("crash", describe_crashes("encode process", "video", crashes), stage="encode")
-        return VideoItem(failed_video(video.record, fault))
+        return VideoItem(make_failed_video(video.record, fault))
 
     def _encode_reported(self, video: VideoItem, items: ItemsInHand) -> VideoItem:
         """Encode one video, and report its outcome to the heartbeat. Blocks while this worker is excluded.
@@ -506,10 +508,12 @@ class Encoder:
         record = video.record
         start = time.perf_counter()
         try:
-            item = self.encoder.encode_one(record, _run_guarded("encode", record["video_id"], video.reshape_frames))
+            item = self.encoder.encode_video_alone(
+                record, _run_guarded("encode", record["video_id"], video.reshape_frames)
+            )
         except VideoFault as error:
             fault = error.with_traceback(None)  # the traceback would keep the frames of the video
-            item = VideoItem({**failed_video(record, fault), "encode_s": time.perf_counter() - start})
+            item = VideoItem({**make_failed_video(record, fault), "encode_s": time.perf_counter() - start})
         error_class = item.record.get("error_class")
         items.release(may_succeed_elsewhere(item.record), is_result=item.kept is not None, fault=error_class)
         return item
@@ -540,16 +544,17 @@ def collect_kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: It
         evidence: the labels of the evidence to store. Evidence of tokens, [T,N,...], is taken at the kept indices;
             evidence of frames, [T,...], is stored whole.
     """
-    order = pruned.selection_order()
+    order = pruned.compute_selection_order()
     kept_indices = pruned.index[order]
 
-    def take(values: Tensor) -> Tensor:
+    def select_kept(values: Tensor) -> Tensor:
         return values.flatten(0, 1)[kept_indices]
 
     kept_evidence = {
-        name: visual.evidence[name] if is_frame_evidence(name) else take(visual.evidence[name]) for name in evidence
+        name: visual.evidence[name] if is_frame_evidence(name) else select_kept(visual.evidence[name])
+        for name in evidence
     }
-    return KeptTokens.of(pruned, map(take, visual.deepstack), kept_evidence, order)
+    return KeptTokens.of(pruned, map(select_kept, visual.deepstack), kept_evidence, order)
 
 
 def _check_finite(subject: str, values: Tensor) -> None:

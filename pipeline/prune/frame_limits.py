@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.header import SamplingIdentity
-from pipeline.errors import format_count, name_first
-from pipeline.rows import VideoRecord, VideoRow, format_rate, sampled_fps
+from pipeline.errors import format_count, list_first_names
+from pipeline.rows import VideoRecord, VideoRow, compute_sampled_fps, format_rate
 from pipeline.video.sampling import FRAME_RULES, TRUNCATE, Sampling, count_frames
 
 MAX_EXAMPLES = 3  # ids of filled videos
@@ -46,15 +46,15 @@ class FrameLimits(TypedDict):
     n_unknown: int
 
 
-def find_cap(sampling: SamplingIdentity) -> float:
+def get_max_frames(sampling: SamplingIdentity) -> float:
     """Return the maximum number of frames per video; infinity without a limit."""
     max_frames = cast("int | None", sampling.get("max_frames"))
     return math.inf if max_frames is None else max_frames
 
 
-def find_least(sampling: SamplingIdentity) -> int:
+def get_min_frames(sampling: SamplingIdentity) -> int:
     """Return the minimum number of frames for videos that have enough frames; it is never above ``max_frames``."""
-    return int(min(cast(int, sampling.get("min_frames", 1)), find_cap(sampling)))
+    return int(min(cast(int, sampling.get("min_frames", 1)), get_max_frames(sampling)))
 
 
 def plan_frames(sampling: Sampling, seconds: float) -> int:
@@ -74,7 +74,7 @@ def describe_limits(limits: FrameLimits) -> Iterator[str]:
         yield f"{capped} {verb} capped at {format_count(limits['max_frames'] or 0, 'frame')} ({lowest}); {RAISE}"
     if limits["n_filled"]:
         filled = f"{format_count(limits['n_filled'], 'short video')} got more frames than --fps {limits['fps']:g} gives"
-        names = name_first(limits["filled"], limits["n_filled"])
+        names = list_first_names(limits["filled"], limits["n_filled"])
         yield f"{filled}, since this model takes at least {limits['min_frames']} where a video has them ({names})"
     if limits["n_unknown"]:
         unknown = format_count(limits["n_unknown"], "row")
@@ -91,9 +91,9 @@ def count_limits(rows: Iterable[VideoRecord], sampling: SamplingIdentity) -> Fra
         return None
     by_rate = [(row.get("frames_by_rate"), row) for row in rows]
     limited = [(n, row) for n, row in by_rate if n]
-    capped = [row for n, row in limited if n > find_cap(sampling)]
+    capped = [row for n, row in limited if n > get_max_frames(sampling)]
     longest = max(capped, key=lambda row: row["frames_by_rate"] or 0, default=None)
-    filled = [row["video_id"] for n, row in limited if n <= find_cap(sampling)]
+    filled = [row["video_id"] for n, row in limited if n <= get_max_frames(sampling)]
     n_unknown = sum(n is None for n, _ in by_rate)
     return make_limits(sampling, len(capped), longest, len(filled), filled[:MAX_EXAMPLES], n_unknown)
 
@@ -113,9 +113,9 @@ def make_limits(
     return {
         "fps": cast(float, sampling["fps"]),
         "max_frames": cast("int | None", sampling.get("max_frames")),
-        "min_frames": find_least(sampling),
+        "min_frames": get_min_frames(sampling),
         "n_capped": n_capped,
-        "lowest_fps": None if longest is None else sampled_fps(longest),
+        "lowest_fps": None if longest is None else compute_sampled_fps(longest),
         "longest": None if longest is None else longest["video_id"],
         "n_filled": n_filled,
         "filled": filled,
@@ -132,10 +132,10 @@ def describe_future_limits(sampling: SamplingIdentity, todo: pa.Table) -> Iterat
     if (fps := cast("float | None", sampling.get("fps"))) is None:
         return
     lengths = pc.subtract(todo["end_s"], pc.fill_null(todo["start_s"], 0.0))
-    if (cap := find_cap(sampling)) < math.inf:
+    if (cap := get_max_frames(sampling)) < math.inf:
         longer = f"a video of more than {cap / fps:.4g} s is capped at {format_count(int(cap), 'frame')}; {RAISE}"
         yield longer + _count_clips(pc.greater(lengths, cap / fps))
-    if (least := find_least(sampling)) > 1:
+    if (least := get_min_frames(sampling)) > 1:
         shorter = f"a video of at most {(least - 1) / fps:.4g} s gets {least} frames if it has them, for this model"
         yield shorter + _count_clips(pc.less_equal(lengths, (least - 1) / fps))
 
@@ -172,6 +172,8 @@ def describe_limit(row: VideoRow, sampling: SamplingIdentity) -> str:
     if not by_rate or sampling.get("fps") is None:
         return ""
     gives = f"--fps {sampling['fps']:g} gives {format_count(by_rate, 'frame')} of this clip"
-    if by_rate > find_cap(sampling):
+    if by_rate > get_max_frames(sampling):
         return f"{gives}, capped at {sampling['max_frames']}; {RAISE}"
-    return f"{gives}, filled up to {n_frames}: this model takes at least {find_least(sampling)} where a clip has them"
+    return (
+        f"{gives}, filled up to {n_frames}: this model takes at least {get_min_frames(sampling)} where a clip has them"
+    )

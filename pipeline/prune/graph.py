@@ -33,10 +33,10 @@ from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.facts import Facts
 from pipeline.prune.recipe import PruneStages
 from pipeline.prune.request import Request
-from pipeline.prune.resources import CALLS, PRUNING, Resources, list_shortfalls, plan_workers, total_file_bytes
+from pipeline.prune.resources import CALLS, PRUNING, Resources, count_file_bytes, list_shortfalls, plan_workers
 from pipeline.prune.todo import Todo
 from pipeline.prune.write_stage import Writer
-from pipeline.runner.cluster.connection import exclude_nodes
+from pipeline.runner.cluster.connection import make_node_selector
 from pipeline.runner.job import Job
 from pipeline.runner.run_record import RunFile
 from pipeline.runner.shards import RunGraph
@@ -85,7 +85,7 @@ class PruneJob(Job[Todo]):
         cluster = self.require_resources()
         n_videos = items.estimate_count()
         self._todo = items
-        self._total_file_bytes = math.inf if items.n_left else total_file_bytes(items.list_todo())
+        self._total_file_bytes = math.inf if items.n_left else count_file_bytes(items.list_todo())
         uncapped, plan = self._plan_workers(cluster, n_videos)
         for note in list_shortfalls(self.options, uncapped, plan, n_videos):
             self.say(f"note: {note}")
@@ -133,21 +133,21 @@ def build_graph(
         heartbeats: the actor that collects the workers' reports; None for no reports.
         without: the ids of nodes on which no worker may run.
     """
-    labels = exclude_nodes(without)
+    labels = make_node_selector(without)
     # 1. Manifest: blocks small enough to spread. They are cut here and not by from_arrow, which starts a Ray task per
     # block: such a task requests a whole CPU, waits for it forever and is retried forever.
     videos_per_batch = resources.videos_per_bundle
     if is_discovering := todo.n_left > 0:
         videos = _add_discovery_stage(todo, resources, labels)
     else:
-        videos = ray.data.from_blocks(_pack_units(todo.list_todo(), resources))
+        videos = ray.data.from_blocks(_pack_tasks(todo.list_todo(), resources))
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
     frames = add_stage(videos, Decoder, resources.decode, (decode, heartbeats, videos_per_batch), labels)
     # 3. Encode and prune: frames -> the kept tokens in order of selection. A row is a batch of videos.
     tokens = add_stage(frames, Encoder, resources.encode, (encode, heartbeats), labels)
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
-    shape = decode.largest_frames()
-    limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))
+    shape = decode.plan_largest_frames()
+    limit = resources.estimate_store_bytes(3 * math.prod(shape), encode.estimate_video_bytes(*shape))
     if is_discovering:
         limit += limit // 2  # Ray Data divides it among the stages, and there is an additional stage
     tokens.context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=limit)
@@ -156,7 +156,7 @@ def build_graph(
     return RunGraph(tokens, resources.videos_per_shard, writers, items_per_row=videos_per_batch)
 
 
-def _pack_units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[pa.Table]:
+def _pack_tasks(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[pa.Table]:
     """Divide rows of videos (TODO_SCHEMA) into decode tasks, and pack each as a row of UNIT.
 
     Args:
@@ -172,25 +172,25 @@ def _add_discovery_stage(todo: Todo, resources: Resources, labels: Mapping[str, 
     """
     # On this node only: another node could be lost together with the tasks.
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    feed = ray.remote(Feed).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=strategy).remote()
+    feed = ray.remote(TaskFeed).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=strategy).remote()
 
-    def hand_over() -> None:
+    def feed_tasks() -> None:
         """Put the units of each part into the feed; runs in a thread."""
         try:
             for number, part in enumerate(todo.parts()):
-                feed.put.remote(number, [ray.put(_pack_units(part.todo, resources, part.later_bytes))])
+                feed.put.remote(number, [ray.put(_pack_tasks(part.todo, resources, part.later_bytes))])
         except Exception as error:  # noqa: BLE001 - the main thread raises it
             todo.fail(error)
 
-    threading.Thread(target=hand_over, name="units", daemon=True).start()
+    threading.Thread(target=feed_tasks, name="units", daemon=True).start()
     numbers = range(todo.n_parts)
     at_once = math.ceil(todo.n_parts / MAX_BLOCKS)
     blocks = [numbers[start : start + at_once] for start in numbers[::at_once]]
     parts = ray.data.from_blocks([pa.table({"part": list(block)}) for block in blocks])
-    return add_stage(parts, UnitSource, DISCOVERY_STAGE, (feed,), labels)
+    return add_stage(parts, TaskSource, DISCOVERY_STAGE, (feed,), labels)
 
 
-class Feed:
+class TaskFeed:
     """The actor that stores the decode tasks of each part, so that a retried call gets the same tasks again."""
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class Feed:
         return self._parts[number]
 
 
-class UnitSource:
+class TaskSource:
     """The stage before decoding while archives are indexed: it maps the number of a part to the part's tasks."""
 
     def __init__(self, feed: ActorHandle) -> None:

@@ -11,16 +11,16 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import ManifestError, VideoFault, near_form, printable
+from pipeline.errors import ManifestError, VideoFault, make_printable, suggest_unicode_form
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.listings import OUTSIDE_PREFIXES, VIDEO_SUFFIXES, find_suffix
 from pipeline.inputs.named_videos import OUTSIDE_FOLDERS
 from pipeline.inputs.tables import TABLE_SUFFIXES
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.rows import TodoRow
-from pipeline.storage.hub import is_remote, reach
-from pipeline.storage.s3 import SCHEME, Objects, is_s3
-from pipeline.video.containers import HEAD_BYTES, recognise, sniff
+from pipeline.storage.hub import choose_client, is_remote
+from pipeline.storage.s3 import SCHEME, S3Objects, is_s3
+from pipeline.video.containers import HEAD_BYTES, recognize_container, sniff
 
 _MAX_REASONS = 5  # reasons that a refusal lists
 _MAX_ROOT_PATHS = 1000  # paths that are compared to suggest a root
@@ -30,7 +30,7 @@ _NAME_REMEDY = (
 )
 
 
-class Example(NamedTuple):
+class ProblemExample(NamedTuple):
     """A problem of videos in a manifest: the number of its videos, and a description of the first of them."""
 
     n: int
@@ -49,10 +49,10 @@ def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
     reasons = []
     for count in counts[:_MAX_REASONS]:
         first = forbidden.filter(pc.equal(forbidden["policy"], count["values"])).slice(0, 1).to_pylist()[0]
-        example = printable(f"e.g. {first['video_id']}: {first['uri']}")
+        example = make_printable(f"e.g. {first['video_id']}: {first['uri']}")
         reasons.append(f"{count['counts']}: {count['values']}, {example}")
     more = [f"and {len(counts) - _MAX_REASONS} other reasons"] if len(counts) > _MAX_REASONS else []
-    roots = [f"--video-root {shlex.quote(root)}" for root in _suggest_roots(forbidden)]
+    roots = [f"--video-root {shlex.quote(root)}" for root in _iter_suggested_roots(forbidden)]
     remedy = f"Allow that with {' '.join(roots)}, or correct" if roots else "Correct"
     raise ManifestError(
         f"{list_name}: {len(forbidden)} of {len(manifest)} videos may not be read, so nothing was started:\n  "
@@ -61,7 +61,7 @@ def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
     )
 
 
-def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
+def _iter_suggested_roots(forbidden: pa.Table) -> Iterator[str]:
     """Yield the common folder of the forbidden local files, and the common prefix of the forbidden S3 objects.
 
     Only the first _MAX_ROOT_PATHS files outside of the allowed roots count. The root folder "/" is not suggested, and
@@ -89,7 +89,7 @@ def refuse_other_file(name: str) -> None:
             sniff(path)
 
 
-def refuse_other_files(manifest: pa.Table, name: str, objects: Objects) -> None:
+def refuse_other_files(manifest: pa.Table, name: str, objects: S3Objects) -> None:
     """Raise ManifestError if the only name of VIDEOS is a file or an object that is not a video.
 
     The first bytes are read; an object with a suffix of videos passes without a request. OSError of a store passes
@@ -106,7 +106,9 @@ def refuse_other_files(manifest: pa.Table, name: str, objects: Objects) -> None:
         if not is_remote(name):
             sniff(path)
         elif find_suffix(name) not in VIDEO_SUFFIXES:
-            recognise(reach(name, objects).read_slice(name, 0, HEAD_BYTES).data if row["size"] else b"", name)
+            recognize_container(
+                choose_client(name, objects).read_slice(name, 0, HEAD_BYTES).data if row["size"] else b"", name
+            )
 
 
 @contextmanager
@@ -119,7 +121,7 @@ def _convert_faults() -> Iterator[None]:
 
 
 class ListCheck(NamedTuple):
-    """The result of ``check_list``.
+    """The result of ``check_not_string``.
 
     Attributes:
         failures: problem -> the videos that are sure to fail by it. The problem completes a sentence "3 videos ...".
@@ -127,7 +129,7 @@ class ListCheck(NamedTuple):
         n_unseen: other videos: remote files, and members of archives.
     """
 
-    failures: dict[str, Example]
+    failures: dict[str, ProblemExample]
     n_found: int
     n_unseen: int
 
@@ -137,14 +139,14 @@ def check_list(todo: pa.Table) -> ListCheck:
 
     Opens no video, and makes no request for remote files.
     """
-    examples = dict[str, Example]()
+    examples = dict[str, ProblemExample]()
     n_found = 0
     n_unseen = 0
     for batch in todo.to_batches(max_chunksize=ROWS_AT_ONCE):
         for row in batch.to_pylist():
             if (problem := _find_sure_failure(row)) is not None:
                 n, first = examples.get(problem[0], (0, f"{row['video_id']}: {problem[1]}"))
-                examples[problem[0]] = Example(n + 1, first)
+                examples[problem[0]] = ProblemExample(n + 1, first)
             elif _is_local_file(row):
                 n_found += 1
             else:
@@ -172,5 +174,5 @@ def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
         clip = f"from {start:g} s to {'the end' if end is None else f'{end:g} s'}"
         return "have a clip that starts before 0 or ends before it starts (unsupported)", clip
     if _is_local_file(row) and not os.path.exists(row["uri"]):  # noqa: PTH110 - a Path per row is slow
-        return "do not exist on this machine (io)", f"{row['uri']}{near_form(row['uri'])}"
+        return "do not exist on this machine (io)", f"{row['uri']}{suggest_unicode_form(row['uri'])}"
     return None

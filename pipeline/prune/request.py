@@ -7,22 +7,22 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 from rich.console import Console
 
-from pipeline.cache.header import refuse_occupied_place
-from pipeline.console import Say, speaker
-from pipeline.errors import UsageError, store_usage_errors
+from pipeline.cache.header import refuse_occupied_location
+from pipeline.console import Say, make_speaker
+from pipeline.errors import UsageError, convert_store_usage_errors
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.manifest import convert_given_videos
 from pipeline.inputs.video_list import First, VideoList
 from pipeline.options import read_ids
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
-from pipeline.prune.recipe import Recipe, resolve
-from pipeline.prune.resume import check_redo, format_skipped, restore_old_ids, select_shard
+from pipeline.prune.recipe import Recipe, resolve_recipe
+from pipeline.prune.resume import check_redo, format_skipped, restore_old_ids, select_slice
 from pipeline.prune.table import CacheTable, restart_with_new_code
 from pipeline.prune.todo import Todo, TodoSelection
 from pipeline.runner.run_record import check_out_folder
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import Store, store_at
+from pipeline.storage.s3 import S3Objects
+from pipeline.storage.stores import Store, make_store
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Request:
     config: PruneConfig
     console: Console
     store: Store
-    objects: Objects
+    objects: S3Objects
     videos: VideoList
     redo: pa.Array | None
     recipe: Recipe
@@ -64,7 +64,7 @@ class Request:
             CorruptShard: a file of the videos table is damaged.
             OSError: the store of the cache fails.
         """
-        say = speaker(self.console)
+        say = make_speaker(self.console)
         if self.recipe.is_restarted:
             restart_with_new_code(self.store, self.recipe, self.videos, self.redo, self.config, run_id, say)
         table = CacheTable(self.store, self.recipe, run_id, say)
@@ -91,23 +91,23 @@ def check_request(config: PruneConfig, console: Console, given: object = None) -
         RunFailed: an index of an archive cannot be kept.
         CorruptShard: a file of the videos table is damaged.
     """
-    say = speaker(console)
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-    store = store_at(config.out, objects)
+    say = make_speaker(console)
+    objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    store = make_store(config.out, objects)
     check_out_folder(store)
     redo = None if config.redo is None else pa.array(read_ids("redo", config.redo), pa.string())
-    with store_usage_errors():
-        refuse_occupied_place(store)
+    with convert_store_usage_errors():
+        refuse_occupied_location(store)
         videos = _list_videos(config, store, objects, given, say)
-    recipe = resolve(config, objects)
+    recipe = resolve_recipe(config, objects)
     if config.retention_ratio not in (recipe.retention_ratio, PruneConfig.retention_ratio):
         kept = f"{recipe.retention_ratio:g} of the tokens, not {config.retention_ratio:g}"
         say(f"note: --pruner {config.pruner} keeps {kept}")
-    with store_usage_errors():
+    with convert_store_usage_errors():
         return Request(config, console, store, objects, videos, redo, recipe).match_cache()
 
 
-def _list_videos(config: PruneConfig, store: Store, objects: Objects, given: object, say: Say) -> VideoList:
+def _list_videos(config: PruneConfig, store: Store, objects: S3Objects, given: object, say: Say) -> VideoList:
     """List the videos that the options or the caller name, and print notes on files that are left out.
 
     A run indexes the archives that cannot wait until it works, a plan all of them (unless ``--limit``), and a dry run
@@ -120,7 +120,7 @@ def _list_videos(config: PruneConfig, store: Store, objects: Objects, given: obj
     """
     is_limited = config.limit is not None
     writes = not (config.dry_run or config.plan)
-    indexes = Indexes(config.archive_options(), store, keeps=writes, say=say)
+    indexes = Indexes(config.make_archive_options(), store, keeps=writes, say=say)
     if given is not None:
         videos = VideoList(convert_given_videos(given, config.video_root, objects), indexes, objects)
     else:
@@ -132,7 +132,7 @@ def _list_videos(config: PruneConfig, store: Store, objects: Objects, given: obj
             refuse_other_files(videos.known, name, objects)
     for kind, remedy in indexes.left_out.remedies.items():
         say(f"note: left out: {indexes.left_out.describe(kind)}. {remedy}")
-    own_videos = select_shard(videos.known, config.part())
+    own_videos = select_slice(videos.known, config.part())
     if len(videos.known) and not len(own_videos) and not videos.unindexed:
         raise UsageError(f"--shard {config.shard}: none of the {len(videos.known)} videos are in it")
     if config.on_forbidden == "refuse":

@@ -34,8 +34,8 @@ PRUNING = Wording(
 MIN_WORKER_BYTES = 8 * 2**20  # minimum memory for the videos of a worker
 # The frames of a batch of several videos are copied, and its first video waits for the last. Four videos of 32 frames
 # take an encoder half a second.
-MAX_BUNDLE_BYTES, MAX_VIDEOS_PER_BUNDLE = 64 * 2**20, 32
-MAX_VIDEOS_PER_UNIT = 256  # videos of archives in a decode task, all of which a retry decodes again
+MAX_BATCH_BYTES, MAX_VIDEOS_PER_BATCH = 64 * 2**20, 32
+MAX_VIDEOS_PER_TASK = 256  # videos of archives in a decode task, all of which a retry decodes again
 DECODER_BYTES = 2**30  # memory of a decoder: two processes, the packets of a file, and the frames in hand
 # Copies of the frames that a decoder has in hand at once, if a typical video has more than MAX_BUNDLE_BYTES.
 LARGE_VIDEO_COPIES = 3
@@ -75,7 +75,7 @@ class Resources(Plan):
     videos_per_bundle: int = 1
     rows_per_group: int = 1
 
-    def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
+    def estimate_store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
         """Estimate the object store memory for waiting videos, without the videos that workers have in hand.
 
         If waiting shards take more, Ray slows down to one block in ten seconds. The arguments are the bytes of one
@@ -110,9 +110,9 @@ class Resources(Plan):
         shard = max(1, int(min(self.videos_per_shard, max_shard)))
         workers = self.decode.workers + self.encode.workers
         at_once = 4 * self.decode.workers + 2 * CALLS * self.encode.workers  # batches: see store_bytes
-        bundle_bytes = min(MAX_BUNDLE_BYTES, store_bytes / 2 / at_once)
+        bundle_bytes = min(MAX_BATCH_BYTES, store_bytes / 2 / at_once)
         max_bundle = min(
-            MAX_VIDEOS_PER_BUNDLE, int(bundle_bytes / max(frame_bytes, 1)), n_videos // (16 * workers), shard
+            MAX_VIDEOS_PER_BATCH, int(bundle_bytes / max(frame_bytes, 1)), n_videos // (16 * workers), shard
         )
         # About a divisor of the shard, which holds whole batches.
         bundle = math.ceil(shard / math.ceil(shard / max(1, max_bundle)))
@@ -120,7 +120,7 @@ class Resources(Plan):
         fit = int(store_bytes / 4 / (self.encode.workers * bundle * max(frame_bytes, 1)))
         decode = self.decode
         least = 2 * CALLS
-        if usual_bytes > MAX_BUNDLE_BYTES:
+        if usual_bytes > MAX_BATCH_BYTES:
             decoders = max(1, int(store_bytes / 2 / (CALLS * usual_bytes)))
             least = CALLS
             decode = replace(decode, workers=min(decode.workers, decoders), in_flight=CALLS)
@@ -143,7 +143,7 @@ class Resources(Plan):
         """
         n_videos = len(videos)
         if videos["source_offset"].null_count < n_videos:
-            max_unit = max(MAX_VIDEOS_PER_UNIT, n_videos // MAX_BLOCKS)
+            max_unit = max(MAX_VIDEOS_PER_TASK, n_videos // MAX_BLOCKS)
             sizes = self.videos_per_bundle, self.rows_per_group
             return cut_tasks(videos, self.decode.workers, max_unit, *sizes, later_bytes)
         last = self.decode.workers * (self.decode.in_flight or 1) * self.videos_per_block
@@ -215,7 +215,7 @@ def plan_resources(
     max_encoders = int(gpus) if gpus >= 1 else cores
     encoders = max(1, min(encode_workers or (max_encoders if gpus >= 1 else int(cpus // 4)), max_encoders, n_videos))
     useful_decoders = decode_workers or math.ceil(min(total_file_bytes / DECODER_FILES_BYTES, cores))
-    decoder_bytes = DECODER_BYTES + (LARGE_VIDEO_COPIES * usual_bytes if usual_bytes > MAX_BUNDLE_BYTES else 0)
+    decoder_bytes = DECODER_BYTES + (LARGE_VIDEO_COPIES * usual_bytes if usual_bytes > MAX_BATCH_BYTES else 0)
     decoders = max(1, min(useful_decoders, cores, int(min(memory / decoder_bytes, cores)), n_videos))
     decode_gpu, encode_gpu = 0.0, 1.0 if gpus >= 1 else 0.0
     if decode_on_gpus and gpus >= 1:
@@ -252,9 +252,9 @@ def plan_workers(
     Returns:
         (uncapped, fitted): the plan before and after ``Resources.fit_to_stores``.
     """
-    shape = setups.decode.largest_frames()
+    shape = setups.decode.plan_largest_frames()
     encode = setups.encode
-    usual_bytes = 3 * math.prod(setups.decode.typical_frames())
+    usual_bytes = 3 * math.prod(setups.decode.plan_typical_frames())
     by_size = count_videos_per_shard(config.target_shard_mb * 10**6, encode.estimate_stored_bytes(*shape), shape[0])
     uncapped = plan_resources(
         cluster["CPU"],
@@ -268,11 +268,11 @@ def plan_workers(
         encode_workers=config.encode_workers,
         decode_on_gpus=config.decoder == "nvdec",
     )
-    sizes = 3 * math.prod(shape), encode.bytes_per_video(*shape)
+    sizes = 3 * math.prod(shape), encode.estimate_video_bytes(*shape)
     return uncapped, uncapped.fit_to_stores(cluster["object_store_memory"], *sizes, n_videos, usual_bytes)
 
 
-def total_file_bytes(videos: pa.Table) -> float:
+def count_file_bytes(videos: pa.Table) -> float:
     """Return the total bytes of the files of ``videos`` (TODO_SCHEMA), without videos that may not be read.
 
     Infinity if there are more than MAX_MEASURED_FILES videos or a size is unknown.
@@ -306,8 +306,8 @@ def list_shortfalls(config: PruneConfig, uncapped: Resources, plan: Resources, n
         yield f"shards get {plan.videos_per_shard} videos: more would not fit Ray's object stores"
 
 
-MAX_UNIT_BYTES = 2**28  # of a decode task with several videos
-UNITS_PER_WORKER = 4  # decode tasks per worker that the remaining videos are divided into
+MAX_TASK_BYTES = 2**28  # of a decode task with several videos
+TASKS_PER_WORKER = 4  # decode tasks per worker that the remaining videos are divided into
 
 
 def cut_tasks(
@@ -329,10 +329,10 @@ def cut_tasks(
     ends = np.concatenate([[0], np.cumsum(pc.fill_null(videos["size"], 0).to_numpy())])
     heads = _find_group_starts(videos, row_group) if row_group > 1 else None
     start = 0
-    share = UNITS_PER_WORKER * workers
+    share = TASKS_PER_WORKER * workers
     later_videos = later_bytes * n_videos // int(ends[-1]) if ends[-1] else 0  # tables do not state sizes
     while start < n_videos:
-        max_bytes = min(MAX_UNIT_BYTES, (ends[-1] - ends[start] + later_bytes) // share)
+        max_bytes = min(MAX_TASK_BYTES, (ends[-1] - ends[start] + later_bytes) // share)
         by_bytes = int(np.searchsorted(ends, ends[start] + max_bytes, side="right")) - 1 - start
         length = max(1, min(by_bytes, max_videos, -(-(n_videos + later_videos - start) // share)))
         stop = start + -(-length // bundle) * bundle

@@ -13,18 +13,18 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.live import Ledger
-from pipeline.errors import SourceChanged, UsageError, describe_near, format_count, printable
+from pipeline.errors import SourceChanged, UsageError, describe_similar_name, format_count, make_printable
 from pipeline.inputs.forms import OpenArchives
 from pipeline.inputs.named_videos import TODO_SCHEMA
-from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
+from pipeline.keys import ROWS_AT_ONCE, hash_clips, hash_column
 from pipeline.own_code import is_comparable
 from pipeline.prune.config import PruneConfig
 from pipeline.rows import ManifestRow, VideoRow
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 from pipeline.storage.stores import request_threads
 from pipeline.video.decoders import CODE, find_installed_version
-from pipeline.video.source import Sizes, make_no_answer, sample_source
+from pipeline.video.source import SourceStates, compute_source_sample, make_no_answer_error
 
 Mask = NDArray[np.bool_]
 _MAX_EXAMPLES = 5  # changed videos that a refusal lists
@@ -63,12 +63,12 @@ class Remaining(NamedTuple):
     tally: ManifestCounts
 
 
-def select_shard(manifest: pa.Table, shard: tuple[int, int] | None) -> pa.Table:
+def select_slice(manifest: pa.Table, shard: tuple[int, int] | None) -> pa.Table:
     """Select slice I of N (``shard``) of the manifest by the hash of the ids; all videos if it is None."""
     if shard is None or not len(manifest):
         return manifest
     number, n_shards = shard
-    return manifest.filter(pa.array(column_keys(manifest["video_id"])[:, 0] % np.uint64(n_shards) == number))
+    return manifest.filter(pa.array(hash_column(manifest["video_id"])[:, 0] % np.uint64(n_shards) == number))
 
 
 def restore_old_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
@@ -120,7 +120,9 @@ def check_redo(ids: pa.Array, videos: pa.Table | None, ledger: Ledger, config: P
             example = ids[int(np.flatnonzero(is_wrong)[0])].as_py()
             forms = [normalize("NFC", example), normalize("NFD", example), example.strip()]
             stored = (form for form, row in zip(forms, ledger.find(pa.array(forms)), strict=True) if row >= 0)
-            near = next((f"; did you mean {describe_near(example, form)}?" for form in stored if form != example), "")
+            near = next(
+                (f"; did you mean {describe_similar_name(example, form)}?" for form in stored if form != example), ""
+            )
             raise UsageError(f"--redo {config.redo}: {is_wrong.sum()} of its ids {why}, e.g. {example}{near}")
 
 
@@ -128,7 +130,7 @@ def select_remaining(
     manifest: pa.Table,
     ledger: Ledger,
     config: PruneConfig,
-    objects: Objects | None = None,
+    objects: S3Objects | None = None,
     redo: pa.Array | None = None,
 ) -> Remaining:
     """Select the videos that this run must process, in order, with the number of their next attempt; count all videos.
@@ -151,7 +153,7 @@ def select_remaining(
             ``--on-changed`` is "refuse".
         UsageError: a store does not answer.
     """
-    sizes = Sizes(objects)
+    sizes = SourceStates(objects)
     tally = Counter[str]()
     todo = []
     n_changed = 0
@@ -163,7 +165,7 @@ def select_remaining(
             row = batch.slice(index, 1).to_pylist()[0]
             old = ledger.read(int(state.rows[index]))
             change = _describe_change(row, old, int(state.sizes[index]), is_replaced=bool(state.replaced[index]))
-            examples.append(printable(change))
+            examples.append(make_printable(change))
         redone = state.named | (state.changed & (config.on_changed == "redo"))
         left_alone = state.failed & ~state.retried & ~redone
         kinds = {
@@ -218,7 +220,7 @@ class _Comparison(NamedTuple):
 
 
 def _compare(
-    part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: Sizes, redo: pa.Array | None
+    part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: SourceStates, redo: pa.Array | None
 ) -> _Comparison:
     """Compare a batch of the manifest with the rows of the cache.
 
@@ -241,7 +243,7 @@ def _compare(
     is_failed, is_other_clip, is_removed = np.zeros_like(has_row), np.zeros_like(has_row), np.zeros_like(has_row)
     is_failed[has_row], is_removed[has_row] = ledger.failed(rows[has_row]), ledger.removed(rows[has_row])
     if has_row.any():
-        is_other_clip[has_row] = clip_keys(part.filter(pa.array(has_row))) != ledger.columns["clip"][rows[has_row]]
+        is_other_clip[has_row] = hash_clips(part.filter(pa.array(has_row))) != ledger.columns["clip"][rows[has_row]]
     attempts = read_column("attempts", 0)
     old_sizes = read_column("size", -1)
     old_marks = read_column("mark", 0, np.uint64)
@@ -263,7 +265,7 @@ def _compare(
         & np.where(is_failed, is_spent & config.retry_failed, old_sizes >= 0)
     )
     if config.on_changed != "skip" and needs_state.any():
-        states = asker.states(part["uri"].filter(pa.array(needs_state)).to_pylist())
+        states = asker.look_up_states(part["uri"].filter(pa.array(needs_state)).to_pylist())
         sizes[needs_state] = [state.size for state in states]
         marks[needs_state] = np.array([state.mark for state in states], np.uint64)
     # A file without a size was deleted, but its cached tokens remain valid.
@@ -285,7 +287,7 @@ def _compare(
     # A failed row has no tokens to protect. A file that was repaired, or was missing, is tried again in any case.
     is_retried = is_failed & ~is_named & config.retry_failed & (~is_spent | is_other_clip | is_resized | is_remarked)
     is_unread = np.zeros_like(has_row)
-    is_unread[has_row] = ledger.is_failed_by(rows[has_row], "io") & ~is_spent[has_row]
+    is_unread[has_row] = ledger.make_failure_class_mask(rows[has_row], "io") & ~is_spent[has_row]
     return _Comparison(
         rows=rows,
         has_row=has_row,
@@ -300,14 +302,14 @@ def _compare(
     )
 
 
-def _find_replaced(locations: Sequence[Location], samples: Sequence[int], objects: Objects) -> list[bool]:
+def _find_replaced(locations: Sequence[Location], samples: Sequence[int], objects: S3Objects) -> list[bool]:
     """Return a bool per location: True if its content differs from that of its cached video, False if the file is gone.
 
     Reads the start, middle and end of each file, of many files in parallel.
 
     Args:
         locations: the locations of the videos, with their sizes.
-        samples: the ``sample_key`` of the file of each cached video.
+        samples: the ``hash_sample`` of the file of each cached video.
 
     Raises:
         UsageError: a store does not answer.
@@ -328,19 +330,19 @@ def _find_replaced(locations: Sequence[Location], samples: Sequence[int], object
     return is_replaced
 
 
-def _is_replaced(location: Location, sample: int, objects: Objects, opened: OpenArchives) -> bool:
+def _is_replaced(location: Location, sample: int, objects: S3Objects, opened: OpenArchives) -> bool:
     """Return True if the current sample of a video differs from ``sample``; False if the file is gone.
 
     A member of an archive that has no sample counts as replaced. Raises UsageError if a store does not answer.
     """
     if location.member is None:
-        return sample_source(location.file, location.size or 0, objects) not in (None, sample)
+        return compute_source_sample(location.file, location.size or 0, objects) not in (None, sample)
     try:
         return opened.sample(location) != sample
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise make_no_answer(error) from error
+        raise make_no_answer_error(error) from error
 
 
 def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
@@ -390,7 +392,7 @@ def select_retries(todo: pa.Table, failed_attempts: Mapping[str, int], max_attem
     return retries.set_column(column, retries.schema.field(column), attempts)
 
 
-def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
+def select_existing(todo: pa.Table, objects: S3Objects | None = None) -> pa.Table:
     """Select the rows of ``todo`` (TODO_SCHEMA) whose file or archive exists now; each remote file costs a request.
 
     Rows with a known fault are left out, because no worker has tried to read them. If the store refuses the requests,
@@ -401,7 +403,7 @@ def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
     files = [location.file for location in locations]
     names = list(dict.fromkeys(files))
     try:
-        sizes = dict(zip(names, Sizes(objects).of(names), strict=True))
+        sizes = dict(zip(names, SourceStates(objects).of(names), strict=True))
     except UsageError:  # the store refuses every request
         return todo.slice(0, 0)
     return todo.filter(pa.array([sizes[file] >= 0 for file in files], pa.bool_()))

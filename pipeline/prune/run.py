@@ -22,10 +22,10 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from gstep.checkpoints.tensors import tower_hash
-from pipeline.cache.header import deepstack_levels, find_codec, read_header
-from pipeline.console import Say, speaker
-from pipeline.errors import LimitReached, UsageError, format_count, usage_errors
+from gstep.checkpoints.tensors import compute_tower_hash
+from pipeline.cache.header import get_codec, get_deepstack_levels, read_header
+from pipeline.console import Say, make_speaker
+from pipeline.errors import LimitReached, UsageError, convert_usage_errors, format_count
 from pipeline.inputs.forms import FORMS, TABLE_FORMS
 from pipeline.inputs.listings import find_suffix
 from pipeline.options import make_config
@@ -36,7 +36,7 @@ from pipeline.prune.facts import Facts
 from pipeline.prune.graph import PruneJob
 from pipeline.prune.request import Request, check_request
 from pipeline.prune.resume import select_existing, select_retries
-from pipeline.prune.summary import Summary, summarise
+from pipeline.prune.summary import Summary, summarize_videos
 from pipeline.prune.table import CacheTable
 from pipeline.prune.todo import Todo
 from pipeline.rows import JsonObject
@@ -44,14 +44,14 @@ from pipeline.runner.claim import Claim
 from pipeline.runner.cluster.connection import (
     check_device,
     choose_device,
+    collect_provenance,
     find_failing_nodes,
-    provenance,
     sum_resources,
 )
 from pipeline.runner.job import convert_store_errors, print_options
 from pipeline.runner.monitor import Monitor
-from pipeline.runner.python_calls import ProgressOption, check_outcome, make_console, run_here
-from pipeline.runner.run_record import RunFile, new_run_id, newest_record
+from pipeline.runner.python_calls import ProgressOption, check_outcome, isolate_run, make_console
+from pipeline.runner.run_record import RunFile, find_newest_record, make_run_id
 from pipeline.runner.stream import Stream, commit_all
 from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.stores import Store
@@ -79,30 +79,30 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
         RunFailed: the run stopped. Committed rows stay, and a rerun resumes.
         CorruptShard: a file of the videos table is damaged.
     """
-    run_id = new_run_id()
-    with convert_store_errors(speaker(console)):
+    run_id = make_run_id()
+    with convert_store_errors(make_speaker(console)):
         request = check_request(config, console, given)
         print_options(config, console)
         request.store.make()
-        with Claim(request.store, run_id, speaker(console), join=config.join) as claim:
+        with Claim(request.store, run_id, make_speaker(console), join=config.join) as claim:
             request = request.match_cache()  # again: another run may have written before the claim was made
             start = time.monotonic()
             done = None
             table, todo = request.select_todo(run_id)
             with Monitor(request.store, run_id, claim.set_progress) as monitor:
                 if len(todo):
-                    done = process(request, run_id, table, todo, monitor)
+                    done = process_videos(request, run_id, table, todo, monitor)
                 else:  # no record, and no Ray is started
-                    check_device(config, speaker(console))
+                    check_device(config, make_speaker(console))
             summary = make_summary(request, table, todo, done, time.monotonic() - start, list_failed=list_failed)
             summary = replace(summary, log=monitor.log)
             if done is not None:
                 done.record.save(summary=summary.as_record())
-                table.tidy()
+                table.clean_up()
             return summary
 
 
-def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monitor: Monitor) -> CommittedVideos:
+def process_videos(request: Request, run_id: str, table: CacheTable, todo: Todo, monitor: Monitor) -> CommittedVideos:
     """Process the videos and commit their rows, then try failed videos once more; return the counts.
 
     Joins or starts Ray and waits for ``--min-gpus``; writes the header of a new cache and the run's record. Archives
@@ -115,7 +115,7 @@ def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monito
     config = request.config
     store = request.store
     recipe = request.recipe
-    say = speaker(request.console)
+    say = make_speaker(request.console)
     with todo:
         is_estimated = not todo.is_complete
         n_videos = todo.estimate_count()
@@ -123,13 +123,13 @@ def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monito
         todo.refuse_empty()
         monitor.start()
         check_decoder_device(config.decoder, device)
-        with usage_errors():
+        with convert_usage_errors():
             stages = recipe.stages(device, dtype)
-            stages = replace(stages, encode=replace(stages.encode, tower_hash=tower_hash(recipe.source)))
+            stages = replace(stages, encode=replace(stages.encode, tower_hash=compute_tower_hash(recipe.source)))
             table.begin(recipe, dtype)
         _note_other_rules(store, say)
         about: JsonObject = {
-            **provenance(run_id, _RECORDED_VERSIONS),
+            **collect_provenance(run_id, _RECORDED_VERSIONS),
             "decoding_rules": DECODING_RULES,
             "config": config.as_record(),
             "device": device,
@@ -143,7 +143,7 @@ def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monito
             facts = Facts(recipe.token_bytes(), device == "cuda", config.max_hours)
             job = PruneJob(request, stages, run_id, record, facts)
             done = CommittedVideos(table, record, monitor, facts)
-            max_alike = max(config.infrastructure_limit(n_videos), MIN_ALIKE_FAILURES)
+            max_alike = max(config.compute_infrastructure_limit(n_videos), MIN_ALIKE_FAILURES)
             watch = PruneWatch(done, todo, monitor, record, max_alike)
             try:
                 commit_all(Stream(job, todo, watch), done.commit)
@@ -163,7 +163,7 @@ def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monito
 
 def _note_other_rules(store: Store, say: Say) -> None:
     """Print a note if the last run on this cache decoded by other rules."""
-    record = newest_record(store)
+    record = find_newest_record(store)
     if record is not None and record.get("decoding_rules", 1) != DECODING_RULES:
         say(
             "note: another version of this program decoded the rows that the cache has. They stay as they are. "
@@ -211,7 +211,7 @@ def make_summary(
     New rows of the cache are read first. After ``--max-hours``, videos without a row count as waiting. ``done`` is None
     if there was nothing to process.
     """
-    say = speaker(request.console)
+    say = make_speaker(request.console)
     header = read_header(request.store)
     indexes = request.videos.indexes
     if todo.n_left:
@@ -219,11 +219,11 @@ def make_summary(
     if todo.n_cut:
         consequence = "captions behind the last video were not read"
         say(f"note: {todo.n_cut} archives were read in part (--limit): {consequence}")
-    summary = summarise(
+    summary = summarize_videos(
         table.ledger.refresh(),
         todo.list_videos(),
-        deepstack_levels(header),
-        find_codec(header["identity"]),
+        get_deepstack_levels(header),
+        get_codec(header["identity"]),
         sampling=header["identity"]["sampling"],
         n_waiting=todo.n_waiting,
         list_failed=list_failed,
@@ -237,7 +237,7 @@ def make_summary(
         out=str(request.store),
         fetched_bytes=indexes.fetched + (0 if done is None else done.fetched),
         left_out=indexes.left_out.counts(),
-        left_out_names=indexes.left_out.first_names(),
+        left_out_names=indexes.left_out.list_first_names_by_kind(),
     )
     if done is None:
         return summary
@@ -295,9 +295,9 @@ def prune_videos(
         raise UsageError(
             "column is for .parquet, .arrow and .feather files, named by a text; paths and rows have no other column"
         )
-    with run_here():
+    with isolate_run():
         summary = prune(config, make_console(progress), given_rows, list_failed=True)
-    return check_outcome(summary, config, summary.n_videos, config.infrastructure_limit(summary.n_videos))
+    return check_outcome(summary, config, summary.n_videos, config.compute_infrastructure_limit(summary.n_videos))
 
 
 def _has_archives(videos: object) -> bool:

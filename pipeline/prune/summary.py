@@ -16,10 +16,10 @@ from pipeline.cache.codecs import BFLOAT16, TokenCodec
 from pipeline.cache.header import SamplingIdentity
 from pipeline.cache.live import HDR, INFRASTRUCTURE, SHARED, STRETCHED, TIMED_STAGES, UNEVEN, WARNED, Ledger
 from pipeline.cache.schema import VIDEOS
-from pipeline.errors import FAULTS, format_count, name_first
+from pipeline.errors import FAULTS, format_count, list_first_names
 from pipeline.inputs.left_out import format_left_out
-from pipeline.keys import parts_of
-from pipeline.prune.frame_limits import FrameLimits, describe_limits, find_cap, make_limits
+from pipeline.keys import iter_column_slices
+from pipeline.prune.frame_limits import FrameLimits, describe_limits, get_max_frames, make_limits
 from pipeline.rows import JsonObject
 from pipeline.runner.run_record import Outcome, as_text
 
@@ -85,10 +85,10 @@ class Summary(Outcome):
         return {**counts, **self.facts}
 
     def __str__(self) -> str:
-        return as_text(render(self))
+        return as_text(render_summary(self))
 
 
-def summarise(
+def summarize_videos(
     ledger: Ledger,
     manifest: pa.Table | None = None,
     deepstack_levels: int = 0,
@@ -149,7 +149,7 @@ def _count_rows(
     if manifest is None:
         counts.add(np.arange(len(ledger)))
         return counts, failed_classes
-    for ids in parts_of(manifest["video_id"]):
+    for ids in iter_column_slices(manifest["video_id"]):
         rows = ledger.find(ids)
         counts.add(rows[rows >= 0])
         if list_failed:
@@ -165,7 +165,7 @@ def format_lost(n_lost: int, examples: Sequence[str]) -> str:
     """Format the number of videos that the table has lost, with examples and the remedy."""
     lost = f"{format_count(n_lost, 'committed video')} without a row in any file of {VIDEOS}/"
     return (
-        f"{lost} ({name_first(examples, n_lost)}): restore the files of {VIDEOS}/ from a copy, or let python -m "
+        f"{lost} ({list_first_names(examples, n_lost)}): restore the files of {VIDEOS}/ from a copy, or let python -m "
         "jobs.verify CACHE --repair mark the videos for another attempt"
     )
 
@@ -202,21 +202,21 @@ class _Counts:
         self.n_rows += len(rows)
         self.tokens_in += int(columns["n_total"][ok_rows].sum(dtype=np.int64))
         self.tokens_kept += int(columns["n_tokens"][ok_rows].sum(dtype=np.int64))
-        warned_rows = ok_rows[self._ledger.has_remark(ok_rows, WARNED)]
+        warned_rows = ok_rows[self._ledger.make_remark_mask(ok_rows, WARNED)]
         self.n_warned += len(warned_rows)
         self._warned += warned_rows[: _MAX_EXAMPLES - len(self._warned)].tolist()
         for name, remark in _REMARKS.items():
-            self.remarks[name] += int(self._ledger.has_remark(ok_rows, remark).sum())
+            self.remarks[name] += int(self._ledger.make_remark_mask(ok_rows, remark).sum())
         self._by_note += np.bincount(columns["note"][ok_rows], minlength=len(self._by_note))
         if self._sampling is not None:
             self._add_limits(ok_rows, self._sampling)
-        self.n_outside += int(self._ledger.has_remark(rows, INFRASTRUCTURE).sum())
+        self.n_outside += int(self._ledger.make_remark_mask(rows, INFRASTRUCTURE).sum())
         self.seconds += columns["seconds"][rows].sum(axis=0, dtype=np.float64)
 
     def _add_limits(self, ok_rows: NDArray[np.int64], sampling: SamplingIdentity) -> None:
         """Count the ok videos whose number of frames a limit changed, and note the rows for ``frame_limits``."""
         by_rate = self._ledger.columns["by_rate"][ok_rows]
-        cap = find_cap(sampling)
+        cap = get_max_frames(sampling)
         n_capped = int((by_rate > cap).sum())
         (filled,) = np.nonzero((by_rate > 0) & (by_rate <= cap))
         self._n_capped += n_capped
@@ -265,7 +265,7 @@ def iter_remarks(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "frames", line
     if summary.n_warned:
         warned = format_count(summary.n_warned, "video")
-        names = name_first(summary.warned, summary.n_warned)
+        names = list_first_names(summary.warned, summary.n_warned)
         yield "warnings", f"{warned} decoded with warnings of FFmpeg, whose frames may be damaged: {names}"
     if n_other := sum(summary.other_decoder.values()):
         reasons = [f"{why} ({format_count(count, 'video')})" for why, count in summary.other_decoder.items()]
@@ -282,7 +282,7 @@ def iter_remarks(summary: Summary) -> Iterator[tuple[str, str]]:
     yield from ((name, f"{format_count(count, 'video')} {kind}") for name, count, kind in kinds if count)
 
 
-def render(summary: Summary) -> RenderableType:
+def render_summary(summary: Summary) -> RenderableType:
     """Render the summary as a table for the terminal; failures follow by class, with an example and the remedy."""
     table = Table.grid(padding=(0, 2))
     share = summary.tokens_kept / summary.tokens_in if summary.tokens_in else 0.0
@@ -309,5 +309,5 @@ def render(summary: Summary) -> RenderableType:
         busy = summary.facts["encoder_busy"]
         decode_s = summary.facts["decode_core_s"] / max(1, summary.n_new)
         table.add_row("its pace", f"encoders busy {busy:.1%} of the time, decoding {decode_s:.3g} core-seconds a video")
-    failures: list[RenderableType] = ["", summary.failures_table("video", FAULTS)] if summary.failures else []
+    failures: list[RenderableType] = ["", summary.make_failures_table("video", FAULTS)] if summary.failures else []
     return Group(table, *failures)

@@ -9,13 +9,13 @@ import pyarrow as pa
 
 from gstep.backbones import family_of
 from pipeline.cache.changed_code import delete_superseded, restart_cache
-from pipeline.cache.header import HEADER, fingerprint, made_with, read_header, write_new_header
+from pipeline.cache.header import HEADER, compute_fingerprint, read_fingerprint, read_header, write_new_header
 from pipeline.cache.live import Ledger
-from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
+from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, merge_unless_damaged
 from pipeline.cache.schema import VIDEOS
 from pipeline.cache.writer import commit_rows
 from pipeline.console import Say
-from pipeline.errors import CorruptShard, RunFailed, UsageError, format_count, name_first
+from pipeline.errors import CorruptShard, RunFailed, UsageError, format_count, list_first_names
 from pipeline.inputs.video_list import VideoList
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import Recipe
@@ -48,17 +48,19 @@ class CacheTable:
         self._made_with = ""
         self._n_unmerged = 0
         self.committed = list_committed_shards(store)
-        identity = fingerprint(recipe.identity(recipe.dtype)) if recipe.is_restarted else made_with(store)
+        identity = (
+            compute_fingerprint(recipe.identity(recipe.dtype)) if recipe.is_restarted else read_fingerprint(store)
+        )
         self.ledger = Ledger(store, identity).refresh()
         superseded = read_header(store).get("superseded", []) if store.exists(HEADER) else []
         if foreign := [name for name, made in self.ledger.foreign.items() if made not in superseded]:
-            names = name_first(foreign, len(foreign))
+            names = list_first_names(foreign, len(foreign))
             say(
                 f"warning: left out: {format_count(len(foreign), 'file')} of {store}/{VIDEOS}, whose rows were made "
                 f"with other settings than those of {HEADER}: {names}"
             )
         if strays := self.ledger.strays:
-            names = name_first(strays, len(strays))
+            names = list_first_names(strays, len(strays))
             say(
                 f"note: left out: {format_count(len(strays), 'file')} in {VIDEOS}/, with no name of the table's: "
                 f"{names}"
@@ -74,9 +76,9 @@ class CacheTable:
         """
         if not self.store.names(VIDEOS, ".parquet"):
             write_new_header(self.store, recipe.header(dtype, family_of(recipe.source).static()))
-            self.ledger = Ledger(self.store, made_with(self.store))  # the header may be new
+            self.ledger = Ledger(self.store, read_fingerprint(self.store))  # the header may be new
         self._header = self.store.read(HEADER)
-        self._made_with = fingerprint(json.loads(self._header)["identity"])
+        self._made_with = compute_fingerprint(json.loads(self._header)["identity"])
 
     def commit(self, number: int, rows: pa.Table) -> None:
         """Make rows visible as commit ``number`` of the run. Call ``begin`` first.
@@ -97,20 +99,20 @@ class CacheTable:
             )
         commit_rows(self.store, self._run_id, number, rows, made_with=self._made_with)
 
-    def merge_some(self) -> None:
+    def merge_occasionally(self) -> None:
         """Merge small files of the table once in MAX_WAITING_FILES + 1 calls. A failure only warns."""
         self._n_unmerged += 1
         if self._n_unmerged > MAX_WAITING_FILES:
-            try_merge(self.store, self._made_with, MAX_WAITING_FILES, self._say)
+            merge_unless_damaged(self.store, self._made_with, MAX_WAITING_FILES, self._say)
             self._n_unmerged = 0
 
-    def tidy(self) -> None:
+    def clean_up(self) -> None:
         """Delete the files of a user method's old code, and merge small files of the table; failures only warn."""
         try:
             delete_superseded(self.store, read_header(self.store))
         except (CorruptShard, OSError) as error:
             self._say(f"warning: the files of the old code were not deleted: {error}")
-        try_merge(self.store, made_with(self.store), MAX_WAITING_AT_END, self._say)
+        merge_unless_damaged(self.store, read_fingerprint(self.store), MAX_WAITING_AT_END, self._say)
 
 
 def restart_with_new_code(
@@ -125,7 +127,7 @@ def restart_with_new_code(
             this run does not name, which would be lost (not checked while archives are left to index).
         CorruptShard: a file of the videos table is damaged.
     """
-    ledger = Ledger(store, made_with(store)).refresh()
+    ledger = Ledger(store, read_fingerprint(store)).refresh()
     if redo is not None:  # before the restart, after which no id has a row
         check_redo(redo, None, ledger, config)
     with_tokens = np.flatnonzero(ledger.columns["fault"] == 0)

@@ -16,11 +16,11 @@ import pyarrow.compute as pc
 
 from pipeline.cache.live import REMOVED, Ledger
 from pipeline.errors import RunFailed, UsageError
-from pipeline.inputs.indexes import View, remove_members
+from pipeline.inputs.indexes import IndexView, remove_members
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.inputs.video_list import VideoList, find_size
+from pipeline.inputs.video_list import VideoList, get_archive_size
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import ManifestCounts, Remaining, restore_old_ids, select_remaining, select_shard
+from pipeline.prune.resume import ManifestCounts, Remaining, restore_old_ids, select_remaining, select_slice
 
 _LEAVE_S = 5.0  # seconds that a run waits at its end for the current archive
 
@@ -46,7 +46,7 @@ class TodoSelection:
             SourceChanged: a cached video has changed, and ``--on-changed`` is "refuse".
             UsageError: a store does not answer.
         """
-        own_videos = restore_old_ids(select_shard(videos, self.config.part()), self.ledger)
+        own_videos = restore_old_ids(select_slice(videos, self.config.part()), self.ledger)
         self.forget_removed(videos)
         return own_videos, select_remaining(own_videos, self.ledger, self.config, self.video_list.objects, self.redo)
 
@@ -68,7 +68,7 @@ class TodoSelection:
         remove_members(indexes.store, set(uris))
 
 
-class Part(NamedTuple):
+class TodoChunk(NamedTuple):
     """The videos known at the start of a run, or those of an archive that was indexed later.
 
     Attributes:
@@ -116,10 +116,12 @@ class Todo(AbstractContextManager["Todo"]):
         self.n_cut = 0
         self.n_archives = len(self._list.unindexed)
         self.n_parts = 1 + self.n_archives
-        todo = self._take(remaining.todo)
-        self._sizes = [find_size(archive) for archive in self._list.unindexed]
-        self._parts = [Part(known_videos, todo, sum(self._sizes) if self._n_allowed > 0 else 0)]
-        self._no_part = Part(known_videos.slice(len(known_videos)), todo.slice(len(todo)), 0)  # of an unopened archive
+        todo = self._take_allowed(remaining.todo)
+        self._sizes = [get_archive_size(archive) for archive in self._list.unindexed]
+        self._parts = [TodoChunk(known_videos, todo, sum(self._sizes) if self._n_allowed > 0 else 0)]
+        self._no_part = TodoChunk(
+            known_videos.slice(len(known_videos)), todo.slice(len(todo)), 0
+        )  # of an unopened archive
         self._new_part = threading.Condition()
         self._error: Exception | None = None
         self._closing, self._has_ended = False, not self.n_archives
@@ -165,7 +167,7 @@ class Todo(AbstractContextManager["Todo"]):
         if self._error is not None:
             raise RunFailed(str(self._error)) from self._error
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[TodoChunk]:
         """Yield the parts in order, and block until the next one is known.
 
         An archive that the limit leaves unopened gives an empty part. The iterator ends early if the search was stopped
@@ -241,13 +243,13 @@ class Todo(AbstractContextManager["Todo"]):
             if self._n_allowed > 0:
                 with closing(self._list.read_unindexed()) as archives:
                     for view in archives:
-                        if self._add(view):
+                        if self._add_view(view):
                             break
         except Exception as error:  # noqa: BLE001 - the main thread raises it in ``check``
             self.fail(error)
         self._end()
 
-    def _add(self, view: View) -> bool:
+    def _add_view(self, view: IndexView) -> bool:
         """Add the videos of an archive that are still to do, wake waiting readers, and return True at the limit.
 
         A view of a part of an archive is ignored unless it has enough videos to do to reach the limit; a larger view
@@ -261,15 +263,15 @@ class Todo(AbstractContextManager["Todo"]):
             self._list.count_left_out(view)
             self._selection.forget_removed(view.videos)
         with self._new_part:
-            todo = self._take(remaining.todo)
+            todo = self._take_allowed(remaining.todo)
             is_last = self._n_allowed <= 0
             self.n_cut += not view.is_whole
             later_bytes = 0 if is_last else sum(self._sizes[len(self._parts) :])
-            self._parts.append(Part(videos, todo, later_bytes))
+            self._parts.append(TodoChunk(videos, todo, later_bytes))
             self._new_part.notify_all()
         return is_last
 
-    def _take(self, todo: pa.Table) -> pa.Table:
+    def _take_allowed(self, todo: pa.Table) -> pa.Table:
         """Return the first rows of ``todo`` that the limit allows; the others count as waiting if they are new."""
         n_taken = int(min(self._n_allowed, len(todo)))
         self._n_allowed -= n_taken

@@ -17,7 +17,7 @@ MAX_TOKENS = 16_384  # of the random video; methods compile nothing else for lon
 
 
 @contextmanager
-def compiled_beside(
+def compile_meanwhile(
     pruner: Pruner, ratio: float, shape: tuple[int, int, int], device: torch.device | str
 ) -> Iterator[None]:
     """Compile the kernels that ``pruner`` needs in a thread while the block runs; wait for the thread on exit.

@@ -7,7 +7,7 @@ from ray.actor import ActorHandle
 
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import write_token_shard
-from pipeline.prune.batches import pack_written, unpack
+from pipeline.prune.batches import pack_written, unpack_batch
 from pipeline.runner.worker_heartbeat import Heartbeat
 from pipeline.storage.stores import Store
 
@@ -44,8 +44,8 @@ class Writer:
         Raises:
             OSError: the store fails; it is reported to the heartbeats first, and ends the run.
         """
-        videos = [video for batch in bundles if len(batch) for video in unpack(batch)]
-        with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as items:
+        videos = [video for batch in bundles if len(batch) for video in unpack_batch(batch)]
+        with self._heartbeat.hold_items(*(video.record["video_id"] for video in videos)) as items:
             try:
                 rows = write_token_shard(videos, store=self._store, run_id=self._run_id, codec=self._codec)
             except OSError as error:  # the store is at fault, not a video, so the run ends

@@ -6,16 +6,16 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import LiveVideos, is_among, select_ok
-from pipeline.cache.merging import merge
+from pipeline.cache.header import compute_fingerprint, read_header
+from pipeline.cache.live import LiveVideos, make_membership_mask, select_ok
+from pipeline.cache.merging import merge_table_files
 from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import VideosTable
 from pipeline.cache.token_shard import is_shard_name, parse_shard_id
-from pipeline.cache.writer import SHARD_BYTES, make_bundles, move_videos
+from pipeline.cache.writer import SHARD_BYTES, make_batches, move_videos
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster.connection import provenance
-from pipeline.runner.run_record import COMMITTED_KEY, RUNS, RunFile, new_run_id, read_record
+from pipeline.runner.cluster.connection import collect_provenance
+from pipeline.runner.run_record import COMMITTED_KEY, RUNS, RunFile, make_run_id, read_record
 from pipeline.storage.stores import Store
 
 _EMPTIED_KEY = "emptied"  # key of a run's record: the token shards whose videos were copied to other shards
@@ -69,31 +69,31 @@ def join_tokens(
         UsageError: nothing can be written there, or a folder of the cache is a symbolic link.
         CorruptShard: a token shard or a file of the videos table is damaged.
     """
-    made_with = fingerprint(read_header(store)["identity"])
+    made_with = compute_fingerprint(read_header(store)["identity"])
     result = JoinResult()
-    run_id = new_run_id()
+    run_id = make_run_id()
     with Claim(store, run_id, say):
         live = select_ok(LiveVideos.read(store, made_with, ("status", "token_shard", "first_row_group"))[1])
         live_shards = set(live["token_shard"].to_pylist())
         result.deleted = _delete_emptied(store, live_shards, keep)
         small = [file for file in store.list_files(TOKENS) if file.name in live_shards and 2 * file.size < shard_bytes]
-        bundles = [files for files in make_bundles(small, lambda file: file.size, shard_bytes) if len(files) > 1]
+        bundles = [files for files in make_batches(small, lambda file: file.size, shard_bytes) if len(files) > 1]
         if not bundles:
             return result
         result.run_id = run_id
         table = VideosTable(store)
-        with RunFile(store, {**provenance(run_id), "joins": len(bundles)}) as run_file:
+        with RunFile(store, {**collect_provenance(run_id), "joins": len(bundles)}) as run_file:
             for number, files in enumerate(bundles):
                 names = [file.name for file in files]
                 result.read += names
                 run_file.save(**{_EMPTIED_KEY: result.read})  # first, so that a kill forgets no emptied shard
-                locations = live.filter(is_among(live["token_shard"], names))
+                locations = live.filter(make_membership_mask(live["token_shard"], names))
                 rows = move_videos(table, run_id, number, locations, made_with)
                 result.videos += len(rows)
                 result.written.append(rows[0]["token_shard"])
                 run_file.note(**{COMMITTED_KEY: [parse_shard_id(name) for name in result.written]})
                 say(f"{number + 1:,} of {len(bundles):,} token shards written")
-        merge(store, made_with, everything=True, keep=keep)
+        merge_table_files(store, made_with, everything=True, keep=keep)
     return result
 
 
@@ -106,7 +106,7 @@ def _delete_emptied(store: Store, live_shards: Collection[str], keep: timedelta)
     deleted_names = []
     for record in store.names(RUNS, ".json"):
         shards = read_record(store, record).get(_EMPTIED_KEY)
-        if isinstance(shards, list) and store.age(record) >= keep:
+        if isinstance(shards, list) and store.compute_age(record) >= keep:
             for name in filter(is_shard_name, shards):
                 if name not in live_shards and store.exists(name):
                     store.delete(name)

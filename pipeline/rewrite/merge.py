@@ -18,21 +18,28 @@ import pyarrow.compute as pc
 from pipeline.cache.header import (
     HEADER,
     CacheHeader,
-    fingerprint,
+    compute_fingerprint,
     list_differences,
     read_header,
     write_new_header,
 )
-from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, make_rule_columns, select_ok, select_removed
-from pipeline.cache.merging import merge
+from pipeline.cache.live import (
+    RULE_COLUMNS,
+    LiveVideos,
+    find_live_indices,
+    make_rule_columns,
+    select_ok,
+    select_removed,
+)
+from pipeline.cache.merging import merge_table_files
 from pipeline.cache.schema import TOKENS
-from pipeline.cache.table import build_table, check_content, parse_file_name, serialise_small
+from pipeline.cache.table import build_table, check_content, parse_file_name, serialize_small
 from pipeline.errors import IdentityMismatch, UsageError
-from pipeline.rewrite.recode import check_place
+from pipeline.rewrite.recode import check_rewrite_target
 from pipeline.rewrite.remove import erase_removed
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster.connection import provenance
-from pipeline.runner.run_record import RUNS, RunFile, new_run_id
+from pipeline.runner.cluster.connection import collect_provenance
+from pipeline.runner.run_record import RUNS, RunFile, make_run_id
 from pipeline.storage.stores import LocalStore, Store, request_threads
 
 OnEqual = Literal["rule", "refuse"]
@@ -44,7 +51,7 @@ _MAX_EXAMPLES: Final = 5
 
 
 @dataclass
-class MergedCaches:
+class CacheMergeResult:
     """The result of ``merge_caches``.
 
     Attributes:
@@ -76,7 +83,7 @@ class MergedCaches:
             yield f"{len(self.removed):,} removed videos stay removed; {self.moved:,} others moved to new token shards"
 
 
-class _Union(NamedTuple):
+class _UnitedTables(NamedTuple):
     """The videos tables of several caches, each read once.
 
     Attributes:
@@ -92,7 +99,7 @@ class _Union(NamedTuple):
 
 def merge_caches(
     sources: Sequence[Store], out: Store, say: Callable[[str], object], on_equal: OnEqual = "rule"
-) -> MergedCaches:
+) -> CacheMergeResult:
     """Merge caches of one identity into ``out``, which is empty or already holds such a cache; return the counts.
 
     The sources stay unchanged; a source that is ``out`` itself is skipped. If several caches have a row of a video, the
@@ -110,30 +117,30 @@ def merge_caches(
         CorruptShard: a file is damaged.
     """
     stores = [*[out] * out.exists(HEADER), *(source for source in sources if source.root != out.root)]
-    header = _common_header(stores)
-    check_place(out, header)
-    identity = fingerprint(header["identity"])
+    header = _check_common_header(stores)
+    check_rewrite_target(out, header)
+    identity = compute_fingerprint(header["identity"])
     union = _read_union(stores, identity)
     if on_equal == "refuse":
-        _refuse_equal(union.rows)
+        _refuse_different_tokens(union.rows)
     out.make()
-    result = MergedCaches(new_run_id())
+    result = CacheMergeResult(make_run_id())
     with Claim(out, result.run_id, say):
-        check_place(out, header)
+        check_rewrite_target(out, header)
         if not out.exists(HEADER):
             write_new_header(out, header)
         about = {"merged_from": [str(store) for store in stores if store is not out]}
-        with RunFile(out, {**provenance(result.run_id), **about}):
+        with RunFile(out, {**collect_provenance(result.run_id), **about}):
             _take_videos(stores, union, identity, out, result, say)
             for source in stores:
                 for name in source.names(RUNS, ".json"):
-                    _take(source, out, name)
+                    _take_file(source, out, name)
             result.moved = erase_removed(out, identity, result.run_id, say).moved
-            merge(out, identity, everything=True)
+            merge_table_files(out, identity, everything=True)
     return result
 
 
-def _common_header(stores: Sequence[Store]) -> CacheHeader:
+def _check_common_header(stores: Sequence[Store]) -> CacheHeader:
     """Return the header that all caches share: the first one with "hidden_size", or the first one if none has it.
 
     Raises:
@@ -153,7 +160,7 @@ def _common_header(stores: Sequence[Store]) -> CacheHeader:
     return next((header for header in headers if "hidden_size" in header), first)
 
 
-def _read_union(stores: Sequence[Store], identity: str) -> _Union:
+def _read_union(stores: Sequence[Store], identity: str) -> _UnitedTables:
     """Read the current live rows of each cache, and list the files of its table."""
     tables = []
     files = []
@@ -167,10 +174,10 @@ def _read_union(stores: Sequence[Store], identity: str) -> _Union:
         tables.append(rows.select(_COLUMNS).set_column(position, "token_shard", names).append_column("cache", numbers))
         files.append([file.name for file in videos.files if file.name not in videos.table.foreign])
         foreign += [f"{store}/{name}" for name in videos.table.foreign]
-    return _Union(pa.concat_tables(tables).unify_dictionaries().combine_chunks(), files, foreign)
+    return _UnitedTables(pa.concat_tables(tables).unify_dictionaries().combine_chunks(), files, foreign)
 
 
-def _refuse_equal(rows: pa.Table) -> None:
+def _refuse_different_tokens(rows: pa.Table) -> None:
     """Raise UsageError if the ok rows of a video have different checksums in several caches."""
     kinds = select_ok(rows).group_by("video_id").aggregate([("checksum", "count_distinct")])
     wrong = kinds.filter(pc.greater(kinds["checksum_count_distinct"], 1))["video_id"]
@@ -184,10 +191,10 @@ def _refuse_equal(rows: pa.Table) -> None:
 
 def _take_videos(
     stores: Sequence[Store],
-    union: _Union,
+    union: _UnitedTables,
     identity: str,
     out: Store,
-    result: MergedCaches,
+    result: CacheMergeResult,
     say: Callable[[str], object],
 ) -> None:
     """Bring token shards, then removed rows, then the files of the videos tables into ``out``.
@@ -204,10 +211,10 @@ def _take_videos(
             _take_live_tokens(stores, union.rows, out, result, say)
             if result.removed:  # before other rows of these videos
                 rows = [row for source in stores for row in LiveVideos.read_removed(source, identity)]
-                out.put(*serialise_small(result.run_id, 0, build_table(rows), identity))
+                out.put(*serialize_small(result.run_id, 0, build_table(rows), identity))
             for source, files in zip(stores, union.files, strict=True):
                 for name in files:
-                    _take(source, out, name)
+                    _take_file(source, out, name)
             result.foreign = union.foreign
             return
         except FileNotFoundError:
@@ -217,14 +224,14 @@ def _take_videos(
 
 
 def _take_live_tokens(
-    stores: Sequence[Store], rows: pa.Table, out: Store, result: MergedCaches, say: Callable[[str], object]
+    stores: Sequence[Store], rows: pa.Table, out: Store, result: CacheMergeResult, say: Callable[[str], object]
 ) -> None:
     """Link or copy the token shards that live rows of the union name to ``out``.
 
     The live row of each video is selected over all caches first. Sets the counts in ``result``, which do not include
     shards that ``out`` already has. ``say`` receives a line per thousand shards of a cache.
     """
-    order, _ = find_live(make_rule_columns(rows))
+    order, _ = find_live_indices(make_rule_columns(rows))
     winners = rows.take(pa.array(order))
     live = select_ok(winners)
     result.videos = len(order)
@@ -234,7 +241,7 @@ def _take_live_tokens(
         names = live.filter(pc.equal(live["cache"], number))["token_shard"].unique().to_pylist()
         with request_threads(_THREADS) as pool:
             try:
-                for n_taken, n_bytes in enumerate(pool.map(partial(_take, source, out), names), 1):
+                for n_taken, n_bytes in enumerate(pool.map(partial(_take_file, source, out), names), 1):
                     result.linked += n_bytes == 0
                     result.copied += n_bytes is not None and n_bytes > 0
                     result.copied_bytes += n_bytes or 0
@@ -245,7 +252,7 @@ def _take_live_tokens(
                 raise
 
 
-def _take(source: Store, out: Store, name: str) -> int | None:
+def _take_file(source: Store, out: Store, name: str) -> int | None:
     """Link or copy the file ``name`` from ``source`` to ``out`` unless ``out`` has it.
 
     Token shards are linked between local stores on one file system. Copied token shards and small table files are

@@ -14,31 +14,31 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.changed_code import delete_superseded, match_cache_code, restart_cache
+from pipeline.cache.changed_code import check_cache_code, delete_superseded, restart_cache
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import (
     HEADER,
     CacheHeader,
     change_codec,
-    find_codec,
-    fingerprint,
+    compute_fingerprint,
+    get_codec,
     read_header,
-    refuse_occupied_place,
+    refuse_occupied_location,
     write_new_header,
 )
-from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, make_rule_columns, select_ok, sort_by_shard
-from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
+from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live_indices, make_rule_columns, select_ok, sort_by_shard
+from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, merge_unless_damaged
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.schema import KEY_COLUMNS, VIDEOS
 from pipeline.cache.table import VideosTable
 from pipeline.cache.token_shard import parse_shard_id
-from pipeline.cache.writer import KeptTokens, VideoItem, commit_records, make_bundles, write_token_shard
-from pipeline.errors import RunFailed, UsageError, VideoFault, store_usage_errors
+from pipeline.cache.writer import KeptTokens, VideoItem, commit_records, make_batches, write_token_shard
+from pipeline.errors import RunFailed, UsageError, VideoFault, convert_store_usage_errors
 from pipeline.rewrite.remove import erase_removed
-from pipeline.rows import JsonObject, VideoRecord, failed_video
+from pipeline.rows import JsonObject, VideoRecord, make_failed_video
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster.connection import provenance
-from pipeline.runner.run_record import COMMITTED_KEY, RunFile, check_out_folder, new_run_id, newest_record
+from pipeline.runner.cluster.connection import collect_provenance
+from pipeline.runner.run_record import COMMITTED_KEY, RunFile, check_out_folder, find_newest_record, make_run_id
 from pipeline.storage.stores import Store
 
 _VERSIONS = ("gstep-cache", "torch", "pyarrow")
@@ -78,7 +78,7 @@ class Rewrite:
 
 
 @dataclass
-class Rewritten:
+class RewriteResult:
     """The counts of a completed rewrite.
 
     Attributes:
@@ -104,18 +104,18 @@ class Rewritten:
             yield f"warning: {self.failed:,} of them failed"
 
 
-def recoding(source: TokenCache, codec: str) -> Rewrite:
+def plan_recoding(source: TokenCache, codec: str) -> Rewrite:
     """Plan a cache of the same tokens in another codec; nothing is written.
 
     Raises:
         UsageError: the source does not store bfloat16 tokens.
     """
-    check_source(source, "recode")
-    config = {**make_config(source.store), "token_codec": codec}
+    check_stores_bfloat16(source, "recode")
+    config = {**read_newest_config(source.store), "token_codec": codec}
     return Rewrite(source, change_codec(source.header, codec), config, tuple(source.evidence))
 
 
-def check_source(cache: TokenCache, verb: str) -> None:
+def check_stores_bfloat16(cache: TokenCache, verb: str) -> None:
     """Raise UsageError unless a cache stores bfloat16 tokens; ``verb`` ("recode" or "prune") is for the message."""
     if cache.codec is not BFLOAT16:
         raise UsageError(
@@ -124,13 +124,13 @@ def check_source(cache: TokenCache, verb: str) -> None:
         )
 
 
-def make_config(store: Store) -> JsonObject:
+def read_newest_config(store: Store) -> JsonObject:
     """Return the options of the newest run of a cache whose record has options; {} if there is no such record."""
-    record = newest_record(store)
+    record = find_newest_record(store)
     return {} if record is None else record["config"]
 
 
-def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
+def check_rewrite_target(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
     """Raise UsageError unless ``out`` is empty or a cache that has no rows yet or has the header's identity.
 
     Returns:
@@ -143,15 +143,17 @@ def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
         CorruptShard: a file of the table is damaged.
     """
     check_out_folder(out)
-    with store_usage_errors():
-        refuse_occupied_place(out)
+    with convert_store_usage_errors():
+        refuse_occupied_location(out)
         if not out.names(VIDEOS, ".parquet"):
             return False
         old_identity, refusal = read_header(out)["identity"], f"{out} holds rows of another kind"
-        return match_cache_code(out, old_identity, header["identity"], refusal, redo=redo)
+        return check_cache_code(out, old_identity, header["identity"], refusal, redo=redo)
 
 
-def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: bool = False) -> Rewritten:
+def update_rewritten_cache(
+    job: Rewrite, out: Store, say: Callable[[str], object], *, redo: bool = False
+) -> RewriteResult:
     """Bring ``out`` up to date with the source of a rewrite, and return the counts.
 
     A video is skipped unless the source's row outranks the row in ``out`` by status, then by attempts. It is erased if
@@ -166,36 +168,36 @@ def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: boo
         CorruptShard: the source is damaged.
         RunFailed: another cache was begun at ``out`` meanwhile, or a user method fails for every video (MethodFails).
     """
-    check_place(out, job.header, redo=redo)
+    check_rewrite_target(out, job.header, redo=redo)
     start = time.monotonic()
     out.make()
-    result = Rewritten(new_run_id())
+    result = RewriteResult(make_run_id())
     with Claim(out, result.run_id, say):
-        if check_place(out, job.header, redo=redo):
+        if check_rewrite_target(out, job.header, redo=redo):
             restart_cache(out, read_header(out), job.header["identity"], result.run_id)
         elif not out.names(VIDEOS, ".parquet"):
             write_new_header(out, job.header)
-        made_with = fingerprint(read_header(out)["identity"])
-        todo = _todo(job.source, out, made_with, result)
+        made_with = compute_fingerprint(read_header(out)["identity"])
+        todo = _find_rows_to_rewrite(job.source, out, made_with, result)
         if len(todo):
             about: JsonObject = {
                 "rewritten_from": str(job.source.store),
                 "config": {**job.config, "out": str(out)},
-                "decoding_rules": (newest_record(job.source.store) or {}).get("decoding_rules", 1),
+                "decoding_rules": (find_newest_record(job.source.store) or {}).get("decoding_rules", 1),
                 "videos": len(todo),
             }
-            with RunFile(out, {**provenance(result.run_id, _VERSIONS), **about}) as record:
-                _stream(job, todo, out, record, result, say)
+            with RunFile(out, {**collect_provenance(result.run_id, _VERSIONS), **about}) as record:
+                _write_videos(job, todo, out, record, result, say)
         erase_removed(out, made_with, result.run_id, say)  # also what an interrupted rewrite left
         if len(todo):
             delete_superseded(out, read_header(out))
-            try_merge(out, made_with, MAX_WAITING_AT_END, say)
+            merge_unless_damaged(out, made_with, MAX_WAITING_AT_END, say)
     result.seconds = time.monotonic() - start
     return result
 
 
-def _stream(
-    job: Rewrite, todo: pa.Table, out: Store, record: RunFile, result: Rewritten, say: Callable[[str], object]
+def _write_videos(
+    job: Rewrite, todo: pa.Table, out: Store, record: RunFile, result: RewriteResult, say: Callable[[str], object]
 ) -> None:
     """Write and commit the videos of ``todo`` shard by shard; ``out`` has its header already.
 
@@ -207,16 +209,16 @@ def _stream(
         RunFailed: the header of ``out`` has changed or is gone, so another cache was begun there.
     """
     header = out.read(HEADER)
-    codec = find_codec(job.header["identity"])
+    codec = get_codec(job.header["identity"])
     shards = list[str]()
-    made_with = fingerprint(read_header(out)["identity"])
+    made_with = compute_fingerprint(read_header(out)["identity"])
     result.failed = len(select_ok(todo))
 
     def n_bytes(video: VideoItem) -> float:
         tokens = video.kept
         return 0.0 if tokens is None else codec.share * tokens.tokens.nbytes * (1 + len(tokens.deepstack))
 
-    for number, videos in enumerate(make_bundles(_change_videos(job, todo), n_bytes, max_items=_SHARD_VIDEOS)):
+    for number, videos in enumerate(make_batches(_change_videos(job, todo), n_bytes, max_items=_SHARD_VIDEOS)):
         rows = write_token_shard(videos, store=out, run_id=result.run_id, codec=codec)
         if not out.exists(HEADER) or out.read(HEADER) != header:
             raise RunFailed(f"{out}: another cache was begun here since this command began; nothing more is written")
@@ -229,21 +231,23 @@ def _stream(
         result.bytes += sum(out.open(name).size() for name in names)
         say(f"{result.videos:,} of {len(todo):,} videos, {result.bytes:,} bytes")
         if number % MAX_WAITING_FILES == MAX_WAITING_FILES - 1:
-            try_merge(out, made_with, MAX_WAITING_FILES, say)
+            merge_unless_damaged(out, made_with, MAX_WAITING_FILES, say)
 
 
-def _todo(source: TokenCache, out: Store, made_with: str, result: Rewritten) -> pa.Table:
+def _find_rows_to_rewrite(source: TokenCache, out: Store, made_with: str, result: RewriteResult) -> pa.Table:
     """Return the source's live rows that outrank the rows of ``out``, with their row locations, sorted by token shard.
 
     Only status and attempts are compared; on a tie, the row of ``out`` wins. Sets ``result.done`` to the number of
     skipped rows.
     """
     columns = (*RULE_COLUMNS, "token_shard", "first_row_group")
-    _, rows = LiveVideos.read(source.store, fingerprint(source.identity), columns)
+    _, rows = LiveVideos.read(source.store, compute_fingerprint(source.identity), columns)
     _, old_rows = LiveVideos.read(out, made_with, RULE_COLUMNS)
     rule = make_rule_columns(pa.concat_tables([old_rows.select(RULE_COLUMNS), rows.select(RULE_COLUMNS)]))
     zeros = np.zeros_like(rule["tie"])
-    live, _ = find_live({**rule, "rewritten": zeros, "tie": zeros})  # of equal rows, the first counts: that of ``out``
+    live, _ = find_live_indices(
+        {**rule, "rewritten": zeros, "tie": zeros}
+    )  # of equal rows, the first counts: that of ``out``
     todo = rows.take(pa.array(live[live >= len(old_rows)] - len(old_rows)))
     result.done = len(rows) - len(todo)
     return sort_by_shard(todo)
@@ -254,16 +258,16 @@ def _change_videos(job: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
 
     If tokens exceed the range of the codec or ``job.change`` raises VideoFault, the video is yielded as a failed row.
     """
-    codec = find_codec(job.header["identity"])
+    codec = get_codec(job.header["identity"])
     for row in VideosTable(job.source.store).read_rows(todo):
         about_video = {name: value for name, value in row.items() if value is not None and name not in _PLACE_COLUMNS}
         record: VideoRecord = {**about_video}  # type: ignore[typeddict-item]
         if row["status"] == "ok":
             (video,) = job.source.get_rows([row], None, job.order, job.evidence)
             try:
-                codec.check_reach(video.tokens, *video.deepstack)
+                codec.check_range(video.tokens, *video.deepstack)
                 yield job.change(video, record)
             except VideoFault as fault:
-                yield VideoItem(failed_video(record, fault))
+                yield VideoItem(make_failed_video(record, fault))
         else:
             yield VideoItem(record)

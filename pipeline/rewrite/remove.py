@@ -16,19 +16,33 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.bounds import read_bounded
-from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import RULE_COLUMNS, LiveVideos, is_among, list_nameable_ids, select_ok, select_removed
-from pipeline.cache.merging import merge
+from pipeline.cache.header import compute_fingerprint, read_header
+from pipeline.cache.live import (
+    RULE_COLUMNS,
+    LiveVideos,
+    list_nameable_ids,
+    make_membership_mask,
+    select_ok,
+    select_removed,
+)
+from pipeline.cache.merging import merge_table_files
 from pipeline.cache.reader import map_in_order
 from pipeline.cache.schema import TOKENS, VIDEOS
-from pipeline.cache.table import VideosTable, add_places, is_table_name, list_table_files, make_empty_table, read_file
+from pipeline.cache.table import (
+    VideosTable,
+    add_row_locations,
+    is_table_name,
+    list_table_files,
+    make_empty_location_table,
+    read_file,
+)
 from pipeline.cache.token_shard import has_shard_form, is_shard_name, read_footer_ids
 from pipeline.cache.writer import commit_records, move_videos
-from pipeline.errors import CorruptShard, name_first, printable
+from pipeline.errors import CorruptShard, list_first_names, make_printable
 from pipeline.inputs.indexes import remove_members
 from pipeline.rows import VideoRecord
 from pipeline.runner.removal import Removal, claim_for_removal, delete_unfinished, forget_in_runs
-from pipeline.runner.run_record import RUNS, new_run_id
+from pipeline.runner.run_record import RUNS, make_run_id
 from pipeline.storage.stores import INDEXES, Store
 from pipeline.verify.report import KEPT_IN
 
@@ -90,8 +104,8 @@ def remove_videos(
         UsageError: nothing can be written there, or a folder of the cache is a symbolic link.
         CorruptShard: a token shard with videos to move, or a file of the table, is damaged.
     """
-    identity = fingerprint(read_header(store)["identity"])
-    result = CacheRemoval(new_run_id(), len(ids))
+    identity = compute_fingerprint(read_header(store)["identity"])
+    result = CacheRemoval(make_run_id(), len(ids))
     with claim_for_removal(store, result, reason, say):
         _VideosRemover(store, identity, result, frozenset(ids)).run(reason, say, keep)
     return result
@@ -116,7 +130,8 @@ def erase_removed(store: Store, identity: str, run_id: str, say: Callable[[str],
     if ids:
         _VideosRemover(store, identity, result, ids).run("removed from another cache", say, timedelta(0))
         if n_deleted := len(result.deleted):
-            say(f"{n_deleted:,} files deleted that may hold removed videos: {name_first(result.deleted, n_deleted)}")
+            names = list_first_names(result.deleted, n_deleted)
+            say(f"{n_deleted:,} files deleted that may hold removed videos: {names}")
         for line in result.iter_warnings():
             say(line)
     return result
@@ -140,7 +155,9 @@ class _VideosRemover:
         self._rows = self._read()
         # The token shards of each removed video: at first those that its rows name, or that its removed row recorded.
         self._shards_by_video: dict[str, set[str]] = {video_id: set() for video_id in ids}
-        for row in self._read_removed().select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
+        for row in (
+            self._select_rows_to_remove().select(["video_id", "status", "token_shard", "model_extra"]).to_pylist()
+        ):
             names = _read_shard_names(row["model_extra"]) if row["status"] == "removed" else [row["token_shard"]]
             self._shards_by_video[row["video_id"]].update(filter(is_shard_name, names))
 
@@ -152,12 +169,12 @@ class _VideosRemover:
         """
         result = self._result
         self._mark(reason)
-        self._find_others()
-        uris = set(self._read_removed()["uri"].to_pylist()) - {""}
+        self._find_unnamed_shards()
+        uris = set(self._select_rows_to_remove()["uri"].to_pylist()) - {""}
         result.deleted += _forget_beside_tables(self._store, self._ids, uris)
-        self._move_others()
+        self._move_remaining_videos()
         self._merge(keep)
-        unused = self._list_own_shards() - self._live_shards()  # by the table as it is now
+        unused = self._list_shards_with_removed() - self._list_live_shards()  # by the table as it is now
         if unused_names := sorted(name for name in unused if self._store.exists(name)):
             if keep:
                 say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(unused_names)} token shards")
@@ -175,12 +192,12 @@ class _VideosRemover:
     def _read(self) -> pa.Table:
         """Read _COLUMNS of all rows of all identities, superseded rows too, and each row's location."""
         files = list_table_files(self._store)
-        tables = [add_places(read_file(self._store, file, _COLUMNS), file.name) for file in files]
-        return pa.concat_tables([make_empty_table(_COLUMNS), *tables])
+        tables = [add_row_locations(read_file(self._store, file, _COLUMNS), file.name) for file in files]
+        return pa.concat_tables([make_empty_location_table(_COLUMNS), *tables])
 
-    def _read_removed(self) -> pa.Table:
+    def _select_rows_to_remove(self) -> pa.Table:
         """Select all rows of the videos to remove, whatever their status, from the rows read last."""
-        return self._rows.filter(is_among(self._rows["video_id"], self._ids))
+        return self._rows.filter(make_membership_mask(self._rows["video_id"], self._ids))
 
     def _mark(self, reason: str) -> None:
         """Commit a "removed" row for each id whose live row is not "removed", and read the rows again.
@@ -196,7 +213,7 @@ class _VideosRemover:
                     "video_id": video_id,
                     "uri": "",
                     "status": "removed",
-                    "error_message": printable(reason),
+                    "error_message": make_printable(reason),
                     "model_extra": json.dumps({_SHARDS_KEY: sorted(self._shards_by_video[video_id])}),
                     "attempts": live[video_id]["attempts"] if video_id in live else 0,
                 }
@@ -209,7 +226,7 @@ class _VideosRemover:
         self._result.find_unknown(self._ids, known_ids, list_nameable_ids(self._rows))
         self._rows = self._read()
 
-    def _find_others(self) -> None:
+    def _find_unnamed_shards(self) -> None:
         """Find the token shards that hold a removed video though none of its rows names them.
 
         These are shards of earlier attempts, concurrent runs, merged caches and killed runs. A shard whose footer
@@ -224,7 +241,7 @@ class _VideosRemover:
                 return None
 
         names = self._store.names(TOKENS, ".parquet")
-        live_shards = self._live_shards()
+        live_shards = self._list_live_shards()
         for name, ids in zip(names, map_in_order(read_ids, names, 8, 16), strict=True):
             if ids is None and name in live_shards:
                 self._result.unread.append(name)
@@ -234,22 +251,22 @@ class _VideosRemover:
             for video_id in self._ids if ids is None else self._ids.intersection(ids):
                 self._shards_by_video[video_id].add(name)
 
-    def _live_shards(self) -> set[str]:
+    def _list_live_shards(self) -> set[str]:
         """Read the table again, and return the names of the token shards that live rows of any identity name."""
         return {name for identity in self._identities for name in self._live(identity)["token_shard"].to_pylist()}
 
-    def _list_own_shards(self) -> set[str]:
+    def _list_shards_with_removed(self) -> set[str]:
         """Return the names of the token shards that hold a removed video."""
         return set().union(*self._shards_by_video.values())
 
-    def _move_others(self) -> None:
+    def _move_remaining_videos(self) -> None:
         """Copy the other live videos of each shard that holds a removed video to a new shard, and commit their rows."""
         table = VideosTable(self._store)
         number = 0
-        names = self._list_own_shards()
+        names = self._list_shards_with_removed()
         for identity in self._identities:
             live = self._live(identity)
-            ok = select_ok(live.filter(is_among(live["token_shard"], names)))
+            ok = select_ok(live.filter(make_membership_mask(live["token_shard"], names)))
             for name in sorted(set(ok["token_shard"].to_pylist())):
                 number += 1
                 locations = ok.filter(pc.equal(ok["token_shard"], name))
@@ -261,7 +278,7 @@ class _VideosRemover:
         Adds the deleted source files of earlier merges, which are at least ``keep`` old, to the result.
         """
         for identity in self._identities:
-            self._result.deleted += merge(self._store, identity, everything=True, keep=keep).deleted
+            self._result.deleted += merge_table_files(self._store, identity, everything=True, keep=keep).deleted
 
 
 def _read_shard_names(text: str | None) -> list[object]:
@@ -285,7 +302,7 @@ def _forget_beside_tables(store: Store, ids: Collection[str], uris: Collection[s
     forget_in_runs(store, ids, uris)
     deleted_names += delete_unfinished(store, _FOLDERS)
     for file in store.list_files(KEPT_IN):
-        if _may_hold(store.read(file.name), ids):
+        if _may_hold_video(store.read(file.name), ids):
             store.delete(file.name)
             deleted_names.append(file.name)
     return deleted_names
@@ -303,12 +320,12 @@ def _list_strays_with(store: Store, ids: Collection[str]) -> list[str]:
             if file.size and not is_own(file.name):
                 data = store.read(file.name)
                 is_parquet = data.startswith(_MAGIC)
-                if _may_hold(data, ids) if is_parquet else any(video_id.encode() in data for video_id in ids):
+                if _may_hold_video(data, ids) if is_parquet else any(video_id.encode() in data for video_id in ids):
                     names.append(file.name)
     return names
 
 
-def _may_hold(data: bytes, ids: Collection[str]) -> bool:
+def _may_hold_video(data: bytes, ids: Collection[str]) -> bool:
     """Return True if the Parquet file in ``data`` has a row of one of the videos, or cannot be read."""
     try:
         table = read_bounded(data, ["video_id"])

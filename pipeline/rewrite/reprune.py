@@ -13,7 +13,7 @@ from typing import ClassVar, cast
 
 import torch
 
-from gstep.backbones import family_class
+from gstep.backbones import load_family_class
 from gstep.evidence import HEAD_SOURCES
 from gstep.pruners import get_method_name, read_pruner
 from gstep.pruners.base import Pruner
@@ -21,16 +21,16 @@ from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity, change_codec, describe_method
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.writer import VideoItem
-from pipeline.errors import UsageError, usage_errors
+from pipeline.errors import UsageError, convert_usage_errors
 from pipeline.generate.late_pruning import find_evidence_columns, is_whole, make_visual_tokens
 from pipeline.generate.model import choose_family
-from pipeline.own_method import prune_or_fault
+from pipeline.own_method import prune_or_raise_fault
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
-from pipeline.rewrite.recode import Rewrite, check_source, make_config
+from pipeline.rewrite.recode import Rewrite, check_stores_bfloat16, read_newest_config
 from pipeline.rows import Json, VideoRecord
 
 
-def repruning(
+def plan_repruning(
     source: TokenCache, method: str, params: Mapping[str, str], ratio: float, seed: int, codec: str
 ) -> Rewrite:
     """Plan a cache of the tokens that a method keeps of a cache of all tokens; nothing is written.
@@ -45,23 +45,23 @@ def repruning(
         UsageError: the source lacks tokens or needed evidence or is not bfloat16, the method or a parameter is invalid,
             or the method depends on the question.
     """
-    check_source(source, "prune")
+    check_stores_bfloat16(source, "prune")
     identity = source.identity
     if not is_whole(identity):
         raise UsageError(
             f"{source.store} has only the tokens of {identity['pruner']['method']} at "
             f"{identity['retention_ratio']:g}, not all tokens: make one with python -m jobs.prune --pruner none"
         )
-    with usage_errors():
-        family = family_class(choose_family(identity["model"]) or identity["model"]["type"])
+    with convert_usage_errors():
+        family = load_family_class(choose_family(identity["model"]) or identity["model"]["type"])
         pruner = read_pruner(method, params, family=family.variant)
         if not pruner.cacheable:
             raise UsageError(f"--pruner {method} selects anew for every question, so its tokens cannot be cached")
         columns = dict(find_evidence_columns(method, pruner, identity, family))
-        header = _header(source.header, pruner, pruner.nominal_ratio(ratio), seed, codec)
+        header = _make_repruned_header(source.header, pruner, pruner.nominal_ratio(ratio), seed, codec)
     left_out = {"evidence"} if HEAD_SOURCES & {*pruner.sources.values()} else {"evidence", "siglip"}
     config: dict[str, Json] = {
-        **{name: value for name, value in make_config(source.store).items() if name not in left_out},
+        **{name: value for name, value in read_newest_config(source.store).items() if name not in left_out},
         **{"pruner": get_method_name(type(pruner)), "retention_ratio": ratio, "seed": seed},
         **{"pruner_param": [f"{name}={value}" for name, value in params.items()], "token_codec": codec},
     }
@@ -69,7 +69,7 @@ def repruning(
     return _Repruning(source, header, config, tuple(columns.values()), pruner, seed, columns, device)
 
 
-def _header(header: CacheHeader, pruner: Pruner, ratio: float, seed: int, codec: str) -> CacheHeader:
+def _make_repruned_header(header: CacheHeader, pruner: Pruner, ratio: float, seed: int, codec: str) -> CacheHeader:
     """Return the header that ``jobs.prune`` would give a cache of this method at this ratio.
 
     Entries about evidence and the pooling head stay only if the method uses them; the columns of evidence are left out.
@@ -116,6 +116,6 @@ class _Repruning(Rewrite):
         levels = (level.to(self.device).view(visual.tokens.shape) for level in video.deepstack)
         visual = replace(visual, deepstack=tuple(levels))
         start = time.perf_counter()
-        pruned = prune_or_fault(self.pruner, visual, self.header["identity"]["retention_ratio"], self.seed)
+        pruned = prune_or_raise_fault(self.pruner, visual, self.header["identity"]["retention_ratio"], self.seed)
         columns: VideoRecord = {**make_pruning_columns(pruned, visual), "prune_s": time.perf_counter() - start}
         return VideoItem({**record, **columns}, collect_kept_tokens(pruned, visual))

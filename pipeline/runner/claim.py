@@ -23,7 +23,7 @@ from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.rows import JsonObject
 from pipeline.runner.progress import Progress
-from pipeline.runner.run_record import RUNS, now, write_last
+from pipeline.runner.run_record import RUNS, format_now, write_last
 from pipeline.storage.stores import INDEXES, NOTE, Store
 
 HEARTBEAT_S = 10.0
@@ -31,7 +31,7 @@ MAX_MISSED_BEATS = 6  # after this many missed beats, a run counts as ended
 _FOLDERS = (TOKENS, VIDEOS, RUNS, INDEXES, "answers", "repaired")  # folders of caches and of answers
 
 
-class Holder(TypedDict, total=False):
+class ClaimNote(TypedDict, total=False):
     """The content of a claim's note: the run that writes to a store.
 
     Attributes:
@@ -79,18 +79,18 @@ class Claim:
             heartbeat_s: the interval at which the note is renewed.
         """
         self._store = store
-        self._beating = store.impatient()
+        self._beating = store.with_short_timeouts()
         self._notify = notify
         self._join = join
         self._heartbeat_s = heartbeat_s
         self._name = f"{RUNS}/{run_id}{NOTE}"
-        self._me: Holder = {
+        self._me: ClaimNote = {
             "run_id": run_id,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "namespace": _read_namespace(),
             "started": _read_start_ticks(os.getpid()),
-            "since": now(),
+            "since": format_now(),
             "checked": False,
             "beat": 0,
         }
@@ -171,7 +171,7 @@ class Claim:
             with suppress(OSError):
                 self._beat(self._beating)
 
-    def _refuse(self, name: str, holder: Holder) -> None:
+    def _refuse(self, name: str, holder: ClaimNote) -> None:
         """Raise CacheLocked if the run of a note is alive; if it has ended, delete the note, ignoring an OSError.
 
         This may wait for a beat of the other run. This run's own note passes, as does a run that has not finished its
@@ -182,14 +182,14 @@ class Claim:
         # Both runs have just started and see each other's notes: the run with the smaller id continues.
         if not holder.get("checked") and holder.get("run_id", "") > self._me["run_id"]:
             return
-        if _runs_here(holder) is not False and self._is_alive(name, holder):
+        if _is_running_here(holder) is not False and self._is_alive(name, holder):
             raise CacheLocked(
                 f"{self._store}: another run writes here: {describe_holder(holder)}; --join allows concurrent runs"
             )
         with suppress(OSError):
             self._store.delete(name)
 
-    def _is_alive(self, name: str, holder: Holder) -> bool:
+    def _is_alive(self, name: str, holder: ClaimNote) -> bool:
         """Return True if another run is alive: its process runs here and its note is fresh, or a new beat arrives.
 
         A note is fresh if it is less than MAX_MISSED_BEATS intervals older than this run's own, which is renewed
@@ -199,7 +199,7 @@ class Claim:
         limit = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s)
         has_notified = False
         # A running process with an old note may have been suspended, or a clock has jumped: its next beat decides.
-        runs_here = _runs_here(holder)
+        runs_here = _is_running_here(holder)
         until = time.monotonic() + limit.total_seconds()
         while (silent := _find_age(self._store, name, self._name)) is not None and (runs_here or silent < limit):
             if runs_here and silent < limit:
@@ -236,27 +236,27 @@ def refuse_links(store: Store) -> None:
         )
 
 
-def find_holder(store: Store) -> Holder | None:
+def find_holder(store: Store) -> ClaimNote | None:
     """Return the note of the first run that seems to write to ``store``, or None. Runs of this process count.
 
     A run counts if its process is alive in this container, or if that cannot be checked and its note is younger than
     MAX_MISSED_BEATS default intervals. Nothing is waited for or deleted.
     """
     for name, holder in _iter_notes(store):
-        runs_here = _runs_here(holder)
+        runs_here = _is_running_here(holder)
         if runs_here is not False:
             with suppress(FileNotFoundError):
-                if runs_here or store.age(name) < timedelta(seconds=MAX_MISSED_BEATS * HEARTBEAT_S):
+                if runs_here or store.compute_age(name) < timedelta(seconds=MAX_MISSED_BEATS * HEARTBEAT_S):
                     return holder
     return None
 
 
-def describe_holder(holder: Holder) -> str:
+def describe_holder(holder: ClaimNote) -> str:
     """Return the host, process id, run id and start of a run as JSON text."""
     return json.dumps({name: holder.get(name) for name in ("host", "pid", "run_id", "since")})
 
 
-def _iter_notes(store: Store) -> Iterator[tuple[str, Holder]]:
+def _iter_notes(store: Store) -> Iterator[tuple[str, ClaimNote]]:
     """Yield the name and content of each claim's note in a store, including the caller's own."""
     for name in store.names(RUNS, NOTE):
         note = _read_note(store, name)
@@ -264,7 +264,7 @@ def _iter_notes(store: Store) -> Iterator[tuple[str, Holder]]:
             yield name, note
 
 
-def _read_note(store: Store, name: str) -> Holder | None:
+def _read_note(store: Store, name: str) -> ClaimNote | None:
     """Return the content of a note; None if it was deleted. A damaged note gives only the ``run_id`` from its name."""
     try:
         content = json.loads(store.read(name))
@@ -272,18 +272,18 @@ def _read_note(store: Store, name: str) -> Holder | None:
         return None
     except ValueError:
         content = None
-    return cast(Holder, content) if isinstance(content, dict) else {"run_id": PurePosixPath(name).stem}
+    return cast(ClaimNote, content) if isinstance(content, dict) else {"run_id": PurePosixPath(name).stem}
 
 
 def _find_age(store: Store, name: str, own_name: str) -> timedelta | None:
     """Return how much older a note is than this run's own, by the store's clock; None if one is gone."""
     try:
-        return store.age(name) - store.age(own_name)
+        return store.compute_age(name) - store.compute_age(own_name)
     except FileNotFoundError:
         return None
 
 
-def _runs_here(holder: Holder) -> bool | None:
+def _is_running_here(holder: ClaimNote) -> bool | None:
     """Return whether a run's driver is a running process of this container; None for another one, or without /proc.
 
     A run of this process counts as running until its claim has ended. A process with the same id and another start time

@@ -15,10 +15,10 @@ from pipeline.runner.cluster.connection import describe_cause, is_out_of_disk, s
 from pipeline.runner.cluster.disks import DiskSearch, find_full_disks, find_known_full_disks
 from pipeline.runner.cluster.head import Head, HeadLost
 from pipeline.runner.job import Items, Job, Watch
-from pipeline.runner.progress import reporter
-from pipeline.runner.shards import TICK_S, Shard, Shards
+from pipeline.runner.progress import make_reporter
+from pipeline.runner.shards import TICK_S, ShardBundler, WrittenShard
 from pipeline.runner.watchdog import SHRUNK_S, DiskFull, Fetcher, Growth, Watchdog
-from pipeline.runner.worker_reports import WorkerReport, heartbeats_of
+from pipeline.runner.worker_reports import WorkerReport, run_heartbeats
 from pipeline.storage.outages import OUTAGES
 
 T = TypeVar("T", bound=Items)
@@ -58,20 +58,20 @@ class GraphExecution(Generic[T]):
         self._named_disks: dict[str, str] = {}
         self._last_writes_until: float | None = None  # set once no more output of the graph is taken
         self.n_shards = 0
-        heartbeats = resources.enter_context(heartbeats_of(tuple(self._plan.wording.stages)))
-        display = reporter(job.console, len(items), job.options.log_interval, self._plan.wording)
-        self._look_at_nodes(WorkerReport())
+        heartbeats = resources.enter_context(run_heartbeats(tuple(self._plan.wording.stages)))
+        display = make_reporter(job.console, len(items), job.options.log_interval, self._plan.wording)
+        self._log_nodes(WorkerReport())
         job.say(f"starting workers: {self._plan.workers}")
         graph = job.graph(items, self._plan, heartbeats)
         self._reporter = resources.enter_context(display)
-        self.shards = resources.enter_context(Shards(graph, job.options.flush_seconds))
+        self.shards = resources.enter_context(ShardBundler(graph, job.options.flush_seconds))
         self._watchdog = Watchdog(
             heartbeats, job.options.stall_timeout, self._plan, len(items), job.available_resources
         )
         self._looked_at = time.monotonic()
         self._batches = resources.enter_context(Fetcher(graph.batches()))
 
-    def next_shard(self) -> Shard | None:
+    def next_shard(self) -> WrittenShard | None:
         """Run the graph until a shard is written, and return it, again until ``acknowledge``; None after the last one.
 
         After ``end_input``, only output that was taken before is written, until the time limit, and shards whose writer
@@ -87,7 +87,7 @@ class GraphExecution(Generic[T]):
         try:
             while True:
                 self._head.look()
-                self._look_when_due()
+                self._check_workers_when_due()
                 if (shard := self.shards.next_written()) is not None:
                     return shard
                 if self._batches.is_at_end:
@@ -100,7 +100,7 @@ class GraphExecution(Generic[T]):
             self._batches.close()  # first: a graph that runs on keeps resources, which the search for a cause needs
             raise self._explain(error) from error
 
-    def acknowledge(self, shard: Shard) -> None:
+    def acknowledge(self, shard: WrittenShard) -> None:
         """Count the last shard of ``next_shard`` as committed, show the new counts, and reset the stall timer."""
         self.shards.acknowledge()  # first: after this, an interrupt does not return the shard again
         self.n_shards = max(self.n_shards, shard.number + 1)
@@ -132,11 +132,11 @@ class GraphExecution(Generic[T]):
         OUTAGES.take_reports(report.outages)
         self._watch.take_last(report, self._reporter.current)
         if within_s is None:
-            self._look_at_nodes(report)
+            self._log_nodes(report)
         for worker in report.excluded_workers:
             self._job.say(f"note: excluded worker: {worker}")
 
-    def _next_last(self) -> Shard | None:
+    def _next_last(self) -> WrittenShard | None:
         """Return the next shard that is written within the time limit of ``end_input``, or None, ignoring RayErrors."""
         assert self._last_writes_until is not None
         with suppress(ray.exceptions.RayError):  # no writer takes the rest
@@ -179,7 +179,7 @@ class GraphExecution(Generic[T]):
             f"{why}; {DiskFull(full)}, and no other node can run all stages. {FREE_SPACE}; then rerun the command"
         )
 
-    def _look_when_due(self) -> None:
+    def _check_workers_when_due(self) -> None:
         """Read and show the workers' report at intervals while the head answers, and end the graph if necessary.
 
         This also logs changed nodes and full disks, passes the report to the watch, and may ask an autoscaler for
@@ -198,17 +198,17 @@ class GraphExecution(Generic[T]):
         OUTAGES.take_reports(report.outages)
         self._grow_reporter()
         display.stages(report)
-        self._look_at_nodes(report)
+        self._log_nodes(report)
         self._watch.look(report, display.current)
-        self._look_at_disks(report)
+        self._check_disks(report)
         self._watchdog.check()
-        if (speed := display.pace.speed()) is not None and display.progress.busy:
+        if (speed := display.pace.measure_speed()) is not None and display.progress.busy:
             today = None
             with suppress(Exception):  # a cluster that does not answer has not grown
                 today = self._job.replan(speed.n_left) if self._head.answers() else None
             self._growth.look(display.progress, speed, today)
 
-    def _look_at_disks(self, report: WorkerReport) -> None:
+    def _check_disks(self, report: WorkerReport) -> None:
         """Log full disks, once until there are none, after nothing has moved for SHRUNK_S seconds.
 
         Errors of the search are ignored.
@@ -229,7 +229,7 @@ class GraphExecution(Generic[T]):
         if full and still_s > _FULL_S and not any(report.inside.values()):
             raise self._make_disk_error(full, f"no {self._plan.wording.item} moved for {still_s:.0f} s")
 
-    def _look_at_nodes(self, report: WorkerReport) -> None:
+    def _log_nodes(self, report: WorkerReport) -> None:
         """Log nodes that joined or were lost, and each node's workers, unless the cluster does not answer."""
         with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
             if self._head.answers():  # else Ray would wait for it

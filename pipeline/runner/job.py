@@ -11,7 +11,7 @@ import pyarrow as pa
 from ray.actor import ActorHandle
 from rich.console import Console
 
-from pipeline.console import Say, speaker
+from pipeline.console import Say, make_speaker
 from pipeline.errors import RunFailed
 from pipeline.options import RunOptions
 from pipeline.runner.cluster.connection import describe_cause, sum_resources
@@ -61,7 +61,7 @@ class Job(ABC, Generic[T]):
         """Start with no excluded nodes, and with shard number 0."""
         self.options = options
         self.console = console
-        self.say = speaker(console)
+        self.say = make_speaker(console)
         self.excluded_nodes: dict[str, str] = {}
         self.nodes = NodeLog(self.say)
         self.n_shards = 0
@@ -127,6 +127,6 @@ def convert_store_errors(say: Say) -> Iterator[None]:
 
 def print_options(options: RunOptions, console: Console) -> None:
     """Print the options that differ from their defaults in one line, or "all defaults"."""
-    changed_options = " ".join(f"{name}={value}" for name, value in options.changed_values().items())
+    changed_options = " ".join(f"{name}={value}" for name, value in options.list_changed_values().items())
     line = f"configuration: {changed_options or 'all defaults'}"
     console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)

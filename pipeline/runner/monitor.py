@@ -18,10 +18,10 @@ from typing import Any
 import ray
 from ray.util import metrics as ray_metrics
 
-from pipeline.errors import printable
+from pipeline.errors import make_printable
 from pipeline.runner.cluster.head import HeadLost
 from pipeline.runner.progress import Progress
-from pipeline.runner.run_record import RUNS, name_ending, now
+from pipeline.runner.run_record import RUNS, format_now, name_ending
 from pipeline.runner.worker_reports import CrashedProcess, FailureKind, WorkerReport
 from pipeline.storage.outages import OUTAGES
 from pipeline.storage.stores import Store
@@ -126,13 +126,13 @@ class Metrics:
     def count(self, name: str, amount: float, **labels: str) -> None:
         """Add ``amount`` to the counter ``name``, a key of METRICS. An amount of 0 or less is ignored."""
         if amount > 0:
-            self._recorder(ray_metrics.Counter, name).inc(amount, {**labels, "run": self._run})
+            self._get_recorder(ray_metrics.Counter, name).inc(amount, {**labels, "run": self._run})
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set the gauge ``name``, a key of METRICS, to ``value``."""
-        self._recorder(ray_metrics.Gauge, name).set(value, {**labels, "run": self._run})
+        self._get_recorder(ray_metrics.Gauge, name).set(value, {**labels, "run": self._run})
 
-    def _recorder(self, kind: type, name: str) -> Any:
+    def _get_recorder(self, kind: type, name: str) -> Any:
         """Return Ray's recorder, of class ``kind``, for a metric, created at first use."""
         if name not in self._recorders:
             meaning, labels = METRICS[name]
@@ -255,9 +255,11 @@ class WorkerLogs:
         stage, worker, items = process
         items_text = f" with {', '.join(items)} in hand" if items else ""
         where = f"on {worker.host} (process {worker.pid}, node {worker.node})"
-        lines = [f"{now()} a worker of {stage} {where} crashed{items_text}"]
+        lines = [f"{format_now()} a worker of {stage} {where} crashed{items_text}"]
         if node and not node["Alive"]:
-            lines.append(f"its node was lost: {printable(node.get('DeathReasonMessage') or 'Ray gives no reason')}")
+            lines.append(
+                f"its node was lost: {make_printable(node.get('DeathReasonMessage') or 'Ray gives no reason')}"
+            )
         last = self._lines.get((node.get("NodeManagerAddress", ""), worker.pid))
         lines.append("its last lines:" if last else "Ray passed on no lines of it")
-        return [*lines, *(f"    {printable(line)}" for line in last or ())]
+        return [*lines, *(f"    {make_printable(line)}" for line in last or ())]

@@ -72,7 +72,7 @@ def format_stage_counts(ahead: Mapping[str, int]) -> str:
     return "".join(f", {count} {word}" for word, count in ahead.items())
 
 
-class Load:
+class StageLoad:
     """The load of a run's stages, measured over the last _LOOKS reports of its workers."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def find_bottleneck(busy: Mapping[str, float]) -> str:
     return saturated_stages[-1] if saturated_stages else busiest
 
 
-class Listening(CleanConsole):
+class CallbackConsole(CleanConsole):
     """A console that passes its lines as notes to ``tell``. An exception that ``tell`` raises ends the run."""
 
     def __init__(self, tell: Callable[[Progress], object]) -> None:
@@ -136,7 +136,7 @@ class Listening(CleanConsole):
             self.tell(Progress(note=text))
 
 
-class OneLine:
+class NotebookLine:
     """The progress display of a notebook: one line on stderr, overwritten until the run ends, below any notes."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class Pace:
         """The number of items so far: computed or written, whichever is more."""
         return max(self._n_computed, self._n_written)
 
-    def speed(self) -> Speed | None:
+    def measure_speed(self) -> Speed | None:
         """Return the speed since the first item; None until more items and some time have followed it."""
         if self._start is None:
             return None
@@ -236,7 +236,7 @@ class Pace:
         """
         if self._total == self._n_counted and self._is_final:
             return ""
-        if (speed := self.speed()) is None:
+        if (speed := self.measure_speed()) is None:
             return "no estimate yet"
         left = f"{speed.left_s:.0f} s left" if self._is_final else f"more {self._item}s are being listed"
         return f"{speed.rate:.2f} {self._item}s/s, {left}"
@@ -252,7 +252,7 @@ class Reporter:
         self.pace = Pace(total, words.item)
         self._words = words
         self._stage_counts: Mapping[str, int] = {}
-        self._load = Load()
+        self._load = StageLoad()
 
     def __enter__(self) -> Self:
         self.show()
@@ -264,7 +264,7 @@ class Reporter:
     @property
     def current(self) -> Progress:
         """The counts so far; a store that does not answer is named as the bottleneck."""
-        places = OUTAGES.list_places()
+        places = OUTAGES.list_failing_stores()
         return replace(self.progress, bottleneck=f"no answer from {', '.join(places)}") if places else self.progress
 
     def show(self) -> None:
@@ -307,9 +307,9 @@ class Reporter:
             self.show()
 
 
-def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
-    """Return a plain Reporter for a ``Listening`` console, a bar on a terminal, or otherwise a LineReporter."""
-    if isinstance(console, Listening):
+def make_reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
+    """Return a plain Reporter for a ``CallbackConsole`` console, a bar on a terminal, or otherwise a LineReporter."""
+    if isinstance(console, CallbackConsole):
         return Reporter(total, words, console.tell)
     if console.is_terminal:
         return BarReporter(console, total, words)

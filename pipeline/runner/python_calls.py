@@ -16,7 +16,7 @@ from rich.console import Console
 from pipeline.console import CleanConsole
 from pipeline.errors import TooManyFailed
 from pipeline.options import RunOptions, check
-from pipeline.runner.progress import Listening, OneLine, Progress
+from pipeline.runner.progress import CallbackConsole, NotebookLine, Progress
 from pipeline.runner.run_record import Outcome
 from pipeline.runner.stages import end_workers
 
@@ -44,8 +44,8 @@ def make_console(progress: ProgressOption) -> Console:
         return Console(quiet=True)
     if progress is not True:
         check(callable(progress), "progress", "True, False or a function", progress)
-        return Listening(progress)
-    return Listening(OneLine()) if Console().is_jupyter else CleanConsole(stderr=True)
+        return CallbackConsole(progress)
+    return CallbackConsole(NotebookLine()) if Console().is_jupyter else CleanConsole(stderr=True)
 
 
 def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_limit: int | None = None) -> S:
@@ -58,7 +58,7 @@ def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_l
     Raises:
         TooManyFailed: the exit code would not be 0; the error carries the summary.
     """
-    if not summary.exit_code(config.failure_limit(n_items), infrastructure_limit):
+    if not summary.exit_code(config.compute_failure_limit(n_items), infrastructure_limit):
         return summary
     troubles = "; ".join(summary.iter_troubles(config.item, n_items))
     raise TooManyFailed(
@@ -67,7 +67,7 @@ def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_l
 
 
 @contextmanager
-def run_here() -> Iterator[None]:
+def isolate_run() -> Iterator[None]:
     """Run a job in this process inside the context; kill its workers, and restore the process after the last such run.
 
     A Ray that the runs have started is then shut down; one that ran before is kept.

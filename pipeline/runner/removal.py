@@ -11,13 +11,13 @@ from pathlib import PurePosixPath
 
 import pyarrow as pa
 
-from pipeline.cache.near_ids import near_ids
-from pipeline.errors import describe_near, name_first
+from pipeline.cache.near_ids import find_similar_ids
+from pipeline.errors import describe_similar_name, list_first_names
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix
 from pipeline.rows import Json
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster.connection import provenance
+from pipeline.runner.cluster.connection import collect_provenance
 from pipeline.runner.run_record import RUNS, RunFile
 from pipeline.storage.stores import TEMPORARY, Store
 
@@ -56,16 +56,16 @@ class Removal:
         """
         self.unknown = sorted(set(ids).difference(known_ids))
         for video_id in self.unknown[:_MAX_EXAMPLES]:
-            if likely := [name for name in near_ids(video_id, nameable) if name not in ids]:
+            if likely := [name for name in find_similar_ids(video_id, nameable) if name not in ids]:
                 self.likely[video_id] = likely
 
     def lines(self) -> Iterator[str]:
         """Yield a note with the number and the first few of the unknown ids, then a note for each id of ``likely``."""
         if n_unknown := len(self.unknown):
-            names = name_first(self.unknown, n_unknown, _MAX_EXAMPLES)
+            names = list_first_names(self.unknown, n_unknown, _MAX_EXAMPLES)
             yield f"note: {n_unknown:,} of the ids are unknown here, and barred all the same: {names}"
         for video_id, likely in self.likely.items():
-            names = ", ".join(describe_near(video_id, name) for name in likely)
+            names = ", ".join(describe_similar_name(video_id, name) for name in likely)
             yield f"note: {video_id} was not found; did you mean {names}? It stays until you name it"
 
 
@@ -77,7 +77,7 @@ def claim_for_removal(store: Store, result: Removal, reason: str, say: Callable[
         CacheLocked: another run writes to ``store``.
         UsageError: nothing can be written, or a folder of ``store`` is a symbolic link.
     """
-    record = {**provenance(result.run_id), "removed": result.videos, "reason": reason}
+    record = {**collect_provenance(result.run_id), "removed": result.videos, "reason": reason}
     with Claim(store, result.run_id, say), RunFile(store, record):
         yield
 
@@ -103,7 +103,7 @@ def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -
         whole = "\n".join(iter_texts(record))
         present = [stem for stem in stems if stem in whole]
         patterns = [re.compile(rf"(?<![\w-]){re.escape(stem)}(\.\w+)*(?![\w-])") for stem in present]
-        new_record = _without(record, patterns)
+        new_record = _remove_texts(record, patterns)
         if new_record != record:
             store.put(name, (new_record if isinstance(new_record, str) else json.dumps(new_record, indent=2)).encode())
 
@@ -126,7 +126,7 @@ def iter_texts(value: Json) -> Iterator[str]:
             yield from iter_texts(part)
 
 
-def _without(value: Json, patterns: Collection[re.Pattern[str]], *, are_options: bool = False) -> Json:
+def _remove_texts(value: Json, patterns: Collection[re.Pattern[str]], *, are_options: bool = False) -> Json:
     """Return a copy of a JSON value in which each match of the patterns in its strings is "(removed)".
 
     Keys and the fields _KEPT_KEYS stay as they are. If ``are_options``, as for a field "config", only the fields
@@ -139,7 +139,7 @@ def _without(value: Json, patterns: Collection[re.Pattern[str]], *, are_options:
     if isinstance(value, dict):
         stay = value.keys() - _OPTIONS if are_options else _KEPT_KEYS
         return {
-            name: part if name in stay else _without(part, patterns, are_options=name == "config")
+            name: part if name in stay else _remove_texts(part, patterns, are_options=name == "config")
             for name, part in value.items()
         }
-    return [_without(part, patterns) for part in value] if isinstance(value, list) else value
+    return [_remove_texts(part, patterns) for part in value] if isinstance(value, list) else value

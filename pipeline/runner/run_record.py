@@ -24,7 +24,7 @@ from rich.text import Text
 from pipeline.cache.schema import TOKENS
 from pipeline.cache.token_shard import parse_run_id, parse_shard_id
 from pipeline.console import CleanConsole
-from pipeline.errors import BUGS, Fault, UsageError, printable
+from pipeline.errors import BUGS, Fault, UsageError, make_printable
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import Store
 
@@ -71,7 +71,7 @@ class RunFile:
 
     def __init__(self, store: Store, record: JsonObject) -> None:
         self._store = store
-        self._record: dict[str, Json] = {**record, "started": now()}
+        self._record: dict[str, Json] = {**record, "started": format_now()}
 
     def __enter__(self) -> RunFile:
         self.save(status="running")
@@ -87,9 +87,9 @@ class RunFile:
         """
         status = name_ending(kind)
         if value is None:
-            self.save(status=status, ended=now(), error=None)
+            self.save(status=status, ended=format_now(), error=None)
         else:  # an unreachable store must not hide the error that ended the run
-            save = partial(self.save, status=status, ended=now(), error=printable(str(value)))
+            save = partial(self.save, status=status, ended=format_now(), error=make_printable(str(value)))
             if why := write_last(value, save):
                 value.add_note(f"the record of this run still says 'running': {why}")
 
@@ -103,7 +103,7 @@ class RunFile:
         self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
 
 
-def seconds_left(ending: BaseException) -> float:
+def compute_seconds_left(ending: BaseException) -> float:
     """Return the seconds left for the last writes of ``ending``, at least 0.
 
     The first call for an error starts its clock of LAST_WRITES_S.
@@ -127,10 +127,10 @@ def write_last(ending: BaseException, write: Callable[[], object], spare_s: floa
         try:
             write()
         except BaseException as error:  # noqa: BLE001 - it must not hide what ended the run
-            failures.append(printable(str(error)) or type(error).__name__)
+            failures.append(make_printable(str(error)) or type(error).__name__)
 
     thread = threading.Thread(target=run, name="last-write", daemon=True)
-    left_s = max(0.0, seconds_left(ending) - spare_s)
+    left_s = max(0.0, compute_seconds_left(ending) - spare_s)
     thread.start()
     thread.join(left_s)
     return NO_ANSWER if thread.is_alive() else "".join(failures)
@@ -156,7 +156,7 @@ def read_record(store: Store, name: str) -> RunRecord:
     return usable_record
 
 
-def newest_record(store: Store) -> RunRecord | None:
+def find_newest_record(store: Store) -> RunRecord | None:
     """Return the newest record that contains its run's options (``config``); None if there is none."""
     for name in reversed(store.names(RUNS, ".json")):  # a run_id begins with its time
         record = read_record(store, name)
@@ -181,12 +181,12 @@ def list_committed_shards(store: Store) -> list[str]:
     return [name for name in names if parse_shard_id(name) in ids[parse_run_id(name)]]
 
 
-def now() -> str:
+def format_now() -> str:
     """Return the current time as ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def new_run_id() -> str:
+def make_run_id() -> str:
     """Return a new run id, which starts with the time in milliseconds, so that names sort by time."""
     now = datetime.now(UTC)
     return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z-{secrets.token_hex(3)}"
@@ -298,7 +298,7 @@ class Outcome:
         log = f"; the last lines of crashed workers are in {self.log}" if self.log else ""
         return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s{log}"
 
-    def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
+    def make_failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
         """Return a Rich table of the failures by class, with an example and, if ``faults`` has it, a remedy of each."""
         table = Table(title=f"failed {item}s (--retry-failed tries them again)", title_justify="left", show_edge=False)
         for name in ("class", f"{item}s", "example", "remedy"):

@@ -25,14 +25,14 @@ LOOK_S = 0.1
 MAX_SHARDS_PER_COMMIT = 64
 
 
-class GraphOutput(NamedTuple):
+class GraphBatch(NamedTuple):
     """A batch of a graph's output: tables or references to tables, and how many items they hold."""
 
     tables: Sequence[ray.ObjectRef] | Sequence[pa.Table]
     n_items: int
 
 
-class Shard(NamedTuple):
+class WrittenShard(NamedTuple):
     """One written shard, or several that are committed together.
 
     Attributes:
@@ -63,7 +63,7 @@ class RunGraph:
     unpack_block: Callable[[pa.Table], pa.Table] = lambda rows: rows
     items_per_row: int = 1
 
-    def batches(self) -> Iterator[GraphOutput]:
+    def batches(self) -> Iterator[GraphBatch]:
         """Run the graph, and yield each batch of its last stage as soon as it is computed; empty batches are skipped.
 
         Closing the generator stops the graph. With writers, a batch has references, and its number of items is an upper
@@ -76,10 +76,10 @@ class RunGraph:
                 if not bundle.num_rows():  # the output of a call without items may lack columns
                     continue
                 if self.start_writers is not None:
-                    yield GraphOutput(bundle.block_refs, bundle.num_rows() * self.items_per_row)
+                    yield GraphBatch(bundle.block_refs, bundle.num_rows() * self.items_per_row)
                 else:
                     tables = [self.unpack_block(block) for block in ray.get(bundle.block_refs)]
-                    yield GraphOutput(tables, sum(map(len, tables)))
+                    yield GraphBatch(tables, sum(map(len, tables)))
         finally:
             # Deleting the iterator ends the execution of a graph that is stopped half-way. Left to the garbage
             # collector it might end after this process has left the cluster, and would start another Ray.
@@ -94,7 +94,7 @@ class _Writing(NamedTuple):
     n_taken: int
 
 
-class Shards:
+class ShardBundler:
     """The bundler of batches into shards of about ``graph.items_per_shard`` items, or fewer after ``age_s`` seconds.
 
     Batches are not divided. A shard has more items if a single batch has, or if a batch comes while all writers are
@@ -118,12 +118,12 @@ class Shards:
         self._n_shards = 0
         self._looked_at = -math.inf  # when the driver last looked for written shards
         self._writing: dict[int, _Writing] = {}  # by shard number
-        self._ready: dict[int, Shard] = {}  # shards of a graph without writers, by number
-        self._offered: tuple[Shard, Collection[int]] | None = None  # by next_written: the shard, and its numbers
+        self._ready: dict[int, WrittenShard] = {}  # shards of a graph without writers, by number
+        self._offered: tuple[WrittenShard, Collection[int]] | None = None  # by next_written: the shard, and its numbers
         self._input_ended = False
         self.n_taken = self.n_committed = 0
 
-    def __enter__(self) -> Shards:
+    def __enter__(self) -> ShardBundler:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -147,7 +147,7 @@ class Shards:
         """Return True if another batch may be taken: the waiting batches are less than a shard."""
         return self._n_waiting < self._graph.items_per_shard
 
-    def take(self, batch: GraphOutput) -> None:
+    def take(self, batch: GraphBatch) -> None:
         """Add a batch to the current shard, and pass shards that are due to a writer. Call it only if ``has_room``.
 
         If the batch would make the shard too large, the waiting batches become a shard first, unless all writers are
@@ -174,8 +174,8 @@ class Shards:
         self._write_due()
         return self.has_unwritten
 
-    def next_written(self, wait_s: float = TICK_S) -> Shard | None:
-        """Return the shards that are written by now, as one ``Shard``, or None; the same again until ``acknowledge``.
+    def next_written(self, wait_s: float = TICK_S) -> WrittenShard | None:
+        """Return the shards written by now, as one ``WrittenShard``, or None; the same again until ``acknowledge``.
 
         With writers, up to MAX_SHARDS_PER_COMMIT shards come together. While batches can be taken, this looks for
         written shards only every LOOK_S seconds and does not wait; otherwise it waits up to ``wait_s`` seconds for one.
@@ -209,7 +209,7 @@ class Shards:
         if not tables:
             return None
         n_taken = sum(self._writing[number].n_taken for number in tables)
-        shard = Shard(max(tables), pa.concat_tables(tables.values()), n_taken)
+        shard = WrittenShard(max(tables), pa.concat_tables(tables.values()), n_taken)
         self._offered = shard, tuple(tables)
         return shard
 
@@ -241,7 +241,7 @@ class Shards:
             return
         number = self._n_shards
         if self._graph.start_writers is None:
-            self._ready[number] = Shard(number, pa.concat_tables(self._waiting), self._n_waiting)
+            self._ready[number] = WrittenShard(number, pa.concat_tables(self._waiting), self._n_waiting)
         else:
             in_hand = Counter(writing.writer for writing in self._writing.values())
             writer = min(self._writers, key=lambda writer: in_hand[writer])

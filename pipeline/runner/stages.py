@@ -153,11 +153,11 @@ def add_stage(
         compute=ray.data.ActorPoolStrategy(size=stage.workers, max_tasks_in_flight_per_actor=stage.in_flight),
         max_concurrency=stage.calls,
         ray_remote_args_fn=partial(_name_actor, threading.get_ident()),
-        **_worker_options(stage, labels),
+        **_make_worker_options(stage, labels),
     )
 
 
-def _worker_options(stage: Stage, labels: Mapping[str, str] | None) -> dict[str, Any]:
+def _make_worker_options(stage: Stage, labels: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the Ray options of a stage's actors: resources, restarts, task retries, and a label selector if any."""
     reserved = {"num_cpus": stage.num_cpus, "num_gpus": stage.num_gpus}
     nodes = {"label_selector": dict(labels)} if labels else {}
@@ -171,7 +171,7 @@ def start_actors(
 
     They have the options of ``add_stage``, and are spread over the nodes. ``end_workers`` of this thread ends them.
     """
-    options = {**_worker_options(stage, labels), "scheduling_strategy": "SPREAD"}
+    options = {**_make_worker_options(stage, labels), "scheduling_strategy": "SPREAD"}
     return [
         ray.remote(kind).options(**options, **_name_actor(threading.get_ident())).remote(*arguments)
         for _ in range(stage.workers)

@@ -15,8 +15,8 @@ from pipeline.runner.cluster.connection import describe_cause
 from pipeline.runner.cluster.head import HeadLost
 from pipeline.runner.execution import FREE_SPACE, GraphExecution
 from pipeline.runner.job import Items, Job, Watch
-from pipeline.runner.run_record import LAST_WRITES_S, NO_ANSWER, seconds_left, write_last
-from pipeline.runner.shards import Shard
+from pipeline.runner.run_record import LAST_WRITES_S, NO_ANSWER, compute_seconds_left, write_last
+from pipeline.runner.shards import WrittenShard
 from pipeline.runner.stages import end_workers
 from pipeline.runner.watchdog import ClusterChanged, DiskFull, is_still_running
 
@@ -75,7 +75,7 @@ class Stream(Generic[T]):
             ExitStack()
         )  # of the execution; kept here, since an interrupt may lose an execution that is starting
         self._change: ClusterChanged | None = None  # why the graph ends before its last item
-        self._shard: Shard | None = None  # returned, and not known to be committed
+        self._shard: WrittenShard | None = None  # returned, and not known to be committed
         self._committed: list[pa.Table] = []  # the key columns of committed rows
         self._n_done = 0  # items with rows from earlier graphs
         self._n_left_out = 0  # those of them that are no longer in ``_items``
@@ -94,7 +94,7 @@ class Stream(Generic[T]):
     def __iter__(self) -> Stream[T]:
         return self
 
-    def __next__(self) -> Shard:
+    def __next__(self) -> WrittenShard:
         """Count the previous shard as committed, and return the next written shard, numbered across the run's graphs.
 
         If nodes change, finished work of the graph is returned first; then the remaining items get a new graph.
@@ -115,7 +115,7 @@ class Stream(Generic[T]):
                 self._flush(self._execution, change)
                 continue
             if shard is not None:
-                return self._number(shard)
+                return self._number_in_run(shard)
             if self._change is None:
                 break
             self._reschedule(self._change)
@@ -134,7 +134,7 @@ class Stream(Generic[T]):
         ending.__cause__ = error
         return ending
 
-    def drain(self, ending: BaseException) -> Iterator[Shard]:
+    def drain(self, ending: BaseException) -> Iterator[WrittenShard]:
         """Stop the graph, and yield the shards that are written within the time for the last writes of ``ending``.
 
         A shard that was yielded before and is not known to be committed is yielded again. Without a graph, or if the
@@ -145,7 +145,7 @@ class Stream(Generic[T]):
         self._flush(self._execution, ending)
         self._had_unwritten = self._execution.shards.has_unwritten
         while (shard := self._execution.next_shard()) is not None:
-            yield self._number(shard)
+            yield self._number_in_run(shard)
             self._acknowledge()
 
     def describe_end(self, ending: BaseException, failure: str) -> None:
@@ -178,9 +178,9 @@ class Stream(Generic[T]):
         execution.end_input()
         if execution.shards.has_unwritten:  # otherwise the run's record starts the clock
             self._job.say(f"stopping: flushing finished work (up to {LAST_WRITES_S:g} s)")
-            execution.end_input(seconds_left(ending) - _RECORD_S)
+            execution.end_input(compute_seconds_left(ending) - _RECORD_S)
 
-    def _number(self, shard: Shard) -> Shard:
+    def _number_in_run(self, shard: WrittenShard) -> WrittenShard:
         """Remember ``shard`` as returned, and return it with its number in the run instead of in the graph."""
         self._shard = shard
         return shard._replace(number=self._job.n_shards + shard.number)
@@ -229,7 +229,9 @@ class Stream(Generic[T]):
         try:
             with self._resources:
                 if execution is not None:
-                    execution.close(None if interrupt is None else max(0.0, seconds_left(interrupt) - _RECORD_S))
+                    execution.close(
+                        None if interrupt is None else max(0.0, compute_seconds_left(interrupt) - _RECORD_S)
+                    )
         finally:
             if execution is not None:
                 self._job.n_shards += execution.n_shards

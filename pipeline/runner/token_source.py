@@ -123,10 +123,10 @@ def _read_shards(cache_ref: ray.ObjectRef, numbers: Sequence[int], options: Read
         rows = cache.rows_of(shards, number)
         for start in range(0, len(rows), _MAX_VIDEOS_PER_READ):
             for video in cache.get_rows(rows[start : start + _MAX_VIDEOS_PER_READ], *options):
-                yield as_row(video)
+                yield make_video_row(video)
 
 
-def as_row(video: CachedVideo) -> pa.Table:
+def make_video_row(video: CachedVideo) -> pa.Table:
     """Return a video as a one-row table with the columns that ``ray_dataset`` lists."""
     kept = KeptTokens.of(video, video.deepstack, video.evidence)
     levels = {f"deepstack_{i}": level for i, level in enumerate(kept.deepstack)}

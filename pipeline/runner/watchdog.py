@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import ray
 from ray.actor import ActorHandle
 
-from pipeline.errors import RunFailed, printable
+from pipeline.errors import RunFailed, make_printable
 from pipeline.runner.progress import Progress, Speed
 from pipeline.runner.stages import Plan
 from pipeline.runner.worker_reports import WorkerReport
@@ -166,7 +166,7 @@ class Watchdog:
         for stage, words in reversed(list(self.plan.wording.stages.items())):
             items = self.report.inside.get(stage)
             if items:
-                return f"{stage} holds {len(items)} ({printable(items[0])}) and does not move; {words.remedy}"
+                return f"{stage} holds {len(items)} ({make_printable(items[0])}) and does not move; {words.remedy}"
         n_left = {"": self.total, **self.report.n_passed_on}  # "" stands for the manifest, before the first stage
         for before, stage in reversed(list(pairwise(n_left))):
             waiting = n_left[before] - n_left[stage]
@@ -248,7 +248,7 @@ def _describe_resources(plan: Plan) -> str:
     try:
         offer = ray.cluster_resources()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is not why the run failed
-        return f"the cluster does not answer: {printable(str(error))}"
+        return f"the cluster does not answer: {make_printable(str(error))}"
     return (
         f"the cluster offers {offer.get('CPU', 0.0):g} CPUs and {offer.get('GPU', 0.0):g} GPUs, the plan needs "
         f"{plan.cpus:g} and {plan.gpus:g}: look at its nodes, or lower {plan.wording.to_lower}"
@@ -274,7 +274,7 @@ class Fetcher(Generic[T]):
         self._may_interrupt = True  # guarded by the lock; False once the thread ends by itself
         self._end_by = math.inf  # when ``close`` stops waiting
         self._interrupt_lock = threading.Lock()
-        self._thread = threading.Thread(target=self._fetch, name=_thread_of_graph(), daemon=True)
+        self._thread = threading.Thread(target=self._fetch, name=_name_graph_thread(), daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Fetcher[T]:
@@ -354,7 +354,7 @@ class Fetcher(Generic[T]):
         raise _Abandoned
 
 
-def _thread_of_graph() -> str:
+def _name_graph_thread() -> str:
     """Return the name of the threads that iterate over graphs for the current thread's run."""
     return f"graph of {threading.get_ident()}"
 
@@ -364,7 +364,7 @@ def is_still_running(within_s: float) -> bool:
 
     Such a thread blocks outside of Python code. Each thread is waited for in turn.
     """
-    threads = [thread for thread in threading.enumerate() if thread.name == _thread_of_graph()]
+    threads = [thread for thread in threading.enumerate() if thread.name == _name_graph_thread()]
     for thread in threads:
         thread.join(within_s)
     return any(thread.is_alive() for thread in threads)

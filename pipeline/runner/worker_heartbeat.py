@@ -17,7 +17,7 @@ import ray
 from ray.actor import ActorHandle
 
 from gstep.errors import is_gpu_broken, is_out_of_memory
-from pipeline.errors import printable
+from pipeline.errors import make_printable
 from pipeline.runner.cluster.disks import RayDisk
 from pipeline.runner.worker_reports import REPORT_S, SELDOM_S, Crash, ProgressDelta, Worker
 from pipeline.storage.outages import OUTAGES, Outage
@@ -34,7 +34,7 @@ class WorkerGivenUp(RuntimeError):  # noqa: N818
 
 
 class ItemsInHand:
-    """The items that a worker has in hand (``Heartbeat.holding``); ``release`` passes them on in order.
+    """The items that a worker has in hand (``Heartbeat.hold_items``); ``release`` passes them on in order.
 
     Attributes:
         items: the ids of the items that are still in hand.
@@ -136,7 +136,7 @@ class Heartbeat:
         """
         return (self._ask("find_crashes", self._stage, item) or []) if self.has_crashed_before else []
 
-    def holding(self, *ids: str) -> AbstractContextManager[ItemsInHand]:
+    def hold_items(self, *ids: str) -> AbstractContextManager[ItemsInHand]:
         """Return a context in which these items are reported as in hand; the caller calls ``release`` for each item."""
         return self._report_items(ids, ProgressDelta(n_moves=len(ids)))
 
@@ -145,7 +145,7 @@ class Heartbeat:
         return self._report_items((work,), ProgressDelta())
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
+    def report_loading(self) -> Iterator[None]:
         """Report inside the context that the model is being loaded. This time counts neither as busy nor as idle."""
         self._counted_until = None
         with self.busy("the model, being loaded"):
@@ -163,7 +163,7 @@ class Heartbeat:
         with self._reporting:
             self._count_time()
             self._in_hand.insert(0, items_in_hand)
-            self._delta = self._delta.plus(delta)
+            self._delta = self._delta.add_delta(delta)
             if self._suspects or not self._reports_by_itself:
                 self._report()
         if self._suspects and self.has_crashed_before:
@@ -186,7 +186,7 @@ class Heartbeat:
         Also remembers whether the last finished items failed.
         """
         with self._reporting:
-            self._delta = self._delta.plus(delta)
+            self._delta = self._delta.add_delta(delta)
             if delta.n_ok or delta.n_failed:
                 self._last_failed = bool(delta.n_failed)
             if delta.n_failed:
@@ -220,7 +220,7 @@ class Heartbeat:
         if (since := self._counted_until) is not None:
             self._counted_until = time.monotonic()
             up_s = self._counted_until - since
-            self._delta = self._delta.plus(ProgressDelta(up_s=up_s, busy_s=up_s if self._in_hand else 0.0))
+            self._delta = self._delta.add_delta(ProgressDelta(up_s=up_s, busy_s=up_s if self._in_hand else 0.0))
 
     def _list_held_items(self) -> list[str]:
         return [item for holding in self._in_hand for item in holding.items]
@@ -231,7 +231,7 @@ class Heartbeat:
 
     def end(self, reason: str) -> None:
         """Report why this process is about to end itself, and wait up to 10 s for an answer."""
-        self._ask("end", self._me, printable(reason))
+        self._ask("end", self._me, make_printable(reason))
 
     def _ask_about_worker(self, method: str, otherwise: object = None) -> Any:
         """Call ``method`` of the actor about this worker; return its answer, or ``otherwise`` without one in 10 s."""

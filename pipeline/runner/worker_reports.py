@@ -53,7 +53,7 @@ class ProgressDelta(NamedTuple):
     busy_s: float = 0.0
     faults: tuple[str, ...] = ()
 
-    def plus(self, more: ProgressDelta) -> ProgressDelta:
+    def add_delta(self, more: ProgressDelta) -> ProgressDelta:
         """Return the sum of two deltas."""
         return ProgressDelta(*map(operator.add, self, more))  # numbers are added, faults concatenated
 
@@ -259,7 +259,7 @@ class Heartbeats:
             self._in_hand[stage][worker.name] = items
         else:
             self._in_hand[stage].pop(worker.name, None)
-        self._totals[stage] = self._totals[stage].plus(delta._replace(faults=()))
+        self._totals[stage] = self._totals[stage].add_delta(delta._replace(faults=()))
         self._faults.update(FailureKind(stage, worker.host, fault) for fault in delta.faults)
         if delta.n_ok or delta.n_failed:
             before = self._tallies[stage].get(worker.node, NodeTally(worker.host))
@@ -270,13 +270,13 @@ class Heartbeats:
     def is_excluded(self, stage: str, worker: Worker) -> bool:
         """Return True if this worker must not take another item now.
 
-        A worker is excluded while at least RECENT - 1 of its last RECENT items have failed and ``_others_do_better``.
-        After REST_S it may try one item (False), after twice that time another, and so on. Its first exclusion is
-        recorded for the report.
+        A worker is excluded while at least RECENT - 1 of its last RECENT items have failed and
+        ``_do_others_do_better``. After REST_S it may try one item (False), after twice that time another, and so on.
+        Its first exclusion is recorded for the report.
         """
         recent = self._recent_items[stage][worker.name]
         now = self._clock()
-        if not recent.is_failing or not self._others_do_better(stage, worker.name):
+        if not recent.is_failing or not self._do_others_do_better(stage, worker.name):
             recent.resting_since = None
             return False
         if recent.resting_since is None:
@@ -288,14 +288,14 @@ class Heartbeats:
         recent.rest_s, recent.resting_since = 2 * recent.rest_s, None
         return False
 
-    def _at_work(self, stage: str) -> set[str]:
+    def _find_workers_at_work(self, stage: str) -> set[str]:
         """Return a stage's workers with items in hand on a living node, or with an outcome in the last 10 s."""
         recently = self._recent_items[stage]
         now = self._clock()
-        holding = {name for name in self._in_hand[stage] if self._node_lives(self._processes[stage][name].node)}
+        holding = {name for name in self._in_hand[stage] if self._is_node_alive(self._processes[stage][name].node)}
         return holding | {name for name, items in recently.items() if now - items.moved_at <= _AT_WORK_S}
 
-    def _node_lives(self, node: str, max_age_s: float = _AT_WORK_S) -> bool:
+    def _is_node_alive(self, node: str, max_age_s: float = _AT_WORK_S) -> bool:
         """Return True if a node is alive, by a list of nodes that is less than ``max_age_s`` seconds old.
 
         If Ray does not answer, the last list counts; without any, every node counts as alive.
@@ -309,7 +309,7 @@ class Heartbeats:
                 self._nodes_seen.update(self._nodes[1])
         return self._nodes is None or node in self._nodes[1]
 
-    def _others_do_better(self, stage: str, name: str) -> bool:
+    def _do_others_do_better(self, stage: str, name: str) -> bool:
         """Return True if a share of less than BETTER of the last items failed for the other workers at work.
 
         Without others the result is False. Workers without an outcome count as better. The outcomes may be 0.01 s old
@@ -319,7 +319,7 @@ class Heartbeats:
         now = self._clock()
         counted = self._outcomes.get(stage)
         if counted is None or now - counted.at >= len(self._processes[stage]) // 100 / 100:
-            names = self._at_work(stage)
+            names = self._find_workers_at_work(stage)
             failures = [
                 is_failure for worker in names if worker in recently for is_failure in recently[worker].failures
             ]
@@ -348,7 +348,7 @@ class Heartbeats:
         reason = self._reasons.pop(last, "")
         if last not in self._lost_processes:
             self._crashed_processes.append(CrashedProcess(stage, last, items))
-        if last.node == worker.node or self._node_lives(last.node, max_age_s=0.0):  # no item is to blame
+        if last.node == worker.node or self._is_node_alive(last.node, max_age_s=0.0):  # no item is to blame
             for item in items:
                 self._crashes[stage, item].append(Crash(last.host, reason))
         if len(crash_times) <= MAX_CRASHES or now - crash_times[0] > CRASHES_S:
@@ -372,7 +372,7 @@ class Heartbeats:
         for stage, workers in self._processes.items():
             for name, worker in workers.items():
                 # A node that has joined just now may not be known yet.
-                is_lost = not self._node_lives(worker.node) and worker.node in self._nodes_seen
+                is_lost = not self._is_node_alive(worker.node) and worker.node in self._nodes_seen
                 if is_lost and worker not in self._lost_processes:
                     self._lost_processes.add(worker)
                     self._crashed_processes.append(
@@ -400,7 +400,7 @@ class Heartbeats:
         }
         failing = []
         for stage, recently in self._recent_items.items():
-            at_work = self._at_work(stage)
+            at_work = self._find_workers_at_work(stage)
             if at_work and all(name in recently and recently[name].is_failing for name in at_work):
                 failing.append(stage)
         return WorkerReport(
@@ -436,7 +436,7 @@ class Heartbeats:
     def _list_outages(self) -> list[Outage]:
         """Return the outages that running processes on living nodes report, the earliest one of each store."""
         last = {process for workers in self._processes.values() for process in workers.values()}
-        running = [worker for worker in self._outages if worker in last and self._node_lives(worker.node)]
+        running = [worker for worker in self._outages if worker in last and self._is_node_alive(worker.node)]
         outages = sorted(
             (outage for worker in running for outage in self._outages[worker]), key=lambda outage: -outage.since
         )
@@ -444,7 +444,7 @@ class Heartbeats:
 
 
 @contextmanager
-def heartbeats_of(stages: Sequence[str]) -> Iterator[ActorHandle]:
+def run_heartbeats(stages: Sequence[str]) -> Iterator[ActorHandle]:
     """Run the heartbeats actor for these stages inside the context, and yield its handle.
 
     It runs on this node if possible. After each of its first three crashes it restarts without its counts.

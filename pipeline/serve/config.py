@@ -19,10 +19,10 @@ from pipeline.options import (
     check,
     check_choices,
     check_ratio,
-    engine_values,
-    named_values,
+    is_positive,
     option,
-    positive,
+    parse_engine_values,
+    parse_named_values,
 )
 from pipeline.rows import Json
 
@@ -87,7 +87,7 @@ class ServerOptions:
 
     def engine_params(self) -> dict[str, Json]:
         """Parse ``--engine-param`` into values by name, decoded from JSON. Raises UsageError unless NAME=VALUE."""
-        return engine_values(self.engine_param)
+        return parse_engine_values(self.engine_param)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +131,10 @@ class ServeConfig(ServerOptions, PromptOptions, S3Options):
         check(self.held_bytes >= 2**20, "held_bytes", "at least 1048576", self.held_bytes)
         max_tokens = self.max_tokens_per_video
         check(max_tokens is None or max_tokens >= 1, "max_tokens_per_video", "at least 1", max_tokens)
-        check(positive(self.refresh_seconds), "refresh_seconds", "above 0", self.refresh_seconds)
-        self.named_caches()
+        check(is_positive(self.refresh_seconds), "refresh_seconds", "above 0", self.refresh_seconds)
+        self.parse_named_caches()
 
-    def named_caches(self) -> dict[str, str]:
+    def parse_named_caches(self) -> dict[str, str]:
         """Parse the further caches into name -> location.
 
         Raises:
@@ -198,13 +198,13 @@ class LiveConfig(ServerOptions):
         )
         if self.media_path is not None and not Path(self.media_path).is_dir():
             raise UsageError(f"--media-path {self.media_path}: there is no such folder")
-        self.method_params()
+        self.parse_method_params()
 
-    def method_params(self) -> dict[str, str]:
+    def parse_method_params(self) -> dict[str, str]:
         """Parse ``--method-param`` into texts by name. Raises UsageError if an argument is not NAME=VALUE."""
-        return named_values(self.method_param, "--method-param")
+        return parse_named_values(self.method_param, "--method-param")
 
-    def media_hosts(self) -> list[str]:
+    def list_media_hosts(self) -> list[str]:
         """Return the hosts of ``--media-domain`` in lower case, as vLLM needs them."""
         return [name.lower() for name in self.media_domain]
 

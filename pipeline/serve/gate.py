@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.errors import UsageError
 from pipeline.serve import CONFIG, LIMITS
 from pipeline.serve.config import KEY, MISSING_KEY
-from pipeline.serve.prompts import ServedCache, find_prompts
+from pipeline.serve.prompts import ServedCache, get_cached_prompts
 
 Scope = dict[str, Any]
 Message = dict[str, Any]
@@ -110,13 +110,13 @@ class RequestGate:
         if self._limits.needs_key and not self._key.strip():  # a printed command may run where the variable is not set
             raise UsageError(MISSING_KEY)
         if not self._is_live:
-            find_prompts(ServedCache.from_config(state.vllm_config))
+            get_cached_prompts(ServedCache.from_config(state.vllm_config))
         for model in state.openai_serving_models.base_model_paths:
             model.model_path = model.name  # otherwise /v1/models would reveal the path of the model
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._drain)
+        loop.add_signal_handler(signal.SIGTERM, self._begin_shutdown)
 
-    def _drain(self) -> None:
+    def _begin_shutdown(self) -> None:
         """Begin the shutdown, in which new requests are refused; later calls do nothing."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._end())
@@ -221,10 +221,10 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
     """Return a ``receive`` that returns ``body`` first, then the client's further messages."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replay() -> Message:
+    async def receive_again() -> Message:
         return messages.pop() if messages else await receive()
 
-    return replay
+    return receive_again
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:

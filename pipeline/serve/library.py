@@ -8,7 +8,7 @@ from typing import Any
 
 from gstep.backbones import choose_runtime
 from gstep.language import PromptBuilder, prompt_builder
-from gstep.serving.options import check_arithmetic, check_connectors, make_engine_options, prepare_process
+from gstep.serving.options import check_connectors, check_cpu_support, make_engine_options, prepare_process
 from gstep.serving.prompts import make_engine_input
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache
@@ -34,7 +34,7 @@ def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "a
     runtime = choose_runtime("auto", dtype)
     tower = partial(read_tower_hash, cache.store, cache.header)
     source = find_model("the cache", cache.identity["model"], model, read_tower=tower)
-    check_arithmetic(source, runtime)
+    check_cpu_support(source, runtime)
     parallel = int(more.get("tensor_parallel_size", 1))
     prepare_process(runtime.device, parallel)
     return {**make_engine_options(source, runtime, cache.max_tokens + 1, parallel), **more}
@@ -72,14 +72,14 @@ def vllm_input(
         raise ValueError("the videos come from caches of different models")
     refuse_vllm(identity)
     made_with = identity["type"], identity["weights"], videos[0].metadata.get("tower_hash")
-    builder = _builder(model, *made_with, positions, rule, frame_times)
+    builder = _find_prompt_builder(model, *made_with, positions, rule, frame_times)
     builder.refuse_placeholders((prompt, system or ""))
     built = builder.build(prompt, [video.visual for video in videos], system)
     return make_engine_input(built, builder.placeholder_id)
 
 
 @lru_cache(maxsize=8)
-def _builder(
+def _find_prompt_builder(
     model: str | None,
     model_type: str,
     weights: str,

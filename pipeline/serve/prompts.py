@@ -12,15 +12,15 @@ from urllib.parse import parse_qsl, unquote
 
 from gstep.backbones import ModelSource
 from gstep.language import Prompt, PromptBuilder, prompt_builder
-from gstep.language.types import ChatMessage, ChatPart
-from pipeline.cache.header import read_declared_method
+from gstep.language.types import ChatContent, ChatMessage
+from pipeline.cache.header import get_method_declarations
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
 from pipeline.generate.model import check_model, check_tokens, read_tower_hash, refuse_vllm
 from pipeline.rows import Json, JsonObject
 from pipeline.serve import CONFIG
 from pipeline.serve.videos import ServedVideo, ServedVideos, TooLarge
-from pipeline.storage.stores import store_at
+from pipeline.storage.stores import make_store
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,10 +66,10 @@ class CacheLink:
             raise ValueError(f"{url[:200]!r} says an option twice")
         if not name:
             raise ValueError(f"{url[:200]!r} names no video")
-        return cls(unquote(name), _ratio(options[_RATIO]) if _RATIO in options else None, options.get(_CACHE, ""))
+        return cls(unquote(name), _parse_ratio(options[_RATIO]) if _RATIO in options else None, options.get(_CACHE, ""))
 
 
-def _ratio(text: str) -> float:
+def _parse_ratio(text: str) -> float:
     """Parse a ratio. Raises ValueError if it is not a number in (0, 1]."""
     try:
         ratio = float(text)
@@ -148,7 +148,7 @@ class CachedPrompts:
     def _open_cache(self, place: str) -> ServedVideos:
         """Open a cache, check that it fits the model, and start the thread that refreshes it."""
         # If the store does not answer, a request gets its 503 soon instead of after minutes.
-        open_token_cache = partial(TokenCache, place, store=store_at(place).impatient())
+        open_token_cache = partial(TokenCache, place, store=make_store(place).with_short_timeouts())
         first = open_token_cache()
         model = first.identity["model"]
         refuse_vllm(model)
@@ -168,10 +168,11 @@ class CachedPrompts:
         Raises:
             ValueError: a link is malformed, a role or content is not supported, or the texts are too long.
         """
-        parsed_messages = [(_role(message), parts_of(message)) for message in messages]
+        parsed_messages = [(_parse_role(message), parse_content(message)) for message in messages]
         links = [CacheLink.parse(part["url"]) for _, parts in parsed_messages for part in parts if "url" in part]
         chat = [
-            ChatMessage(role=role, content=[_for_template(part) for part in parts]) for role, parts in parsed_messages
+            ChatMessage(role=role, content=[_convert_for_template(part) for part in parts])
+            for role, parts in parsed_messages
         ]
         n_characters = sum(len(part.get("text", "")) for _, parts in parsed_messages for part in parts)
         self.check_length(n_characters)
@@ -230,7 +231,7 @@ def _check_ratio(cache: TokenCache, ratio: float | None) -> None:
     None and the stored ratio always pass, and smaller ones for a method whose declarations are not known.
     """
     stored_ratio = cache.retention_ratio
-    method = read_declared_method(cache.identity)
+    method = get_method_declarations(cache.identity)
     if ratio is None or abs(ratio - stored_ratio) <= 1e-9:
         return
     if ratio > stored_ratio:
@@ -243,7 +244,7 @@ def _check_ratio(cache: TokenCache, ratio: float | None) -> None:
 
 
 @lru_cache(maxsize=1)
-def find_prompts(config: ServedCache) -> CachedPrompts:
+def get_cached_prompts(config: ServedCache) -> CachedPrompts:
     """Return the CachedPrompts of this process; the first call opens the caches."""
     return CachedPrompts(config)
 
@@ -253,7 +254,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("text", "input_text", "output_text")  # the last two occur in /v1/responses
 
 
-def parts_of(message: ClientMessage) -> list[dict[str, str]]:
+def parse_content(message: ClientMessage) -> list[dict[str, str]]:
     """Return the content of a message as ``{"text": ...}`` and ``{"url": ...}``; empty content gives [].
 
     URLs are not checked.
@@ -267,12 +268,12 @@ def parts_of(message: ClientMessage) -> list[dict[str, str]]:
     if not isinstance(content, Sequence):
         raise ValueError("the content of a message is a text, or a list of parts")
     try:
-        return [_part(part) for part in content]
+        return [_parse_content_part(part) for part in content]
     except KeyError as error:
         raise ValueError(f"a part of a message lacks its {error}") from None
 
 
-def _role(message: ClientMessage) -> str:
+def _parse_role(message: ClientMessage) -> str:
     """Return a message's role, with "system" for "developer".
 
     Raises:
@@ -286,7 +287,7 @@ def _role(message: ClientMessage) -> str:
     return "system" if role == "developer" else str(role)
 
 
-def _part(part: Json) -> dict[str, str]:
+def _parse_content_part(part: Json) -> dict[str, str]:
     """Return a part of a message, or a plain text, as {"text": ...} or {"url": ...}.
 
     Raises:
@@ -308,6 +309,6 @@ def _part(part: Json) -> dict[str, str]:
     raise ValueError(f"a part of type {str(kind)[:40]!r}: this server takes text, and video_url with {SCHEME}VIDEO_ID")
 
 
-def _for_template(part: Mapping[str, str]) -> ChatPart:
+def _convert_for_template(part: Mapping[str, str]) -> ChatContent:
     """Convert a part to the form of chat templates."""
     return {"type": "video"} if "url" in part else {"type": "text", "text": part["text"]}

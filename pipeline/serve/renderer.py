@@ -17,7 +17,7 @@ from gstep.serving.options import check_connectors, read_max_video_rows
 from gstep.serving.prompts import make_engine_input
 from pipeline.errors import CorruptShard, UnknownVideo
 from pipeline.serve.gate import VIDEOS
-from pipeline.serve.prompts import CachedPrompts, Conversation, ServedCache, find_prompts, parts_of
+from pipeline.serve.prompts import CachedPrompts, Conversation, ServedCache, get_cached_prompts, parse_content
 from pipeline.serve.videos import ServedVideo, StoreAway, TooLarge, VideoGone
 
 _READY = "cached_videos_input"  # the key that marks a prompt as ready for the engine
@@ -145,7 +145,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
     def _get_prompts(self) -> CachedPrompts:
         """Return this process's maker of prompts; the first call opens the caches."""
         # Not in __init__: the engine's process creates a renderer, too, and uses only its tokenizer.
-        return find_prompts(self._served)
+        return get_cached_prompts(self._served)
 
     def _read(self, messages: list[Any], params: Any) -> Conversation | list[Any]:
         """Parse messages that link a video; return other messages unparsed, as a list, for vLLM itself.
@@ -160,7 +160,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
             if isinstance(message.get("content"), Sequence | Mapping) or message.get("content") is None:
                 continue
             message["content"] = list(message["content"])  # pydantic passes an iterator, which can be read only once
-        parts = [part for message in message_dicts for part in parts_of(message)]
+        parts = [part for message in message_dicts for part in parse_content(message)]
         texts = [part.get("text", "") for part in parts]
         prompts = self._get_prompts()
         prompts.check_length(sum(map(len, texts)))

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from gstep.backbones import ModelSource, Runtime, choose_runtime
-from gstep.language.weights import generation_config
+from gstep.language.weights import read_generation_config
 from gstep.serving.live import LivePruning
 from gstep.serving.options import (
     ENVIRONMENT,
     LIVE_RESERVED_OPTIONS,
     RESERVED_OPTIONS,
-    check_arithmetic,
     check_connectors,
+    check_cpu_support,
     check_generation_settings,
     check_live_engine,
     check_video_fits,
@@ -29,7 +29,7 @@ from gstep.serving.options import (
     prepare_process,
 )
 from pipeline.cache.header import read_header
-from pipeline.errors import UsageError, store_usage_errors, usage_errors
+from pipeline.errors import UsageError, convert_store_usage_errors, convert_usage_errors
 from pipeline.generate.engines.vllm import check_installed, refuse_reserved
 from pipeline.generate.model import choose_model, refuse_vllm
 from pipeline.rows import JsonObject
@@ -37,7 +37,7 @@ from pipeline.serve import CONFIG, LIMITS, MODE
 from pipeline.serve.config import KEY, LiveConfig, ServeConfig, ServerOptions
 from pipeline.serve.gate import RequestGate, RequestLimits
 from pipeline.serve.prompts import CachedPrompts, ServedCache
-from pipeline.storage.stores import store_at
+from pipeline.storage.stores import make_store
 
 # Arguments that users may not set: on any server, on cached videos, and with live pruning.
 _RESERVED = frozenset(
@@ -72,7 +72,7 @@ def serve(config: ServeConfig | LiveConfig) -> None:
         CorruptShard: a file of a cache's table is damaged.
         SystemExit: vLLM does not know an argument of the user (code 2).
     """
-    arguments = server_arguments(config)
+    arguments = make_server_arguments(config)
     if config.print_command:
         variables = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | _list_variables(config)
         print(shlex.join(["env", *map("=".join, variables.items()), "vllm", "serve", *arguments]))
@@ -84,7 +84,7 @@ def serve(config: ServeConfig | LiveConfig) -> None:
     ServeSubcommand.cmd(namespace)
 
 
-def server_arguments(config: ServeConfig | LiveConfig) -> list[str]:
+def make_server_arguments(config: ServeConfig | LiveConfig) -> list[str]:
     """Check the options, the model and the caches, and return the arguments of ``vllm serve``.
 
     Sets environment variables in this process: the store, the key, and vLLM's.
@@ -96,7 +96,7 @@ def server_arguments(config: ServeConfig | LiveConfig) -> list[str]:
     os.environ.update(_list_variables(config))
     if config.api_key is not None:
         os.environ[KEY] = config.api_key  # the gate and vLLM's processes read it there
-    return _live_arguments(config) if isinstance(config, LiveConfig) else _cache_arguments(config)
+    return _make_live_arguments(config) if isinstance(config, LiveConfig) else _make_cache_arguments(config)
 
 
 def _list_variables(config: ServeConfig | LiveConfig) -> dict[str, str]:
@@ -119,21 +119,21 @@ def _prepare(config: ServeConfig | LiveConfig, source: ModelSource) -> Runtime:
     Raises:
         UsageError: they are not available, this CPU cannot run the model, or this package is not installed.
     """
-    with usage_errors():
+    with convert_usage_errors():
         runtime = choose_runtime("auto", config.dtype)
-        check_arithmetic(source, runtime)
+        check_cpu_support(source, runtime)
         prepare_process(runtime.device, config.tensor_parallel, multiprocessing=True)
     return runtime
 
 
-def _live_arguments(config: LiveConfig) -> list[str]:
+def _make_live_arguments(config: LiveConfig) -> list[str]:
     """Return the arguments of ``vllm serve`` for live pruning."""
     source, live = check_live(config)
     check_installed("jobs.serve --live")
     runtime = _prepare(config, source)
     options: dict[str, Any] = {
         **make_live_engine_options(source, runtime, live, config.num_frames, config.tensor_parallel),
-        "allowed_media_domains": config.media_hosts() or [_NO_HOST],
+        "allowed_media_domains": config.list_media_hosts() or [_NO_HOST],
         "allowed_local_media_path": config.media_path,
     }
     return make_server_words(config, options, source.name)
@@ -150,16 +150,16 @@ def check_live(config: LiveConfig) -> tuple[ModelSource, LivePruning]:
     assert config.model is not None
     params = strip_suboptions(config.engine_params())
     refuse_reserved(params, _LIVE_RESERVED, "the model and the other flags")
-    with usage_errors():
+    with convert_usage_errors():
         check_live_engine(params)
         source = ModelSource.resolve(config.model, config.revision, quantized=True, gate=False)
         live = LivePruning.from_texts(
-            source, config.method, config.method_params(), config.retention_ratio, config.seed
+            source, config.method, config.parse_method_params(), config.retention_ratio, config.seed
         )
     return source, live
 
 
-def _cache_arguments(config: ServeConfig) -> list[str]:
+def _make_cache_arguments(config: ServeConfig) -> list[str]:
     """Return the arguments of ``vllm serve`` for cached videos; the caches are opened for checks, and closed.
 
     Raises:
@@ -169,19 +169,19 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
     """
     served_config = make_served_cache(config)  # raises for a cache that vLLM cannot serve at all
     check_installed("jobs.serve")
-    with usage_errors(), store_usage_errors():
+    with convert_usage_errors(), convert_store_usage_errors():
         prompts = CachedPrompts(served_config)
         prompts.close()
     if prompts.builder.axes == 1 and prompts.builder.policy.positions == "original":
         raise UsageError("--positions original: vLLM counts the positions of this model itself")
     params = config.engine_params()
-    with usage_errors():
-        check_generation_settings(prompts.source.name, generation_config(prompts.source, prompts.builder.config))
+    with convert_usage_errors():
+        check_generation_settings(prompts.source.name, read_generation_config(prompts.source, prompts.builder.config))
         refuse_reserved(strip_suboptions(params), _CACHE_RESERVED)
         check_connectors(params)
     runtime = _prepare(config, prompts.source)
-    largest = _largest_video(config, prompts)
-    with usage_errors():
+    largest = _choose_largest_video(config, prompts)
+    with convert_usage_errors():
         options = make_engine_options(prompts.source, runtime, largest, config.tensor_parallel)
     del options["disable_log_stats"]
     options |= {
@@ -199,12 +199,12 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
 
         namespace = parse_words(arguments)
         namespace.model = arguments[0]
-        with usage_errors():
+        with convert_usage_errors():
             check_video_fits(AsyncEngineArgs.from_cli_args(namespace), largest)
     return arguments
 
 
-def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
+def _choose_largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
     """Return the number of visual tokens per video, newline included, for which memory is reserved.
 
     Raises:
@@ -228,9 +228,9 @@ def make_served_cache(config: ServeConfig) -> ServedCache:
     Raises:
         UsageError: a cache cannot be read, vLLM does not support its model, or no model is named.
     """
-    with usage_errors(), store_usage_errors():
-        places = (config.cache, *config.named_caches().values())
-        identities = [read_header(store_at(place))["identity"]["model"] for place in places]
+    with convert_usage_errors(), convert_store_usage_errors():
+        places = (config.cache, *config.parse_named_caches().values())
+        identities = [read_header(make_store(place))["identity"]["model"] for place in places]
         for identity in identities:
             refuse_vllm(identity)
         model, revision = choose_model(config.model, config.revision, identities[0]["weights"])
@@ -238,7 +238,7 @@ def make_served_cache(config: ServeConfig) -> ServedCache:
         cache=config.cache,
         model=model,
         revision=revision,
-        others=tuple(config.named_caches().items()),
+        others=tuple(config.parse_named_caches().items()),
         retention_ratio=config.retention_ratio,
         positions=None if config.positions == "auto" else config.positions,
         rule=config.rule,

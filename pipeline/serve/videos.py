@@ -9,7 +9,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from gstep.language import Visual
-from pipeline.cache.header import read_declared_method, read_header
+from pipeline.cache.header import get_method_declarations, read_header
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.table import list_table_files
 from pipeline.errors import CorruptShard, NotACache, RemovedVideo, UnknownVideo
@@ -69,17 +69,19 @@ class ServedVideos:
         """
         self._open = open_cache
         cache = open_cache()
-        self._snapshot = _Snapshot(cache, _file_names(cache), 0)
+        self._snapshot = _Snapshot(cache, _list_file_names(cache), 0)
         self._identity = cache.identity
-        method = read_declared_method(cache.identity)
+        method = get_method_declarations(cache.identity)
         self._order: TokenOrder = "selection" if method is not None and method.reorders else "index"
-        self._videos_in_memory: LruCache[VideoKey, ServedVideo] = LruCache(held_bytes, _n_bytes)
+        self._videos_in_memory: LruCache[VideoKey, ServedVideo] = LruCache(held_bytes, _count_video_bytes)
         self._readers = ThreadPoolExecutor(_MAX_READERS, "cache-reader")
         self._loading: dict[VideoKey, Future[ServedVideo]] = {}
         self._lock = threading.RLock()
         self.away = False
         self._close_event = threading.Event()
-        threading.Thread(target=self._keep_looking, args=(refresh_seconds,), name="cache-table", daemon=True).start()
+        threading.Thread(
+            target=self._refresh_regularly, args=(refresh_seconds,), name="cache-table", daemon=True
+        ).start()
 
     @property
     def cache(self) -> TokenCache:
@@ -118,13 +120,13 @@ class ServedVideos:
         memory are still served.
         """
         try:
-            if self.away or _file_names(self.cache) != self._snapshot.files:
-                self._look_again()
+            if self.away or _list_file_names(self.cache) != self._snapshot.files:
+                self._open_again()
             self.away = False
         except (OSError, NotACache, CorruptShard, UnknownVideo):
             self.away = True
 
-    def _look_again(self) -> None:
+    def _open_again(self) -> None:
         """Open the cache again as the next snapshot.
 
         Raises:
@@ -133,11 +135,11 @@ class ServedVideos:
         cache = self._open()
         if cache.identity != self._identity:
             raise NotACache(f"{cache.store} has another cache now: restart the server")
-        files = _file_names(cache)
+        files = _list_file_names(cache)
         with self._lock:
             self._snapshot = _Snapshot(cache, files, self._snapshot.number + 1)
 
-    def _keep_looking(self, seconds: float) -> None:
+    def _refresh_regularly(self, seconds: float) -> None:
         """Refresh the cache at this interval until ``close``; runs in a thread."""
         while not self._close_event.wait(seconds):
             self.refresh()
@@ -155,7 +157,7 @@ class ServedVideos:
             except (CorruptShard, UnknownVideo):
                 if not self.away:
                     raise
-                self._look_again()  # the table was read while the store was away
+                self._open_again()  # the table was read while the store was away
                 video = self._load(*key)
         except (OSError, NotACache, CorruptShard, UnknownVideo) as error:
             explanation = self._explain_error(error)
@@ -171,12 +173,12 @@ class ServedVideos:
         """Return a video from memory if its row still names the same content; otherwise read and keep it."""
         snapshot = self._snapshot
         key = (video_id, retention_ratio)
-        content_name = _content_name(snapshot.cache.metadata(video_id))
+        content_name = _make_content_name(snapshot.cache.metadata(video_id))
         with self._lock:
             video = self._videos_in_memory.get(key)
         if video is None or video.content_name != content_name:
             cached = snapshot.cache.get(video_id, retention_ratio, self._order)
-            video = ServedVideo(cached.visual, _content_name(cached.metadata), snapshot.number)
+            video = ServedVideo(cached.visual, _make_content_name(cached.metadata), snapshot.number)
             _ = video.visual.placeholder_hash  # computed here once, so that no prompt waits for it
         with self._lock:
             return self._videos_in_memory.put(key, video._replace(snapshot=snapshot.number))
@@ -191,14 +193,14 @@ class ServedVideos:
         is_missing = isinstance(error, CorruptShard) and error.kind == "missing"
         # An unmounted folder looks like an empty cache.
         is_doubtful = is_missing or type(error) is UnknownVideo
-        if isinstance(error, OSError | NotACache) or (is_doubtful and not self._reachable()):
+        if isinstance(error, OSError | NotACache) or (is_doubtful and not self._is_reachable()):
             self.away = True
             return StoreAway("the store of the cache does not answer; ask again later")
         if is_missing or isinstance(error, RemovedVideo):
             return VideoGone(str(error.args[0]))
         return error
 
-    def _reachable(self) -> bool:
+    def _is_reachable(self) -> bool:
         """Return True if the header of the cache can be read."""
         try:
             read_header(self.cache.store)
@@ -207,17 +209,17 @@ class ServedVideos:
         return True
 
 
-def _n_bytes(video: ServedVideo) -> int:
+def _count_video_bytes(video: ServedVideo) -> int:
     """Count the bytes of a video's tensors, with its placeholder rows if they are a copy of the tokens."""
     visual = video.visual
     return count_bytes(visual) + (0 if visual.placeholder_rows is visual.tokens else visual.placeholder_rows.nbytes)
 
 
-def _file_names(cache: TokenCache) -> frozenset[str]:
+def _list_file_names(cache: TokenCache) -> frozenset[str]:
     """List the files of the cache's table."""
     return frozenset(file.name for file in list_table_files(cache.store))
 
 
-def _content_name(row: VideoRow) -> str:
+def _make_content_name(row: VideoRow) -> str:
     """Name the stored content of a video: ID=SHARD:ROW_GROUP:CHECKSUM, with the id percent-encoded."""
     return f"{quote(row['video_id'])}={row['token_shard']}:{row['first_row_group']}:{row['checksum']}"

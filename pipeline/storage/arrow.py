@@ -57,12 +57,12 @@ class ArrowObjects:
             raise UsageError(f"{scheme}...: expected {scheme}BUCKET/PREFIX without user, host or query")
         if scheme == "gs://":
             return cls(scheme, partial(fs.GcsFileSystem, retry_time_limit=_GOOGLE_RETRIES))
-        return cls(scheme, partial(fs.AzureFileSystem, **_azure_settings(uri)))
+        return cls(scheme, partial(fs.AzureFileSystem, **_read_azure_settings(uri)))
 
     def __reduce__(self) -> tuple[type[ArrowObjects], tuple[str, Callable[[], fs.FileSystem]]]:
         return ArrowObjects, (self._scheme, self._connect)
 
-    def impatient(self) -> ArrowObjects:
+    def with_short_timeouts(self) -> ArrowObjects:
         """Return this client: these file systems have no time limits to set."""
         return self
 
@@ -96,7 +96,7 @@ class ArrowObjects:
             if item.type == fs.FileType.File:
                 yield ObjectInfo(f"{self._scheme}{item.path}", item.size)
 
-    def age(self, uri: str) -> timedelta:
+    def compute_age(self, uri: str) -> timedelta:
         """Return the time since the object was written, by this machine's clock, which may be behind the store's."""
         with self._connect_to(uri) as (files, path):
             info = files.get_file_info(path)
@@ -136,7 +136,7 @@ class ArrowObjects:
         """Return an empty iterator: these stores drop incomplete uploads by themselves."""
         return iter(())
 
-    def abort(self, upload: Upload) -> None:
+    def abort_upload(self, upload: Upload) -> None:
         """Do nothing: these stores have no pending uploads."""
 
 
@@ -150,7 +150,7 @@ def _describe_credentials(scheme: str) -> str:
     return f"the environment ({name})" if name else "the machine's identity"
 
 
-def _azure_settings(uri: str) -> dict[str, str]:
+def _read_azure_settings(uri: str) -> dict[str, str]:
     """Return the arguments of AzureFileSystem that the environment gives.
 
     Values in AZURE_STORAGE_CONNECTION_STRING have precedence over AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY.

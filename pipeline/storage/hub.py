@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.storage.s3 import ObjectInfo, Objects, Slice, is_s3
+from pipeline.storage.s3 import ObjectInfo, S3Objects, Slice, is_s3
 
 SCHEME = "hf://"
 _PIECE = 2**26
@@ -41,7 +41,7 @@ class HubFiles:
             entries = hub.find(path, maxdepth=None if deep else 1, detail=True)
         for name in sorted(entries):
             if f"{SCHEME}{name}".startswith(prefix) and entries[name]["type"] == "file":
-                yield _info(entries[name])
+                yield _make_object_info(entries[name])
 
     def info(self, uri: str) -> ObjectInfo:
         """Return a file's URI, its size, and the hash of its content as the mark; a folder raises FileNotFoundError."""
@@ -49,7 +49,7 @@ class HubFiles:
             entry = hub.info(path)
         if entry["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "it is a folder", uri)
-        return _info(entry)
+        return _make_object_info(entry)
 
     def read(self, uri: str) -> bytes:
         """Read a whole file."""
@@ -103,10 +103,10 @@ class HubDownload(Iterator[bytes]):
 
 
 #: A client that reads videos from a store.
-Files = Objects | HubFiles
+Files = S3Objects | HubFiles
 
 
-def reach(uri: str, objects: Objects) -> Files:
+def choose_client(uri: str, objects: S3Objects) -> Files:
     """Return the client that reads a file: ``objects`` for s3://, a new HubFiles for hf://datasets/.
 
     Raises:
@@ -119,7 +119,7 @@ def reach(uri: str, objects: Objects) -> Files:
     raise UsageError(f"{uri}: only local paths, s3:// and hf://datasets/ are read")
 
 
-def _info(entry: dict[str, Any]) -> ObjectInfo:
+def _make_object_info(entry: dict[str, Any]) -> ObjectInfo:
     """Convert an entry of the hub's file system; the mark is the hash of the content, or ""."""
     mark = (entry.get("lfs") or {}).get("sha256") or entry.get("blob_id") or ""
     return ObjectInfo(f"{SCHEME}{entry['name']}", int(entry["size"]), str(mark))

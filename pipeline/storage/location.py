@@ -18,7 +18,7 @@ class Location(NamedTuple):
         member: the name of the member; None for a separate file.
         offset: the position of the member: a byte of a tar or zip, or a row of a table.
         size: the number of bytes; None if unknown.
-        mark: the ``mark_key`` of the content; None if unknown.
+        mark: the ``hash_mark`` of the content; None if unknown.
     """
 
     file: str

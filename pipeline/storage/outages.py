@@ -51,13 +51,13 @@ class Outages:
     def note_failure(self, outage: Outage) -> None:
         """Record a failed request that will be retried; print a line, once, if the store has failed for 5 s."""
         self._own_outages.setdefault(outage.place, outage)
-        self._note()
+        self._print_changes()
 
     def note_answer(self, place: str) -> None:
         """Record that a store answered, which ends its outage; print a line if its beginning was printed."""
         if place in self._own_outages:
             self._own_outages.pop(place, None)
-            self._note()
+            self._print_changes()
 
     def report(self) -> tuple[Outage, ...]:
         """Return the outages of this process that have lasted at least MIN_OUTAGE_S."""
@@ -66,7 +66,7 @@ class Outages:
         until = time.time() - MIN_OUTAGE_S
         return tuple(outage for outage in [*self._own_outages.values()] if outage.since <= until)
 
-    def list_places(self) -> list[str]:
+    def list_failing_stores(self) -> list[str]:
         """Return the names of the stores whose outage was printed and is not over."""
         return [*self._announced]
 
@@ -76,9 +76,9 @@ class Outages:
         If a store has several reports, the earliest beginning counts.
         """
         self._workers = {outage.place: outage for outage in sorted(outages, key=lambda outage: -outage.since)}
-        self._note()
+        self._print_changes()
 
-    def _note(self) -> None:
+    def _print_changes(self) -> None:
         """Print a line and call ``record`` for each outage that is new or over.
 
         An outage of this process is new once it lasts MIN_OUTAGE_S; those of workers have passed this limit.

@@ -65,7 +65,7 @@ class RangedObject:
         """Return the object's size in bytes."""
         return self._size
 
-    def stretch(self, start: int, end: int) -> Stretch:
+    def get_stretch(self, start: int, end: int) -> Stretch:
         """Return a stretch that contains the bytes [start, end), cut at the object's end; at most one request.
 
         If the last 64 KiB contain these bytes, they are returned as a whole.
@@ -79,11 +79,11 @@ class RangedObject:
 
     def view(self, start: int, end: int) -> memoryview:
         """Return the bytes [start, end) of the object; at most one request."""
-        return self.stretch(start, end).view(start, end)
+        return self.get_stretch(start, end).view(start, end)
 
-    def fetch(self, spans: Iterable[tuple[int, int]]) -> Fetched:
+    def fetch(self, spans: Iterable[tuple[int, int]]) -> FetchedFile:
         """Fetch ranges of the object, with at most one request each. Reads outside of them send further requests."""
-        return Fetched([self.stretch(*span) for span in spans], self._size, self.stretch)
+        return FetchedFile([self.get_stretch(*span) for span in spans], self._size, self.get_stretch)
 
 
 class Stretch(NamedTuple):
@@ -105,7 +105,7 @@ class Stretch(NamedTuple):
         return memoryview(self.data)[start - self.start : end - self.start]
 
 
-class Positioned(io.RawIOBase):
+class PositionedFile(io.RawIOBase):
     """The base of file objects of ``size`` bytes with a position, ``place``; seeks are not limited to the file."""
 
     def __init__(self, size: int) -> None:
@@ -127,7 +127,7 @@ class Positioned(io.RawIOBase):
         return self.place
 
 
-class Fetched(Positioned):
+class FetchedFile(PositionedFile):
     """A file object over fetched stretches of an object; it has a position, so threads may not share it."""
 
     def __init__(self, stretches: Sequence[Stretch], size: int, read_other: Callable[[int, int], Stretch]) -> None:
@@ -157,7 +157,7 @@ class Fetched(Positioned):
         return data
 
 
-class LoadedOnce(Generic[V]):
+class LoadCache(Generic[V]):
     """A cache of the last used results of a slow function, for threads and forked processes.
 
     A forked process starts with an empty cache, so that it touches neither its parent's open files nor its locks. A
@@ -199,5 +199,5 @@ class LoadedOnce(Generic[V]):
         future.set_result(value)
         return value
 
-    def __reduce__(self) -> tuple[type[LoadedOnce[V]], tuple[Callable[..., V], int]]:
-        return LoadedOnce, (self._load, self._keep)  # another process loads the values itself
+    def __reduce__(self) -> tuple[type[LoadCache[V]], tuple[Callable[..., V], int]]:
+        return LoadCache, (self._load, self._keep)  # another process loads the values itself

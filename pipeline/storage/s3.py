@@ -17,7 +17,7 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from pipeline.errors import UsageError, printable
+from pipeline.errors import UsageError, make_printable
 from pipeline.storage.downloads import Download, write_download
 from pipeline.storage.outages import OUTAGES, Outage
 from pipeline.storage.s3_access import (
@@ -25,7 +25,7 @@ from pipeline.storage.s3_access import (
     explain_failure,
     explain_refusal,
     find_endpoint,
-    lacks_credentials,
+    has_no_credentials,
     start_session,
 )
 
@@ -112,12 +112,13 @@ class Slice(NamedTuple):
     size: int
 
 
-class Objects:
+class S3Objects:
     """The client of S3 stores with the settings of this run.
 
     It can be pickled, threads may share it, and its repr hides secrets. It reads sources (videos, questions);
-    ``for_store`` returns the client that also writes. The first request, or ``decide``, settles what the configuration
-    leaves open: the endpoint, and whether sources are read unsigned. A pickled client keeps this decision.
+    ``make_store_client`` returns the client that also writes. The first request, or ``settle_access``, settles what the
+    configuration leaves open: the endpoint, and whether sources are read unsigned. A pickled client keeps this
+    decision.
 
     Requests that a busy or absent store does not answer are retried for up to five minutes. Methods that send requests
     raise OSErrors that name the URI: FileNotFoundError, PermissionError, or a general one.
@@ -154,7 +155,7 @@ class Objects:
         self._client_of_process: tuple[int, Any] | None = None  # (process id, client)
 
     @classmethod
-    def from_environment(cls, endpoint: str | None = None, requester_pays: bool = False) -> Objects:
+    def from_environment(cls, endpoint: str | None = None, requester_pays: bool = False) -> S3Objects:
         """Create a client from the AWS_* variables of this process, which its pickled copies keep.
 
         Once temporary credentials among them expire, each process uses the credentials that botocore finds.
@@ -166,17 +167,17 @@ class Objects:
         }
         return cls(requester_pays=requester_pays, **{**settings, "endpoint_url": endpoint})
 
-    def impatient(self) -> Objects:
+    def with_short_timeouts(self) -> S3Objects:
         """Return a client that sends a request at most twice, with a fifth of the timeouts."""
         return self._copy(patience=0.2)
 
-    def for_store(self) -> Objects:
+    def make_store_client(self) -> S3Objects:
         """Return the client for a cache or results: its requests are always signed and do not offer to pay."""
         if self._unsigned is False and not self._requester_pays:
             return self
         return self._copy(unsigned=False, requester_pays=False)
 
-    def decide(self, uri: str) -> None:
+    def settle_access(self, uri: str) -> None:
         """Settle the endpoint and whether requests are signed, before the client is pickled.
 
         No request is sent to a store, but the machine's metadata service may be asked for a role. If there are no
@@ -188,9 +189,9 @@ class Objects:
         with self._errors(uri):
             if self._decided and self._unsigned is not None:
                 return
-            self._decide(start_session(self._settings.get("profile_name")))
+            self._settle_access(start_session(self._settings.get("profile_name")))
 
-    def _decide(self, session: Any) -> None:
+    def _settle_access(self, session: Any) -> None:
         """Look up the endpoint, the region and whether there are credentials, and store the results in this client.
 
         What is already set stays. A note is printed if sources are read unsigned.
@@ -199,7 +200,7 @@ class Objects:
             configured = {"endpoint_url": find_endpoint(session), "region_name": session.get_config_variable("region")}
             self._settings = {name: value for name, value in configured.items() if value} | self._settings
         if self._unsigned is None:
-            self._unsigned = lacks_credentials(session)
+            self._unsigned = has_no_credentials(session)
             if self._unsigned:
                 OUTAGES.say(_UNSIGNED)
         self._decided = True
@@ -220,16 +221,16 @@ class Objects:
             del self._settings["profile_name"]
             return start_session(None)
 
-    def _copy(self, **changes: Any) -> Objects:
-        return Objects(**{**self._state(), **changes})
+    def _copy(self, **changes: Any) -> S3Objects:
+        return S3Objects(**{**self._state(), **changes})
 
     def _state(self) -> dict[str, Any]:
         """Return the keyword arguments that create an equal client."""
         state = {"patience": self._patience, "answered": self._answered, "decided": self._decided}
         return state | {"unsigned": self._unsigned, "requester_pays": self._requester_pays, **self._settings}
 
-    def __reduce__(self) -> tuple[Callable[[], Objects], tuple[()]]:
-        return partial(Objects, **self._state()), ()
+    def __reduce__(self) -> tuple[Callable[[], S3Objects], tuple[()]]:
+        return partial(S3Objects, **self._state()), ()
 
     def __repr__(self) -> str:
         return "Objects(...)"
@@ -240,10 +241,12 @@ class Objects:
         Keys that end in "/" (folders that consoles make) are left out, and without ``deep`` also keys that have another
         "/" after the prefix.
         """
-        bucket, key = _split(prefix)
+        bucket, key = _split_uri(prefix)
         options = {} if deep else {"Delimiter": "/"}
         with self._errors(prefix):
-            for page in self._client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key, **options):
+            for page in (
+                self._get_client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key, **options)
+            ):
                 for item in page.get("Contents", ()):
                     if not item["Key"].endswith("/"):
                         yield ObjectInfo(f"{SCHEME}{bucket}/{item['Key']}", int(item["Size"]), item.get("ETag", ""))
@@ -253,7 +256,7 @@ class Objects:
         answer = self._request("head_object", uri)
         return ObjectInfo(uri, int(answer["ContentLength"]), answer.get("ETag", ""))
 
-    def age(self, uri: str) -> timedelta:
+    def compute_age(self, uri: str) -> timedelta:
         """Return the time since an object was written, by the store's clock, or by this machine's without a Date."""
         answer = self._request("head_object", uri)
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
@@ -287,8 +290,8 @@ class Objects:
         with self._errors(uri):
             for retries in range(_RETRIES + 1):
                 try:
-                    return _slice(self._request("get_object", uri, Range=byte_range), start, end)
-                except _broken_downloads():
+                    return _read_answer_slice(self._request("get_object", uri, Range=byte_range), start, end)
+                except _get_broken_download_errors():
                     if retries == _RETRIES:
                         raise
                 except OSError as error:
@@ -304,7 +307,7 @@ class Objects:
             more = {name: value for name, value in (("Range", byte_range), ("IfMatch", mark)) if value is not None}
             return self._request("get_object", uri, **more)
 
-        return Download(ask, partial(self._errors, uri), _broken_downloads(), start, end)
+        return Download(ask, partial(self._errors, uri), _get_broken_download_errors(), start, end)
 
     def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
         """Download an object into ``write`` piece by piece, and return its size in bytes.
@@ -329,14 +332,14 @@ class Objects:
 
     def uploads(self, prefix: str) -> Iterator[Upload]:
         """Yield the pending multipart uploads of objects whose URIs begin with ``prefix``."""
-        bucket, key = _split(prefix)
+        bucket, key = _split_uri(prefix)
         with self._errors(prefix):
-            for page in self._client().get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=key):
+            for page in self._get_client().get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=key):
                 for item in page.get("Uploads", ()):
                     if item["Key"].startswith(key):  # not every store applies the prefix
                         yield Upload(f"{SCHEME}{bucket}/{item['Key']}", item["UploadId"], item["Initiated"])
 
-    def abort(self, upload: Upload) -> None:
+    def abort_upload(self, upload: Upload) -> None:
         """Abort a multipart upload; do nothing if there is none."""
         with suppress(FileNotFoundError):
             self._request("abort_multipart_upload", upload.uri, UploadId=upload.upload_id)
@@ -355,28 +358,28 @@ class Objects:
 
     def _request(self, operation: str, uri: str, **more: object) -> Any:
         """Send one request about an object, with the arguments ``more``, and return botocore's answer."""
-        bucket, key = _split(uri)
+        bucket, key = _split_uri(uri)
         with self._errors(uri):
-            return getattr(self._client(), operation)(Bucket=bucket, Key=key, **more)
+            return getattr(self._get_client(), operation)(Bucket=bucket, Key=key, **more)
 
-    def _client(self) -> Any:
+    def _get_client(self) -> Any:
         """Return the botocore client of this process, which the first call creates; a fork creates its own."""
         if self._client_of_process is None or self._client_of_process[0] != os.getpid():
             session = self._start_session()
             is_driver = self._unsigned is None
-            self._decide(session)
+            self._settle_access(session)
             # A node with other credentials, such as a role, signs its requests even if the driver has none.
             unsigned = bool(self._unsigned) and (is_driver or session.get_credentials() is None)
             client = _connect(session, self._settings, self._patience, unsigned=unsigned)
             client.meta.events.register("before-call.s3", _note_start)
             if self._requester_pays:
-                client.meta.events.register("before-call.s3", _offer_to_pay)
-            client.meta.events.register_first("needs-retry.s3", self._delay)
-            client.meta.events.register_first("needs-retry.s3", partial(_renew, client, self._settings))
+                client.meta.events.register("before-call.s3", _add_payer_header)
+            client.meta.events.register_first("needs-retry.s3", self._compute_delay)
+            client.meta.events.register_first("needs-retry.s3", partial(_renew_credentials, client, self._settings))
             self._client_of_process = os.getpid(), client
         return self._client_of_process[1]
 
-    def _delay(
+    def _compute_delay(
         self,
         response: tuple[Any, Mapping[str, Any]] | None,
         attempts: int,
@@ -462,7 +465,7 @@ def has_query(uri: str) -> bool:
 
 def check_uri(uri: str) -> None:
     """Raise UsageError if the URI has no valid bucket or has a user, host or query, or if boto3 is not installed."""
-    bucket, _ = _split(uri)
+    bucket, _ = _split_uri(uri)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-_]{1,254}", bucket) or has_query(uri):
         shown_uri = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # a user or a query may hold a secret
         raise UsageError(f"{shown_uri}: expected s3://BUCKET/KEY without user, host or query")
@@ -472,13 +475,13 @@ def check_uri(uri: str) -> None:
         raise UsageError(f"{uri}: S3 needs boto3: pip install -e '.[s3]' in the clone") from None
 
 
-def _split(uri: str) -> tuple[str, str]:
+def _split_uri(uri: str) -> tuple[str, str]:
     """Split a URI into (bucket, key); the key is "" if there is none."""
     bucket, _, key = uri.removeprefix(SCHEME).partition("/")
     return bucket, key
 
 
-def _slice(answer: Any, start: int, end: int | None) -> Slice:
+def _read_answer_slice(answer: Any, start: int, end: int | None) -> Slice:
     """Read the body of an answer to a range request; if the store sent the whole object, return its bytes [start, end).
 
     Raises:
@@ -495,7 +498,7 @@ def _slice(answer: Any, start: int, end: int | None) -> Slice:
 
 
 def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsigned: bool) -> Any:
-    """Create a botocore client for S3, without retries: ``Objects._delay`` decides about these.
+    """Create a botocore client for S3, without retries: ``S3Objects._compute_delay`` decides about these.
 
     With an endpoint it uses path-style addresses and only the checksums that a request needs. Without one, it also
     ignores endpoints that are configured on this node. ``patience`` scales the timeouts of 10 s to connect and 60 s of
@@ -511,7 +514,7 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
         "response_checksum_validation": "when_required",
     }
     config = Config(
-        retries={"mode": "standard", "total_max_attempts": 1},  # ``Objects._delay`` decides
+        retries={"mode": "standard", "total_max_attempts": 1},  # ``S3Objects._compute_delay`` decides
         connect_timeout=_CONNECT_S * patience,
         read_timeout=_SILENT_S * patience,
         max_pool_connections=64,  # more than any thread pool here: urllib3 logs the endpoint when a pool is full
@@ -540,7 +543,7 @@ def _describe_failure(
     if response is None:
         return (type(error).__name__, True) if isinstance(error, ConnectionError | HTTPClientError) else None
     status = response[0].status_code
-    code = printable(response[1].get("Error", {}).get("Code") or "")
+    code = make_printable(response[1].get("Error", {}).get("Code") or "")
     if status in _AWAY or code in _AWAY_CODES:
         return f"{status} {code}" if code not in ("", str(status)) else str(status), True
     return (f"{status} {code}", False) if status == 500 else None
@@ -555,12 +558,12 @@ def _note_start(params: Mapping[str, Any], context: dict[str, Any], **_: object)
     context |= {_PLACE: f"{SCHEME}{bucket}", _SENT: time.time()}
 
 
-def _offer_to_pay(params: dict[str, Any], **_: object) -> None:
+def _add_payer_header(params: dict[str, Any], **_: object) -> None:
     """Add the header by which the sender agrees to pay for a request."""
     params["headers"]["x-amz-request-payer"] = "requester"
 
 
-def _renew(
+def _renew_credentials(
     client: Any,
     settings: Mapping[str, str],
     response: tuple[Any, Mapping[str, Any]] | None,
@@ -588,7 +591,7 @@ def _renew(
     return 0.0
 
 
-def _broken_downloads() -> tuple[type[Exception], ...]:
+def _get_broken_download_errors() -> tuple[type[Exception], ...]:
     """Return the exception classes of a download whose connection breaks."""
     from botocore.exceptions import (  # noqa: PLC0415
         IncompleteReadError,

@@ -35,12 +35,12 @@ def start_session(profile: str | None) -> Any:
     from botocore.session import Session  # noqa: PLC0415 - only where a store is used
 
     session = Session(profile=profile)
-    session.register_component("data_loader", _interfaces(session.get_config_variable("data_path")))
+    session.register_component("data_loader", _make_loader(session.get_config_variable("data_path")))
     return session
 
 
 @cache
-def _interfaces(folders: str | None) -> Any:
+def _make_loader(folders: str | None) -> Any:
     """Return botocore's loader of interface descriptions, which caches them; ``folders`` may have additional ones."""
     from botocore.loaders import create_loader  # noqa: PLC0415 - only where a store is used
 
@@ -60,7 +60,7 @@ def find_endpoint(session: Any) -> str | None:
     return endpoint
 
 
-def lacks_credentials(session: Any) -> bool:
+def has_no_credentials(session: Any) -> bool:
     """Return True if no credentials are configured anywhere: environment, files, any profile, container or instance.
 
     Credentials that botocore silently ignores count as configured: incomplete variables, other profiles, and a metadata
@@ -80,11 +80,11 @@ def lacks_credentials(session: Any) -> bool:
                 raise
     profiles = session.full_config.get("profiles", {}).values()
     return not (
-        any(key.startswith(_PROFILE_KEYS) for profile in profiles for key in profile) or _may_have_role(session)
+        any(key.startswith(_PROFILE_KEYS) for profile in profiles for key in profile) or _can_have_role(session)
     )
 
 
-def _may_have_role(session: Any) -> bool:
+def _can_have_role(session: Any) -> bool:
     """Return False if the metadata service of this machine is disabled or absent, or says that there is no role.
 
     It sends up to two requests to the service, with a timeout of one second. If the service fails, or one that is

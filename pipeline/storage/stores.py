@@ -25,7 +25,7 @@ import pyarrow as pa
 from pipeline.errors import UsageError
 from pipeline.storage.arrow import SCHEMES, ArrowObjects
 from pipeline.storage.random_access import LocalFile, RangedObject
-from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_s3
+from pipeline.storage.s3 import S3Objects, Slice, Upload, check_uri, is_s3
 
 NOTE = ".running"  # suffix of the notes of runs; see pipeline.runner.claim
 TEMPORARY = ".tmp-"  # prefix of the name of a file that is not complete yet
@@ -56,7 +56,7 @@ class FileInfo(NamedTuple):
     size: int
 
 
-def store_at(place: str | Path, objects: Objects | None = None) -> Store:
+def make_store(place: str | Path, objects: S3Objects | None = None) -> Store:
     """Return the store at a folder, ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
 
     Nothing is created or looked up there. A folder may be given as ``file:///folder``.
@@ -73,7 +73,7 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
         raise UsageError("the name of a cache or of results is empty: name a folder or s3://bucket/prefix")
     if is_s3(text):
         check_uri(text)
-        return ObjectStore(text, (objects or Objects.from_environment()).for_store())
+        return ObjectStore(text, (objects or S3Objects.from_environment()).make_store_client())
     if text.startswith(SCHEMES):
         return ObjectStore(text, ArrowObjects.at(text))
     if "://" in text and not text.startswith("file:///"):
@@ -140,7 +140,7 @@ class LocalStore:
             fault = "was moved away, and replaced by another folder"
         raise FileNotFoundError(errno.ENOENT, f"the folder {fault} since this run first wrote to it", str(self.root))
 
-    def _stat(self, name: str) -> os.stat_result:
+    def _read_status(self, name: str) -> os.stat_result:
         """Return the status of a file; below the open descriptor of the root if this process has written."""
         folder = self._open_folder
         return self._path(name).stat() if folder is None else os.stat(check_name(name), dir_fd=folder.descriptor)
@@ -159,7 +159,7 @@ class LocalStore:
         files = (path.relative_to(root) for path in paths if path.is_file())
         return root.is_file() or any(path.suffix != NOTE and path.parts[0] not in {INDEXES, CARD} for path in files)
 
-    def impatient(self) -> LocalStore:
+    def with_short_timeouts(self) -> LocalStore:
         """Return this store; other stores return one with short timeouts."""
         return self
 
@@ -181,7 +181,7 @@ class LocalStore:
         mode = _make_folders(path, root)
         try:
             with open(temporary, "xb", opener=partial(os.open, mode=0o666, dir_fd=root)) as file:
-                _share(temporary, root, mode & 0o666)
+                _set_shared_mode(temporary, root, mode & 0o666)
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -293,15 +293,15 @@ class LocalStore:
         """
         check_name(name)
         try:
-            return stat.S_ISREG(self._stat(name).st_mode)
+            return stat.S_ISREG(self._read_status(name).st_mode)
         except OSError as error:
             if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}:
                 raise
             return False
 
-    def age(self, name: str) -> timedelta:
+    def compute_age(self, name: str) -> timedelta:
         """Return the time since a file was written, by this machine's clock."""
-        return datetime.now(UTC) - datetime.fromtimestamp(self._stat(name).st_mtime, UTC)
+        return datetime.now(UTC) - datetime.fromtimestamp(self._read_status(name).st_mtime, UTC)
 
     def delete(self, name: str) -> None:
         """Remove a file; do nothing if there is none, or if the root is missing, or was replaced since the first write.
@@ -320,7 +320,7 @@ class LocalStore:
         """Return an iterator over pending uploads, of which a folder has none."""
         return iter(())
 
-    def abort(self, upload: Upload) -> None:
+    def abort_upload(self, upload: Upload) -> None:
         """Raise AssertionError: a folder has no pending upload."""
         raise AssertionError(f"a folder has no {upload}")
 
@@ -343,7 +343,7 @@ def _make_folders(path: PurePosixPath, root: int) -> int:
         except FileExistsError:
             _refuse_link(folder, root)
         else:
-            _share(folder, root, mode)
+            _set_shared_mode(folder, root, mode)
     return mode
 
 
@@ -354,7 +354,7 @@ def _refuse_link(folder: PurePosixPath, root: int) -> None:
         raise OSError(errno.ELOOP, message, str(folder))
 
 
-def _share(name: PurePath | str, root: int, mode: int) -> None:
+def _set_shared_mode(name: PurePath | str, root: int, mode: int) -> None:
     """Set the mode of a new file or folder, so that users with other umasks can share the store; ignore failures."""
     with suppress(OSError):  # a file system without modes
         os.chmod(name, mode, dir_fd=root)
@@ -374,7 +374,7 @@ class _OpenFolder:
 class ObjectStore:
     """A store with the methods of LocalStore below a prefix of an object store."""
 
-    def __init__(self, root: str, objects: Objects | ArrowObjects) -> None:
+    def __init__(self, root: str, objects: S3Objects | ArrowObjects) -> None:
         self.root = root.rstrip("/")
         self.objects = objects
 
@@ -382,8 +382,8 @@ class ObjectStore:
     def folder(self) -> None:
         return None
 
-    def impatient(self) -> ObjectStore:
-        return ObjectStore(self.root, self.objects.impatient())
+    def with_short_timeouts(self) -> ObjectStore:
+        return ObjectStore(self.root, self.objects.with_short_timeouts())
 
     def _uri(self, name: str) -> str:
         """Return the URI of a file, whose name must stay below the root."""
@@ -428,8 +428,8 @@ class ObjectStore:
     def exists(self, name: str) -> bool:
         return self.objects.exists(self._uri(name))
 
-    def age(self, name: str) -> timedelta:
-        return self.objects.age(self._uri(name))
+    def compute_age(self, name: str) -> timedelta:
+        return self.objects.compute_age(self._uri(name))
 
     def delete(self, name: str) -> None:
         self.objects.delete(self._uri(name))
@@ -437,8 +437,8 @@ class ObjectStore:
     def uploads(self) -> Iterator[Upload]:
         return self.objects.uploads(f"{self.root}/")
 
-    def abort(self, upload: Upload) -> None:
-        self.objects.abort(upload)
+    def abort_upload(self, upload: Upload) -> None:
+        self.objects.abort_upload(upload)
 
     def __str__(self) -> str:
         return self.root

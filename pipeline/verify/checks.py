@@ -13,15 +13,21 @@ import pyarrow as pa
 
 from gstep.evidence import is_frame_evidence
 from gstep.types import budget_for
-from pipeline.cache.bounds import iter_count_faults
+from pipeline.cache.bounds import iter_row_count_faults
 from pipeline.cache.cached_video import ONE_NUMBER
-from pipeline.cache.header import CacheHeader, deepstack_levels, find_codec, fingerprint, read_declared_method
+from pipeline.cache.header import (
+    CacheHeader,
+    compute_fingerprint,
+    get_codec,
+    get_deepstack_levels,
+    get_method_declarations,
+)
 from pipeline.cache.live import INDEX_COLUMNS
 from pipeline.cache.schema import LATER, VIDEO_SCHEMA, build_token_schema, complete_columns, compute_tier_row_counts
 from pipeline.cache.table import (
     SortedFile,
     TableFile,
-    add_places,
+    add_row_locations,
     is_same_identity,
     parse_file_name,
     parse_small,
@@ -33,7 +39,7 @@ from pipeline.storage.stores import Store
 from pipeline.verify.report import Kind, Problem
 
 _MAGIC = 4  # bytes of "PAR1" before the first row group
-Place = tuple[str, int]  # a file of the videos table and a row in it
+RowKey = tuple[str, int]  # a file of the videos table and a row in it
 JUDGED_COLUMNS = (*INDEX_COLUMNS, "run_id", "token_shard")  # columns of every row that stay in memory
 
 
@@ -79,7 +85,7 @@ class CheckedShard(Checked):
     n_tokens: int = 0
 
 
-def read_method(header: CacheHeader) -> str:
+def get_recorded_method(header: CacheHeader) -> str:
     """Return the name of the pruning method in the header; "None" if there is none."""
     return str(header["identity"].get("pruner", {}).get("method"))
 
@@ -108,20 +114,20 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
     if wrong := sorted(due.name for due in VIDEO_SCHEMA if due.name not in late and types.get(due.name) != due.type):
         message = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
         return CheckedCommit([Problem(Kind.SCHEMA, message, name)], n_bytes)
-    if not is_same_identity(made_with, fingerprint(header["identity"])):
+    if not is_same_identity(made_with, compute_fingerprint(header["identity"])):
         message = f"{store}/{name}: its rows were made with other settings, and no reader takes them"
         return CheckedCommit([Problem(Kind.FINGERPRINT, message, name)], n_bytes)
     problems = []
     table = complete_columns(table, VIDEO_SCHEMA.names, VIDEO_SCHEMA, LATER, f"{store}/{name}")
-    if file.is_sorted and (fault := _sorted_fault(table, file)):
+    if file.is_sorted and (fault := _find_sorted_fault(table, file)):
         problems.append(Problem(Kind.COMMIT, f"{store}/{name}: {fault}", name))
     bad = set()
     for number, row in enumerate(table.to_pylist()):
-        faults = list(row_faults(row, header))
+        faults = list(iter_row_faults(row, header))
         problems += [Problem(Kind.ROW, f"{fault} ({name})", name, row["video_id"]) for fault in faults]
         if faults:
             bad.add(number)
-    rows = add_places(table.select(JUDGED_COLUMNS), name)
+    rows = add_row_locations(table.select(JUDGED_COLUMNS), name)
     return CheckedCommit(problems, n_bytes, rows=rows, bad=frozenset(bad))
 
 
@@ -138,7 +144,7 @@ def _judge_error(error: Exception, label: str = "") -> tuple[Kind, str]:
     return Kind.COMMIT if isinstance(error, pa.ArrowException) else Kind.UNREADABLE, f"{label}{error}"
 
 
-def _sorted_fault(table: pa.Table, file: TableFile) -> str | None:
+def _find_sorted_fault(table: pa.Table, file: TableFile) -> str | None:
     """Describe how a sorted file's rows contradict its name (count, first and last key, order); None if they agree."""
     high, low = table["id_high"].to_numpy(), table["id_low"].to_numpy()
     if len(table) != file.rows:
@@ -149,7 +155,7 @@ def _sorted_fault(table: pa.Table, file: TableFile) -> str | None:
     return None if ascends.all() else "its rows are not in the order of their keys"
 
 
-def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
+def iter_row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
     """Yield a description of each contradiction inside a row of the videos table, or between the row and the header.
 
     The counts of an ok row are checked first; if they are wrong, its ratio and frames are not checked. The columns with
@@ -165,17 +171,17 @@ def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
             yield "a failed video with a token shard"
     elif row["status"] != "ok":
         yield f"its status is {row['status']!r}, neither ok, failed nor removed"
-    elif faults := list(iter_count_faults(row)):
+    elif faults := list(iter_row_count_faults(row)):
         yield from faults
     else:
-        yield from _ratio_faults(row, header)
-        yield from _frame_faults(row)
+        yield from _iter_ratio_faults(row, header)
+        yield from _iter_frame_faults(row)
     for name in JSON_COLUMNS:
         if row[name] is not None and not is_json(row[name]):
             yield f"{name} is not JSON"
 
 
-def _ratio_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
+def _iter_ratio_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
     """Yield contradictions between an ok row and the header: ratio, token count, nesting, row groups, hidden size.
 
     Another ratio ends the check. The number of tokens and nesting are checked only if the method is known here or
@@ -186,18 +192,18 @@ def _ratio_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
     if not 0 < ratio <= 1 or abs(ratio - stored_ratio) > 1e-9:
         yield f"it is stored at retention ratio {ratio}, the cache at {stored_ratio}"
         return
-    method = read_declared_method(header["identity"])
+    method = get_method_declarations(header["identity"])
     if method is not None and method.exact and n_tokens != budget_for(ratio, n_total):
-        yield f"{n_tokens} tokens, where {read_method(header)} keeps {budget_for(ratio, n_total)} of {n_total}"
+        yield f"{n_tokens} tokens, where {get_recorded_method(header)} keeps {budget_for(ratio, n_total)} of {n_total}"
     if method is not None and row["nested"] != method.nested:
-        yield f"nested is {row['nested']}, which {read_method(header)} is not"
+        yield f"nested is {row['nested']}, which {get_recorded_method(header)} is not"
     if row["row_counts"] != compute_tier_row_counts(n_total, n_tokens, ratio, nested=row["nested"]):
         yield f"its row groups of {row['row_counts']} rows do not end at the tiers of {n_tokens} tokens"
     if row["hidden_size"] != header.get("hidden_size", row["hidden_size"]):
         yield f"tokens of {row['hidden_size']} numbers, in a cache of {header['hidden_size']}"
 
 
-def _frame_faults(row: VideoRow) -> Iterator[str]:
+def _iter_frame_faults(row: VideoRow) -> Iterator[str]:
     """Yield contradictions between a row's frame indices, timestamps, source length and number of repeated frames."""
     frames, seconds = np.asarray(row["frame_indices"]), np.asarray(row["timestamps"], dtype=np.float64)
     end = row["source_frames"] if row["source_frames"] is not None else math.inf
@@ -238,30 +244,30 @@ def check_token_shard(
     except (CorruptShard, OSError) as error:
         return CheckedShard([Problem(*_judge_error(error, f"{store}/{name}: "), name, videos_shard=commit)])
     schema = shard.schema
-    if wrong := list(_schema_faults(schema, first["hidden_size"], header)):
+    if wrong := list(_iter_schema_faults(schema, first["hidden_size"], header)):
         message = f"{store}/{name}: {'; '.join(wrong)}"
         return CheckedShard([Problem(Kind.SCHEMA, message, name, videos_shard=commit)], shard.n_bytes)
     problems = [
         Problem(Kind.ROWS, f"{store}/{name}: {fault}", name, videos_shard=commit)
-        for fault in _file_faults(shard, [row for _, row in rows])
+        for fault in _iter_layout_faults(shard, [row for _, row in rows])
     ]
     n_tokens = 0
     for videos_shard, row in rows:
-        for kind, message in _video_faults(shard, row, header):
+        for kind, message in _iter_video_faults(shard, row, header):
             problems.append(Problem(kind, f"{message} ({name})", name, row["video_id"], videos_shard))
         n_tokens += row["n_tokens"]
     widths = {key: schema.field(key).type.byte_width // 2 for key in header["identity"].get("evidence", {})}
     return CheckedShard(problems, shard.n_bytes, widths=widths, n_tokens=n_tokens)
 
 
-def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> Iterator[str]:
+def _iter_schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> Iterator[str]:
     """Yield the differences between a token shard's columns and the columns that the header demands.
 
     If the names differ, only that is yielded. Columns of evidence may have any width of bfloat16 values, except that
     kinds with one number per token must have exactly one value.
     """
     evidence = header["identity"].get("evidence", {})
-    plain = build_token_schema(hidden_size, deepstack_levels(header), codec=find_codec(header["identity"]))
+    plain = build_token_schema(hidden_size, get_deepstack_levels(header), codec=get_codec(header["identity"]))
     if sorted(schema.names) != sorted([*plain.names, *evidence]):
         yield f"its columns are {', '.join(schema.names)}, not {', '.join([*plain.names, *evidence])}"
         return
@@ -276,7 +282,7 @@ def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> 
             yield f"{name} is {kind}, which holds no evidence of bfloat16 numbers"
 
 
-def _file_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]:
+def _iter_layout_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]:
     """Yield faults of a token shard's layout.
 
     These are bytes outside of row groups and footer, row groups whose lengths differ from those in a row, and row
@@ -297,7 +303,7 @@ def _file_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]:
         yield f"{int((claims > 1).sum())} row groups belong to several videos"
 
 
-def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[Kind, str]]:
+def _iter_video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[Kind, str]]:
     """Read one video's tokens, and yield (kind, description) of each fault.
 
     If the tokens cannot be read, belong to another video, or do not match the row's checksum, that is the only fault.
@@ -307,13 +313,13 @@ def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iter
     except (CorruptShard, OSError) as error:
         yield _judge_error(error)
         return
-    yield from ((Kind.TOKENS, fault) for fault in token_faults(table, row, header))
+    yield from ((Kind.TOKENS, fault) for fault in iter_token_faults(table, row, header))
     for name in filter(is_frame_evidence, table.column_names):
         if len(table) - table[name].null_count != row["n_frames"]:
             yield Kind.TOKENS, f"{name} is not there once for each of {row['n_frames']} frames"
 
 
-def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterator[str]:
+def iter_token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterator[str]:
     """Yield a description of each fault in a video's positions, frames, merged flags, ranks and densities.
 
     Positions outside the video, and merged flags that are null for some tokens only, end the check. What depends on the
@@ -327,7 +333,7 @@ def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterato
         yield f"frames that are not index // {row['tokens_per_frame']}"
     elif np.bincount(frame, minlength=row["n_frames"]).tolist() != row["kept_per_frame"]:
         yield "not as many tokens of each frame as kept_per_frame says"
-    is_merged = _values(table["merged"], False)
+    is_merged = _convert_values(table["merged"], False)
     if is_merged is None:
         yield "merged is null for some tokens and not for others"
         return
@@ -336,21 +342,21 @@ def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterato
     twice = (np.diff(index[order]) == 0) & ~(is_merged[order][1:] | is_merged[order][:-1])
     if twice.any():
         yield f"position {index[order][1:][twice][0]} is there twice"
-    method = read_declared_method(header["identity"])
+    method = get_method_declarations(header["identity"])
     if method is not None and (table["merged"].null_count == 0) != method.merges:
-        yield f"merged is {'null' if method.merges else 'set'}, against {read_method(header)}"
+        yield f"merged is {'null' if method.merges else 'set'}, against {get_recorded_method(header)}"
     if method is not None and not (method.nested or method.reorders) and (np.diff(index) < 0).any():
         yield "rows that are not in ascending index"
-    yield from _rank_faults(table, is_nested=row["nested"])
+    yield from _iter_rank_faults(table, is_nested=row["nested"])
 
 
-def _rank_faults(table: pa.Table, is_nested: bool) -> Iterator[str]:
+def _iter_rank_faults(table: pa.Table, is_nested: bool) -> Iterator[str]:
     """Yield faults of ranks and densities.
 
     Ranks must be 0, 1, 2, ... in row order for a nested method, and null otherwise. Densities must be all null or all
     finite.
     """
-    rank, density = table["rank"], _values(table["density"], 0.0)
+    rank, density = table["rank"], _convert_values(table["density"], 0.0)
     if density is None or not np.isfinite(density).all():
         yield "densities that are not all there, or not finite"
     if not is_nested:
@@ -360,7 +366,7 @@ def _rank_faults(table: pa.Table, is_nested: bool) -> Iterator[str]:
         yield "ranks that are not 0, 1, 2, ... in the order of the rows"
 
 
-def _values(column: pa.ChunkedArray, fill: object) -> np.ndarray | None:
+def _convert_values(column: pa.ChunkedArray, fill: object) -> np.ndarray | None:
     """Return a column's values as an array, with ``fill`` if all are null; None if only some are null."""
     if column.null_count not in (0, len(column)):
         return None

@@ -18,21 +18,21 @@ import torch
 from rich.console import Console
 
 from gstep.evidence import is_frame_evidence
-from pipeline.cache.cached_video import CachedVideo, bfloat16
+from pipeline.cache.cached_video import CachedVideo, view_as_bfloat16
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.live import select_ok
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens
-from pipeline.errors import ReplacedSource, UsageError, VideoFault, usage_errors
+from pipeline.errors import ReplacedSource, UsageError, VideoFault, convert_usage_errors
 from pipeline.inputs.manifest import sort_roots
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_again import decode_again, read_run_config
 from pipeline.prune.encode_stage import VideoEncoder
-from pipeline.prune.recipe import resolve
+from pipeline.prune.recipe import resolve_recipe
 from pipeline.rows import VideoRecord, VideoRow
-from pipeline.runner.cluster.connection import package_version
-from pipeline.runner.run_record import RUNS, RunRecord, newest_record, read_record
-from pipeline.storage.s3 import Objects
+from pipeline.runner.cluster.connection import find_package_version
+from pipeline.runner.run_record import RUNS, RunRecord, find_newest_record, read_record
+from pipeline.storage.s3 import S3Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report
 from pipeline.video.sampling import DECODING_RULES
 
@@ -48,7 +48,9 @@ _RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda", "sh
 class LiveCheck:
     """A check that encodes videos again as the cache's runs did, and compares the tokens with the stored ones."""
 
-    def __init__(self, cache: TokenCache, model: str | None, objects: Objects, video_roots: Sequence[str] = ()) -> None:
+    def __init__(
+        self, cache: TokenCache, model: str | None, objects: S3Objects, video_roots: Sequence[str] = ()
+    ) -> None:
         """Load the model of the cache's newest run onto this machine's GPU or CPU; this may download its files.
 
         Args:
@@ -63,7 +65,7 @@ class LiveCheck:
         self._roots = sort_roots(video_roots)
         self._cache = cache
         self._objects = objects
-        run = newest_record(store)
+        run = find_newest_record(store)
         if run is None:
             raise UsageError(f"{store}/{RUNS}: no record of a run says which model the tokens are from")
         config = read_run_config(cache, run, model)  # all runs of a cache made tokens with the same settings
@@ -77,10 +79,10 @@ class LiveCheck:
                 f"--live: this cache was made with the family {config.family}, which is not part of this package; "
                 "what a cache says chooses no code, so its videos are not encoded again here"
             )
-        recipe = resolve(config, objects).match_cache(store, Console(quiet=True))
-        self._decode = recipe.decode_setup()
-        with usage_errors():
-            self._encoder = VideoEncoder(recipe.encode_setup("auto", recipe.dtype))
+        recipe = resolve_recipe(config, objects).match_cache(store, Console(quiet=True))
+        self._decode = recipe.make_decode_setup()
+        with convert_usage_errors():
+            self._encoder = VideoEncoder(recipe.make_encode_setup("auto", recipe.dtype))
 
     def run(self, live: pa.Table, count: int, seed: int, report: Report) -> None:
         """Encode ``count`` random ok videos of ``live`` again, and add a result for each to ``report``.
@@ -98,7 +100,7 @@ class LiveCheck:
                 report.live.append(result)
                 if (kind := _KINDS.get(result.state)) is not None:
                     report.problems.append(Problem(kind, result.note, row["token_shard"], video_id))
-                elif why := suspicion(result):
+                elif why := explain_suspicion(result):
                     report.problems.append(Problem(Kind.LIVE, why, row["token_shard"], video_id))
 
     def _compare(self, row: VideoRow, decoder: VideoDecoder) -> LiveResult:
@@ -116,7 +118,7 @@ class LiveCheck:
             is_gone = fault.fault_class in ("io", "policy")  # or it must not be read
             return LiveResult(video_id, "source-gone" if is_gone else "failed", fault.message)
         try:
-            encoded = self._encoder.encode_one(record, frames)
+            encoded = self._encoder.encode_video_alone(record, frames)
         except VideoFault as fault:
             return LiveResult(video_id, "failed", str(fault))
         assert encoded.kept is not None  # encode_one raises where a video fails
@@ -146,7 +148,7 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
     """
     names, stored = sorted(cached.evidence), KeptTokens.of(cached, cached.deepstack, cached.evidence)
     parts = [(kept.tokens, *kept.deepstack, *(kept.evidence[name] for name in names)) for kept in (stored, encoded)]
-    old, new = ([bfloat16(part).view(part.shape) for part in vectors] for vectors in parts)
+    old, new = ([view_as_bfloat16(part).view(part.shape) for part in vectors] for vectors in parts)
     if [part.shape[1] for part in old] != [part.shape[1] for part in new]:
         return LiveResult(cached.video_id, "different", "tokens of another size", same_indices=0.0)
     common, cached_places, encoded_places = np.intersect1d(stored.index, encoded.index, return_indices=True)
@@ -165,7 +167,7 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
     )
 
 
-def suspicion(result: LiveResult) -> str:
+def explain_suspicion(result: LiveResult) -> str:
     """Return the reason why rounding cannot explain a difference; "" if it can, or if the state is not "different".
 
     It cannot if fewer than MIN_SHARED of the positions agree, if the relative difference is above MAX_ROUNDING or
@@ -189,7 +191,7 @@ def list_version_changes(row: VideoRow, run: RunRecord, record: VideoRecord) -> 
         record: the record of the new encoding.
     """
     then: dict[str, object] = dict(run.get("versions", {}))
-    now: dict[str, object] = {name: package_version(name) for name in then}
+    now: dict[str, object] = {name: find_package_version(name) for name in then}
     if run:
         then["decoding_rules"], now["decoding_rules"] = run.get("decoding_rules", 1), DECODING_RULES
     before, after = row["runtime"] or {}, json.loads(record.get("runtime") or "{}")

@@ -15,26 +15,26 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.header import CacheHeader, fingerprint
+from pipeline.cache.header import CacheHeader, compute_fingerprint
 from pipeline.cache.live import LiveVideos, select_ok
-from pipeline.cache.merging import merge_fully
+from pipeline.cache.merging import merge_table_fully
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.cache.table import (
     VideosTable,
     build_table,
     parse_file_name,
     read_file,
-    serialise_small,
-    serialise_sorted,
+    serialize_small,
+    serialize_sorted,
     sort_by_key,
 )
-from pipeline.cache.token_shard import list_videos, parse_run_id
+from pipeline.cache.token_shard import parse_run_id, read_shard_video_ids
 from pipeline.cache.writer import copy_videos
-from pipeline.errors import RunFailed, printable
+from pipeline.errors import RunFailed, make_printable
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import FileInfo, Store
-from pipeline.verify.checks import Place, check_token_shard, is_json
-from pipeline.verify.report import KEPT_IN, Kind, Marked, Repaired, Report
+from pipeline.verify.checks import RowKey, check_token_shard, is_json
+from pipeline.verify.report import KEPT_IN, Kind, MarkedVideo, RepairResult, Report
 
 UPLOAD_AGE = timedelta(hours=1)  # a younger upload may still be running
 _WHOLE = frozenset({Kind.MISSING, Kind.FOOTER})  # problems that damage all videos of a token shard
@@ -59,7 +59,7 @@ _CONTRADICTS = "its row contradicts itself"
 def list_shard_ids(store: Store, name: str, report: Report) -> list[str]:
     """Return the ids of the videos in a token shard; [] and a note in the report if it cannot be read."""
     try:
-        return list_videos(store, name)
+        return read_shard_video_ids(store, name)
     except (OSError, ValueError, pa.ArrowException) as error:
         report.notes.append(f"{name} cannot be read, so its videos are unknown: {error}")
         return []
@@ -72,11 +72,11 @@ class Repair:
         self._store = store
         self._header = header
         self._report = report
-        self._made_with = fingerprint(header["identity"])
+        self._made_with = compute_fingerprint(header["identity"])
         self._table = VideosTable(store, keep=64)
-        self._result = Repaired(kept_in=KEPT_IN)
+        self._result = RepairResult(kept_in=KEPT_IN)
 
-    def carry_out(self, live: pa.Table, bad: Collection[Place]) -> Repaired:
+    def repair_problems(self, live: pa.Table, bad: Collection[RowKey]) -> RepairResult:
         """Repair the problems of the report, and return what was done.
 
         Damaged token shards are read once more first; one that is sound now only gets a note. Videos whose tokens or
@@ -97,10 +97,10 @@ class Repair:
                     f"{self._store} has a file that is not part of this cache: move {problem.shard} away first"
                 )
         present = live.filter(pc.not_equal(live["status"], "removed"))  # removed videos stay removed
-        wrong = dict.fromkeys(set(bad).intersection(_places(present)), _CONTRADICTS)
+        wrong = dict.fromkeys(set(bad).intersection(_list_row_keys(present)), _CONTRADICTS)
         ok = select_ok(live)
-        places = _places(ok)
-        neighbours: dict[str, list[Place]] = defaultdict(list)
+        places = _list_row_keys(ok)
+        neighbours: dict[str, list[RowKey]] = defaultdict(list)
         shards = {problem.shard for problem in self._report.problems if problem.kind in _OF_TOKENS}
         for name, place in zip(ok["token_shard"].to_pylist(), places, strict=True):
             if name in shards and place not in wrong:
@@ -113,17 +113,19 @@ class Repair:
             note = f"{name} was damaged at first and sound when it was read again: check the disk"
             self._report.notes.append(note)
         self._refuse_total_loss(wrong.keys() & set(places), places)
-        changes = {row["video_id"]: row for of_shard in neighbours.values() for row in self._move(of_shard, wrong)}
+        changes = {
+            row["video_id"]: row for of_shard in neighbours.values() for row in self._move_sound_videos(of_shard, wrong)
+        }
         for place, why in wrong.items():
             row = self._table.read_row(*place)
             changes[row["video_id"]] = _make_failed_row(row, why)
-            self._result.marked.append(Marked(row["video_id"], row["uri"], row["attempts"], why))
+            self._result.marked.append(MarkedVideo(row["video_id"], row["uri"], row["attempts"], why))
         self._set_aside(set(live["video_id"].to_pylist()))
         if changes or bad:
             self._change(changes)
         return self._result
 
-    def _find_wrong(self, name: str, places: Sequence[Place]) -> dict[Place, str] | None:
+    def _find_wrong(self, name: str, places: Sequence[RowKey]) -> dict[RowKey, str] | None:
         """Check a damaged token shard again; return the fault of each bad row, or None if the shard is sound now.
 
         A missing shard or a damaged footer is the fault of all rows. A problem that concerns no single video gives no
@@ -142,7 +144,7 @@ class Repair:
         wrong = {problem.video_id: problem.what for problem in reversed(problems)}
         return {place: wrong[row["video_id"]] for place, row in rows.items() if row["video_id"] in wrong}
 
-    def _refuse_total_loss(self, wrong: Collection[Place], ok: Collection[Place]) -> None:
+    def _refuse_total_loss(self, wrong: Collection[RowKey], ok: Collection[RowKey]) -> None:
         """Raise RunFailed if every ok video is wrong, as when a folder is not mounted or the header is another cache's.
 
         A cache without ok videos passes unless a table file has another identity.
@@ -153,7 +155,7 @@ class Repair:
                 "cache, restore what is missing, or make the cache again in another --out"
             )
 
-    def _move(self, places: Sequence[Place], wrong: dict[Place, str]) -> list[VideoRow]:
+    def _move_sound_videos(self, places: Sequence[RowKey], wrong: dict[RowKey, str]) -> list[VideoRow]:
         """Copy the sound videos of a damaged token shard to a new shard; return their new rows, not yet committed.
 
         Adds their number to ``moved`` of the result. Without sound videos, no shard is written and [] is returned.
@@ -178,10 +180,10 @@ class Repair:
             if lost_ids:
                 known = {"run_id": run, "uri": "", "attempts": 1}
                 table = build_table([_make_failed_row({"video_id": name, **known}, why) for name in sorted(lost_ids)])
-                self._store.put(*serialise_small(f"{run}-repair", 0, table, self._made_with))
-                self._result.marked += [Marked(video_id, "", 1, why) for video_id in sorted(lost_ids)]
+                self._store.put(*serialize_small(f"{run}-repair", 0, table, self._made_with))
+                self._result.marked += [MarkedVideo(video_id, "", 1, why) for video_id in sorted(lost_ids)]
         for name in sorted({p.shard for p in self._report.problems if p.kind in _OF_TABLE and p.shard is not None}):
-            self._retire(name)
+            self._move_to_repaired(name)
 
     def _change(self, changes: dict[str, VideoRow]) -> None:
         """Merge the table until each video has one row, and replace rows: video_id -> new row.
@@ -189,24 +191,24 @@ class Repair:
         Each file with a replaced row is written again, and the old file moves to ``repaired/``. The source files of the
         merge are deleted at once.
         """
-        merge_fully(self._store, self._made_with)
+        merge_table_fully(self._store, self._made_with)
         table = LiveVideos.open(self._store, self._made_with)
         shards = {place.file for video_id in changes if (place := table.find(video_id)) is not None}
         for name in sorted(shards):
             old_rows: list[VideoRow] = read_file(self._store, parse_file_name(name)).to_pylist()
             rows = sort_by_key(build_table([changes.get(row["video_id"], row) for row in old_rows]))
             level = max(1, parse_file_name(name).level)  # a small file came after the merge
-            self._store.put(*serialise_sorted(level, rows, {}, self._made_with))
-            self._retire(name)
+            self._store.put(*serialize_sorted(level, rows, {}, self._made_with))
+            self._move_to_repaired(name)
 
-    def _retire(self, name: str) -> None:
+    def _move_to_repaired(self, name: str) -> None:
         """Move a file of the table to ``repaired/``, which no reader opens, and add it to the result."""
         self._store.put(f"{KEPT_IN}/{PurePosixPath(name).name}", self._store.read(name))
         self._store.delete(name)
         self._result.replaced.append(name)
 
 
-def _places(rows: pa.Table) -> list[Place]:
+def _list_row_keys(rows: pa.Table) -> list[RowKey]:
     """Return the (file, row number) of each row, in order."""
     return list(zip(rows["file"].to_pylist(), rows["row"].to_pylist(), strict=True))
 
@@ -219,11 +221,11 @@ def _make_failed_row(row: Mapping[str, Any], why: str) -> VideoRow:
     copied = {name: row.get(name) for name in _COPIED_COLUMNS}
     if copied["manifest"] is not None and not is_json(copied["manifest"]):
         copied["manifest"] = None
-    error = {"error_class": "io", "error_stage": "write", "error_message": printable(f"marked by a repair: {why}")}
+    error = {"error_class": "io", "error_stage": "write", "error_message": make_printable(f"marked by a repair: {why}")}
     return cast(VideoRow, {**copied, "status": "failed", **error, "retryable": True})
 
 
-def clean(
+def delete_leftovers(
     store: Store, report: Report, keep: timedelta, now: datetime | None = None, commits: Collection[str] | None = None
 ) -> None:
     """Delete the orphans, leftovers and old pending uploads in ``report``. No run may be writing.
@@ -237,7 +239,7 @@ def clean(
     """
     files = _find_removable(store, report, commits)
     for file in [*report.leftovers, *files]:
-        if store.age(file.name) >= keep:
+        if store.compute_age(file.name) >= keep:
             store.delete(file.name)
             report.removed.append(file.name)
     if young := sum(file.name not in report.removed for file in files):
@@ -247,7 +249,7 @@ def clean(
         )
     for upload in report.uploads:
         if (now or datetime.now(UTC)) - upload.started > UPLOAD_AGE:
-            store.abort(upload)
+            store.abort_upload(upload)
             report.removed.append(f"the upload of {upload.uri} since {upload.started:%Y-%m-%d %H:%M}")
 
 

@@ -112,7 +112,7 @@ class LiveResult:
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedVideo:
     """A video that a repair gave a failed row because its own row or tokens could not be trusted.
 
     ``uri`` is "" if it is not known; ``attempts`` is that of the row.
@@ -125,7 +125,7 @@ class Marked:
 
 
 @dataclass
-class Repaired:
+class RepairResult:
     """The result of a repair.
 
     Attributes:
@@ -134,7 +134,7 @@ class Repaired:
     """
 
     kept_in: str
-    marked: list[Marked] = field(default_factory=list)
+    marked: list[MarkedVideo] = field(default_factory=list)
     moved: int = 0
     replaced: list[str] = field(default_factory=list)
 
@@ -181,7 +181,7 @@ class Report:
     removed: list[str] = field(default_factory=list)
     live: list[LiveResult] = field(default_factory=list)
     found: list[Problem] = field(default_factory=list)
-    repaired: Repaired | None = None
+    repaired: RepairResult | None = None
     bytes_read: int = 0
     seconds: float = 0.0
 
@@ -222,9 +222,9 @@ class Report:
                 yield from _cut_list([f"  {name}" for name in names])
         yield from (result.line() for result in self.live)
         if self.repaired is not None:
-            yield from _by_kind(self.found, "found before the repair: ")
+            yield from _iter_kind_lines(self.found, "found before the repair: ")
             yield from self.repaired.lines()
-        yield from _by_kind(self.problems)
+        yield from _iter_kind_lines(self.problems)
         yield f"{len(self.problems):,} problems" if self.problems else "nothing is wrong"
 
 
@@ -234,7 +234,7 @@ def _cut_list(lines: Sequence[str]) -> list[str]:
     return [*lines[:_MAX_EXAMPLES], *more]
 
 
-def _by_kind(problems: Sequence[Problem], before: str = "") -> Iterator[str]:
+def _iter_kind_lines(problems: Sequence[Problem], before: str = "") -> Iterator[str]:
     """Yield two lines for each kind of problem: its name after ``before``, count and first example; then the remedy."""
     for kind in Kind:
         of_kind = [problem for problem in problems if problem.kind == kind]

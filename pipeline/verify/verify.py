@@ -17,36 +17,36 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
-from pipeline.cache.header import CHECKSUM, HEADER, CacheHeader, read_declared_method, read_header
-from pipeline.cache.live import is_among, select_live_rows, select_ok, select_removed
+from pipeline.cache.header import CHECKSUM, HEADER, CacheHeader, get_method_declarations, read_header
+from pipeline.cache.live import make_membership_mask, select_live_rows, select_ok, select_removed
 from pipeline.cache.merging import KEEP
 from pipeline.cache.reader import TokenCache, map_in_order
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.cache.strays import StrayFault, find_stray_fault
-from pipeline.cache.table import TableFile, VideosTable, list_unchecked, make_empty_table
+from pipeline.cache.table import TableFile, VideosTable, list_unchecked, make_empty_location_table
 from pipeline.cache.token_shard import parse_run_id, parse_shard_id
-from pipeline.console import speaker
+from pipeline.console import make_speaker
 from pipeline.errors import CorruptShard, NotACache
 from pipeline.runner.claim import Claim, describe_holder, find_holder
-from pipeline.runner.progress import reporter
-from pipeline.runner.run_record import RUNS, new_run_id, read_committed
+from pipeline.runner.progress import make_reporter
+from pipeline.runner.run_record import RUNS, make_run_id, read_committed
 from pipeline.runner.stages import Wording
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 from pipeline.storage.stores import TEMPORARY, FileInfo, Store
 from pipeline.verify.checks import (
     JUDGED_COLUMNS,
     CheckedCommit,
     CheckedShard,
-    Place,
+    RowKey,
     check_commit,
     check_token_shard,
-    read_method,
+    get_recorded_method,
 )
-from pipeline.verify.repair import REPAIRABLE, Repair, clean, list_shard_ids
+from pipeline.verify.repair import REPAIRABLE, Repair, delete_leftovers, list_shard_ids
 from pipeline.verify.report import Kind, Problem, Report
 
 R = TypeVar("R", bound="CheckedCommit | CheckedShard")
-Places = dict[str, dict[str, Place]]  # token shard -> the place of the row of each of its videos
+Places = dict[str, dict[str, RowKey]]  # token shard -> the place of the row of each of its videos
 _ORPHANS_STAY = (
     "orphaned token shards were kept: they may belong to damaged or missing videos/ files. Restore those files from a "
     "copy, or pass --clean"
@@ -83,7 +83,7 @@ class VerifyRequest:
     sample: int = 0
     seed: int = 0
     model: str | None = None
-    objects: Objects | None = None
+    objects: S3Objects | None = None
     log_interval: float = 30.0
     video_root: Sequence[str] = ()
 
@@ -107,12 +107,12 @@ def verify(store: Store, request: VerifyRequest, console: Console) -> Report:
     if not (request.clean or request.repair):
         return _Check(store, request, console).run()
     # The claim starts first: orphans must be listed while no run writes.
-    with Claim(store, new_run_id(), speaker(console)):
+    with Claim(store, make_run_id(), make_speaker(console)):
         check = _Check(store, request, console, claimed=True)
         report, may_clean = check.run(), True
         if request.repair and report.has(*REPAIRABLE):
             assert check.header is not None  # a header with a fault is the only problem
-            repaired = Repair(store, check.header, report).carry_out(check.live, check.bad)
+            repaired = Repair(store, check.header, report).repair_problems(check.live, check.bad)
             may_clean = not report.has(*_MAY_COME_BACK)
             before, sound = report, check.sound
             check = _Check(store, request, console, claimed=True)
@@ -124,7 +124,7 @@ def verify(store: Store, request: VerifyRequest, console: Console) -> Report:
             report.bytes_read += before.bytes_read
             report.seconds += before.seconds
         if may_clean:
-            clean(store, report, request.keep, commits=check.table_names)
+            delete_leftovers(store, report, request.keep, commits=check.table_names)
     return report
 
 
@@ -152,8 +152,8 @@ class _Check:
         self.sound: dict[str, CheckedShard] = {}
         self.report = Report(str(store))
         self.header: CacheHeader | None = None
-        self.live = make_empty_table(JUDGED_COLUMNS)
-        self.bad = set[Place]()
+        self.live = make_empty_location_table(JUDGED_COLUMNS)
+        self.bad = set[RowKey]()
         self.table_names: list[str] = []
         self._commits: dict[str, CheckedCommit] = {}  # files of the table that were checked
         self._strays: set[str] = set()  # stray files that were checked
@@ -187,18 +187,18 @@ class _Check:
             from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
 
             cache, objects = TokenCache(str(store), store=store, live=self.live), request.objects
-            objects = objects or Objects.from_environment()
+            objects = objects or S3Objects.from_environment()
             encoder = LiveCheck(cache, request.model, objects, request.video_root)
-        places = _list_places(rows, self.live)
+        places = _choose_rows_to_check(rows, self.live)
         if 0 < request.sample < sum(map(len, places.values())):
-            places = self._sample(places)
+            places = self._draw_sample(places)
         while places := self._check_tokens(header, places):
             rows = self._check_table(header)
-            places = _find_again(places, _list_places(rows, self.live))
+            places = _find_new_locations(places, _choose_rows_to_check(rows, self.live))
         self._report_leftovers(files, rows)
         report.seconds = time.monotonic() - start
         if encoder is not None:
-            encoder.run(_without_problems(self.live, report), request.live, request.seed, report)
+            encoder.run(_select_without_problems(self.live, report), request.live, request.seed, report)
         return report
 
     def _check_header(self) -> CacheHeader | None:
@@ -212,16 +212,17 @@ class _Check:
         except NotACache as error:
             report.problems.append(Problem(Kind.HEADER, str(error), HEADER))
             return None
-        faults = (f"{store}/{HEADER}: {fault}" for fault in _header_faults(header))
+        faults = (f"{store}/{HEADER}: {fault}" for fault in _iter_header_faults(header))
         report.problems += [Problem(Kind.HEADER, fault, HEADER) for fault in faults]
         if report.problems:
             return None
         if CHECKSUM not in header:
             report.notes.append(f"{HEADER} has no checksum: it was written before headers had one")
-        if read_declared_method(header["identity"]) is None:
+        if get_method_declarations(header["identity"]) is None:
+            method = get_recorded_method(header)
             report.notes.append(
-                f"the method {read_method(header)} is unknown here, and {HEADER} does not say what it declares: how "
-                "many tokens it keeps, in which order, and whether it merges was not checked"
+                f"the method {method} is unknown here, and {HEADER} does not say what it declares: how many tokens it "
+                "keeps, in which order, and whether it merges was not checked"
             )
         if not self.claimed and (holder := find_holder(store)) is not None:
             report.notes.append(
@@ -258,7 +259,7 @@ class _Check:
         self._check_strays(strays, files)
         report.counts["videos_shards"] = len(self._commits)
         tables = [answer.rows for answer in self._commits.values() if answer.rows is not None]
-        rows = pa.concat_tables([make_empty_table(JUDGED_COLUMNS), *tables])
+        rows = pa.concat_tables([make_empty_location_table(JUDGED_COLUMNS), *tables])
         self.live = select_live_rows(rows)
         self.bad = {(name, place) for name, answer in self._commits.items() for place in answer.bad}
         return rows
@@ -286,7 +287,7 @@ class _Check:
                 kind = Kind.STRAY if fault.has_rows else Kind.COMMIT
                 self.report.problems.append(Problem(kind, fault.message, name))
 
-    def _sample(self, places: Places) -> Places:
+    def _draw_sample(self, places: Places) -> Places:
         """Draw ``request.sample`` rows at random, and note the chance that they miss damage; sorted by shard."""
         every = [(name, video_id) for name in sorted(places) for video_id in places[name]]
         n = self.request.sample
@@ -353,7 +354,7 @@ class _Check:
             rows: all rows, superseded ones too.
         """
         store, report = self.store, self.report
-        all_shards, live_shards = _token_shards(rows), _token_shards(self.live)
+        all_shards, live_shards = _list_named_shards(rows), _list_named_shards(self.live)
         for infos in files.values():
             report.leftovers += [file for file in infos if PurePosixPath(file.name).name.startswith(TEMPORARY)]
         shards = [file for file in files[TOKENS] if file.name.endswith(".parquet") and file not in report.leftovers]
@@ -362,7 +363,7 @@ class _Check:
         known_ids = set(self.live["video_id"].to_pylist())
         if report.has(Kind.COMMIT, Kind.FINGERPRINT, Kind.STRAY):
             return  # the rows of such orphans were in those files
-        committed_names = _committed_orphans(store, report.orphans, without_record=not known_ids)
+        committed_names = _iter_committed_orphans(store, report.orphans, without_record=not known_ids)
         lost_shards = [
             name for name in committed_names if not known_ids.issuperset(list_shard_ids(store, name, report))
         ]
@@ -378,13 +379,13 @@ class _Check:
             return
         wording = Wording("verifying", item, {}, "")
         jobs = self.request.jobs
-        with reporter(self.console, len(names), self.request.log_interval, wording) as progress:
+        with make_reporter(self.console, len(names), self.request.log_interval, wording) as progress:
             for name, result in zip(names, map_in_order(work, names, jobs, 2 * jobs), strict=True):
                 progress.advance(int(not result.problems), int(bool(result.problems)))
                 yield name, result
 
 
-def _committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_record: bool) -> Iterator[str]:
+def _iter_committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_record: bool) -> Iterator[str]:
     """Yield the orphans that the record of their run lists as committed: their rows were replaced or are lost.
 
     Args:
@@ -401,7 +402,7 @@ def _committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_r
             yield from (name for name in names if parse_shard_id(name) in shard_ids)
 
 
-def _header_faults(header: CacheHeader) -> Iterator[str]:
+def _iter_header_faults(header: CacheHeader) -> Iterator[str]:
     """Yield the faults of the header's retention ratio (not in (0, 1]) and newline row (not base64, wrong size)."""
     identity, hidden = header["identity"], header.get("hidden_size")
     ratio = identity.get("retention_ratio")
@@ -418,17 +419,17 @@ def _header_faults(header: CacheHeader) -> Iterator[str]:
                 yield f"its newline row has {n_bytes} bytes, not {hidden} bfloat16 numbers"
 
 
-def _token_shards(rows: pa.Table) -> set[str]:
+def _list_named_shards(rows: pa.Table) -> set[str]:
     """Return the names of the token shards that ok rows name; None is among them if an ok row names none."""
     return set(select_ok(rows)["token_shard"].to_pylist())
 
 
-def _list_places(rows: pa.Table, live: pa.Table) -> Places:
+def _choose_rows_to_check(rows: pa.Table, live: pa.Table) -> Places:
     """Return the locations of the rows to check: for each shard that a live row names, one row per video in it.
 
     A live row is preferred; for a video whose live row names another shard, a superseded row is taken.
     """
-    places: Places = {name: {} for name in sorted(_token_shards(live) - {None})}
+    places: Places = {name: {} for name in sorted(_list_named_shards(live) - {None})}
     for table in (live, rows):  # a row in several files counts once
         for row in select_ok(table).select(["token_shard", "video_id", "file", "row"]).to_pylist():
             if row["token_shard"] in places:
@@ -436,14 +437,18 @@ def _list_places(rows: pa.Table, live: pa.Table) -> Places:
     return places
 
 
-def _find_again(old: Places, new: Places) -> Places:
+def _find_new_locations(old: Places, new: Places) -> Places:
     """Return the new locations of the videos in ``old``; videos and shards that are not in ``new`` are left out."""
     places = {name: {key: new[name][key] for key in old[name] if key in new[name]} for name in old if name in new}
     return {name: by_video for name, by_video in places.items() if by_video}
 
 
-def _without_problems(live: pa.Table, report: Report) -> pa.Table:
+def _select_without_problems(live: pa.Table, report: Report) -> pa.Table:
     """Select the live rows of videos that have no problem and whose token shard has no problem as a whole."""
     ids = [problem.video_id for problem in report.problems if problem.video_id is not None]
     shards = [problem.shard for problem in report.problems if problem.video_id is None and problem.shard is not None]
-    return live.filter(pc.invert(pc.or_(is_among(live["video_id"], ids), is_among(live["token_shard"], shards))))
+    return live.filter(
+        pc.invert(
+            pc.or_(make_membership_mask(live["video_id"], ids), make_membership_mask(live["token_shard"], shards))
+        )
+    )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from pipeline.errors import FAULTS, VideoFault, printable
+from pipeline.errors import FAULTS, VideoFault, make_printable
 from pipeline.rows import VIDEO_COLUMNS, Column, VideoRecord
 from pipeline.video.decode import DecodedVideo
 from pipeline.video.shared_frames import Handover
@@ -64,7 +64,7 @@ def send_video(pipe: Connection, video: DecodedVideo, handover: Handover) -> Non
     are made printable.
     """
     values = ((name, video.record.get(name)) for name in _COLUMNS)
-    fields = {name: printable(value) if isinstance(value, str) else value for name, value in values}
+    fields = {name: make_printable(value) if isinstance(value, str) else value for name, value in values}
     arrays = np.asarray(video.frame_indices, "<i8").tobytes() + np.asarray(video.timestamps, "<f8").tobytes()
     message = {"video": fields, "shape": video.frames.shape, "handover": handover, "cpu_s": video.cpu_s}
     _send(pipe, message, arrays)
@@ -75,7 +75,7 @@ def _send(pipe: Connection, message: Mapping[str, Any], arrays: bytes = b"") -> 
     pipe.send_bytes(json.dumps(message, default=np.generic.item).encode() + b"\n" + arrays)
 
 
-def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | VideoFault | VideoMessage:
+def receive_message(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | VideoFault | VideoMessage:
     """Receive and check the next message of a decode process.
 
     Args:
@@ -100,7 +100,7 @@ def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | Vi
             raise WrongMessage(f"its text has {len(line)} bytes, more than {_MAX_BYTES}")
         match json.loads(line):
             case {"text": str(text)}:
-                return printable(text)
+                return make_printable(text)
             case {"fault": [str(fault_class), str(message), str() | None as backend]} if fault_class in FAULTS:
                 return VideoFault(fault_class, message, backend=backend)  # type: ignore[arg-type]
             case {"video": dict(fields), "shape": [*shape], "handover": [*handover], "cpu_s": float(cpu_s)}:
@@ -114,7 +114,7 @@ def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | Vi
     raise WrongMessage("its kind is unknown")
 
 
-def wait_for(pipe: Connection, deadline: float) -> None:
+def wait_until_readable(pipe: Connection, deadline: float) -> None:
     """Wait until the pipe has data to read or has ended.
 
     Raises:
@@ -133,7 +133,7 @@ def _read(pipe: Connection, deadline: float, size: int) -> bytes:
     """
     data = bytearray()
     while len(data) < size:
-        wait_for(pipe, deadline)
+        wait_until_readable(pipe, deadline)
         chunk = os.read(pipe.fileno(), size - len(data))
         if not chunk:
             raise EOFError
@@ -189,7 +189,7 @@ def _make_video(fields: dict[Any, Any], n_frames: int, arrays: bytes) -> Decoded
     timestamps = np.frombuffer(arrays, "<f8", n_frames, offset=8 * n_frames)
     if indices[0] < 0 or (np.diff(indices) < 0).any() or not np.isfinite(timestamps).all():
         raise WrongMessage("its frames are not numbered in order, or have no times")
-    texts = {name: printable(value) for name, value in fields.items() if isinstance(value, str)}
+    texts = {name: make_printable(value) for name, value in fields.items() if isinstance(value, str)}
     no_frames = np.empty((0, 0, 0, 3), np.uint8)
     record = cast(VideoRecord, fields | texts)
     return DecodedVideo(no_frames, indices.astype(np.int64), timestamps.astype(np.float64), record)

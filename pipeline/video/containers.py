@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-from pipeline.errors import FaultClass, VideoFault, near_form
+from pipeline.errors import FaultClass, VideoFault, suggest_unicode_form
 
 HEAD_BYTES = 2**20  # bytes that are searched for a stream, as many as FFmpeg searches
 _MAGIC_BYTES = 4096  # bytes that are compared with the magic bytes of known formats
@@ -110,10 +110,10 @@ def sniff(path: str | Path) -> str:
             other list of files, a FIFO, a socket or a device; "io" if the file cannot be opened.
     """
     with open_regular(path) as file:
-        return recognise(file.read(HEAD_BYTES), path)
+        return recognize_container(file.read(HEAD_BYTES), path)
 
 
-def recognise(head: bytes, path: str | Path) -> str:
+def recognize_container(head: bytes, path: str | Path) -> str:
     """Return the name of the FFmpeg demuxer for a file that begins with ``head``; ``path`` only names it in errors.
 
     Formats in _REFUSED are tried first, then known containers. A stream behind other bytes is searched for only in data
@@ -161,7 +161,9 @@ def open_regular(path: str | Path) -> BufferedReader:
             raise VideoFault("policy", f"{path} is a FIFO, socket or device, not a regular file")
         return open(path, "rb")  # noqa: PTH123 - the caller closes it
     except OSError as error:
-        raise VideoFault("io", f"{path} cannot be read: {error.strerror or error}{near_form(str(path))}") from error
+        raise VideoFault(
+            "io", f"{path} cannot be read: {error.strerror or error}{suggest_unicode_form(str(path))}"
+        ) from error
     except ValueError as error:  # a NUL byte in the name
         raise VideoFault("io", f"{path!r} cannot be read: {error}") from error
 
@@ -198,11 +200,11 @@ def has_overstated_table(path: str | Path) -> bool:
             if kind == b"moov":
                 file.seek(start)
                 moov = file.read(length)
-                return any(_overstates(moov, match.start(), size) for match in _TABLES.finditer(moov))
+                return any(_is_table_overstated(moov, match.start(), size) for match in _TABLES.finditer(moov))
     return False
 
 
-def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
+def _is_table_overstated(moov: bytes, kind_at: int, file_size: int) -> bool:
     """Return True if one sample table states more entries than fit into its box.
 
     A table of samples of equal size has no entries: the samples must fit into the file instead.

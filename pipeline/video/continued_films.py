@@ -1,7 +1,7 @@
 """Films that continue where FFmpeg stops reading: under another PID of a transport stream, or in joined files.
 
 FFmpeg ignores a PID that first appears late in a transport stream; ``ContinuedFile`` gives its packets the film's first
-PID. In other containers, a film behind the first one is only detected, by ``goes_on``.
+PID. In other containers, a film behind the first one is only detected, by ``has_more_film``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.rows import PARTLY_READ
+from pipeline.rows import READ_IN_PART
 from pipeline.video.containers import open_regular
 
 _RUN = re.compile(rb"G(?:(?:.{187}G){4}|(?:.{191}G){4}|(?:.{203}G){4})", re.DOTALL)
@@ -41,7 +41,7 @@ _VIDEO_UNIT = re.compile(rb"\x00\x00\x01[\xe0-\xef\xfd]")  # the beginning of a 
 _PES = re.compile(rb"\x00\x00\x01([\xbb-\xef])(..)", re.DOTALL)  # a packet of a program stream, and its length
 
 
-class _Video(NamedTuple):
+class _VideoPid(NamedTuple):
     """A PID that the tables of a transport stream announce as video.
 
     Attributes:
@@ -121,16 +121,18 @@ def find_continuation(path: str, pid: int) -> Continuation | None:
     if main is None:
         return None
     film = [main]
-    others = list[_Video]()
+    others = list[_VideoPid]()
     for video in sorted(videos.values(), key=lambda video: (video.program != main.program, video.first)):
-        if all(_alternate(video, member) and frozenset((video.pid, member.pid)) not in together for member in film):
+        if all(
+            _are_alternating(video, member) and frozenset((video.pid, member.pid)) not in together for member in film
+        ):
             (film if video.kind == main.kind else others).append(video)
     film.sort(key=lambda video: video.first)
     note = ""
     if others:
         n_bytes = sum(video.n_bytes for video in others)
         kinds = ", ".join(f"{_VIDEO_TYPES[video.kind]} in PID {video.pid}" for video in others)
-        note = f"{PARTLY_READ}: {n_bytes / size:.0%} of the file is another stream of video, {kinds}"
+        note = f"{READ_IN_PART}: {n_bytes / size:.0%} of the file is another stream of video, {kinds}"
     if not film[1:]:
         return Continuation(np.zeros(0, np.int64), np.zeros(0, np.int64), note) if note else None
     announced = min(video.announced for video in film[1:])
@@ -147,14 +149,14 @@ def find_continuation(path: str, pid: int) -> Continuation | None:
     return Continuation(np.concatenate(positions), np.concatenate(pids), note)
 
 
-def _alternate(video: _Video, other: _Video) -> bool:
+def _are_alternating(video: _VideoPid, other: _VideoPid) -> bool:
     """Return True if two PIDs take turns: they overlap by at most _MAX_OVERLAP of the smaller one."""
     shared_spans = ((video.spans[block], other.spans[block]) for block in video.spans.keys() & other.spans.keys())
     overlap = sum(max(0, min(span_a[1], span_b[1]) - max(span_a[0], span_b[0])) for span_a, span_b in shared_spans)
     return overlap <= _MAX_OVERLAP * min(video.n_bytes, other.n_bytes)
 
 
-def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set[int], int]:
+def _list_videos(path: str) -> tuple[dict[int, _VideoPid], set[frozenset[int]], set[int], int]:
     """Scan a transport stream for the PIDs that its tables announce as video.
 
     Returns:
@@ -182,7 +184,7 @@ def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set
                 together.update(frozenset((a, b)) for a in kinds for b in kinds if a < b)
             end = int(offsets[-1]) + _PACKET_BYTES
     videos = {
-        pid: _Video(pid, kind, program, offset, spans[pid])
+        pid: _VideoPid(pid, kind, program, offset, spans[pid])
         for pid, (kind, program, offset) in announced.items()
         if pid in spans
     }
@@ -271,7 +273,7 @@ def _read_program(packet: bytes) -> tuple[int, Mapping[int, int]]:
     return int.from_bytes(section[:2], "big"), kinds
 
 
-def goes_on(path: str | Path, demuxer: str, place: int, pid: int, continuation: Continuation | None) -> bool:
+def has_more_film(path: str | Path, demuxer: str, place: int, pid: int, continuation: Continuation | None) -> bool:
     """Return True if more of the film follows behind the last packet that FFmpeg read from the stream.
 
     MP4, FLV, ASF and AVI files are searched for the beginning of another file. More than half of the rest of a program
@@ -283,7 +285,7 @@ def goes_on(path: str | Path, demuxer: str, place: int, pid: int, continuation: 
         continuation: the PIDs to replace in a transport stream.
     """
     if demuxer == "mpegts":
-        return _has_packets(path, place, pid, continuation)
+        return _has_video_packets(path, place, pid, continuation)
     if demuxer == "mpeg":
         return _is_mostly_video(path, place)
     return demuxer in _HEADERS and _has_header(path, place, _HEADERS[demuxer])
@@ -323,7 +325,7 @@ def _is_mostly_video(path: str | Path, place: int) -> bool:
     return n_video > _MIN_VIDEO * n_bytes
 
 
-def _has_packets(path: str | Path, place: int, pid: int, continuation: Continuation | None) -> bool:
+def _has_video_packets(path: str | Path, place: int, pid: int, continuation: Continuation | None) -> bool:
     """Return True if over half of a transport stream's packets from ``place`` on are of PIDs that go on with the film.
 
     These have video there, and are ``pid`` or had no video before. PIDs are those after the replacements of

@@ -23,21 +23,21 @@ from numpy.typing import ArrayLike, NDArray
 from gstep.backbones.preprocess import resize_frames
 from gstep.errors import TooFewFrames, UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
-from pipeline.own_code import locate_own_error
+from pipeline.own_code import locate_user_error
 from pipeline.rows import BY_DECODING, SIZES_DIFFER, VideoRecord
 from pipeline.video.containers import count_missing_bytes, has_overstated_table, open_regular, sniff
 from pipeline.video.damage import check_decodable
 from pipeline.video.decoders import DECODERS, Frames, choose_decoders, find_version, load_decoder
 from pipeline.video.frame_folders import (
     JPEGS,
+    compute_file_sample,
     fingerprint_frames,
-    frame_names,
     index_frames,
+    list_frame_names,
     round_to_frames,
-    sample_file,
 )
 from pipeline.video.packets import MAX_PIXELS
-from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
+from pipeline.video.probe import IndexMismatch, VideoIndex, index_by_decoding, probe
 from pipeline.video.sampling import (
     Sampling,
     choose_frames,
@@ -157,7 +157,7 @@ def decode_video(
     start, cpu_start = time.perf_counter(), time.process_time()
     decoding = _Decoding(request, announce, allocate)
     try:
-        with count_warnings() as decoding.warnings:
+        with redirect_ffmpeg_log() as decoding.warnings:
             video = decoding.video()
             warnings = max(decoding.warnings(), video.record["decode_warnings"] or 0)
         video = video.add_columns({"decode_warnings": warnings, "decode_s": time.perf_counter() - start})
@@ -197,7 +197,7 @@ class _Decoding:
         if os.path.isdir(path):  # noqa: PTH112
             return self._decode_folder(path)
         demuxer = sniff(path)
-        size, digest = fingerprint(path)
+        size, digest = fingerprint_file(path)
         if n_missing := count_missing_bytes(path, demuxer):
             raise VideoFault("corrupt", f"the file is cut off: {n_missing} of its {size + n_missing} bytes are missing")
         try:
@@ -208,15 +208,19 @@ class _Decoding:
             raise
         assert index.packets is not None
         with closing(index.packets):
-            source: VideoRecord = {"source_size": size, "source_hash": digest, "source_sample": sample_file(path)}
+            source: VideoRecord = {
+                "source_size": size,
+                "source_hash": digest,
+                "source_sample": compute_file_sample(path),
+            }
             return self._read_by_any(index).add_columns(source)
 
     def _decode_folder(self, path: str) -> DecodedVideo:
         """Decode a folder of JPEG frames, whatever decoder is requested; round the clip to whole frames."""
         index = index_frames(path)
-        size, digest = fingerprint_frames(path, frame_names(path))
+        size, digest = fingerprint_frames(path, list_frame_names(path))
         clip = round_to_frames(self._request.start_s, self._request.end_s, index.fps)
-        source: VideoRecord = {"source_size": size, "source_hash": digest, "source_sample": sample_file(path)}
+        source: VideoRecord = {"source_size": size, "source_hash": digest, "source_sample": compute_file_sample(path)}
         return self._read(index, JPEGS, clip).add_columns(source)
 
     def _read_by_any(self, index: VideoIndex) -> DecodedVideo:
@@ -242,7 +246,7 @@ class _Decoding:
         except IndexMismatch as error:
             if last != "pyav":
                 raise
-            scanned = scan(index)
+            scanned = index_by_decoding(index)
             holes_text = "".join(f"; nothing decodes {hole}" for hole in scanned.holes[:_MAX_HOLES])
             note = note or f"{BY_DECODING}: {error}{holes_text}"
             video = self._read(scanned, last, clip)
@@ -383,7 +387,7 @@ def _describe_sizes(sizes: set[tuple[int, int]]) -> str:
     return f"{SIZES_DIFFER}: {len(sizes)} sizes from {width}x{height} to {max_width}x{max_height}"
 
 
-def fingerprint(path: str | Path) -> tuple[int, str]:
+def fingerprint_file(path: str | Path) -> tuple[int, str]:
     """Return a file's size in bytes and the hash of its content, "blake2b:<hex>"; the whole file is read."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
@@ -391,7 +395,7 @@ def fingerprint(path: str | Path) -> tuple[int, str]:
 
 
 @contextmanager
-def count_warnings() -> Iterator[Callable[[], int]]:
+def redirect_ffmpeg_log() -> Iterator[Callable[[], int]]:
     """Redirect FFmpeg's log into memory, and yield a function that returns the number of error lines so far.
 
     FFmpeg writes to file descriptor 2, which is redirected for the whole process; Python's own stderr still goes to its
@@ -433,15 +437,15 @@ def convert_error(error: Exception, backend: str | None) -> VideoFault:
     Args:
         backend: the decoder that was reading; None if there was none.
     """
-    fault, message = _fault_class(error), _describe_error(error)
+    fault, message = _choose_fault_class(error), _describe_error(error)
     if fault == "internal" and backend is not None and ":" in backend:
         with suppress(Exception):  # importing the decoder may be what failed
-            if (source_line := locate_own_error(error, load_decoder(backend))) is not None:
+            if (source_line := locate_user_error(error, load_decoder(backend))) is not None:
                 fault, message = "own-code", f"{source_line}: {message}, in the decoder {backend}"
     return VideoFault(fault, message, backend=backend)
 
 
-def _fault_class(error: Exception) -> FaultClass:
+def _choose_fault_class(error: Exception) -> FaultClass:
     """Return the fault class of an exception that was raised while a video was read.
 
     "out-of-memory" for MemoryError, ENOMEM, EFBIG and torch's failed allocations; "unsupported" if FFmpeg has no

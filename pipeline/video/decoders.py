@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from gstep.lazy import LazyTable, load_object
 from pipeline.errors import VideoFault
-from pipeline.own_code import hash_code, is_own
-from pipeline.video.packets import Run
+from pipeline.own_code import hash_code, is_user_class
+from pipeline.video.packets import PacketRun
 from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex, read_orientation
 
 Frames = NDArray[np.uint8]
@@ -92,11 +92,11 @@ def find_version(decoder: type[FrameDecoder]) -> str:
     Raises:
         UsageError: that code is in no file or has a syntax error.
     """
-    code = f"{CODE}{hash_code(decoder)}" if is_own(decoder) else ""
+    code = f"{CODE}{hash_code(decoder)}" if is_user_class(decoder) else ""
     return f"{decoder.version}{code}"
 
 
-def chunk_length(height: int, width: int) -> int:
+def compute_chunk_length(height: int, width: int) -> int:
     """Return the number of [height,width,3] frames to read at a time: 8, or as many as fit 64 MiB, but at least 1."""
     return max(1, min(_CHUNK_FRAMES, _CHUNK_BYTES // (height * width * 3)))
 
@@ -116,7 +116,7 @@ class LibraryDecoder:
         if reason := self.reason_against(index):
             raise IndexMismatch(reason)
         self._index = index
-        self._chunk = chunk_length(index.height, index.width)
+        self._chunk = compute_chunk_length(index.height, index.width)
         self._video: Any = self.open(index)
         if len(self._video) != len(index.timestamps):
             raise IndexMismatch(f"the decoder counts {len(self._video)} frames, the file lists {len(index.timestamps)}")
@@ -179,7 +179,7 @@ class PyavDecoder:
         self._packets = index.packets
         self._codec: av.CodecContext | None = None  # a decoder to use instead of the stream's own, as on a GPU
         self._reformatter = VideoReformatter()
-        self._plain_marks = _PlainMarks()
+        self._plain_marks = _ChromaMarkFilter()
         self._orientation = index.orientation
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
@@ -205,7 +205,7 @@ class PyavDecoder:
         """
         width, height = frame.width, frame.height
         if frame.interlaced_frame or frame.format.name not in _WITHOUT_SITING:
-            frame = self._plain_marks.set_on(frame)
+            frame = self._plain_marks.mark_frame(frame)
         try:
             # One reformatter and one thread: for each frame, FFmpeg would set up a scaler with a thread for every core.
             rgb: Any = self._reformatter.reformat(frame, format="rgb24", interpolation="BICUBIC", threads=1)
@@ -233,13 +233,13 @@ class PyavDecoder:
         # If frames are counted, or damage shifts them, decoding must begin at the first packet.
         decodes_all = pts is None or self._index.whole
         frame_times = (indices if pts is None else pts[indices]).tolist()
-        for run in [Run(0, len(table), tuple(frame_times))] if decodes_all else self._packets.runs(frame_times):
+        for run in [PacketRun(0, len(table), tuple(frame_times))] if decodes_all else self._packets.runs(frame_times):
             missing_times = deque(run.times)
             times = None if decodes_all else run.times
             self._orientation = self._index.orientation
             degrees = 0 if self._orientation == Orientation() else None
             for number, frame in enumerate(self._packets.decode_frames(run.start, run.stop, times, self._codec)):
-                if run.start and frame.pts == table[run.start].pts and not _starts_a_group(frame):
+                if run.start and frame.pts == table[run.start].pts and not _is_intra_picture(frame):
                     raise IndexMismatch(f"the file marks the frame at {frame.pts} as a keyframe, but it is not one")
                 if frame.rotation != degrees:  # first, since side data that was looked at keeps its frame in memory
                     degrees = frame.rotation
@@ -269,11 +269,11 @@ def _check_keyframes(index: VideoIndex, indices: NDArray[np.int64]) -> None:
     keys = [number for number, packet in enumerate(table) if packet.keyframe]
     for number in keys[1:2] + [number for number in keys[2:] if table[number].pts in times]:
         frame = next(index.packets.decode_frames(number, number + 1), None)
-        if frame is None or not _starts_a_group(frame):
+        if frame is None or not _is_intra_picture(frame):
             raise IndexMismatch(f"the file marks the frame at {table[number].pts} as a keyframe, but it is not one")
 
 
-class _PlainMarks:
+class _ChromaMarkFilter:
     """A filter that marks frames as progressive and their chroma location as unspecified, without changing pixels.
 
     FFmpeg's scaler then converts chroma as the models' own loaders (decord, torchcodec) and the ffmpeg command line do.
@@ -283,7 +283,7 @@ class _PlainMarks:
         self._graph = av.filter.Graph()
         self._shape = (0, 0, "")
 
-    def set_on(self, frame: av.VideoFrame) -> av.VideoFrame:
+    def mark_frame(self, frame: av.VideoFrame) -> av.VideoFrame:
         """Return the marked frame. A new size or pixel format rebuilds the filter."""
         shape = frame.width, frame.height, frame.format.name
         if shape != self._shape:
@@ -299,7 +299,7 @@ class _PlainMarks:
         return self._graph.pull()
 
 
-def _starts_a_group(frame: av.VideoFrame) -> bool:
+def _is_intra_picture(frame: av.VideoFrame) -> bool:
     """Return True if a decoded frame is an intra picture, which refers to no other frame."""
     return bool(frame.key_frame) or frame.pict_type in (PictureType.I, PictureType.SI, PictureType.BI)
 

@@ -74,4 +74,4 @@ def _may_change_parameters(packets: VideoPackets) -> bool:
     """
     pattern = re.compile(_PARAMETERS.get(packets.codec, b""))
     keyframes = (number for number, packet in enumerate(packets.table) if packet.keyframe)
-    return any(pattern.search(bytes(next(packets.between(n, n + 1)))[:_HEAD]) for n in keyframes)
+    return any(pattern.search(bytes(next(packets.iter_range(n, n + 1)))[:_HEAD]) for n in keyframes)

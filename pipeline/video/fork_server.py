@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class _StandBy(NamedTuple):
+class _StandbyProcess(NamedTuple):
     """The process that waits, and the parent's socket to it."""
 
     pid: int
     requests: socket.socket
 
 
-_standing_by: _StandBy | None = None
+_standing_by: _StandbyProcess | None = None
 
 
 def fork_standby() -> None:
@@ -32,12 +32,12 @@ def fork_standby() -> None:
     pid = os.fork()
     if pid == 0:
         parent_socket.close()
-        _wait(child_socket)
+        _wait_and_serve(child_socket)
     child_socket.close()
-    _standing_by = _StandBy(pid, parent_socket)
+    _standing_by = _StandbyProcess(pid, parent_socket)
 
 
-def _wait(requests: socket.socket) -> None:
+def _wait_and_serve(requests: socket.socket) -> None:
     """Wait for the two descriptors of a fork server, then run it; never return.
 
     The process exits when the parent's end of the socket closes before the descriptors arrive, and otherwise when the
@@ -47,13 +47,13 @@ def _wait(requests: socket.socket) -> None:
         _, descriptors, *_ = socket.recv_fds(requests, 1, 2)
         requests.close()
         if descriptors:
-            _show(f"python -c from {forkserver.__name__} ahead".encode())
+            _show_title(f"python -c from {forkserver.__name__} ahead".encode())
             vars(forkserver)["main"](*descriptors, [])
     finally:
         os._exit(0)
 
 
-def _show(title: bytes) -> None:
+def _show_title(title: bytes) -> None:
     """Make ``ps`` show ``title`` for this process, and hide the environment that it inherited.
 
     Overwrites the memory that the kernel shows as this process's arguments and variables, but not ``os.environ``.
@@ -74,7 +74,7 @@ def use_standby_server() -> Iterator[None]:
     """
     start = util.spawnv_passfds
 
-    def spawn(path: bytes, arguments: Sequence[str | bytes], descriptors: Sequence[int]) -> int:
+    def hand_over_server(path: bytes, arguments: Sequence[str | bytes], descriptors: Sequence[int]) -> int:
         """Hand a fork server's descriptors to the waiting process and return its PID.
 
         Start a process as usual for other requests, and if no process waits or it was killed.
@@ -89,7 +89,7 @@ def use_standby_server() -> Iterator[None]:
             return stand_by_process.pid
         return start(path, arguments, descriptors)
 
-    vars(util)["spawnv_passfds"] = spawn
+    vars(util)["spawnv_passfds"] = hand_over_server
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
-from pipeline.keys import mark_key, sample_key, sample_spans
+from pipeline.keys import hash_mark, hash_sample, list_sample_spans
 from pipeline.video.containers import open_regular
 from pipeline.video.decoders import Frames
 from pipeline.video.packets import MAX_PIXELS
@@ -34,7 +34,7 @@ _FRAME = re.compile(r"\d{5,}\.jpg")
 _MAX_FRAME_BYTES = 2**26  # bytes of a frame's file
 
 
-def frame_rate(path: str) -> float | None:
+def find_frame_rate(path: str) -> float | None:
     """Return the frames per second that a path states as "fpsN", or None; the last positive rate in the path counts."""
     rates = [float(match[1]) for part in PurePath(path).parts for match in _RATE.finditer(part)]
     return next((rate for rate in reversed(rates) if rate > 0), None)
@@ -42,10 +42,10 @@ def frame_rate(path: str) -> float | None:
 
 def is_frame_folder(path: str) -> bool:
     """Return True if the path states a frame rate and is a folder with a first frame."""
-    return frame_rate(path) is not None and os.path.isfile(os.path.join(path, FIRST_FRAME))  # noqa: PTH113, PTH118
+    return find_frame_rate(path) is not None and os.path.isfile(os.path.join(path, FIRST_FRAME))  # noqa: PTH113, PTH118
 
 
-def frame_names(path: str) -> list[str]:
+def list_frame_names(path: str) -> list[str]:
     """List the file names of a folder's frames in order; other files are left out.
 
     Raises:
@@ -116,14 +116,14 @@ class FileState(NamedTuple):
 
     Attributes:
         size: bytes; -1 if it is gone.
-        mark: the ``mark_key`` of its content; 0 if unknown.
+        mark: the ``hash_mark`` of its content; 0 if unknown.
     """
 
     size: int
     mark: int
 
 
-def source_state(path: str) -> FileState:
+def read_source_state(path: str) -> FileState:
     """Return the size and mark of a file, or of all frames of a folder together, without reading their content.
 
     The mark is a hash of the newest modification time. An empty folder has size 0.
@@ -136,26 +136,28 @@ def source_state(path: str) -> FileState:
         with os.scandir(path) as entries:
             status = [entry.stat() for entry in entries if _FRAME.fullmatch(entry.name)]
     newest = max((entry.st_mtime_ns for entry in status), default=0)
-    return FileState(sum(stat.st_size for stat in status), mark_key(str(newest)) or 0)
+    return FileState(sum(stat.st_size for stat in status), hash_mark(str(newest)) or 0)
 
 
-def source_bytes(path: str) -> int:
+def count_source_bytes(path: str) -> int:
     """Return the bytes of a file, or of all frames of a folder; raise OSError or ValueError if there is none."""
-    return source_state(path).size
+    return read_source_state(path).size
 
 
-def sample_file(path: str) -> int:
-    """Return the ``sample_key`` of a file, or of a folder's first, middle and last frame.
+def compute_file_sample(path: str) -> int:
+    """Return the ``hash_sample`` of a file, or of a folder's first, middle and last frame.
 
     Raises:
         VideoFault: the file cannot be opened, or the folder is not a complete folder of frames.
     """
     if os.path.isdir(path):  # noqa: PTH112
-        names = frame_names(path)
-        return sample_key(len(names), [read_frame(path, names[index]) for index in (0, len(names) // 2, -1)])
+        names = list_frame_names(path)
+        return hash_sample(len(names), [read_frame(path, names[index]) for index in (0, len(names) // 2, -1)])
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        return sample_key(size, [os.pread(file.fileno(), end - start, start) for start, end in sample_spans(size)])
+        return hash_sample(
+            size, [os.pread(file.fileno(), end - start, start) for start, end in list_sample_spans(size)]
+        )
 
 
 def round_to_frames(start_s: float | None, end_s: float | None, rate: float) -> tuple[float | None, float | None]:
@@ -185,14 +187,14 @@ def index_frames(path: str) -> VideoIndex:
         VideoFault: "unsupported" if the path does not state a frame rate; other classes if frames are missing or the
             first one cannot be read or decoded.
     """
-    rate = frame_rate(path)
+    rate = find_frame_rate(path)
     if rate is None:
         raise VideoFault(
             "unsupported",
             f"{path} is a folder, not a video file; the path of a folder of JPEG frames must state their rate, as in "
             "frames_fps3/NAME",
         )
-    names = frame_names(path)
+    names = list_frame_names(path)
     first = _decode_frame(path, FIRST_FRAME)
     return VideoIndex(
         path=path,
@@ -215,7 +217,7 @@ class JpegDecoder:
 
     def __init__(self, index: VideoIndex) -> None:
         self._path = index.path
-        self._names = frame_names(index.path)
+        self._names = list_frame_names(index.path)
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
         """Yield the frames with the numbers ``indices``, from 0, as [1,H,W,3] uint8 RGB, each in its own size."""

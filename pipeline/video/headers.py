@@ -58,7 +58,7 @@ def is_vp8_shown(data: memoryview) -> bool:
 
 def is_vp9_shown(data: memoryview) -> bool:
     """Return True if a packet of VP9 shows at least one of its frames (a superframe has several), or is not VP9."""
-    if _shows_vp9_frame(data[0]):
+    if _is_vp9_frame_shown(data[0]):
         return True
     marker = data[-1]
     starts = [0]
@@ -68,10 +68,10 @@ def is_vp9_shown(data: memoryview) -> bool:
         sizes = bytes(data[1 - index_bytes : -1])
         for i in range(0, width * (count - 1), width):
             starts.append(starts[-1] + int.from_bytes(sizes[i : i + width], "little"))
-    return any(_shows_vp9_frame(data[start]) for start in starts if start < len(data))
+    return any(_is_vp9_frame_shown(data[start]) for start in starts if start < len(data))
 
 
-def _shows_vp9_frame(byte: int) -> bool:
+def _is_vp9_frame_shown(byte: int) -> bool:
     """Return True if a VP9 frame with this first byte is shown or shows an earlier frame, or if it is not VP9."""
     shift = 0 if byte & 0x30 == 0x30 else 1  # profile 3 has one more bit
     return byte >> 6 != 0b10 or bool(byte >> shift & 0b101)  # show_existing_frame, frame_type, show_frame
@@ -105,7 +105,7 @@ HIDING_CODECS = (*_CHECKS, "mpeg4")
 class ShownPackets:
     """Tells which packets of a stream with a codec in HIDING_CODECS show a frame.
 
-    Call ``shows`` for each packet, in file order: MPEG-4 headers change how later packets are read.
+    Call ``is_packet_shown`` for each packet, in file order: MPEG-4 headers change how later packets are read.
     """
 
     def __init__(self, codec: str, extradata: bytes) -> None:
@@ -113,7 +113,7 @@ class ShownPackets:
         self._check = _CHECKS.get(codec)  # None for MPEG-4
         self._clock_bits = read_clock_bits(extradata)
 
-    def shows(self, packet: av.Packet) -> bool:
+    def is_packet_shown(self, packet: av.Packet) -> bool:
         """Return True if a packet, which must not be empty, shows a frame, or if its headers do not tell."""
         if self._check is not None:
             return self._check(memoryview(packet))
@@ -257,7 +257,7 @@ class H264Headers:
         self._parameters: _H264Parameters | None = None
         if self._length_bytes:
             size = int.from_bytes(extradata[6:8], "big")
-            self._parameters = _H264Parameters.read(_unescape(extradata[9 : 8 + size]))
+            self._parameters = _H264Parameters.read(_remove_escapes(extradata[9 : 8 + size]))
         else:
             self.read(extradata)
 
@@ -277,16 +277,16 @@ class H264Headers:
         Returns:
             None if the packet has no picture, or if no parameter set came before.
         """
-        for offset in self._units(data):
+        for offset in self._iter_unit_offsets(data):
             kind = data[offset] & 31
             if kind == _H264_PARAMETERS:
-                self._parameters = _H264Parameters.read(_unescape(data[offset + 1 : offset + _H264_HEADER_BYTES]))
+                self._parameters = _H264Parameters.read(_remove_escapes(data[offset + 1 : offset + _H264_HEADER_BYTES]))
             elif kind in _H264_SLICES:
-                slice_header = _unescape(data[offset + 1 : offset + 1 + _SLICE_HEADER_BYTES])
+                slice_header = _remove_escapes(data[offset + 1 : offset + 1 + _SLICE_HEADER_BYTES])
                 return self._read_slice(data[offset], slice_header)
         return None
 
-    def _units(self, data: bytes) -> Iterator[int]:
+    def _iter_unit_offsets(self, data: bytes) -> Iterator[int]:
         """Yield the offset of the header byte of each unit, which follows a start code or the unit's length."""
         offset = 0
         while self._length_bytes and offset + self._length_bytes < len(data):
@@ -317,7 +317,7 @@ class H264Headers:
         return H264Picture(starts_order, bool(unit & 0x60), frame_number, order, field)
 
 
-def _unescape(data: bytes) -> bytes:
+def _remove_escapes(data: bytes) -> bytes:
     """Return the content of a unit without the bytes that were inserted to avoid start codes."""
     return data.replace(b"\x00\x00\x03", b"\x00\x00")
 

@@ -16,8 +16,8 @@ from av.error import FFmpegError
 from av.stream import Disposition
 
 from pipeline.errors import VideoFault
-from pipeline.rows import PARTLY_READ
-from pipeline.video.continued_films import Continuation, ContinuedFile, find_continuation, goes_on
+from pipeline.rows import READ_IN_PART
+from pipeline.video.continued_films import Continuation, ContinuedFile, find_continuation, has_more_film
 from pipeline.video.headers import HIDING_CODECS, ORDERED_CODECS, ShownOrder, ShownPackets, is_keyframe, is_packed
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
@@ -62,7 +62,7 @@ class PacketInfo(NamedTuple):
     hidden: bool
 
 
-class Run(NamedTuple):
+class PacketRun(NamedTuple):
     """The packets ``start`` to ``stop`` - 1, which decode to the frames shown at ``times`` (ascending)."""
 
     start: int
@@ -131,9 +131,9 @@ class VideoPackets:
             self.fault: FFmpegError | None = None
             self.n_corrupt = self._end_byte = self._largest_gap = 0
             extradata = self.stream.codec_context.extradata or b""
-            self._sub_layers: set[int] = _sub_layers(extradata)
+            self._sub_layers: set[int] = _find_sub_layers(extradata)
             self._is_packed = demuxer == "avi" and self.codec == "mpeg4" and is_packed(extradata)
-            self.is_ranked, self.lacks_times = False, self._lacks_times()
+            self.is_ranked, self.lacks_times = False, self._has_no_times()
             self._read()
         except BaseException:
             self.close()
@@ -171,17 +171,17 @@ class VideoPackets:
         return 0 < self._share < _WHOLE and self._container.size - self._end_byte > _PADDING
 
     def note_unread(self) -> None:
-        """Set ``note`` if it is empty and more of the film follows the stream's last packet (``goes_on``)."""
+        """Set ``note`` if it is empty and more of the film follows the stream's last packet (``has_more_film``)."""
         where = (self._end_byte, self.stream.id, self._continuation)
-        if self.has_unread and not self.note and goes_on(self._path, self.demuxer, *where):
-            self.note = f"{PARTLY_READ}: video goes on in the last {1 - self._share:.0%} of the file"
+        if self.has_unread and not self.note and has_more_film(self._path, self.demuxer, *where):
+            self.note = f"{READ_IN_PART}: video goes on in the last {1 - self._share:.0%} of the file"
 
     @property
     def _share(self) -> float:
         """The share of the file that ends with the stream's last packet."""
         return self._end_byte / max(self._container.size, 1)
 
-    def first_frame(self) -> av.VideoFrame | None:
+    def decode_first_frame(self) -> av.VideoFrame | None:
         """Decode and return the first frame that comes out of the decoder, or None if no packet can be decoded.
 
         Also records whether frames are interlaced: call it before ``decode_frames`` with ``shown_times``.
@@ -217,7 +217,7 @@ class VideoPackets:
         skips = marks and shown_times is not None
         times = frozenset(shown_times or ())
         try:
-            for packet in self.between(start, stop):
+            for packet in self.iter_range(start, stop):
                 if skips:
                     codec.skip_frame = "DEFAULT" if packet.pts in times else "NONREF"
                 fault_before = self.fault
@@ -246,7 +246,7 @@ class VideoPackets:
         self._decoded = max(self._decoded, stop)
         return self._codec
 
-    def runs(self, times: Sequence[int]) -> Iterator[Run]:
+    def runs(self, times: Sequence[int]) -> Iterator[PacketRun]:
         """Yield the runs of packets to decode for the frames shown at ``times`` (ascending, not empty).
 
         Each run starts at the last keyframe that is stored and shown no later than its first frame, or at the first
@@ -259,18 +259,18 @@ class VideoPackets:
         number_at = {packet.pts: number for number, packet in enumerate(self.table) if not packet.hidden}
         can_jump = not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED_CODECS)
         keys = [n for n, p in enumerate(self.table) if can_jump and p.keyframe and p.pts is not None]
-        run = Run(0, 0, ())
+        run = PacketRun(0, 0, ())
         for time in times:
             last = number_at[time]
             before = reversed(keys[: bisect_right(keys, last)])
             start = next((n for n in before if (self.table[n].pts or 0) <= time), 0)
             if run.times and start > run.stop:
                 yield run
-                run = Run(start, start, ())
-            run = Run(run.start if run.times else start, max(run.stop, last + 1), (*run.times, time))
+                run = PacketRun(start, start, ())
+            run = PacketRun(run.start if run.times else start, max(run.stop, last + 1), (*run.times, time))
         yield run
 
-    def between(self, start: int, stop: int) -> Iterator[av.Packet]:
+    def iter_range(self, start: int, stop: int) -> Iterator[av.Packet]:
         """Yield packets ``start`` to ``stop`` - 1, from memory, or from the file if they are not kept.
 
         If ``is_ranked``, their ``pts`` are set to the ranks.
@@ -282,7 +282,7 @@ class VideoPackets:
                 packet.pts = self.table[number].pts
             yield packet
 
-    def _lacks_times(self) -> bool:
+    def _has_no_times(self) -> bool:
         """Return True if the container states no presentation times and FFmpeg's are wrong for reordered frames."""
         if self.demuxer in ("avi", "asf"):
             codec = self.stream.codec_context
@@ -316,13 +316,13 @@ class VideoPackets:
         extradata = self.stream.codec_context.extradata or b""
         shown = ShownPackets(self.codec, extradata) if self.codec in HIDING_CODECS else None
         order = ShownOrder(self.codec, extradata) if self.lacks_times and self.codec in ORDERED_CODECS else None
-        for packet in self._readable():
+        for packet in self._iter_readable():
             if not packet.size:
                 continue
             self.n_corrupt += packet.is_corrupt
             self._largest_gap = max(self._largest_gap, (packet.pos or 0) - self._end_byte)
             self._end_byte = max(self._end_byte, (packet.pos or 0) + packet.size)
-            is_shown = shown is None or shown.shows(packet)
+            is_shown = shown is None or shown.is_packet_shown(packet)
             is_hidden = packet.is_discard or not is_shown
             if order is not None and not is_hidden:
                 order.add(packet)
@@ -330,7 +330,7 @@ class VideoPackets:
             self.table.append(PacketInfo(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe, is_hidden))
             self.parameters_change = self.parameters_change or packet.has_sidedata("new_extradata")
             if self.codec == "hevc" and packet.is_keyframe:
-                self._sub_layers |= _sub_layers(memoryview(packet)[:_HEAD])
+                self._sub_layers |= _find_sub_layers(memoryview(packet)[:_HEAD])
             size += packet.size + _OVERHEAD
             if size > MAX_KEPT_BYTES:
                 self._kept_packets = None
@@ -343,7 +343,7 @@ class VideoPackets:
             numbers = iter(ranks)
             self.table = [packet._replace(pts=None if packet.hidden else next(numbers)) for packet in self.table]
 
-    def _readable(self) -> Iterator[av.Packet]:
+    def _iter_readable(self) -> Iterator[av.Packet]:
         """Yield the packets of the stream up to the end of the file or the first error of the demuxer.
 
         That error is not raised, except for MemoryError: it becomes ``fault`` and counts as a corrupt packet.
@@ -467,7 +467,7 @@ def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.Vi
     return stream
 
 
-def _sub_layers(data: bytes | memoryview) -> set[int]:
+def _find_sub_layers(data: bytes | memoryview) -> set[int]:
     """Return the numbers of temporal sub-layers that parameter sets in HEVC data declare; an empty set without any."""
     return {1 + (match[1][0] >> 1 & 7) for match in _HEVC_PARAMETERS.finditer(data)}
 

@@ -110,13 +110,13 @@ def probe(path: str, demuxer: str) -> VideoIndex:
 
 
 def _index_packets(path: str, packets: VideoPackets) -> VideoIndex:
-    """Make the index of a file from its packets, or by decoding all of it unless ``_timestamps_usable``.
+    """Make the index of a file from its packets, or by decoding all of it unless ``_are_timestamps_usable``.
 
     Raises:
         VideoFault: "corrupt" if no frame comes out, "unsupported" for an odd angle of rotation.
         FFmpegError: FFmpeg has no decoder for the codec.
     """
-    first = packets.first_frame()
+    first = packets.decode_first_frame()
     if first is None:
         if isinstance(packets.fault, DecoderNotFoundError | PatchWelcomeError):
             raise packets.fault
@@ -135,14 +135,14 @@ def _index_packets(path: str, packets: VideoPackets) -> VideoIndex:
         fps=float(_list_stated_rates(packets)[0]),
         orientation=orientation,
         record={
-            "color_transfer": color_transfer(first, packets.stream),
-            "sample_aspect_ratio": pixel_shape(packets.stream, turned=orientation.transpose),
+            "color_transfer": find_color_transfer(first, packets.stream),
+            "sample_aspect_ratio": find_pixel_ratio(packets.stream, turned=orientation.transpose),
         },
         keyframes=np.array(sorted(p.pts for p in shown_packets if p.keyframe and p.pts is not None), dtype=np.int64),
         packets=packets,
     )
-    if not _timestamps_usable(shown_packets, packets):
-        return scan(index)
+    if not _are_timestamps_usable(shown_packets, packets):
+        return index_by_decoding(index)
     pts = np.sort(np.array([p.pts for p in shown_packets], dtype=np.int64))
     if packets.is_ranked:
         index = _count_times(replace(index, pts=pts), len(pts), [p.dts for p in shown_packets])
@@ -151,7 +151,7 @@ def _index_packets(path: str, packets: VideoPackets) -> VideoIndex:
     return replace(index, holes=find_unlisted_hole(index, packets))
 
 
-def scan(index: VideoIndex) -> VideoIndex:
+def index_by_decoding(index: VideoIndex) -> VideoIndex:
     """Return a new index of the frames that come out when the whole file is decoded.
 
     Times come from the decoded frames if they ascend; otherwise from those that do if the old index has times, or by
@@ -169,7 +169,7 @@ def scan(index: VideoIndex) -> VideoIndex:
     times = [pts for pts, _ in frames]
     known_pts = np.array([time for time in times if time is not None], np.int64)
     listed_index, index = index, replace(index, pts=None)
-    ascends = len(known_pts) == len(times) and _goes_on(known_pts.tolist(), index.demuxer)
+    ascends = len(known_pts) == len(times) and _is_ascending(known_pts.tolist(), index.demuxer)
     if not ascends and listed_index.pts is not None and len(known_pts) and not packets.is_ranked:
         # After an error, H.264 delivers some frames late, behind frames with later times.
         known_pts = pts = known_pts[np.append(True, known_pts[1:] > np.maximum.accumulate(known_pts)[:-1])]
@@ -257,7 +257,7 @@ def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fract
     return float(next(agrees, (n_frames - 1) / span))
 
 
-def _timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPackets) -> bool:
+def _are_timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPackets) -> bool:
     """Return True if presentation times are all known and distinct, and decoding times never jump back.
 
     False without packets, and if FFmpeg made the times up and headers gave no ranks.
@@ -266,10 +266,10 @@ def _timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPacket
         return False
     pts = [p.pts for p in shown_packets]
     dts = [p.dts for p in shown_packets if p.dts is not None]
-    return bool(pts) and None not in pts and len(set(pts)) == len(pts) and _goes_on(dts, packets.demuxer)
+    return bool(pts) and None not in pts and len(set(pts)) == len(pts) and _is_ascending(dts, packets.demuxer)
 
 
-def _goes_on(times: Sequence[int], demuxer: str) -> bool:
+def _is_ascending(times: Sequence[int], demuxer: str) -> bool:
     """Return True if times, in ticks, never jump back, as they do where recordings were joined.
 
     In MPEG transport and program streams, FFmpeg turns such a jump into a large step forward, which counts too.
@@ -320,13 +320,13 @@ _TRANSFERS = {
 }
 
 
-def color_transfer(frame: av.VideoFrame, stream: av.VideoStream) -> str | None:
+def find_color_transfer(frame: av.VideoFrame, stream: av.VideoStream) -> str | None:
     """Return FFmpeg's name of the transfer function that the stream or its first frame states; None if neither does."""
     codes = (int(stream.codec_context.color_trc), int(frame.color_trc))
     return next((_TRANSFERS[number] for number in codes if number in _TRANSFERS), None)
 
 
-def pixel_shape(stream: av.VideoStream, *, turned: bool) -> str | None:
+def find_pixel_ratio(stream: av.VideoStream, *, turned: bool) -> str | None:
     """Return the width:height ratio of a pixel as shown, such as "16:15"; None if the file does not state it.
 
     Args:

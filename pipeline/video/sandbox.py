@@ -31,11 +31,11 @@ from pipeline.video import decode
 from pipeline.video.child_messages import (
     VideoMessage,
     WrongMessage,
-    receive,
+    receive_message,
     send_fault,
     send_text,
     send_video,
-    wait_for,
+    wait_until_readable,
 )
 from pipeline.video.decode import DecodedVideo, DecodeRequest, convert_error, decode_video
 from pipeline.video.decoders import choose_decoders
@@ -101,19 +101,19 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         self._get_child()
         deadline = time.monotonic() + self._timeout_s
         try:
-            return self._attempt(request, descriptor, deadline)
+            return self._decode_once(request, descriptor, deadline)
         except VideoFault as fault:
             if fault.fault_class != "crash" or len(choose_decoders(fault.backend or "auto")) == 1:
                 raise
             first_fault = fault
         try:
-            video = self._attempt(replace(request, decoder="pyav"), descriptor, deadline)
+            video = self._decode_once(replace(request, decoder="pyav"), descriptor, deadline)
         except VideoFault as fault:
             fault.attempts = 2
             raise
         return replace(video, attempts=2).add_note(f"{first_fault.backend}: {first_fault.message}")
 
-    def _attempt(self, request: DecodeRequest, descriptor: int | None, deadline: float) -> DecodedVideo:
+    def _decode_once(self, request: DecodeRequest, descriptor: int | None, deadline: float) -> DecodedVideo:
         """Send one request to the child and wait for its answer until ``deadline`` (``time.monotonic()``).
 
         After a timeout, an invalid message or an interrupt the child is killed, so that a late answer cannot reach the
@@ -130,7 +130,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
                 reduction.send_handle(child.pipe, descriptor, child.process.pid)
             child.pipe.send(request)
             while time.monotonic() < deadline:  # a child might send names of decoders without end
-                message = receive(child.pipe, deadline, child.max_frame_bytes)
+                message = receive_message(child.pipe, deadline, child.max_frame_bytes)
                 _check_backend(message, request)
                 if isinstance(message, VideoMessage):
                     return child.take_frames(message, deadline)
@@ -148,7 +148,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
             raise VideoFault("crash", f"the decode process sent a wrong message: {error}", backend=backend) from error
         except (EOFError, OSError) as error:
             self._child = None
-            raise _make_crash_fault(child.end_code(), backend) from error
+            raise _make_crash_fault(child.wait_for_exit_code(), backend) from error
         except BaseException:
             self.close()  # after Ctrl-C, for example, a late answer must not be taken for the next request's
             raise
@@ -194,13 +194,13 @@ class _Child:
         # Ray names a worker's GPUs when it starts; what the child is forked from may have begun before that.
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if on_gpu else None
         self.process = context.Process(
-            target=_serve, args=(child_pipe, memory_mb, on_gpu, gpus), name="decode", daemon=True
+            target=_serve_requests, args=(child_pipe, memory_mb, on_gpu, gpus), name="decode", daemon=True
         )
         with _hide_main_module(), use_standby_server():
             self.process.start()
         child_pipe.close()  # the child now holds the only other end: when it dies, reading here ends
         try:
-            note = receive(self.pipe, time.monotonic() + _START_S, 0)
+            note = receive_message(self.pipe, time.monotonic() + _START_S, 0)
         except (EOFError, OSError, WrongMessage) as error:
             self.end()
             raise VideoFault("internal", "the decode process did not start; its stderr says why") from error
@@ -218,7 +218,7 @@ class _Child:
         descriptor = None
         try:
             if message.handover.new:
-                wait_for(self.pipe, deadline)
+                wait_until_readable(self.pipe, deadline)
                 descriptor = reduction.recv_handle(self.pipe)
             frames = self.received.frames(message.handover, descriptor, message.shape)
             return replace(message.video, frames=frames)
@@ -238,7 +238,7 @@ class _Child:
         self.pipe.close()
         self.received.close()
 
-    def end_code(self) -> int | None:
+    def wait_for_exit_code(self) -> int | None:
         """Wait up to 30 s for the process to end, kill it otherwise, and release it.
 
         Returns:
@@ -286,7 +286,7 @@ def _make_crash_fault(code: int | None, backend: str | None) -> VideoFault:
     return VideoFault("crash", f"the decode process was ended by {name}{hint}", backend=backend, exit_signal=-code)
 
 
-def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> None:
+def _serve_requests(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> None:
     """Answer the requests that come through the pipe, in the child, until the parent closes it or is gone.
 
     Confines this process first, and sends a note about that ("" if all limits are set). Frames stay in shared memory; a
@@ -297,12 +297,12 @@ def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> 
     """
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    send_text(pipe, _confine(memory_mb, on_gpu))
+    send_text(pipe, _confine_process(memory_mb, on_gpu))
     shared_frames = SharedFrames()
     while True:
         try:
-            video = _answer(pipe, shared_frames)
-            handover, descriptor = shared_frames.hand_over()
+            video = _answer_request(pipe, shared_frames)
+            handover, descriptor = shared_frames.hand_over_block()
             send_video(pipe, video, handover)
             if descriptor is not None:
                 reduction.send_handle(pipe, descriptor, os.getppid())
@@ -315,7 +315,7 @@ def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> 
             send_fault(pipe, convert_error(error, None))
 
 
-def _answer(pipe: Connection, shared_frames: SharedFrames) -> DecodedVideo:
+def _answer_request(pipe: Connection, shared_frames: SharedFrames) -> DecodedVideo:
     """Receive the next request and decode its video, from a path or from an open file that is closed afterwards.
 
     Raises:
@@ -329,13 +329,13 @@ def _answer(pipe: Connection, shared_frames: SharedFrames) -> DecodedVideo:
         request: DecodeRequest = pipe.recv()
         if descriptor is not None:
             request = replace(request, path=f"/proc/self/fd/{descriptor}")  # each opening has a position of its own
-        return decode_video(request, partial(send_text, pipe), shared_frames.allocate)
+        return decode_video(request, partial(send_text, pipe), shared_frames.allocate_block)
     finally:
         if descriptor is not None:
             os.close(descriptor)
 
 
-def _confine(memory_mb: int, on_gpu: bool) -> str:
+def _confine_process(memory_mb: int, on_gpu: bool) -> str:
     """Limit this process's memory and priority; return a note if the platform lacks a memory limit, otherwise "".
 
     The process also ignores Ctrl-C, ends with its parent, runs torch on one thread, and drops credentials and core

@@ -48,7 +48,7 @@ class SharedFrames:
         for number in numbers:
             self._idle[number] = self._lent.pop(number)
 
-    def allocate(self, shape: tuple[int, ...]) -> Frames:
+    def allocate_block(self, shape: tuple[int, ...]) -> Frames:
         """Return a uint8 array for [T,h,w,3] frames in the smallest idle block that fits, or in a new block.
 
         Fill the array, then call ``hand_over``. A second call before that takes the first array's block back, or drops
@@ -69,8 +69,8 @@ class SharedFrames:
             self._current = self._n_pieces, mmap.mmap(self._descriptor, 0)
         return np.frombuffer(self._current[1], np.uint8, size).reshape(shape)
 
-    def hand_over(self) -> tuple[Handover, int | None]:
-        """Give the block of the last ``allocate``, which must have been called, to the reader.
+    def hand_over_block(self) -> tuple[Handover, int | None]:
+        """Give the block of the last ``allocate_block``, which must have been called, to the reader.
 
         Idle blocks beyond 64 MiB together are given up, the largest first.
 

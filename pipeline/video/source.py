@@ -17,16 +17,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pipeline.errors import ReplacedSource, UsageError, VideoFault, printable
-from pipeline.keys import mark_key, sample_key, sample_spans
+from pipeline.errors import ReplacedSource, UsageError, VideoFault, make_printable
+from pipeline.keys import hash_mark, hash_sample, list_sample_spans
 from pipeline.rows import VideoRow
 from pipeline.storage.downloads import write_download
-from pipeline.storage.hub import is_remote, reach
+from pipeline.storage.hub import choose_client, is_remote
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 from pipeline.storage.stores import request_threads
 from pipeline.video.decode import DecodedVideo, DecodeRequest, convert_error
-from pipeline.video.frame_folders import FileState, sample_file, source_bytes, source_state
+from pipeline.video.frame_folders import FileState, compute_file_sample, count_source_bytes, read_source_state
 from pipeline.video.sandbox import DecodeSandbox
 
 _MAX_REQUESTS = 32  # concurrent requests about objects
@@ -80,11 +80,11 @@ class Source(AbstractContextManager["Source"]):
         try:
             video = sandbox.decode(replace(request, path=self.path or self.location.uri), self.descriptor)
         except VideoFault as fault:
-            fault.message = printable(self._with_uri(fault.message))
+            fault.message = make_printable(self._replace_names(fault.message))
             raise
-        return video.add_columns({"backend_note": self._with_uri(video.record["backend_note"] or "")})
+        return video.add_columns({"backend_note": self._replace_names(video.record["backend_note"] or "")})
 
-    def _with_uri(self, text: str) -> str:
+    def _replace_names(self, text: str) -> str:
         """Replace the names of a copy's content in a message by the uri of the video."""
         if not self.is_copy:
             return text
@@ -92,7 +92,7 @@ class Source(AbstractContextManager["Source"]):
         return _IN_MEMORY.sub(lambda _: uri, text if self.path is None else text.replace(self.path, uri))
 
 
-def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetch | None = None) -> Source:
+def prepare_source(location: Location, objects: S3Objects, limit: int, fetch: Fetch | None = None) -> Source:
     """Fetch a remote file or a member of an archive into a Source, or look up the mark of a local path.
 
     A local path is not opened: if it does not exist, it keeps the mark of ``location``, and the decode process raises
@@ -103,7 +103,7 @@ def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetc
         fetch: fetches a member of an archive; None for a separate file.
     """
     if not is_remote(location.file) and fetch is None:
-        mark = _state_on_disk(location.file).mark or location.mark  # that of a listing may be older
+        mark = _read_state_on_disk(location.file).mark or location.mark  # that of a listing may be older
         return Source(location._replace(mark=mark), path=location.file)
     source = Source(location, is_copy=True)
     try:
@@ -115,7 +115,7 @@ def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetc
     return source
 
 
-def prepare_unchanged_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
+def prepare_unchanged_source(row: VideoRow, objects: S3Objects, fetch: Fetch | None = None) -> Source:
     """Prepare the source of a row of the videos table if it still has the recorded size; the caller closes it.
 
     Raises:
@@ -147,7 +147,7 @@ def _check_present(row: VideoRow) -> None:
     if not path.is_absolute():
         raise VideoFault("io", "the source is not a file on this machine")
     try:
-        size = source_bytes(row["uri"])
+        size = count_source_bytes(row["uri"])
     except (OSError, ValueError) as error:
         raise VideoFault("io", "the source file is not at hand (moved, deleted or on another machine)") from error
     if row["source_size"] is not None and size != row["source_size"]:
@@ -174,7 +174,7 @@ def _fetch(source: Source, fetch: Fetch, limit: int) -> int:
         return fetch(file.write, limit)
 
 
-def _download(source: Source, objects: Objects, write: Callable[[bytes], object], limit: int) -> int:
+def _download(source: Source, objects: S3Objects, write: Callable[[bytes], object], limit: int) -> int:
     """Write a remote file to ``write``, set the mark in ``source.location``, and return the file's size.
 
     Raises:
@@ -182,8 +182,8 @@ def _download(source: Source, objects: Objects, write: Callable[[bytes], object]
     """
     uri = source.location.file
     mark = source.location.mark
-    with closing(reach(uri, objects).download(uri)) as download:
-        source.location = source.location._replace(mark=mark_key(download.mark or "") or mark)
+    with closing(choose_client(uri, objects).download(uri)) as download:
+        source.location = source.location._replace(mark=hash_mark(download.mark or "") or mark)
         return write_download(download, write, limit, uri)
 
 
@@ -203,30 +203,30 @@ def _make_fault(uri: str, error: Exception, limit: int) -> VideoFault:
     return convert_error(error, None)
 
 
-class Sizes:
+class SourceStates:
     """Looks up current sizes and marks of files and objects; call ``finish`` at the end.
 
     A request is refused if it fails with an OSError other than FileNotFoundError. Without ``objects``, the client is
     created from the environment when it is needed.
     """
 
-    def __init__(self, objects: Objects | None = None) -> None:
+    def __init__(self, objects: S3Objects | None = None) -> None:
         self._objects = objects
         self._n_requests = self._n_refused = 0  # all requests; refused requests in a row, up to the latest
         self._refusal: OSError | None = None
 
     @property
-    def objects(self) -> Objects:
+    def objects(self) -> S3Objects:
         """The client for remote files."""
         if self._objects is None:
-            self._objects = Objects.from_environment()
+            self._objects = S3Objects.from_environment()
         return self._objects
 
     def of(self, paths: Sequence[str]) -> list[int]:
-        """Return the ``size`` of each of ``states``: -1 if a file is gone or the request was refused."""
-        return [state.size for state in self.states(paths)]
+        """Return the ``size`` of each of ``look_up_states``: -1 if a file is gone or the request was refused."""
+        return [state.size for state in self.look_up_states(paths)]
 
-    def states(self, paths: Sequence[str]) -> list[FileState]:
+    def look_up_states(self, paths: Sequence[str]) -> list[FileState]:
         """Look up each file or object; return its state, or MISSING_STATE if it is gone or the request was refused.
 
         Each object costs one request.
@@ -234,15 +234,15 @@ class Sizes:
         Raises:
             UsageError: the store refused 32 requests in a row, also over several calls.
         """
-        remote_states = self._on_s3([path for path in paths if is_remote(path)])
-        return [next(remote_states) if is_remote(path) else _state_on_disk(path) for path in paths]
+        remote_states = self._request_states([path for path in paths if is_remote(path)])
+        return [next(remote_states) if is_remote(path) else _read_state_on_disk(path) for path in paths]
 
     def finish(self) -> None:
         """Raise UsageError if the store has refused all requests, even if there were only a few."""
         if self._refusal is not None and self._n_refused == self._n_requests:
-            raise make_no_answer(self._refusal)
+            raise make_no_answer_error(self._refusal)
 
-    def _on_s3(self, uris: Sequence[str]) -> Iterator[FileState]:
+    def _request_states(self, uris: Sequence[str]) -> Iterator[FileState]:
         """Yield the state of each remote file in order, MISSING_STATE if it is gone or the request was refused.
 
         Raises:
@@ -257,7 +257,7 @@ class Sizes:
                     if isinstance(answer, OSError):
                         self._n_refused, self._refusal = self._n_refused + 1, answer
                         if self._n_refused == _MAX_REQUESTS:
-                            raise make_no_answer(answer)
+                            raise make_no_answer_error(answer)
                         yield MISSING_STATE
                     else:
                         self._n_refused, self._refusal = 0, None
@@ -266,15 +266,15 @@ class Sizes:
     def _head(self, uri: str) -> FileState | OSError:
         """Return a remote file's state, MISSING_STATE if it is gone, or any other OSError, which is not raised."""
         try:
-            _, size, mark = reach(uri, self.objects).info(uri)
+            _, size, mark = choose_client(uri, self.objects).info(uri)
         except FileNotFoundError:
             return MISSING_STATE
         except OSError as error:
             return error
-        return FileState(size, mark_key(mark) or 0)
+        return FileState(size, hash_mark(mark) or 0)
 
 
-def make_no_answer(refusal: OSError) -> UsageError:
+def make_no_answer_error(refusal: OSError) -> UsageError:
     """Return the error for a store that does not answer; the message has the refused address and the remedy."""
     return UsageError(
         f"{refusal.filename}: cannot check whether cached videos have changed: {refusal.strerror}; "
@@ -282,16 +282,16 @@ def make_no_answer(refusal: OSError) -> UsageError:
     )
 
 
-def _state_on_disk(path: str) -> FileState:
+def _read_state_on_disk(path: str) -> FileState:
     """Return the state of a local video; MISSING_STATE if it is gone or cannot be read."""
     try:
-        return source_state(path)
+        return read_source_state(path)
     except (OSError, ValueError):
         return MISSING_STATE
 
 
-def sample_source(uri: str, size: int, objects: Objects) -> int | None:
-    """Return the ``sample_key`` of a file or object of ``size`` bytes, in up to three requests.
+def compute_source_sample(uri: str, size: int, objects: S3Objects) -> int | None:
+    """Return the ``hash_sample`` of a file or object of ``size`` bytes, in up to three requests.
 
     Returns:
         None if it is gone, or if a local file cannot be opened or a folder of frames is not complete.
@@ -301,9 +301,11 @@ def sample_source(uri: str, size: int, objects: Objects) -> int | None:
     """
     try:
         if not is_remote(uri):
-            return sample_file(uri)
-        return sample_key(size, [reach(uri, objects).read_slice(uri, *span).data for span in sample_spans(size)])
+            return compute_file_sample(uri)
+        return hash_sample(
+            size, [choose_client(uri, objects).read_slice(uri, *span).data for span in list_sample_spans(size)]
+        )
     except (FileNotFoundError, VideoFault):
         return None
     except OSError as error:
-        raise make_no_answer(error) from error
+        raise make_no_answer_error(error) from error

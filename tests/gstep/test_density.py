@@ -11,17 +11,17 @@ from gstep.density import (
     BOUNDARIES,
     FUSIONS,
     ZERO_DISTANCE,
-    box_kernel,
     compute_change_curve,
+    compute_cosine_distance,
     compute_frame_means,
-    cosine_distance,
-    fuse,
-    gaussian_kernel,
+    compute_spatial_density,
+    compute_temporal_density,
+    fuse_densities,
+    make_box_kernel,
+    make_gaussian_kernel,
     scale_to_work_dtype,
-    smooth,
-    spatial_density,
+    smooth_curve,
     spatio_temporal_density,
-    temporal_density,
 )
 from tests.gstep.oracle import Array
 from tests.gstep.synthetic import FLOATS, needs_cuda
@@ -65,7 +65,7 @@ def test_mean_and_spatial_density_are_equations_2_and_3_in_blocks_that_change_no
     deviation = torch.linalg.vector_norm(whole - mean[:, None], dim=-1)
     largest = deviation.amax(dim=1, keepdim=True)
     expected = torch.where(largest > 0, deviation / torch.where(largest > 0, largest, 1.0), 0.0)
-    assert torch.equal(spatial_density(tokens, mean), expected)
+    assert torch.equal(compute_spatial_density(tokens, mean), expected)
     assert torch.equal(tokens, before)
 
 
@@ -89,7 +89,7 @@ def test_identical_tokens_deviate_by_exactly_0(dtype: torch.dtype, device: str) 
         token = video(4, 1, 33, seed=n_tokens).to(device, dtype)
         tokens = token.expand(4, n_tokens, 33)
         assert torch.equal(compute_frame_means(tokens), token[:, 0].double())
-        assert (spatial_density(tokens, compute_frame_means(tokens)) == 0).all()
+        assert (compute_spatial_density(tokens, compute_frame_means(tokens)) == 0).all()
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.float32, 2.0**-23), (torch.float64, 2.0**-52)])
@@ -98,23 +98,23 @@ def test_a_frame_is_constant_up_to_8_eps_of_its_largest_token(dtype: torch.dtype
     tokens[:, :, 0] = 1
     tokens[0, 0, 1] = 15 * eps  # both tokens of a frame lie half of this from the centre
     tokens[1, 0, 1] = 17 * eps
-    spatial = spatial_density(tokens, compute_frame_means(tokens))
+    spatial = compute_spatial_density(tokens, compute_frame_means(tokens))
     assert spatial.tolist() == [[0, 0], [1, 1]]
 
 
 def test_cosine_distance() -> None:
     a, b = video(6, 9), video(6, 9, seed=1)
     expected = [1 - x @ y / (np.linalg.norm(x) * np.linalg.norm(y)) for x, y in zip(a.numpy(), b.numpy(), strict=True)]
-    np.testing.assert_allclose(cosine_distance(a, b), expected, rtol=1e-12)
+    np.testing.assert_allclose(compute_cosine_distance(a, b), expected, rtol=1e-12)
     unit = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     zero = torch.zeros_like(unit)
-    assert cosine_distance(zero, zero).item() == cosine_distance(unit, 3 * unit).item() == 0
-    assert cosine_distance(zero, unit).item() == cosine_distance(unit, zero).item() == 1
-    assert cosine_distance(unit, -unit).item() == 2
+    assert compute_cosine_distance(zero, zero).item() == compute_cosine_distance(unit, 3 * unit).item() == 0
+    assert compute_cosine_distance(zero, unit).item() == compute_cosine_distance(unit, zero).item() == 1
+    assert compute_cosine_distance(unit, -unit).item() == 2
     for distance, expected in [(0.9 * ZERO_DISTANCE, 0.0), (1.1 * ZERO_DISTANCE, 1.1 * ZERO_DISTANCE)]:
         angle = math.acos(1 - distance)
         other = torch.tensor([[math.cos(angle), math.sin(angle)]], dtype=torch.float64)
-        assert cosine_distance(unit, other).item() == pytest.approx(expected, rel=1e-6)
+        assert compute_cosine_distance(unit, other).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_centred_change_is_equation_4_and_0_of_a_single_frame_and_of_a_static_video() -> None:
@@ -129,37 +129,37 @@ def test_kernels_are_equation_5() -> None:
     for sigma, radius in product((0.1, 0.5, 1.0, 1.5, 2.0), (None, 0, 1, 4)):
         reach = math.ceil(3 * sigma) if radius is None else radius
         weights = [math.exp(-(delta**2) / (2 * sigma**2)) for delta in range(-reach, reach + 1)]
-        np.testing.assert_allclose(gaussian_kernel(sigma, radius), np.array(weights) / sum(weights), rtol=1e-12)
-    assert gaussian_kernel(1e-300).tolist() == [0, 1, 0]  # finite for a vanishing sigma
-    assert (box_kernel(0).tolist(), box_kernel(3).tolist()) == ([1], [1 / 7] * 7)
+        np.testing.assert_allclose(make_gaussian_kernel(sigma, radius), np.array(weights) / sum(weights), rtol=1e-12)
+    assert make_gaussian_kernel(1e-300).tolist() == [0, 1, 0]  # finite for a vanishing sigma
+    assert (make_box_kernel(0).tolist(), make_box_kernel(3).tolist()) == ([1], [1 / 7] * 7)
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_smooth_is_equation_6(boundary: str) -> None:
     for n_frames, radius in product((1, 2, 3, 8), (0, 1, 2, 3, 7, 20)):
         change = video(n_frames, seed=radius).abs()
-        kernel = gaussian_kernel(max(1, radius) / 2, radius)
+        kernel = make_gaussian_kernel(max(1, radius) / 2, radius)
         expected = numpy_smooth(change.numpy(), kernel.numpy(), boundary)
-        np.testing.assert_allclose(smooth(change, kernel, boundary), expected, rtol=1e-12)
+        np.testing.assert_allclose(smooth_curve(change, kernel, boundary), expected, rtol=1e-12)
 
 
 def test_fuse_is_equation_8() -> None:
     temporal, spatial = video(3).abs(), video(3, 5).abs()
     wide = np.repeat(temporal.numpy()[:, None], 5, axis=1)
-    np.testing.assert_allclose(fuse(temporal, spatial), wide * spatial.numpy(), rtol=1e-12)
-    np.testing.assert_allclose(fuse(temporal, spatial, "spatial"), spatial)
-    np.testing.assert_allclose(fuse(temporal, spatial, "temporal"), wide)
+    np.testing.assert_allclose(fuse_densities(temporal, spatial), wide * spatial.numpy(), rtol=1e-12)
+    np.testing.assert_allclose(fuse_densities(temporal, spatial, "spatial"), spatial)
+    np.testing.assert_allclose(fuse_densities(temporal, spatial, "temporal"), wide)
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 @pytest.mark.parametrize("smoothing", ["gaussian", "box", "raw"])
 def test_temporal_density_is_equations_4_to_7(smoothing: str, boundary: str) -> None:
     mean = video(6, 12)
-    kernels = {"gaussian": gaussian_kernel(1.5), "box": box_kernel(), "raw": torch.ones(1)}
+    kernels = {"gaussian": make_gaussian_kernel(1.5), "box": make_box_kernel(), "raw": torch.ones(1)}
     curve = numpy_smooth(numpy_change(mean.numpy()), kernels[smoothing].double().numpy(), boundary)
-    ours = temporal_density(mean, smoothing=smoothing, sigma=1.5, boundary=boundary, eps=1e-4)
+    ours = compute_temporal_density(mean, smoothing=smoothing, sigma=1.5, boundary=boundary, eps=1e-4)
     np.testing.assert_allclose(ours, curve / (curve.mean() + 1e-4), rtol=1e-12)
-    assert temporal_density(video(1, 8), smoothing=smoothing, boundary=boundary, eps=10.0).tolist() == [1]
+    assert compute_temporal_density(video(1, 8), smoothing=smoothing, boundary=boundary, eps=10.0).tolist() == [1]
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)

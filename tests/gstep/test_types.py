@@ -64,13 +64,13 @@ def test_a_grid_and_times_are_what_is_known_or_the_nearest_guess() -> None:
         assert gstep.VisualTokens(video(2, size, 4)).known_grid == grid
     visual = gstep.VisualTokens(video(3, 8, 4))
     assert visual.known_times == (0.0, 1.0, 2.0)
-    placed = visual.add_places([4, 2], [0, 0.5, 1.0])
+    placed = visual.with_positions([4, 2], [0, 0.5, 1.0])
     assert (placed.grid, placed.known_grid, placed.known_times) == ((4, 2), (4, 2), (0.0, 0.5, 1.0))
     # Patches of two frames begin with the first of them; the last patch may have a single one.
     for timestamps in ([0.5, 1, 2, 3, 4, 5], [0.5, 1, 2, 3, 4]):
-        assert visual.add_places(None, timestamps).times == (0.5, 2.0, 4.0)
+        assert visual.with_positions(None, timestamps).times == (0.5, 2.0, 4.0)
     for unfit in ([], [0.5], [0.0] * 4):
-        assert visual.add_places(None, unfit).times is None
+        assert visual.with_positions(None, unfit).times is None
 
 
 def test_grids_and_times_that_do_not_fit_are_refused() -> None:

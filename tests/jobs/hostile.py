@@ -150,6 +150,6 @@ class HangingAnswerer:
         self._heartbeat = Heartbeat("answer", heartbeats)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        with self._heartbeat.holding("q00"):
+        with self._heartbeat.hold_items("q00"):
             time.sleep(3600)
         return batch

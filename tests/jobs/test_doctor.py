@@ -28,7 +28,7 @@ class Spoken:
     def __init__(self, config, say):
         say("joining the Ray cluster at [fe80::1]:6379")
 
-    def findings(self):
+    def iter_findings(self):
         return iter(())
 
 
@@ -80,8 +80,8 @@ def test_a_node_with_another_version_a_missing_codec_a_lying_store_and_no_model_
     with ray_here({"num_cpus": 1}, other):
         shown = run_here(doctor, argv)
         capfd.readouterr()
-        age = LocalStore.age
-        monkeypatch.setattr(LocalStore, "age", lambda store, name: age(store, name) + timedelta(hours=1))
+        age = LocalStore.compute_age
+        monkeypatch.setattr(LocalStore, "compute_age", lambda store, name: age(store, name) + timedelta(hours=1))
         assert doctor.main([*argv, "--json", "--model", str(tmp_path / "no-model")]) == 1
         listed = json.loads(capfd.readouterr().out)
     lines = [line.split() for line in shown.stdout.splitlines() if line.strip()]

@@ -157,7 +157,7 @@ def test_full_retention_replies_as_the_model_does_on_all_tokens(tmp_path):
     evaluated(data, out, "--method", "none", "--limit", str(PER_VIDEO + 3))
     benchmark, cache, build = find_benchmark("videomme"), TokenCache(out / "cache"), prompt_builder(source).build
     protocol, items = benchmark.protocol(), benchmark.load(data).items[: PER_VIDEO + 3]
-    system = protocol.rules(source.model_type).system
+    system = protocol.get_rules(source.model_type).system
     texts = [protocol.text(item, source.model_type) for item in items]
     prompts = [build(text, [cache.get(item.video_id).visual], system) for text, item in zip(texts, items, strict=True)]
     expected = llm("tiny").generate(prompts, [Decoding(max_new_tokens=protocol.decoding.max_new_tokens)] * len(prompts))

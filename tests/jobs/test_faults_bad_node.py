@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from jobs import prune
 from pipeline import TokenCache
 from pipeline.runner import execution
-from pipeline.runner.worker_reports import WorkerReport, heartbeats_of
+from pipeline.runner.worker_reports import WorkerReport, run_heartbeats
 from tests.jobs.faults import calls, tiny_videos
 from tests.jobs.jobs import run_here
 from tests.pipeline.rays import ray_here
@@ -50,14 +50,14 @@ def _run_until(
 
     @contextmanager
     def watched(stages: Sequence[str]) -> Iterator[ActorHandle]:
-        with ThreadPoolExecutor(1) as pool, heartbeats_of(stages) as heartbeats:
+        with ThreadPoolExecutor(1) as pool, run_heartbeats(stages) as heartbeats:
             watching = None if (videos / "failed").exists() else pool.submit(watch, heartbeats)  # not at a second try
             yield heartbeats
             if watching is not None:
                 watching.result()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execution, "heartbeats_of", watched)
+        patch.setattr(execution, "run_heartbeats", watched)
         return run_here(prune, argv)
 
 

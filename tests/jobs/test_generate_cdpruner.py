@@ -21,7 +21,7 @@ from pipeline.generate.answerer import Answerer
 from pipeline.generate.answers import read_answers
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, read_questions
-from pipeline.rows import QuestionRecord, without_nulls
+from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.runner import worker_heartbeat as heartbeat
 from tests.gstep.llms import llm
 from tests.pipeline.asking import request_about, setup_of, tiny_cache, write_questions
@@ -53,7 +53,7 @@ def tower(source):
 @torch.no_grad()
 def words_of(text: str) -> torch.Tensor:
     """[Q,64] by the stock model, sixteen tokens a segment with their end."""
-    folder = tiny.build("tiny-siglip")
+    folder = tiny.build_tiny_model("tiny-siglip")
     tokenizer, stock = PreTrainedTokenizerFast.from_pretrained(folder), SiglipModel.from_pretrained(folder).eval()
     ids = tokenizer(text, add_special_tokens=False).input_ids
     rows = [ids[start : start + 15] for start in range(0, len(ids), 15)]
@@ -109,7 +109,7 @@ def answer(tower, tmp_path):
         rows = [{"question_id": i, "video_id": ["a", "a"], "prompt": text} for i, text in enumerate(prompts)]
         table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), AnswerMode(Decoding(max_new_tokens=2)))
         actor = Answerer(setup_of(store, prunings={"": LatePruning(pruner(), 0.1, tower, EMBEDDED)}))
-        return list(actor.answer([{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]))
+        return list(actor.answer([{**drop_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]))
 
     return run
 
@@ -148,7 +148,7 @@ def test_what_lacks_is_named_with_its_remedy(refuse, tmp_path, tower):
 
 def test_words_of_another_checkpoint_than_the_patches_are_refused(refuse, tmp_path, tower):
     tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
-    folder = Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
+    folder = Path(shutil.copytree(tiny.build_tiny_model("tiny-siglip"), tmp_path / "siglip"))
     tensors = load_file(folder / "model.safetensors")
     tensors["vision_model.head.probe"] += 1
     save_file(tensors, folder / "model.safetensors")

@@ -13,7 +13,7 @@ from gstep.checkpoints import tiny
 from gstep.checkpoints.files import SHIPPED
 from gstep.checkpoints.tiny import TINY
 from jobs import generate
-from pipeline.cache.changed_code import match_identity
+from pipeline.cache.changed_code import find_changed_methods
 from pipeline.errors import IdentityMismatch, QuestionsError
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
@@ -32,7 +32,7 @@ LMCACHE = 'kv_transfer_config={"kv_connector": "LMCacheConnectorV1", "kv_role": 
 
 def folder_model(folder, **text_config) -> ModelSource:
     """The tiny model as a folder, its text config changed."""
-    shutil.copytree(tiny.build("tiny"), folder)
+    shutil.copytree(tiny.build_tiny_model("tiny"), folder)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"].update(text_config)
     (folder / "config.json").write_text(json.dumps(config))
@@ -265,4 +265,4 @@ def test_answers_of_another_engine_are_refused():
     described = describe_engine(EngineOptions(engine="vllm", engine_param=params))
     assert described == {"engine": {"name": "vllm", "params": {"quantization": "fp8"}}}
     with pytest.raises(IdentityMismatch, match="engine"):
-        match_identity({"a": 1, **described}, {"a": 1}, "other answers")
+        find_changed_methods({"a": 1, **described}, {"a": 1}, "other answers")

@@ -42,7 +42,7 @@ def test_the_readmes_method_prunes_as_an_object_and_by_its_path(mine):
         norms = torch.linalg.vector_norm(tokens.flatten(0, 1).double(), ord=p, dim=1)
         best = norms.argsort(descending=True)[:13]
         own = gstep.prune(tokens, 0.2, method=Mine(p=p))
-        assert own.index[own.selection_order()].tolist() == best.tolist()
+        assert own.index[own.compute_selection_order()].tolist() == best.tolist()
         assert_same(gstep.prune(tokens, 0.2, "mine:Mine", p=p), own)
         assert_same(gstep.prune(tokens, 0.6, "mine:Mine", p=p).at(0.2), own)
     for method, params in (("mine:Mine", {"p": "abc"}), (Mine(p="abc"), {})):

@@ -18,7 +18,7 @@ from pipeline.errors import CorruptShard
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import prepare
 from pipeline.evaluate.run import answer_and_score, drop_tokens
-from pipeline.generate.answers import check_place, commit_answers, merge_answers
+from pipeline.generate.answers import check_answers_folder, commit_answers, merge_answers
 from pipeline.generate.removal import read_removal_reasons
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
@@ -364,7 +364,7 @@ def test_results_of_an_evaluation_that_stopped_before_its_answers_are_removed_fr
     assert "a.mp4" not in TokenCache("results/cache").video_ids
     answers = LocalStore("results/answers")
     assert read_removal_reasons(answers) == {"a.mp4": "asked for"}
-    check_place(answers)  # a later evaluation may write its answers there
+    check_answers_folder(answers)  # a later evaluation may write its answers there
     answers.put("answers/run-000000-0.parquet", b"")  # answers that lost their header may hold texts
     Path("ids.txt").write_text("b.mp4")
     done = run_here(remove, ["results", "--ids", "ids.txt", "--reason", "asked for", "--keep-minutes", "0"])

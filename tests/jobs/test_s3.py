@@ -122,7 +122,7 @@ def test_a_driver_that_was_stopped_commits_nothing_whose_tokens_were_removed(
     monkeypatch.setattr("pipeline.verify.verify.Claim", partial(Claim, heartbeat_s=FAST_BEAT))
     (note,) = store.names("runs", ".running")
     silent = timedelta(seconds=MAX_MISSED_BEATS * FAST_BEAT + 5)  # a claim reads two times, one after the other
-    wait_until(lambda: store.age(note) > silent, "a note without signs of life")
+    wait_until(lambda: store.compute_age(note) > silent, "a note without signs of life")
     try:
         assert verified(store, clean=True, keep=timedelta(0)).removed
     finally:

@@ -17,7 +17,7 @@ import pytest
 
 from jobs import compact, evaluate, generate, inspect, merge, prune, verify
 from pipeline import TokenCache, read_answers
-from pipeline.cache.header import serialise_header
+from pipeline.cache.header import serialize_header
 from pipeline.cache.schema import LATER, VIDEO_SCHEMA, write_parquet
 from pipeline.cache.table import list_table_files, make_small_name, read_file
 from pipeline.errors import CorruptShard, NotACache, NotAnswers, NotResults
@@ -26,7 +26,7 @@ from pipeline.evaluate.results import read_scores
 from pipeline.evaluate.scores import SCORES
 from pipeline.generate.answers import ANSWER_SCHEMA, LATER_COLUMNS, AnswersTable, merge_answers
 from pipeline.prune.encode_again import read_run_config
-from pipeline.runner.run_record import newest_record
+from pipeline.runner.run_record import find_newest_record
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import DECODING_RULES
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
@@ -89,7 +89,7 @@ def test_a_cache_is_read_verified_inspected_and_resumed(stored, name, sources):
     assert "text.mp4" in succeed(inspect, name) and "temporal density" in succeed(inspect, name, "a.mp4")
     said = succeed(prune, VIDEOS, "--out", name, *SAMPLING)
     assert "nothing to do: every video has a row already" in said
-    record = newest_record(cache.store)
+    record = find_newest_record(cache.store)
     assert record is not None and read_run_config(cache, record, None).num_frames == 2
 
 
@@ -108,7 +108,7 @@ def test_new_videos_and_new_questions_join_the_stored_rows(stored, sources):
     sources.client.put_object(Bucket="stored", Key="videos/c.mp4", Body=(STORED / "videos/b.mp4").read_bytes())
     said = succeed(prune, VIDEOS, "--out", "compacted", *SAMPLING)
     assert "1 videos in" in said and "another version of this program decoded the rows" in " ".join(said.split())
-    assert newest_record(LocalStore(stored / "compacted"))["decoding_rules"] == DECODING_RULES
+    assert find_newest_record(LocalStore(stored / "compacted"))["decoding_rules"] == DECODING_RULES
     succeed(compact, "compacted", "--keep-minutes", "0")
     assert TokenCache("compacted").video_ids == ["a.mp4", "b.mp4", "c.mp4"]
     assert "nothing is wrong" in succeed(verify, "compacted")
@@ -220,6 +220,6 @@ def test_another_schema_version_is_refused_with_the_version_that_wrote_it(
 ):
     store = LocalStore(unpack(tmp_path, VERSIONS[1]) / name)
     content = json.loads(store.read(header))
-    store.put(header, serialise_header({**content, "schema_version": version}))
+    store.put(header, serialize_header({**content, "schema_version": version}))
     with pytest.raises(error, match=f"schema version {version!r}.*{who}".replace("+", r"\+")):
         read(store)

@@ -20,7 +20,7 @@ from pipeline.evaluate.shapes.questions import TYPES
 from pipeline.generate.answerer import Answerer
 from pipeline.generate.prompts import VideoMemory
 from pipeline.generate.questions import AnswerMode, read_questions
-from pipeline.rows import QuestionRecord, without_nulls
+from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import run_here
 from tests.pipeline.asking import setup_of
@@ -62,7 +62,7 @@ def questions(results):
         str(results.parent / "data" / "questions.jsonl"), AnswerMode(Decoding(), "letter")
     ).to_pylist()
     some = sorted({video_id for row in rows for video_id in row["video_ids"]})[:MUTATED]
-    return [{**without_nulls(row, QuestionRecord), "attempts": 1} for row in rows if row["video_ids"][0] in some]
+    return [{**drop_nulls(row, QuestionRecord), "attempts": 1} for row in rows if row["video_ids"][0] in some]
 
 
 @pytest.fixture(scope="module")

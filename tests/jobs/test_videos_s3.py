@@ -9,7 +9,7 @@ import ray
 
 from jobs import inspect, prune
 from pipeline import TokenCache
-from pipeline.video.decode import fingerprint
+from pipeline.video.decode import fingerprint_file
 from tests.jobs.jobs import clips, forbid_ray, run
 from tests.pipeline.s3 import KEY, SECRET, TOKEN, S3Server
 
@@ -77,7 +77,7 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
     for name, clip in zip(names, clips(), strict=True):
         row = opened.metadata(name)
         assert (row["uri"], row["backend"]) == (server.uri(f"all/{name}"), "pyav")
-        assert (row["source_size"], row["source_hash"]) == fingerprint(clip)
+        assert (row["source_size"], row["source_hash"]) == fingerprint_file(clip)
     assert opened.metadata("big.mp4")["source_size"] > BIG
     videos = ["big.mp4", "empty.mp4", *names]
     assert kinds(server) == [*sorted(("GET", f"/all/{name}") for name in videos), ("LIST", "")]

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
 from gstep.checkpoints import tiny
-from gstep.checkpoints.tensors import tower_hash
+from gstep.checkpoints.tensors import compute_tower_hash
 from pipeline.cache.header import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault
@@ -81,7 +81,7 @@ def tiny_cache(
         header["newline"] = decode_newline(source)
     full = {"schema_version": SCHEMA_VERSION, "identity": make_identity(ratio, method, source=source), **header}
     store.put(HEADER, json.dumps(full).encode())
-    extra = {"tower_hash": tower_hash(source)}
+    extra = {"tower_hash": compute_tower_hash(source)}
     extra |= {} if model_extra is None else {"model_extra": json.dumps(model_extra)}
     rows = [encoded(name, draw(i, shape), ratio, method, **extra) for i, name in enumerate(ids)]
     rows += [encoded_failure(name, VideoFault("corrupt", "damaged")) for name in failed]
@@ -103,7 +103,7 @@ def setup_of(
 
 def thinking_model(folder: Path) -> Path:
     """Make the tiny model with a chat template that opens a thought, as that of Qwen3-VL-Thinking does."""
-    shutil.copytree(tiny.build("tiny"), folder)
+    shutil.copytree(tiny.build_tiny_model("tiny"), folder)
     with (folder / "chat_template.jinja").open("a") as file:
         file.write("{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}")
     return folder

@@ -12,13 +12,13 @@ import torch
 
 from gstep import VisualTokens
 from gstep.backbones import ModelSource
-from pipeline.cache.header import HEADER, find_codec, fingerprint, read_header, serialise_header
+from pipeline.cache.header import HEADER, compute_fingerprint, get_codec, read_header, serialize_header
 from pipeline.cache.live import INDEX_COLUMNS, LiveVideos
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
 from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
 from pipeline.errors import VideoFault
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
-from pipeline.rows import VideoRecord, failed_video
+from pipeline.rows import VideoRecord, make_failed_video
 from pipeline.storage.stores import LocalStore, Store
 from tests.gstep import synthetic
 
@@ -57,7 +57,7 @@ def encoded(
 
 
 def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> VideoItem:
-    return VideoItem(failed_video(source_record(video_id, (1, 1, 1), **more), fault))
+    return VideoItem(make_failed_video(source_record(video_id, (1, 1, 1), **more), fault))
 
 
 def make_identity(
@@ -80,17 +80,17 @@ def write_header(
     store = LocalStore(out) if isinstance(out, Path) else out
     store.make()
     version, identity = CODED_VERSIONS.get(codec, SCHEMA_VERSION), make_identity(ratio, method, codec, sampling={})
-    store.put(HEADER, serialise_header({"schema_version": version, "identity": identity, "newline": None, **more}))
+    store.put(HEADER, serialize_header({"schema_version": version, "identity": identity, "newline": None, **more}))
     return store
 
 
 def write_shard(store: Store, run_id: str, *videos: VideoItem) -> str:
     """Write and commit one shard, as the next of its run; returns the name of its videos shard."""
     identity = read_header(store)["identity"]
-    rows = write_token_shard(videos, store=store, run_id=run_id, codec=find_codec(identity))
+    rows = write_token_shard(videos, store=store, run_id=run_id, codec=get_codec(identity))
     before = set(store.names("videos", ".parquet"))
     number = sum(name.startswith(f"videos/{run_id}-") for name in before)
-    commit_records(store, run_id, number, rows, made_with=fingerprint(identity))
+    commit_records(store, run_id, number, rows, made_with=compute_fingerprint(identity))
     (name,) = set(store.names("videos", ".parquet")) - before
     return name
 

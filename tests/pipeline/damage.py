@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.cache.header import made_with
-from pipeline.cache.merging import merge_fully
-from pipeline.cache.schema import VIDEOS, digest, slice_footer, write_parquet
+from pipeline.cache.header import read_fingerprint
+from pipeline.cache.merging import merge_table_fully
+from pipeline.cache.schema import VIDEOS, hash_bytes, slice_footer, write_parquet
 from pipeline.cache.table import make_small_name
 from pipeline.cache.token_shard import join_vectors, parse_run_id, parse_shard_id
-from pipeline.runner.run_record import COMMITTED_KEY, now
+from pipeline.runner.run_record import COMMITTED_KEY, format_now
 from pipeline.storage.s3 import Slice
 from pipeline.storage.stores import LocalStore
 
@@ -77,7 +77,7 @@ class Merging(LocalStore):
             if self._left < 0 and not self.is_merged:
                 self.is_merged = True
                 other = LocalStore(self.root)
-                merge_fully(other, made_with(other))
+                merge_table_fully(other, read_fingerprint(other))
 
 
 def shards(store: LocalStore, folder: str = "tokens") -> list[Path]:
@@ -88,7 +88,14 @@ def say_what_was_committed(store: LocalStore) -> None:
     """Write the records that runs leave, with the token shards that their rows name."""
     for run in {parse_run_id(file.name) for file in shards(store)}:
         ids = [parse_shard_id(f"tokens/{file.name}") for file in shards(store) if parse_run_id(file.name) == run]
-        record = {"run_id": run, "status": "finished", "started": now(), "ended": now(), "host": "here", "pid": 1}
+        record = {
+            "run_id": run,
+            "status": "finished",
+            "started": format_now(),
+            "ended": format_now(),
+            "host": "here",
+            "pid": 1,
+        }
         store.put(f"runs/{run}.json", json.dumps({**record, "videos": len(ids), COMMITTED_KEY: ids}).encode())
 
 
@@ -124,8 +131,8 @@ def rewrite_tokens(store: LocalStore, video_id: str, change: Callable[[pa.Table]
     store.put(f"tokens/{file.name}", data)
     vectors = [f.name for f in table.schema if pa.types.is_fixed_size_binary(f.type)]
     sums = {
-        "footer_hash": digest(slice_footer(memoryview(data))),
-        "checksum": digest(*(join_vectors(table[name]) for name in vectors)),
+        "footer_hash": hash_bytes(slice_footer(memoryview(data))),
+        "checksum": hash_bytes(*(join_vectors(table[name]) for name in vectors)),
     }
     rewrite_row(store, video_id, lambda row: row.update(sums))
 

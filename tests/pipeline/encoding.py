@@ -35,7 +35,7 @@ def encode_clip(
     if start_s is not None:
         begun["start_s"] = start_s
     encoder = VideoEncoder(EncodeSetup(source, method, ratio, pruner_params=params, device="cpu", dtype="float32"))
-    return decoded.frames, encoder.encode_one({**begun, **make_decoding_columns(decoded, 1)}, decoded.frames)
+    return decoded.frames, encoder.encode_video_alone({**begun, **make_decoding_columns(decoded, 1)}, decoded.frames)
 
 
 def cache_of(

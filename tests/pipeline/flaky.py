@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 from tests.pipeline.s3 import KEY, REGION, SECRET, S3Server
 
 _OWN_HEADERS = {"connection", "date", "expect", "server", "transfer-encoding"}  # of one connection, not of the request
@@ -73,9 +73,9 @@ class FlakyProxy:
         """Return the variables that lead here."""
         return self.server.environment() | {"AWS_ENDPOINT_URL": self.url}
 
-    def objects(self, patience: float = 1.0) -> Objects:
+    def objects(self, patience: float = 1.0) -> S3Objects:
         keys = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET}
-        return Objects(patience=patience, endpoint_url=self.url, region_name=REGION, **keys)
+        return S3Objects(patience=patience, endpoint_url=self.url, region_name=REGION, **keys)
 
     def fault_for(self, method: str, path: str) -> int | str | None:
         """Return what is to happen to the request that just came, if anything."""
@@ -117,7 +117,7 @@ def _handler(proxy: FlakyProxy) -> type[BaseHTTPRequestHandler]:  # noqa: C901 -
             if isinstance(kind, int):
                 self._refuse(kind, f"Told{kind}", "told to fail")
                 return
-            status, headers, answer = self._forward(body)
+            status, headers, answer = self._run_forward(body)
             if kind == "lost":
                 self.close_connection = True
                 return
@@ -129,7 +129,7 @@ def _handler(proxy: FlakyProxy) -> type[BaseHTTPRequestHandler]:  # noqa: C901 -
 
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve  # noqa: N815 - names of the base class
 
-        def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        def _run_forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
             connection = http.client.HTTPConnection(urlsplit(proxy.server.url).netloc, timeout=60)
             kept = {name: value for name, value in self.headers.items() if name.lower() not in _OWN_HEADERS}
             connection.request(self.command, self.path, body, kept)

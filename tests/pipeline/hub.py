@@ -48,7 +48,7 @@ class HubServer:
         """Count the requests for a route: info, tree, paths-info or resolve."""
         return sum(found == route for _, found in self.requests)
 
-    def _entry(self, path: Path) -> dict[str, Any]:
+    def _make_entry(self, path: Path) -> dict[str, Any]:
         name = path.relative_to(self.folder).as_posix()
         if path.is_dir():
             return {"type": "directory", "oid": "d" * 40, "size": 0, "path": name}
@@ -58,15 +58,15 @@ class HubServer:
     def answer(self, route: str, path: Path, body: dict[str, Any], recursive: bool) -> Any:
         """Return what a route of the API says, or None where it knows nothing."""
         if route == "info":
-            files = [{"rfilename": self._entry(one)["path"]} for one in self.folder.rglob("*") if one.is_file()]
+            files = [{"rfilename": self._make_entry(one)["path"]} for one in self.folder.rglob("*") if one.is_file()]
             facts = {"private": False, "tags": [], "downloads": 0, "likes": 0}
             return {"id": REPO, "sha": COMMIT, "siblings": files, **facts}
         if route == "paths-info":
             named = [self.folder / name for name in body.get("paths", ())]
-            return [self._entry(one) for one in named if one.exists()]
+            return [self._make_entry(one) for one in named if one.exists()]
         if not path.is_dir():
             return None
-        return [self._entry(one) for one in sorted(path.rglob("*") if recursive else path.iterdir())]
+        return [self._make_entry(one) for one in sorted(path.rglob("*") if recursive else path.iterdir())]
 
 
 class _Server(ThreadingHTTPServer):

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 
 from gstep.backbones.preprocess import FixedSizePreprocessor
 from pipeline import TokenCache
-from pipeline.cache.header import serialise_header
+from pipeline.cache.header import serialize_header
 from pipeline.errors import VideoFault
 from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
@@ -49,7 +49,7 @@ def build(
     store = write_header(out, ratio)
     header = json.loads(store.read("cache.json"))
     header["identity"]["sampling"] = more.pop("sampling", {"num_frames": FRAMES})
-    store.put("cache.json", serialise_header(header))
+    store.put("cache.json", serialize_header(header))
     columns = {**make_decoding_columns(video, 1), "uri": str(path), **more}
     tokens = random_tokens(0, (FRAMES, columns.get("tokens_per_frame", SIDE * SIDE), 16))
     fault = VideoFault("corrupt", "the file is cut off")

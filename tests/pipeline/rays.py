@@ -25,7 +25,7 @@ from pipeline.prune.resources import Resources
 from pipeline.prune.todo import Todo
 from pipeline.runner.cluster.connection import keep_ray_private
 from pipeline.runner.cluster.prefork.server import SOCKET, fork_workers_from_server
-from pipeline.runner.shards import TICK_S, RunGraph, Shards
+from pipeline.runner.shards import TICK_S, RunGraph, ShardBundler
 from pipeline.runner.stages import configure_ray_data
 from pipeline.runner.watchdog import Fetcher
 from pipeline.runner.worker_heartbeat import Heartbeat
@@ -147,7 +147,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Run a graph to its end; returns the rows of its shards. ``moved`` is called for each of these."""
     rows, looked_at = list[dict[str, Any]](), time.monotonic()
-    with Shards(flow, age_s=60) as shards, Fetcher(flow.batches()) as batches:
+    with ShardBundler(flow, age_s=60) as shards, Fetcher(flow.batches()) as batches:
         while not batches.is_at_end or shards.finish():
             if time.monotonic() - looked_at >= every_s:
                 look()

@@ -15,7 +15,7 @@ from jobs.command import LogConsole, run_to_exit_code
 from jobs.frame.json_document import CommandResult
 from pipeline.console import CleanConsole, clean, clean_line
 from pipeline.errors import RunFailed, UsageError, VideoFault
-from pipeline.runner.progress import LineReporter, Listening
+from pipeline.runner.progress import CallbackConsole, LineReporter
 from pipeline.runner.run_record import as_text
 from pipeline.runner.stages import Wording
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
@@ -95,7 +95,7 @@ def test_errors_and_lines_of_a_command_are_clean(capsys):
 
 def test_lines_of_a_run_are_clean(capsys):
     notes = []
-    Listening(notes.append).print(HOSTILE)
+    CallbackConsole(notes.append).print(HOSTILE)
     assert notes[0].note == clean_line(HOSTILE)
     console = LogConsole()
     with LineReporter(console, 1, 60, Wording("pruning", HOSTILE, {}, "")):

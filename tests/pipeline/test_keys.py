@@ -3,12 +3,12 @@
 import numpy as np
 import pyarrow as pa
 
-from pipeline.keys import clip_keys, column_keys, find, find_repeated, hash_texts
+from pipeline.keys import find, find_repeated, hash_clips, hash_column, hash_texts
 
 
 def clip(uri: str, start: float | None = None, end: float | None = None) -> int:
     kind = {"start_s": pa.array([start], pa.float64()), "end_s": pa.array([end], pa.float64())}
-    return clip_keys(pa.table({"uri": [uri], **kind})).item()
+    return hash_clips(pa.table({"uri": [uri], **kind})).item()
 
 
 def test_texts_that_differ_have_keys_that_differ():
@@ -33,10 +33,10 @@ def test_keys_are_found_where_they_share_a_half():
 
 
 def test_the_first_of_equal_keys_is_not_repeated():
-    keys = column_keys(pa.chunked_array([["b", "a", "c"], ["a", "d", "b"], ["a"]]))
+    keys = hash_column(pa.chunked_array([["b", "a", "c"], ["a", "d", "b"], ["a"]]))
     assert np.flatnonzero(find_repeated(keys)).tolist() == [3, 5, 6]
     last = np.array([True, True, False, False, False, True, True])
     assert np.flatnonzero(find_repeated(keys, last)).tolist() == [1, 5, 6]
     assert not find_repeated(keys[:1]).any() and find_repeated(
-        column_keys(pa.chunked_array([], pa.string()))
+        hash_column(pa.chunked_array([], pa.string()))
     ).shape == (0,)

@@ -72,7 +72,7 @@ def test_a_percentage_without_its_sign_is_named(config, options):
 )  # fmt: skip
 def test_so_many_videos_may_fail_and_so_many_from_outside(text, total, limit, from_outside):
     config = PruneConfig(max_failed=text)
-    assert (config.failure_limit(total), config.infrastructure_limit(total)) == (limit, from_outside)
+    assert (config.compute_failure_limit(total), config.compute_infrastructure_limit(total)) == (limit, from_outside)
 
 
 def test_a_model_that_takes_more_gpus_than_a_run_may_is_refused():
@@ -86,7 +86,7 @@ def test_a_record_tells_no_secret_of_the_engine():
     params = ["hf_token=hf_abc", "hf-token=x", "max_num_batched_tokens=8192"]
     config = GenerateConfig(questions="q", engine="vllm", engine_param=params)
     shown = ["hf_token=(set)", "hf-token=(set)", "max_num_batched_tokens=8192"]
-    assert config.as_record()["engine_param"] == config.changed_values()["engine_param"] == shown
+    assert config.as_record()["engine_param"] == config.list_changed_values()["engine_param"] == shown
     assert config.engine_params()["hf_token"] == "x"
     assert describe_engine(config) == {"engine": {"name": "vllm"}}  # which the header of the answers has
 

@@ -12,7 +12,7 @@ import pytest
 
 from gstep import make_pruner
 from pipeline.errors import UsageError
-from pipeline.own_code import hash_code, is_comparable, is_own, locate_own_error
+from pipeline.own_code import hash_code, is_comparable, is_user_class, locate_user_error
 
 HELPERS = """
 def rank(x):
@@ -131,5 +131,5 @@ def test_the_innermost_line_of_the_users_is_to_blame_and_no_line_of_the_package(
     line, gstep = Failing.select.__code__.co_firstlineno + 1, type(make_pruner("gstep"))
     with pytest.raises(ValueError, match="invalid literal") as raised:
         Failing().select()
-    assert locate_own_error(raised.value, Failing) == f"{__file__}:{line}"
-    assert locate_own_error(raised.value, gstep) is None and is_own(Failing) and not is_own(gstep)
+    assert locate_user_error(raised.value, Failing) == f"{__file__}:{line}"
+    assert locate_user_error(raised.value, gstep) is None and is_user_class(Failing) and not is_user_class(gstep)

@@ -20,8 +20,8 @@ from pipeline.rows import (
     TodoRow,
     VideoRecord,
     VideoRow,
-    failed_answer,
-    failed_video,
+    make_failed_answer,
+    make_failed_video,
 )
 from tests.paths import ROOT
 
@@ -67,13 +67,13 @@ def test_a_record_is_its_schema(record, schema):
 def test_what_fails_keeps_what_was_known():
     record: VideoRecord = {"video_id": "v", "attempts": 2, "backend": "decord", "status": "ok", "codec": "h264"}
     fault = VideoFault("crash", "gone\n", exit_signal=11, attempts=2)
-    failed = failed_video(record, fault)
+    failed = make_failed_video(record, fault)
     assert failed["backend"] == "decord" and failed["codec"] == "h264" and failed["error_message"] == "gone"
     assert (failed["status"], failed["error_class"], failed["error_signal"]) == ("failed", "crash", 11)
     assert failed["attempts"] == 3 and failed["retryable"] is True
-    assert failed_video(record, VideoFault("corrupt", "", backend="pyav"))["backend"] == "pyav"
+    assert make_failed_video(record, VideoFault("corrupt", "", backend="pyav"))["backend"] == "pyav"
     question: QuestionRecord = {"question_id": "q", "attempts": 1}
-    answer = failed_answer(question, QuestionFault("bad-prompt", "x" * 2000))
+    answer = make_failed_answer(question, QuestionFault("bad-prompt", "x" * 2000))
     assert len(answer["error_message"]) == 1024 and answer["retryable"] is False and answer["question_id"] == "q"
 
 

@@ -41,7 +41,7 @@ PARTS: Mapping[str, TinyModel] = {"tiny-siglip": SIGLIP}
 _ALL = {**TINY, **PARTS}
 
 
-def build(name: str) -> Path:
+def build_tiny_model(name: str) -> Path:
     """Return the folder of a tiny model, which is built if it is missing, below XDG_CACHE_HOME or the temporary folder.
 
     Several processes may build it at the same time: the folder appears complete, by one rename.
@@ -49,14 +49,14 @@ def build(name: str) -> Path:
     Raises:
         ModelError: the folder cannot be written, or belongs to another user.
     """
-    folder = _choose_cache_root() / identity(name).replace(":", "-")
+    folder = _choose_cache_root() / compute_tiny_identity(name).replace(":", "-")
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
         try:
-            write(name, scratch)
+            write_tiny_model(name, scratch)
             scratch.rename(folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -68,17 +68,17 @@ def build(name: str) -> Path:
     return folder
 
 
-def write(name: str, folder: Path) -> None:
+def write_tiny_model(name: str, folder: Path) -> None:
     """Write all files of the tiny model ``name`` into an existing folder, over existing ones."""
     model = _ALL[name]
     save_file(draw_weights(model.tensors, model.config), folder / "model.safetensors", metadata={"format": "pt"})
     for filename, content in {"config.json": model.config, **model.processor_files}.items():
         (folder / filename).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    tokenizer.write(folder, model.tokenizer)
+    tokenizer.write_trained_tokenizer(folder, model.tokenizer)
 
 
 @cache
-def identity(name: str) -> str:
+def compute_tiny_identity(name: str) -> str:
     """Compute "<name>:<version>-<hash>"; the hash covers the config and every weight, so that nodes can be compared.
 
     The first call for a name in a process draws all its weights.

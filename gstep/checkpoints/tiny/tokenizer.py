@@ -60,7 +60,7 @@ class TinyTokenizer:
         return self.special.index(token)
 
 
-def write(folder: Path, kind: TinyTokenizer) -> None:
+def write_trained_tokenizer(folder: Path, kind: TinyTokenizer) -> None:
     """Train the tokenizer and write the files that AutoTokenizer reads into an existing folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -77,10 +77,10 @@ def write(folder: Path, kind: TinyTokenizer) -> None:
     if kind.chat_template is None:
         end = (kind.end, kind.find_token_id(kind.end))
         tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {kind.end}", special_tokens=[end])
-    _save(folder, tokenizer, kind)
+    _write_tokenizer_files(folder, tokenizer, kind)
 
 
-def write_bytes(folder: Path, kind: TinyTokenizer, ids: Mapping[str, int], vocab_size: int) -> None:
+def write_byte_tokenizer(folder: Path, kind: TinyTokenizer, ids: Mapping[str, int], vocab_size: int) -> None:
     """Write a tokenizer with a token for each byte, and a vocabulary of ``vocab_size``, into an existing folder.
 
     The special tokens have the given ids, bytes the first free ones. Other ids decode to "<id>".
@@ -93,10 +93,10 @@ def write_bytes(folder: Path, kind: TinyTokenizer, ids: Mapping[str, int], vocab
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in kind.special])
-    _save(folder, tokenizer, kind)
+    _write_tokenizer_files(folder, tokenizer, kind)
 
 
-def _save(folder: Path, tokenizer: Tokenizer, kind: TinyTokenizer) -> None:
+def _write_tokenizer_files(folder: Path, tokenizer: Tokenizer, kind: TinyTokenizer) -> None:
     """Write tokenizer.json, tokenizer_config.json and, if there is a chat template, chat_template.jinja."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -1,7 +1,8 @@
 """The weights of the tiny models: tables of the tensors' names and shapes, and one rule that draws any tensor.
 
 A line of a table is "names dimensions... [@mean]". Names have choices, {q,k,v}, and counts, {layers}, in braces. A
-dimension is a number, a key of ``_read_sizes``, or a term of them, 2*keys+values. Biases take only the first dimension.
+dimension is a number, a key of ``_read_chunk_sizes``, or a term of them, 2*keys+values. Biases take only the first
+dimension.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def draw_weights(tables: Mapping[str, str], config: Mapping[str, Any]) -> Weight
         for line in table.splitlines():
             names, *words = line.split()
             mean = float(words.pop()[1:]) if words[-1].startswith("@") else None
-            shape = tuple(_compute(word, sizes) for word in words)
-            for name in _expand(prefix + names, sizes):
-                weights[name] = _draw(name, shape[:1] if name.endswith("bias") else shape, mean)
+            shape = tuple(_evaluate_term(word, sizes) for word in words)
+            for name in _iter_tensor_names(prefix + names, sizes):
+                weights[name] = _draw_tensor(name, shape[:1] if name.endswith("bias") else shape, mean)
     return weights
 
 
@@ -69,7 +70,7 @@ def _read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _draw(name: str, shape: tuple[int, ...], mean: float | None = None) -> Array:
+def _draw_tensor(name: str, shape: tuple[int, ...], mean: float | None = None) -> Array:
     """Draw a tensor, seeded by its name and scaled so that the tokens of a video differ clearly.
 
     The values are uniform, each from 16 bits of PCG64's stream, by exact operations: the same bits on every machine.
@@ -83,7 +84,7 @@ def _draw(name: str, shape: tuple[int, ...], mean: float | None = None) -> Array
     stream = np.random.PCG64(zlib.crc32(name.encode())).random_raw(size // 4 + 1)
     values: Array = stream.astype("<u8").view("<u2")[:size].reshape(shape).astype(np.float32)
     values -= np.float32(32767.5)
-    values *= np.float32(math.sqrt(3) / 32768 * _find_deviation(name, shape))
+    values *= np.float32(math.sqrt(3) / 32768 * _compute_deviation(name, shape))
     if "patch_embed" in name and len(shape) > 1:
         # The lower half is the negated upper half, plus a small value that responds to brightness.
         upper = values[..., : shape[-2] // 2, :]
@@ -99,7 +100,7 @@ def _draw(name: str, shape: tuple[int, ...], mean: float | None = None) -> Array
     return values + np.float32(mean) if mean else values
 
 
-def _find_deviation(name: str, shape: tuple[int, ...]) -> float:
+def _compute_deviation(name: str, shape: tuple[int, ...]) -> float:
     """Return a tensor's standard deviation: 0.7 for embeddings, 0.05 for vectors, otherwise gain / sqrt(inputs)."""
     if _EMBEDDINGS.search(name):
         return _LOUDNESS
@@ -110,13 +111,13 @@ def _find_deviation(name: str, shape: tuple[int, ...]) -> float:
     return gain / math.sqrt(inputs)
 
 
-def _compute(term: str, sizes: Mapping[str, int]) -> int:
+def _evaluate_term(term: str, sizes: Mapping[str, int]) -> int:
     """Compute a sum of products of numbers and sizes, such as "2*keys+width"."""
     products = [[int(word) if word.isdigit() else sizes[word] for word in part.split("*")] for part in term.split("+")]
     return sum(map(math.prod, products))
 
 
-def _expand(names: str, sizes: Mapping[str, int]) -> Iterator[str]:
+def _iter_tensor_names(names: str, sizes: Mapping[str, int]) -> Iterator[str]:
     """Return an iterator over all combinations of choices and counts in a table's names."""
     choices: list[list[str]] = []
     for i, part in enumerate(re.split(r"[{}]", names)):

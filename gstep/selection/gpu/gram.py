@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gstep.density import ZERO_DISTANCE, compute_row_factors, scale_rows, work_dtype
+from gstep.density import ZERO_DISTANCE, compute_row_factors, get_work_dtype, scale_rows
 from gstep.selection.gpu import kernels
 from gstep.selection.reference import NO_DISTANCE, choose_first_token, compute_density_weight, compute_inverse_roots
 
@@ -106,7 +106,7 @@ def prepare_task(
         inverse=_compute_inverse_norms(tokens_MD, tuning),
         weight=weight_M,
         start=choose_first_token(
-            start, tokens_MD.to(work_dtype(tokens_MD)) if start == "isolated" else tokens_MD, density_M
+            start, tokens_MD.to(get_work_dtype(tokens_MD)) if start == "isolated" else tokens_MD, density_M
         ),
         constants=torch.tensor([beta, ZERO_DISTANCE], dtype=torch.float64, device=tokens_MD.device),
         budget=budget,
@@ -140,7 +140,7 @@ def compute_gram_width(n_tokens: int) -> int:
     return -(-n_tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
-def pair_distances(task: Task, row_R: Tensor) -> Tensor:
+def compute_pair_distances(task: Task, row_R: Tensor) -> Tensor:
     """Compute the cosine distances of the tokens ``row_R`` to each other, [S,S] float64.
 
     Columns from R on are zero. Rows from R on are uninitialized memory.
@@ -181,11 +181,11 @@ def select_by_gram(task: Task) -> Tensor:
     distance_M = torch.full_like(task.inverse, NO_DISTANCE).index_fill_(0, task.start, torch.inf)
     order_B = torch.empty(task.budget, dtype=torch.int64, device=device)
     count_1 = torch.zeros(1, dtype=torch.int32, device=device)
-    run_greedy(task, row_M, distance_M, make_no_bar(device), order_B, count_1)
+    run_greedy(task, row_M, distance_M, make_open_bar(device), order_B, count_1)
     return order_B
 
 
-def make_no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
+def make_open_bar(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a bar for :func:`run_greedy` that every token passes: key -inf, [1] float64, and index 0, [1] int32."""
     key_1 = torch.full((1,), -torch.inf, dtype=torch.float64, device=device)
     return key_1, torch.zeros(1, dtype=torch.int32, device=device)
@@ -206,7 +206,7 @@ def run_greedy(
         order_B: The picks are written here from position ``count_1`` on.
         count_1: [1] int32, raised in place by the number of picks.
     """
-    distances_SS = pair_distances(task, row_R)
+    distances_SS = compute_pair_distances(task, row_R)
     width = len(distances_SS)
     n_rows = len(row_R)
     distance_S = pad(distance_R, (0, width - n_rows), value=-torch.inf)

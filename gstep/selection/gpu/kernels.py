@@ -11,8 +11,8 @@ Norms are square roots of dot products, too: tensor cores drop bits, so that a p
 small by more than ZERO_DISTANCE of itself. With exact norms, a token would have that distance to its own copy.
 
 Copies of a token have bit-equal distances, so that ties go to the lowest index. To this end, all products come from
-``_dots``, which accumulates each over D in the same order, independent of its position. D is therefore not split, and
-all kernels of a selection use the same tile shape.
+``_compute_dots``, which accumulates each over D in the same order, independent of its position. D is therefore not
+split, and all kernels of a selection use the same tile shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _dots(
+def _compute_dots(
     tokens_ptr: tl.tensor,
     a_token: tl.tensor,
     b_token: tl.tensor,
@@ -66,13 +66,13 @@ def squares_kernel(
     row = tl.arange(0, BLOCK)
     token = tl.program_id(0) * BLOCK + row
     clamped = tl.minimum(token, n_tokens - 1)  # tokens past the end repeat the last token, as in gram_kernel
-    dots = _dots(tokens_ptr, clamped, clamped, HIDDEN, BLOCK, BLOCK_D)
+    dots = _compute_dots(tokens_ptr, clamped, clamped, HIDDEN, BLOCK, BLOCK_D)
     square = tl.sum(tl.where(row[:, None] == row[None, :], dots, 0.0), 1)
     tl.store(squares_ptr + token, square.to(tl.float64), mask=token < n_tokens)
 
 
 @triton.jit
-def _distance(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> tl.tensor:
+def _compute_cosine_distances(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> tl.tensor:
     """Compute cosine distances from raw dot products, in float64; distances below ``zero_distance`` become 0.
 
     ``inverse`` is the product of both inverse norms.
@@ -113,7 +113,7 @@ def gram_kernel(
     # Rows past the end repeat the last row: cheaper than a mask on every load, and never stored.
     row_token = tl.load(row_ptr + tl.minimum(row, n_rows - 1))
     column_token = tl.load(row_ptr + tl.minimum(column, n_rows - 1))
-    dots = _dots(tokens_ptr, row_token, column_token, HIDDEN, BLOCK, BLOCK_D)
+    dots = _compute_dots(tokens_ptr, row_token, column_token, HIDDEN, BLOCK, BLOCK_D)
     inside = (row < n_rows)[:, None] & (column < n_rows)[None, :]
     tl.store(gram_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], dots, mask=inside)
     if tile_column > tile_row:
@@ -148,7 +148,7 @@ def fold_kernel(
     of_row = tl.load(inverse_ptr + tl.load(row_ptr + tl.minimum(row, n_rows - 1)))
     of_column = tl.load(inverse_ptr + tl.load(row_ptr + tl.minimum(column, n_rows - 1)))
     dots = tl.load(gram_ptr + offset, mask=inside, other=0.0)
-    distance = _distance(dots, of_row[:, None] * of_column[None, :], tl.load(constants_ptr + 1))
+    distance = _compute_cosine_distances(dots, of_row[:, None] * of_column[None, :], tl.load(constants_ptr + 1))
     in_matrix = (row < n_rows)[:, None] & (column < stride)[None, :]
     tl.store(distances_ptr + offset, tl.where(inside, distance, 0.0), mask=in_matrix)
 
@@ -186,9 +186,9 @@ def refresh_kernel(
     if (first >= count) | (first + BLOCK <= oldest):
         return
     pick = tl.load(order_ptr + tl.minimum(index, count - 1))
-    dots = _dots(tokens_ptr, token, pick, HIDDEN, BLOCK, BLOCK_D)
+    dots = _compute_dots(tokens_ptr, token, pick, HIDDEN, BLOCK, BLOCK_D)
     inverse = tl.load(inverse_ptr + token)[:, None] * tl.load(inverse_ptr + pick)[None, :]
-    nearest = tl.min(_distance(dots, inverse, tl.load(constants_ptr + 1)), 1)
+    nearest = tl.min(_compute_cosine_distances(dots, inverse, tl.load(constants_ptr + 1)), 1)
     tl.atomic_min(distance_ptr + token, nearest.to(tl.int64, bitcast=True), mask=row < n_rows, sem="relaxed")
 
 

@@ -48,15 +48,17 @@ def select_on_gpu(
         device = tokens_MD.device
         try:
             with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                order_B = _select(tokens_MD, density_M, budget, alpha, beta, start)
+                order_B = _select_with_kernels(tokens_MD, density_M, budget, alpha, beta, start)
             if order_B is not None:
                 return order_B
         except Exception as error:  # noqa: BLE001 - the reference selects instead
-            _report(error)
+            _report_failure(error)
     return density_guided_fps(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
 
 
-def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, beta: float, start: str) -> Tensor | None:
+def _select_with_kernels(
+    tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, beta: float, start: str
+) -> Tensor | None:
     """Select with the GPU form that serves this video, [B] int64 in order of selection; None if neither form can.
 
     If ``gram`` runs out of memory, ``lazy`` selects. Other errors of the kernels or of their check are raised, as is an
@@ -70,7 +72,7 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
     if task.tokens.is_cuda:
         check.check_kernels(task.tokens.device, task.tokens.dtype, task.tokens.shape[1])
     width = gram.compute_gram_width(len(task.tokens))
-    if width <= MAX_GRAM_TOKENS and width * width * 12 <= _memory_for_distances(task.tokens.device):
+    if width <= MAX_GRAM_TOKENS and width * width * 12 <= _get_distance_memory(task.tokens.device):
         try:
             return gram.select_by_gram(task)
         except Exception as error:
@@ -79,7 +81,7 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
     return lazy.LazyForm(task).select()
 
 
-def _memory_for_distances(device: torch.device) -> float:
+def _get_distance_memory(device: torch.device) -> float:
     """Return the bytes that the distance matrix may take: half of the free GPU memory, or infinity on a CPU.
 
     Unused blocks of torch's allocator are not counted as free.
@@ -90,7 +92,7 @@ def _memory_for_distances(device: torch.device) -> float:
     return _MEMORY_SHARE * free
 
 
-def _report(error: Exception) -> None:
+def _report_failure(error: Exception) -> None:
     """Disable the kernels unless the GPU only ran out of memory, and warn at the first call in a process."""
     cause = f"{type(error).__name__}: {error}"
     if not is_out_of_memory(error):

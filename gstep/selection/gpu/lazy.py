@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from gstep.selection.gpu import kernels
-from gstep.selection.gpu.gram import Task, make_no_bar, make_tile_options, run_greedy
+from gstep.selection.gpu.gram import Task, make_open_bar, make_tile_options, run_greedy
 from gstep.selection.reference import NO_DISTANCE
 
 
@@ -49,7 +49,7 @@ class LazyForm:
         idle = 0  # rounds without a new pick
         while n_picks < self.task.budget:
             for ahead in range(tuning.rounds):
-                self._round(min(self.task.budget, n_picks + ahead * tuning.candidates))
+                self._run_round(min(self.task.budget, n_picks + ahead * tuning.candidates))
             n_previous, n_picks = n_picks, int(self.count_1)
             idle = idle + tuning.rounds if n_picks == n_previous else 0
             # A round without a pick has updated at least one stale token.
@@ -57,7 +57,7 @@ class LazyForm:
                 raise RuntimeError(f"no token selected in {idle} rounds, after {n_picks} of {self.task.budget}")
         return self.order_B
 
-    def _round(self, max_picks: int) -> None:
+    def _run_round(self, max_picks: int) -> None:
         """Run one round: choose candidates, update their distances, and pick those that are certain.
 
         ``max_picks`` is an upper bound of the number of picks so far, so that the launch need not wait for the GPU.
@@ -82,7 +82,7 @@ class LazyForm:
         n_tokens = len(self.distance_M)
         n_rows = self.task.tuning.candidates
         if n_tokens <= n_rows:
-            return self._every_M, make_no_bar(self.distance_M.device)
+            return self._every_M, make_open_bar(self.distance_M.device)
         key_M = (self.distance_M + self.task.constants[0]) * self.task.weight
         level = torch.topk(key_M, n_rows, sorted=False).values.amin()
         above_M = key_M > level

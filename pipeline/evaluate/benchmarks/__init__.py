@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gstep.lazy import LazyTable, did_you_mean
+from gstep.lazy import LazyTable, format_suggestion
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.base import Benchmark
-from pipeline.evaluate.benchmarks.lmms import PREFIX, lmms_benchmark
-from pipeline.evaluate.benchmarks.own import own_benchmark
+from pipeline.evaluate.benchmarks.lmms import PREFIX, make_lmms_benchmark
+from pipeline.evaluate.benchmarks.own import make_user_benchmark
 from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import TABLE_SUFFIXES
 
@@ -41,11 +41,11 @@ def find_benchmark(name: str) -> Benchmark:
     if name in BENCHMARKS:
         return BENCHMARKS[name]
     if name.startswith(PREFIX):
-        return lmms_benchmark(name)
+        return make_lmms_benchmark(name)
     if find_suffix(name) in TABLE_SUFFIXES:
-        return own_benchmark(name)
+        return make_user_benchmark(name)
     raise UsageError(
-        f"--benchmark {name}: unknown{did_you_mean(name, BENCHMARKS)}; "
+        f"--benchmark {name}: unknown{format_suggestion(name, BENCHMARKS)}; "
         f"known are {', '.join(BENCHMARKS)}, {PREFIX}TASK for a task of lmms-eval ({PREFIX}list lists them), and a "
         f"file of your own questions named {', '.join(sorted(TABLE_SUFFIXES))}"
     )

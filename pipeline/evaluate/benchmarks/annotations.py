@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
-from pipeline.errors import UsageError, near_form
+from pipeline.errors import UsageError, suggest_unicode_form
 from pipeline.generate.questions import MAX_LETTERS, list_letters
-from pipeline.inputs.named_videos import Judge
-from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow, cell_text, is_text, read_rows
+from pipeline.inputs.named_videos import FolderCheck
+from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow, convert_to_text, is_text, read_rows
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import is_s3
 from pipeline.video.frame_folders import FIRST_FRAME, is_frame_folder
@@ -58,7 +58,7 @@ def read_annotations(
     """
     name = path.relative_to(folder).as_posix()
     if path.suffix == ".json":
-        read = [*_json_rows(path)]
+        read = [*_iter_json_rows(path)]
     else:
         with path.open("rb") as file:
             rows = enumerate(read_rows(name, file, ", ".join(needs)))
@@ -83,7 +83,7 @@ def read_tables(folder: Path, names: Sequence[str]) -> Tables:
     return tables
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
+def _iter_json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
     """Yield (part, number, position in words, row) for each row of a JSON file, numbered from 0 in each part.
 
     The parts of a file with an object ``meta`` are its keys; a part's entry in ``root`` becomes the column ``prefix``
@@ -145,7 +145,7 @@ class NotAskable(Exception):  # noqa: N818
         self.kind: FaultKind = kind
 
 
-def data_folder(data: Path | str, remedy: str) -> Path:
+def resolve_data_folder(data: Path | str, remedy: str) -> Path:
     """Return the folder that ``--data`` names as a Path.
 
     Raises:
@@ -165,7 +165,7 @@ class VideoFolder:
 
     def __init__(self, folder: Path, roots: Sequence[Path] = ()) -> None:
         self._folder = os.path.abspath(folder)  # noqa: PTH100 - links are judged below
-        self._judge = Judge([folder, *roots])
+        self._judge = FolderCheck([folder, *roots])
 
     def find(self, paths: Sequence[str], names: Iterable[str]) -> str:
         """Return the first of the ``paths`` that is a file or a folder of frames, as a POSIX path below the folder.
@@ -201,7 +201,7 @@ class VideoFolder:
         if empty:
             raise NotAskable("missing-video", f"the folder {empty!r} holds no frames ({FIRST_FRAME} and so on)")
         more = f" (nor at {len(paths) - 1} other places)" if len(paths) > 1 else ""
-        near = next(filter(None, (near_form(os.path.join(self._folder, path)) for path in paths)), "")  # noqa: PTH118
+        near = next(filter(None, (suggest_unicode_form(os.path.join(self._folder, path)) for path in paths)), "")  # noqa: PTH118
         raise NotAskable("missing-video", f"there is no {paths[0]!r} in the data folder{more}{near}")
 
 
@@ -213,7 +213,7 @@ def get_text(row: UserRow, column: str) -> str:
     """
     value = row.get(column)
     try:
-        text = cell_text(value, column)
+        text = convert_to_text(value, column)
     except ValueError:
         text = ""
     if not text.strip():
@@ -239,7 +239,7 @@ def get_options(row: UserRow, column: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def seconds_of(row: UserRow, column: str) -> float | None:
+def get_seconds(row: UserRow, column: str) -> float | None:
     """Return a cell with seconds as a float; None if it is missing or null.
 
     Raises:
@@ -255,13 +255,13 @@ def seconds_of(row: UserRow, column: str) -> float | None:
 
 def get_clip(row: UserRow, columns: tuple[str, str]) -> tuple[float | None, float | None]:
     """Return the start and end of a clip in seconds, None for an empty cell; raise NotAskable if the clip is empty."""
-    start_s, end_s = (seconds_of(row, column) for column in columns)
+    start_s, end_s = (get_seconds(row, column) for column in columns)
     if end_s is not None and end_s <= (start_s or 0.0):
         raise NotAskable("bad-row", f"the clip from {columns[0]} {start_s} to {columns[1]} {end_s} is empty")
     return start_s, end_s
 
 
-def answer_index(rule: AnswerRule, answer: str, options: Sequence[str]) -> int | None:
+def find_answer_index(rule: AnswerRule, answer: str, options: Sequence[str]) -> int | None:
     """Return the index of the option that ``answer`` denotes, or None if it denotes none; outer blanks are ignored.
 
     Args:
@@ -282,6 +282,6 @@ def answer_index(rule: AnswerRule, answer: str, options: Sequence[str]) -> int |
 NO_ANSWER = "-1"
 
 
-def without_letter(option: str) -> str:
+def strip_option_letter(option: str) -> str:
     """Return an option without outer blanks and without a capital letter before it, such as "A. " or "(A) "."""
     return _LETTER.sub("", option.strip())

@@ -17,15 +17,15 @@ from pipeline.evaluate.benchmarks.annotations import (
     NotAskable,
     Tables,
     VideoFolder,
-    answer_index,
-    data_folder,
+    find_answer_index,
     get_clip,
     get_options,
     get_text,
     read_annotations,
     read_tables,
+    resolve_data_folder,
 )
-from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector, clip_id
+from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector, make_clip_id
 from pipeline.evaluate.protocols import ALIASES, QUESTIONS, Protocol
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow
 from pipeline.storage.stores import Store
@@ -49,7 +49,7 @@ class Split:
     title: str
     parts: Mapping[str, str] = field(default_factory=dict)
 
-    def describe_parts(self, present: Collection[object], metric: str) -> str:
+    def describe_values(self, present: Collection[object], metric: str) -> str:
         """Describe the parts without a question, and over how many parts the score is a mean; "" if neither applies.
 
         Args:
@@ -66,7 +66,7 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnScores:
+class BenchmarkScores:
     """Scores made by a benchmark's own code, instead of a protocol's rule for single replies.
 
     Attributes:
@@ -154,15 +154,15 @@ class Benchmark:
         items: Sequence[Item],
         replies: Mapping[str, Mapping[str, str]],
         protocol: Protocol,
-    ) -> OwnScores | None:
+    ) -> BenchmarkScores | None:
         """Score the replies (by arm label and question id, without failed questions) by own code; by default None."""
         return None
 
-    def stored_in(self, store: Store) -> Benchmark:
+    def load_stored_settings(self, store: Store) -> Benchmark:
         """Return the benchmark with what the results in a store say about its scores; by default itself."""
         return self
 
-    def arm_share(self, label: str) -> float | None:
+    def get_arm_share(self, label: str) -> float | None:
         """Return the number of a whole arm in [0, 1], for benchmarks without scores of questions; by default None."""
         return None
 
@@ -199,7 +199,7 @@ class Benchmark:
         remedy = f"the folder must hold {self.source}"
         if data is None:
             raise UsageError(f"--data must name the folder of {self.title}; {remedy}")
-        folder = data_folder(data, remedy)
+        folder = resolve_data_folder(data, remedy)
         videos = VideoFolder(folder, roots)
         collector = QuestionCollector()
         tables = read_tables(folder, self.tables)
@@ -261,7 +261,7 @@ class Benchmark:
             difference = f"{len(options)} options, and every question of {self.title} has {self.n_options}"
             raise NotAskable("bad-row", f"{difference}: is it another set of questions?")
         expected_answer = None if self.submission else get_text(row, self.answer)
-        answer = None if expected_answer is None else answer_index(self.answer_rule, expected_answer, options)
+        answer = None if expected_answer is None else find_answer_index(self.answer_rule, expected_answer, options)
         if answer is None and expected_answer == NO_ANSWER:
             raise NotAskable("no-answer", f"{self.answer} is {expected_answer}: the right answer is not published")
         values = {
@@ -269,11 +269,11 @@ class Benchmark:
             "question": get_text(row, self.question),
             "cluster": get_text(row, self.cluster),
         }
-        splits = {split.name: _part(row, split) for split in self.splits}
+        splits = {split.name: _get_split_value(row, split) for split in self.splits}
         path, (start_s, end_s) = self._video(row, videos)
         return Item(
             **values,
-            video_ids=(clip_id(path, start_s, end_s),),
+            video_ids=(make_clip_id(path, start_s, end_s),),
             path=path,
             start_s=start_s,
             end_s=end_s,
@@ -295,7 +295,7 @@ class Benchmark:
         return path, bounds if places.index(path) < len(self.paths) else (None, None)
 
 
-def _part(row: UserRow, split: Split) -> str:
+def _get_split_value(row: UserRow, split: Split) -> str:
     """Return the part of a split that a row belongs to; raise NotAskable if the split has no such part."""
     part = get_text(row, split.name)
     if split.parts and part not in split.parts:

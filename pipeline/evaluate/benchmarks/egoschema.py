@@ -16,21 +16,21 @@ from dataclasses import replace
 from gstep.language import Decoding
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark
-from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
+from pipeline.evaluate.protocols import PromptTemplate, make_lmms_eval_protocols
 from pipeline.generate.questions import list_letters
 from pipeline.inputs.tables import UserRow
 
 _ANSWERS, _EGO4D = "subset_answers.json", "uid_to_ego4d.json"
 _REPOSITORY = "of github.com/egoschema/EgoSchema"
 _VIDEOS = f"videos/ (of the hub the unpacked videos_chunked_*.zip), and {_EGO4D} {_REPOSITORY} for errors by video"
-_NEWER, _OLDER = lmms_eval(
+_NEWER, _OLDER = make_lmms_eval_protocols(
     PromptTemplate("{question}\n{options}\nAnswer with the option's letter from the given choices directly."),
     "egoschema",
     "egoschema",
 )
 
 
-def _any_row(row: UserRow, place: AnnotationRow) -> UserRow:
+def _adapt_any_row(row: UserRow, place: AnnotationRow) -> UserRow:
     """Add ``cluster`` to a row: the Ego4D video, or the clip itself if that is unknown.
 
     A row of the authors also gets the hub's columns ``video_idx`` and ``option`` (with letters).
@@ -44,7 +44,7 @@ def _any_row(row: UserRow, place: AnnotationRow) -> UserRow:
     return {**row, "cluster": video or row.get("video_idx")}
 
 
-def _subset_row(row: UserRow, place: AnnotationRow) -> UserRow | None:
+def _adapt_subset_row(row: UserRow, place: AnnotationRow) -> UserRow | None:
     """Convert a row of either layout to the hub's, and add ``cluster`` and, to a row of the authors, its answer.
 
     Returns None for a row of the authors whose answer is not published.
@@ -54,7 +54,7 @@ def _subset_row(row: UserRow, place: AnnotationRow) -> UserRow | None:
         if str(row["q_uid"]) not in answers:
             return None
         row = {**row, "answer": answers[str(row["q_uid"])]}
-    return _any_row(row, place)
+    return _adapt_any_row(row, place)
 
 
 EGOSCHEMA = Benchmark(
@@ -64,7 +64,7 @@ EGOSCHEMA = Benchmark(
     source=f"GENERATION/ of the data set lmms-eval/egoschema of the Hugging Face hub, or questions.json {_REPOSITORY}; "
     + _VIDEOS,
     files=("GENERATION/test-*.parquet", "questions.json"),
-    adapt=_any_row,
+    adapt=_adapt_any_row,
     tables=(_EGO4D,),
     paths=tuple(f"{folder}{{video_idx}}{suffix}" for folder in ("videos/", "") for suffix in (".mp4", ".MP4")),
     question_id="video_idx",
@@ -82,7 +82,7 @@ EGOSCHEMA_SUBSET = replace(
     source=f"Subset/ of the data set lmms-eval/egoschema of the Hugging Face hub, or questions.json and {_ANSWERS} "
     f"{_REPOSITORY}; {_VIDEOS}",
     files=("Subset/test-*.parquet", "questions.json"),
-    adapt=_subset_row,
+    adapt=_adapt_subset_row,
     tables=(_ANSWERS, _EGO4D),
     n_questions=500,
     submission="",

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipeline.errors import UsageError, printable
-from pipeline.evaluate.benchmarks.annotations import FaultKind, NotAskable, without_letter
-from pipeline.generate.questions import find_count_from_1
+from pipeline.errors import UsageError, make_printable
+from pipeline.evaluate.benchmarks.annotations import FaultKind, NotAskable, strip_option_letter
+from pipeline.generate.questions import explain_count_from_1
 
 _MAX_WRONG_SHARE = 0.5  # share of questions; in the published files, at most 2 of 355 answers are not options
 
@@ -41,7 +41,7 @@ class Item:
     Attributes:
         question_id: unique in the benchmark; may begin with "-".
         video_ids: the ids of its videos in the order of the prompt: POSIX paths relative to the data folder, with the
-            bounds of a clip appended (``clip_id``). Only users' own questions may have several.
+            bounds of a clip appended (``make_clip_id``). Only users' own questions may have several.
         path: the path of the video relative to the data folder; "" if the ids are the paths.
         start_s, end_s: the clip in seconds; None: from the start, or to the end.
         conversation: JSON of the messages of which ``question`` is the last; None without.
@@ -70,7 +70,7 @@ class Item:
         """The id of the first video."""
         return self.video_ids[0]
 
-    def manifest_rows(self, folder: Path) -> list[dict[str, str | float]]:
+    def make_manifest_rows(self, folder: Path) -> list[dict[str, str | float]]:
         """Return a row per video for a manifest of jobs.prune: id, uri (the path in ``folder``), and the clip's bounds.
 
         Bounds that are None are left out.
@@ -83,7 +83,7 @@ class Item:
         ]
 
 
-def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
+def make_clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
     """Return the id of a clip: the path with a media fragment such as ``#t=1.5,9``, or the path of a whole video."""
     if start_s is None and end_s is None:
         return path
@@ -103,7 +103,7 @@ class LoadedQuestions:
     faults: tuple[AnnotationFault, ...]
     n_annotated: int
 
-    def summarise_faults(self) -> list[tuple[FaultKind, bool, int, str]]:
+    def summarize_faults(self) -> list[tuple[FaultKind, bool, int, str]]:
         """Return (kind, left out, count, message of the first one) per kind of fault, in order of first appearance."""
         groups: dict[tuple[FaultKind, bool], list[str]] = {}
         for fault in self.faults:
@@ -130,7 +130,7 @@ class QuestionCollector:
         self._n_annotated += 1
         has_id = isinstance(question_id, str | int) and not isinstance(question_id, bool)
         name = str(question_id) if has_id else None
-        self._faults.append(AnnotationFault(fault.kind, name, printable(f"{where}: {fault}"), True))
+        self._faults.append(AnnotationFault(fault.kind, name, make_printable(f"{where}: {fault}"), True))
 
     def keep(self, where: str, item: Item) -> None:
         """Record a question and its oddities; one whose id was kept before is left out as "repeated-question"."""
@@ -140,8 +140,8 @@ class QuestionCollector:
         self._n_annotated += 1
         self._ids.add(item.question_id)
         self.items.append(item)
-        for kind, oddity in self._oddities(item):
-            self._faults.append(AnnotationFault(kind, item.question_id, printable(f"{where}: {oddity}"), False))
+        for kind, oddity in self._find_oddities(item):
+            self._faults.append(AnnotationFault(kind, item.question_id, make_printable(f"{where}: {oddity}"), False))
 
     def finish(self, place: str, remedy: str) -> LoadedQuestions:
         """Return the collected questions and faults.
@@ -180,10 +180,10 @@ class QuestionCollector:
                 f"e.g. {example.expected!r} of {example.question_id} with the options {example.options}: the file has "
                 "another layout or version than the benchmark"
             )
-        if len(items) > 1 and (reason := find_count_from_1((item.expected, item.options) for item in items)):
+        if len(items) > 1 and (reason := explain_count_from_1((item.expected, item.options) for item in items)):
             raise UsageError(f"{place}: {reason}")
 
-    def _oddities(self, item: Item) -> Iterator[tuple[FaultKind, str]]:
+    def _find_oddities(self, item: Item) -> Iterator[tuple[FaultKind, str]]:
         """Yield (kind, description) of the faults of a question that can still be asked, and remember the question.
 
         The faults are: the same text (without options at its end), messages and videos as an earlier question, options
@@ -195,7 +195,7 @@ class QuestionCollector:
         key = (item.video_ids, item.conversation, text)
         if (first := self._first_ids.setdefault(key, item.question_id)) != item.question_id:
             yield "repeated-question", f"the same question on the same video as {first!r}"
-        counts = Counter(map(without_letter, item.options))
+        counts = Counter(map(strip_option_letter, item.options))
         if repeated_texts := [text for text, count in counts.items() if count > 1]:
             yield "repeated-candidate", f"the option {repeated_texts[0]!r} is there {counts[repeated_texts[0]]} times"
         if blank := sum(not text.strip() for text in item.options):

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from pipeline.console import Say
 from pipeline.errors import NotResults, UsageError
-from pipeline.evaluate.benchmarks.annotations import FaultKind, NotAskable, VideoFolder, data_folder
-from pipeline.evaluate.benchmarks.base import OWN_NUMBERS, Benchmark, OwnScores, Split
+from pipeline.evaluate.benchmarks.annotations import FaultKind, NotAskable, VideoFolder, resolve_data_folder
+from pipeline.evaluate.benchmarks.base import OWN_NUMBERS, Benchmark, BenchmarkScores, Split
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.protocols import LMMS_EVAL_0_7, QUESTIONS, PromptTemplate, Protocol
 from pipeline.evaluate.tasks.numbers import list_parted_fields
@@ -37,7 +37,7 @@ class LmmsTask(Benchmark):
         shown_metric: the metric that tables show; None: the first one for which more is better.
         process: runs the task's code; None before ``open``.
         task: its documents and settings; None before ``open``.
-        own: the content of ``OWN_NUMBERS`` in the results; {} before ``stored_in``.
+        own: the content of ``OWN_NUMBERS`` in the results; {} before ``load_stored_settings``.
     """
 
     shown_metric: str | None = None
@@ -71,7 +71,7 @@ class LmmsTask(Benchmark):
         remedy = "it must be HF_HOME, the folder below which lmms-eval keeps its videos"
         if data is None:
             raise UsageError(f"--data must name the folder of {self.name}: {remedy}")
-        home = data_folder(data, remedy).absolute()
+        home = resolve_data_folder(data, remedy).absolute()
         process = TaskProcess(self.task_name, self.shown_metric, model_type, home, say)
         task = process.describe()
         decoding, _ = read_settings(self.task_name, task.settings)
@@ -85,7 +85,7 @@ class LmmsTask(Benchmark):
         )
         askable = [document for document in task.documents if document.fault is None]
         # A table by a field that every prompt contains would compare wordings.
-        parts = _list_parts(task.documents)
+        parts = _list_split_fields(task.documents)
         names = [name for name in parts if not all(document.fields[name] in document.prompt for document in askable)]
         splits = tuple(map(_make_split, names[:_MAX_SPLITS]))
         return replace(self, protocols=(protocol,), splits=splits, process=process, task=task)
@@ -103,7 +103,7 @@ class LmmsTask(Benchmark):
         home = Path(str(data)).absolute()
         videos = VideoFolder(home, roots)
         collector = QuestionCollector()
-        parts = _list_parts(self.task.documents)
+        parts = _list_split_fields(self.task.documents)
         for number, document in enumerate(self.task.documents):
             where = f"document {number}"
             try:
@@ -125,7 +125,7 @@ class LmmsTask(Benchmark):
 
     def score_replies(
         self, items: Sequence[Item], replies: Mapping[str, Mapping[str, str]], protocol: Protocol
-    ) -> OwnScores:
+    ) -> BenchmarkScores:
         """Score the replies by the task's own rules, in a child process; failed questions count as empty replies there.
 
         Replies are cut at the task's stop texts first. Documents that the task's number leaves out get no score. There
@@ -167,9 +167,9 @@ class LmmsTask(Benchmark):
                 f"the task's rule gives points to {len(failed)} failed answers, which it reads as empty replies; they "
                 f"count as wrong in tables, so that numbers in {OWN_NUMBERS} are higher"
             )
-        return OwnScores(scores=scores, numbers=numbers, notes=notes)
+        return BenchmarkScores(scores=scores, numbers=numbers, notes=notes)
 
-    def stored_in(self, store: Store) -> LmmsTask:
+    def load_stored_settings(self, store: Store) -> LmmsTask:
         """Return the task with the splits, weights, metric, notes and numbers of the results in a store.
 
         The split over which the number is a mean comes first. Results that were not scored yet return the task itself.
@@ -204,7 +204,7 @@ class LmmsTask(Benchmark):
         """Return what the task's number is a mean over according to its results; ``stored`` if it is not a mean."""
         return str(self.own.get("mean_over") or stored)
 
-    def arm_share(self, label: str) -> float | None:
+    def get_arm_share(self, label: str) -> float | None:
         """Return the task's own number of an arm as a share; None if there is none, or it is outside [0, 1]."""
         number = self.own.get("numbers", {}).get(label, {}).get(self.own.get("metric"))
         if not isinstance(number, int | float):
@@ -213,7 +213,7 @@ class LmmsTask(Benchmark):
         return share if 0 <= share <= 1 else None
 
 
-def lmms_benchmark(name: str) -> Benchmark:
+def make_lmms_benchmark(name: str) -> Benchmark:
     """Return the benchmark ``lmms:TASK`` or ``lmms:TASK@METRIC``; nothing is read or checked yet."""
     task, _, metric = name.removeprefix(PREFIX).partition("@")
     protocol = Protocol(name=f"lmms-eval-{VERSION}", prompt=PromptTemplate("{question}"), parser=f"{PREFIX}{task}")
@@ -229,7 +229,7 @@ def _find_video(document: TaskDocument, home: Path, videos: VideoFolder) -> str:
     return videos.find([path], [PurePosixPath(path).as_posix()])
 
 
-def _list_parts(documents: Sequence[TaskDocument]) -> list[str]:
+def _list_split_fields(documents: Sequence[TaskDocument]) -> list[str]:
     """List the fields over whose values the task's number may be a mean; documents with faults do not count."""
     return list_parted_fields([document.fields for document in documents if document.fault is None])
 

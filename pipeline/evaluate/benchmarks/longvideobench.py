@@ -9,13 +9,13 @@ from __future__ import annotations
 from gstep.language import Decoding
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
+from pipeline.evaluate.protocols import PromptTemplate, make_lmms_eval_protocols
 from pipeline.inputs.tables import UserRow
 
 _NONE = "N/A"  # the value of missing options, which come last
 
 
-def _with_candidates(row: UserRow, place: AnnotationRow) -> UserRow:
+def _add_candidates(row: UserRow, place: AnnotationRow) -> UserRow:
     """Add the list ``candidates`` to a row of the Parquet file: option0 to option4 without trailing "N/A".
 
     Rows of the JSON file, which have the list, are returned unchanged.
@@ -31,7 +31,7 @@ def _with_candidates(row: UserRow, place: AnnotationRow) -> UserRow:
 LONGVIDEOBENCH = Benchmark(
     name="longvideobench",
     title="LongVideoBench",
-    protocols=lmms_eval(
+    protocols=make_lmms_eval_protocols(
         PromptTemplate(
             "{question}\n{options}\nAnswer with the option's letter from the given choices directly.\n",
             "{letter}. {text}",
@@ -43,7 +43,7 @@ LONGVIDEOBENCH = Benchmark(
     source="the data set longvideobench/LongVideoBench of the Hugging Face hub, with its videos unpacked (cat "
     "videos.tar.part.* | tar x)",
     files=("validation-*.parquet", "*/validation-*.parquet", "lvb_val.json"),
-    adapt=_with_candidates,
+    adapt=_add_candidates,
     paths=("videos/{video_path}", "{video_path}"),
     question_id="id",
     options="candidates",

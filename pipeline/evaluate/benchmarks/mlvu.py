@@ -11,9 +11,9 @@ The reply rule of lmms-eval 0.7.3 knows only the letters A to D, also for the te
 
 from __future__ import annotations
 
-from pipeline.evaluate.benchmarks.annotations import AnnotationRow, answer_index
+from pipeline.evaluate.benchmarks.annotations import AnnotationRow, find_answer_index
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
+from pipeline.evaluate.protocols import PromptTemplate, make_lmms_eval_protocols
 from pipeline.generate.questions import list_letters
 from pipeline.inputs.tables import UserRow, UserValue
 
@@ -33,7 +33,7 @@ _TEST = {
 }
 
 
-def _row(row: UserRow, place: AnnotationRow) -> UserRow:
+def _adapt_mlvu_row(row: UserRow, place: AnnotationRow) -> UserRow:
     """Convert a row of either layout to lmms-eval's, and add the task's ``folder`` and an id (task and row number).
 
     The folder of a test task is the name of the task. The task "findNeedle" becomes "needle".
@@ -59,7 +59,7 @@ def _add_letters(row: UserRow) -> UserRow:
     if isinstance(options, list) and all(isinstance(text, str) for text in options):
         pairs = zip(list_letters(len(options)), options, strict=False)
         more["question"] = f"{row.get('question')}\n" + "".join(f"({letter}) {text}\n" for letter, text in pairs)
-        index = answer_index("text", answer, options) if isinstance(answer, str) else None
+        index = find_answer_index("text", answer, options) if isinstance(answer, str) else None
         more["answer"] = dict(enumerate(list_letters(len(options)))).get(-1 if index is None else index, answer)
     return {**row, **more}
 
@@ -67,7 +67,7 @@ def _add_letters(row: UserRow) -> UserRow:
 MLVU_DEV = Benchmark(
     name="mlvu-dev",
     title="MLVU dev",
-    protocols=lmms_eval(
+    protocols=make_lmms_eval_protocols(
         PromptTemplate("{question}\nOnly give the best option.\nBest option: ("),
         "extract-mcq-answer",
         "mlvu-0.5",
@@ -76,7 +76,7 @@ MLVU_DEV = Benchmark(
     source="the data set MLVU/MVLU of the Hugging Face hub (json/ and video/), or sy1998/MLVU_dev with its "
     "video_part_*.zip unpacked into one folder",
     files=("json/[1-7]_*.json", "MLVU/json/[1-7]_*.json", "test-*.parquet", "*/test-*.parquet"),
-    adapt=_row,
+    adapt=_adapt_mlvu_row,
     paths=(
         *("video/{folder}/{video_name}", "MLVU/video/{folder}/{video_name}"),
         *("{video_name}", "video/{video_name}", "videos/{video_name}", "mlvu/{video_name}"),
@@ -91,11 +91,13 @@ MLVU_DEV = Benchmark(
 MLVU_TEST = Benchmark(
     name="mlvu-test",
     title="MLVU test",
-    protocols=lmms_eval(PromptTemplate("{question}"), "extract-mcq-answer", "mlvu-0.5", metric="task_type"),
+    protocols=make_lmms_eval_protocols(
+        PromptTemplate("{question}"), "extract-mcq-answer", "mlvu-0.5", metric="task_type"
+    ),
     source="the data set MLVU/MLVU_Test of the Hugging Face hub (test-ground-truth/ and, unpacked, video/), or "
     "sy1998/MLVU_Test with its videos unpacked into one folder",
     files=("test-ground-truth/test_mcq_gt.json", "test_mcq_gt.json", "test-*.parquet", "*/test-*.parquet"),
-    adapt=_row,
+    adapt=_adapt_mlvu_row,
     paths=(
         *("MLVU_Test/video/{video_name}", "video/{video_name}", "{video_name}", "videos/{video_name}"),
         "mlvu_test/{video_name}",

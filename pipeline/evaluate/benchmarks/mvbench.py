@@ -14,7 +14,7 @@ import re
 
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
+from pipeline.evaluate.protocols import PromptTemplate, make_lmms_eval_protocols
 from pipeline.inputs.tables import UserRow
 
 _STAR, _STAR_CUT = "star/Charades_v1_480", "star/Charades_segment"
@@ -47,7 +47,7 @@ _ROOTS = ("video/", "", "video/data0613/", "data0613/")
 _BOUNDS = re.compile(r"_\d+(?:\.\d+)?_\d+(?:\.\d+)?(?=\.mp4$)")
 
 
-def _with_folders(row: UserRow, place: AnnotationRow) -> UserRow:
+def _add_folders(row: UserRow, place: AnnotationRow) -> UserRow:
     """Add the task, the id, the folders of both layouts (``whole``, ``cut``, ``prefix``) and the cluster to a row.
 
     The task is the row's ``part``. The cluster is the source video with its folder, without the bounds in the name of a
@@ -70,7 +70,7 @@ def _with_folders(row: UserRow, place: AnnotationRow) -> UserRow:
 MVBENCH = Benchmark(
     name="mvbench",
     title="MVBench",
-    protocols=lmms_eval(
+    protocols=make_lmms_eval_protocols(
         PromptTemplate("Question:{question}\nOption:\n{options}\nOnly give the best option.\n", "({letter}) {text}"),
         "mvbench",
         "mvbench",
@@ -79,7 +79,7 @@ MVBENCH = Benchmark(
     source="the data set OpenGVLab/MVBench of the Hugging Face hub: revision video (test.json), or main (json/), with "
     "its zip files unpacked beside them",
     files=("test.json", "json/*.json"),
-    adapt=_with_folders,
+    adapt=_add_folders,
     paths=tuple(f"{root}{{whole}}/{{video}}" for root in _ROOTS),
     cut_paths=("{prefix}/{video}", *(f"{root}{{cut}}/{{video}}" for root in _ROOTS)),
     options="candidates",

@@ -9,12 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import QuestionsError
-from pipeline.evaluate.benchmarks.annotations import NO_ANSWER, NotAskable, VideoFolder, answer_index, data_folder
+from pipeline.evaluate.benchmarks.annotations import (
+    NO_ANSWER,
+    NotAskable,
+    VideoFolder,
+    find_answer_index,
+    resolve_data_folder,
+)
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.protocols import LETTER
 from pipeline.generate.questions import AnswerMode, list_letters, read_questions, split_letter, strip_letters
-from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
+from pipeline.rows import AnswerRecord, QuestionRecord, drop_nulls
 
 # A number. Its point and its minus sign are not punctuation, unlike the commas in 1,000.
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
@@ -25,9 +31,9 @@ _MODE = AnswerMode(LETTER.decoding, LETTER.choices)
 _DECODING = {replace(_MODE, method=method).describe() for method in (_MODE.method, "generate")}
 
 
-def own_benchmark(file: str) -> Benchmark:
+def make_user_benchmark(file: str) -> Benchmark:
     """Return the benchmark of a user's file of questions, which is not read yet."""
-    return OwnQuestions(
+    return UserQuestions(
         name=Path(file).name,
         title=Path(file).stem,
         protocols=(LETTER,),
@@ -36,12 +42,12 @@ def own_benchmark(file: str) -> Benchmark:
     )
 
 
-class OwnQuestions(Benchmark):
+class UserQuestions(Benchmark):
     """A user's own questions, a row per question with question_id, video_id, prompt or messages, and answer.
 
     A list in ``video_id`` puts several videos into the prompt. ``choices``, ``split`` and ``cluster`` are optional.
     With choices, ``answer`` is the text of a choice, its letter or its index from 0. Without choices, it is a text, and
-    ``same_text`` compares replies with it.
+    ``is_same_text`` compares replies with it.
     """
 
     def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
@@ -57,10 +63,14 @@ class OwnQuestions(Benchmark):
                 among the choices, or they seem to be counted from 1.
         """
         file = self.files[0]
-        videos = None if data is None else VideoFolder(data_folder(data, "name the one that the videos are in"), roots)
-        rows = [without_nulls(row, QuestionRecord) for row in read_questions(file, _MODE).to_pylist()]
+        videos = (
+            None
+            if data is None
+            else VideoFolder(resolve_data_folder(data, "name the one that the videos are in"), roots)
+        )
+        rows = [drop_nulls(row, QuestionRecord) for row in read_questions(file, _MODE).to_pylist()]
         collector = QuestionCollector()
-        for item in assign_clusters([_own_item(file, row) for row in rows]):
+        for item in assign_clusters([_make_user_item(file, row) for row in rows]):
             where = f"question {item.question_id}"
             try:
                 if is_unpublished(item):
@@ -73,7 +83,7 @@ class OwnQuestions(Benchmark):
         return collector.finish(file, "every question needs its videos below --data")
 
 
-def _own_item(file: str, row: QuestionRecord) -> Item:
+def _make_user_item(file: str, row: QuestionRecord) -> Item:
     """Convert a row of the file to a question, whose cluster is "" if the row names none.
 
     Raises:
@@ -90,17 +100,17 @@ def _own_item(file: str, row: QuestionRecord) -> Item:
             f"{where}: system, max_new_tokens, temperature, top_p, top_k and seed are for jobs.generate; here, the "
             "protocol determines how all questions are answered: leave these columns out"
         )
-    return item_of(row, where)
+    return make_answered_item(row, where)
 
 
-def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
+def make_answered_item(row: QuestionRecord | AnswerRecord, where: str) -> Item:
     """Convert a row with a ``target`` to a question, whose cluster is "" if the row names none.
 
     Raises:
         QuestionsError: split or cluster is neither text nor a whole number; the message begins with ``where``.
     """
     options = tuple(row.get("choices", ()))
-    split = _label(row, "split", where)
+    split = _get_label(row, "split", where)
     return Item(
         question_id=row["question_id"],
         video_ids=tuple(row["video_ids"]),
@@ -110,7 +120,7 @@ def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
         answer=_find_choice(row["target"], options) if options else None,
         expected=row["target"],
         splits={"split": split} if split else {},
-        cluster=_label(row, "cluster", where),
+        cluster=_get_label(row, "cluster", where),
     )
 
 
@@ -121,21 +131,21 @@ def is_unpublished(item: Item) -> bool:
 
 def assign_clusters(items: Sequence[Item]) -> list[Item]:
     """Return the questions with missing clusters filled in: the smallest id of the videos that questions connect."""
-    groups = _groups([item.video_ids for item in items])
+    groups = _group_videos([item.video_ids for item in items])
     return [replace(item, cluster=item.cluster or groups[item.video_id]) for item in items]
 
 
-def same_text(reply: str, expected: str) -> bool:
+def is_same_text(reply: str, expected: str) -> bool:
     """Return True if a free answer equals the expected one apart from case, punctuation and spaces.
 
     Numbers are compared by value: 3.0 equals 3 and 1,000 equals 1000, but 1.5 differs from 15, and 1/2 from 12. An
     expected text of punctuation only must be equal as it is.
     """
-    bare = _bare(expected)
-    return _bare(reply) == bare if bare else reply.strip() == expected.strip()
+    bare = _normalize_text(expected)
+    return _normalize_text(reply) == bare if bare else reply.strip() == expected.strip()
 
 
-def _bare(text: str) -> str:
+def _normalize_text(text: str) -> str:
     """Return a text in lower case without punctuation and repeated spaces; numbers keep point and sign, encoded."""
     marked = _BETWEEN_DIGITS.sub(" ", _NUMBER.sub(_mark_number, text))
     letters = "".join(character for character in marked if not unicodedata.category(character).startswith("P"))
@@ -160,15 +170,15 @@ def _find_choice(answer: str, options: Sequence[str]) -> int | None:
     texts = [text.strip().casefold() for text in strip_letters(options)]
     same_texts = (i for i, name in enumerate(list_letters(len(texts))) if (letter or name, text) == (name, texts[i]))
     means = (
-        answer_index("text", answer.casefold(), [text.casefold() for text in options]),
-        answer_index("letter", answer.strip(" ().:"), options),
+        find_answer_index("text", answer.casefold(), [text.casefold() for text in options]),
+        find_answer_index("letter", answer.strip(" ().:"), options),
         next(same_texts, None),
-        answer_index("index", answer, options),
+        find_answer_index("index", answer, options),
     )
     return next((index for index in means if index is not None), None)
 
 
-def _label(row: Mapping[str, object], name: str, where: str) -> str:
+def _get_label(row: Mapping[str, object], name: str, where: str) -> str:
     """Return the value of the column ``name`` as text, "" if it is missing or null.
 
     Raises:
@@ -182,7 +192,7 @@ def _label(row: Mapping[str, object], name: str, where: str) -> str:
     return str(value)
 
 
-def _groups(video_lists: Sequence[Sequence[str]]) -> dict[str, str]:
+def _group_videos(video_lists: Sequence[Sequence[str]]) -> dict[str, str]:
     """Map each video id to the smallest id of its group: videos that questions connect, directly or through others."""
     groups: dict[str, set[str]] = {}
     for ids in video_lists:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.evaluate.benchmarks.annotations import AnnotationRow, without_letter
+from pipeline.evaluate.benchmarks.annotations import AnnotationRow, strip_option_letter
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import LETTER, FrameRule, ModelRules
 from pipeline.inputs.tables import UserRow
@@ -13,12 +13,12 @@ from pipeline.inputs.tables import UserRow
 _EVERY_FRAME = ModelRules(frames=FrameRule(32, "round", even=True))
 
 
-def _bare(row: UserRow, place: AnnotationRow) -> UserRow:
+def _strip_option_letters(row: UserRow, place: AnnotationRow) -> UserRow:
     """Remove the letters from a row's options, because the protocol adds letters."""
     options = row.get("options")
     if not isinstance(options, list):
         return row
-    return {**row, "options": [without_letter(text) if isinstance(text, str) else text for text in options]}
+    return {**row, "options": [strip_option_letter(text) if isinstance(text, str) else text for text in options]}
 
 
 SHAPES = Benchmark(
@@ -27,7 +27,7 @@ SHAPES = Benchmark(
     protocols=(replace(LETTER, models={}, others=_EVERY_FRAME),),
     source="what python -m jobs.testbed make DIR writes",
     files=("videomme/test-*.parquet",),
-    adapt=_bare,
+    adapt=_strip_option_letters,
     paths=("data/{videoID}.mp4",),
     answer_rule="letter",
     splits=(

@@ -7,7 +7,7 @@ github.com/MME-Benchmarks/Video-MME.
 from __future__ import annotations
 
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.protocols import LMMS_EVAL_0_7, PromptTemplate, Protocol, lmms_eval
+from pipeline.evaluate.protocols import LMMS_EVAL_0_7, PromptTemplate, Protocol, make_lmms_eval_protocols
 
 _TASK = "Select the best answer to the following multiple-choice question based on the video{}. Respond with only the "
 _LETTERS = "letter (A, B, C, or D) of the correct option.\n{{question}}\n{{options}}\n{}"
@@ -24,7 +24,7 @@ VIDEOMME = Benchmark(
     name="videomme",
     title="VideoMME",
     protocols=(
-        *lmms_eval(_LMMS_EVAL, "extract-mcq-answer", "videomme-0.5", newer_prompts=_QWEN3),
+        *make_lmms_eval_protocols(_LMMS_EVAL, "extract-mcq-answer", "videomme-0.5", newer_prompts=_QWEN3),
         # The authors leave frames, sizes and decoding to the model; lmms-eval's choices make the numbers comparable.
         Protocol(name="official", prompt=_OFFICIAL, models=LMMS_EVAL_0_7, parser="videomme-0.5"),
     ),

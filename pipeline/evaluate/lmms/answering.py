@@ -9,17 +9,17 @@ from rich.console import Console
 
 from pipeline.cache.header import read_header
 from pipeline.cache.reader import TokenCache
-from pipeline.console import speaker
-from pipeline.errors import RunFailed, UnknownVideo, UsageError, store_usage_errors
-from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
+from pipeline.console import make_speaker
+from pipeline.errors import RunFailed, UnknownVideo, UsageError, convert_store_usage_errors
+from pipeline.evaluate.lmms.arguments import EMPTY, ModelArguments, explain_flags
 from pipeline.evaluate.tasks.questions import LMMS_SCHEMA, CachedIds, LmmsQuestion, cut_reply
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.generate.request import check_request
 from pipeline.generate.run import answer
-from pipeline.rows import AnswerRecord, without_nulls
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import store_at
+from pipeline.rows import AnswerRecord, drop_nulls
+from pipeline.storage.s3 import S3Objects
+from pipeline.storage.stores import make_store
 
 _MAX_EXAMPLES = 5  # examples in an error message
 
@@ -27,7 +27,7 @@ _MAX_EXAMPLES = 5  # examples in an error message
 class CachedReplies:
     """Answers questions of lmms-eval from the cache that ``--model_args`` name, and stores the answers."""
 
-    def __init__(self, arguments: Arguments, console: Console) -> None:
+    def __init__(self, arguments: ModelArguments, console: Console) -> None:
         """Check the arguments against the cache and the stored answers; load no model yet.
 
         Prints the cache's fingerprint if the arguments name none.
@@ -39,10 +39,10 @@ class CachedReplies:
         """
         self._arguments = arguments
         self._console = console
-        self._say = speaker(console)
-        self._objects = Objects.from_environment()
-        self._cache = store_at(arguments.cache, self._objects)
-        with store_usage_errors():
+        self._say = make_speaker(console)
+        self._objects = S3Objects.from_environment()
+        self._cache = make_store(arguments.cache, self._objects)
+        with convert_store_usage_errors():
             identity = read_header(self._cache)["identity"]
         cache_fingerprint = arguments.check_fingerprint(identity)
         if arguments.fingerprint is None:
@@ -75,7 +75,7 @@ class CachedReplies:
         with explain_flags():
             # As an evaluation, because users cannot change the texts of a task.
             answer(self._config, self._console, table, evaluation={}, here=True)
-        rows_by_id = self._answer_rows(table)
+        rows_by_id = self._read_answer_rows(table)
         if failures := [
             f"{question.where}: {row.get('error_class', 'removed')}: {row['error_message']}"
             for question in questions
@@ -84,14 +84,14 @@ class CachedReplies:
             self._refuse_or_warn(failures)
         return [cut_reply(rows_by_id[question.question_id].get("answer", ""), question.until) for question in questions]
 
-    def _answer_rows(self, questions: pa.Table) -> dict[str, AnswerRecord]:
+    def _read_answer_rows(self, questions: pa.Table) -> dict[str, AnswerRecord]:
         """Return all stored live answers by question id, including error rows.
 
         Raises:
             RunFailed: one of ``questions`` has no row.
         """
-        live = AnswersTable(store_at(self._config.out, self._objects)).live()
-        rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in live.to_pylist()}
+        live = AnswersTable(make_store(self._config.out, self._objects)).live()
+        rows = {row["question_id"]: drop_nulls(row, AnswerRecord) for row in live.to_pylist()}
         if absent := [name for name in questions["question_id"].to_pylist() if name not in rows]:
             raise RunFailed(f"{len(absent)} questions have no row in {self._config.out}, e.g. {absent[0]}")
         return rows
@@ -106,7 +106,7 @@ class CachedReplies:
             UnknownVideo: a video is missing or failed, unless ``missing=empty``.
         """
         if self._ids is None:
-            with store_usage_errors():
+            with convert_store_usage_errors():
                 cache = TokenCache(self._arguments.cache, store=self._cache)
                 self._ids = CachedIds(cache.video_ids, cache.failed)
         video_ids = list[str]()

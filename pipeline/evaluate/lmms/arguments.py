@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from gstep.pruners import find_method
-from pipeline.cache.header import CacheIdentity, fingerprint
+from pipeline.cache.header import CacheIdentity, compute_fingerprint
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.evaluate.protocols import LMMS_EVAL_0_7, ModelRules
 from pipeline.generate.config import GenerateConfig
@@ -25,7 +25,7 @@ _SAME = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class ModelArguments:
     """The options of ``--model_args``. None and "auto" stand for the default of jobs.generate.
 
     Attributes:
@@ -64,7 +64,7 @@ class Arguments:
     parameters: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, values: JsonObject) -> Arguments:
+    def read(cls, values: JsonObject) -> ModelArguments:
         """Read the keywords with which lmms-eval creates a model; unknown names become parameters of the method.
 
         The method's code is imported. Only the types of other values are checked, and ``missing``.
@@ -78,7 +78,7 @@ class Arguments:
                 raise UsageError(f"--model_args: {name}=PATH is missing; known are {', '.join(_KNOWN_NAMES)}")
         known_values = {name: _parse_value(name, value) for name, value in values.items() if name in _KNOWN_NAMES}
         method_values = {name: value for name, value in values.items() if name not in _KNOWN_NAMES}
-        arguments = cls(**known_values, parameters=_parameters(method_values, known_values.get("method")))
+        arguments = cls(**known_values, parameters=_select_parameters(method_values, known_values.get("method")))
         if arguments.missing not in (ERROR, EMPTY):
             raise UsageError(f"--model_args: missing must be {ERROR} or {EMPTY}, got {arguments.missing!r}")
         return arguments
@@ -94,7 +94,7 @@ class Arguments:
         """
         model_type = identity["model"]["type"]
         rules = LMMS_EVAL_0_7.get(model_type, ModelRules())
-        rules = rules.for_family(model_type, identity["model"].get("family", model_type))
+        rules = rules.adapt_to_family(model_type, identity["model"].get("family", model_type))
         system = rules.system if self.system is None else self.system or None
         return GenerateConfig(
             questions="lmms-eval",
@@ -113,7 +113,7 @@ class Arguments:
 
     def check_fingerprint(self, identity: CacheIdentity) -> str:
         """Return the fingerprint of a cache's identity; raise IdentityMismatch if ``--model_args`` name another."""
-        actual = fingerprint(identity)
+        actual = compute_fingerprint(identity)
         if self.fingerprint not in (None, actual):
             raise IdentityMismatch(
                 f"{self.cache} has the fingerprint {actual}, but --model_args say fingerprint={self.fingerprint}: it "
@@ -123,7 +123,7 @@ class Arguments:
         return actual
 
 
-_KNOWN_NAMES = tuple(item.name for item in fields(Arguments) if item.name != "parameters")
+_KNOWN_NAMES = tuple(item.name for item in fields(ModelArguments) if item.name != "parameters")
 _NUMBERS: Mapping[str, type] = {"retention_ratio": float, "seed": int, "batch_size": int}
 
 
@@ -177,7 +177,7 @@ def _unquote(text: str) -> str:
     return text[1:-1] if is_quoted else text
 
 
-def _parameters(values: JsonObject, method: str | None) -> dict[str, str]:
+def _select_parameters(values: JsonObject, method: str | None) -> dict[str, str]:
     """Return the values of names that are not options as texts, for the method; the method's code is imported.
 
     Raises:
@@ -194,10 +194,10 @@ def _parameters(values: JsonObject, method: str | None) -> dict[str, str]:
             close = get_close_matches(name, [*_KNOWN_NAMES, *accepted_names], n=1)
             meant = f"did you mean {close[0]}?" if close else f"known are {', '.join([*_KNOWN_NAMES, *accepted_names])}"
             raise UsageError(f"--model_args: there is no {name}; {meant}")
-    return {name: _as_text(value) for name, value in values.items()}
+    return {name: _format_value(value) for name, value in values.items()}
 
 
-def _as_text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value as the text that a user would type for it: True is "true", 2.0 is "2", and quotes are removed."""
     if isinstance(value, bool):
         return str(value).lower()

@@ -12,8 +12,8 @@ from lmms_eval.api.model import lmms
 from pipeline.console import CleanConsole
 from pipeline.errors import UsageError
 from pipeline.evaluate.lmms.answering import CachedReplies
-from pipeline.evaluate.lmms.arguments import Arguments
-from pipeline.evaluate.tasks.questions import LmmsQuestion, make_question, make_unique, video_key
+from pipeline.evaluate.lmms.arguments import ModelArguments
+from pipeline.evaluate.tasks.questions import LmmsQuestion, find_video_key, make_question, make_unique
 
 
 class GstepCached(lmms):  # type: ignore[misc]
@@ -35,7 +35,7 @@ class GstepCached(lmms):  # type: ignore[misc]
                 "gstep_cached answers in one process: start lmms-eval without accelerate or torchrun; on several GPUs "
                 "python -m jobs.evaluate or jobs.generate answers the same questions"
             )
-        self._arguments = Arguments.read(model_args)
+        self._arguments = ModelArguments.read(model_args)
         self._replies = CachedReplies(self._arguments, CleanConsole(stderr=True))
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
@@ -75,15 +75,15 @@ class GstepCached(lmms):  # type: ignore[misc]
             raise UsageError("gstep_cached answers tasks whose output_type is generate_until, and no other")
         prompt, settings, doc_to_visual, doc_id, task, split = request.args
         doc = self.task_dict[task][split][doc_id]
-        folder = _folder(task, doc_to_visual)
+        folder = _find_video_folder(task, doc_to_visual)
         try:
-            key = video_key(doc, self._arguments.video_id, folder)
+            key = find_video_key(doc, self._arguments.video_id, folder)
         except UsageError as error:
             raise UsageError(f"task {task}, document {doc_id}: {error}") from error
         return make_question(question_id, task, doc_id, key, prompt, settings, self._arguments.seed)
 
 
-def _folder(task: str, doc_to_visual: Any) -> str | None:
+def _find_video_folder(task: str, doc_to_visual: Any) -> str | None:
     """Return the video folder of an MVBench task, or of a local task that includes one; None for other tasks."""
     from lmms_eval.tasks.mvbench.utils import DATA_LIST  # noqa: PLC0415 - reads HF_HOME when it is imported
 

@@ -27,7 +27,15 @@ from pipeline.errors import UsageError
 from pipeline.evaluate.shapes.making import make_video
 from pipeline.evaluate.shapes.questions import Question, ask
 from pipeline.evaluate.shapes.render import render
-from pipeline.evaluate.shapes.world import DURATIONS, HARDNESS, SPLIT_NAMES, Hardness, SplitName, Video, benchmark_seeds
+from pipeline.evaluate.shapes.world import (
+    DURATIONS,
+    HARDNESS,
+    SPLIT_NAMES,
+    Hardness,
+    SplitName,
+    Video,
+    compute_benchmark_seeds,
+)
 
 Frames = NDArray[np.uint8]
 #: Frames per second of the videos. Sampling at ``fps`` 1, or as many frames as a video has, takes each frame once.
@@ -67,7 +75,7 @@ def write_picture(path: Path, videos: Sequence[Frames], *, columns: int = 8, sca
         columns: frames per row.
         scale: side of the square that each pixel becomes.
     """
-    sheets = [_sheet(frames, columns) for frames in videos]
+    sheets = [_make_contact_sheet(frames, columns) for frames in videos]
     gap = np.full((_GAP, sheets[0].shape[1], 3), 255, np.uint8)
     picture = np.concatenate([part for sheet in sheets for part in (sheet, gap)][:-1])
     picture = np.kron(picture, np.ones((scale, scale, 1), np.uint8))
@@ -78,7 +86,7 @@ def write_picture(path: Path, videos: Sequence[Frames], *, columns: int = 8, sca
         out.mux(stream.encode(None))
 
 
-def _sheet(frames: Frames, columns: int) -> Frames:
+def _make_contact_sheet(frames: Frames, columns: int) -> Frames:
     """Arrange frames [T, H, W, 3] in rows of ``columns`` as one picture; the last row is filled up with black.
 
     A gray line replaces the top row and the left column of pixels of each cell.
@@ -133,7 +141,7 @@ class CorpusRecipe:
                 raise UsageError(f"{option} must name at least one of {', '.join(values)}")
         if not 1 <= (self.keyframe_seconds or 1) <= _MAX_KEYFRAME_S:
             raise UsageError(f"--keyframe-seconds must be 1 to {_MAX_KEYFRAME_S:,}, got {self.keyframe_seconds}")
-        benchmark_seeds(self.split, self.seed, self.n_videos)
+        compute_benchmark_seeds(self.split, self.seed, self.n_videos)
 
     @property
     def encoder(self) -> dict[str, str]:
@@ -143,7 +151,7 @@ class CorpusRecipe:
 
     def videos(self) -> Iterator[Film]:
         """Yield the videos in the order of their seeds, numbered from "001"; each is made when it is requested."""
-        for number, seed in enumerate(benchmark_seeds(self.split, self.seed, self.n_videos)):
+        for number, seed in enumerate(compute_benchmark_seeds(self.split, self.seed, self.n_videos)):
             turn, index = divmod(number, len(self.durations))
             duration = self.durations[index]
             hardness = HARDNESS[self.hardness[turn % len(self.hardness)]]
@@ -210,10 +218,10 @@ def write_benchmark(folder: Path, recipe: CorpusRecipe, progress: Callable[[int]
         films.append(film)
         progress(len(films))
     questions = [(film, question_id, question) for film in films for question_id, question in film.questions()]
-    _write_lines(folder / "manifest.jsonl", [_manifest_row(film) for film in films])
-    _write_lines(folder / "questions.jsonl", [_own_row(*question_row) for question_row in questions])
+    _write_lines(folder / "manifest.jsonl", [_make_manifest_line(film) for film in films])
+    _write_lines(folder / "questions.jsonl", [_make_question_line(*question_row) for question_row in questions])
     # The annotations are written last: until then, jobs.evaluate refuses the folder.
-    table = pa.Table.from_pylist([_videomme_row(*question_row) for question_row in questions], schema=_COLUMNS)
+    table = pa.Table.from_pylist([_make_videomme_row(*question_row) for question_row in questions], schema=_COLUMNS)
     pq.write_table(table, folder / ANNOTATIONS)
     return len(questions)
 
@@ -247,7 +255,7 @@ def _write_lines(path: Path, rows: list[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _videomme_row(film: Film, question_id: str, question: Question) -> Row:
+def _make_videomme_row(film: Film, question_id: str, question: Question) -> Row:
     """Return a question as a row in VideoMME's columns; the domain is the hardness, the sub-category the kind."""
     return {
         "video_id": film.number,
@@ -264,7 +272,7 @@ def _videomme_row(film: Film, question_id: str, question: Question) -> Row:
     }
 
 
-def _own_row(film: Film, question_id: str, question: Question) -> Row:
+def _make_question_line(film: Film, question_id: str, question: Question) -> Row:
     """Return a question as a row of ``questions.jsonl``: choices without letters, and the right answer as text."""
     return {
         "question_id": question_id,
@@ -279,7 +287,7 @@ def _own_row(film: Film, question_id: str, question: Question) -> Row:
     }
 
 
-def _manifest_row(film: Film) -> Row:
+def _make_manifest_line(film: Film) -> Row:
     """Return a video as a manifest row: its path as id and uri, with seed, split, length and hardness."""
     return {
         "video_id": film.path,

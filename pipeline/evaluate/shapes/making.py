@@ -26,9 +26,9 @@ from pipeline.evaluate.shapes.world import (
     Kind,
     Shot,
     SplitName,
-    Thing,
     ThingKind,
     Video,
+    VisibleObject,
     check_seed,
 )
 
@@ -45,12 +45,12 @@ def draw_item(rng: np.random.Generator, items: Sequence[T]) -> T:
     return items[int(rng.integers(len(items)))]
 
 
-def whole(rng: np.random.Generator, limits: tuple[int, int]) -> int:
+def draw_integer(rng: np.random.Generator, limits: tuple[int, int]) -> int:
     """Draw an integer from a range, both ends included."""
     return int(rng.integers(limits[0], limits[1] + 1))
 
 
-def real(rng: np.random.Generator, limits: tuple[float, float]) -> float:
+def draw_float(rng: np.random.Generator, limits: tuple[float, float]) -> float:
     """Draw a float uniformly from a range."""
     return float(rng.uniform(*limits))
 
@@ -110,7 +110,7 @@ def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> S
     """
     scenes, shapes, colors, signs = (shuffle(rng, names) for names in (SCENES, SHAPES, COLORS, SIGNS))
     standing = bool(rng.random() < hardness.standing)
-    plot = _Plot(rng, hardness, n_frames, _starts(rng, n_frames, hardness))
+    plot = _Plot(rng, hardness, n_frames, _draw_scene_starts(rng, n_frames, hardness))
     return Story(
         starts=plot.starts,
         scenes=tuple(scenes[: 2 if hardness.back else len(plot.starts)]),
@@ -123,7 +123,7 @@ def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> S
     )
 
 
-def _starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tuple[int, ...]:
+def _draw_scene_starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tuple[int, ...]:
     """Draw the first frame of each scene, ascending from 0.
 
     Each scene lasts at least two frames and an eighth of the video. Their number is drawn from ``hardness.scenes``,
@@ -132,7 +132,7 @@ def _starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tupl
     low, high = hardness.scenes
     least = max(2, n_frames // 8)
     most = n_frames // least if hardness.back else _MAX_SCENES[n_frames]
-    count = whole(rng, (low, max(low, min(high, most))))
+    count = draw_integer(rng, (low, max(low, min(high, most))))
     spare = n_frames - count * least
     bars = np.sort(rng.choice(spare + count - 1, count - 1, replace=False))
     starts = bars - np.arange(count - 1) + least * np.arange(1, count)
@@ -159,9 +159,9 @@ class _Plot:
         kinds: Sequence[Kind] = ("static",) * 4 if standing else self.hardness.kinds
         roles = []
         for shape, color, onset, kind in zip(shapes, colors, onsets, kinds, strict=True):
-            end = self.n_frames if standing else self._scene_end(onset)
-            walk = whole(self.rng, (3, 4)) if kind == "moving" else None
-            moment = whole(self.rng, self.hardness.brief) if kind == "brief" else self.n_frames
+            end = self.n_frames if standing else self._find_scene_end(onset)
+            walk = draw_integer(self.rng, (3, 4)) if kind == "moving" else None
+            moment = draw_integer(self.rng, self.hardness.brief) if kind == "brief" else self.n_frames
             frames = range(onset, min(end, onset + (walk or moment)))
             roles.append(Role(shape, kind, (Sight(frames, (color,) * len(frames), walk=walk),)))
         return roles
@@ -175,37 +175,37 @@ class _Plot:
         kinds_chosen = shuffle(self.rng, kinds)[: _EXTRAS[self.n_frames]]
         roles = []
         if "changing" in kinds_chosen:
-            roles.append(self._changing(shapes[0], colors[0], colors[1]))
+            roles.append(self._draw_changing_role(shapes[0], colors[0], colors[1]))
         if "copies" in kinds_chosen:
             roles.append(self._copies(shapes[1], colors[2]))
         if "sign" in kinds_chosen:
-            roles.append(Role(sign, "sign", (self._moment("white"),)))
+            roles.append(Role(sign, "sign", (self._draw_brief_sight("white"),)))
         return roles
 
-    def _changing(self, shape: str, before: str, after: str) -> Role:
+    def _draw_changing_role(self, shape: str, before: str, after: str) -> Role:
         """Draw a thing that appears one to four frames before a random cut and stays one to four frames after it.
 
         It has the color ``before`` up to the cut, then ``after``, and never leaves these two scenes.
         """
         scene = int(self.rng.integers(1, len(self.starts)))
         cut = self.starts[scene]
-        first = max(self.starts[scene - 1], cut - whole(self.rng, (1, 4)))
-        frames = range(first, min(self._scene_end(cut), cut + whole(self.rng, (1, 4))))
+        first = max(self.starts[scene - 1], cut - draw_integer(self.rng, (1, 4)))
+        frames = range(first, min(self._find_scene_end(cut), cut + draw_integer(self.rng, (1, 4))))
         colors = tuple(before if frame < cut else after for frame in frames)
         return Role(shape, "changing", (Sight(frames, colors),))
 
     def _copies(self, shape: str, color: str) -> Role:
         """Draw copies of a thing in one to four distinct corners, each at its own random time."""
-        corners = self.rng.permutation(4)[: whole(self.rng, (1, 4))].tolist()
-        return Role(shape, "copies", tuple(self._moment(color, corner) for corner in corners))
+        corners = self.rng.permutation(4)[: draw_integer(self.rng, (1, 4))].tolist()
+        return Role(shape, "copies", tuple(self._draw_brief_sight(color, corner) for corner in corners))
 
-    def _moment(self, color: str, corner: int | None = None) -> Sight:
+    def _draw_brief_sight(self, color: str, corner: int | None = None) -> Sight:
         """Draw a sight that lasts as long as a brief thing, and ends with its scene at the latest."""
         onset = int(self.rng.integers(self.n_frames))
-        frames = range(onset, min(self._scene_end(onset), onset + whole(self.rng, self.hardness.brief)))
+        frames = range(onset, min(self._find_scene_end(onset), onset + draw_integer(self.rng, self.hardness.brief)))
         return Sight(frames, (color,) * len(frames), corner)
 
-    def _scene_end(self, frame: int) -> int:
+    def _find_scene_end(self, frame: int) -> int:
         """Return the frame after the last frame of the scene that contains ``frame``."""
         return next((start for start in self.starts if start > frame), self.n_frames)
 
@@ -225,7 +225,7 @@ class NoRoom(Exception):  # noqa: N818
     """A thing does not fit between the things that were placed before."""
 
 
-class Floor:
+class OccupiedSquares:
     """The occupied squares in each frame, in coordinates without camera movement.
 
     ``margin`` is the distance in pixels of a thing to the border of its quadrant, or of a moving thing to that of the
@@ -243,9 +243,9 @@ class Floor:
         Raises:
             NoRoom: a sight does not fit. Earlier sights of the thing stay marked as occupied.
         """
-        return [self._place(sight, size) for sight in role.sights]
+        return [self._draw_sight_positions(sight, size) for sight in role.sights]
 
-    def _place(self, sight: Sight, size: int) -> list[Place]:
+    def _draw_sight_positions(self, sight: Sight, size: int) -> list[Place]:
         """Draw a free position in every frame of a sight, and mark these as occupied.
 
         Raises:
@@ -253,22 +253,22 @@ class Floor:
         """
         for _ in range(_TRIES):
             if sight.walk is None:
-                places = self._stand(size, sight.corner) * len(sight.frames)
+                places = self._draw_standing_position(size, sight.corner) * len(sight.frames)
             else:
-                places = self._walk(size, sight.walk)[: len(sight.frames)]
-            if self._free(sight.frames, places, size):
+                places = self._draw_path(size, sight.walk)[: len(sight.frames)]
+            if self._is_free(sight.frames, places, size):
                 for frame, (x, y) in zip(sight.frames, places, strict=True):
                     self._occupied[frame].append((x, y, size))
                 return places
         raise NoRoom
 
-    def _stand(self, size: int, corner: int | None) -> list[Place]:
+    def _draw_standing_position(self, size: int, corner: int | None) -> list[Place]:
         """Draw a position inside a quadrant of the frame, as a list of one; ``corner`` None draws the quadrant too."""
         at = int(self._rng.integers(4)) if corner is None else corner
         x, y = self._rng.integers(self._margin, _HALF - size - self._margin + 1, 2).tolist()
         return [(x + _HALF * (at % 2), y + _HALF * (at // 2))]
 
-    def _walk(self, size: int, n_frames: int) -> list[Place]:
+    def _draw_path(self, size: int, n_frames: int) -> list[Place]:
         """Draw a straight path, a position per frame, spanning at least ``_FAR`` pixels horizontally or vertically."""
         while True:
             start, end = self._rng.integers(self._margin, SIDE - size - self._margin + 1, (2, 2))
@@ -277,7 +277,7 @@ class Floor:
         way = np.rint(start + (end - start) * np.linspace(0, 1, n_frames)[:, None]).astype(int)
         return [(x, y) for x, y in way.tolist()]
 
-    def _free(self, frames: Sequence[int], places: Sequence[Place], size: int) -> bool:
+    def _is_free(self, frames: Sequence[int], places: Sequence[Place], size: int) -> bool:
         """Return True if a thing at these ``places`` stays at least ``_APART`` pixels away from all others."""
         return all(
             x >= other_x + other_size + _APART
@@ -289,7 +289,7 @@ class Floor:
         )
 
 
-def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place, ...]:
+def draw_pan_offsets(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place, ...]:
     """Return the camera offset (right, down) per frame: back and forth within REACH pixels, from a random start.
 
     ``pan`` is the horizontal speed in pixels per frame; the vertical speed is half of it. With 0, all offsets are 0,
@@ -305,12 +305,12 @@ def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place
     return tuple((x, y) for x, y in (turn[:, None] * swing).T.tolist())
 
 
-def shake_way(rng: np.random.Generator, shake: int, n_frames: int) -> tuple[Place, ...]:
+def draw_shake_offsets(rng: np.random.Generator, shake: int, n_frames: int) -> tuple[Place, ...]:
     """Draw an independent camera offset (right, down) per frame, from -``shake`` to ``shake`` pixels each."""
     return tuple((x, y) for x, y in rng.integers(-shake, shake + 1, (n_frames, 2)).tolist())
 
 
-def zoom_way(rng: np.random.Generator, smallest: float, n_frames: int) -> tuple[float, ...]:
+def draw_zoom_scales(rng: np.random.Generator, smallest: float, n_frames: int) -> tuple[float, ...]:
     """Return the scale of the picture per frame: a cosine between ``smallest`` and 1 with a random phase."""
     turns = np.arange(n_frames) / _BREATH + rng.random()
     return tuple((smallest + (1 - smallest) * (0.5 + 0.5 * np.cos(2 * np.pi * turns))).tolist())
@@ -374,25 +374,25 @@ def _stage_story(
     """
     low, high = hardness.size
     sizes = (low, max(low, high - attempt))
-    pan = whole(rng, hardness.pan)
-    camera = camera_way(rng, pan, n_frames)
+    pan = draw_integer(rng, hardness.pan)
+    camera = draw_pan_offsets(rng, pan, n_frames)
     filming = np.random.default_rng([seed, _FILMING, n_frames])
-    if shake := whole(filming, hardness.shake):
-        camera = shake_way(filming, shake, n_frames)
-    zoom = zoom_way(filming, real(filming, hardness.zoom), n_frames)
-    floor = Floor(rng, REACH if pan or shake else 0)
+    if shake := draw_integer(filming, hardness.shake):
+        camera = draw_shake_offsets(filming, shake, n_frames)
+    zoom = draw_zoom_scales(filming, draw_float(filming, hardness.zoom), n_frames)
+    floor = OccupiedSquares(rng, REACH if pan or shake else 0)
 
-    def thing(role: Role) -> Thing:
+    def draw_thing(role: Role) -> VisibleObject:
         """Draw the size, contrast and positions of a role, and occupy these in ``floor``; signs ignore the zoom."""
-        size = whole(rng, sizes)
-        contrast = real(rng, hardness.contrast)
+        size = draw_integer(rng, sizes)
+        contrast = draw_float(rng, hardness.contrast)
         size = SIGN_SIZE if role.kind == "sign" else size
         scales = (1.0,) * n_frames if role.kind == "sign" else zoom
-        shots = _shots(role, size, floor.place(role, size), camera, scales)
-        return Thing(name=role.name, kind=role.kind, size=size, contrast=contrast, shots=shots)
+        shots = _make_shots(role, size, floor.place(role, size), camera, scales)
+        return VisibleObject(name=role.name, kind=role.kind, size=size, contrast=contrast, shots=shots)
 
-    extras = tuple(map(thing, story.extras))  # before named things, because copies cannot choose their corners
-    first, second, third, fourth = map(thing, story.named)
+    extras = tuple(map(draw_thing, story.extras))  # before named things, because copies cannot choose their corners
+    first, second, third, fourth = map(draw_thing, story.named)
     return Video(
         seed=seed,
         hardness=hardness,
@@ -407,13 +407,13 @@ def _stage_story(
         sign_choices=story.sign_choices,
         camera=camera,
         zoom=zoom,
-        light=compute_brightness(story.starts, whole(filming, hardness.fade), n_frames),
-        specks=whole(rng, hardness.specks),
-        noise=real(rng, hardness.noise),
+        light=compute_brightness(story.starts, draw_integer(filming, hardness.fade), n_frames),
+        specks=draw_integer(rng, hardness.specks),
+        noise=draw_float(rng, hardness.noise),
     )
 
 
-def _shots(
+def _make_shots(
     role: Role, size: int, places: Sequence[Sequence[Place]], camera: Sequence[Place], zoom: Sequence[float]
 ) -> tuple[Shot, ...]:
     """Return a thing's shots sorted by frame, with camera and zoom applied to its top left corners ``places``."""

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from pipeline.evaluate.shapes.making import draw_item
-from pipeline.evaluate.shapes.world import CORNERS, NUMBERS, QUARTERS, Thing, ThingKind, Video
+from pipeline.evaluate.shapes.world import CORNERS, NUMBERS, QUARTERS, ThingKind, Video, VisibleObject
 
 QuestionType = Literal["color", "shape", "corner", "scene", "quarter", "order", "onset", "count", "change", "sign"]
 _QUESTIONS = 4  # distinguishes this random generator from the others of a seed
@@ -68,7 +68,9 @@ def ask(video: Video) -> list[Question]:
     ]
 
 
-def _about(name: QuestionType, thing: Thing, prompt: str, right: str, choices: Sequence[str]) -> Question:
+def _make_thing_question(
+    name: QuestionType, thing: VisibleObject, prompt: str, right: str, choices: Sequence[str]
+) -> Question:
     """Make a question about a thing, with its choices in the given order.
 
     Args:
@@ -86,43 +88,45 @@ def _about(name: QuestionType, thing: Thing, prompt: str, right: str, choices: S
     )
 
 
-def _color(video: Video, rng: np.random.Generator) -> Question:
+def _ask_color(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the color of a random named thing."""
     thing = draw_item(rng, video.named)
-    return _about("color", thing, "What color is the {}?", thing.color, [second.color for second in video.named])
+    return _make_thing_question(
+        "color", thing, "What color is the {}?", thing.color, [second.color for second in video.named]
+    )
 
 
-def _shape(video: Video, rng: np.random.Generator) -> Question:
+def _ask_shape(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the shape of a random named thing, given its color, which is the question's subject."""
     thing = draw_item(rng, video.named)
     names = [second.name for second in video.named]
-    question = _about("shape", thing, f"What shape is colored {thing.color}?", thing.name, names)
+    question = _make_thing_question("shape", thing, f"What shape is colored {thing.color}?", thing.name, names)
     return replace(question, subject=thing.color)
 
 
-def _corner(video: Video, rng: np.random.Generator) -> Question:
+def _ask_corner(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the corner of a random named thing that is not moving."""
     thing = draw_item(rng, [thing for thing in video.named if thing.kind != "moving"])
-    return _about("corner", thing, "Which corner has the {}?", CORNERS[thing.shots[0].corner], CORNERS)
+    return _make_thing_question("corner", thing, "Which corner has the {}?", CORNERS[thing.shots[0].corner], CORNERS)
 
 
-def _scene(video: Video, rng: np.random.Generator) -> Question | None:
+def _ask_scene(video: Video, rng: np.random.Generator) -> Question | None:
     """Ask for the scene of a random named thing; None if there is only one scene, or named things stay to the end."""
     if not video.cuts or video.standing:  # standing things are in several scenes
         return None
     thing = draw_item(rng, video.named)
     scene = video.scenes[video.scene_of[thing.first]]
-    return _about("scene", thing, "Which scene has the {}?", scene, video.scene_choices)
+    return _make_thing_question("scene", thing, "Which scene has the {}?", scene, video.scene_choices)
 
 
-def _quarter(video: Video, rng: np.random.Generator) -> Question:
+def _ask_quarter(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the quarter of the video in which a random named thing first appears."""
     thing = draw_item(rng, video.named)
     right = QUARTERS[4 * thing.first // video.n_frames]
-    return _about("quarter", thing, "Which quarter introduces the {}?", right, QUARTERS)
+    return _make_thing_question("quarter", thing, "Which quarter introduces the {}?", right, QUARTERS)
 
 
-def _first(video: Video, *, standing: bool) -> Question | None:
+def _ask_first(video: Video, *, standing: bool) -> Question | None:
     """Ask which named thing appears first: type "onset" if ``standing``, otherwise "order".
 
     Returns None if ``video.standing`` differs from ``standing``.
@@ -140,16 +144,16 @@ def _first(video: Video, *, standing: bool) -> Question | None:
     )
 
 
-def _count(video: Video, rng: np.random.Generator) -> Question | None:
+def _ask_count(video: Video, rng: np.random.Generator) -> Question | None:
     """Ask how many corners show copies of a thing; None if the video has no copies."""
     thing = video.extra("copies")
     if thing is None:
         return None
     n_corners = len({shot.corner for shot in thing.shots})
-    return _about("count", thing, "How many corners have the {}?", NUMBERS[n_corners - 1], NUMBERS)
+    return _make_thing_question("count", thing, "How many corners have the {}?", NUMBERS[n_corners - 1], NUMBERS)
 
 
-def _change(video: Video, rng: np.random.Generator) -> Question | None:
+def _ask_change(video: Video, rng: np.random.Generator) -> Question | None:
     """Ask for the color of a thing before or after its change, at random; None if no thing changes its color."""
     thing = video.extra("changing")
     side = int(rng.integers(2))
@@ -157,22 +161,25 @@ def _change(video: Video, rng: np.random.Generator) -> Question | None:
         return None
     color = (thing.shots[0].color, thing.shots[-1].color)[side]
     prompt = f"What color is the {('earlier', 'later')[side]} {{}}?"
-    return _about("change", thing, prompt, color, video.spare_colors)
+    return _make_thing_question("change", thing, prompt, color, video.spare_colors)
 
 
-def _sign(video: Video, rng: np.random.Generator) -> Question | None:
+def _ask_sign(video: Video, rng: np.random.Generator) -> Question | None:
     """Ask for the word on the sign; None if the video has no sign."""
     thing = video.extra("sign")
     if thing is None:
         return None
-    return replace(_about("sign", thing, "Which word is on the sign?", thing.name, video.sign_choices), subject="sign")
+    return replace(
+        _make_thing_question("sign", thing, "Which word is on the sign?", thing.name, video.sign_choices),
+        subject="sign",
+    )
 
 
 #: The types of questions, in the order in which ``ask`` returns them.
 TYPES: tuple[QuestionType, ...] = get_args(QuestionType)
 _MAKERS: Sequence[Callable[[Video, np.random.Generator], Question | None]] = (
-    *(_color, _shape, _corner, _scene, _quarter),
-    lambda video, _: _first(video, standing=False),
-    lambda video, _: _first(video, standing=True),
-    *(_count, _change, _sign),
+    *(_ask_color, _ask_shape, _ask_corner, _ask_scene, _ask_quarter),
+    lambda video, _: _ask_first(video, standing=False),
+    lambda video, _: _ask_first(video, standing=True),
+    *(_ask_count, _ask_change, _ask_sign),
 )

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.evaluate.shapes.making import REACH
-from pipeline.evaluate.shapes.world import COLORS, SHAPES, SIDE, Thing, Video
+from pipeline.evaluate.shapes.world import COLORS, SHAPES, SIDE, Video, VisibleObject
 
 Image = NDArray[np.float32]
 #: All colors are brighter than any ground, so that brightness alone shows the position and shape of a thing.
@@ -47,13 +47,13 @@ _LETTERS = {
 def render(video: Video) -> NDArray[np.uint8]:
     """Render a video as uint8 RGB frames [T, 96, 96, 3]; the same video always gives the same frames."""
     rng = np.random.default_rng([video.seed, _LOOKS, video.n_frames])
-    grounds = [_ground(name, rng) for name in video.scenes]
+    grounds = [_draw_ground(name, rng) for name in video.scenes]
     ways = zip(video.scene_of, video.camera, video.zoom, strict=True)
-    frames = np.stack([_view(grounds[scene], *way, share) for scene, way, share in ways])
+    frames = np.stack([_cut_view(grounds[scene], *way, share) for scene, way, share in ways])
     for thing in video.things:
-        _draw(frames, thing, rng.uniform(-_TINT, _TINT, 3).astype(np.float32))
+        _draw_thing(frames, thing, rng.uniform(-_TINT, _TINT, 3).astype(np.float32))
     frames *= np.array(video.light, np.float32)[:, None, None, None]
-    _flicker(frames, video)
+    _add_specks_and_noise(frames, video)
     return np.clip(np.rint(frames), 0, 255).astype(np.uint8)
 
 
@@ -62,12 +62,12 @@ def render_mask(shape: str, size: int) -> Image:
     """Return the coverage of each pixel by a shape, [size, size] from 0 to 1; the array is shared between calls."""
     n = _FINE * size
     down, right = (np.mgrid[:n, :n] + 0.5) / n * 2 - 1
-    inside = _inside(shape, right, down)
+    inside = _compute_shape_mask(shape, right, down)
     share: Image = inside.reshape(size, _FINE, size, _FINE).mean((1, 3)).astype(np.float32)
     return share
 
 
-def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _compute_shape_mask(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return which points (x, y) of the square from -1 to 1 lie in the shape, as a mask; y grows downwards."""
     far = np.hypot(x, y)
     wide = np.maximum(abs(x), abs(y))
@@ -86,7 +86,7 @@ def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArr
 
 
 @cache
-def _plate(word: str, size: int) -> Image:
+def _draw_sign_plate(word: str, size: int) -> Image:
     """Draw a sign, a dark framed plate of 9 x 9 dots with two letters, as gray values [size, size, 1] up to 255.
 
     The array is shared between calls.
@@ -99,7 +99,7 @@ def _plate(word: str, size: int) -> Image:
     return np.where(dots[places][:, places], _INK, _PLATE).astype(np.float32)[..., None]
 
 
-def _draw(frames: Image, thing: Thing, tint: Image) -> None:
+def _draw_thing(frames: Image, thing: VisibleObject, tint: Image) -> None:
     """Blend a thing into the frames that show it, in place, by its coverage and contrast.
 
     Args:
@@ -112,25 +112,25 @@ def _draw(frames: Image, thing: Thing, tint: Image) -> None:
             paint = np.array(RGB[color], np.float32) + tint
         else:
             cover = np.ones((size, size, 1), np.float32)
-            paint = _plate(thing.name, size)
+            paint = _draw_sign_plate(thing.name, size)
         window = frames[t, y : y + size, x : x + size]
         window += np.float32(thing.contrast) * cover * (paint - window)
 
 
-def _ground(scene: str, rng: np.random.Generator) -> Image:
+def _draw_ground(scene: str, rng: np.random.Generator) -> Image:
     """Draw the dark texture of a scene with a margin for camera movement, [96 + 2 * REACH, 96 + 2 * REACH, 3]."""
     side = SIDE + 2 * REACH
     dark = rng.uniform(18, 42) + rng.uniform(-7, 7, 3)
     light = dark + rng.uniform(20, 34) + rng.uniform(-5, 5, 3)
     period = int(rng.integers(6, 10))
     y, x = np.mgrid[:side, :side] + rng.integers(0, 16, 2)[:, None, None]
-    share = _texture(scene, x, y, period, rng.uniform(-1, 1, 2))
+    share = _compute_texture(scene, x, y, period, rng.uniform(-1, 1, 2))
     grain = rng.normal(0, _GRAIN, (side, side, 1))
     ground: Image = (dark + (light - dark) * share[..., None] + grain).astype(np.float32)
     return ground
 
 
-def _texture(
+def _compute_texture(
     scene: str, x: NDArray[np.int64], y: NDArray[np.int64], period: int, slope: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the brightness of a scene's texture at pixel coordinates, from 0 to 1; "plain" may exceed this range.
@@ -150,7 +150,7 @@ def _texture(
     return textures[scene].astype(np.float64)
 
 
-def _view(ground: Image, right: int, down: int, share: float) -> Image:
+def _cut_view(ground: Image, right: int, down: int, share: float) -> Image:
     """Cut the camera's view [96, 96, 3] out of a ground.
 
     Args:
@@ -169,7 +169,7 @@ def _view(ground: Image, right: int, down: int, share: float) -> Image:
     return view
 
 
-def _flicker(frames: Image, video: Video) -> None:
+def _add_specks_and_noise(frames: Image, video: Video) -> None:
     """Add the video's specks and noise to the frames in place, with other random values in each frame.
 
     A speck that would touch a thing is left out.

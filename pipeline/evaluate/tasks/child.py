@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from gstep.lazy import did_you_mean
-from pipeline.evaluate.tasks.numbers import as_number, explain, number_of
+from gstep.lazy import format_suggestion
+from pipeline.evaluate.tasks.numbers import as_number, compute_number, find_explanation
 from pipeline.evaluate.tasks.survey import check_settings, survey_tasks
 
 _MAX_FIELD = 60  # characters of a value by which a task may group its documents
@@ -115,7 +115,7 @@ class LoadedTask:
                 config = manager._get_config(self.name)
                 if reason := check_settings(config):
                     raise Refusal(reason)
-                overrides = {} if rows is None else _read_from(Path(rows), config)
+                overrides = {} if rows is None else _make_local_data_config(Path(rows), config)
                 self.task = manager.load_task_or_group([{"task": self.name, **overrides}])[self.name]
         except Refusal:
             raise
@@ -162,7 +162,9 @@ class LoadedTask:
         """
         self._refuse_judge()
         documents = [self._ask(number) for number in range(len(self._documents))]
-        answered = [self._target(self._document(number)) not in _NO_ANSWERS for number in range(len(documents))]
+        answered = [
+            self._get_right_answer(self._copy_document(number)) not in _NO_ANSWERS for number in range(len(documents))
+        ]
         if any(answered):  # otherwise the task does not publish its answers
             for number in [number for number, has_answer in enumerate(answered) if not has_answer]:
                 documents[number] = {"fault": ["no-answer", "it has no right answer"]}
@@ -181,7 +183,7 @@ class LoadedTask:
         text), "other-media" (it does not show exactly one path) and "bad-row" (another error, or a prompt that is not
         text).
         """
-        document = self._document(number)
+        document = self._copy_document(number)
         try:
             prompt = self.task.fewshot_context(document, 0, None, False, False, None)
             visuals = self.task.doc_to_visual(dict(self._with_media[number]))
@@ -198,11 +200,11 @@ class LoadedTask:
             return {"fault": ["other-media", f"it shows {len(shown)} ({kinds or 'nothing'}), and not one video file"]}
         return {"prompt": prompt, "video": shown[0], "fields": self._fields(document)}
 
-    def _document(self, number: int) -> dict[str, Any]:
+    def _copy_document(self, number: int) -> dict[str, Any]:
         """Return a shallow copy of a document, because rules may write into it."""
         return dict(self._documents[number])
 
-    def _target(self, document: dict[str, Any]) -> str:
+    def _get_right_answer(self, document: dict[str, Any]) -> str:
         """Return a document's right answer as text; "" if the task has none or its code fails."""
         try:
             target = self.task.doc_to_target(document)
@@ -212,7 +214,7 @@ class LoadedTask:
 
     def _fields(self, document: dict[str, Any]) -> dict[str, str]:
         """Return a document's texts of 1 to 60 characters and whole numbers as texts, without the right answer."""
-        target = self._target(document)
+        target = self._get_right_answer(document)
         values = {name: str(value) for name, value in document.items() if isinstance(value, str | int)}
         return {name: value for name, value in values.items() if value != target and 0 < len(value) <= _MAX_FIELD}
 
@@ -225,7 +227,7 @@ class LoadedTask:
         before = self._network.attempts
         tried = 0
         for number in range(min(_N_PROBED, len(self._documents))):
-            for reply in (self._target(self._document(number)), _LETTER):
+            for reply in (self._get_right_answer(self._copy_document(number)), _LETTER):
                 attempts = self._network.attempts
                 self._process(number, reply)
                 tried += 1
@@ -244,11 +246,11 @@ class LoadedTask:
         np.random.seed(number)
         try:
             with _without_pauses():
-                return dict(self.task.process_results(self._document(number), [self._filter(reply)]))
+                return dict(self.task.process_results(self._copy_document(number), [self._filter_reply(reply)]))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the code of a task
             return error if isinstance(error, Exception) else RuntimeError(f"its code ends the process: {error}")
 
-    def _filter(self, reply: str) -> Any:
+    def _filter_reply(self, reply: str) -> Any:
         """Apply the task's filter to a reply and, if the result is text, remove its reasoning, as lmms-eval does."""
         from lmms_eval.api.instance import Instance  # noqa: PLC0415
         from lmms_eval.api.reasoning import parse_reasoning_tags_config, strip_reasoning_tags  # noqa: PLC0415
@@ -281,7 +283,7 @@ class LoadedTask:
             own = {label: self._aggregate_all(of_arm) for label, of_arm in results.items()}
             if not any(isinstance(of_arm.get(self.metric.partition("/")[0]), str) for of_arm in own.values()):
                 break
-        metric = self._name_part(own.values())
+        metric = self._name_shown_metric(own.values())
         explained = self._explain(metric, numbers, results)
         return {"metric": metric, "own": own, "nothing": nothing, **counts, **explained}
 
@@ -308,7 +310,7 @@ class LoadedTask:
                 results[label].append({} if isinstance(result, Exception) else result)
         return results, {"judged": judged, "errors": errors}
 
-    def _name_part(self, own: Iterable[Mapping[str, Any]]) -> str:
+    def _name_shown_metric(self, own: Iterable[Mapping[str, Any]]) -> str:
         """Return the metric that tables show, as METRIC/PART if it has several numbers.
 
         If the user named no part, it is the first part of the first arm that has any.
@@ -336,7 +338,7 @@ class LoadedTask:
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the code of a task
                 numbers[metric] = f"{type(error).__name__}: {error}"
                 continue
-            parts = _list_parts(value)
+            parts = _list_named_numbers(value)
             numbers |= {f"{metric}/{part}" if part else metric: as_number(number) for part, number in parts.items()}
         return numbers
 
@@ -381,9 +383,9 @@ class LoadedTask:
         keys = []
         fields = []
         for i in places:
-            document = self._document(numbers[i])
+            document = self._copy_document(numbers[i])
             tried = []
-            target = self._target(document)
+            target = self._get_right_answer(document)
             span = " - ".join(_NUMBER.findall(target)[:2])  # the form that rules about times read
             for reply in (target, span, "", _LETTER):
                 result = self._process(numbers[i], reply)
@@ -394,11 +396,11 @@ class LoadedTask:
             fields.append(self._fields(document))
 
         def aggregate(of_mixture: list[Any]) -> Any:
-            return _list_parts(self._aggregate(metric, of_mixture)).get(part)
+            return _list_named_numbers(self._aggregate(metric, of_mixture)).get(part)
 
-        means = explain(of_documents, aggregate, fields, keys, n_methods=len(results)) if is_paired else None
+        means = find_explanation(of_documents, aggregate, fields, keys, n_methods=len(results)) if is_paired else None
         if means is None:
-            own = [number_of(of_reply, aggregate) for of_reply in zip(*of_documents, strict=True)]
+            own = [compute_number(of_reply, aggregate) for of_reply in zip(*of_documents, strict=True)]
             return {**none, "percent": max((number for number in own if number is not None), default=0) > 1}
         counted = [i for i, counts in enumerate(means.counted) if counts]
         scores = {
@@ -409,7 +411,7 @@ class LoadedTask:
         return {"scores": scores, "mean_over": means.mean_over, "weights": weights, "percent": means.percent}
 
 
-def _list_parts(value: Any) -> dict[str, Any]:
+def _list_named_numbers(value: Any) -> dict[str, Any]:
     """Return the numbers of an aggregation by name: a mapping's by key, a list's by index, a single one by ""."""
     if isinstance(value, Mapping):
         return {str(name): number for name, number in value.items()}
@@ -429,7 +431,7 @@ def _find_folders(name: str) -> list[Path]:
 def _check_name(name: str, manager: Any) -> None:
     """Raise Refusal if lmms-eval has no task of this name, or if it is the name of a group or tag."""
     if name not in manager.all_tasks:
-        near = did_you_mean(name, manager.all_tasks)
+        near = format_suggestion(name, manager.all_tasks)
         raise Refusal(f"lmms-eval has no such task{near}; --benchmark lmms:list lists those about videos")
     if name in (*manager.all_groups, *manager.all_tags):
         members = manager.task_index[name]["task"]
@@ -439,7 +441,7 @@ def _check_name(name: str, manager: Any) -> None:
         raise Refusal(f"it is a group: give each of its tasks an --out, and lay them out with --results ({names})")
 
 
-def _read_from(rows: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def _make_local_data_config(rows: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries of a task's config that make it read a local .parquet or JSON file as its only split."""
     split = config.get("test_split") or config.get("validation_split")
     kind = "parquet" if rows.suffix == ".parquet" else "json"

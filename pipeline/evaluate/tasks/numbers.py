@@ -68,7 +68,7 @@ class _Mixtures:
     own: Floats
 
 
-def explain(
+def find_explanation(
     results: Sequence[Sequence[Any]],
     aggregate: Aggregate,
     fields: Sequence[Mapping[str, str]],
@@ -88,12 +88,12 @@ def explain(
     """
     of_replies = [[of_one[place] for of_one in results] for place in range(len(results[0]))]
     # The task makes no number of some replies: many rules fail on an empty one, for example.
-    usable = [place for place, of_reply in enumerate(of_replies) if number_of(of_reply, aggregate) is not None]
+    usable = [place for place, of_reply in enumerate(of_replies) if compute_number(of_reply, aggregate) is not None]
     if usable[:n_methods] != list(range(n_methods)):
         return None
     results = [[of_one[place] for place in usable] for of_one in results]
     n_parts = max((len({of_one.get(name) for of_one in fields}) for name in list_parted_fields(fields)), default=0)
-    mixtures = _mix(results, aggregate, max(_FEWEST_MIXTURES, 3 * n_parts + 8))
+    mixtures = _mix_results(results, aggregate, max(_FEWEST_MIXTURES, 3 * n_parts + 8))
     if mixtures is None:
         return None
     last = {key: number for number, key in enumerate(keys)}
@@ -124,15 +124,15 @@ def as_number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
-def number_of(results: Sequence[Any], aggregate: Aggregate) -> float | None:
+def compute_number(results: Sequence[Any], aggregate: Aggregate) -> float | None:
     """Return the task's own number of the results of all documents; None if it raises or makes no finite number."""
     try:
-        return as_number(aggregate(_copy(results)))
+        return as_number(aggregate(_copy_results(results)))
     except Exception:  # noqa: BLE001 - the code of a task
         return None
 
 
-def _copy(results: Sequence[Any]) -> list[Any]:
+def _copy_results(results: Sequence[Any]) -> list[Any]:
     """Return deep copies of the results, because rules may modify them."""
     try:
         pickled = pickle.dumps(list(results), pickle.HIGHEST_PROTOCOL)
@@ -142,7 +142,7 @@ def _copy(results: Sequence[Any]) -> list[Any]:
     return copies
 
 
-def _mix(results: Sequence[Sequence[Any]], aggregate: Aggregate, count: int) -> _Mixtures | None:
+def _mix_results(results: Sequence[Sequence[Any]], aggregate: Aggregate, count: int) -> _Mixtures | None:
     """Mix results at random, with a fixed seed, and return the mixtures of which the task makes a number.
 
     First come the unmixed results of each reply, then random ones, until ``count`` more than the replies are kept or
@@ -157,7 +157,7 @@ def _mix(results: Sequence[Sequence[Any]], aggregate: Aggregate, count: int) -> 
     own = list[float]()
     for choice in chain(unmixed, mixed):
         mixture = [of_one[place] for of_one, place in zip(results, choice, strict=True)]
-        if (number := number_of(mixture, aggregate)) is not None:
+        if (number := compute_number(mixture, aggregate)) is not None:
             kept.append(choice)
             own.append(number)
         if len(own) == n_results + count:
@@ -172,13 +172,13 @@ def _list_numbers(results: Sequence[Sequence[Any]], aggregate: Aggregate) -> Ite
     If all results are numbers, these are the only candidate. Otherwise, the candidates are what the task makes of each
     result alone and, if all results are mappings, numbers from their fields.
     """
-    if (complete := _complete([list(map(as_number, of_one)) for of_one in results])) is not None:
+    if (complete := _check_complete([list(map(as_number, of_one)) for of_one in results])) is not None:
         yield complete
         return
 
     if None not in _aggregate_alone([of_one[0] for of_one in results[:_SINGLE_TRIALS]], aggregate):
         numbers = [_aggregate_alone(of_one, aggregate) for of_one in results]
-        if (complete := _complete(numbers)) is not None:
+        if (complete := _check_complete(numbers)) is not None:
             yield complete
     if all(isinstance(result, Mapping) for of_one in results for result in of_one):
         yield from _list_fields_of_results(results)
@@ -190,7 +190,7 @@ def _aggregate_alone(results: Sequence[Any], aggregate: Aggregate) -> list[float
     for result in results:
         if any(_is_equal(result, other) for other, _ in seen):
             continue
-        seen.append((result, number_of([result], aggregate)))
+        seen.append((result, compute_number([result], aggregate)))
     return [next(number for other, number in seen if _is_equal(result, other)) for result in results]
 
 
@@ -219,11 +219,11 @@ def _list_fields_of_results(results: Sequence[Sequence[Mapping[str, Any]]]) -> I
             [next((n for name in chosen if (n := as_number(result.get(name))) is not None), None) for result in of_one]
             for of_one in results
         ]
-        if names and (complete := _complete(numbers)) is not None:
+        if names and (complete := _check_complete(numbers)) is not None:
             yield complete
 
 
-def _complete(numbers: list[list[float | None]]) -> list[list[float]] | None:
+def _check_complete(numbers: list[list[float | None]]) -> list[list[float]] | None:
     """Return the numbers if none is None; otherwise None."""
     rows = [[number for number in row if number is not None] for row in numbers]
     return rows if list(map(len, rows)) == list(map(len, numbers)) else None
@@ -244,7 +244,7 @@ def _find_means(
     drawn_MD = np.take_along_axis(values, mixtures.choices.T, axis=1).T[:, np.array(counted)]
     of_counted = [of_one for of_one, counts in zip(fields, counted, strict=True) if counts]
     for scale in (1.0, 100.0):
-        if _agree(drawn_MD.mean(1), mixtures.own / scale):
+        if _is_equal_up_to_rounding(drawn_MD.mean(1), mixtures.own / scale):
             return QUESTIONS, {}, scale
     for name in list_parted_fields(of_counted):
         parts, part_D = np.unique([of_one[name] for of_one in of_counted], return_inverse=True)
@@ -276,7 +276,7 @@ def _find_weights(means_MP: Floats, own_M: Floats) -> Floats | None:
     n_parts = means_MP.shape[1]
     scores_P = means_MP.any(0)
     equal_P = np.full(n_parts, 1 / n_parts)
-    if _agree(means_MP @ equal_P, own_M):
+    if _is_equal_up_to_rounding(means_MP @ equal_P, own_M):
         return equal_P
     n_used = 2 * n_parts + 4
     if len(own_M) < n_used + 8 or np.linalg.matrix_rank(means_MP[:n_used]) < scores_P.sum():
@@ -285,10 +285,12 @@ def _find_weights(means_MP: Floats, own_M: Floats) -> Floats | None:
     # The task's numbers are rounded, so weights are slightly off: 1/24 becomes 0.0416669.
     weight_P = np.zeros(n_parts)
     weight_P[scores_P] = [float(Fraction(weight).limit_denominator(_MAX_DENOMINATOR)) for weight in exact_P]
-    is_mean = weight_P.min() >= 0 and abs(weight_P.sum() - 1) < 1e-6 and _agree(means_MP @ weight_P, own_M)
+    is_mean = (
+        weight_P.min() >= 0 and abs(weight_P.sum() - 1) < 1e-6 and _is_equal_up_to_rounding(means_MP @ weight_P, own_M)
+    )
     return weight_P if is_mean else None
 
 
-def _agree(means_M: Floats, own_M: Floats) -> bool:
+def _is_equal_up_to_rounding(means_M: Floats, own_M: Floats) -> bool:
     """Return True if the means equal the task's numbers, up to the rounding of percentages to two decimals."""
     return bool(np.all(np.abs(means_M - own_M) <= _TOLERANCE))

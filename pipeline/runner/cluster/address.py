@@ -15,7 +15,7 @@ from ray._private.utils import get_ray_address_file, read_ray_address
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # what ray.init() uses; Ray's stubs lack it
 from ray.job_config import JobConfig
 
-from pipeline.errors import RunFailed, printable
+from pipeline.errors import RunFailed, make_printable
 from pipeline.runner.cluster.session_folder import find_ray_folder
 
 _REACH_S = 10.0
@@ -146,7 +146,7 @@ def describe_startup_failure(error: Exception | None, address: str | None) -> st
     if error is None:
         description = "Ray's native code ended this process, as it does if the raylet of this node does not answer"
     else:
-        description = printable(f"{type(error).__name__}: {error}")
+        description = make_printable(f"{type(error).__name__}: {error}")
     if isinstance(error, ray.exceptions.AuthenticationError):
         return _describe_missing_token(address or "this machine")
     if address is not None:
@@ -160,7 +160,7 @@ def describe_startup_failure(error: Exception | None, address: str | None) -> st
 
 
 @contextmanager
-def workers_import_this() -> Iterator[JobConfig | None]:
+def make_package_importable() -> Iterator[JobConfig | None]:
     """Provide the job configuration with which Ray is joined so that its workers can import this package.
 
     Joining puts the current folder first on the path of the workers, where a user's ``pipeline.py`` would hide this

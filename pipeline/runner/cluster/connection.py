@@ -27,15 +27,15 @@ import torch
 
 from gstep.backbones import choose_runtime
 from gstep.lazy import pause_garbage_collector, repeat_line
-from pipeline.errors import RunFailed, UsageError, printable, usage_errors
+from pipeline.errors import RunFailed, UsageError, convert_usage_errors, make_printable
 from pipeline.options import RunOptions
 from pipeline.rows import Json
 from pipeline.runner.cluster.address import (
     check_answers,
     describe_startup_failure,
     find_address,
+    make_package_importable,
     set_cluster_token,
-    workers_import_this,
 )
 from pipeline.runner.cluster.nodes import read_fraction_of_cpu
 from pipeline.runner.cluster.prefork.server import fork_workers_from_server
@@ -98,14 +98,14 @@ def _join_or_start(say: Callable[[str], object]) -> None:
         set_cluster_token()
     else:
         say(f"joining the Ray cluster at {address}")
-        with explain_native_exit(address), _muted_stderr():
+        with explain_native_exit(address), _mute_stderr():
             check_answers(address)
     logging.getLogger("ray._private.worker").addFilter(is_worth_showing)
     for last in (False, True):
         began = time.monotonic()
         try:
             with explain_native_exit(address):
-                _initialise(say, _make_start_options(say) if address is None else {})
+                _run_ray_init(say, _make_start_options(say) if address is None else {})
             break
         except Exception as error:  # Ray raises plain exceptions if one of its processes does not start
             took_s = time.monotonic() - began
@@ -131,7 +131,7 @@ def _make_start_options(say: Callable[[str], object]) -> dict[str, Any]:
     return options
 
 
-def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) -> None:
+def _run_ray_init(say: Callable[[str], object], start_options: Mapping[str, Any]) -> None:
     """Call ``ray.init()``, which starts Ray with ``start_options``, or joins a cluster if they are empty.
 
     It runs in its own thread, which never ends, since the kernel kills Ray's processes with the thread that started
@@ -170,7 +170,7 @@ def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) 
 
     starter = threading.Thread(target=initialise, name="ray-init", daemon=True)
     try:
-        with _muted_stderr(), workers_import_this() as job:
+        with _mute_stderr(), make_package_importable() as job:
             starter.start()
             # Importing takes a core a second, while Ray's processes start.
             threading.Thread(target=import_ray_data, name="import-ray-data", daemon=True).start()
@@ -182,7 +182,7 @@ def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) 
         pass
     say("interrupted while Ray starts. Ray is shut down first. Rerun the same command to resume")
     if starter.ident is not None:
-        with _muted_stderr():
+        with _mute_stderr():
             wait([start_result])
             ray.shutdown()
     raise KeyboardInterrupt
@@ -270,7 +270,7 @@ def wait_for_gpus(n_gpus: int, wait_s: float, say: Callable[[str], object]) -> d
 
 
 @contextmanager
-def _muted_stderr() -> Iterator[None]:
+def _mute_stderr() -> Iterator[None]:
     """Discard what any thread writes to file descriptor 2 inside the context. Ray's own lines are in its log files."""
     sys.stderr.flush()
     descriptor = os.dup(2)
@@ -342,7 +342,7 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     if on_cpu:
         say(f"note: {_NO_GPU.format(dtype)}")
     if device == "cpu":  # only a GPU node knows what its GPU can run
-        with usage_errors():
+        with convert_usage_errors():
             choose_runtime(device, dtype, options.attn)
     return device, dtype
 
@@ -353,10 +353,10 @@ def can_have_gpus() -> bool:
     Raises:
         RunFailed: the address of the cluster cannot be used.
     """
-    return _joins_a_cluster() or torch.cuda.device_count() > 0
+    return _will_join_cluster() or torch.cuda.device_count() > 0
 
 
-def _joins_a_cluster() -> bool:
+def _will_join_cluster() -> bool:
     """Return True if this process has joined a cluster or would join a running one.
 
     Raises:
@@ -370,13 +370,13 @@ def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
 
     A running cluster is joined and checked by ``choose_device``, but Ray is not started.
     """
-    if options.device == "cuda" and _joins_a_cluster():
+    if options.device == "cuda" and _will_join_cluster():
         choose_device(options, "auto", say)
     elif options.device == "cuda" and not torch.cuda.device_count():
         raise UsageError("--device cuda: this machine has no GPU, and no Ray cluster is named or runs here")
 
 
-def provenance(run_id: str, packages: Sequence[str] = ("gstep-cache", "pyarrow")) -> dict[str, Json]:
+def collect_provenance(run_id: str, packages: Sequence[str] = ("gstep-cache", "pyarrow")) -> dict[str, Json]:
     """Return the facts about this process for a run's record: host, process id, Python, versions of packages.
 
     The version of a package that is not installed is None. The default packages are those of runs without models.
@@ -386,11 +386,11 @@ def provenance(run_id: str, packages: Sequence[str] = ("gstep-cache", "pyarrow")
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "python": platform.python_version(),
-        "versions": {name: package_version(name) for name in packages},
+        "versions": {name: find_package_version(name) for name in packages},
     }
 
 
-def package_version(name: str) -> str | None:
+def find_package_version(name: str) -> str | None:
     """Return the version of a package; None if it is not installed."""
     try:
         return version(name)
@@ -406,10 +406,10 @@ def describe_cause(error: BaseException) -> str:
     if is_out_of_disk(error):  # Ray's own text contains raw bytes
         return "OutOfDiskError: the object store of a node is full, and the disk that it spills to"
     if isinstance(error, ray.exceptions.RayTaskError):
-        return printable(f"{type(error.cause).__name__}: {error.cause}")
+        return make_printable(f"{type(error.cause).__name__}: {error.cause}")
     if isinstance(error, ray.exceptions.RayError):
-        return printable(str(error).strip().splitlines()[-1])
-    return printable(f"{type(error).__name__}: {error}")
+        return make_printable(str(error).strip().splitlines()[-1])
+    return make_printable(f"{type(error).__name__}: {error}")
 
 
 def is_out_of_disk(error: BaseException) -> bool:
@@ -449,6 +449,6 @@ def cap_gpus(resources: dict[str, float], max_gpus: int | None) -> dict[str, flo
     return resources if max_gpus is None or gpus <= max_gpus else {**resources, "GPU": float(max_gpus)}
 
 
-def exclude_nodes(nodes: Collection[str]) -> dict[str, str]:
+def make_node_selector(nodes: Collection[str]) -> dict[str, str]:
     """Return the Ray label selector that keeps workers off these nodes; {} without nodes."""
     return {NODE_LABEL: f"!in({','.join(sorted(nodes))})"} if nodes else {}

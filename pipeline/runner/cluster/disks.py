@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import ray
 
-from pipeline.runner.cluster.nodes import iter_alive_nodes, task_on
+from pipeline.runner.cluster.nodes import iter_alive_nodes, make_node_task
 
 _SPILL_VARIABLE, _SPILL_LIMIT = "RAY_local_fs_capacity_threshold", 0.95  # Ray's name and default
 MIN_FREE_BYTES = 2**20  # with less, a worker may not even write its log
@@ -120,7 +120,7 @@ def find_full_disks(
     full = find_known_full_disks(without, reported)
     small = dict[str, str]()
     nodes = {node: (name, resources) for name, node, resources in iter_alive_nodes() if node not in {*without, *full}}
-    answers = {node: task_on(node).remote(RayDisk.measure) for node in nodes}
+    answers = {node: make_node_task(node).remote(RayDisk.measure) for node in nodes}
     if answers:
         ray.wait(list(answers.values()), num_returns=len(answers), timeout=_ANSWER_S)
     silent = {node: name for node, (name, _) in nodes.items()}

@@ -55,7 +55,7 @@ class Head:
         if self._address is None:
             return True
         self._looked_at = self._clock()
-        if _accepts(self._address):
+        if _accepts_connection(self._address):
             if self._lost_at is not None:
                 self._say(f"note: the head of the Ray cluster at {self._address} answers again")
             self._lost_at = None
@@ -81,7 +81,7 @@ class Head:
         )
 
 
-def _accepts(address: str) -> bool:
+def _accepts_connection(address: str) -> bool:
     """Return True if HOST:PORT accepts a connection within _ANSWER_S seconds."""
     host, _, port = address.rpartition(":")
     try:

@@ -26,8 +26,8 @@ def iter_alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
             yield f"{node['NodeManagerHostname']} {node['NodeID'][:6]}", node["NodeID"], node["Resources"]
 
 
-def task_on(node_id: str, gpus: int = 0) -> Any:
-    """Return a Ray task for ``task_on(node_id).remote(function)``, which calls a function without arguments there.
+def make_node_task(node_id: str, gpus: int = 0) -> Any:
+    """Return a Ray task for a node: ``make_node_task(node_id).remote(function)`` calls a function without arguments there.
 
     It reserves ``gpus`` GPUs and no CPU, is not retried, and fails if the node is gone.
     """
@@ -36,7 +36,7 @@ def task_on(node_id: str, gpus: int = 0) -> Any:
 
 
 def _call(work: Callable[[], T]) -> T:
-    """Call ``work`` and return its result; this is the body of a ``task_on`` task."""
+    """Call ``work`` and return its result; this is the body of a ``make_node_task`` task."""
     return work()
 
 

@@ -35,7 +35,7 @@ def find_ray_folder() -> Path:
     """
     default = Path(get_ray_address_file(None)).parent
     with suppress(OSError):  # it does not exist yet
-        if _is_own(base := default.parent.stat()) and not stat.S_IMODE(base.st_mode) & 0o077:
+        if _belongs_to_user(base := default.parent.stat()) and not stat.S_IMODE(base.st_mode) & 0o077:
             return default
     own_name = f"ray-{os.geteuid()}"
     folder = default.with_name(own_name) / default.name
@@ -79,7 +79,7 @@ def _make_private(folder: Path) -> None:
     with suppress(FileExistsError):
         folder.mkdir(0o700, parents=True)
     info = folder.lstat()
-    if not (stat.S_ISDIR(info.st_mode) and _is_own(info)):
+    if not (stat.S_ISDIR(info.st_mode) and _belongs_to_user(info)):
         raise PermissionError(
             f"{folder} is a link or belongs to another user: remove it, or name another folder by RAY_TMPDIR"
         )
@@ -93,7 +93,7 @@ def lock_session(folder: str) -> None:
         fcntl.flock(_locks[-1], fcntl.LOCK_SH)
 
 
-def _is_own(info: os.stat_result) -> bool:
+def _belongs_to_user(info: os.stat_result) -> bool:
     return info.st_uid == os.geteuid()
 
 

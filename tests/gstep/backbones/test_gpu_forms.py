@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gstep.backbones import ModelSource, Runtime, family_of, gpu_forms
-from gstep.backbones.gpu_forms import FusedSteps, attend, optimize_qwen
+from gstep.backbones.gpu_forms import FusedSteps, attend_in_pieces, optimize_qwen
 from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, QWEN, asked_of, frames_for
 from tests.gstep.synthetic import needs_cuda
 
@@ -92,7 +92,7 @@ def piece_by_piece(parts, bounds):
 def test_pieces_attend_to_themselves():
     for lengths in ([5], [4, 4, 4], [4, 2, 4, 1, 2], [1, 64, 64, 16]):
         parts, bounds = pieces(lengths)
-        torch.testing.assert_close(attend(*parts, bounds, max(lengths)), piece_by_piece(parts, bounds))
+        torch.testing.assert_close(attend_in_pieces(*parts, bounds, max(lengths)), piece_by_piece(parts, bounds))
 
 
 @needs_cuda
@@ -100,7 +100,7 @@ def test_pieces_attend_to_themselves():
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [4, 2, 64, 1, 2]])
 def test_pieces_attend_to_themselves_on_a_gpu(lengths, dtype):
     parts, bounds = pieces(lengths, width=80, dtype=dtype, device="cuda")
-    found = attend(*parts, bounds, max(lengths)).float()
+    found = attend_in_pieces(*parts, bounds, max(lengths)).float()
     torch.testing.assert_close(found, piece_by_piece(parts, bounds).float(), atol=2e-2, rtol=2e-2)
 
 
@@ -130,7 +130,7 @@ def test_kernels_that_fail_or_give_other_values_are_warned_of_and_torch_serves(b
 
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
     with pytest.warns(RuntimeWarning, match=said):
-        steps.prove(torch.device("cpu"), step)
+        steps.check_kernels_on(torch.device("cpu"), step)
     assert not steps.kernels
 
 
@@ -144,5 +144,5 @@ def test_kernels_stay_off_where_memory_runs_out_before_they_are_compared(monkeyp
 
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
     with pytest.raises(torch.OutOfMemoryError):
-        steps.prove(torch.device("cpu"), step)
+        steps.check_kernels_on(torch.device("cpu"), step)
     assert not steps.kernels

@@ -105,7 +105,7 @@ def test_every_dense_size_on_the_hub_is_known_by_its_config(size):
     T, H, W = preprocessor.grid_thw(33, height, width)
     assert T == 17
     assert family_of(source).token_bytes(33, height, width) == 17 * H * W // 4 * hidden * 2 * (1 + levels)
-    tower = build_empty_model(source.stock_config().vision_config, Runtime("cpu", torch.bfloat16, "sdpa"))
+    tower = build_empty_model(source.parse_stock_config().vision_config, Runtime("cpu", torch.bfloat16, "sdpa"))
     assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in tower.parameters())
     assert tower.config.out_hidden_size == hidden
     assert round(sum(parameter.numel() for parameter in tower.parameters()) / 1e6) == millions

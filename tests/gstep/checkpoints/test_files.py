@@ -15,7 +15,7 @@ from gstep.backbones import ModelSource, family_of
 from gstep.checkpoints.files import SHIPPED, CheckpointFiles
 from gstep.errors import ModelError
 from gstep.language import prompt_builder
-from gstep.language.weights import generation_config
+from gstep.language.weights import read_generation_config
 from tests.gstep.reading import INDEX, changed_json, count_reading
 
 
@@ -104,7 +104,7 @@ def test_a_setting_of_a_wrong_type_is_refused_by_name(folder, filename, keys, va
         family = family_of(source)
         family.preprocessor()
         family.static()
-        generation_config(source, prompt_builder(source).config)
+        read_generation_config(source, prompt_builder(source).config)
 
 
 @pytest.mark.parametrize("value", [5, None, ["a"], {}, "", "..", "x.bin", "../x.safetensors", "/x.safetensors"])
@@ -170,7 +170,7 @@ def test_a_type_outside_the_table_is_of_the_family_generic(folder, model_type, a
     (folder / "processor_config.json").write_text(json.dumps(processor))
     source = ModelSource.resolve(folder, family="generic", gate=False)
     assert (source.model_type, source.family, source.layout) == (model_type, "generic", None)
-    assert source.stock_class()[0].__name__.startswith(cls)
+    assert source.find_stock_class()[0].__name__.startswith(cls)
     assert source.preprocessor["processor_config.json"] == {"video_processor": {"size": 5}}
     assert source.preprocessor.keys() == {"processor_config.json", "video_preprocessor_config.json"}
     if model_type != "qwen3_vl":

@@ -17,7 +17,7 @@ from gstep.errors import ModelError
 from gstep.families import FAMILIES as TYPES
 from gstep.language import prompt_builder
 from gstep.language.prompt import _load_tokenizer, chat_template
-from gstep.language.weights import generation_config
+from gstep.language.weights import read_generation_config
 from tests.gstep.checkpoints.conftest import COMMIT
 from tests.gstep.llms import FAMILIES
 from tests.gstep.reading import decode_newline
@@ -51,7 +51,7 @@ def use_all(repo: str = REPO) -> None:
     """Read what pruning and answering read of a checkpoint besides weights."""
     source = ModelSource.resolve(repo)
     family_of(source).preprocessor()
-    generation_config(source, prompt_builder(source).config)
+    read_generation_config(source, prompt_builder(source).config)
 
 
 def note(cache: Path, *absent: str, present: tuple[str, ...] | None = None) -> None:

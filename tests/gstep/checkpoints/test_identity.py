@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource
 from gstep.checkpoints import tiny
-from gstep.checkpoints.tensors import tower_hash
+from gstep.checkpoints.tensors import compute_tower_hash
 from gstep.errors import ModelError
 from tests.gstep.llms import FAMILIES
 from tests.gstep.reading import changed_json, changed_tensors
@@ -35,15 +35,15 @@ def test_a_folders_identity_is_its_content(folder, tmp_path):
 @pytest.fixture(params=FAMILIES)
 def model(request, tmp_path):
     """(its hash, a copy of its folder, the name that its tower's tensors hold)."""
-    folder = Path(shutil.copytree(tiny.build(request.param), tmp_path / "copy"))
-    return tower_hash(ModelSource.resolve(request.param)), folder, TOWER[request.param]
+    folder = Path(shutil.copytree(tiny.build_tiny_model(request.param), tmp_path / "copy"))
+    return compute_tower_hash(ModelSource.resolve(request.param)), folder, TOWER[request.param]
 
 
 def changed(folder, change, **options):
     """The hash of a folder's model after ``change`` of each (name, tensor)."""
     path = folder / "model.safetensors"
     save_file(dict(change(*item) for item in load_file(path).items()), path)
-    return tower_hash(ModelSource.resolve(folder, **options))
+    return compute_tower_hash(ModelSource.resolve(folder, **options))
 
 
 def test_a_hash_of_the_family_generic_is_that_of_all_but_the_language_model(model):

@@ -8,7 +8,7 @@ import torch
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.checkpoints import tiny
 from gstep.checkpoints.random_weights import draw_tensors, has_no_weights
-from gstep.checkpoints.tensors import tower_hash
+from gstep.checkpoints.tensors import compute_tower_hash
 from gstep.errors import ModelError
 from gstep.language import BUILDERS, load_language_model, prompt_builder
 from tests.gstep.reading import changed_json
@@ -35,7 +35,7 @@ def test_both_halves_of_every_family_load_without_weights(bare, tmp_path):
     with pytest.raises(ModelError, match="no safetensors weights"):
         ModelSource.resolve(bare)
     source, runtime = random(bare, tmp_path), choose_runtime("cpu", "bfloat16")
-    assert source.identity.startswith("random:") and not source.weight_files and tower_hash(source) is None
+    assert source.identity.startswith("random:") and not source.weight_files and compute_tower_hash(source) is None
     tower, llm = family_of(source).load(runtime), load_language_model(source, runtime)
     tensors = [*tower.model.parameters(), *llm.model.parameters()]
     assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}

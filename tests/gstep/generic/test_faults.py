@@ -12,7 +12,7 @@ from transformers.video_utils import VideoMetadata
 from gstep.backbones import ModelSource, Runtime, SampledVideo, family_of
 from gstep.errors import TooFewFrames, UnsupportedVideo
 from gstep.generic.family import describe_untimed_video
-from gstep.generic.processor import load_processor, make_metadata, render, run_processor
+from gstep.generic.processor import load_processor, make_metadata, render_conversation, run_processor
 from gstep.language import Visual, prompt_builder
 from tests.gstep.generic import tiny_checkpoints
 from tests.gstep.generic.tiny_checkpoints import FAMILIES
@@ -93,7 +93,7 @@ def test_a_clip_s_times_in_the_prompt_are_those_of_its_frames(name, folder):
     source = ModelSource.resolve(str(folder), family="generic", gate=False)
     processor = load_processor(source)
     content = [{"type": "video"}, {"type": "text", "text": "?"}]
-    text = render(source, processor, [{"role": "user", "content": content}])
+    text = render_conversation(source, processor, [{"role": "user", "content": content}])
     frames = make_noise(6, 112, 168).permute(0, 3, 1, 2)
     ids, expected = (
         run_processor(processor, text, frames, metadata)["input_ids"] for metadata in (make_metadata(sampled), stock)

@@ -138,13 +138,13 @@ def test_tokens_that_reach_the_model_in_another_way_are_refused(folder, monkeypa
 
 @pytest.mark.parametrize("policy", ["contiguous", "one too large from the video on"])
 def test_positions_by_another_rule_are_refused(folder, monkeypatch, policy):
-    rule = gate.prompt_positions
+    rule = gate.compute_prompt_positions
 
     def compute(model, inputs, keep, _):
         positions = rule(model, inputs, keep, "contiguous" if policy == "contiguous" else "original")
         return positions if policy == "contiguous" else positions + (torch.arange(len(keep)) > 20)
 
-    monkeypatch.setattr(gate, "prompt_positions", compute)
+    monkeypatch.setattr(gate, "compute_prompt_positions", compute)
     with pytest.raises(ModelError, match="gives another result than from the video"):
         resolve(folder)
 
@@ -182,7 +182,7 @@ def test_a_class_that_writes_no_text_about_videos_is_one_clear_error(folder, nam
 def test_an_omni_model_is_found_by_the_name_of_the_whole_model(tiny_checkpoint, tmp_path):
     folder = Path(shutil.copytree(tiny_checkpoint("qwen2_5_omni"), tmp_path / "omni"))
     edit_config(folder, architectures=["Qwen2_5OmniModel"])  # as published
-    assert resolve(folder, gate=False).stock_class()[0].__name__ == "Qwen2_5OmniThinkerForConditionalGeneration"
+    assert resolve(folder, gate=False).find_stock_class()[0].__name__ == "Qwen2_5OmniThinkerForConditionalGeneration"
 
 
 def test_processor_files_that_are_changed_in_place_are_read_again(tiny_checkpoint, tmp_path):
@@ -210,13 +210,13 @@ def test_a_comparison_that_would_notice_nothing_is_refused(folder, monkeypatch):
         for weight in model.parameters():
             weight.data.zero_()
 
-    monkeypatch.setattr(reduced, "_fill", fill)
+    monkeypatch.setattr(reduced, "_fill_weights", fill)
     with pytest.raises(ModelError, match="do not depend on the frames"):
         resolve(folder)
 
 
 def test_a_comparison_with_a_silent_language_model_is_refused(folder, monkeypatch):
-    fill = reduced._fill
+    fill = reduced._fill_weights
 
     def fill_vision(model):
         fill(model)
@@ -224,7 +224,7 @@ def test_a_comparison_with_a_silent_language_model_is_refused(folder, monkeypatc
             for weight in layer.parameters():
                 weight.data.zero_()
 
-    monkeypatch.setattr(reduced, "_fill", fill_vision)
+    monkeypatch.setattr(reduced, "_fill_weights", fill_vision)
     with pytest.raises(ModelError, match=r"its check is blind, since a zeroed weight .*python -m jobs.doctor --model"):
         resolve(folder)
 
@@ -236,14 +236,14 @@ def test_a_config_that_cannot_be_reduced_names_the_doctor(folder, monkeypatch):
 
 
 def test_a_reduced_model_that_does_not_fit_the_memory_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(reduced, "free_bytes", lambda: 2**16)
+    monkeypatch.setattr(reduced, "get_free_memory_bytes", lambda: 2**16)
     with pytest.raises(ModelError, match="run the check on a machine with more"):
         resolve(folder)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "gemma4", "glm4v_moe", "lfm3_vl", "llava_onevision"])
 def test_a_deep_config_is_reduced_to_all_kinds_of_its_layers(name, tiny_checkpoint):
-    _, config = resolve(tiny_checkpoint(name), gate=False).stock_class()
+    _, config = resolve(tiny_checkpoint(name), gate=False).find_stock_class()
     content = config.to_dict()
     text, vision = content["text_config"], content["vision_config"]
     for part, depth in ((text, 40), (vision, 30)):
@@ -266,7 +266,7 @@ def test_the_doctor_compares_the_real_weights(folder, monkeypatch):
     monkeypatch.setattr(gate, "wrap_features", swap_rows)
     state, says, _ = gate.check_weights(source)
     assert state == "wrong" and "another result" in says
-    monkeypatch.setattr(gate, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(gate, "get_free_memory_bytes", lambda: 1000)
     state, says, remedy = gate.check_weights(source)
     assert state == "unknown" and "nothing was compared" in says and "enough memory" in remedy
 

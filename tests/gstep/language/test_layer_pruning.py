@@ -15,7 +15,7 @@ from gstep.checkpoints import tiny
 from gstep.errors import WrongSelection
 from gstep.language import Decoding, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
-from gstep.language.layer_pruning import CACHE, check_layer
+from gstep.language.layer_pruning import CACHE, check_prune_layer
 from gstep.language.types import read_placeholder
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.fastv import FastV
@@ -38,7 +38,7 @@ def name(request):
 @pytest.fixture(scope="module")
 def deep(name, tmp_path_factory):
     """The tiny model with more layers: the first two of its own, the others copies of them."""
-    folder = Path(shutil.copytree(tiny.build(name), tmp_path_factory.mktemp("deep") / name))
+    folder = Path(shutil.copytree(tiny.build_tiny_model(name), tmp_path_factory.mktemp("deep") / name))
     whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     state = {k: v.clone() for k, v in whole.state_dict().items()}
     with changed_json(folder / "config.json") as config:
@@ -246,11 +246,11 @@ class Merging(Attended):
 )
 def test_what_cannot_prune_inside_of_a_model_is_refused(name, loaded, method, why):
     with pytest.raises(ValueError, match=why):
-        check_layer(method, loaded.model.config)
-    assert check_layer(Attended(depth=4), loaded.model.config) == 4
+        check_prune_layer(method, loaded.model.config)
+    assert check_prune_layer(Attended(depth=4), loaded.model.config) == 4
     if name == "tiny-qwen3-vl":
         with pytest.raises(ValueError, match="at least 3"):
-            check_layer(FastV(K=2), loaded.model.config)
+            check_prune_layer(FastV(K=2), loaded.model.config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,4 +272,4 @@ def test_a_selection_that_cannot_be_kept_is_refused_inside_too(loaded, prompts, 
 @pytest.mark.parametrize("model", RECURRENT)
 def test_a_model_with_linear_attention_is_refused_by_name(model):
     with pytest.raises(ValueError, match=r"fastv .* has layers of linear attention"):
-        check_layer(FastV(K=2), llm(model).model.config)
+        check_prune_layer(FastV(K=2), llm(model).model.config)

@@ -121,7 +121,7 @@ TIED = ("LLaVA-OneVision-0.5B", "Qwen2.5-VL-3B", "Qwen3-VL-2B", "Qwen3-VL-4B")  
 def test_every_dense_size_on_the_hub_is_known_by_its_config(size, expected):
     config = LLMS[size]
     source = ModelSource(size, "none", CheckpointFiles("folder", "/none"), (), config["model_type"], config, {})
-    model = build_without_vision(source.stock_config(), choose_runtime("cpu", "bfloat16", "sdpa"))
+    model = build_without_vision(source.parse_stock_config(), choose_runtime("cpu", "bfloat16", "sdpa"))
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
     millions = round(sum(p.numel() for p in model.parameters()) / 1e6)
     assert (millions, model.lm_head is None) == (expected, size in TIED)

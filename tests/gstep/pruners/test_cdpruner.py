@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.pruners.cdpruner import relevance
+from gstep.pruners.cdpruner import compute_relevance
 from tests.gstep.synthetic import prune, video
 
 
@@ -25,8 +25,8 @@ def test_cdpruner_relevance() -> None:
     images = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[-3.0, 0.0], [0.0, 0.0]]])
     text = torch.tensor([[1.0, 0.0]])
     expected = torch.tensor([[5e-7, 0.5], [1.0, 0.5]])  # low where the cosine is high, as in the official code
-    assert torch.allclose(relevance(images, text), expected, atol=1e-6)
-    assert relevance(images[:1, :1], text).tolist() == [[1.0]]
+    assert torch.allclose(compute_relevance(images, text), expected, atol=1e-6)
+    assert compute_relevance(images[:1, :1], text).tolist() == [[1.0]]
 
 
 def test_cdpruner_embeddings_must_be_of_one_size() -> None:

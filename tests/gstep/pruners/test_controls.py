@@ -14,7 +14,7 @@ def test_random_is_the_start_of_one_permutation() -> None:
     tokens = video(5, 13, 8)
     pruned = gstep.prune(tokens, method="random", budget=20, seed=7)
     expected = np.random.default_rng(7).permutation(65)[:20]
-    assert pruned.index[pruned.selection_order()].tolist() == expected.tolist()
+    assert pruned.index[pruned.compute_selection_order()].tolist() == expected.tolist()
     assert pruned.index.tolist() != gstep.prune(tokens, method="random", budget=20, seed=8).index.tolist()
 
 
@@ -45,4 +45,4 @@ def test_picks_are_the_farthest_points_from_every_start(start: str) -> None:
     assert rho is not None
     pruned = gstep.prune(tokens_TND, method="fps", budget=20, start=start)
     expected, _ = oracle(tokens, rho.double().numpy(), 20, alpha=1.0, start=start)
-    assert pruned.index[pruned.selection_order()].tolist() == expected
+    assert pruned.index[pruned.compute_selection_order()].tolist() == expected

@@ -7,7 +7,7 @@ import torch
 
 import gstep
 from gstep.pruners.flashvid import merge_back, pick_diverse
-from gstep.pruners.vectors import unit
+from gstep.pruners.vectors import normalize_rows
 from tests.gstep.synthetic import prune, video
 
 
@@ -28,11 +28,11 @@ def test_flashvid_divides_by_what_is_merged_into_a_token_directly() -> None:
     a, b = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 0.0])
     tokens = torch.stack([torch.stack([a, b]), torch.stack([2 * a, -b]), torch.stack([3 * a, 4 * a])])
     free = torch.ones(3, 2, dtype=torch.bool)
-    merged, left = merge_back(tokens, unit(tokens), free, 0.8, min_tokens=1)
+    merged, left = merge_back(tokens, normalize_rows(tokens), free, 0.8, min_tokens=1)
     assert left.tolist() == [[True, True], [False, True], [False, False]]
     assert torch.equal(merged[0, 0], (1 + 2 + 3 + 4) * a / 2) and torch.equal(merged[0, 1], b)
     free[1, 0] = False  # picked: no part of a tree
-    merged, left = merge_back(tokens, unit(tokens), free, 0.8, min_tokens=1)
+    merged, left = merge_back(tokens, normalize_rows(tokens), free, 0.8, min_tokens=1)
     assert left.tolist() == [[True, True], [False, True], [True, True]]
     assert torch.equal(merged[left], tokens[left])
 
@@ -40,7 +40,7 @@ def test_flashvid_divides_by_what_is_merged_into_a_token_directly() -> None:
 def test_flashvid_merges_the_most_similar_where_too_few_would_stay() -> None:
     tokens = torch.tensor([[[1.0, 0.0]], [[1.0, 0.1]], [[1.0, 0.4]], [[1.0, 0.5]]])
     free = torch.ones(4, 1, dtype=torch.bool)
-    left = [merge_back(tokens, unit(tokens), free, 0.5, least)[1].flatten().tolist() for least in (1, 2, 4)]
+    left = [merge_back(tokens, normalize_rows(tokens), free, 0.5, least)[1].flatten().tolist() for least in (1, 2, 4)]
     assert left == [
         [True, False, False, False],
         [True, True, True, False],  # 2 may go, and what is as similar as the second stays

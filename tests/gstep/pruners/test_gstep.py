@@ -8,7 +8,13 @@ import pytest
 import torch
 
 import gstep
-from gstep.density import BOUNDARIES, compute_change_curve, compute_frame_means, spatial_density, temporal_density
+from gstep.density import (
+    BOUNDARIES,
+    compute_change_curve,
+    compute_frame_means,
+    compute_spatial_density,
+    compute_temporal_density,
+)
 from gstep.selection.reference import density_guided_fps
 from tests.gstep.synthetic import needs_cuda
 from tests.paths import GOLDEN
@@ -43,7 +49,7 @@ def prune_case(case: dict[str, Any], tokens: torch.Tensor) -> gstep.PrunedTokens
 
 
 def picks(pruned: gstep.PrunedTokens) -> list[int]:
-    return pruned.index[pruned.selection_order()].tolist()
+    return pruned.index[pruned.compute_selection_order()].tolist()
 
 
 def test_all_cases_are_here() -> None:
@@ -93,7 +99,7 @@ def test_selection_on_cuda(dtype: torch.dtype) -> None:
 def our_curve(name: str, kind: list[str], tokens: torch.Tensor) -> torch.Tensor:
     mean = compute_frame_means(tokens)
     if kind[0] == "spatial_density":
-        return spatial_density(tokens, mean)
+        return compute_spatial_density(tokens, mean)
     if kind[0] == "change_curve":
         return compute_change_curve(mean)
     smoothing, *rest = kind[1].split("_")
@@ -103,7 +109,7 @@ def our_curve(name: str, kind: list[str], tokens: torch.Tensor) -> torch.Tensor:
         params["sigma"] = float(rest[0].removeprefix("sigma"))
     elif rest:
         params["radius"] = int(rest[0].removeprefix("r"))
-    return temporal_density(mean, smoothing=smoothing, **params)
+    return compute_temporal_density(mean, smoothing=smoothing, **params)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -46,7 +46,7 @@ def test_tokens_are_taken_by_that_density_as_gstep_takes_them_by_its_own(alpha: 
     tokens_TND = torch.from_numpy(tokens).reshape(6, 8, 12)
     pruned = gstep.prune(tokens_TND, method="novelty", budget=20, alpha=alpha)
     expected, _ = oracle(tokens, Novelty().density(tokens_TND)[0].numpy(), 20, alpha=alpha)
-    assert pruned.index[pruned.selection_order()].tolist() == expected
+    assert pruned.index[pruned.compute_selection_order()].tolist() == expected
 
 
 def arrivals(at: int, n_frames: int = 12, per_frame: int = 16, cut: int = 8) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 
 import gstep
 from gstep.pruners.ottvid import divide_merges, merge_trees, pick_covering, plan_transport
-from gstep.pruners.vectors import unit
+from gstep.pruners.vectors import normalize_rows
 from tests.gstep.synthetic import prune, video
 
 
@@ -27,8 +27,8 @@ def test_ottvid_picks_cover_what_is_attended() -> None:
     for attention, picks in (([1.0, 1.0, 1.0, 0.1, 0.2], [[1], [1, 4]]), ([1.0, 1.0, 1.0, 9.0, 20.0], [[4], [1, 4]])):
         weight = torch.tensor([attention], dtype=torch.float64)
         assert [pick_covering(direction, weight, count)[0][0].tolist() for count in (1, 2)] == picks
-    pick, similarity = pick_covering(unit(video(3, 9, 4)), torch.ones(3, 9, dtype=torch.float64), 4)
-    directions = unit(video(3, 9, 4))
+    pick, similarity = pick_covering(normalize_rows(video(3, 9, 4)), torch.ones(3, 9, dtype=torch.float64), 4)
+    directions = normalize_rows(video(3, 9, 4))
     for t in range(3):
         assert torch.allclose(similarity[t], directions[t] @ directions[t, pick[t]].T, atol=1e-6)
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 import gstep
-from gstep.pruners.vcast import curvature, frame_budgets
+from gstep.pruners.vcast import compute_curvature, divide_budget
 from tests.gstep.oracle import all_distances, exact_tokens, oracle
 from tests.gstep.synthetic import needs_cuda, video
 from tests.paths import GOLDEN
@@ -89,10 +89,10 @@ def test_vcast_gives_a_frame_more_where_the_video_turns() -> None:
     straight, back = [0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.0, 1.0]
     for along, turns in ((straight, [1.0, 0.0, 0.0, 1.0]), (back, [1.0, 2.0, 2.0, 1.0])):
         centre = torch.tensor([[value, 0.0, 1.0] for value in along], dtype=torch.float64)
-        assert curvature(centre).tolist() == turns
+        assert compute_curvature(centre).tolist() == turns
     still = torch.ones(5, 3, dtype=torch.float64)
-    assert curvature(still).tolist() == [1.0] * 5
-    assert curvature(still[:1]).tolist() == [1.0]
+    assert compute_curvature(still).tolist() == [1.0] * 5
+    assert compute_curvature(still[:1]).tolist() == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_vcast_gives_a_frame_more_where_the_video_turns() -> None:
     ],
 )
 def test_vcast_divides_a_budget(weights: list[float], budget: int, per_frame: int, expected: list[int]) -> None:
-    assert frame_budgets(torch.tensor(weights, dtype=torch.float64), budget, per_frame).tolist() == expected
+    assert divide_budget(torch.tensor(weights, dtype=torch.float64), budget, per_frame).tolist() == expected
 
 
 def test_vcast_keeps_of_a_frame_what_stands_out_from_its_mean_by_direction_and_norm() -> None:
     tokens = video(4, 13, 24).double()
-    weight = torch.softmax(curvature(torch.nn.functional.normalize(tokens.mean(dim=1), dim=-1)) / 0.3, dim=0)
+    weight = torch.softmax(compute_curvature(torch.nn.functional.normalize(tokens.mean(dim=1), dim=-1)) / 0.3, dim=0)
     expected = []
-    for t, n_kept in enumerate(frame_budgets(weight, 20, 13).tolist()):
+    for t, n_kept in enumerate(divide_budget(weight, 20, 13).tolist()):
         norm = tokens[t].norm(dim=-1)
         spread = (norm - norm.min()) / (norm.max() - norm.min() + 1e-6)
         score = 1 - torch.cosine_similarity(tokens[t], tokens[t].mean(dim=0)[None]) + spread
@@ -131,4 +131,4 @@ def test_divprune_takes_the_farthest_from_the_most_isolated_on() -> None:
     tokens = exact_tokens(60, seed=5)
     pruned = gstep.prune(torch.from_numpy(tokens).reshape(6, 10, 12), method="divprune", budget=25)
     expected, _ = oracle(tokens, np.ones(60), 25, alpha=1.0, start="isolated")
-    assert pruned.index[pruned.selection_order()].tolist() == expected
+    assert pruned.index[pruned.compute_selection_order()].tolist() == expected

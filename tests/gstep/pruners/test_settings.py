@@ -29,6 +29,6 @@ def test_default_dtype_and_device_change_no_selection(method: str, params: dict[
         expected = pruner.prune(visual, ratio)
         with defaults(default, "meta"):
             pruned = pruner.prune(visual, ratio)
-            positions = pruned.selection_order()
+            positions = pruned.compute_selection_order()
         assert_same(pruned, expected)
-        assert torch.equal(positions, expected.selection_order())
+        assert torch.equal(positions, expected.compute_selection_order())

@@ -11,8 +11,8 @@ from gstep.pruners.fastvid import choose_tokens
 from gstep.pruners.flashvid import pick_diverse
 from gstep.pruners.holitom import choose_windows
 from gstep.pruners.segments import compute_scaled_distances, score_density_peaks
-from gstep.pruners.sinks import find_sinks, move_off_sinks, sink_scores
-from gstep.pruners.vectors import unit
+from gstep.pruners.sinks import compute_sink_scores, find_sinks, move_off_sinks
+from gstep.pruners.vectors import normalize_rows
 from tests.gstep.synthetic import assert_same, evidence_for, prune, video
 
 HOSTS = ("visionzip", "fastvid", "flashvid", "holitom")
@@ -34,11 +34,11 @@ def attended(n_frames: int, per_frame: int, sinks: list[int]) -> torch.Tensor:
 
 def test_a_sink_score_grows_with_the_mean_attention_over_frames() -> None:
     attention = attended(5, 12, [3, 7])
-    score = sink_scores(attention)
+    score = compute_sink_scores(attention)
     assert torch.allclose(score, torch.tensor(plain_scores(attention), dtype=torch.float64), atol=1e-12)
     assert sorted(score.topk(2).indices.tolist()) == [3, 7] and (score.min(), score.max() > 0.999) == (0, True)
-    assert sink_scores(torch.ones(2, 3)).tolist() == [0, 0, 0]
-    assert sink_scores(torch.tensor([[-3.0, 0.0, 1.0]])).tolist()[:2] == [0, 0]  # no power of a negative number
+    assert compute_sink_scores(torch.ones(2, 3)).tolist() == [0, 0, 0]
+    assert compute_sink_scores(torch.tensor([[-3.0, 0.0, 1.0]])).tolist()[:2] == [0, 0]  # no power of a negative number
     assert find_sinks(torch.arange(30.0)).nonzero().flatten().tolist() == list(range(10, 30))
     assert find_sinks(torch.arange(7.0)).all()
 
@@ -102,7 +102,7 @@ def test_visionzip_ranks_by_what_is_left_and_moves_its_targets() -> None:
     score = torch.tensor(plain_scores(attention), dtype=torch.float64)
     evidence = {"token_attention": attention, "token_key": video(3, 40, 4, seed=1)}
     pruned = gstep.prune(tokens, 0.25, "visionzip", evidence=evidence, mu_s=0.01)
-    index, order = pruned.index[pruned.selection_order()].view(3, 10), []
+    index, order = pruned.index[pruned.compute_selection_order()].view(3, 10), []
     for t in range(3):
         value = (attention[t].double() - 0.01 * score).tolist()
         dominant = sorted(sorted(range(40), key=value.__getitem__)[-8:])
@@ -127,20 +127,20 @@ def test_flashvid_weighs_by_what_is_left_of_the_attention_in_each_segment() -> N
     tokens, attention = video(4, 20, 8), attended(4, 20, [2, 9])
     params: dict[str, Any] = {"alpha": 1.0, "min_segment_num": 2, "segment_threshold": -1.0, "mu_s": 0.05}
     pruned = gstep.prune(tokens, 0.2, "flashvid", evidence={"token_attention": attention}, **params)
-    mean = unit(tokens.mean(dim=1))
+    mean = normalize_rows(tokens.mean(dim=1))
     cut = int((mean[:-1] * mean[1:]).sum(dim=1).argmin()) + 1
     expected = torch.zeros(4, 20, dtype=torch.bool)
     for part in (slice(0, cut), slice(cut, 4)):
         left = attention[part].double() - 0.05 * torch.tensor(plain_scores(attention[part]), dtype=torch.float64)
         relevance = tokens[part] @ tokens[part].mean(dim=(0, 1))
-        expected[part] = pick_diverse(unit(tokens[part]), left * relevance, 4)
+        expected[part] = pick_diverse(normalize_rows(tokens[part]), left * relevance, 4)
     assert pruned.index.tolist() == expected.flatten().nonzero().flatten().tolist()
 
 
 def test_holitom_takes_sinks_for_static_but_plans_without_them() -> None:
     tokens = video(1, 10, 8).repeat(4, 1, 1) + 0.35 * video(4, 10, 8, seed=1)
     attention = attended(4, 10, [0, 1, 2, 3])
-    direction = unit(tokens)
+    direction = normalize_rows(tokens)
     similarity = (direction[:-1] * direction[1:]).sum(dim=-1)
     windows, saved = choose_windows(similarity > 0.8, 1024)
     score = torch.tensor(plain_scores(attention), dtype=torch.float64)

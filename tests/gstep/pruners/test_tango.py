@@ -7,15 +7,15 @@ import torch
 
 import gstep
 from gstep.pruners import tango
-from gstep.pruners.tango import find_groups, rotate
-from gstep.pruners.vectors import unit
+from gstep.pruners.tango import find_groups, rotate_directions
+from gstep.pruners.vectors import normalize_rows
 from tests.gstep.synthetic import evidence_for, prune, video
 
 
 def test_tango_rotates_channel_by_channel() -> None:
     """13 channels: 5 of time, of which the last stays, and 4 each of row and column."""
-    direction = unit(video(2, 6, 13).double())
-    rotated = rotate(direction, (0.0, 2.5), columns=3)
+    direction = normalize_rows(video(2, 6, 13).double())
+    rotated = rotate_directions(direction, (0.0, 2.5), columns=3)
     for t, n in ((0, 0), (0, 5), (1, 4)):
         expected = direction[t, n].tolist()
         for start, width, position, base in ((0, 4, 2.5 * t, 1e4), (5, 4, n // 3, 1e3), (9, 4, n % 3, 1e3)):
@@ -31,7 +31,7 @@ def test_tango_rotates_channel_by_channel() -> None:
 def test_tango_sections_are_those_of_the_official_code_at_its_width() -> None:
     """1196 channels of time, 1194 of row and of column; at the origin of all three nothing turns."""
     direction = torch.ones(2, 2, 3584, dtype=torch.float64)
-    moved = rotate(direction, (0.0, 1.0), columns=2) != direction
+    moved = rotate_directions(direction, (0.0, 1.0), columns=2) != direction
     assert not moved[0, 0].any()
     assert moved[1, 0].nonzero().flatten().tolist() == list(range(1196))
     assert moved[0, 1].nonzero().flatten().tolist() == list(range(2390, 3584))

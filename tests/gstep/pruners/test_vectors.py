@@ -2,13 +2,13 @@
 
 import torch
 
-from gstep.pruners.vectors import compute_group_means, unit
+from gstep.pruners.vectors import compute_group_means, normalize_rows
 
 
 def test_unit_of_any_magnitude_and_of_zero() -> None:
     rows = torch.tensor([[3.0, 4.0], [0.0, 0.0], [3e-30, 4e-30]])
-    assert torch.allclose(unit(rows), torch.tensor([[0.6, 0.8], [0.0, 0.0], [0.6, 0.8]]))
-    halves = unit(torch.tensor([[[60000.0, 60000.0]]]).half())  # whose squares are beyond 16 bits
+    assert torch.allclose(normalize_rows(rows), torch.tensor([[0.6, 0.8], [0.0, 0.0], [0.6, 0.8]]))
+    halves = normalize_rows(torch.tensor([[[60000.0, 60000.0]]]).half())  # whose squares are beyond 16 bits
     assert halves.dtype == torch.float32 and torch.allclose(halves, torch.full((1, 1, 2), 0.5**0.5))
 
 

@@ -2,16 +2,16 @@
 
 import torch
 
-from gstep.pruners.vidcom2 import find_calm_channels, frame_budgets
+from gstep.pruners.vidcom2 import compute_frame_budgets, find_calm_channels
 from tests.gstep.synthetic import video
 
 
 def test_vidcom2_rounds_half_to_even_and_keeps_at_least_one() -> None:
     typical = torch.ones(3, 10, dtype=torch.float64)
-    assert frame_budgets(typical, 0.25).tolist() == [2, 2, 2]
-    assert frame_budgets(typical, 0.35).tolist() == [4, 4, 4]
-    assert frame_budgets(typical, 0.001).tolist() == [1, 1, 1]
-    assert frame_budgets(torch.cat([typical, typical[:1] - 1]), 1.0).tolist() == [8, 8, 8, 10]
+    assert compute_frame_budgets(typical, 0.25).tolist() == [2, 2, 2]
+    assert compute_frame_budgets(typical, 0.35).tolist() == [4, 4, 4]
+    assert compute_frame_budgets(typical, 0.001).tolist() == [1, 1, 1]
+    assert compute_frame_budgets(torch.cat([typical, typical[:1] - 1]), 1.0).tolist() == [8, 8, 8, 10]
 
 
 def test_vidcom2_keeps_the_calm_half_of_the_channels() -> None:

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 import gstep
-from gstep.pruners.visionzip import average_nearest, find_densest, frame_budget
+from gstep.pruners.visionzip import average_nearest, count_frame_tokens, find_densest
 from tests.gstep.synthetic import prune, video
 
 
 def test_visionzip_per_frame() -> None:
     for ratio, kept in ((0.25, 50), (0.2, 40), (0.15, 30), (0.1, 20), (0.5, 98), (784 / 3136, 50)):
-        assert frame_budget(196, ratio) == kept
+        assert count_frame_tokens(196, ratio) == kept
     for size, ratio, kept in ((100, 0.25, 25), (16, 0.1, 2), (16, 0.001, 2), (1, 0.5, 1), (1, 1.0, 1), (49, 1.0, 49)):
-        assert frame_budget(size, ratio) == kept
+        assert count_frame_tokens(size, ratio) == kept
 
 
 def test_visionzip_sums_end_at_the_largest_number() -> None:
@@ -136,7 +136,7 @@ def test_visionzip_qwen_keeps_the_longest_where_it_keeps_one_and_changes_none_wh
 def test_visionzip_qwen_frames_do_not_touch_each_other() -> None:
     tokens = video(5, 30, 16)
     whole = gstep.prune(tokens, 0.2, "visionzip", variant="qwen")
-    assert whole.selection_order().tolist() == list(range(len(whole.index)))  # prompts in ascending index
+    assert whole.compute_selection_order().tolist() == list(range(len(whole.index)))  # prompts in ascending index
     alone = [gstep.prune(frame[None], 0.2, "visionzip", variant="qwen") for frame in tokens]
     assert torch.equal(whole.tokens, torch.cat([pruned.tokens for pruned in alone]))
     assert whole.index.tolist() == [30 * frame + place for frame in range(5) for place in alone[frame].index.tolist()]

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import gstep
 from gstep.selection.dispatch import MAX_PLAIN_PRODUCTS
-from gstep.selection.precision import full_precision
+from gstep.selection.precision import use_full_precision
 from tests.gstep.selection.videos import video
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="needs torch 2.9")
@@ -58,7 +58,7 @@ def test_settings_are_full_within_and_restored_after(name: str) -> None:
         change()
     before = state()
     for _ in range(2):
-        with pytest.raises(KeyError), full_precision(), full_precision():
+        with pytest.raises(KeyError), use_full_precision(), use_full_precision():
             assert set(state()[1:]) <= {"none", "ieee"}
             assert state()[0] == "highest" or name == "old and new"  # torch still tells of no single setting there
             raise KeyError
@@ -74,7 +74,7 @@ def test_threads_leave_the_settings_of_before_the_first() -> None:
     seen: list[list[str]] = []
 
     def work(place: int) -> None:
-        with full_precision():
+        with use_full_precision():
             entered.wait()
             leave[place].wait()
             seen.append(state())

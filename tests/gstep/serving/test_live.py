@@ -19,20 +19,20 @@ from gstep.serving.live import (
     PromptStarts,
     check_live_method,
     check_live_model,
-    find_obstacle,
+    compute_grid_positions,
+    compute_timed_positions,
+    decode_digits,
+    encode_digits,
+    find_live_obstacle,
     find_runs,
-    from_digits,
-    grid_positions,
-    place_rows,
-    timed_positions,
-    to_digits,
+    update_positions,
 )
 from gstep.serving.options import check_live_engine
 from tests.gstep.language.prompts import builder, video
 
 
 def test_the_methods_are_those_that_no_obstacle_keeps_away():
-    free = {name for name in METHODS if find_obstacle(find_method(name)) is None}
+    free = {name for name in METHODS if find_live_obstacle(find_method(name)) is None}
     assert free == set(LIVE_METHODS)
 
 
@@ -99,9 +99,9 @@ def test_starts_of_recent_prompts_are_known():
 
 
 def test_rows_without_a_place_are_left_out():
-    positions, columns = torch.arange(6).expand(3, -1), to_digits(grid_positions(1, 2, 2))
+    positions, columns = torch.arange(6).expand(3, -1), encode_digits(compute_grid_positions(1, 2, 2))
     for parts, starts, n_computed in (([columns], [], 0), ([columns], [4], 0), ([columns[2:]], [1], 1)):
-        assert torch.equal(place_rows(positions, parts, starts, n_computed), positions)
+        assert torch.equal(update_positions(positions, parts, starts, n_computed), positions)
 
 
 def test_settings_travel_as_json_and_each_has_a_name_of_its_own():
@@ -125,10 +125,10 @@ def test_settings_travel_as_json_and_each_has_a_name_of_its_own():
 
 def test_bfloat16_holds_digits_where_it_rounds_positions():
     positions = torch.tensor([[0, 1, 2], [257, 1201, 5001], [128**3 - 1, 127, 128]])
-    columns = to_digits(positions).to(torch.bfloat16)
+    columns = encode_digits(positions).to(torch.bfloat16)
     assert not torch.equal(positions.to(torch.bfloat16).long(), positions)
-    assert torch.equal(from_digits(columns)[0], positions)
-    assert from_digits(columns)[1].tolist() == [0, 1, 2]
+    assert torch.equal(decode_digits(columns)[0], positions)
+    assert decode_digits(columns)[1].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen2-5-vl", "tiny-qwen3-vl", "tiny-qwen3-5"])
@@ -144,23 +144,23 @@ def test_positions_are_those_of_the_prompt_builder(name):
     height, width = (n // visual.extra["spatial_merge_size"] for n in (height, width))
     if name == "tiny-qwen2-5-vl":
         step = config.vision_config.tokens_per_second * visual.extra["second_per_grid_ts"]
-        positions = grid_positions(n_frames, height, width, step)[visual.index]
+        positions = compute_grid_positions(n_frames, height, width, step)[visual.index]
     else:
         is_start = ids == config.vision_start_token_id
-        positions = timed_positions(ids == config.video_token_id, is_start, visual.index, height, width)
+        positions = compute_timed_positions(ids == config.video_token_id, is_start, visual.index, height, width)
     assert torch.equal(positions.T, expected)
 
 
 def test_rows_find_their_places_in_parts_of_any_length():
     """A prompt of words, an image of 2 x 2, words, a video of 5 rows, words."""
-    image, clip = grid_positions(1, 2, 2), torch.tensor([[0, 1, 1], [0, 2, 3], [4, 0, 1], [4, 3, 3], [9, 1, 0]])
+    image, clip = compute_grid_positions(1, 2, 2), torch.tensor([[0, 1, 1], [0, 2, 3], [4, 0, 1], [4, 3, 3], [9, 1, 0]])
     ids = torch.tensor([1, 1, 7, 7, 7, 7, 1, 1, 8, 8, 8, 8, 8, 1])
     assert (find_runs(ids, 7), find_runs(ids, 8)) == ([2], [8])
     text = torch.tensor([0, 1, 2, 2, 2, 2, 4, 5, 6, 6, 6, 6, 6, 10]).expand(3, -1)
     whole = text.clone()
     whole[:, 2:6] = image.T + 2
     whole[:, 8:13] = clip.T + 6
-    items = [(2, to_digits(image)), (8, to_digits(clip))]
+    items = [(2, encode_digits(image)), (8, encode_digits(clip))]
     for length in range(1, len(ids) + 1):
         positions = text
         for start in range(0, len(ids), length):
@@ -169,7 +169,7 @@ def test_rows_find_their_places_in_parts_of_any_length():
                 for first, columns in items
                 if first < start + length and start < first + len(columns)
             ]
-            positions = place_rows(positions, parts, [2, 8], start)
+            positions = update_positions(positions, parts, [2, 8], start)
         assert torch.equal(positions, whole), length
 
 

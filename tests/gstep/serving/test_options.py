@@ -17,10 +17,10 @@ from gstep.serving import ARCHITECTURES, LIVE_ARCHITECTURES
 from gstep.serving import options as serving
 from gstep.serving.options import (
     RESERVED_OPTIONS,
-    check_arithmetic,
     check_connectors,
+    check_cpu_support,
     check_generation_settings,
-    sampling_params,
+    make_sampling_params,
 )
 from tests.gstep.llms import FAMILIES
 from tests.gstep.quantized import quantize
@@ -68,9 +68,9 @@ def test_quantized_weights_are_refused_on_a_cpu_that_vllm_has_no_right_products_
 ):
     source = ModelSource.resolve(quantize("tiny", method, tmp_path / "q"), quantized=True)
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: OLD_CPU | cpu)
-    check_arithmetic(source, Runtime("cuda", torch.bfloat16, "sdpa"))
+    check_cpu_support(source, Runtime("cuda", torch.bfloat16, "sdpa"))
     with pytest.raises(ModelError, match=f"CPU has no {lacks}:") if lacks else nullcontext():
-        check_arithmetic(source, choose_runtime("cpu", "bfloat16"))
+        check_cpu_support(source, choose_runtime("cpu", "bfloat16"))
 
 
 def test_four_bits_of_compressed_tensors_are_four_bits(monkeypatch):
@@ -78,12 +78,12 @@ def test_four_bits_of_compressed_tensors_are_four_bits(monkeypatch):
     group = {"weights": {"num_bits": 4, "type": "int"}, "input_activations": None}
     quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: OLD_CPU)
-    check_arithmetic(source, choose_runtime("cpu", "bfloat16"))
+    check_cpu_support(source, choose_runtime("cpu", "bfloat16"))
     quantized = {"quantization_config": quantization}
     for more in (quantized, {"text_config": source.config["text_config"] | quantized}):
         four = replace(source, config=source.config | more)
         with pytest.raises(ModelError, match="CPU has no AVX-512"):
-            check_arithmetic(four, choose_runtime("cpu", "bfloat16"))
+            check_cpu_support(four, choose_runtime("cpu", "bfloat16"))
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_greedy_answer_ends_where_the_checkpoint_says_and_a_drawn_one_has_its_
     ours = {"ignore_eos": True, "detokenize": False}
     generation = GenerationConfig(eos_token_id=[9, 7], repetition_penalty=1.05)
     ends = {"stop_token_ids": [7, 9], "repetition_penalty": 1.05}
-    assert sampling_params(Decoding(max_new_tokens=5), generation) == {
+    assert make_sampling_params(Decoding(max_new_tokens=5), generation) == {
         "max_tokens": 5,
         "temperature": 0.0,
         **ends,
@@ -128,7 +128,7 @@ def test_a_greedy_answer_ends_where_the_checkpoint_says_and_a_drawn_one_has_its_
     }
     drawn = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 123}
     none = {"stop_token_ids": [], "repetition_penalty": 1.0}
-    assert sampling_params(Decoding(4, 0.7, 0.9, 20, 123), GenerationConfig(eos_token_id=None)) == {
+    assert make_sampling_params(Decoding(4, 0.7, 0.9, 20, 123), GenerationConfig(eos_token_id=None)) == {
         **drawn,
         **none,
         **ours,

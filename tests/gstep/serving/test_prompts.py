@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from gstep.serving.prompts import make_video_spans, prompt_positions
+from gstep.serving.prompts import compute_mrope_positions, make_video_spans
 from tests.gstep.language.prompts import builder, text_of, video
 from tests.gstep.llms import FAMILIES
 
@@ -29,7 +29,7 @@ def test_positions_of_a_prompt_follow_from_those_of_its_videos(name):
         prompt = builder(name, *policy).build(f"Why? {MARKERS}", videos)
         items = items_of(name, prompt)
         spans = [(item.first, item.positions) for item in reversed(items)]
-        positions, delta = prompt_positions(spans, len(prompt), len(prompt.positions))
+        positions, delta = compute_mrope_positions(spans, len(prompt), len(prompt.positions))
         assert torch.equal(positions, prompt.positions), policy
         assert delta == int(prompt.positions[0, -1]) + 1 - len(prompt)
         for item, visual in zip(items, prompt.visuals, strict=True):
@@ -77,7 +77,7 @@ def test_other_positions_of_the_same_tokens_have_another_name():
 
 
 def test_a_prompt_without_a_video_has_text_positions():
-    positions, delta = prompt_positions([], 5)
+    positions, delta = compute_mrope_positions([], 5)
     assert positions.tolist() == [[0, 1, 2, 3, 4]] * 3 and delta == 0
 
 

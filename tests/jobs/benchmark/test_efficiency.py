@@ -12,7 +12,7 @@ from gstep.checkpoints import tiny
 from gstep.language import LanguageModel
 from gstep.language.layer_pruning import CACHE
 from jobs.benchmark import __main__ as benchmark
-from jobs.benchmark.efficiency import Bench, add_flags, break_even, kv_bytes
+from jobs.benchmark.efficiency import EfficiencyRun, add_flags, compute_break_even, compute_kv_bytes
 from tests.gstep.language.prompts import video
 from tests.jobs.jobs import forbid_models
 from tests.pipeline.lists import read_manifest
@@ -45,7 +45,7 @@ def test_table_3_has_every_method_from_the_video_and_from_a_cache(clip, tmp_path
         assert online["visual_tokens"] <= max(1.0, row["retention_ratio"] * whole_tokens + 0.5)
         assert online["peak_bytes"] > 10 * MIB and cached["peak_bytes"] > 10 * MIB
         assert online["decode_rate"] > 0 and online["prefill_rate"] > 0
-        assert online["break_even"] == break_even(online["build_s"], cached["total_s"], online["total_s"])
+        assert online["break_even"] == compute_break_even(online["build_s"], cached["total_s"], online["total_s"])
     # A cache stores what a method keeps, or all where the question decides.
     whole, read = full["cached"]["bytes_read"], {key: row["cached"]["bytes_read"] for key, row in rows.items()}
     assert read["fastv", 0.15] == read["cdpruner", 0.25] == whole
@@ -73,15 +73,15 @@ def test_table_3_has_every_method_from_the_video_and_from_a_cache(clip, tmp_path
 
 
 def test_the_number_of_questions_from_which_a_cache_pays():
-    assert [break_even(*s) for s in ((10, 1, 5), (10, 1, 11), (1e-9, 1, 2), (7, 2, 4))] == [3, 1, 1, 4]
-    assert break_even(1, 2, 2) is None and break_even(1, 3, 2) is None
+    assert [compute_break_even(*s) for s in ((10, 1, 5), (10, 1, 11), (1e-9, 1, 2), (7, 2, 4))] == [3, 1, 1, 4]
+    assert compute_break_even(1, 2, 2) is None and compute_break_even(1, 3, 2) is None
 
 
 def test_the_kv_cache_of_a_7b_is_as_large_as_the_paper_says():
     config = SimpleNamespace(num_hidden_layers=28, num_key_value_heads=4, hidden_size=3584, num_attention_heads=28)
-    assert kv_bytes(config, 2, 1) == 56 * 1024
-    assert [round(kv_bytes(config, 2, n + 75) / MIB, 1) for n in (6272, 1568, 940)] == [347.1, 89.9, 55.5]
-    fastv = [kv_bytes(config, 2, 6272 + 75, layer=2, dropped=6272 - n) for n in (1568, 940)]
+    assert compute_kv_bytes(config, 2, 1) == 56 * 1024
+    assert [round(compute_kv_bytes(config, 2, n + 75) / MIB, 1) for n in (6272, 1568, 940)] == [347.1, 89.9, 55.5]
+    fastv = [compute_kv_bytes(config, 2, 6272 + 75, layer=2, dropped=6272 - n) for n in (1568, 940)]
     assert [round(size / MIB) for size in fastv] == [108, 76]
 
 
@@ -89,7 +89,7 @@ def test_the_formula_gives_the_bytes_of_the_real_kv_cache(tmp_path, monkeypatch)
     parser = argparse.ArgumentParser()
     add_flags(parser)
     argv = "--num-frames 2 --retention-ratio 0.25 --device cpu --method gstep fastv,K=1 fastv,K=3 --max-new-tokens 3"
-    bench, seen = Bench(parser.parse_args(argv.split()), tmp_path, lambda line: None), []
+    bench, seen = EfficiencyRun(parser.parse_args(argv.split()), tmp_path, lambda line: None), []
 
     def n_bytes(module, args, output):
         seen.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in output[CACHE].layers))
@@ -100,7 +100,7 @@ def test_the_formula_gives_the_bytes_of_the_real_kv_cache(tmp_path, monkeypatch)
         seen.clear()
         sample = bench.ask(arm, video("tiny-qwen2-5-vl"), 0, {})
         assert seen[0] == sample["kv_bytes"] and len(seen) == 3
-        assert seen[2] == sample["kv_bytes"] + kv_bytes(config, number_bytes, 2)
+        assert seen[2] == sample["kv_bytes"] + compute_kv_bytes(config, number_bytes, 2)
     monkeypatch.setattr(LanguageModel, "context_length", 10)
     with pytest.raises(ValueError, match="--num-frames"):
         bench.ask(bench.arms[0], video("tiny-qwen2-5-vl"), 0, {})

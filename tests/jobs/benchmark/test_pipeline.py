@@ -10,7 +10,7 @@ from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark import pipeline
 from jobs.benchmark.pipeline import make_videos, run_child
 from jobs.benchmark.pipeline_job import run_job
-from jobs.benchmark.pipeline_work import FRAME_BYTES, JOB, LOOP, Work, encode_share
+from jobs.benchmark.pipeline_work import FRAME_BYTES, JOB, LOOP, PipelineWork, encode_slice
 from pipeline import TokenCache
 from pipeline.errors import RunFailed
 
@@ -75,21 +75,21 @@ def test_times_that_cannot_be_told_are_no_figure(capsys, monkeypatch):
     assert "1 more videos took the driver no more CPU time" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr(pipeline, "run_child", lambda work: took)
     with pytest.raises(RunFailed, match="--seconds"):
-        pipeline.measure(Work(JOB, 2, 0.1, 1), 16, 32)
+        pipeline.measure_growth(PipelineWork(JOB, 2, 0.1, 1), 16, 32)
 
 
 def test_loops_of_several_encoders_share_the_videos(tmp_path):
-    work = Work(LOOP, 2, 0.01, 2, encoders=2, folder=str(tmp_path), videos=20)
+    work = PipelineWork(LOOP, 2, 0.01, 2, encoders=2, folder=str(tmp_path), videos=20)
     make_videos(work)
     work.out.mkdir()
     for encoder in range(2):
-        encode_share(work, encoder)
+        encode_slice(work, encoder)
     written = [pq.read_table(file)["video_id"].to_pylist() for file in sorted(work.out.iterdir())]
     assert [len(ids) for ids in written] == [10, 10] and len({*written[0], *written[1]}) == 20
 
 
 def test_a_child_process_is_measured_and_says_why_it_fails(tmp_path, monkeypatch):
-    work = Work(LOOP, 2, 0.01, 2, encoders=2, folder=str(tmp_path), videos=20)
+    work = PipelineWork(LOOP, 2, 0.01, 2, encoders=2, folder=str(tmp_path), videos=20)
     done = run_child(work)
     assert done["seconds"] > 10 * 0.01 and done["CPU ms: main process"] > 0 and done["peak MB"] > 10
     monkeypatch.setattr(pipeline, "_CHILD", "raise ValueError('no sleep')")
@@ -100,7 +100,7 @@ def test_a_child_process_is_measured_and_says_why_it_fails(tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_the_job_runs_with_an_encoder_that_sleeps(tmp_path):
-    done = run_child(Work(JOB, 2, 0.02, 1, nodes=1, folder=str(tmp_path), videos=16))
+    done = run_child(PipelineWork(JOB, 2, 0.02, 1, nodes=1, folder=str(tmp_path), videos=16))
     assert done["seconds"] > 16 * 0.02 and done["peak MB"] > 100
     assert done["store objects"] >= 16 and 16 <= done["store MB"] * 1e6 / (2 * FRAME_BYTES) < 40
     kinds = ("main process", "decode actor", "decode child", "encode actor", "raylet", "gcs")
@@ -110,7 +110,7 @@ def test_the_job_runs_with_an_encoder_that_sleeps(tmp_path):
 @pytest.mark.slow
 def test_the_job_runs_with_several_encoders_that_take_no_time(one_ray, tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "shutdown", lambda: None)  # other tests share this Ray
-    work = Work(JOB, 2, 0.0, 1, encoders=2, folder=str(tmp_path), videos=16)
+    work = PipelineWork(JOB, 2, 0.0, 1, encoders=2, folder=str(tmp_path), videos=16)
     make_videos(work)
     done = run_job(work)
     assert done["seconds"] > 0 and done["store objects"] >= 2

@@ -6,7 +6,7 @@ import torch
 
 from gstep.selection.reference import density_guided_fps
 from jobs.benchmark import __main__ as benchmark
-from jobs.benchmark.selection import loop_steps, select_by_loop
+from jobs.benchmark.selection import count_loop_steps, select_by_loop
 from jobs.benchmark.tokens import INPUTS
 
 
@@ -33,6 +33,6 @@ def test_the_loop_is_the_oracle():
 
 
 def test_the_loop_runs_whole_or_200_steps():
-    assert loop_steps(6272, 3584, 1568) == 1567
-    assert loop_steps(25088, 3584, 6272) == 200
-    assert loop_steps(75264, 3584, 100) == 99
+    assert count_loop_steps(6272, 3584, 1568) == 1567
+    assert count_loop_steps(25088, 3584, 6272) == 200
+    assert count_loop_steps(75264, 3584, 100) == 99

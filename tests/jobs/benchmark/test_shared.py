@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.benchmark import shared
-from jobs.benchmark.shared import MAIN, OTHER, ProcessTree, classify_process, figures_in_rows, run_in_turn
+from jobs.benchmark.shared import MAIN, OTHER, ProcessTree, classify_process, format_figure_rows, run_in_turn
 from tests.waiting import wait_until
 
 RAY = "/venv/lib/python3.11/site-packages/ray"
@@ -21,7 +21,7 @@ def test_ways_run_in_turn_and_their_last_results_are_kept():
 
 
 def test_a_figure_is_a_row_and_a_missing_one_a_dash():
-    rows = figures_in_rows([{"s": 0.0123, "MB": 12.34}, {"s": -2.345, "CPU": 1234.5}])
+    rows = format_figure_rows([{"s": 0.0123, "MB": 12.34}, {"s": -2.345, "CPU": 1234.5}])
     assert rows == [("s", "0.012", "-2.35"), ("MB", "12.3", "-"), ("CPU", "-", "1,234.5")]
 
 

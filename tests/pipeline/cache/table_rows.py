@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from pipeline import TokenCache
 from pipeline.cache.live import Ledger
-from pipeline.cache.table import build_table, serialise_small
+from pipeline.cache.table import build_table, serialize_small
 from pipeline.storage.stores import Store
 from tests.pipeline.caches import read_live
 
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 def serialise_rows(run: str, rows: list[Row], made_with: str | None = None) -> tuple[str, pa.Buffer]:
     """Return the name and the content of the small file that commits the rows."""
     table = build_table([{"uri": f"/x/{row['video_id']}", "run_id": run, **row} for row in rows])
-    return serialise_small(run, 0, table, made_with)
+    return serialize_small(run, 0, table, made_with)
 
 
 def commit_rows(store: Store, run: str, rows: list[Row], made_with: str | None = None) -> str:

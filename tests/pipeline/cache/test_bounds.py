@@ -11,10 +11,10 @@ import pytest
 
 from pipeline import CorruptShard, TokenCache
 from pipeline.cache.live import LiveVideos
-from pipeline.cache.schema import digest, slice_footer
-from pipeline.cache.table import make_small_name, serialise_sorted
-from pipeline.cache.token_shard import list_videos
-from pipeline.inspect.report import video_report
+from pipeline.cache.schema import hash_bytes, slice_footer
+from pipeline.cache.table import make_small_name, serialize_sorted
+from pipeline.cache.token_shard import read_shard_video_ids
+from pipeline.inspect.report import render_video_report
 from pipeline.runner.run_record import read_committed, read_record
 from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.pipeline.caches import make_cache, random_tokens
@@ -59,7 +59,7 @@ def store(tmp_path):
 def test_a_row_that_contradicts_itself_is_refused_before_memory_is_taken(store, change):
     """n_frames of 2^31 - 1 made jobs.inspect ask for 17 GB."""
     rewrite_row(store, "a", lambda row: row.update(change))
-    for read in (lambda cache: cache.get("a"), lambda cache: video_report(cache, "a")):
+    for read in (lambda cache: cache.get("a"), lambda cache: render_video_report(cache, "a")):
         with pytest.raises(CorruptShard, match="'a'"):
             read(TokenCache(store.root))
 
@@ -75,7 +75,7 @@ def put_tokens(store: LocalStore, data: bytes, **row: object) -> None:
     """Put the bytes for the token shard of "a", with a row that fits them."""
     (file,) = shards(store)
     store.put(f"tokens/{file.name}", data)
-    footer = digest(slice_footer(memoryview(data)))
+    footer = hash_bytes(slice_footer(memoryview(data)))
     rewrite_row(store, "a", lambda old: old.update(row, footer_hash=footer))
 
 
@@ -143,7 +143,7 @@ def test_the_ids_of_a_token_shard_are_bounded_too(store):
     data = write(replace(table, "video_id", pa.array(["a" * 4_000_000] * 25)), 25, write_statistics=False)
     put_tokens(store, data, **one_group(25))
     with pytest.raises(ValueError, match="too many for a file"):
-        list_videos(store, f"tokens/{file.name}")
+        read_shard_video_ids(store, f"tokens/{file.name}")
     with pytest.raises(CorruptShard):
         TokenCache(store.root).get("a", verify=True)
 
@@ -189,7 +189,7 @@ def test_the_same_of_a_sorted_file_and_on_s3(store, server):
     table = many("manifest", json.dumps({"a": " " * 100_000_000}))(
         pq.read_table(io.BytesIO(store.read(*store.names("videos", ".parquet"))))
     )
-    name, data = serialise_sorted(1, table, {}, None)
+    name, data = serialize_sorted(1, table, {}, None)
     far.put("cache.json", store.read("cache.json"))
     far.put(name, data)
     for place in (store, far):

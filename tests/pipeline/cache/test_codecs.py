@@ -14,8 +14,8 @@ import torch
 
 from pipeline import NotACache, TokenCache
 from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
-from pipeline.cache.header import HEADER, find_codec, read_header, serialise_header
-from pipeline.cache.merging import merge_fully
+from pipeline.cache.header import HEADER, get_codec, read_header, serialize_header
+from pipeline.cache.merging import merge_table_fully
 from pipeline.rewrite.remove import remove_videos
 from tests.examples import run_example
 from tests.pipeline.caches import encoded, make_cache, make_identity, random_tokens, write_header, write_shard
@@ -136,7 +136,7 @@ def test_a_cache_gives_what_the_codec_gives_also_when_videos_have_left_it(tmp_pa
     assert whole.metadata("a")["token_codec"] is None
     before = {name: coded.get(name) for name in "ac"}
     remove_videos(stores[1], ["b"], "asked", lambda line: None, timedelta(0))
-    merge_fully(stores[1], None)
+    merge_table_fully(stores[1], None)
     coded = TokenCache(tmp_path / codec.name)
     assert coded.video_ids == ["a", "c"] and verified(stores[1]).exit_code == 0
     for name, video in before.items():
@@ -148,14 +148,14 @@ def test_a_cache_gives_what_the_codec_gives_also_when_videos_have_left_it(tmp_pa
 def test_a_codec_that_is_not_known_is_refused_by_its_name(tmp_path, version):
     store = make_cache(tmp_path / "c", {"v": random_tokens(0)}, codec="int4")
     header = {**read_header(store), "identity": make_identity(codec="int3"), "schema_version": version}
-    store.put(HEADER, serialise_header(header))
+    store.put(HEADER, serialize_header(header))
     with pytest.raises(NotACache, match="int3"):
         TokenCache(tmp_path / "c")
 
 
 def test_a_program_from_before_codecs_refuses_by_the_version(tmp_path):
     assert read_header(write_header(tmp_path, codec="int4"))["schema_version"] not in (1, 2, 3)
-    assert find_codec({}) is BFLOAT16
+    assert get_codec({}) is BFLOAT16
 
 
 @by_name

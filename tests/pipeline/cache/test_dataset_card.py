@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.header import has_own_card, read_header, write_new_header
-from pipeline.cache.merging import merge_fully
+from pipeline.cache.header import has_generated_card, read_header, write_new_header
+from pipeline.cache.merging import merge_table_fully
 from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.interpreter import run_python
 from tests.pipeline.caches import write_shard
@@ -42,7 +42,7 @@ def test_a_cache_loads_as_a_dataset_by_the_names_of_its_tables(tmp_path):
     store = six_videos(tmp_path / "c")
     write_new_header(store, read_header(store))
     assert load(store, tmp_path / "1") == [8, 8, 63]  # f has two rows
-    merge_fully(store, None)
+    merge_table_fully(store, None)
     write_shard(store, "run9", video_of("x", 9))
     assert load(store, tmp_path / "2") == [8, 8, 72]
     shutil.rmtree(store.root / "tokens")  # of a cache in which every video failed
@@ -67,7 +67,7 @@ def test_it_is_written_once_and_a_user_s_own_stays(tmp_path, server, place):
         write_new_header(out, header)
         written = out.read("README.md")
         assert written == text or (text is None and b"Superseded rows are included" in written)
-        assert has_own_card(out) == (text is None)
+        assert has_generated_card(out) == (text is None)
         out.put("README.md", written + b"more")
         write_new_header(out, header)
-        assert out.read("README.md") == written + b"more" and not has_own_card(out) and out.has_other_files()
+        assert out.read("README.md") == written + b"more" and not has_generated_card(out) and out.has_other_files()

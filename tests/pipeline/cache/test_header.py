@@ -12,13 +12,13 @@ from gstep import PRUNERS, make_pruner
 from gstep.pruners.base import Pruner, Selection
 from pipeline.cache.header import (
     CHECKSUM,
-    DeclaredMethod,
+    MethodDeclarations,
+    compute_fingerprint,
     describe_method,
-    fingerprint,
+    get_method_declarations,
     list_differences,
-    read_declared_method,
     read_header_file,
-    serialise_header,
+    serialize_header,
 )
 from pipeline.errors import NotACache
 from pipeline.own_code import hash_code
@@ -34,7 +34,7 @@ def read(store: LocalStore) -> dict[str, object]:
 @pytest.fixture
 def store(tmp_path) -> LocalStore:
     store = LocalStore(tmp_path)
-    store.put("h.json", serialise_header(HEADER))
+    store.put("h.json", serialize_header(HEADER))
     return store
 
 
@@ -66,15 +66,15 @@ def test_of_other_families_no_preprocessing_is_compared():
 
 def test_a_header_comes_back_as_it_was_with_its_checksum_or_without(store):
     header = read(store)
-    assert header.pop(CHECKSUM) == fingerprint(HEADER) and header == HEADER
-    assert serialise_header(read(store)) == serialise_header(HEADER)  # the old checksum is no part of the new one
+    assert header.pop(CHECKSUM) == compute_fingerprint(HEADER) and header == HEADER
+    assert serialize_header(read(store)) == serialize_header(HEADER)  # the old checksum is no part of the new one
     store.put("h.json", json.dumps(HEADER).encode())
     assert read(store) == HEADER
 
 
 def test_a_fingerprint_is_of_what_is_said_and_not_how():
-    assert fingerprint({"a": 1, "b": [1.0]}) == fingerprint({"b": [1.0], "a": 1})
-    assert len({fingerprint(x) for x in ({"a": 1}, {"a": "1"}, {"a": 1.5}, {"b": 1}, {"a": None}, {})}) == 6
+    assert compute_fingerprint({"a": 1, "b": [1.0]}) == compute_fingerprint({"b": [1.0], "a": 1})
+    assert len({compute_fingerprint(x) for x in ({"a": 1}, {"a": "1"}, {"a": 1.5}, {"b": 1}, {"a": None}, {})}) == 6
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,9 @@ def test_methods_of_the_table_are_their_names_and_parameters():
     for name in PRUNERS:
         pruner = make_pruner(name)
         assert describe_method(pruner) == {"method": name, "params": pruner.params()}
-        assert read_declared_method({"pruner": {"method": name, "params": {}}}) == DeclaredMethod.by(PRUNERS[name])
+        assert get_method_declarations({"pruner": {"method": name, "params": {}}}) == MethodDeclarations.by(
+            PRUNERS[name]
+        )
 
 
 def test_one_from_outside_brings_what_it_declares(monkeypatch):
@@ -133,15 +135,15 @@ def test_one_from_outside_brings_what_it_declares(monkeypatch):
         "code": hash_code(Own),
     }
     monkeypatch.setitem(sys.modules, __name__, None)  # an import would fail
-    assert read_declared_method({"pruner": described}) == DeclaredMethod(
+    assert get_method_declarations({"pruner": described}) == MethodDeclarations(
         nested=False, merges=True, exact=True, reorders=True
     )
 
 
 @pytest.mark.parametrize("pruner", [{"method": "os:path"}, {}, {"method": "m:C", "declares": {"nested": True}}])
 def test_what_is_not_said_is_unknown(pruner):
-    assert read_declared_method({"pruner": pruner}) is None
-    assert read_declared_method({}) is None
+    assert get_method_declarations({"pruner": pruner}) is None
+    assert get_method_declarations({}) is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), (1, 2), {1: 2}, object(), torch.ones(1)])

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import TokenCache
-from pipeline.cache.merging import KEEP, merge
+from pipeline.cache.merging import KEEP, merge_table_files
 from pipeline.cache.schema import VIDEOS
 from pipeline.cache.table import list_table_files
 from pipeline.storage.stores import LocalStore, ObjectStore
@@ -66,7 +66,7 @@ def test_the_live_rows_are_the_model_s_whatever_the_store_does_to_requests():
             draw, store = random.Random(number), ObjectStore(place, proxy.objects())
             while not ended.is_set():
                 with suppress(FileNotFoundError):  # the other merger deleted it
-                    merge(store, None, everything=draw.random() < 0.5, keep=NOW)
+                    merge_table_files(store, None, everything=draw.random() < 0.5, keep=NOW)
 
         with ThreadPoolExecutor(5) as pool:
             mergers = [pool.submit(merge_often, number) for number in range(2)]
@@ -85,7 +85,7 @@ def test_the_live_rows_are_the_model_s_whatever_the_store_does_to_requests():
         live = model.live()
         assert len(model.rows) > 3 * COMMITS and live_in(sound) == live
         for _ in range(3):
-            merge(sound, None, everything=True, keep=NOW)
+            merge_table_files(sound, None, everything=True, keep=NOW)
         assert live_in(sound) == live and len(list_table_files(sound)) == 1
         cache = TokenCache(sound.root, store=sound)
         assert {name: cache.metadata(name)["run_id"] for name in live} == {name: row[2] for name, row in live.items()}
@@ -208,12 +208,14 @@ def test_every_step_of_an_interleaving_shows_the_model_s_rows(tmp_path, monkeypa
     def merge_often(store: LocalStore) -> None:
         for _ in range(4):
             with suppress(FileNotFoundError):  # the other merger deleted it
-                merge(store, None, everything=steps.draw.random() < 0.5, keep=steps.draw.choice([NOW, NOW, KEEP]))
+                merge_table_files(
+                    store, None, everything=steps.draw.random() < 0.5, keep=steps.draw.choice([NOW, NOW, KEEP])
+                )
 
     steps.run(*(partial(write, number) for number in range(3)), merge_often, merge_often)
     store = LocalStore(tmp_path)
     assert_all_agree(store, steps.model)
     for _ in range(3):
-        merge(store, None, everything=True, keep=NOW)
+        merge_table_files(store, None, everything=True, keep=NOW)
     assert_all_agree(store, steps.model)
     assert all(file.level for file in list_table_files(store))

@@ -7,10 +7,10 @@ import pytest
 
 from pipeline import TokenCache
 from pipeline.cache.live import _LEDGER_READS, Ledger, _assign_numbers
-from pipeline.cache.merging import merge_fully
+from pipeline.cache.merging import merge_table_fully
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.inspect.report import failed_videos
-from pipeline.prune.summary import summarise
+from pipeline.inspect.report import list_failed_videos
+from pipeline.prune.summary import summarize_videos
 from tests.pipeline.cache.table_rows import commit_failures, commit_rows
 from tests.pipeline.caches import make_cache, random_tokens, read_live, write_header
 from tests.pipeline.damage import Merging
@@ -60,7 +60,7 @@ def test_a_ledger_reads_what_was_committed_since_and_nothing_twice(store):
 def test_a_ledger_is_read_whatever_is_merged_away_meanwhile(store):
     """It raised FileNotFoundError, which ended jobs.inspect, and a run beside another one."""
     commit_failures(store, "r", "abcd")
-    merge_fully(store, None)
+    merge_table_fully(store, None)
     for reads in range(20):
         for name in "efgh":
             commit_failures(store, f"{reads}{name}", name)
@@ -75,14 +75,14 @@ def test_a_ledger_is_read_whatever_is_merged_away_meanwhile(store):
 def test_the_failures_are_listed_whatever_is_merged_away_meanwhile(store):
     """jobs.inspect --failed ended with "No such file"; jobs.recode and jobs.merge read the table alike."""
     commit_failures(store, "r", "abcd")
-    merge_fully(store, None)
+    merge_table_fully(store, None)
     cache = TokenCache(store.root)
     for reads in range(20):
         for name in "efgh":
             commit_failures(store, f"{reads}{name}", name)
         merging = Merging(store.root, reads)
         cache.store = merging
-        assert [row["video_id"] for row in failed_videos(cache)] == [*"abcdefgh"]
+        assert [row["video_id"] for row in list_failed_videos(cache)] == [*"abcdefgh"]
         if not merging.is_merged:
             break
     assert reads > 5
@@ -93,13 +93,13 @@ def test_a_summary_reads_rows_that_the_run_has_merged_since_it_began(store):
     commit_rows(store, "r1", [row("a"), row("b", "crash")])
     ledger = Ledger(store).refresh()
     commit_rows(store, "r2", [row("c")])
-    merge_fully(store, None)
-    summary = summarise(ledger.refresh())
+    merge_table_fully(store, None)
+    summary = summarize_videos(ledger.refresh())
     assert (summary.n_ok, summary.examples) == (2, {"crash": ("b", "")})
     for name in store.names("videos", ".parquet"):
         store.delete(name)
     with pytest.raises(FileNotFoundError):  # nobody has merged these rows
-        summarise(ledger.refresh())
+        summarize_videos(ledger.refresh())
 
 
 def test_rows_behind_an_error_are_read_by_the_next_refresh(store, monkeypatch):

@@ -10,12 +10,12 @@ import pyarrow as pa
 import pytest
 
 from pipeline import TokenCache
-from pipeline.cache.header import made_with
+from pipeline.cache.header import read_fingerprint
 from pipeline.cache.live import Ledger
-from pipeline.cache.merging import merge, merge_fully, try_merge
+from pipeline.cache.merging import merge_table_files, merge_table_fully, merge_unless_damaged
 from pipeline.cache.schema import LATER
-from pipeline.cache.table import list_table_files, read_file, serialise_small
-from pipeline.inspect.report import failed_videos
+from pipeline.cache.table import list_table_files, read_file, serialize_small
+from pipeline.inspect.report import list_failed_videos
 from tests.pipeline.cache.table_rows import commit_failures, commit_rows, live_in
 from tests.pipeline.caches import encoded, limit_merges, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying
@@ -32,7 +32,7 @@ def test_a_reader_goes_on_when_its_files_were_merged_and_deleted(tmp_path):
     shards = cache.shards()
     before = [[row["video_id"] for row in cache.rows_of(shards, number)] for number in range(len(shards))]
     opened = TokenCache(tmp_path)
-    merge_fully(store, made_with(store))
+    merge_table_fully(store, read_fingerprint(store))
     assert [opened.get(f"v{number}").metadata["run_id"] for number in range(4)] == ["r0", "r1", "r2", "r3"]
     late = pickle.loads(pickle.dumps(cache))  # noqa: S301
     assert [[row["video_id"] for row in late.rows_of(shards, number)] for number in range(len(shards))] == before
@@ -48,13 +48,13 @@ def test_a_merge_that_is_killed_between_its_files_loses_no_row(tmp_path, monkeyp
     before = live_in(store)
     dying.left = puts
     with pytest.raises(KeyboardInterrupt):
-        merge(dying, None, keep=NOW)
+        merge_table_files(dying, None, keep=NOW)
     assert sum(file.level > 0 for file in list_table_files(store)) == puts
     dying.left = 0  # it only deletes, then is killed again
     with suppress(KeyboardInterrupt):
-        merge(dying, None, keep=NOW)
+        merge_table_files(dying, None, keep=NOW)
     assert live_in(store) == before
-    merge_fully(store, None)
+    merge_table_fully(store, None)
     assert live_in(store) == before
 
 
@@ -62,26 +62,26 @@ def test_what_is_merged_waits_and_is_deleted_by_a_later_merge(tmp_path):
     store = write_header(tmp_path)
     for number in range(3):
         commit_failures(store, f"r{number}", [f"v{number}"])
-    first = merge(store, None)
+    first = merge_table_files(store, None)
     assert (len(first.read), len(first.written), first.waiting, first.deleted) == (3, 1, 3, [])
-    again = merge(store, None)
+    again = merge_table_files(store, None)
     assert (again.read, again.written, again.waiting) == ([], [], 3)
-    assert sorted(merge(store, None, keep=NOW).deleted) == sorted(first.read)
+    assert sorted(merge_table_files(store, None, keep=NOW).deleted) == sorted(first.read)
     assert [file.level for file in list_table_files(store)] == [1]
-    assert next(merge(store, None).lines()) == "nothing to merge"
+    assert next(merge_table_files(store, None).lines()) == "nothing to merge"
 
 
 def test_a_run_merges_once_many_small_files_wait(tmp_path):
     store, said = write_header(tmp_path), []
     for number in range(5):
         commit_failures(store, f"r{number}", [f"v{number}"])
-    try_merge(store, None, 5, said.append)
+    merge_unless_damaged(store, None, 5, said.append)
     assert len(list_table_files(store)) == 5
-    try_merge(store, None, 4, said.append)
+    merge_unless_damaged(store, None, 4, said.append)
     assert len(list_table_files(store)) == 6 and said == []
     path = tmp_path / commit_failures(store, "r9", ["v9"])
     path.write_bytes(b"PAR1")
-    try_merge(store, None, 0, said.append)
+    merge_unless_damaged(store, None, 0, said.append)
     assert len(said) == 1 and "were not merged" in said[0] and "jobs.compact tries again" in said[0]
 
 
@@ -92,7 +92,7 @@ def test_few_levels_hold_many_commits(tmp_path, monkeypatch):
     for number in range(96):
         commit_failures(store, f"r{number:04}", [f"v{number}-0", f"v{number}-1"])
         if number % 8 == 7:
-            written += merge(store, None, keep=NOW).rows
+            written += merge_table_files(store, None, keep=NOW).rows
         most = max(most, len(list_table_files(store)))
     assert len(live_in(store)) == 192
     assert most <= 8 + 8 + 8 and written < 192 * 8
@@ -105,8 +105,8 @@ def test_many_rows_of_few_videos_are_one_file_however_many_there_were(tmp_path, 
     store = write_header(tmp_path)
     for number in range(12):
         commit_failures(store, f"r{number:02}", ["v0", "v1", "v2"], attempts=number)
-    merge(store, None, everything=True, keep=NOW)
-    assert merge(store, None, everything=True, keep=NOW).waiting == 0
+    merge_table_files(store, None, everything=True, keep=NOW)
+    assert merge_table_files(store, None, everything=True, keep=NOW).waiting == 0
     assert {row[1] for row in live_in(store).values()} == {11} and len(list_table_files(store)) <= 3
 
 
@@ -114,11 +114,11 @@ def test_a_run_leaves_large_levels_to_jobs_compact(tmp_path):
     store = write_header(tmp_path)
     for run in ("r0", "r1"):
         commit_failures(store, run, [f"{run}-{i}" for i in range(20)])
-    merge(store, None, keep=NOW)
+    merge_table_files(store, None, keep=NOW)
     commit_failures(store, "r9", [f"v{i}" for i in range(20)])
-    done = merge(store, None, keep=NOW, max_rows=1)
+    done = merge_table_files(store, None, keep=NOW, max_rows=1)
     assert (len(done.read), done.rows) == (1, 20)
-    assert len(merge(store, None, everything=True, keep=NOW).read) == 2 and len(live_in(store)) == 60
+    assert len(merge_table_files(store, None, everything=True, keep=NOW).read) == 2 and len(live_in(store)) == 60
 
 
 def test_sorted_files_that_share_one_video_are_merged_on_demand(tmp_path):
@@ -127,24 +127,24 @@ def test_sorted_files_that_share_one_video_are_merged_on_demand(tmp_path):
     for attempts in (1, 2):
         commit_failures(store, f"r{attempts}", ["v"], attempts)
         for _ in range(2):
-            merge(store, None, keep=NOW, max_rows=0)
+            merge_table_files(store, None, keep=NOW, max_rows=0)
     assert [file.level for file in list_table_files(store)] == [1, 1]
-    merge_fully(store, None)
+    merge_table_fully(store, None)
     assert len(list_table_files(store)) == 1 and live_in(store)["v"][1] == 2
 
 
 def test_rows_of_another_identity_are_left_out_and_counted(tmp_path):
     store = write_header(tmp_path)
-    own, foreign = made_with(store), "blake2b:00"
+    own, foreign = read_fingerprint(store), "blake2b:00"
     commit_failures(store, "mine", ["a"], 1, own)
     other = commit_failures(store, "other", ["a", "b"], 9, foreign)
     assert set(TokenCache(tmp_path).failed) == {"a"} and TokenCache(tmp_path).foreign_files == [other]
-    assert [row["attempts"] for row in failed_videos(TokenCache(tmp_path))] == [1]
+    assert [row["attempts"] for row in list_failed_videos(TokenCache(tmp_path))] == [1]
     assert len(Ledger(store, own).refresh()) == 1
-    done = merge(store, own, everything=True, keep=NOW)
+    done = merge_table_files(store, own, everything=True, keep=NOW)
     assert done.foreign == [other] and store.exists(other)
     commit_failures(store, "x", ["c"], 1, foreign)
-    merge(store, foreign, everything=True, keep=NOW)
+    merge_table_files(store, foreign, everything=True, keep=NOW)
     cache = TokenCache(tmp_path)
     assert set(cache.failed) == {"a"} and "c" not in cache and len(cache.foreign_files) == 3
     assert set(Ledger(store, own).refresh().columns["attempts"]) == {1}
@@ -159,7 +159,7 @@ def test_attempts_on_another_file_are_told_apart(tmp_path, merged):
         row = {"video_id": "a", "status": "failed", "attempts": attempts, "source_size": size}
         commit_rows(store, f"r{attempts}", [row])
         if merged:
-            merge_fully(store, None)
+            merge_table_fully(store, None)
     assert len(list_table_files(store)) == (1 if merged else 5)
     ledger = Ledger(store).refresh()
     rows = ledger.find(pa.array(["a", "b"]))
@@ -177,14 +177,14 @@ def test_a_cache_without_the_columns_that_came_later_is_whole(wrong, tmp_path):
     if wrong:
         table = table.append_column(next(iter(LATER)), pa.array([1], pa.int32()))
     store.delete(file.name)
-    store.put(*serialise_small("r", 0, table, made_with(store)))
+    store.put(*serialize_small("r", 0, table, read_fingerprint(store)))
     problems = verified(store).problems
     assert any(next(iter(LATER)) in problem.what for problem in problems) == bool(problems) == wrong
     if wrong:
         return
     assert [TokenCache(tmp_path).metadata("v")[name] for name in LATER] == [None] * len(LATER)
     write_shard(store, "s", encoded("w", random_tokens(1, SHAPE), 0.25, "gstep", color_transfer="smpte2084"))
-    merge(store, made_with(store), everything=True, keep=NOW)
+    merge_table_files(store, read_fingerprint(store), everything=True, keep=NOW)
     cache = TokenCache(tmp_path)
     assert [cache.metadata(name)["color_transfer"] for name in ("v", "w")] == [None, "smpte2084"]
     assert kinds(verified(store)) == []

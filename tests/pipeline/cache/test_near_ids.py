@@ -7,12 +7,12 @@ import pyarrow as pa
 import pytest
 
 from pipeline import TokenCache, TokenDataset, UnknownVideo
-from pipeline.cache.header import fingerprint, read_header
+from pipeline.cache.header import compute_fingerprint, read_header
 from pipeline.cache.live import LiveVideos
-from pipeline.cache.merging import merge
-from pipeline.cache.near_ids import near_ids, suggest_ids
+from pipeline.cache.merging import merge_table_files
+from pipeline.cache.near_ids import find_similar_ids, suggest_ids
 from pipeline.cache.reader import MAX_HINTS
-from pipeline.errors import describe_near, near_file, near_form, printable
+from pipeline.errors import describe_similar_name, make_printable, suggest_file, suggest_unicode_form
 from pipeline.rewrite.remove import remove_videos
 from tests.pipeline.asking import tiny_cache
 
@@ -44,7 +44,7 @@ MANY = pa.chunked_array([[f"{n % 97:02}/{n * 7919 % 10**8:08}.mp4" for n in rang
 )
 def test_the_likeliest_comes_first(wrong, near):
     other = ["d/caf\u00e9\u202f1.mp4", "d/\u1112\u1161\u11ab\u1100\u116e\u11a8.mp4"]
-    assert near_ids(wrong, pa.chunked_array([IDS[:3], IDS[3:], other]))[: max(1, len(near))] == near
+    assert find_similar_ids(wrong, pa.chunked_array([IDS[:3], IDS[3:], other]))[: max(1, len(near))] == near
 
 
 LIKE = "(it differs only by blanks, slashes or characters that look alike: "
@@ -62,12 +62,12 @@ LIKE = "(it differs only by blanks, slashes or characters that look alike: "
 )
 def test_a_name_that_looks_the_same_is_described(tmp_path, wrong, near, words):
     """Otherwise a message says that there is no X, and asks for X."""
-    assert describe_near(wrong, near) == f"{near} {words}".strip()
+    assert describe_similar_name(wrong, near) == f"{near} {words}".strip()
     (tmp_path / near).touch()
-    for hint in (suggest_ids(wrong, pa.chunked_array([[near]])), near_file(tmp_path / wrong)):
-        assert printable(f"did you mean {near} {words}") in printable(hint)
+    for hint in (suggest_ids(wrong, pa.chunked_array([[near]])), suggest_file(tmp_path / wrong)):
+        assert make_printable(f"did you mean {near} {words}") in make_printable(hint)
     is_form = "Unicode form" in words
-    assert ("its Unicode form" in near_form(str(tmp_path / wrong))) == is_form
+    assert ("its Unicode form" in suggest_unicode_form(str(tmp_path / wrong))) == is_form
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,19 @@ def test_a_name_that_looks_the_same_is_described(tmp_path, wrong, near, words):
 def test_a_letter_too_many_too_few_or_wrong_is_found_among_many(wrong):
     right = MANY[10].as_py()
     assert right == "10/00079190.mp4"
-    assert right in near_ids(wrong.replace("05", "10", 1), MANY)
+    assert right in find_similar_ids(wrong.replace("05", "10", 1), MANY)
 
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_readers_name_the_likely_id_from_small_and_sorted_files(tmp_path, merged):
     store = tiny_cache(tmp_path / "c", IDS[:4], failed=IDS[4:])
     if merged:
-        merge(store, fingerprint(read_header(store)["identity"]), everything=True, keep=timedelta(0))
-        merge(store, fingerprint(read_header(store)["identity"]), everything=True, keep=timedelta(0))
+        merge_table_files(
+            store, compute_fingerprint(read_header(store)["identity"]), everything=True, keep=timedelta(0)
+        )
+        merge_table_files(
+            store, compute_fingerprint(read_header(store)["identity"]), everything=True, keep=timedelta(0)
+        )
     cache = TokenCache(tmp_path / "c")
     assert bool(LiveVideos.open(store).sorted) == merged == (len(LiveVideos.open(store).small) == 0)
     for read in (

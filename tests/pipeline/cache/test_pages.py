@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.cache.pages import find_plain_columns, find_plain_pages, put_rows
+from pipeline.cache.pages import copy_vectors_to_rows, find_plain_columns, get_plain_page_range
 from pipeline.cache.schema import write_parquet
 
 N, WIDTH = 3000, 6  # Arrow ends a page where 1,024 rows have gone into it, and it has enough
@@ -24,15 +24,15 @@ def table(nullable: bool = False) -> pa.Table:
 
 
 def put(data: bytes, places: np.ndarray, rows: int) -> np.ndarray | None:
-    """What ``put_rows`` makes of the column in the file's only row group."""
+    """What ``copy_vectors_to_rows`` makes of the column in the file's only row group."""
     metadata = pq.read_metadata(io.BytesIO(data))
     number, width = find_plain_columns(metadata)["token"]
-    pages = find_plain_pages(metadata.row_group(0), number)
+    pages = get_plain_page_range(metadata.row_group(0), number)
     if pages is None:
         return None
     out = np.zeros((rows, width // 2), np.int16)
     n_rows = metadata.row_group(0).num_rows
-    return out if put_rows(memoryview(data)[slice(*pages)], n_rows, places, out) else None
+    return out if copy_vectors_to_rows(memoryview(data)[slice(*pages)], n_rows, places, out) else None
 
 
 def written(**more) -> bytes:
@@ -81,14 +81,14 @@ def test_no_flipped_bit_of_header_or_page_goes_unseen():
     column = pq.read_metadata(io.BytesIO(bytes(data))).row_group(0).column(1)
     start, end = column.data_page_offset, column.data_page_offset + column.total_compressed_size
     whole, refused = np.arange(N), 0
-    assert put_rows(memoryview(bytes(data))[start:end], N, whole, np.zeros_like(BITS))
+    assert copy_vectors_to_rows(memoryview(bytes(data))[start:end], N, whole, np.zeros_like(BITS))
     for bit in [*range(8 * start, 8 * (start + 40)), *range(8 * (start + 40), 8 * end, 997)]:
         data[bit // 8] ^= 1 << bit % 8
         pages, out = memoryview(data)[start:end], np.zeros_like(BITS)
-        done = put_rows(pages, N, whole, out)
+        done = copy_vectors_to_rows(pages, N, whole, out)
         assert not done or np.array_equal(out, BITS), bit
         refused += not done
         data[bit // 8] ^= 1 << bit % 8
     assert refused > 250
     for cut in (0, 1, 30, end - start - 1):
-        assert not put_rows(memoryview(data)[start : start + cut], N, whole, np.zeros_like(BITS))
+        assert not copy_vectors_to_rows(memoryview(data)[start : start + cut], N, whole, np.zeros_like(BITS))

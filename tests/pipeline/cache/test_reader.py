@@ -16,8 +16,8 @@ import torch
 
 import gstep
 from pipeline import FailedVideo, NotACache, RatioNotCached, TokenCache, TokenDataset, UnknownVideo
-from pipeline.cache.header import made_with
-from pipeline.cache.merging import merge_fully
+from pipeline.cache.header import read_fingerprint
+from pipeline.cache.merging import merge_table_fully
 from pipeline.errors import CorruptShard, RemovedVideo, VideoFault
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.random_access import LocalFile
@@ -248,7 +248,7 @@ def test_other_tools_open_it(tmp_path, videos):
         rows = duckdb.execute("select video_id, n_tokens from read_parquet(?)", [f"{tmp_path}/videos/*.parquet"])
         table = pl.read_parquet(f"{tmp_path}/videos/*.parquet").select("video_id", "n_tokens")
         assert dict(rows.fetchall()) == dict(table.rows()) == n_tokens
-        merge_fully(store, made_with(store))
+        merge_table_fully(store, read_fingerprint(store))
     meanings = pq.read_schema(next((tmp_path / "tokens").iterdir()))
     assert all(field.metadata[b"meaning"] for field in meanings)
 

@@ -16,7 +16,7 @@ import torch
 from jobs import inspect
 from pipeline import CorruptShard, FailedVideo, RatioNotCached, TokenCache, UnknownVideo
 from pipeline.cache.reader import group_runs
-from pipeline.cache.token_shard import TokenRows
+from pipeline.cache.token_shard import TokenRequest
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import ObjectStore
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
@@ -60,9 +60,9 @@ def kinds(server, call) -> dict[str, int]:
     return server.counts()
 
 
-def rows(shard: str, first: int, keep: int = 10, n_tokens: int = 10) -> TokenRows:
+def rows(shard: str, first: int, keep: int = 10, n_tokens: int = 10) -> TokenRequest:
     row = {"token_shard": shard, "first_row_group": first, "row_counts": [6, 4], "n_tokens": n_tokens, "hidden_size": 8}
-    return TokenRows(row, keep, ())
+    return TokenRequest(row, keep, ())
 
 
 def test_neighbours_are_one_run_as_far_as_the_bytes_go():

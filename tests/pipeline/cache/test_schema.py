@@ -7,7 +7,7 @@ from pipeline.cache.schema import (
     VIDEO_SCHEMA,
     build_token_schema,
     compute_tier_row_counts,
-    digest,
+    hash_bytes,
 )
 
 #: The columns of the files of the videos table, in their order.
@@ -58,5 +58,10 @@ def test_token_columns_are_as_wide_as_their_vectors():
 
 
 def test_a_digest_is_of_the_bytes_however_they_are_cut():
-    assert digest(b"ab", b"c") == digest(b"abc") == digest(np.frombuffer(b"abc", np.uint8)) != digest(b"abd")
-    assert digest(b"").startswith("blake2b:") and len(digest(b"")) == len("blake2b:") + 32
+    assert (
+        hash_bytes(b"ab", b"c")
+        == hash_bytes(b"abc")
+        == hash_bytes(np.frombuffer(b"abc", np.uint8))
+        != hash_bytes(b"abd")
+    )
+    assert hash_bytes(b"").startswith("blake2b:") and len(hash_bytes(b"")) == len("blake2b:") + 32

@@ -11,9 +11,9 @@ import pytest
 
 from jobs import inspect
 from pipeline import CorruptShard, TokenCache
-from pipeline.cache.header import made_with
+from pipeline.cache.header import read_fingerprint
 from pipeline.cache.live import Ledger
-from pipeline.cache.merging import merge, merge_fully
+from pipeline.cache.merging import merge_table_files, merge_table_fully
 from pipeline.cache.table import list_table_files
 from pipeline.errors import RemovedVideo, RunFailed
 from pipeline.rewrite.remove import remove_videos
@@ -32,7 +32,7 @@ def store(tmp_path):
 
 
 def as_sorted(store):
-    merge_fully(store, made_with(store))
+    merge_table_fully(store, read_fingerprint(store))
 
 
 NAMES = ["copy.parquet", "part-0.parquet", "{} (1).parquet", "{}.bak.parquet", "Copy of {}.old.parquet", "a\nb.parquet"]
@@ -59,7 +59,7 @@ def test_a_copy_of_a_table_s_file_is_left_out_with_a_note(store, capsys, before,
         inspect.main([str(store.root)]) == 0
         and "1 file in videos/, with no name of the table's: videos/" in capsys.readouterr().out
     )
-    merge(store, made_with(store), everything=True, keep=NOW)
+    merge_table_files(store, read_fingerprint(store), everything=True, keep=NOW)
     assert copy.exists()  # nothing deletes it
 
 
@@ -82,7 +82,7 @@ def test_files_that_are_merged_between_the_listing_and_the_look_at_a_stray_are_l
         if folder == "videos" and not n_merged:
             n_merged.append(len(names))  # before the merge, which lists the table too
             for _ in range(2):  # the second deletes what the first has merged
-                merge(store, made_with(store), everything=True, keep=timedelta(0))
+                merge_table_files(store, read_fingerprint(store), everything=True, keep=timedelta(0))
         return names
 
     monkeypatch.setattr(LocalStore, "names", list_and_merge)
@@ -97,7 +97,7 @@ def test_a_renamed_file_with_rows_that_count_is_an_error_that_names_both(store, 
     with pytest.raises(CorruptShard, match=r"rename it to videos/renamed-000000-[0-9a-f]{32}\.parquet") as caught:
         TokenCache(store.root)
     assert stray.name in str(caught.value)
-    for read in (Ledger(store).refresh, lambda: merge(store, None)):
+    for read in (Ledger(store).refresh, lambda: merge_table_files(store, None)):
         with pytest.raises(CorruptShard, match="does not have the name"):
             read()
     report = verified(store, clean=True, keep=NOW)

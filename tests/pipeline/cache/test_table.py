@@ -16,8 +16,8 @@ from pipeline.cache.table import (
     list_table_files,
     parse_file_name,
     read_file,
-    serialise_small,
-    serialise_sorted,
+    serialize_small,
+    serialize_sorted,
     sort_by_key,
 )
 from pipeline.storage.stores import LocalStore
@@ -42,7 +42,7 @@ def store(tmp_path) -> LocalStore:
 
 def put_sorted(store: LocalStore, rows: pa.Table, group_rows: int = 64) -> str:
     """Put a file of several row groups."""
-    name, data = serialise_sorted(2, rows, {}, None, group_rows)
+    name, data = serialize_sorted(2, rows, {}, None, group_rows)
     store.put(name, data)
     return name
 
@@ -159,4 +159,4 @@ def test_rows_of_several_workers_become_the_same_file_as_one_table():
     ]
     whole = build_table(rows)
     parts = pa.concat_tables([whole.slice(start, 37) for start in range(0, len(whole), 37)])
-    assert serialise_small("r", 0, add_keys(parts), None) == serialise_small("r", 0, whole, None)
+    assert serialize_small("r", 0, add_keys(parts), None) == serialize_small("r", 0, whole, None)

@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from pipeline import CorruptShard, TokenCache
-from pipeline.cache.token_shard import TokenRows, TokenShard
+from pipeline.cache.token_shard import TokenRequest, TokenShard
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import make_cache, random_tokens
 from tests.pipeline.damage import rewrite_row
@@ -29,7 +29,7 @@ def test_rows_and_columns_that_are_not_there_are_refused(tmp_path, change, keep,
     assert row["row_counts"] == [10, 5, 5, 5] and row["first_row_group"] == 4
     shard = TokenShard(store, row["token_shard"], row["footer_hash"])
     with pytest.raises(CorruptShard) as caught:
-        shard.read(TokenRows({**row, **change}, keep, columns))
+        shard.read(TokenRequest({**row, **change}, keep, columns))
     assert caught.value.kind == kind
 
 

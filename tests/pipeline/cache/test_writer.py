@@ -11,7 +11,7 @@ import torch
 from gstep import PrunedTokens
 from pipeline import TokenCache
 from pipeline.cache.codecs import CODECS
-from pipeline.cache.header import made_with
+from pipeline.cache.header import read_fingerprint
 from pipeline.cache.token_shard import hash_vectors, read_videos
 from pipeline.cache.writer import KeptTokens, commit_records, write_token_shard
 from pipeline.errors import RunFailed
@@ -40,7 +40,7 @@ def test_tensors_without_rows_become_arrays_of_their_width(count):
 
 def test_tokens_on_a_disk_that_is_not_shared_are_not_committed(tmp_path):
     store = write_header(tmp_path / "drivers")
-    made = made_with(store)
+    made = read_fingerprint(store)
     written = write_token_shard([VIDEO], store=write_header(tmp_path / "nodes"), run_id="run")
     with pytest.raises(FileNotFoundError, match="use a folder that all nodes share"):
         commit_records(store, "run", 0, written, made_with=made)
@@ -51,7 +51,7 @@ def test_tokens_on_a_disk_that_is_not_shared_are_not_committed(tmp_path):
 def test_a_late_write_with_another_last_bit_replaces_nothing(tmp_path, method):
     """A node that was taken for dead computed the same videos on another kind of GPU, and its write comes last."""
     store = write_header(tmp_path, method=method)
-    made = made_with(store)
+    made = read_fingerprint(store)
     video = encoded("v", random_tokens(0), 0.25, method)
     commit_records(store, "run", 0, write_token_shard([video], store=store, run_id="run"), made_with=made)
     before = TokenCache(tmp_path).get("v", order="selection")
@@ -108,7 +108,7 @@ def test_a_shard_is_named_by_every_byte_of_its_columns_and_a_checksum_is_of_all_
 
 def test_a_commit_of_many_shards_asks_a_distant_store_for_several_at_a_time(tmp_path):
     store, together = write_header(tmp_path), Barrier(2, timeout=60)
-    made = made_with(store)
+    made = read_fingerprint(store)
     videos = [encoded(video_id, random_tokens(0), 0.25, "gstep") for video_id in "ab"]
     rows = [row for video in videos for row in write_token_shard([video], store=store, run_id="r")]
 
@@ -124,7 +124,7 @@ def test_a_commit_of_many_shards_asks_a_distant_store_for_several_at_a_time(tmp_
 def test_a_driver_that_was_stopped_in_its_commit_shows_no_video_whose_tokens_were_removed(tmp_path):
     """It goes on when nothing names its tokens any more: before it looks for them, or after it has put the rows."""
     store = write_header(tmp_path)
-    made = made_with(store)
+    made = read_fingerprint(store)
     rows = write_token_shard([VIDEO], store=store, run_id="run")
 
     class Stopped(LocalStore):
@@ -141,7 +141,7 @@ def test_a_driver_that_was_stopped_in_its_commit_shows_no_video_whose_tokens_wer
 
 def test_a_commit_never_makes_a_cache_that_is_gone(tmp_path):
     store = write_header(tmp_path / "c")
-    made = made_with(store)
+    made = read_fingerprint(store)
     rows = write_token_shard([VIDEO], store=store, run_id="run")
     (tmp_path / "c").rename(tmp_path / "old")
     with pytest.raises(FileNotFoundError):
@@ -171,7 +171,7 @@ def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path
     for what in ("tokens", "commit", "delete", "afterwards"):
         place = tmp_path / what
         store = Moved(write_header(place / "c").root)
-        made = made_with(store)
+        made = read_fingerprint(store)
         rows = write_token_shard([VIDEO], store=store, run_id="run")
         commit_records(store, "run", 0, rows, made_with=made)
         store.moving = True
@@ -198,7 +198,7 @@ def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path
 def test_a_worker_that_comes_to_the_new_folder_cannot_make_the_driver_commit_there(tmp_path):
     """The same settings, so that the header tells nothing: the driver looks for tokens where it has written."""
     driver = write_header(tmp_path / "c")
-    made = made_with(driver)
+    made = read_fingerprint(driver)
     driver.put("runs/run.running", b"{}")
     driver.root.rename(tmp_path / "old")
     os.utime(tmp_path / "old", (1, 1))

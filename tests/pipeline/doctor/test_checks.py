@@ -12,16 +12,16 @@ import pytest
 import ray
 
 from pipeline.doctor import nodes as node_checks
-from pipeline.doctor.doctor import check_store, reachable
+from pipeline.doctor.doctor import check_store, find_existing_store
 from pipeline.doctor.finding import Finding, run_guarded
-from pipeline.doctor.nodes import judge_nodes, measure_node, measure_nodes, on_each_node
+from pipeline.doctor.nodes import judge_nodes, measure_node, measure_nodes, run_on_each_node
 from pipeline.doctor.speed import check_balance, check_decoding, read_first_videos
 from pipeline.errors import UsageError
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.recipe import resolve
-from pipeline.storage.s3 import Objects
+from pipeline.prune.recipe import resolve_recipe
+from pipeline.storage.s3 import S3Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.rays import ray_here
 from tests.pipeline.tars import write_tar
@@ -55,9 +55,9 @@ def test_nodes_that_agree_are_ok_and_others_are_named():
 
 def test_a_node_that_is_lost_after_it_answered_costs_no_other_nodes_findings(monkeypatch):
     hosts = [("a", "id-a", {}), ("b", "id-b", {})]
-    monkeypatch.setattr(node_checks, "on_each_node", lambda work: {"a": HERE, "b": HERE})
+    monkeypatch.setattr(node_checks, "run_on_each_node", lambda work: {"a": HERE, "b": HERE})
     monkeypatch.setattr(node_checks, "iter_alive_nodes", lambda: iter(hosts))
-    monkeypatch.setattr(node_checks, "task_on", lambda node: SimpleNamespace(remote=lambda work: node))
+    monkeypatch.setattr(node_checks, "make_node_task", lambda node: SimpleNamespace(remote=lambda work: node))
 
     def answer(node: str, timeout: float) -> float:
         if node == "id-a":
@@ -80,12 +80,12 @@ def test_a_container_has_the_cores_and_the_memory_of_its_limit(monkeypatch):
 @pytest.mark.slow
 def test_work_that_fails_on_a_node_is_a_finding():
     with ray_here({"num_cpus": 2}):
-        (finding,) = on_each_node(lambda: 1 // 0).values()
+        (finding,) = run_on_each_node(lambda: 1 // 0).values()
     assert finding.state == "wrong" and "ZeroDivisionError: integer division" in finding.says and finding.remedy
 
 
 def test_a_store_that_works_is_left_as_it_was_and_a_failure_is_told_with_its_reason(tmp_path):
-    (finding,) = check_store(reachable(LocalStore(tmp_path / "not" / "yet")))
+    (finding,) = check_store(find_existing_store(LocalStore(tmp_path / "not" / "yet")))
     assert finding.state in {"ok", "slow"} and "read in part and deleted" in finding.says  # slow: a busy disk
     assert not list(tmp_path.iterdir())
     (finding,) = wrong(check_store(copy(LocalStore(tmp_path / "gone")))).values()  # as a node has it
@@ -95,8 +95,8 @@ def test_a_store_that_works_is_left_as_it_was_and_a_failure_is_told_with_its_rea
 class LateClock(LocalStore):
     """Says that each file is an hour older than it is."""
 
-    def age(self, name):
-        return super().age(name) + timedelta(hours=1)
+    def compute_age(self, name):
+        return super().compute_age(name) + timedelta(hours=1)
 
 
 class Forgetful(LocalStore):
@@ -135,7 +135,7 @@ def test_a_store_that_lies_is_wrong(kind, says, tmp_path):
 
 
 def test_decoding_costs_what_the_run_would_record_and_names_what_fails():
-    setup = resolve(PruneConfig(num_frames=4)).decode_setup()
+    setup = resolve_recipe(PruneConfig(num_frames=4)).make_decode_setup()
     rows = [
         {"video_id": name, "uri": str(path), "policy": None, "start_s": None, "end_s": None}
         | {"manifest": None, "size": None, "attempts": 1, "fault": None, "source_offset": None, "mark": None}
@@ -164,21 +164,21 @@ def test_the_videos_are_those_of_the_run_and_no_more_containers_are_opened_than_
         write_tar(tmp_path / f"{name}.tar", {f"{number}.mp4": b"x" for number in range(2)})
     (tmp_path / "d.tar").write_bytes(b"never opened")
     pq.write_table(pa.table({"film": [b"x", b"y"]}), tmp_path / "e.parquet")
-    found = read_first_videos(PruneConfig(videos=[f"{tmp_path}/*.tar"]), Objects(), 3)
+    found = read_first_videos(PruneConfig(videos=[f"{tmp_path}/*.tar"]), S3Objects(), 3)
     assert [row["video_id"] for row in found] == ["a.tar/0.mp4", "a.tar/1.mp4", "b.tar/0.mp4"]
     assert opened == [f"{tmp_path}/a.tar", f"{tmp_path}/b.tar"]
-    found = read_first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"], column="film"), Objects(), 3)
+    found = read_first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"], column="film"), S3Objects(), 3)
     assert [(row["video_id"], row["attempts"]) for row in found] == [("e.parquet/0", 1), ("e.parquet/1", 1)]
     with pytest.raises(UsageError, match="needs a video_id and a uri"):
-        read_first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"]), Objects(), 3)
+        read_first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"]), S3Objects(), 3)
     with zipfile.ZipFile(tmp_path / "f.zip", "w") as file:
         file.writestr("xx.mp4", b"x")
     (tmp_path / "f.zip").write_bytes((tmp_path / "f.zip").read_bytes().replace(b"xx.mp4", "视.mp4".encode("gbk")))
-    (row,) = read_first_videos(PruneConfig(videos=[f"{tmp_path}/f.zip"], zip_encoding="gbk"), Objects(), 3)
+    (row,) = read_first_videos(PruneConfig(videos=[f"{tmp_path}/f.zip"], zip_encoding="gbk"), S3Objects(), 3)
     assert row["video_id"] == "f.zip/视.mp4"
     write_tar(tmp_path / "empty.tar", {"a.txt": b"x"})
     with pytest.raises(UsageError, match="holds a video"):
-        read_first_videos(PruneConfig(videos=[f"{tmp_path}/empty.tar"]), Objects(), 3)
+        read_first_videos(PruneConfig(videos=[f"{tmp_path}/empty.tar"]), S3Objects(), 3)
 
 
 @pytest.mark.parametrize(

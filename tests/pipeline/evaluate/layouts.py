@@ -19,10 +19,10 @@ from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions
 from pipeline.evaluate.request import EvaluateRequest, write_results_header
 from pipeline.evaluate.results import Presentation, make_tables
 from pipeline.evaluate.run import ScoredQuestions
-from pipeline.evaluate.scores import AnsweredItems, score_table
+from pipeline.evaluate.scores import AnsweredItems, make_score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
-from pipeline.rows import failed_answer
+from pipeline.rows import make_failed_answer
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.asking import request_about
 from tests.pipeline.videos import write_clip
@@ -76,7 +76,7 @@ def replied(
         for arm in arms
     ]
     answers = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
-    scores = score_table(AnsweredItems.select(loaded.items, arms, answers), benchmark.protocol(protocol))
+    scores = make_score_table(AnsweredItems.select(loaded.items, arms, answers), benchmark.protocol(protocol))
     return ScoredQuestions(loaded=loaded, scores=scores)
 
 
@@ -98,7 +98,9 @@ def commit_replies(
         name, asked = row["question_id"], {**row, "pruning": arm, "attempts": 1}
         reply = replies.get((name, arm), replies.get(name, "B"))
         fault = faults.get(name)
-        rows.append(failed_answer(asked, QuestionFault(fault, "why")) if fault else {**asked, **good, "answer": reply})
+        rows.append(
+            make_failed_answer(asked, QuestionFault(fault, "why")) if fault else {**asked, **good, "answer": reply}
+        )
     commit_answers(answers, "run", 0, rows)
     return answers
 
@@ -109,7 +111,9 @@ def generated(cache: Path, out: Path, rows: Sequence[Mapping[str, Any]], replies
     write_answers_header(store, job.identity)
     asked = [{**question, "attempts": 1} for question in job.questions.to_pylist()]
     answers = [
-        failed_answer(one, QuestionFault("io", "why")) if reply == "-" else {**one, "status": "ok", "answer": reply}
+        make_failed_answer(one, QuestionFault("io", "why"))
+        if reply == "-"
+        else {**one, "status": "ok", "answer": reply}
         for one, reply in zip(asked, replies, strict=True)
     ]
     commit_answers(store, "run", 0, answers, questions=job.questions)

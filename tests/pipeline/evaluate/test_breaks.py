@@ -12,10 +12,10 @@ import pytest
 
 from jobs import evaluate
 from pipeline.evaluate.abilities import BUILT_IN, AbilityRule
-from pipeline.evaluate.forms import markdown
+from pipeline.evaluate.forms import format_markdown_tables
 from pipeline.evaluate.losses import find_breaks
 from pipeline.evaluate.request import write_results_header
-from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
+from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.evaluate.score_tables import score_rows, score_table
 
@@ -194,9 +194,9 @@ def test_benchmarks_whose_scores_are_not_per_question_take_no_part():
     (note,) = breaks.notes
     assert note == "EgoSchema is left out here: its numbers are not means over the scores of questions."
     assert breaks_of(egoschema=own_number).verdicts == []
-    table = results_table("m", [own_number], draws=100)
-    assert "nothing can be said" in markdown(table, breaks=breaks_of(egoschema=own_number))
-    assert "Where it breaks" not in markdown(table)
+    table = make_results_table("m", [own_number], draws=100)
+    assert "nothing can be said" in format_markdown_tables(table, breaks=breaks_of(egoschema=own_number))
+    assert "Where it breaks" not in format_markdown_tables(table)
 
 
 def test_rules_of_a_user_come_before_the_built_in_ones():

@@ -61,7 +61,7 @@ def test_positions_have_the_words_of_jobs_generate():
 def test_the_runs_get_the_options_that_mean_the_same_there_and_no_other():
     """What it is asked with, how many, and where from is the evaluation's own."""
     given = EvaluateConfig(benchmark="x", workers=3, decode_workers=2, limit=5, seed=7, max_failed="1", min_gpus=1)
-    prune, generate = given.shared_with(PruneConfig), given.shared_with(GenerateConfig)
+    prune, generate = given.select_shared_options(PruneConfig), given.select_shared_options(GenerateConfig)
     both = {"revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "join", "retry_failed", "max_attempts"}
     both |= {"stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_requester_pays"}
     engine = {"engine", "tensor_parallel", "engine_param", "batch_size"}

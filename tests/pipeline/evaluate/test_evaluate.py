@@ -22,7 +22,7 @@ from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import prepare
 from pipeline.evaluate.results import Presentation, make_tables
 from pipeline.evaluate.run import ScoredQuestions
-from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
+from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.generate.summary import AnswerSummary
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.evaluate.layouts import commit_replies, generated
@@ -104,7 +104,7 @@ def test_the_terminal_marks_numbers_as_the_files_do_and_says_how():
     """Of 60 videos: GSTEP is right wherever FastV is, and elsewhere."""
     arms = {("none", 1.0): 1.0, ("gstep", 0.25): 0.9, ("fastv", 0.25): 0.5, ("gstep", 0.1): 0.5, ("fastv", 0.1): 0.52}
     scores = score_table(*(score_rows(*arm, [float(i < 60 * right) for i in range(60)]) for arm, right in arms.items()))
-    table = results_table("T", [ScoredBenchmark("B", scores)], draws=500)
+    table = make_results_table("T", [ScoredBenchmark("B", scores)], draws=500)
     said = io.StringIO()
     Console(file=said, width=200, force_terminal=True, color_system="standard").print(Group(*render_table(table)))
     assert "\x1b[1m90.0\x1b[0m" in said.getvalue() and "\x1b[4m50.0\x1b[0m" in said.getvalue()

@@ -4,9 +4,9 @@ import re
 from html.parser import HTMLParser
 
 from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
-from pipeline.evaluate.page import report_page
+from pipeline.evaluate.page import render_report_page
 from pipeline.evaluate.run import ScoredQuestions
-from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
+from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from tests.pipeline.evaluate.score_tables import items_of, scores_of
 
 HOSTILE = "</script><script>x()</script> {{ 7 * 7 }} <!-- &amp; 'a' \"b\""
@@ -17,11 +17,11 @@ ITEMS = items_of(24)
 def made(title="VideoMME, a model", faults=(), **options):
     scores = scores_of(ITEMS, METHODS, RATIOS, failed=("001-1",))
     parts = [("duration=short", "Short"), ("duration=long", "Long")]
-    table = results_table(title, [ScoredBenchmark("VideoMME", scores, parts)], draws=200)
-    split = results_table(f"{title}: Domain", [ScoredBenchmark("VideoMME", scores)], draws=200)
+    table = make_results_table(title, [ScoredBenchmark("VideoMME", scores, parts)], draws=200)
+    split = make_results_table(f"{title}: Domain", [ScoredBenchmark("VideoMME", scores)], draws=200)
     scored = ScoredQuestions(loaded=LoadedQuestions((), tuple(faults), len(faults)), scores=scores)
     given = {"token_bytes": 7168, "scored": scored, "identity": {"frames": {"rounding": "truncate"}, "pixels": None}}
-    return table, report_page([table, split], [("model", title)], **given | options)
+    return table, render_report_page([table, split], [("model", title)], **given | options)
 
 
 class Page(HTMLParser):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.evaluate.parsers import RULES, Parsed, parse
+from pipeline.evaluate.parsers import RULES, ParsedReply, parse_choice
 
 LETTERED = ["A. a cat", "B. a dog", "C. a bird", "D. a fish", "E. a horse"]
 BARE = ["a cat", "a dog", "a bird", "a fish", "a horse"]
@@ -35,7 +35,7 @@ MESSY_REPLIES = {
 
 def expected(cell):
     in_word, letter = cell.endswith("~"), cell.removesuffix("~")
-    return Parsed(None, drawn=cell == "?") if cell in "-?" else Parsed("ABCDE".index(letter), in_word=in_word)
+    return ParsedReply(None, drawn=cell == "?") if cell in "-?" else ParsedReply("ABCDE".index(letter), in_word=in_word)
 
 
 @pytest.mark.parametrize("options", [LETTERED, BARE], ids=["lettered", "bare"])
@@ -48,7 +48,7 @@ def expected(cell):
     ],
 )
 def test_a_messy_reply_means_what_the_published_code_says(rule, reply, cell, options):
-    assert parse(rule, reply, options) == expected(cell)
+    assert parse_choice(rule, reply, options) == expected(cell)
 
 
 @pytest.mark.parametrize(
@@ -115,49 +115,53 @@ def test_a_messy_reply_means_what_the_published_code_says(rule, reply, cell, opt
     ],
 )
 def test_a_corner_of_a_rule(rule, reply, cell):
-    assert parse(rule, reply, LETTERED) == parse(rule, reply, BARE) == expected(cell)
+    assert parse_choice(rule, reply, LETTERED) == parse_choice(rule, reply, BARE) == expected(cell)
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_white_space_around_a_reply_is_nothing(rule):
-    assert parse(rule, " \nB\n\n", BARE) == Parsed(1)
+    assert parse_choice(rule, " \nB\n\n", BARE) == ParsedReply(1)
 
 
 @pytest.mark.parametrize("rule", sorted(set(RULES) - {"egoschema"}))
 def test_a_letter_beyond_the_options_is_no_choice_and_not_drawn(rule):
-    assert parse(rule, "E", BARE[:4]) == Parsed(None)
-    assert parse(rule, "C", BARE[:2]) == Parsed(None)
+    assert parse_choice(rule, "E", BARE[:4]) == ParsedReply(None)
+    assert parse_choice(rule, "C", BARE[:2]) == ParsedReply(None)
 
 
 def test_egoschema_draws_where_a_letter_is_beyond_the_options():
-    assert parse("egoschema", "F", BARE) == Parsed(None, drawn=True)
+    assert parse_choice("egoschema", "F", BARE) == ParsedReply(None, drawn=True)
 
 
 def test_e_and_f_of_six_options_are_never_named_by_the_newer_rule_of_mlvu():
     six = [*BARE, "a cow"]
-    assert [parse("extract-mcq-answer", reply, six).choice for reply in ("E", "F) a cow", "D")] == [None, None, 3]
-    assert [parse("mlvu-0.5", reply, six).choice for reply in ("E", "F) a cow", "D")] == [4, 5, 3]
+    assert [parse_choice("extract-mcq-answer", reply, six).choice for reply in ("E", "F) a cow", "D")] == [
+        None,
+        None,
+        3,
+    ]
+    assert [parse_choice("mlvu-0.5", reply, six).choice for reply in ("E", "F) a cow", "D")] == [4, 5, 3]
 
 
 def test_an_option_that_begins_like_a_lettered_one_keeps_its_text():
     options = ["A. Lincoln", "G. Washington"]
-    assert parse("letter", "A. Lincoln", options) == Parsed(0)
-    assert parse("letter", "G. Washington", options) == Parsed(1)
-    assert parse("egoschema", "it is just b. g. washington", options) == Parsed(1)
+    assert parse_choice("letter", "A. Lincoln", options) == ParsedReply(0)
+    assert parse_choice("letter", "G. Washington", options) == ParsedReply(1)
+    assert parse_choice("egoschema", "it is just b. g. washington", options) == ParsedReply(1)
 
 
 def test_only_the_right_option_scores_one():
-    assert [Parsed(1).score(answer, 4) for answer in (0, 1, 2, None)] == [0.0, 1.0, 0.0, 0.0]
-    assert [Parsed(None).score(answer, 4) for answer in (0, None)] == [0.0, 0.0]
+    assert [ParsedReply(1).score(answer, 4) for answer in (0, 1, 2, None)] == [0.0, 1.0, 0.0, 0.0]
+    assert [ParsedReply(None).score(answer, 4) for answer in (0, None)] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("n_options", [1, 3, 4, 5])
 def test_a_drawn_option_scores_its_expectation(n_options):
-    drawn = parse("longvideobench", "", BARE[:n_options])
+    drawn = parse_choice("longvideobench", "", BARE[:n_options])
     assert drawn.score(0, n_options) == 1 / n_options
     assert drawn.score(None, n_options) == 0.0
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown rule 'mlvu'.*extract-mcq-answer.*mlvu-0\.5.*videomme-0\.5"):
-        parse("mlvu", "B", BARE)
+        parse_choice("mlvu", "B", BARE)

@@ -11,7 +11,7 @@ from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.parsers import RULES
 from pipeline.evaluate.protocols import LETTER, LMMS_EVAL_0_5, LMMS_EVAL_0_7, FrameRule, PromptTemplate
-from pipeline.evaluate.request import frame_rule
+from pipeline.evaluate.request import get_frame_rule_name
 from pipeline.video.sampling import Sampling, choose_frames
 
 VIDEOMME = BENCHMARKS["videomme"]
@@ -48,8 +48,8 @@ def test_videomme_is_asked_in_the_words_of_lmms_eval_and_of_its_authors():
     assert (newer.text(ITEM, "qwen3_vl"), older.text(ITEM, "qwen3_vl")) == (QWEN3, DEFAULT)
     assert {official.text(ITEM, kind) for kind in FAMILIES} == {OFFICIAL}
     helpful = "You are a helpful assistant."
-    systems = [newer.rules(kind).system for kind in ("llava_onevision", "qwen2_5_vl", "qwen3_vl")]
-    assert systems == [helpful, None, helpful] and older.rules("qwen3_vl").system is None
+    systems = [newer.get_rules(kind).system for kind in ("llava_onevision", "qwen2_5_vl", "qwen3_vl")]
+    assert systems == [helpful, None, helpful] and older.get_rules("qwen3_vl").system is None
     with pytest.raises(UsageError, match="--protocol paper: Shapes has letter"):
         BENCHMARKS["shapes"].protocol("paper")
 
@@ -57,7 +57,7 @@ def test_videomme_is_asked_in_the_words_of_lmms_eval_and_of_its_authors():
 @pytest.mark.parametrize(("n_frames", "taken"), [(1000, 32), (33, 32), (32, 32), (31, 30), (3, 2), (2, 2), (1, 2)])
 def test_a_short_video_gives_an_even_number_of_frames_where_the_rule_says_so(n_frames, taken):
     rules = (FrameRule(32, "round", even=True), FrameRule(32))
-    samplings = (Sampling(num_frames=rule.num_frames, rule=frame_rule(rule)) for rule in rules)
+    samplings = (Sampling(num_frames=rule.num_frames, rule=get_frame_rule_name(rule)) for rule in rules)
     assert [len(choose_frames(np.arange(n_frames, dtype=float), one)) for one in samplings] == [taken, 32]
 
 
@@ -70,7 +70,7 @@ def test_a_short_video_gives_an_even_number_of_frames_where_the_rule_says_so(n_f
 )
 def test_a_720p_video_has_as_many_tokens_as_in_lmms_eval(kind, preprocessor, size, tokens):
     qwen = pytest.importorskip("gstep.backbones.preprocess")
-    patch, pixels = {"qwen2_5_vl": 14, "qwen3_vl": 16}[kind], VIDEOMME.protocol().rules(kind).pixels
+    patch, pixels = {"qwen2_5_vl": 14, "qwen3_vl": 16}[kind], VIDEOMME.protocol().get_rules(kind).pixels
     settings = {
         **{"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": patch, "temporal_patch_size": 2},
         **{"merge_size": 2, "size": {"shortest_edge": pixels.min_pixels, "longest_edge": pixels.max_pixels}},

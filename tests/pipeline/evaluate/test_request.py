@@ -12,18 +12,18 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource
 from gstep.language import prompt_builder
-from pipeline.cache.header import read_header, serialise_header
+from pipeline.cache.header import read_header, serialize_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import choose_frame_options, match_results, prepare, write_results_header
-from pipeline.evaluate.run import answers_config
+from pipeline.evaluate.run import make_answers_config
 from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
 from pipeline.generate.late_pruning import PruningSpec, describe_prunings, resolve_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.recipe import resolve
+from pipeline.prune.recipe import resolve_recipe
 from pipeline.storage.stores import LocalStore
 from tests.jobs.poison import Poison
 from tests.pipeline.asking import thinking_model, tiny_cache, write_questions
@@ -69,8 +69,10 @@ def test_every_protocol_can_be_asked_of_the_family_generic_and_its_results_say_t
     for name, benchmark in BENCHMARKS.items():
         for protocol in benchmark.protocols:
             options = choose_frame_options(EvaluateConfig(benchmark=name), protocol, generic)
-            resolve(PruneConfig(model=model, **options), source=generic)
-            prompt_builder(generic, None, frame_times=protocol.rules(generic.model_type, generic.family).frame_times)
+            resolve_recipe(PruneConfig(model=model, **options), source=generic)
+            prompt_builder(
+                generic, None, frame_times=protocol.get_rules(generic.model_type, generic.family).frame_times
+            )
             of_table, of_generic = (protocol.describe(source.model_type, source.family) for source in (table, generic))
             differs = {key for key in {*of_table, *of_generic} if of_table.get(key) != of_generic.get(key)}
             stock = {"frame_times"} if model == "tiny-qwen3-vl" else set()
@@ -178,7 +180,7 @@ def test_frames_by_time_replace_the_protocols_frames_in_the_cache_and_in_the_ide
     request, plain = by_time(tmp_path), videomme(tmp_path, model="tiny-qwen2-5-vl")
     videos = request.videos
     assert (videos.fps, videos.max_frames, videos.num_frames, videos.frame_rule) == (2.0, 768, None, "truncate")
-    job = resolve(videos, request.objects)
+    job = resolve_recipe(videos, request.objects)
     sampling = job.identity("float32")["sampling"]
     assert (sampling["fps"], sampling["max_frames"], "num_frames" in sampling) == (2.0, 768, False)
     same = {name: value for name, value in plain.identity.items() if name not in ("num_frames", "frames", "pixels")}
@@ -192,7 +194,7 @@ def test_frames_by_time_replace_the_protocols_frames_in_the_cache_and_in_the_ide
 
 def test_a_cache_of_frames_by_time_is_not_taken_for_another(tmp_path):
     request = by_time(tmp_path)
-    job = resolve(request.videos, request.objects)
+    job = resolve_recipe(request.videos, request.objects)
     source = ModelSource.resolve("tiny-qwen2-5-vl")
     made = {"source": source, "newline": None, "identity": job.identity("float32")}
     tiny_cache(tmp_path / "c", ("a", "b"), ratio=1.0, method="none", **made)
@@ -218,13 +220,13 @@ def test_a_model_that_reasons_is_refused_without_room_for_it(tmp_path, thinking)
         videomme(tmp_path, model=str(thinking), max_new_tokens=2047)
     assert not (tmp_path / "r").exists()
     request = videomme(tmp_path, model=str(thinking), max_new_tokens=2048)
-    assert request.identity["max_new_tokens"] == 2048 == answers_config(request).max_new_tokens
+    assert request.identity["max_new_tokens"] == 2048 == make_answers_config(request).max_new_tokens
     assert json.loads(request.questions["decoding"][0].as_py())["max_new_tokens"] == 2048
-    assert "thought" not in request.identity and not answers_config(request).close_thought
+    assert "thought" not in request.identity and not make_answers_config(request).close_thought
     closed, plain = (videomme(tmp_path, model=name, close_thought=True) for name in (str(thinking), "tiny"))
     assert closed.identity == {**plain.identity, "model": closed.identity["model"], "thought": "closed"}
     assert plain.identity == videomme(tmp_path, model="tiny").identity  # which opens no thought
-    assert answers_config(closed).close_thought and answers_config(closed).max_new_tokens == 16
+    assert make_answers_config(closed).close_thought and make_answers_config(closed).max_new_tokens == 16
 
 
 def test_options_are_not_scored_inside_a_thought(tmp_path, thinking):
@@ -256,7 +258,7 @@ def test_a_cache_goes_on_as_it_was_begun(tmp_path):
 
     def begin(name, **options):
         request = videomme(tmp_path, **options)
-        recipe = resolve(request.videos, request.objects)
+        recipe = resolve_recipe(request.videos, request.objects)
         tiny_cache(tmp_path / name, ("x",), ratio=1.0, method="none", identity=recipe.identity("float32"))
         return str(tmp_path / name)
 
@@ -373,7 +375,7 @@ def test_results_bind_the_place_they_are_in_and_a_place_that_holds_something_els
 def test_a_cache_that_is_only_read_has_the_frames_that_the_results_name(tmp_path):
     held = json.loads(LocalStore(whole(tmp_path)).read("cache.json"))["identity"]
     header = {"schema_version": SCHEMA_VERSION, "newline": None, "identity": {**held, "sampling": {"num_frames": 3}}}
-    LocalStore(tmp_path / "c").put("cache.json", serialise_header(header))
+    LocalStore(tmp_path / "c").put("cache.json", serialize_header(header))
     assert own(tmp_path, num_frames=3).identity["num_frames"] == 3
     with pytest.raises(
         IdentityMismatch, match=r"has the frames \{'num_frames': 3\}, but letter needs \{'num_frames': 4"

@@ -9,16 +9,16 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource
 from pipeline.cache.header import HEADER, read_header, write_new_header
-from pipeline.cache.merging import merge
+from pipeline.cache.merging import merge_table_files
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import EvaluateRequest, prepare, read_results_header
-from pipeline.evaluate.run import answer_and_score, answers_config, drop_tokens, score_answers
+from pipeline.evaluate.run import answer_and_score, drop_tokens, make_answers_config, score_answers
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
-from pipeline.prune.recipe import resolve
+from pipeline.prune.recipe import resolve_recipe
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.asking import tiny_cache, write_questions
@@ -54,14 +54,14 @@ def rights(done):
 
 def test_answers_are_asked_for_as_the_protocol_says(asked):
     own, videomme = asked(), find_benchmark("videomme").protocol()
-    assert (answers_config(own).frame_times, answers_config(own).choices) == ("true", "letter")
-    qwen3 = answers_config(replace(own, protocol=videomme, source=ModelSource.resolve("tiny-qwen3-vl")))
+    assert (make_answers_config(own).frame_times, make_answers_config(own).choices) == ("true", "letter")
+    qwen3 = make_answers_config(replace(own, protocol=videomme, source=ModelSource.resolve("tiny-qwen3-vl")))
     assert (qwen3.frame_times, qwen3.choices, qwen3.max_new_tokens) == ("stock", "generate", 16)
     assert qwen3.system == "You are a helpful assistant."
     generic = replace(own, protocol=videomme, source=ModelSource.resolve("tiny-qwen3-vl", family="generic"))
-    assert (answers_config(generic).frame_times, generic.identity["pixels"]) == ("true", None)
+    assert (make_answers_config(generic).frame_times, generic.identity["pixels"]) == ("true", None)
     for engine, attn in (("transformers", "eager"), ("vllm", "auto")):  # vLLM chooses its own kernel
-        assert answers_config(replace(own, config=replace(own.config, engine=engine, attn="eager"))).attn == attn
+        assert make_answers_config(replace(own, config=replace(own.config, engine=engine, attn="eager"))).attn == attn
 
 
 def test_answers_that_are_there_are_scored_without_a_model_and_without_ray(asked):
@@ -117,7 +117,7 @@ def test_a_request_that_is_refused_binds_nothing(tmp_path):
         return prepare(EvaluateConfig(benchmark="videomme", num_frames=num_frames, **places), QUIET)
 
     right = request(4)
-    recipe = resolve(right.videos, right.objects)
+    recipe = resolve_recipe(right.videos, right.objects)
     tiny_cache(tmp_path / "c", ("x",), ratio=1.0, method="none", identity=recipe.identity("float32"))
     with pytest.raises(IdentityMismatch, match=r"sampling\.num_frames: the cache has 4, this run 7"):
         answer_and_score(request(7), QUIET)
@@ -129,7 +129,7 @@ def test_dropping_tokens_deletes_what_a_cache_is_made_of_and_nothing_else(asked)
     answers, cache = commit_replies(request), LocalStore(request.cache)
     shards = [*cache.names("tokens", ".parquet"), *cache.names("videos", ".parquet")]
     assert len(shards) == 2
-    merge(cache, None, everything=True)  # one more file
+    merge_table_files(cache, None, everything=True)  # one more file
     write_new_header(cache, read_header(cache))  # with a README.md
     (cache.root / "notes.txt").write_text("mine")
     (cache.root / "tokens" / "mine").mkdir()

@@ -9,23 +9,23 @@ import pytest
 from gstep.language import Decoding
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
-from pipeline.evaluate.benchmarks.own import own_benchmark
+from pipeline.evaluate.benchmarks.own import make_user_benchmark
 from pipeline.evaluate.page import format_warned_line
 from pipeline.evaluate.protocols import LETTER, PromptTemplate, Protocol
 from pipeline.evaluate.scores import (
     SCORE_SCHEMA,
     AnsweredItems,
     Reply,
-    answered_item,
     make_answer_mode,
     make_question_table,
+    make_score_table,
+    read_answered_item,
     read_reply,
-    score_table,
 )
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, read_questions, strip_reasoning
-from pipeline.rows import AnswerRecord, without_nulls
+from pipeline.rows import AnswerRecord, drop_nulls
 from tests.pipeline.asking import write_questions
 
 ARMS = {"none@1": ORIGINAL, "fastv,K=3@0.25": MethodAtRatio("fastv,K=3", 0.25)}
@@ -57,7 +57,7 @@ def by(rule, reasoning=()):
 
 
 def scored(items, *answers, arms=ARMS, rule="letter"):
-    table = score_table(
+    table = make_score_table(
         AnsweredItems.select(items, arms, pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA)), by(rule)
     )
     assert table.schema == SCORE_SCHEMA
@@ -168,7 +168,7 @@ def test_answers_under_other_prunings_and_to_other_questions_are_not_looked_at()
 def test_decode_warnings_reach_the_scores_and_one_line_of_them():
     rows = [row(question_id="1", decode_warnings=4), row(question_id="2", decode_warnings=0), row(question_id="3")]
     items = [item(name) for name in "123"]
-    table = score_table(
+    table = make_score_table(
         AnsweredItems.select(items, {"none@1": ORIGINAL}, pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)),
         by("letter"),
     )
@@ -209,7 +209,7 @@ def test_where_a_reply_is_generated_the_prompt_is_the_protocols_whole_text():
 
 def test_own_questions_are_asked_as_jobs_generate_asks_them(tmp_path):
     file = str(write_questions(tmp_path / "q.jsonl", OWN))
-    table = make_question_table(own_benchmark(file).load(None).items, LETTER, "llava_onevision")
+    table = make_question_table(make_user_benchmark(file).load(None).items, LETTER, "llava_onevision")
     asked = read_questions(file, AnswerMode(Decoding(64)))
     for name in ("question_id", "video_ids", "prompt", "choices", "target", "decoding"):
         assert table[name].to_pylist() == asked[name].to_pylist(), name
@@ -222,7 +222,7 @@ def test_own_conversations_are_asked_scored_and_told_apart(tmp_path):
         for name, turns in (("long", first), ("short", []))
     ]
     file = str(write_questions(tmp_path / "q.jsonl", [*rows, OWN[1]]))
-    loaded = own_benchmark(file).load(None)
+    loaded = make_user_benchmark(file).load(None)
     assert loaded.faults == ()  # the same last message on the same video is no repetition
     table = make_question_table(loaded.items, LETTER, "llava_onevision")
     asked = read_questions(file, AnswerMode(Decoding(64)))
@@ -230,33 +230,33 @@ def test_own_conversations_are_asked_scored_and_told_apart(tmp_path):
         assert table[name].to_pylist() == asked[name].to_pylist(), name
     assert [text is None for text in table["conversation"].to_pylist()] == [False, False, True]
     for item, row in zip(loaded.items, answered(tmp_path / "q.jsonl", *rows, OWN[1]), strict=True):
-        assert answered_item(row).conversation == item.conversation
+        assert read_answered_item(row).conversation == item.conversation
 
 
 def answered(path, *rows) -> list[AnswerRecord]:
     """What jobs.generate leaves of the questions of a file."""
     table = read_questions(str(write_questions(path, list(rows))), AnswerMode(Decoding(), "loglikelihood"))
-    return [without_nulls({**row, "status": "ok", "answer": "x"}, AnswerRecord) for row in table.to_pylist()]
+    return [drop_nulls({**row, "status": "ok", "answer": "x"}, AnswerRecord) for row in table.to_pylist()]
 
 
 def test_an_answered_question_is_the_one_that_its_file_held(tmp_path):
     file = write_questions(tmp_path / "q.jsonl", OWN)
-    items = own_benchmark(str(file)).load(None).items
-    found = [answered_item(row) for row in answered(file, *OWN)]
+    items = make_user_benchmark(str(file)).load(None).items
+    found = [read_answered_item(row) for row in answered(file, *OWN)]
     assert [item.cluster for item in found] == ["", ""]  # none was named
     for item, same in zip(found, items, strict=True):
         assert {**vars(item), "cluster": None} == {**vars(same), "cluster": None}
     assert (found[0].options, found[0].answer, found[0].splits) == (("x", "y"), 1, {"split": "s"})
     assert (found[1].options, found[1].answer, found[1].video_ids) == ((), None, ("a", "b"))
     (named,) = answered(tmp_path / "q.jsonl", {**OWN[0], "split": 3, "cluster": "series", "topic": "x"})
-    assert (answered_item(named).splits, answered_item(named).cluster) == ({"split": "3"}, "series")
+    assert (read_answered_item(named).splits, read_answered_item(named).cluster) == ({"split": "3"}, "series")
     for answer in ("", " ", -1, "-1"):  # none, or not published
         (row,) = answered(tmp_path / "q.jsonl", {**OWN[0], "answer": answer})
-        assert answered_item(row) is None
+        assert read_answered_item(row) is None
 
 
 @pytest.mark.parametrize(("answer", "right"), [("y", 1), ("Y", 1), ("B", 1), (1, 1), ("1", 1), (1.0, 1), ("z", None)])
 def test_an_answer_means_the_same_choice_asked_here_or_scored_afterwards(tmp_path, answer, right):
     (row,) = answered(tmp_path / "q.jsonl", {**OWN[0], "answer": answer})
-    (item,) = own_benchmark(str(tmp_path / "q.jsonl")).load(None).items
-    assert (item.answer, answered_item(row).answer) == (right, right)
+    (item,) = make_user_benchmark(str(tmp_path / "q.jsonl")).load(None).items
+    assert (item.answer, read_answered_item(row).answer) == (right, right)

@@ -13,14 +13,14 @@ from pipeline.evaluate.statistics import (
     Difference,
     Estimate,
     MethodAtRatio,
-    Parts,
-    average,
+    QuestionPartition,
+    average_estimates,
+    compute_estimates,
+    compute_relative_scores,
     count_videos_needed,
-    estimates,
     is_named,
     list_arms,
-    relative,
-    score_matrix,
+    make_score_matrix,
     split_seed,
 )
 from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table
@@ -35,7 +35,7 @@ SPLITS = [{"duration": "short", "task": "b"}, {"duration": "long", "task": "a"},
 
 def estimated(scores, video, part=None, draws=500, seed=0):
     part = np.zeros(len(video), np.int64) if part is None else part
-    (found,) = estimates(scores, video, [Parts(part)], draws, np.random.default_rng(seed))
+    (found,) = compute_estimates(scores, video, [QuestionPartition(part)], draws, np.random.default_rng(seed))
     return found
 
 
@@ -68,7 +68,9 @@ def test_draws_are_of_whole_videos_and_repeat_with_their_seed():
 def test_a_draw_computes_the_mean_over_parts_anew():
     """Parts of unequal size, a question of the first video left out, against a plain loop over the same draws."""
     part = np.array([NO_PART, 0, 0, 1, 1, 0, 2, NO_PART, 0, 1, 0, 2])
-    found, whole = estimates(SCORES, VIDEO, [Parts(part), Parts(ALL)], 50, np.random.default_rng(0))
+    found, whole = compute_estimates(
+        SCORES, VIDEO, [QuestionPartition(part), QuestionPartition(ALL)], 50, np.random.default_rng(0)
+    )
     flat = np.random.default_rng(0).integers(4, size=(50, 4))
     for r in range(50):
         times = np.bincount(flat[r], minlength=4)[VIDEO]
@@ -85,7 +87,9 @@ def test_a_draw_computes_the_mean_over_parts_anew():
 
 def test_parts_have_weights_and_one_without_a_weight_does_not_count():
     part = np.array([NO_PART, 0, 0, 1, 1, 0, 1, NO_PART, 0, 1, 0, 1])
-    (found,) = estimates(SCORES, VIDEO, [Parts(part, np.array([3.0, 1.0]))], 20, np.random.default_rng(0))
+    (found,) = compute_estimates(
+        SCORES, VIDEO, [QuestionPartition(part, np.array([3.0, 1.0]))], 20, np.random.default_rng(0)
+    )
     assert found.value == pytest.approx(
         [0.75 * SCORES[arm, part == 0].mean() + 0.25 * SCORES[arm, part == 1].mean() for arm in range(2)]
     )
@@ -95,27 +99,27 @@ def test_parts_have_weights_and_one_without_a_weight_does_not_count():
         sums = [[np.sum((times * SCORES[1])[part == p]), times[part == p].sum()] for p in range(2)]
         if all(count for _, count in sums):
             assert found.drawn[r, 1] == pytest.approx(0.75 * sums[0][0] / sums[0][1] + 0.25 * sums[1][0] / sums[1][1])
-    by = score_matrix(table(), [ORIGINAL]).by("task", {"b": 0.5, "c": 1.0})
+    by = make_score_matrix(table(), [ORIGINAL]).by("task", {"b": 0.5, "c": 1.0})
     assert by.numbers.tolist() == [0, NO_PART, 0] and by.weights.tolist() == [0.5]
 
 
 def test_parts_within_some_questions_are_those_that_have_any_with_their_weights():
-    parts = Parts(np.array([0, 1, 2, NO_PART, 2, 1]), np.array([3.0, 1.0, 2.0]))
+    parts = QuestionPartition(np.array([0, 1, 2, NO_PART, 2, 1]), np.array([3.0, 1.0, 2.0]))
     within = parts.within(np.array([True, False, True, True, False, False]))
     assert within.numbers.tolist() == [0, NO_PART, 1, NO_PART, NO_PART, NO_PART]
     assert within.weights.tolist() == [3.0, 2.0]
-    alike = Parts(parts.numbers).within(parts.numbers == 2)
+    alike = QuestionPartition(parts.numbers).within(parts.numbers == 2)
     assert alike.numbers.tolist() == [NO_PART, NO_PART, 0, NO_PART, 0, NO_PART] and alike.weights is None
 
 
 def test_rel_is_the_mean_ratio_with_each_benchmarks_own_draws():
     one, other = estimated(*many(), draws=4000), estimated(*many(10), draws=4000, seed=3)
-    rel = relative([one, other], 0)
+    rel = compute_relative_scores([one, other], 0)
     assert rel.value == pytest.approx([1, 0.75]) and rel.n_videos == 40
     assert (rel.drawn[:, 0] == 1).all()
     ratios = [part.drawn[:, 1] / part.drawn[:, 0] for part in (one, other)]
     assert rel.drawn[:, 1] == pytest.approx(sum(ratios) / 2)
-    nothing = relative([estimated(np.stack([np.zeros(12), SCORES[1]]), VIDEO)], 0)
+    nothing = compute_relative_scores([estimated(np.stack([np.zeros(12), SCORES[1]]), VIDEO)], 0)
     assert math.isnan(nothing.value[1]) and math.isnan(nothing.difference(1, 0).low)
 
 
@@ -129,7 +133,7 @@ def test_an_arm_that_was_not_scored_touches_no_other_and_an_empty_split_has_no_n
 
 def test_the_mean_of_benchmarks_is_of_their_draws():
     one, other = (Estimate(np.array(v), np.array([d, d]), n) for v, d, n in (([0.5], [0.4], 30), ([0.7], [0.8], 20)))
-    mean = average([one, other])
+    mean = average_estimates([one, other])
     assert (mean.value, mean.drawn[0], mean.n_videos) == (pytest.approx([0.6]), pytest.approx([0.6]), 20)
 
 
@@ -191,7 +195,7 @@ def table():
 def test_scores_do_not_depend_on_the_order_of_rows():
     rows = table()
     for scores in (rows, rows.take([5, 0, 3, 2, 4, 1])):
-        matrix = score_matrix(scores, [ORIGINAL, GSTEP])
+        matrix = make_score_matrix(scores, [ORIGINAL, GSTEP])
         assert matrix.scores.tolist() == [[1, 1, 0], [1, 0, 0.2]]  # a failed answer scores 0
         assert matrix.clusters.tolist() == [1, 0, 1] and matrix.splits == SPLITS
     assert list_arms(rows) == [GSTEP, ORIGINAL]
@@ -199,7 +203,7 @@ def test_scores_do_not_depend_on_the_order_of_rows():
 
 
 def test_parts_of_columns():
-    matrix = score_matrix(table(), [ORIGINAL])
+    matrix = make_score_matrix(table(), [ORIGINAL])
     assert matrix.whole().numbers.tolist() == [0, 0, 0]
     assert matrix.split("duration", "long").numbers.tolist() == [NO_PART, 0, NO_PART]
     assert matrix.by("task").numbers.tolist() == [1, 0, 1]
@@ -210,12 +214,12 @@ def test_parts_of_columns():
 def test_failed_unparsed_and_kept_are_counted():
     rows = score_rows("gstep", 0.25, [1.0, None, 0.0, 0.2], kept=[20, None, 40, 30])
     rows[2]["parsed"] = rows[3]["parsed"] = None
-    tally = score_matrix(score_table(rows), [GSTEP]).tallies[0]
+    tally = make_score_matrix(score_table(rows), [GSTEP]).tallies[0]
     assert (tally.n_answers, tally.n_failed, tally.n_unparsed, tally.tokens) == (4, 1, 2, 30)
     assert tally.unparsed_share == pytest.approx(2 / 3) and tally.kept_share == pytest.approx(0.3)  # of three replies
     twice = tally + tally
     assert (twice.n_answers, twice.n_failed, twice.kept_share) == (8, 2, pytest.approx(0.3))
-    unknown = score_matrix(score_table(score_rows("gstep", 0.25, [None], kept=[None])), [GSTEP, FASTV]).tallies
+    unknown = make_score_matrix(score_table(score_rows("gstep", 0.25, [None], kept=[None])), [GSTEP, FASTV]).tallies
     assert [(one.kept_share, one.unparsed_share, one.tokens) for one in unknown] == [(None, None, None)] * 2
 
 
@@ -225,9 +229,9 @@ def test_cut_and_weakly_read_replies_are_counted_and_older_scores_do_not_say_it(
     for row, (finish, weak) in zip(rows, marks, strict=True):
         row |= {"finish": finish, "weak": weak}
     scores = score_table(rows)
-    (tally,) = score_matrix(scores, [GSTEP]).tallies
+    (tally,) = make_score_matrix(scores, [GSTEP]).tallies
     assert (tally.n_cut, tally.n_weak, tally.n_replies) == (2, 2, 4)
-    (older,) = score_matrix(scores.drop_columns(["finish", "weak"]), [GSTEP]).tallies
+    (older,) = make_score_matrix(scores.drop_columns(["finish", "weak"]), [GSTEP]).tallies
     assert (older.n_cut, older.n_weak, older.n_answers) == (None, None, 5)
     assert ((tally + older).n_cut, (tally + tally).n_weak) == (None, 4)
 
@@ -239,4 +243,4 @@ def test_cut_and_weakly_read_replies_are_counted_and_older_scores_do_not_say_it(
 def test_scores_of_other_questions_or_twice_are_refused(scores, times, what):
     pruned = [score_rows("gstep", 0.25, scores)] * times
     with pytest.raises(ValueError, match=what):
-        score_matrix(score_table(score_rows("none", 1.0, [1.0, 0.0]), *pruned), [ORIGINAL, GSTEP])
+        make_score_matrix(score_table(score_rows("none", 1.0, [1.0, 0.0]), *pruned), [ORIGINAL, GSTEP])

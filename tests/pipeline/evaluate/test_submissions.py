@@ -14,7 +14,7 @@ from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation
 from pipeline.evaluate.request import prepare
-from pipeline.evaluate.scores import submissions
+from pipeline.evaluate.scores import make_submissions
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
 from tests.pipeline.evaluate.layouts import commit_replies, replied
@@ -36,7 +36,7 @@ def loaded(data):
 
 def test_every_method_has_a_file_of_the_options_that_its_replies_name_and_of_draws_which_are_the_same_for_all(loaded):
     def made(replies, arms=ARMS):
-        return submissions(loaded.items, replied(FULL, loaded, replies, arms=arms).scores)
+        return make_submissions(loaded.items, replied(FULL, loaded, replies, arms=arms).scores)
 
     named = made(dict(zip(UIDS[:5], ("(A)", "B", "C.", "D ", "E"), strict=True)))
     assert list(named) == list(ARMS.values())

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.forms import add_counts, latex, markdown
+from pipeline.evaluate.forms import add_counts, format_latex_table, format_markdown_tables
 from pipeline.evaluate.statistics import Estimate
-from pipeline.evaluate.table import Cell, printed
-from pipeline.evaluate.tabulate import ScoredBenchmark, mark_rows, method_title, results_table
+from pipeline.evaluate.table import Cell, format_score
+from pipeline.evaluate.tabulate import ScoredBenchmark, format_method_title, make_results_table, mark_rows
 from tests.pipeline.evaluate.paper_tables import COLUMNS, paper_rows
 from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table, thousand
 
@@ -38,7 +38,7 @@ def papers_table(clusters, **options):
         )
         for i, title in enumerate(COLUMNS[BENCHMARKS], BENCHMARKS.start)
     ]
-    return results_table("LLaVA-OV-7B", benchmarks, **options), papers
+    return make_results_table("LLaVA-OV-7B", benchmarks, **options), papers
 
 
 def test_the_papers_table_from_scores():
@@ -51,7 +51,9 @@ def test_the_papers_table_from_scores():
         assert [cell.printed for cell in row.cells] == list(paper.numbers[BENCHMARKS])
         assert row.rel.printed == f"{paper.numbers[-1]}%"
         assert {cell.mark for cell in table.numbers(row)} == {""}
-    assert table.original.mean.printed == printed(np.mean([float(n) for n in papers[0].numbers[BENCHMARKS]]).item())
+    assert table.original.mean.printed == format_score(
+        np.mean([float(n) for n in papers[0].numbers[BENCHMARKS]]).item()
+    )
 
 
 def test_of_the_papers_best_numbers_those_are_marked_that_are_clear():
@@ -99,16 +101,21 @@ def test_the_best_of_a_block_is_marked_where_it_is_clear(numbers, options, marke
 
 def test_a_mark_is_of_its_block():
     scores = many({("none", 1.0): FULL, ("gstep", 0.25): PRUNED, ("fastv", 0.25): [0.0] * 12, ("gstep", 0.1): PRUNED})
-    rows = results_table("m", [ScoredBenchmark("B", scores)], draws=500).rows
+    rows = make_results_table("m", [ScoredBenchmark("B", scores)], draws=500).rows
     assert [cell.mark for row in rows for cell in (row.cells[0], row.mean, row.rel)] == [
         *[""] * 3, *["best"] * 3, *["second"] * 3, *[""] * 3
     ]  # fmt: skip
 
 
 def test_halves_are_printed_upwards_and_methods_are_named_as_the_paper_names_them():
-    assert [printed(number) for number in (58.65, 58.64999999999999, 0.05, 100.0)] == ["58.7", "58.7", "0.1", "100.0"]
+    assert [format_score(number) for number in (58.65, 58.64999999999999, 0.05, 100.0)] == [
+        "58.7",
+        "58.7",
+        "0.1",
+        "100.0",
+    ]
     titles = {"gstep": "GSTEP", "fastv,K=3,L=1": "FastV, K=3, L=1", "topk": "Top-k", "mine:Mine": "mine:Mine"}
-    assert {method: method_title(method) for method in titles} == titles
+    assert {method: format_method_title(method) for method in titles} == titles
 
 
 def many(arms):
@@ -129,7 +136,7 @@ COMPARED = {
 
 def compared(arms=COMPARED, **options):
     """The differences of a table of these arms by (method, ratio); the table."""
-    table = results_table("m", [ScoredBenchmark("B", many(arms))], **{"draws": 999, **options})
+    table = make_results_table("m", [ScoredBenchmark("B", many(arms))], **{"draws": 999, **options})
     cells = {(row.method, row.ratio): row.cells[0] for row in table.rows}
     return {arm: (cell.difference, cell.low, cell.high, cell.unclear) for arm, cell in cells.items()}, table
 
@@ -147,7 +154,11 @@ def test_a_number_is_compared_with_the_reference_at_its_ratio():
 
 def test_the_same_differences_stand_in_every_form_with_a_word_where_they_are_unclear_and_their_number():
     by, table = compared()
-    text, tex, record = markdown(table), latex(table), json.loads(json.dumps(table.as_record(), allow_nan=False))
+    text, tex, record = (
+        format_markdown_tables(table),
+        format_latex_table(table),
+        json.loads(json.dumps(table.as_record(), allow_nan=False)),
+    )
     assert record["reference"] == "gstep" and record["notes"] == list(table.remarks)
     for row in record["rows"]:
         cell = row["scores"]["overall"]
@@ -171,22 +182,22 @@ def test_an_unclear_difference_says_how_many_videos_would_resolve_it_in_every_fo
     arms = {("none", 1.0): FULL * TIMES, ("gstep", 0.25): PRUNED * TIMES, ("fps", 0.25): worse}
     scores = score_table(*(score_rows(*arm, of_arm, clusters=VIDEOS) for arm, of_arm in arms.items()))
     one, other = ScoredBenchmark("B", scores), ScoredBenchmark("C", scores)
-    table = results_table("m", [one], draws=999)
+    table = make_results_table("m", [one], draws=999)
     cell = table.rows[2].cells[0]
     assert cell.unclear and cell.difference == pytest.approx(-200 / 180)
     exact = 60 * ((cell.high - cell.low) / 2 / cell.difference) ** 2
     assert exact <= cell.videos_needed <= 1.1 * exact and cell.videos_needed % 10 == 0
     words = f"unclear (about {cell.videos_needed:,} videos)"
-    assert words in markdown(table) and words in latex(table)
+    assert words in format_markdown_tables(table) and words in format_latex_table(table)
     assert table.as_record()["rows"][2]["scores"]["overall"]["videos_needed"] == cell.videos_needed
     assert "an estimate: the number of videos x (half width of the interval / difference)²" in table.remarks[1]
-    both = results_table("m", [one, other], draws=999)
+    both = make_results_table("m", [one, other], draws=999)
     assert "For Rel., N counts the videos of all benchmarks." in both.remarks[1] and "For Rel." not in table.remarks[1]
     rel = both.rows[2].rel
     assert rel.videos_needed == pytest.approx(120 * ((rel.high - rel.low) / 2 / rel.difference) ** 2, rel=0.1)
     _, without = compared()  # clear differences, and one of 0.0
     assert all(cell.videos_needed is None for row in without.rows for cell in without.numbers(row) if cell)
-    assert "estimate" not in markdown(without)
+    assert "estimate" not in format_markdown_tables(without)
 
 
 def test_another_method_beside_a_pair_changes_nothing_of_it():
@@ -197,11 +208,13 @@ def test_another_method_beside_a_pair_changes_nothing_of_it():
 
 def test_any_pair_can_be_asked_and_the_other_way_round():
     by, table = compared(reference="fastv")
-    assert table.reference == "fastv" and "difference to FastV in points" in markdown(table)
+    assert table.reference == "fastv" and "difference to FastV in points" in format_markdown_tables(table)
     there, back = by["gstep", 0.25], compared()[0]["fastv", 0.25]
     assert there[:3] == pytest.approx([-back[0], -back[2], -back[1]], abs=0.01)
     by, table = compared(reference="none")
-    assert by["gstep", 0.25][0] == pytest.approx(-100 / 6) and "difference to Full retention" in markdown(table)
+    assert by["gstep", 0.25][0] == pytest.approx(-100 / 6) and "difference to Full retention" in format_markdown_tables(
+        table
+    )
     for option in ("reference", "ours"):
         with pytest.raises(UsageError, match=f"--{option} cdpruner: no row of the table; there are none, gstep, fastv"):
             compared(**{option: "cdpruner"})
@@ -217,7 +230,7 @@ def test_an_interval_that_is_printed_as_reaching_0_is_unclear():
     shares = np.linspace(0, 1, 180).tolist()
     arms = {("a", 0.25): shares, ("b", 0.25): [share + 1e-4 * (i % 2) for i, share in enumerate(shares)]}
     scores = score_table(*(score_rows(*arm, s, clusters=VIDEOS) for arm, s in arms.items()))
-    cell = results_table("m", [ScoredBenchmark("B", scores)], draws=500).rows[2].cells[0]
+    cell = make_results_table("m", [ScoredBenchmark("B", scores)], draws=500).rows[2].cells[0]
     assert 0 < cell.low < cell.high < 0.05 and cell.difference_text == "0.0 [0.0, 0.0] unclear"
 
 
@@ -235,10 +248,14 @@ def test_several_seeds_are_one_row_with_mean_and_spread():
     assert rel.spread == pytest.approx(100 * numbers.std(ddof=1) / (200 / 3))
     assert table.rows[1].tally.n_answers == 3 * 180
     number = f"{cell.printed}</ins> ± 30.0"
-    assert number in markdown(table) and r" $\pm$ 30.0" in latex(table) and r"$\pm$: standard deviation" in latex(table)
+    assert (
+        number in format_markdown_tables(table)
+        and r" $\pm$ 30.0" in format_latex_table(table)
+        and r"$\pm$: standard deviation" in format_latex_table(table)
+    )
     record = table.as_record()["rows"][1]
     assert (record["seeds"], record["scores"]["overall"]["spread"]) == ([0, 1, 7], cell.spread)
-    assert table.rows[2].cells[0].spread is None and "±" not in markdown(compared()[1])
+    assert table.rows[2].cells[0].spread is None and "±" not in format_markdown_tables(compared()[1])
     two = {("none", 1.0): FULL, ("gstep", 0.25): PRUNED, ("random,seed=7", 0.25): FULL}
     alone = compared(two, reference="random")[1]
     assert [row.title for row in alone.rows[1:]] == ["GSTEP", "Random, seed=7"] and alone.reference == "random,seed=7"
@@ -252,10 +269,10 @@ def test_a_number_about_few_videos_has_no_interval_and_no_draw_is_told_of(n_vide
     videos = [f"v{min(i, n_videos - 1):02}" for i in range(60)]
     arms = {arm: generator.integers(0, 2, 60).astype(float).tolist() for arm in (("none", 1.0), ("gstep", 0.25))}
     scores = score_table(*(score_rows(*arm, s, clusters=videos) for arm, s in arms.items()))
-    table = results_table("m", [ScoredBenchmark("B", scores)], draws=100)
+    table = make_results_table("m", [ScoredBenchmark("B", scores)], draws=100)
     cell = table.rows[1].cells[0]
     assert cell.difference is not None and (cell.low is not None) is (cell.unclear is not None) is there
-    for text in (markdown(table), latex(table), " ".join(table.remarks)):
+    for text in (format_markdown_tables(table), format_latex_table(table), " ".join(table.remarks)):
         assert ("draws of whole videos" in text) is ("uncorrected" in text) is there
         assert ("Fewer than 20 videos: no interval" in text) is not there
 
@@ -267,7 +284,7 @@ def test_columns_are_splits_then_overall():
     scores = score_table(*(score_rows(*arm, s, clusters=videos, splits=splits) for arm, s in arms.items()))
     columns = [("duration=short", "Short"), ("duration=medium", "Medium")]
     first = ScoredBenchmark("VideoMME", scores, columns, n_questions=2700)
-    table = results_table("m", [first, ScoredBenchmark("Other", scores)], draws=200)
+    table = make_results_table("m", [first, ScoredBenchmark("Other", scores)], draws=200)
     assert [(one.key, one.text, one.n_questions, one.n_whole, one.n_videos) for one in table.columns] == [
         ("VideoMME: duration=short", "VideoMME Short", 6, None, 2),
         ("VideoMME: duration=medium", "VideoMME Medium", 0, None, 0),
@@ -276,12 +293,12 @@ def test_columns_are_splits_then_overall():
     ]
     short, medium, overall, _ = table.original.cells
     assert (short.printed, medium, overall.printed, table.original.rel.printed) == ("66.7", None, "66.7", "100.0%")
-    single = latex(results_table("m", [ScoredBenchmark("B", scores)], draws=20))
+    single = format_latex_table(make_results_table("m", [ScoredBenchmark("B", scores)], draws=20))
     assert r"\textbf{Method} & \textbf{B\dag{}} & \textbf{Rel.} \\" in single and r"\multirow" not in single
     with pytest.raises(ValueError, match="'short' of B is no SPLIT=VALUE"):
-        results_table("m", [ScoredBenchmark("B", scores, [("short", "Short")])])
+        make_results_table("m", [ScoredBenchmark("B", scores, [("short", "Short")])])
     with pytest.raises(ValueError, match="different titles"):
-        results_table("m", [first, first])
+        make_results_table("m", [first, first])
 
 
 def test_a_part_of_a_split_that_is_called_overall_is_not_the_overall_score():
@@ -289,7 +306,7 @@ def test_a_part_of_a_split_that_is_called_overall_is_not_the_overall_score():
     arms = {("none", 1.0): [1.0] * 40, ("gstep", 0.25): [0.0] * 10 + [1.0] * 30}
     scores = score_table(*(score_rows(*arm, values, splits=parts) for arm, values in arms.items()))
     columns = [("split=overall", "Overall part"), ("split=detail", "Detail")]
-    row = results_table("m", [ScoredBenchmark("B", scores, columns)], draws=10).rows[1]
+    row = make_results_table("m", [ScoredBenchmark("B", scores, columns)], draws=10).rows[1]
     assert [cell.printed for cell in row.cells] == ["0.0", "100.0", "75.0"]
     assert (row.mean.printed, row.rel.printed) == ("75.0", "75.0%")
 
@@ -297,12 +314,14 @@ def test_a_part_of_a_split_that_is_called_overall_is_not_the_overall_score():
 def test_rows_are_in_the_order_asked_for_and_positions_are_blocks_of_their_own():
     more = {("fastv", 0.25): PRUNED, ("fps", 0.5): PRUNED, ("fastv", 0.5): FULL, ("fps,positions=original", 0.5): FULL}
     scores = many({("none", 1.0): FULL, ("gstep", 0.25): PRUNED, **more})
-    table = results_table("m", [ScoredBenchmark("B", scores)], methods=["fps", "fastv", "cdpruner"], draws=10)
+    table = make_results_table("m", [ScoredBenchmark("B", scores)], methods=["fps", "fastv", "cdpruner"], draws=10)
     titles = [[row.title for row in rows] for _, rows in table.blocks]
     assert titles == [["FPS", "FastV"], ["FPS, original positions"], ["FastV"]]
     assert table.blocks[1][0] == "Pruning Ratio (↓ 50%), original positions"
     assert (table.rows[3].method, table.rows[3].positions) == ("fps", "original")
-    table = results_table("m", [ScoredBenchmark("B", scores)], methods=["fastv", "fps,positions=original"], draws=10)
+    table = make_results_table(
+        "m", [ScoredBenchmark("B", scores)], methods=["fastv", "fps,positions=original"], draws=10
+    )
     assert [row.title for row in table.rows[1:]] == ["FastV", "FPS, original positions", "FastV"]
 
 
@@ -310,7 +329,7 @@ def test_rel_is_missing_where_full_retention_scores_nothing_or_was_not_run():
     pruned = score_rows("gstep", 0.25, PRUNED)
     nothing = score_table(score_rows("none", 1.0, [0.0] * 12), pruned)
     for scores, without in ((nothing, False), (score_table(pruned), True)):
-        table = results_table("m", [ScoredBenchmark("B", scores)], draws=50)
+        table = make_results_table("m", [ScoredBenchmark("B", scores)], draws=50)
         row = table.rows[1]
         assert (table.original.rel, row.rel) == (None, None)
         assert (table.original.cells[0] is None) == (row.cells[0].difference is None) == without
@@ -321,7 +340,7 @@ def test_rel_is_missing_where_full_retention_scores_nothing_or_was_not_run():
 def test_failed_answers_are_wrong_and_counted_and_a_benchmark_without_questions_has_no_numbers():
     scores = score_table(score_rows("none", 1.0, FULL), score_rows("gstep", 0.25, [None, *FULL[1:]]))
     empty = ScoredBenchmark("Empty", score_table(), [("duration=short", "Short")], mean_over="task")
-    row = results_table("m", [empty, ScoredBenchmark("B", scores)], draws=50).rows[1]
+    row = make_results_table("m", [empty, ScoredBenchmark("B", scores)], draws=50).rows[1]
     assert (list(row.cells[:2]), row.cells[2].printed, row.mean, row.rel) == ([None, None], "58.3", None, None)
     assert (row.tally.n_failed, row.tally.unparsed_share, row.tally.kept_share) == (1, 0, pytest.approx(0.25))
 
@@ -332,7 +351,7 @@ def test_benchmarks_are_drawn_on_their_own_and_alike_in_every_table():
     one, other = ScoredBenchmark("One", wide), ScoredBenchmark("Other", wide)
 
     def cells(benchmarks, seed=0):
-        return results_table("m", benchmarks, draws=300, seed=seed).rows[1].cells
+        return make_results_table("m", benchmarks, draws=300, seed=seed).rows[1].cells
 
     (alone,), (first, second) = cells([one]), cells([one, other])
     assert first == alone == cells([ScoredBenchmark("One", wide.take(np.arange(wide.num_rows)[::-1]))])[0]
@@ -345,18 +364,24 @@ def test_cut_and_weakly_read_replies_stand_beside_the_score_in_every_form():
     for row in rows[:5]:
         row["finish"] = "length"
     rows[7]["weak"] = "in-word"
-    table = results_table("m", [ScoredBenchmark("B", score_table(score_rows("none", 1.0, FULL), rows))], draws=50)
+    table = make_results_table("m", [ScoredBenchmark("B", score_table(score_rows("none", 1.0, FULL), rows))], draws=50)
     cut, weak = "Cut: 5 of 24 replies were cut by max_new_tokens", "Weak: 1 of 24 replies were read by chance"
     assert [add_counts(row) for row in table.rows] == ["Full retention", "GSTEP (5 cut, 1 weak)"]
-    assert row_of(markdown(table), "GSTEP")[-3:] == ["5", "1", "0"]
-    assert r"(5 cut, 1 weak) &" in latex(table)
-    for form in (markdown(table), latex(table).replace("\\_", "_"), json.dumps(table.as_record())):
+    assert row_of(format_markdown_tables(table), "GSTEP")[-3:] == ["5", "1", "0"]
+    assert r"(5 cut, 1 weak) &" in format_latex_table(table)
+    for form in (
+        format_markdown_tables(table),
+        format_latex_table(table).replace("\\_", "_"),
+        json.dumps(table.as_record()),
+    ):
         assert cut in form.replace("\\", "") and weak in form
     record = table.as_record()["rows"]
     assert [(row["n_cut"], row["n_weak"]) for row in record] == [(0, 0), (5, 1)]
     older = ScoredBenchmark("B", score_table(rows).drop_columns(["finish", "weak"]))
-    text = results_table("m", [older], draws=50)
-    assert row_of(markdown(text), "GSTEP")[-3:] == ["–", "–", "0"] and "Cut: " not in "".join(text.remarks)
+    text = make_results_table("m", [older], draws=50)
+    assert row_of(format_markdown_tables(text), "GSTEP")[-3:] == ["–", "–", "0"] and "Cut: " not in "".join(
+        text.remarks
+    )
 
 
 ARMS = {
@@ -377,7 +402,7 @@ def table():
     )
     columns, made_of = [("duration=short", "Short"), ("duration=long", "Long")], {"Protocol": "mine | yours"}
     benchmarks = [ScoredBenchmark("VideoMME", first, columns, None, 2700, made_of), ScoredBenchmark("R&D", second)]
-    return results_table("LLaVA_OV", benchmarks, reference="fastv,K=3", ours="gstep", draws=999)
+    return make_results_table("LLaVA_OV", benchmarks, reference="fastv,K=3", ours="gstep", draws=999)
 
 
 def row_of(text, label):
@@ -387,7 +412,7 @@ def row_of(text, label):
 
 
 def test_markdown_has_each_number_with_its_difference_and_json_the_counts(table):
-    text = markdown(table)
+    text = format_markdown_tables(table)
     assert row_of(text, "Method") == [
         *("VideoMME Short†", "VideoMME Long", "VideoMME Overall", "R&D", "Avg.", "Rel."),
         *("Tokens", "Kept", "No option", "Cut", "Weak", "Failed"),
@@ -414,7 +439,7 @@ def test_markdown_has_each_number_with_its_difference_and_json_the_counts(table)
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
 
 
-@pytest.mark.parametrize("form", [markdown, latex])
+@pytest.mark.parametrize("form", [format_markdown_tables, format_latex_table])
 def test_no_name_breaks_a_line(table, form):
     lines = form(table).count("\n")
     rows = [table.rows[0], replace(table.rows[1], title="a\nb\r\u2028c"), *table.rows[2:]]
@@ -423,7 +448,7 @@ def test_no_name_breaks_a_line(table, form):
 
 
 def test_latex_is_the_papers_tabular(table):
-    lines = latex(table).splitlines()
+    lines = format_latex_table(table).splitlines()
     assert lines[2:7] == [
         r"\begin{tabular}{l cccccc}",
         r"\toprule",
@@ -441,9 +466,9 @@ def test_latex_is_the_papers_tabular(table):
     assert long.startswith(r"\shortstack{\textbf{65.5}\\{\tiny +65.5 [+") and rel.startswith(
         r"\shortstack{\textbf{97.5\%}\\{\tiny +97.5"
     )
-    assert "(Ours)" not in latex(replace(table, ours=None))
+    assert "(Ours)" not in format_latex_table(replace(table, ours=None))
     assert r"FastV, K=3 & 0.0 & " + " & ".join([r"\underline{0.0}"] * 4) + r" & \underline{0.0\%} \\" in lines
     assert r"mine|a\_b & 33.3 & 50.3 & 50.0 & -- & -- & -- \\" in lines
     rows = [line for line in lines if line.endswith(r"\\") and "multicolumn" not in line]
     assert {len(re.findall(r"(?<!\\)&", line)) for line in rows} == {6}
-    assert "Videos: VideoMME Short 1; VideoMME Long 59; VideoMME Overall 60" in latex(table)
+    assert "Videos: VideoMME Short 1; VideoMME Long 59; VideoMME Overall 60" in format_latex_table(table)

@@ -29,8 +29,8 @@ from pipeline.generate.engines.transformers import TransformersEngine
 from pipeline.generate.job import plan_answers
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, add_choices, read_questions
-from pipeline.generate.summary import summarise_answers
-from pipeline.rows import QuestionRecord, without_nulls
+from pipeline.generate.summary import summarize_answers
+from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.runner import worker_heartbeat as heartbeat
 from pipeline.storage.stores import LocalStore
 from tests.gstep.language.prompts import video
@@ -59,7 +59,7 @@ def cache(tmp_path):
 def questions(folder: Path, rows, way=WAY):
     """As the driver sends them."""
     table = read_questions(str(write_questions(folder / "q.jsonl", rows)), way)
-    return [{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
+    return [{**drop_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
 
 
 def open_questions(folder: Path, count=10, way=WAY, **more):
@@ -366,7 +366,7 @@ def short(tmp_path):
     """Makes the setup of an actor whose model knows so many positions."""
 
     def make(positions: int):
-        folder = shutil.copytree(tiny.build("tiny"), tmp_path / "short")
+        folder = shutil.copytree(tiny.build_tiny_model("tiny"), tmp_path / "short")
         config = json.loads((folder / "config.json").read_text())
         config["text_config"]["max_position_embeddings"] = positions
         (folder / "config.json").write_text(json.dumps(config))
@@ -434,7 +434,7 @@ def test_an_answer_tells_the_decode_warnings_of_its_videos(cache, tmp_path):
     store.make()
     commit_answers(store, "run", 0, list(answers.values()))
     live = AnswersTable(store).live()
-    summary = summarise_answers(live, 3, set(), 0.0)
+    summary = summarize_answers(live, 3, set(), 0.0)
     assert (summary.n_warned, summary.n_warned_videos, summary.warned) == (2, 2, ["c + a + c", "c"])
     said = " ".join(str(summary).split())
     assert "2 answers are about videos that were decoded with warnings (c + a + c, c): their frames" in said

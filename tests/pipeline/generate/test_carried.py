@@ -16,7 +16,7 @@ from pipeline.cache.table import make_small_name
 from pipeline.errors import QuestionsError
 from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, merge_answers, read_answers, write_answers_header
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, read_given_questions, read_questions
-from pipeline.generate.summary import summarise_answers
+from pipeline.generate.summary import summarize_answers
 from pipeline.storage.stores import LocalStore
 from tests.paths import ROOT
 from tests.pipeline.asking import write_questions
@@ -44,7 +44,7 @@ TYPED = pa.table(
 def test_the_page_lists_the_columns_of_the_answers_and_the_lines_of_the_summary():
     columns = PAGE.partition("| column of the answers |")[2]
     assert [name for name in ANSWER_SCHEMA.names if f"`{name}`" not in columns] == []
-    summary = summarise_answers(ANSWER_SCHEMA.empty_table(), 1, set(), 1.0)
+    summary = summarize_answers(ANSWER_SCHEMA.empty_table(), 1, set(), 1.0)
     lines = str(replace(summary, n_warned=1, warned=["v"], n_warned_videos=1)).splitlines()
     names = [line[:9].strip() for line in lines]
     assert {"questions", "warnings", "this run"} <= {*names}

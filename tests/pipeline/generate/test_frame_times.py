@@ -13,7 +13,7 @@ from gstep.backbones import ModelSource
 from pipeline import TokenCache
 from pipeline.generate.prompts import PreparedQuestion, PromptMaker
 from pipeline.generate.questions import AnswerMode
-from pipeline.rows import QuestionRecord, without_nulls
+from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.runner.worker_heartbeat import Heartbeat
 from tests.gstep.language.prompts import builder
 from tests.gstep.stock import stock_video_text
@@ -45,7 +45,7 @@ def cache(clip, tmp_path_factory) -> Path:
 def asked(cache, video_id="v", **options):
     """What the actor makes of a question on a video."""
     job = request_about(cache, [{**ROW, "video_id": video_id}], **options)
-    (question,) = (without_nulls(row, QuestionRecord) for row in job.questions.to_pylist())
+    (question,) = (drop_nulls(row, QuestionRecord) for row in job.questions.to_pylist())
     engine = SimpleNamespace(context_length=10**6)
     prompts = PromptMaker(job.setup, engine, "cpu", Heartbeat("answer"))
     return prompts.make({**question, "attempts": 1}, AnswerMode.parse(question["decoding"]))

@@ -21,7 +21,7 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.prompts import TextEmbeddings
 from pipeline.generate.request import choose_token_order
-from pipeline.rows import QuestionRecord, without_nulls
+from pipeline.rows import QuestionRecord, drop_nulls
 from tests.pipeline.asking import request_about, setup_of, tiny_cache
 from tests.pipeline.evidence import tiny_cache_with_embeddings
 
@@ -37,7 +37,7 @@ def whole_video() -> Visual:
 
 
 def chosen_by(late: LatePruning, visual: Visual, words: torch.Tensor | None = None) -> Visual:
-    return late.reduce(visual, late.select(visual, "cpu", words))
+    return late.reduce_video(visual, late.select(visual, "cpu", words))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_question_is_pruned_for_on_the_device_of_the_model():
     visual = Visual(torch.randn(6, 4), torch.arange(6), 2, 3, deepstack=(torch.randn(6, 4),))
     late = LatePruning(Noting(), 0.5)
     pruned = late.select(visual, "meta", torch.empty(1, 4, device="meta"))
-    chosen = late.reduce(visual, pruned)
+    chosen = late.reduce_video(visual, pruned)
     assert pruned.devices == ["meta"] * 3
     assert torch.equal(chosen.tokens, visual.tokens[[1, 3]]) and chosen.index.tolist() == [1, 3]
 
@@ -137,10 +137,10 @@ class Listed(Pruner):
     name: ClassVar[str] = "listed"
     nested: ClassVar[bool] = False
 
-    places: list[int] = field(default_factory=lambda: [5, 3])
+    row_locations: list[int] = field(default_factory=lambda: [5, 3])
 
     def select(self, visual, budget, ratio, seed):
-        return Selection(torch.tensor(self.places[:budget]))
+        return Selection(torch.tensor(self.row_locations[:budget]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +242,7 @@ def test_a_parameter_may_be_a_list(kind, ratio, tmp_path):
         retention_ratio=ratio,
     )
     setup = setup_of(store, prunings=job.setup.prunings)
-    rows = [*Answerer(setup).answer([without_nulls(row, QuestionRecord) for row in job.questions.to_pylist()])]
+    rows = [*Answerer(setup).answer([drop_nulls(row, QuestionRecord) for row in job.questions.to_pylist()])]
     assert [(row["status"], row["n_kept"]) for row in rows] == [("ok", int(196 * ratio))] * 2
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource
 from gstep.checkpoints import tiny
-from gstep.checkpoints.tensors import tower_hash
+from gstep.checkpoints.tensors import compute_tower_hash
 from gstep.errors import ModelError
 from pipeline import TokenCache
 from pipeline.errors import IdentityMismatch
@@ -40,12 +40,14 @@ def test_a_quantized_language_model_is_taken_with_the_encoder_of_the_cache(cache
 
 
 def test_another_encoder_is_refused_with_both_hashes(cache, tmp_path):
-    folder = shutil.copytree(tiny.build("tiny"), tmp_path / "other")
+    folder = shutil.copytree(tiny.build_tiny_model("tiny"), tmp_path / "other")
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: t + 1 if "projector" in name else t for name, t in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     source, stored = ModelSource.resolve(folder), read_tower_hash(cache.store, cache.header)
-    with pytest.raises(IdentityMismatch, match=f"{stored}.*{tower_hash(source)}: use a checkpoint made from the cache"):
+    with pytest.raises(
+        IdentityMismatch, match=f"{stored}.*{compute_tower_hash(source)}: use a checkpoint made from the cache"
+    ):
         check(cache, source)
 
 

@@ -22,7 +22,7 @@ from pipeline.options import EngineOptions
 from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.recipe import parse_evidence
-from pipeline.rows import QuestionRecord, without_nulls
+from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.runner.worker_heartbeat import Heartbeat
 from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
@@ -72,7 +72,7 @@ class Made:
             "evidence": evidence,
         }
         store = tiny_cache(self.folder / name, (), source=self.source, identity=identity, **self.header)
-        write_shard(store, "run", VideoEncoder(setup).encode_one(self.record, self.frames))
+        write_shard(store, "run", VideoEncoder(setup).encode_video_alone(self.record, self.frames))
         return TokenCache(self.folder / name)
 
     def late(self, cache: TokenCache, method: str, ratio: float, seed: int = 0) -> LatePruning:
@@ -202,7 +202,7 @@ def test_a_thought_is_closed_in_the_prompt_and_in_the_identity_of_the_answers(tm
         job = request_about(
             tmp_path / "c", [{"question_id": 1, "video_id": "a", "prompt": "Why?"}], model=str(folder), **options
         )
-        (question,) = (without_nulls(row, QuestionRecord) for row in job.questions.to_pylist())
+        (question,) = (drop_nulls(row, QuestionRecord) for row in job.questions.to_pylist())
         prompts = PromptMaker(job.setup, SimpleNamespace(context_length=10**6), "cpu", Heartbeat("answer"))
         prompt = prompts.make({**question, "attempts": 1}, AnswerMode.parse(question["decoding"])).prompt
         told = any("ends with <think>, so the model reasons first" in line for line in lines_of(job))

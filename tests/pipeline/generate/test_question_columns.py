@@ -7,7 +7,7 @@ import pytest
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError
 from pipeline.generate.answers import ANSWER_SCHEMA
-from pipeline.generate.question_columns import KNOWN_COLUMNS, find_near
+from pipeline.generate.question_columns import KNOWN_COLUMNS, find_meant_column
 from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
 from tests.pipeline.asking import write_questions
 
@@ -134,4 +134,4 @@ def test_files_are_refused_with_the_row_and_empty_cells_are_no_columns(tmp_path,
 
 
 def test_no_known_column_is_near_another():
-    assert [find_near(name) for name in KNOWN_COLUMNS] == list(KNOWN_COLUMNS)
+    assert [find_meant_column(name) for name in KNOWN_COLUMNS] == list(KNOWN_COLUMNS)

@@ -18,10 +18,10 @@ from pipeline.generate.job import Questions
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.remaining import format_answered, refuse_changed_questions, select_remaining_questions
 from pipeline.generate.run import CommittedAnswers
-from pipeline.generate.summary import summarise_answers
+from pipeline.generate.summary import summarize_answers
 from pipeline.rewrite.compact import join_tokens
 from pipeline.rewrite.remove import remove_videos
-from pipeline.rows import failed_answer
+from pipeline.rows import make_failed_answer
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.asking import SHAPE, lines_of, request_about, tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -67,7 +67,7 @@ def answered(job_of):
     for name, error_class, attempts in (
         ("bad", "io", 1), ("tried", "io", 2), ("gone", "unknown-video", 2), ("since", "unknown-video", 2)
     ):  # fmt: skip
-        rows.append({**failed_answer(questions[name], QuestionFault(error_class, "why")), "attempts": attempts})
+        rows.append({**make_failed_answer(questions[name], QuestionFault(error_class, "why")), "attempts": attempts})
     write_answers_header(store, job_of().identity)
     commit_answers(store, "run", 0, rows)
     return AnswersTable(store).live()
@@ -95,7 +95,7 @@ def test_rows_that_are_committed_again_after_an_interrupt_count_once(job_of):
     job.store.make()
     done = CommittedAnswers(job, "run", record, monitor)
     asked = job.questions.to_pylist()[:3]
-    failed = [failed_answer(question, QuestionFault("io", "why")) for question in asked]
+    failed = [make_failed_answer(question, QuestionFault("io", "why")) for question in asked]
     rows = [{**row, "attempts": 1, "runtime": runtime} for row, runtime in zip(failed, ("{}", "{}", "[]"), strict=True)]
     for number, end in enumerate((1, 1, 3)):
         done.commit(number, pa.Table.from_pylist(rows[:end], schema=ANSWERED_SCHEMA))
@@ -110,7 +110,7 @@ def test_the_shards_of_a_stream_are_numbered_behind_the_rows_that_need_no_model(
     job.store.make()
     questions = [{**question, "attempts": 1} for question in job.questions.to_pylist()]
     done = CommittedAnswers(job, "run", Mock(), Mock())
-    done.commit_settled([failed_answer(question, QuestionFault("io", "why")) for question in questions[:5]])
+    done.commit_settled([make_failed_answer(question, QuestionFault("io", "why")) for question in questions[:5]])
     assert (done.n_settled_shards, done.n_failed, len(done.keys)) == (3, 5, 0)
     assert len(job.store.names("answers", ".parquet")) == 3
 
@@ -279,7 +279,7 @@ def test_every_question_is_left_under_each_pruning_that_it_has_no_row_of(grid_jo
     job = grid_job()
     first, second = job.questions.to_pylist()
     rows = [{**first, "pruning": "none@1", "status": "ok", "attempts": 1}]
-    rows.append({**failed_answer(first, QuestionFault("io", "why")), "pruning": "gstep@0.25", "attempts": 1})
+    rows.append({**make_failed_answer(first, QuestionFault("io", "why")), "pruning": "gstep@0.25", "attempts": 1})
     rows.append({**second, "pruning": "uniform@0.5", "status": "ok", "attempts": 1})
     write_answers_header(job.store, job.identity)
     commit_answers(job.store, "run", 0, rows)
@@ -312,12 +312,12 @@ def test_seconds_of_a_batch_count_once(job_of):
     job.store.make()
     questions = job.questions.to_pylist()
     commit_answers(job.store, "run", 0, [{**row, **shared, **end} for row, end in zip(questions, ends, strict=True)])
-    summary = summarise_answers(AnswersTable(job.store).live(), 2, {("ok", None), ("bad", None)}, 2.0)
+    summary = summarize_answers(AnswersTable(job.store).live(), 2, {("ok", None), ("bad", None)}, 2.0)
     assert summary.seconds == {"load": 1.0, "prefill": 4.0, "decode": 2.0}
     assert (summary.visual_tokens, summary.prompt_tokens, summary.new_tokens) == (10, 25, 6)
     assert (summary.n_ok, summary.n_new, summary.exit_code(0)) == (2, 2, 0)
     assert summary.n_cut == 1 and "6 tokens generated; 1 answers were cut by max_new_tokens" in str(summary)
     assert "crashed workers are in [old]/r.log" in str(replace(summary, log="[old]/r.log"))  # a path is no markup
     first = AnswersTable(job.store).select_live_answers(job.questions.slice(0, 1), job.setup.prunings)
-    part = summarise_answers(first, 1, {("ok", None)}, 2.0)
+    part = summarize_answers(first, 1, {("ok", None)}, 2.0)
     assert (part.n_ok, part.n_missing, part.new_tokens) == (1, 0, 3)  # of this file of questions alone

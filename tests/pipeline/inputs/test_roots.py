@@ -5,10 +5,10 @@ import tarfile
 import pytest
 
 from pipeline.errors import ManifestError, VideoFault
-from pipeline.inputs.forms import fetch_again
+from pipeline.inputs.forms import make_member_fetcher
 from pipeline.inputs.manifest import sort_roots
-from pipeline.inspect.page import video_page
-from pipeline.storage.s3 import Objects
+from pipeline.inspect.page import render_video_page
+from pipeline.storage.s3 import S3Objects
 from tests.pipeline.pages import FRAMES, VIDEO, build, decoded_clip, pictures_of
 from tests.pipeline.s3 import S3Server
 
@@ -40,7 +40,7 @@ ELSEWHERE = ["a.mp4", "", "http://169.254.169.254/latest", "file:///in/a.mp4", "
 def ask(places, uri, roots):
     offset = 512 if ".tar#" in uri else None
     row = {"uri": uri, "source_offset": offset, "source_size": 1, "source_mark": None}
-    return fetch_again(row, Objects(), sort_roots([r if "://" in r else str(places / r) for r in roots]))
+    return make_member_fetcher(row, S3Objects(), sort_roots([r if "://" in r else str(places / r) for r in roots]))
 
 
 def place_of(places, name):
@@ -83,8 +83,8 @@ def test_a_page_sends_no_request_that_its_reader_did_not_allow(tmp_path, monkeyp
         uri = server.upload("all/bikes.mp4", path.read_bytes())
         cache = build(tmp_path / "c", (path, video), uri=uri)
         for roots in ([], ["/"], [server.uri("al")], [server.uri("all/bikes")]):
-            page = video_page(cache, VIDEO, video_roots=roots)
+            page = render_video_page(cache, VIDEO, video_roots=roots)
             assert page.missing.endswith(f"for this one --video-root {server.uri('all')}") and not server.requests
         for root in (server.uri("all"), server.uri()):
-            assert len(pictures_of(video_page(cache, VIDEO, video_roots=[root]).html)) == FRAMES
+            assert len(pictures_of(render_video_page(cache, VIDEO, video_roots=[root]).html)) == FRAMES
         assert server.counts() == {"GET": 2}

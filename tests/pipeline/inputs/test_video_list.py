@@ -12,13 +12,13 @@ from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.tar_and_zip import Tar
-from pipeline.inputs.video_list import VideoList, find_size
-from pipeline.storage.s3 import Objects
+from pipeline.inputs.video_list import VideoList, get_archive_size
+from pipeline.storage.s3 import S3Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.tars import write_tar
 from tests.waiting import wait_until
 
-NOWHERE = Objects()
+NOWHERE = S3Objects()
 
 
 @pytest.fixture
@@ -71,7 +71,9 @@ def test_tars_wait_and_come_one_after_the_other_and_their_indexes_are_kept(tars,
     lines = []
     videos = list_for_run(tars, tmp_path, say=lines.append)
     assert len(videos.known) == 0 and left(videos) == ["0.tar", "1.tar", "2.tar"]
-    assert [find_size(place) for place in videos.unindexed] == [path.stat().st_size for path in sorted(tars.iterdir())]
+    assert [get_archive_size(place) for place in videos.unindexed] == [
+        path.stat().st_size for path in sorted(tars.iterdir())
+    ]
     items = [*videos.read_unindexed()]
     assert [ids(item.videos) for item in items] == [
         [f"{tar}.tar/{number}.mp4" for number in range(3 - tar)] for tar in range(3)

@@ -12,7 +12,7 @@ from gstep.backbones import Backbone, ModelSource, family_of
 from gstep.methods import QUESTION_METHODS, VIDEO_METHODS
 from gstep.pruners.random import Random
 from pipeline.errors import UsageError, VideoFault
-from pipeline.inspect.selecting import list_wanted
+from pipeline.inspect.selecting import list_requested_selections
 from tests.jobs.jobs import forbid_ray
 from tests.pipeline.encoding import encode_clip
 from tests.pipeline.videos import sample
@@ -49,7 +49,7 @@ def resolved(model: str) -> ModelSource:
 def methods_of(model: str) -> list[str]:
     """The methods whose evidence a model's encoder gives."""
     family = family_of(resolved(model))
-    variants = {name: list_wanted([name], [0.25], 0, family.variant)[0].pruner for name in VIDEO_METHODS}
+    variants = {name: list_requested_selections([name], [0.25], 0, family.variant)[0].pruner for name in VIDEO_METHODS}
     return [name for name, pruner in variants.items() if set(pruner.sources.items()) <= family.gives]
 
 
@@ -85,7 +85,7 @@ def test_methods_come_by_ratio_with_their_parameters_and_seeds_and_equal_ones_on
     assert [at[name].settings["seed"] for name in names[2:]] == [0, 1, 4]
     assert len({tuple(selection.index.tolist()) for selection in at.values()}) == 5
     assert pipeline.compare(CLIP, methods="random", seed=1, **FRAMES).rows[0].method == "random,seed=1"
-    own = list_wanted([gstep.make_pruner("gstep", alpha=0.9)], RATIOS, 0, "llava")
+    own = list_requested_selections([gstep.make_pruner("gstep", alpha=0.9)], RATIOS, 0, "llava")
     assert [row.label for row in own] == ["gstep,alpha=0.9"] * 2
     assert repr(found).startswith("Comparison('bikes.mp4': none at 100 %, gstep at 25 %, ")
 

@@ -12,9 +12,9 @@ import torch
 
 from gstep.types import budget_for
 from pipeline import TokenCache
-from pipeline.cache.header import serialise_header
-from pipeline.html_pages import environment
-from pipeline.inspect.page import draw_page, get_grid, list_tiers, video_page, write_page
+from pipeline.cache.header import serialize_header
+from pipeline.html_pages import make_environment
+from pipeline.inspect.page import draw_page, get_grid, list_tiers, render_video_page, write_page
 from pipeline.inspect.thumbnails import Pictures, Thumbnails
 from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.video.decode import DecodeRequest, decode_video
@@ -89,26 +89,30 @@ def test_no_text_breaks_out_of_its_place(decoded, tmp_path):
     place = dict.fromkeys(("video_id", "codec", "run_id"), HOSTILE)
     carried = json.dumps({"txt": HOSTILE, "json": {"id": 7}})
     cache = build(tmp_path / "c", decoded, uri=f"gone/{HOSTILE}", manifest=carried, **place)
-    html = video_page(cache, HOSTILE).html
+    html = render_video_page(cache, HOSTILE).html
     page = Texts(html)
     assert page.scripts == 2 and html.count("<script") == 2
     assert page.texts.count(HOSTILE) >= 3  # the heading, a fact and a caption
     assert f"gone/{HOSTILE}" in page.texts and '{"id": 7}' in page.texts
     assert len(data_of(html)["order"]) == cache.metadata(HOSTILE)["n_tokens"]
-    data = environment("pipeline").from_string('<script type="application/json" id="data">{{ data|tojson }}</script>')
+    data = make_environment("pipeline").from_string(
+        '<script type="application/json" id="data">{{ data|tojson }}</script>'
+    )
     html = data.render(data={"text": HOSTILE})
     assert html.count("<") == 2 and "\u2028" not in html and data_of(html) == {"text": HOSTILE}
 
 
 def test_the_page_starts_at_the_ratio_asked_for(cache):
-    assert 'value="0"' in video_page(cache, VIDEO, 0.10).html
-    html = video_page(cache, VIDEO, 0.12).html
+    assert 'value="0"' in render_video_page(cache, VIDEO, 0.10).html
+    html = render_video_page(cache, VIDEO, 0.12).html
     assert [tier["ratio"] for tier in data_of(html)["tiers"]] == [0.10, 0.12, 0.15, 0.20, 0.25]
     assert 'value="1"' in html
 
 
 def test_a_method_without_an_order_has_one_tier_and_no_slider_and_tokens_without_a_grid_are_counted(decoded, tmp_path):
-    html = video_page(build(tmp_path / "c", decoded, 0.2, "uniform", uri="gone", tokens_per_frame=45), VIDEO).html
+    html = render_video_page(
+        build(tmp_path / "c", decoded, 0.2, "uniform", uri="gone", tokens_per_frame=45), VIDEO
+    ).html
     assert 'type="range"' not in html and "no temporal density" in html
     assert [tier["ratio"] for tier in data_of(html)["tiers"]] == [0.2]
     assert data_of(html)["grid"] is None and "no square grid" in html
@@ -120,10 +124,10 @@ def test_temporal_patches_are_drawn_by_their_grid_over_their_first_frames(decode
     store = write_header(tmp_path / "c")
     header = json.loads(store.read("cache.json"))
     header["identity"]["sampling"] = {"num_frames": 7}
-    store.put("cache.json", serialise_header(header))
+    store.put("cache.json", serialize_header(header))
     columns = {**make_decoding_columns(video, 1), "uri": str(decoded[0]), "model_extra": json.dumps({"grid": [5, 9]})}
     write_shard(store, "run", encoded(VIDEO, random_tokens(0, (4, 45, 16)), 0.25, "gstep", **columns))
-    html = video_page(TokenCache(tmp_path / "c"), VIDEO, video_roots=["/"]).html
+    html = render_video_page(TokenCache(tmp_path / "c"), VIDEO, video_roots=["/"]).html
     assert data_of(html)["grid"] == [5, 9] and data_of(html)["frames"] == 4
     assert html.count('viewBox="0 0 9 5"') == 4
     shown = decode_video(DecodeRequest(decoded[0], Sampling(7), Thumbnails(224))).frames[::2]
@@ -194,7 +198,7 @@ def test_tokens_are_lit_where_they_lie(browser, decoded, tmp_path):
     """Read off the screen: tiles without pictures are bright at the kept tokens and nowhere else."""
     cache = build(tmp_path / "c", decoded, uri="gone")
     file = tmp_path / "page.html"
-    file.write_text(video_page(cache, VIDEO).html)
+    file.write_text(render_video_page(cache, VIDEO).html)
     browser.get(file.as_uri())
     index = cache.get(VIDEO).index
     for t, tile in enumerate(browser.find_elements("class name", "tile")):

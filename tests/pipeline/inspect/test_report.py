@@ -8,13 +8,13 @@ import pytest
 from pipeline import TokenCache
 from pipeline.errors import RatioNotCached, UnknownVideo
 from pipeline.inspect.report import (
-    cache_report,
-    count,
-    flat,
+    count_cache,
+    format_source_frames,
+    format_values,
+    list_source_facts,
     list_step_frames,
-    source_facts,
-    source_frames,
-    video_report,
+    render_cache_report,
+    render_video_report,
 )
 from pipeline.rewrite.remove import remove_videos
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -22,7 +22,7 @@ from tests.pipeline.pages import FRAMES, VIDEO, build, shown
 
 
 def test_a_cache_is_shown_with_its_identity_its_counts_and_its_videos(cache):
-    text = shown(cache_report(cache, *count(cache)))
+    text = shown(render_cache_report(cache, *count_cache(cache)))
     assert "retention ratio 0.25" in text and f"frames  {FRAMES} frames per video (--num-frames): evenly spread" in text
     assert "1 small file (a commit each) and 0 merged files in videos/" in text
     assert "1 ok, 1 failed" in text
@@ -31,7 +31,7 @@ def test_a_cache_is_shown_with_its_identity_its_counts_and_its_videos(cache):
 
 
 def test_a_video_is_shown_frame_by_frame(cache):
-    text = shown(video_report(cache, VIDEO))
+    text = shown(render_video_report(cache, VIDEO))
     row = cache.metadata(VIDEO)
     assert "\n392 of 1,568 tokens kept (25.0%)\n" in text
     assert "sampled  source fps 25, sampled at 0.8 fps, 8 frames " in text and "limit" not in text
@@ -39,7 +39,7 @@ def test_a_video_is_shown_frame_by_frame(cache):
     cells = [[cell.strip() for cell in line] for line in lines]
     assert [int(line[4]) for line in cells[-FRAMES:]] == row["kept_per_frame"]
     assert [int(line[1]) for line in cells[-FRAMES:]] == row["frame_indices"]
-    assert "156 of 1,568 tokens kept (9.9%)" in shown(video_report(cache, VIDEO, 0.10))
+    assert "156 of 1,568 tokens kept (9.9%)" in shown(render_video_report(cache, VIDEO, 0.10))
 
 
 def test_what_was_carried_stands_with_the_video_and_names_are_no_markup(decoded, tmp_path):
@@ -49,30 +49,33 @@ def test_what_was_carried_stands_with_the_video_and_names_are_no_markup(decoded,
     cache = build(tmp_path / "c", decoded, video_id=name, uri="[red]b[/b].mp4", manifest=json.dumps(carried))
     write_shard(cache.store, "more", *(encoded(f"v{i}", random_tokens(i), 0.25, "gstep") for i in range(22)))
     cache.refresh()
-    of_cache, of_video = shown(cache_report(cache, *count(cache))), " ".join(shown(video_report(cache, name)).split())
+    of_cache, of_video = (
+        shown(render_cache_report(cache, *count_cache(cache))),
+        " ".join(shown(render_video_report(cache, name)).split()),
+    )
     assert name in of_cache and "... and 3 more" in of_cache and "[red]b[/b].mp4" in of_video
     assert 'txt A [bike] by a [31mlake json {"id": 7} [/b] x run' in of_video and "missing" not in of_video
 
 
 def test_a_failed_or_removed_video_is_shown_with_the_reason(decoded, tmp_path):
     cache = build(tmp_path / "c", decoded)
-    assert "failed  corrupt in decode: the file is cut off" in shown(video_report(cache, "bad.mp4"))
+    assert "failed  corrupt in decode: the file is cut off" in shown(render_video_report(cache, "bad.mp4"))
     remove_videos(cache.store, [VIDEO], "asked for", lambda line: None, timedelta(0))
-    assert "\nremoved  asked for" in shown(video_report(TokenCache(tmp_path / "c"), VIDEO))
+    assert "\nremoved  asked for" in shown(render_video_report(TokenCache(tmp_path / "c"), VIDEO))
 
 
 def test_what_is_not_cached_is_refused(cache):
     with pytest.raises(UnknownVideo):
-        video_report(cache, "nope")
+        render_video_report(cache, "nope")
     with pytest.raises(RatioNotCached):
-        video_report(cache, VIDEO, 0.5)
+        render_video_report(cache, VIDEO, 0.5)
 
 
 def test_facts_name_the_clip_and_what_was_repeated(cache):
     row = cache.metadata(VIDEO)
 
     def facts(sampling=None, **more) -> dict[str, str]:
-        return dict(source_facts({**row, **more}, sampling or {"num_frames": FRAMES}))
+        return dict(list_source_facts({**row, **more}, sampling or {"num_frames": FRAMES}))
 
     assert not {"clip", "limit", "repeated", "note", "pixels"} & facts().keys()
     assert facts(start_s=None, end_s=2.5)["clip"] == "0 s to 2.5 s"
@@ -94,7 +97,7 @@ def test_facts_name_the_clip_and_what_was_repeated(cache):
 def test_frames_of_a_pair_stand_together_and_the_last_may_be_alone():
     row = {"frame_indices": [0, 3, 7, 9, 12], "n_frames": 3}
     assert list_step_frames(row) == [[0, 1], [2, 3], [4]]
-    assert [source_frames(row, frames) for frames in list_step_frames(row)] == [
+    assert [format_source_frames(row, frames) for frames in list_step_frames(row)] == [
         "frames 0, 3",
         "frames 7, 9",
         "frame 12",
@@ -103,4 +106,4 @@ def test_frames_of_a_pair_stand_together_and_the_last_may_be_alone():
 
 
 def test_flat_leaves_out_what_is_not_set():
-    assert flat({"a": 1, "b": None, "c": "x"}) == 'a=1 c="x"'
+    assert format_values({"a": 1, "b": None, "c": "x"}) == 'a=1 c="x"'

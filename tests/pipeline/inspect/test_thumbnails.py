@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pipeline.inputs.named_videos import Roots
-from pipeline.inspect.page import video_page
-from pipeline.inspect.thumbnails import Thumbnails, source_pictures
+from pipeline.inspect.page import render_video_page
+from pipeline.inspect.thumbnails import Thumbnails, make_source_pictures
 from pipeline.prune.decode_stage import make_decoding_columns
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.pipeline.pages import FRAMES, VIDEO, build, data_of, pictures_of
@@ -17,7 +17,7 @@ from tests.pipeline.videos import write_jpegs
 
 
 def test_the_page_shows_the_sampled_frames_of_the_source(cache, decoded):
-    html = video_page(cache, VIDEO, video_roots=["/"]).html
+    html = render_video_page(cache, VIDEO, video_roots=["/"]).html
     pictures = pictures_of(html)
     assert [picture.shape for picture in pictures] == [(95, 224, 3)] * FRAMES
     small = decode_video(DecodeRequest(decoded[0], Sampling(FRAMES), Thumbnails(224))).frames
@@ -46,7 +46,7 @@ def test_the_page_shows_the_sampled_frames_of_the_source(cache, decoded):
 )
 def test_without_pictures_the_page_says_why_and_still_shows_the_tokens(decoded, tmp_path, change, reason):
     cache = build(tmp_path / "c", decoded, **change)
-    page = video_page(cache, VIDEO, video_roots=["/"])
+    page = render_video_page(cache, VIDEO, video_roots=["/"])
     assert reason in page.missing and f"No pictures: {page.missing}." in page.html
     assert not pictures_of(page.html) and page.html.count('class="blank"') == FRAMES
     assert len(data_of(page.html)["order"]) == cache.metadata(VIDEO)["n_tokens"]
@@ -67,10 +67,17 @@ def test_pictures_of_a_folder_of_frames_are_found_again_while_it_is_the_same(tmp
     row = {"uri": str(folder), **clip, **make_decoding_columns(video, 1), "source_offset": None}
     by_time = {"fps": 2.0, "max_frames": 32, "min_frames": 4, "min_rule": "rounded", "time_rule": 2}
     assert (
-        len(source_pictures({**row, "frame_indices": [2, 3, 5, 6, 8]}, by_time, Objects(), Roots([tmp_path])).jpegs)
+        len(
+            make_source_pictures(
+                {**row, "frame_indices": [2, 3, 5, 6, 8]}, by_time, S3Objects(), Roots([tmp_path])
+            ).jpegs
+        )
         == 5
     )
-    pictures = source_pictures(row, {"num_frames": 4}, Objects(), Roots([tmp_path]))
+    pictures = make_source_pictures(row, {"num_frames": 4}, S3Objects(), Roots([tmp_path]))
     assert len(pictures.jpegs) == 4 and not pictures.missing
     (folder / "00012.jpg").unlink()
-    assert "has changed since: it has" in source_pictures(row, {"num_frames": 4}, Objects(), Roots([tmp_path])).missing
+    assert (
+        "has changed since: it has"
+        in make_source_pictures(row, {"num_frames": 4}, S3Objects(), Roots([tmp_path])).missing
+    )

@@ -11,17 +11,17 @@ import pytest
 from rich.console import Console
 
 from pipeline import TokenCache
-from pipeline.cache.header import fingerprint
+from pipeline.cache.header import compute_fingerprint
 from pipeline.cache.live import Ledger
 from pipeline.errors import CorruptShard, NotACache, VideoFault
 from pipeline.inspect import watch as watching
-from pipeline.inspect.watch import RunProgress, latest_run, looks, wait_for_cache, watch
+from pipeline.inspect.watch import RunProgress, find_latest_run, iter_run_progress, wait_for_cache, watch
 from pipeline.runner import claim as claiming
 from pipeline.runner import run_record
 from pipeline.runner.claim import Claim
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RunFile
-from pipeline.storage.stores import store_at
+from pipeline.storage.stores import make_store
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 from tests.waiting import wait_until
@@ -41,7 +41,7 @@ def store(request, tmp_path):
         yield write_header(tmp_path)
         return
     with S3Server() as server:
-        yield write_header(store_at(server.uri("c"), server.objects()))
+        yield write_header(make_store(server.uri("c"), server.objects()))
 
 
 def record(run_id="r2", **more) -> dict[str, object]:
@@ -95,7 +95,7 @@ def test_a_log_gets_a_whole_line_each_time(tmp_path, pool):
 
 
 def test_it_waits_for_a_run_that_begins_the_cache(tmp_path, pool):
-    store, said = store_at(str(tmp_path / "c")), list[str]()
+    store, said = make_store(str(tmp_path / "c")), list[str]()
     waiter = pool.submit(wait_for_cache, store, said.append, 0.02)
     wait_until(lambda: said, lambda: said)
     store.make()
@@ -108,12 +108,12 @@ def test_it_waits_for_a_run_that_begins_the_cache(tmp_path, pool):
     wait_for_cache(store, said.append)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
-    wait_for_cache(store_at(str(tmp_path / "other")), said.append)  # for another error to say what that is
+    wait_for_cache(make_store(str(tmp_path / "other")), said.append)  # for another error to say what that is
     assert len(said) == 1
 
 
 def test_a_run_that_never_begins_its_cache_ends_the_wait(tmp_path, pool):
-    store, said = store_at(str(tmp_path / "c")), list[str]()
+    store, said = make_store(str(tmp_path / "c")), list[str]()
     store.make()
     with Claim(store, "r1", print):
         waiter = pool.submit(wait_for_cache, store, said.append, 0.02)
@@ -168,7 +168,7 @@ def test_the_rate_is_that_of_the_last_minute(tmp_path, monkeypatch):
 
     monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     with Claim(store, "r1", print), RunFile(store, record("r1")):
-        seen = looks(store, fingerprint(TokenCache(tmp_path).identity), 40.0)
+        seen = iter_run_progress(store, compute_fingerprint(TokenCache(tmp_path).identity), 40.0)
         next(seen)
         for number in range(3):
             write_video(store, "r1", f"v{number}")
@@ -189,7 +189,7 @@ def written(tmp_path):
 
 
 def progress(store):
-    return latest_run(store, Ledger(store).refresh())
+    return find_latest_run(store, Ledger(store).refresh())
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,9 @@ def test_the_run_that_writes_or_is_the_newest_is_told_of(written, monkeypatch, r
     assert run.status == status and said in run.describe()
     assert run.describe().endswith("is starting") == (status == "starting")
     if status == "gone":
-        ((run, _),) = looks(written, fingerprint(TokenCache(str(written)).identity), 60)  # it ends a watch
+        ((run, _),) = iter_run_progress(
+            written, compute_fingerprint(TokenCache(str(written)).identity), 60
+        )  # it ends a watch
         assert run.status == "gone"
     elif status == "running":
         assert (run.n_done, run.n_failed, run.n_videos) == (2, 1, 4) and run.seconds == 100
@@ -223,7 +225,7 @@ def test_the_run_that_writes_or_is_the_newest_is_told_of(written, monkeypatch, r
 
 def test_a_failed_run_says_why(written, monkeypatch):
     times = iter(["2026-01-01T12:00:58+00:00", "2026-01-01T12:01:05+00:00"])
-    monkeypatch.setattr(run_record, "now", lambda: next(times))
+    monkeypatch.setattr(run_record, "format_now", lambda: next(times))
     with pytest.raises(RuntimeError), RunFile(written, record()):
         raise RuntimeError("the disk is full")
     assert "failed after 7 s: 2 of 4 videos, 1 failed: the disk is full" in progress(written).describe()
@@ -232,4 +234,4 @@ def test_a_failed_run_says_why(written, monkeypatch):
 def test_what_is_no_record_is_named(written):
     written.put("runs/z.json", b"[]")
     with pytest.raises(CorruptShard, match=r"runs/z\.json: not a record"):
-        latest_run(written, Ledger(written).refresh())
+        find_latest_run(written, Ledger(written).refresh())

@@ -11,16 +11,16 @@ from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.errors import VideoFault
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import (
-    BUNDLE,
+    BATCH_SCHEMA,
     WRITTEN_SCHEMA,
     pack,
     pack_task,
     pack_written,
-    unpack,
+    unpack_batch,
     unpack_failed,
     unpack_task,
 )
-from pipeline.rows import VideoRecord, failed_video
+from pipeline.rows import VideoRecord, make_failed_video
 from tests.pipeline.caches import encoded, random_tokens, source_record
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (3, 4, 6, 3), dtype=np.uint8)
@@ -70,14 +70,14 @@ FULL = {
     "density": np.resize(np.array([0.5, np.nan], np.float32), 5),
 }
 FIVE = VideoItem(record(), kept(5, 8, **FULL))
-FAILED = VideoItem(failed_video(record("bad"), VideoFault("crash", "gone", exit_signal=11)))
+FAILED = VideoItem(make_failed_video(record("bad"), VideoFault("crash", "gone", exit_signal=11)))
 
 
 def test_arrays_of_a_video_that_is_alone_are_wrapped_without_a_copy_and_frames_come_back_as_views():
     bundle = pack([VideoItem(record(), frames=FRAMES)])
-    assert bundle.schema.equals(BUNDLE) and len(bundle) == 1
+    assert bundle.schema.equals(BATCH_SCHEMA) and len(bundle) == 1
     assert FRAMES.ctypes.data in buffers(bundle["frames"])
-    (video,) = unpack(bundle)
+    (video,) = unpack_batch(bundle)
     assert_same(video, VideoItem(record(), frames=FRAMES))
     assert video.frames.ctypes.data == FRAMES.ctypes.data and not video.frames.flags.writeable
     bundle = pack([FIVE, VideoItem(record("bad"))])
@@ -108,7 +108,7 @@ def test_videos_of_many_shapes_and_failures_share_a_bundle_of_one_row():
     pq.write_table(bundle, sink)
     for table in (bundle, pq.read_table(pa.BufferReader(sink.getvalue()))):
         assert len(table) == 1
-        for ours, expected in zip(unpack(table), videos, strict=True):
+        for ours, expected in zip(unpack_batch(table), videos, strict=True):
             assert_same(ours, expected)
 
 

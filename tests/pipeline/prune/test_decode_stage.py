@@ -8,12 +8,12 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.inputs.named_videos import TODO_SCHEMA
-from pipeline.keys import mark_key
-from pipeline.prune.batches import unpack
+from pipeline.keys import hash_mark
+from pipeline.prune.batches import unpack_batch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder, check_decoder_device
-from pipeline.prune.recipe import resolve
-from pipeline.rows import todo_row
+from pipeline.prune.recipe import resolve_recipe
+from pipeline.rows import make_todo_row
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from tests.pipeline.s3 import KEY, SECRET
@@ -33,12 +33,12 @@ def test_a_decoder_fetches_with_what_its_setup_holds_and_asks_nothing_else(serve
     assert SECRET not in repr(setup) and KEY not in repr(setup)
     decoder = Decoder(setup)
     table = pa.concat_tables([todo(*uris, str(clip), server.uri("gone.mp4"), size=7), todo("s3://x/y", policy="no")])
-    records = [video.record for bundle in decoder.decode(table) for video in unpack(bundle)]
+    records = [video.record for bundle in decoder.decode(table) for video in unpack_batch(bundle)]
     assert [record["status"] for record in records] == ["ok"] * 5 + ["failed"] * 2
     assert [record["error_class"] for record in records[5:]] == ["io", "policy"]
     assert [record.get("source_size") for record in records] == [clip.stat().st_size] * 5 + [7, None]
     assert {record["source_hash"] for record in records[:5]} == {records[4]["source_hash"]}
-    assert {record["source_mark"] for record in records[:4]} == {mark_key(md5(clip.read_bytes()).hexdigest())}
+    assert {record["source_mark"] for record in records[:4]} == {hash_mark(md5(clip.read_bytes()).hexdigest())}
     assert server.counts() == {"GET": 5}  # each object, and the one that is gone
     decoder.close()
 
@@ -49,7 +49,7 @@ def test_bundles_follow_from_the_rows_whatever_becomes_of_their_videos(clip, tmp
     other = todo(*["away"] * 7)
     decoder = Decoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), videos_per_bundle=3)
     for table in (rows, other):
-        bundles = [[video.record["video_id"] for video in unpack(bundle)] for bundle in decoder.decode(table)]
+        bundles = [[video.record["video_id"] for video in unpack_batch(bundle)] for bundle in decoder.decode(table)]
         ids = table["video_id"].to_pylist()
         assert bundles == [ids[:3], ids[3:6], ids[6:]]
     decoder.close()
@@ -59,7 +59,7 @@ def test_two_calls_at_a_time_share_one_child(clip):
     decoder = Decoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), videos_per_bundle=2)
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(lambda: list(decoder.decode(todo(*[str(clip)] * 6)))) for _ in range(2)]
-        videos = [video for call in calls for bundle in call.result() for video in unpack(bundle)]
+        videos = [video for call in calls for bundle in call.result() for video in unpack_batch(bundle)]
     assert [video.record["status"] for video in videos] == ["ok"] * 12
     assert len({video.frames.tobytes() for video in videos}) == 1
     decoder.close()
@@ -76,7 +76,7 @@ def test_the_start_of_the_child_is_no_time_of_a_video_that_fails(tmp_path):
     with StartsForAnHour() as sandbox:
         decoder = VideoDecoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), sandbox)
         with decoder.open_archives([row]) as archives, decoder.open(row, archives) as source:
-            record, _ = decoder.decode_one(row, source)
+            record, _ = decoder.decode_row(row, source)
     assert record["error_class"] == "unsupported" and -3600 <= record["decode_s"] < 0  # the hour did not pass
 
 
@@ -104,13 +104,13 @@ EVEN = list(range(0, 30_000, 40))
 def test_positions_that_do_not_tell_the_times_of_frames_are_counted(model, times, options, expected, tmp_path):
     path = write_clip(tmp_path / "a.mp4", count=len(times), gop=70, pts=times, codec_options={"sc_threshold": "0"})
     config = PruneConfig(videos=[str(path)], model=model, out=str(tmp_path / "c"), retention_ratio=1.0, **options)
-    recipe = resolve(config)
-    decoder, encoder = VideoDecoder(recipe.decode_setup()), recipe.encode_setup("cpu", "float32").encoder()
-    row = todo_row("a", str(path))
+    recipe = resolve_recipe(config)
+    decoder, encoder = VideoDecoder(recipe.make_decode_setup()), recipe.make_encode_setup("cpu", "float32").encoder()
+    row = make_todo_row("a", str(path))
     with decoder.open_archives([row]) as archives, decoder.open(row, archives) as source:
-        record, frames = decoder.decode_one(row, source)
+        record, frames = decoder.decode_row(row, source)
     decoder.close()
-    done = encoder.encode_one(record, frames).record
+    done = encoder.encode_video_alone(record, frames).record
     uneven, shared = done.get("uneven_positions"), done.get("shared_positions")
     assert (bool(uneven), bool(shared)) == expected and (uneven is None) == (model == "tiny-qwen3-vl")
     assert not shared or abs(shared - done["n_frames"] / 2) < 1  # at 8 frames a second and 2 positions

@@ -13,13 +13,13 @@ import torch
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
-from pipeline.cache.cached_video import bfloat16
+from pipeline.cache.cached_video import view_as_bfloat16
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import VideoFault
 from pipeline.prune import encode_stage
-from pipeline.prune.batches import pack, unpack
+from pipeline.prune.batches import pack, unpack_batch
 from pipeline.prune.encode_stage import Encoder, EncodeSetup, VideoEncoder
-from pipeline.rows import failed_video
+from pipeline.rows import make_failed_video
 from pipeline.runner.worker_reports import ProgressDelta, Worker
 from tests.gstep.synthetic import needs_cuda
 from tests.pipeline.caches import source_record
@@ -35,7 +35,7 @@ def decoded(video_id: str, frames: np.ndarray | None = FRAMES, **more):
 
 def in_order(batches):
     """The record and the tokens of each video that the actor gives."""
-    return [(video.record, video.kept) for batch in batches for video in unpack(batch)]
+    return [(video.record, video.kept) for batch in batches for video in unpack_batch(batch)]
 
 
 def only(batches):
@@ -79,7 +79,7 @@ def test_rows_hold_the_selection_in_its_order(encoder):
     backbone = family_of(ModelSource.resolve("tiny")).load(choose_runtime("cpu", "float32"))
     tokens = backbone.encode(FRAMES).tokens.to(torch.bfloat16)
     expected = gstep.prune(tokens, 0.25)
-    order = expected.selection_order()
+    order = expected.compute_selection_order()
     assert kept.index.tolist() == expected.index[order].tolist()
     assert kept.rank.tolist() == list(range(98))
     assert kept.tokens.tolist() == expected.tokens[order].view(torch.int16).tolist()
@@ -105,7 +105,7 @@ def test_deepstack_levels_hold_the_places_of_the_tokens(method):
     assert len(places) == (45 if method == "none" else 11)  # of 3 x 15, an odd last frame repeated
     assert (places == sorted(places)) == (method in {"uniform", "none"})
     for ours, level_TND in zip(kept.deepstack, visual.deepstack, strict=True):
-        assert torch.equal(bfloat16(ours).view(ours.shape), level_TND.bfloat16().flatten(0, 1)[places])
+        assert torch.equal(view_as_bfloat16(ours).view(ours.shape), level_TND.bfloat16().flatten(0, 1)[places])
     assert kept.tokens.tolist() == visual.tokens.bfloat16().flatten(0, 1)[places].view(torch.int16).tolist()
     assert (record["n_frames"], len(record["frame_indices"]), len(record["kept_per_frame"])) == (3, 5, 3)
     extra = json.loads(record["model_extra"])
@@ -172,15 +172,15 @@ def test_videos_that_are_pruned_beside_others_keep_their_tokens_on_a_gpu():
     encoder = VideoEncoder(EncodeSetup(ModelSource.resolve("tiny"), "gstep", 0.25, device="cuda"))
     videos = [np.random.default_rng(k).integers(0, 256, (16, 384, 384, 3), dtype=np.uint8) for k in range(6)]
     record = source_record("v", (16, 196, 64), height=384, width=384)
-    alone = [encoder.encode_one(record, video).kept for video in videos]
+    alone = [encoder.encode_video_alone(record, video).kept for video in videos]
     with ThreadPoolExecutor(3) as pool:
-        beside = [*pool.map(lambda k: encoder.encode_one(record, videos[k % 6]).kept, range(60))]
+        beside = [*pool.map(lambda k: encoder.encode_video_alone(record, videos[k % 6]).kept, range(60))]
     for k, kept in enumerate(beside):
         assert np.array_equal(kept.index, alone[k % 6].index) and np.array_equal(kept.tokens, alone[k % 6].tokens)
 
 
 def bundle_of(*names, n_frames=2):
-    return pack([video for name in names for video in unpack(decoded(name, FRAMES[:n_frames]))])
+    return pack([video for name in names for video in unpack_batch(decoded(name, FRAMES[:n_frames]))])
 
 
 def sharing(n_frames: int, model: str = "tiny") -> Encoder:
@@ -191,9 +191,9 @@ def sharing(n_frames: int, model: str = "tiny") -> Encoder:
 def test_rows_and_tokens_are_those_of_a_video_alone_whoever_shares_its_pass(model):
     """With one that is too short for its record, and one that has failed, in the same bundle."""
     good = decoded if model == "tiny" else qwen3_row
-    failed = VideoItem(failed_video(source_record("x", (2, 1, 1)), VideoFault("corrupt", "torn")))
-    short = unpack(decoded("short", FRAMES[:1]))  # fewer bytes than its record says
-    bundle = [*unpack(good("a")), *unpack(good("b")), *short, failed, *unpack(good("c"))]
+    failed = VideoItem(make_failed_video(source_record("x", (2, 1, 1)), VideoFault("corrupt", "torn")))
+    short = unpack_batch(decoded("short", FRAMES[:1]))  # fewer bytes than its record says
+    bundle = [*unpack_batch(good("a")), *unpack_batch(good("b")), *short, failed, *unpack_batch(good("c"))]
     process = sharing(64, model)
     shared = in_order(process(pack(bundle)))
     alone = [only(process(pack([video]))) for video in bundle]
@@ -238,14 +238,14 @@ def test_a_video_that_does_not_fit_the_memory_may_be_tried_again():
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_pruning_that_does_not_fit_the_memory_is_tried_once_more(failures, monkeypatch):
-    freed, errors, prune_or_fault = [], [NO_MEMORY] * failures, encode_stage.prune_or_fault
+    freed, errors, prune_or_fault = [], [NO_MEMORY] * failures, encode_stage.prune_or_raise_fault
 
     def prune_when_free(*arguments):
         if errors:
             raise errors.pop()
         return prune_or_fault(*arguments)
 
-    monkeypatch.setattr(encode_stage, "prune_or_fault", prune_when_free)
+    monkeypatch.setattr(encode_stage, "prune_or_raise_fault", prune_when_free)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(errors)))
     record, _ = only(sharing(2)(bundle_of("a")))
     assert (record["status"], record.get("error_class")) == [("ok", None), ("failed", "out-of-memory")][failures - 1]
@@ -292,7 +292,7 @@ def test_a_bug_in_a_pass_is_an_error_row_of_those_alone_that_have_it_alone():
 
     marked = FRAMES.copy()
     marked[0, 0, 0, 0] = 77
-    bundle = [*unpack(bundle_of("a", "b")), *unpack(decoded("bad", marked))]
+    bundle = [*unpack_batch(bundle_of("a", "b")), *unpack_batch(decoded("bad", marked))]
     records = [record for record, _ in in_order(changed(broken, batch_frames=8)(pack(bundle)))]
     assert [record.get("error_class") for record in records] == [None, None, "internal"]
     assert "ZeroDivisionError" in records[2]["error_message"]
@@ -310,10 +310,10 @@ def test_videos_that_a_dead_process_had_in_hand_go_one_by_one_and_the_one_that_k
     def start(at: str) -> Encoder:
         """A process that dies in a shared pass, and at this video."""
         process = changed(lambda tower: {"encode_together": die}, handle=handle, batch_frames=8)
-        encode_one = process.encoder.encode_one
+        encode_one = process.encoder.encode_video_alone
         monkeypatch.setattr(
             process.encoder,
-            "encode_one",
+            "encode_video_alone",
             lambda record, frames: die() if record["video_id"] == at else encode_one(record, frames),
         )
         return process

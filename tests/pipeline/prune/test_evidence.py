@@ -16,10 +16,10 @@ from pipeline.cache.header import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.table import VideosTable
 from pipeline.errors import UsageError, VideoFault
-from pipeline.prune.batches import pack, unpack
+from pipeline.prune.batches import pack, unpack_batch
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.recipe import parse_evidence
-from pipeline.storage.s3 import Objects
+from pipeline.storage.s3 import S3Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.checks import check_token_shard
 from tests.pipeline.cache.test_reader import CountingStore, bits
@@ -42,7 +42,7 @@ def test_evidence_comes_back_bit_for_bit_beside_its_tokens(tmp_path, method, rat
     expected = gstep.prune(tokens, asked or ratio, method)
     for order in ("index", "selection"):
         video = cache.get("v", asked, order, evidence=BOTH[::-1])
-        places = expected.index if order == "index" else expected.index[expected.selection_order()]
+        places = expected.index if order == "index" else expected.index[expected.compute_selection_order()]
         assert torch.equal(video.index, places) and list(video.evidence) == list(BOTH[::-1])
         for name, values in evidence.items():
             assert torch.equal(bits(video.evidence[name]), bits(values.bfloat16().flatten(0, 1)[places]))
@@ -79,7 +79,7 @@ def test_an_object_store_is_asked_for_nothing_else_either():
     videos = {f"v{i}": random_tokens(i, (8, 49, 1024)) for i in range(2)}
     fetched = []
 
-    class Counting(Objects):
+    class Counting(S3Objects):
         def read_slice(self, uri, start, end=None):
             piece = super().read_slice(uri, start, end)
             fetched.append(len(piece.data))
@@ -135,14 +135,14 @@ def store_encoded(folder, setup: EncodeSetup) -> tuple[LocalStore, str]:
         "evidence": setup.evidence,
     }
     store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
-    videos = unpack(pack([VideoEncoder(setup).encode_one(*decoded())]))  # as they cross the object store
+    videos = unpack_batch(pack([VideoEncoder(setup).encode_video_alone(*decoded())]))  # as they cross the object store
     return store, write_shard(store, "run", *videos)
 
 
 def evidence_bytes(setup: EncodeSetup) -> int:
     """What a video's evidence takes more."""
     plain = replace(setup, evidence={})
-    return setup.bytes_per_video(2, 384, 384) - plain.bytes_per_video(2, 384, 384)
+    return setup.estimate_video_bytes(2, 384, 384) - plain.estimate_video_bytes(2, 384, 384)
 
 
 @pytest.mark.parametrize(("method", "ratio"), [("none", 1.0), ("gstep", 0.25)])
@@ -163,7 +163,7 @@ def test_evidence_that_is_not_finite_is_a_fault(source):
     encoder = VideoEncoder(EncodeSetup(source, "none", 1.0, device="cpu", evidence={"image_embedding": SINGLE_PATCHES}))
     encoder.backbone.pooling_head.head.mlp.fc2.bias.fill_(float("nan"))
     with pytest.raises(VideoFault, match="the evidence image_embedding has values that are not finite") as caught:
-        encoder.encode_one(*decoded())
+        encoder.encode_video_alone(*decoded())
     assert (caught.value.fault_class, caught.value.stage) == ("internal", "encode")
 
 
@@ -250,5 +250,5 @@ def test_methods_see_evidence_as_it_is_stored(source):
     )
     rounded = {name: value.bfloat16() for name, value in exact.evidence.items()}
     expected = gstep.prune(exact.tokens.bfloat16(), 0.25, "visionzip", evidence=rounded)
-    kept = VideoEncoder(setup).encode_one(*decoded()).kept
-    assert kept is not None and kept.index.tolist() == expected.index[expected.selection_order()].tolist()
+    kept = VideoEncoder(setup).encode_video_alone(*decoded()).kept
+    assert kept is not None and kept.index.tolist() == expected.index[expected.compute_selection_order()].tolist()

@@ -13,8 +13,8 @@ from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.frame_limits import describe_future_limits, describe_sampling
-from pipeline.prune.recipe import Recipe, resolve, sampling_settings
-from pipeline.rows import VideoRecord, describe_frames, format_rate, todo_row
+from pipeline.prune.recipe import Recipe, make_sampling_identity, resolve_recipe
+from pipeline.rows import VideoRecord, describe_frames, format_rate, make_todo_row
 from pipeline.video.sampling import Sampling, choose_frames, count_frames_by_rate
 from tests.pipeline.caches import write_header, write_shard
 from tests.pipeline.videos import uneven_clip, write_clip
@@ -35,17 +35,17 @@ def videos(tmp_path_factory) -> dict[str, Path]:
 
 
 def make_recipe(model: str, family: str | None, **options) -> Recipe:
-    return resolve(PruneConfig(model=model, family=family, fps=1.0, device="cpu", dtype="float32", **options))
+    return resolve_recipe(PruneConfig(model=model, family=family, fps=1.0, device="cpu", dtype="float32", **options))
 
 
 def decode(recipe: Recipe, videos: dict[str, Path]) -> dict[str, tuple[VideoRecord, object]]:
     """Decode videos in a child process, as a run does."""
     decoded = {}
-    with closing(VideoDecoder(recipe.decode_setup())) as decoder:
+    with closing(VideoDecoder(recipe.make_decode_setup())) as decoder:
         for name, path in videos.items():
-            row = todo_row(name, str(path))
+            row = make_todo_row(name, str(path))
             with decoder.open_archives([row]) as archives, decoder.open(row, archives) as source:
-                decoded[name] = decoder.decode_one(row, source)
+                decoded[name] = decoder.decode_row(row, source)
     return decoded
 
 
@@ -68,9 +68,9 @@ def test_a_limit_is_told_of_the_cache_and_of_each_video(videos, model, family, t
     monkeypatch.setenv("COLUMNS", "200")
     recipe = make_recipe(model, family, max_frames=6)
     short = {} if family else {"half.mp4": videos["half.mp4"]}  # a single frame is too short for the generic model
-    encoder = recipe.encode_setup("cpu", "float32").encoder()
+    encoder = recipe.make_encode_setup("cpu", "float32").encoder()
     chosen = {name: videos[name] for name in ("long.mp4", "fits.mp4")} | short
-    items = [encoder.encode_one(record, frames) for record, frames in decode(recipe, chosen).values()]
+    items = [encoder.encode_video_alone(record, frames) for record, frames in decode(recipe, chosen).values()]
     store = write_header(tmp_path / "c", identity=recipe.identity("float32"))
     write_shard(store, "run", *items)
     is_qwen = (model, family) in QWEN
@@ -135,7 +135,7 @@ def test_the_frames_by_rate_are_known_where_a_limit_changed_them(sampling, expec
 
 def test_a_dry_run_tells_at_which_lengths_limits_begin_and_which_clips_of_the_list_are_so_long():
     clips = [(None, 60.0), (10.0, 20.0), (10.0, 11.0), (None, None), (3.0, None)]
-    rows = [todo_row(f"v{i}", "/v.mp4", start, end) for i, (start, end) in enumerate(clips)]
+    rows = [make_todo_row(f"v{i}", "/v.mp4", start, end) for i, (start, end) in enumerate(clips)]
     todo = pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
     lines = list(describe_future_limits({"fps": 2.0, "max_frames": 32, "min_frames": 4}, todo))
     assert lines == [
@@ -155,11 +155,14 @@ def test_a_dry_run_tells_at_which_lengths_limits_begin_and_which_clips_of_the_li
         ({"fps": 1.0, "max_frames": 32}, "1 frame per second (--fps), at most 32 per video (--max-frames)"),
         ({"fps": 0.5, "max_frames": None}, "0.5 frames per second (--fps)"),
         (
-            sampling_settings(Sampling(None, 2.0, 768, min_frames=4)),
+            make_sampling_identity(Sampling(None, 2.0, 768, min_frames=4)),
             "2 frames per second (--fps), at most 768 per video",
         ),
-        (sampling_settings(Sampling(8, rule="round-even")), "8 frames per video (--num-frames): positions are rounded"),
-        (sampling_settings(Sampling(8, snap_to_keyframes_s=1.0)), "evenly spread; moved to a keyframe within 1 s"),
+        (
+            make_sampling_identity(Sampling(8, rule="round-even")),
+            "8 frames per video (--num-frames): positions are rounded",
+        ),
+        (make_sampling_identity(Sampling(8, snap_to_keyframes_s=1.0)), "evenly spread; moved to a keyframe within 1 s"),
         ({}, "not stated"),
     ],
 )

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from ray.data._internal.logical.optimizers import get_execution_plan
 
-from pipeline.prune.resources import MAX_BUNDLE_BYTES, PRUNING, Resources, plan_resources
+from pipeline.prune.resources import MAX_BATCH_BYTES, PRUNING, Resources, plan_resources
 from pipeline.runner.stages import MAX_BLOCKS, RESTARTS, TASK_RETRIES
 from tests.pipeline.rays import PLAIN, graph_of, ray_here
 
@@ -66,7 +66,7 @@ def fitted(n_videos: int, frames: int, store_bytes: float = 10**12, cpus: float 
 def test_videos_share_a_bundle_and_a_very_large_one_is_alone():
     sizes = {frames: fitted(10**5, frames).videos_per_bundle for frames in (1, 8, 16, 32, 64, 768)}
     assert sizes == {1: 16, 8: 16, 16: 8, 32: 4, 64: 2, 768: 1}  # 16 make a shard, and shards hold whole bundles
-    assert all(size * frames * FRAME <= MAX_BUNDLE_BYTES for frames, size in sizes.items() if size > 1)
+    assert all(size * frames * FRAME <= MAX_BATCH_BYTES for frames, size in sizes.items() if size > 1)
     assert fitted(100, 1).videos_per_bundle == 1  # all workers have some
     of_three = replace(plan_resources(64, 8, 10**5), videos_per_shard=3)
     assert of_three.fit_to_stores(1e12, FRAME, 1, 10**5).videos_per_bundle == 3
@@ -97,7 +97,7 @@ def test_ray_does_not_fuse_the_stages_and_tries_every_task_again_finitely(tmp_pa
     with ray_here(*PLAIN):
         dataset = graph_of(8, plan, tmp_path).dataset
         operator = get_execution_plan(dataset._logical_plan)[0].dag
-    least, limit = plan.store_bytes(2 * FRAME, 0), dataset.context.execution_options.resource_limits
+    least, limit = plan.estimate_store_bytes(2 * FRAME, 0), dataset.context.execution_options.resource_limits
     assert least <= limit.object_store_memory < 2 * least
     names, retries = [operator.name], []
     while operator.input_dependencies:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import pipeline
 from gstep.backbones import family_of
-from pipeline.cache.header import HEADER, serialise_header
+from pipeline.cache.header import HEADER, serialize_header
 from pipeline.errors import ManifestError, TooManyFailed, UsageError, VideoFault
 from pipeline.prune.committed import CommittedVideos
 from pipeline.prune.config import PruneConfig
@@ -37,7 +37,7 @@ def clips(tmp_path):
     request = check_request(PruneConfig(out="c", num_frames=4), Console(quiet=True), paths)
     store, recipe = request.store, request.recipe
     store.make()
-    store.put(HEADER, serialise_header(recipe.header("float32", family_of(recipe.source).static())))
+    store.put(HEADER, serialize_header(recipe.header("float32", family_of(recipe.source).static())))
     good = encoded("a.mp4", random_tokens(0, (4, 196, 64)), 0.25, "gstep", uri=str(paths[0]))
     write_shard(store, "run", good, encoded_failure("b.mp4", VideoFault("corrupt", "cut"), uri=str(paths[1])))
     return paths

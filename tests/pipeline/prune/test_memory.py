@@ -26,10 +26,10 @@ SMALL, LARGE = 24, 64
 class SlowEncoder(VideoEncoder):
     """Takes its time, and computes on two of the frames only."""
 
-    def encode_one(self, record, frames):
+    def encode_video_alone(self, record, frames):
         threading.Event().wait(0.16)
         few = {**record, **{name: record[name][:2] for name in ("frame_indices", "timestamps")}}
-        return super().encode_one(few, frames[:2].copy())
+        return super().encode_video_alone(few, frames[:2].copy())
 
 
 class SlowSetup(EncodeSetup):
@@ -101,7 +101,7 @@ def test_later_videos_take_no_more_memory_than_the_first(tmp_path):
     # Ray keeps to the limit but for what each worker has in hand and is about to give. The peaks below it are left to
     # chance: which of them a run happens to reach says nothing about growth.
     untaken = plan.decode.workers * plan.decode.calls * BLOCKS_AHEAD + 2 * plan.encode.workers * plan.encode.calls
-    bound = plan.store_bytes(FRAME_BYTES, 0) + untaken * FRAME_BYTES
+    bound = plan.estimate_store_bytes(FRAME_BYTES, 0) + untaken * FRAME_BYTES
     early, late = peaks
     print(f"at most {bound / 1e6:.0f} MB in the object store;", early, late)
     assert late.spilled == 0

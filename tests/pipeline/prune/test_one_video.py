@@ -25,7 +25,7 @@ def test_its_tokens_are_those_that_a_run_would_cache(model, grid):
     video = pipeline.encode_video(CLIP, model=model, start_s=1.0, **OPTIONS)
     frames, row = encode_clip(ModelSource.resolve(model), CLIP, 5, "gstep", 0.2, start_s=1.0)
     pruned = video.pruned
-    order = pruned.selection_order()
+    order = pruned.compute_selection_order()
     assert np.array_equal(pruned.tokens[order].view(torch.int16).numpy(), row.kept.tokens)
     assert np.array_equal(pruned.index[order].numpy(), row.kept.index)
     assert np.array_equal(video.frames, frames)

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from gstep.backbones import family_of
-from pipeline.cache.header import HEADER, serialise_header
+from pipeline.cache.header import HEADER, serialize_header
 from pipeline.errors import CacheLocked, IdentityMismatch, RunFailed, UsageError
 from pipeline.prune import run
 from pipeline.prune.config import PruneConfig
@@ -35,7 +35,7 @@ def fill(config: PruneConfig) -> LocalStore:
     request = check_request(config, Console(quiet=True))
     request.store.make()
     static = family_of(request.recipe.source).static()
-    request.store.put(HEADER, serialise_header(request.recipe.header("float32", static)))
+    request.store.put(HEADER, serialize_header(request.recipe.header("float32", static)))
     uri = request.videos.known["uri"][0].as_py()
     write_shard(request.store, "run", encoded("a.mp4", random_tokens(0, (4, 196, 64)), 0.25, "gstep", uri=uri))
     assert isinstance(request.store, LocalStore)
@@ -47,7 +47,7 @@ def test_a_run_with_nothing_to_do_looks_at_its_device_under_the_claim_and_leaves
 ):
     store, holders = fill(config), []
     monkeypatch.setattr(run, "check_device", lambda config, say: holders.append(find_holder(store)))
-    monkeypatch.setattr(run, "process", None)  # it is not called
+    monkeypatch.setattr(run, "process_videos", None)  # it is not called
     summary = run.prune(config, console)
     assert (summary.n_ok, summary.n_new, summary.out) == (1, 0, config.out)
     assert holders[0] is not None and find_holder(store) is None and store.names("runs", ".json") == []

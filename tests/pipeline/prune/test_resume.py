@@ -22,7 +22,7 @@ from pipeline.prune.resume import (
     select_retries,
 )
 from pipeline.storage.stores import LocalStore
-from pipeline.video.frame_folders import source_state
+from pipeline.video.frame_folders import read_source_state
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.lists import read_manifest
 
@@ -203,7 +203,7 @@ def test_a_mended_file_gets_its_attempts_anew(folder, live):
 def test_a_file_that_was_mended_at_its_old_size_gets_another_attempt(folder, live):
     path = folder / "b.mp4"
     for attempts in (2, 3):
-        fail(folder, attempts, source_mark=source_state(str(path)).mark)
+        fail(folder, attempts, source_mark=read_source_state(str(path)).mark)
         assert retried(folder) is None
     path.write_bytes(b"abcde")
     os.utime(path, (1e9, 1e9))

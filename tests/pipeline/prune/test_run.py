@@ -21,8 +21,8 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.facts import Facts
-from pipeline.prune.recipe import PruneStages, resolve
-from pipeline.prune.resources import MAX_MEASURED_FILES, list_shortfalls, plan_workers, total_file_bytes
+from pipeline.prune.recipe import PruneStages, resolve_recipe
+from pipeline.prune.resources import MAX_MEASURED_FILES, count_file_bytes, list_shortfalls, plan_workers
 from pipeline.prune.run import MIN_ALIKE_FAILURES
 from pipeline.prune.table import CacheTable
 from pipeline.prune.todo import Todo
@@ -41,9 +41,9 @@ IO = {"error_class": "io", "error_message": "gone", "retryable": True}
 def setups(device: str, token_bytes: int, frame_bytes: int = 10**6) -> PruneStages:
     """Setups that tell the sizes of videos of 32 frames, and no more."""
     decode = create_autospec(DecodeSetup, instance=True)
-    decode.largest_frames.return_value = decode.typical_frames.return_value = 32, 1, frame_bytes // 32 // 3
+    decode.plan_largest_frames.return_value = decode.plan_typical_frames.return_value = 32, 1, frame_bytes // 32 // 3
     encode = create_autospec(EncodeSetup, instance=True, device=device)
-    encode.bytes_per_video.return_value = encode.estimate_stored_bytes.return_value = token_bytes
+    encode.estimate_video_bytes.return_value = encode.estimate_stored_bytes.return_value = token_bytes
     return PruneStages(decode, encode)
 
 
@@ -79,7 +79,7 @@ def test_large_frames_fill_neither_the_object_stores_nor_the_memory(frame_bytes,
 
 def test_a_number_of_frames_that_few_videos_reach_holds_no_decoder_back():
     stages = setups("cuda", 11_239_424, 768 * 600_000 * 3)
-    stages.decode.typical_frames.return_value = 32, 600, 1000
+    stages.decode.plan_typical_frames.return_value = 32, 600, 1000
     cluster = {"CPU": 64.0, "GPU": 8.0, "object_store_memory": 5e9, "memory": 256e9}
     _, plan = plan_workers(PruneConfig(), stages, cluster, 10**5)
     assert (plan.decode.workers, plan.decode.in_flight) == (64, 4)
@@ -100,7 +100,7 @@ def test_what_was_asked_for_and_is_not_to_be_had_is_said():
 
 def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp_path):
     def known(*rows: tuple[str, str | None, int | None]) -> float:
-        return total_file_bytes(
+        return count_file_bytes(
             pa.Table.from_pylist([dict(zip(("uri", "policy", "size"), row, strict=True)) for row in rows])
         )
 
@@ -123,7 +123,7 @@ def done(tmp_path) -> CommittedVideos:
 
 def begin(out: Path) -> CommittedVideos:
     """Begin to commit to an empty cache as the run "run" does."""
-    store, recipe = LocalStore(out), resolve(PruneConfig(out=str(out)))
+    store, recipe = LocalStore(out), resolve_recipe(PruneConfig(out=str(out)))
     store.make()
     table = CacheTable(store, recipe, "run", print)
     table.begin(recipe, "float32")

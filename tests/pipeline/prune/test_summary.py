@@ -8,12 +8,12 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from pipeline.cache.header import made_with
+from pipeline.cache.header import read_fingerprint
 from pipeline.cache.live import Ledger
-from pipeline.cache.merging import merge
+from pipeline.cache.merging import merge_table_files
 from pipeline.errors import FAULTS, VideoFault
 from pipeline.prune.frame_limits import make_limits
-from pipeline.prune.summary import Summary, render, summarise
+from pipeline.prune.summary import Summary, render_summary, summarize_videos
 from pipeline.rows import SIZES_DIFFER
 from tests.paths import ROOT
 from tests.pipeline.caches import (
@@ -51,7 +51,7 @@ def ledger(tmp_path) -> Ledger:
 
 
 def test_a_whole_cache_is_shown_with_the_remedies(ledger):
-    summary = summarise(ledger)
+    summary = summarize_videos(ledger)
     assert (summary.n_videos, summary.n_ok, summary.n_missing, summary.n_warned) == (5, 2, 0, 1)
     assert list(summary.failures.items()) == [("corrupt", 2), ("timeout", 1)]  # c's older row counts no more
     assert summary.examples["corrupt"] in {("c", "torn"), ("e", "torn")}
@@ -59,7 +59,7 @@ def test_a_whole_cache_is_shown_with_the_remedies(ledger):
     assert (summary.tokens_in, summary.tokens_kept, summary.token_bytes) == (200, 50, 50 * 16 * 2)
     assert (summary.seconds["decode"], summary.seconds["encode"]) == (4.5, 2.0)
     assert "this run" not in shown(summary)
-    held = summarise(ledger, manifest(*"abcde", "f"), n_waiting=1)
+    held = summarize_videos(ledger, manifest(*"abcde", "f"), n_waiting=1)
     said = shown(replace(held, n_new=4, n_new_failed=1, wall_s=2.0, log="[old]/runs/r.log"))
     assert "crashed workers are in [old]/runs/r.log" in said  # a path is no markup
     assert "2 ok, 3 failed, 0 without a row, 1 wait for another run (--limit, --max-hours)" in said
@@ -69,10 +69,10 @@ def test_a_whole_cache_is_shown_with_the_remedies(ledger):
 
 
 def test_the_videos_of_a_manifest_alone(ledger):
-    summary = summarise(ledger, manifest("a", "d", "new", "later"), n_waiting=1)
+    summary = summarize_videos(ledger, manifest("a", "d", "new", "later"), n_waiting=1)
     assert (summary.n_videos, summary.n_ok, summary.n_failed, summary.n_missing, summary.n_waiting) == (3, 1, 1, 1, 1)
     assert (summary.tokens_kept, summary.n_warned, summary.failures) == (25, 0, {"timeout": 1})
-    assert summary.exit_code(9) == 1 and summarise(ledger, manifest("a", "d")).exit_code(1) == 0
+    assert summary.exit_code(9) == 1 and summarize_videos(ledger, manifest("a", "d")).exit_code(1) == 0
 
 
 def test_what_came_from_outside_the_videos_is_counted(tmp_path):
@@ -84,14 +84,14 @@ def test_what_came_from_outside_the_videos_is_counted(tmp_path):
     ]
     store = write_header(tmp_path)
     write_shard(store, "r1", *(encoded_failure(f"v{number}", fault) for number, fault in enumerate(faults)))
-    summary = summarise(Ledger(store).refresh())
+    summary = summarize_videos(Ledger(store).refresh())
     assert (summary.n_outside, summary.n_failed, summary.n_ok) == (3, 6, 0)
     assert summary.failures == {"out-of-memory": 2, "io": 1, "internal": 1, "corrupt": 1, "crash": 1}
 
 
 def shown(summary) -> str:
     text = io.StringIO()
-    Console(file=text, width=200).print(render(summary))
+    Console(file=text, width=200).print(render_summary(summary))
     return " ".join(text.getvalue().split())
 
 
@@ -110,7 +110,7 @@ def test_the_page_explains_every_line_of_the_summary():
 
 
 def test_lost_rows_are_a_trouble_of_a_run(ledger):
-    lost = replace(summarise(ledger, manifest("a")), n_lost=2, lost=["x", "y"])
+    lost = replace(summarize_videos(ledger, manifest("a")), n_lost=2, lost=["x", "y"])
     (text,) = lost.iter_troubles("video", 1)
     assert text.startswith(
         "2 committed videos without a row in any file of videos/ (x, y): restore the files of videos/"
@@ -139,7 +139,7 @@ def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
     backwards = [*(f"v{i}" for i in reversed(range(len(videos)))), "bad"]
     in_parts = pa.chunked_array([backwards[:5], backwards[5:]])
     for ledger in (Ledger(store).refresh(), merged(store)):
-        summary = summarise(ledger, pa.table({"video_id": in_parts}))
+        summary = summarize_videos(ledger, pa.table({"video_id": in_parts}))
         assert summary.other_decoder == {missing: 2, counted.format("N").replace("250", "N"): 2, other: 1}
         assert summary.remarks == {"hdr": 2, "stretched": 1, "uneven": 2, "shared": 1}
         assert (summary.n_warned, summary.warned) == (5, ["v10", "v9", "v8"])
@@ -153,9 +153,9 @@ def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
             "positions 1 video with temporal patches that share a position in time",
         ):
             assert said in lines, lines
-        assert summarise(ledger, manifest("v6", "v7")).other_decoder == {}
+        assert summarize_videos(ledger, manifest("v6", "v7")).other_decoder == {}
         json.dumps(summary.as_record())
-    quiet = shown(summarise(Ledger(write_header(tmp_path / "empty")).refresh()))
+    quiet = shown(summarize_videos(Ledger(write_header(tmp_path / "empty")).refresh()))
     assert "decoder" not in quiet and "pictures" not in quiet and "positions" not in quiet
 
 
@@ -173,29 +173,29 @@ def test_videos_that_a_limit_gave_other_frames_are_counted_from_their_rows(tmp_p
     sampling = {"fps": 2.0, "max_frames": 4, "min_frames": 4}
     ids = [f"v{i}" for i in reversed(range(9))]
     for ledger in (Ledger(store).refresh(), merged(store)):
-        limits = summarise(ledger, manifest(*ids, "bad"), sampling=sampling).frame_limits
+        limits = summarize_videos(ledger, manifest(*ids, "bad"), sampling=sampling).frame_limits
         assert limits == {
             **{"fps": 2.0, "max_frames": 4, "min_frames": 4, "n_capped": 3, "n_filled": 2, "n_unknown": 2},
             **{"lowest_fps": 4 / 600 * 4.0, "longest": "v4", "filled": ["v5", "v3"]},
         }
-        lines = shown(summarise(ledger, sampling=sampling))
+        lines = shown(summarize_videos(ledger, sampling=sampling))
         for said in (
             "frames 3 videos were capped at 4 frames (lowest rate 0.027 frames per second, of v4); --max-frames raises",
             "frames 2 short videos got more frames than --fps 2 gives, since this model takes at least 4 where a video",
             "frames 2 rows of an older version: whether a limit changed the number of frames is not known",
         ):
             assert said in lines, lines
-        part = summarise(ledger, manifest("v2"), sampling=sampling)
+        part = summarize_videos(ledger, manifest("v2"), sampling=sampling)
         assert part.frame_limits["longest"] == "v2" and "1 video was capped at 4 frames" in shown(part)
         assert json.loads(json.dumps(part.as_record()))["frame_limits"]["n_capped"] == 1
-        for quiet in (summarise(ledger, manifest("v0", "v1"), sampling=sampling), summarise(ledger)):
+        for quiet in (summarize_videos(ledger, manifest("v0", "v1"), sampling=sampling), summarize_videos(ledger)):
             assert "frames" not in shown(quiet)
-        assert summarise(ledger, sampling={"num_frames": 4}).frame_limits is None
-        uncapped = summarise(ledger, sampling={**sampling, "max_frames": None}).frame_limits
+        assert summarize_videos(ledger, sampling={"num_frames": 4}).frame_limits is None
+        uncapped = summarize_videos(ledger, sampling={**sampling, "max_frames": None}).frame_limits
         assert (uncapped["n_capped"], uncapped["n_filled"], uncapped["longest"]) == (0, 5, None)
 
 
 def merged(store) -> Ledger:
     """The same cache, once its rows lie in a sorted file."""
-    merge(store, made_with(store), everything=True)
+    merge_table_files(store, read_fingerprint(store), everything=True)
     return Ledger(store).refresh()

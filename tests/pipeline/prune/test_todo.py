@@ -11,7 +11,7 @@ from pipeline.errors import RunFailed, VideoFault
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import ManifestCounts, select_shard
+from pipeline.prune.resume import ManifestCounts, select_slice
 from pipeline.prune.todo import Todo, TodoSelection
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
@@ -187,7 +187,7 @@ def test_a_run_deletes_removed_videos_from_new_indexes_of_all_shards_and_a_plan_
     videos = list_for_run(path, tmp_path)
     (kept,) = (tmp_path / "cache" / "sources").iterdir()
     before, ledger = kept.read_bytes(), Ledger(videos.indexes.store).refresh()
-    (number,) = (number for number in range(2) if "a.tar/2.mp4" not in ids(select_shard(videos.known, (number, 2))))
+    (number,) = (number for number in range(2) if "a.tar/2.mp4" not in ids(select_slice(videos.known, (number, 2))))
     for keeps in (False, True):
         videos.indexes.keeps = keeps
         TodoSelection(PruneConfig(shard=f"{number}/2"), videos, ledger).select(videos.known)

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.prune.resources import MAX_UNIT_BYTES, cut_tasks
+from pipeline.prune.resources import MAX_TASK_BYTES, cut_tasks
 
 
 def members(sizes, shard="a.tar"):
@@ -43,7 +43,7 @@ def test_units_are_bounded_and_shrink_towards_the_end(workers, bundle, largest):
     for start, stop in found:
         assert stop - start <= 256
         assert (stop - start) % bundle == 0 or stop == len(sizes)
-        assert sum(sizes[start : stop - bundle]) <= min(MAX_UNIT_BYTES, sum(sizes[start:]) / (4 * workers))
+        assert sum(sizes[start : stop - bundle]) <= min(MAX_TASK_BYTES, sum(sizes[start:]) / (4 * workers))
     assert all(stop - start <= bundle for start, stop in found[-workers:])
 
 

@@ -12,7 +12,7 @@ from gstep.pruners.base import Pruner, Selection
 from gstep.types import VisualTokens
 from pipeline.prune import encode_stage
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
-from pipeline.prune.warm_up import compiled_beside
+from pipeline.prune.warm_up import compile_meanwhile
 from tests.gstep.synthetic import needs_cuda
 
 pruned: list[tuple[str, list[int], int]] = []
@@ -49,7 +49,7 @@ def test_a_method_compiles_in_a_thread_while_the_context_works():
             assert begun.wait(60)
             return super().select(*given)
 
-    with compiled_beside(Waiting(), 0.25, (4, 9, 16), "cpu"):
+    with compile_meanwhile(Waiting(), 0.25, (4, 9, 16), "cpu"):
         assert pruned == []
         begun.set()
     assert pruned == [("compile", [4, 9, 16], 9)]
@@ -57,7 +57,7 @@ def test_a_method_compiles_in_a_thread_while_the_context_works():
 
 def test_a_failure_is_warned_of_and_raises_nothing():
     warned = pytest.warns(RuntimeWarning, match="recorder could not be tried .*no compiler")
-    with warned, compiled_beside(Recorder(breaks=True), 0.25, (2, 3, 4), "cpu"):
+    with warned, compile_meanwhile(Recorder(breaks=True), 0.25, (2, 3, 4), "cpu"):
         pass
     assert len(pruned) == 1
 
@@ -65,17 +65,17 @@ def test_a_failure_is_warned_of_and_raises_nothing():
 def test_only_a_gpu_that_knows_its_videos_compiles_ahead(monkeypatch):
     """The shape is that of the kept tokens' source, by the model's config; a user's own method may do anything."""
     taken = []
-    monkeypatch.setattr(encode_stage, "compiled_beside", lambda *given: taken.append(given))
+    monkeypatch.setattr(encode_stage, "compile_meanwhile", lambda *given: taken.append(given))
     setup = EncodeSetup(ModelSource.resolve("tiny"), "gstep", 0.25, device="cpu", shape=(2, 384, 384))
     encoder = VideoEncoder(setup)
     assert taken == []
     encoder._runtime = replace(encoder._runtime, device="cuda")
-    encoder._compiling()
+    encoder._compile_kernels_meanwhile()
     tokens = encoder.backbone.encode(torch.zeros((2, 384, 384, 3), dtype=torch.uint8)).tokens
     assert [(given[1], given[2], given[3]) for given in taken] == [(0.25, tuple(tokens.shape), "cuda")]
     for other in (replace(setup, shape=None), replace(setup, pruner=f"{__name__}:Recorder")):
         encoder._setup = other
-        encoder._compiling()
+        encoder._compile_kernels_meanwhile()
     assert len(taken) == 1
 
 

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline import TokenCache
-from pipeline.cache.header import made_with
+from pipeline.cache.header import read_fingerprint
 from pipeline.cache.writer import commit_records, commit_rows
 from pipeline.errors import VideoFault
 from pipeline.prune.batches import WRITTEN_SCHEMA, pack
@@ -27,8 +27,10 @@ def test_videos_become_one_shard_whoever_writes_them_that_can_be_committed_and_r
     again = Writer(store, "run").write(pack([good[0], failure]), pack([good[1]]))
     assert again["footer_hash"] == written["footer_hash"]  # the same file
     assert len(store.names("tokens", ".parquet")) == 1 and rows[1]["token_shard"] is None
-    commit_rows(store, "run", 0, pa.concat_tables([written.slice(0, 1), written.slice(1)]), made_with=made_with(store))
-    commit_records(store, "run", 0, rows, made_with=made_with(store))
+    commit_rows(
+        store, "run", 0, pa.concat_tables([written.slice(0, 1), written.slice(1)]), made_with=read_fingerprint(store)
+    )
+    commit_records(store, "run", 0, rows, made_with=read_fingerprint(store))
     assert len(store.names("videos", ".parquet")) == 1  # to the byte the same file, whose name has a hash of it
     cache = TokenCache(tmp_path)
     assert cache.failed == {"bad": "corrupt"}

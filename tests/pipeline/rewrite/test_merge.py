@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from pipeline import TokenCache
-from pipeline.cache.header import fingerprint, has_own_card, made_with
-from pipeline.cache.merging import merge_fully
+from pipeline.cache.header import compute_fingerprint, has_generated_card, read_fingerprint
+from pipeline.cache.merging import merge_table_fully
 from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, RemovedVideo, UsageError, VideoFault
 from pipeline.rewrite import merge as merge_module
 from pipeline.rewrite.merge import merge_caches
 from pipeline.rewrite.remove import remove_videos
 from pipeline.runner.run_record import list_committed_shards
-from pipeline.storage.stores import LocalStore, store_at
+from pipeline.storage.stores import LocalStore, make_store
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, say_what_was_committed, shards
 from tests.pipeline.s3 import S3Server
@@ -76,7 +76,7 @@ def test_the_union_is_by_the_rule_and_leaves_its_sources_as_they_are(two, tmp_pa
     before, out = [bytes_of(store) for store in two], LocalStore(tmp_path / "c")
     done = merge_caches(two, out, quiet)
     assert_whole(out, *two)
-    assert (done.videos, done.equal, done.linked, done.copied) == (4, 2, 4, 0) and has_own_card(out)
+    assert (done.videos, done.equal, done.linked, done.copied) == (4, 2, 4, 0) and has_generated_card(out)
     assert [bytes_of(store) for store in two] == before
     assert len(shards(out)) == 4 and all(file.stat().st_nlink == 2 for file in shards(out))  # "both" is there once
     again = merge_caches(two, out, quiet)
@@ -181,7 +181,7 @@ def test_nothing_stays_of_a_video_that_one_cache_has_removed(tmp_path, order, me
     remove_videos(first, ["gone"], "licence", quiet, timedelta(0))
     if merged:
         for store in (first, second, third):
-            merge_fully(store, made_with(store))
+            merge_table_fully(store, read_fingerprint(store))
     tokens = TokenCache(second.root).get("stays").tokens
     sources = [(first, second, third)[number] for number in order]
     out = second if into else LocalStore(tmp_path / "c")
@@ -256,7 +256,7 @@ def test_a_cache_that_is_written_to_meanwhile_is_taken_as_of_one_moment(two, tmp
             write_shard(two[0], "later", encoded("later", random_tokens(9, SHAPE), 0.25, "gstep"))
             say_what_was_committed(two[0])
             if merged:
-                merge_fully(two[0], fingerprint(TokenCache(two[0].root).identity))
+                merge_table_fully(two[0], compute_fingerprint(TokenCache(two[0].root).identity))
 
     take = merge_module._take_live_tokens
     monkeypatch.setattr(merge_module, "_take_live_tokens", and_more)
@@ -270,7 +270,7 @@ def test_a_cache_that_is_written_to_meanwhile_is_taken_as_of_one_moment(two, tmp
 
 def test_folders_go_to_s3_and_back(two, tmp_path):
     with S3Server("merge") as server:
-        far, back = store_at(server.uri("merged"), server.objects()), LocalStore(tmp_path / "back")
+        far, back = make_store(server.uri("merged"), server.objects()), LocalStore(tmp_path / "back")
         there, here = merge_caches(two, far, quiet), merge_caches([far], back, quiet)
     assert_whole(back, *two)
     n_bytes = sum(file.stat().st_size for file in shards(back))

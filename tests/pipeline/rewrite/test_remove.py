@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import TokenCache
-from pipeline.cache.header import HEADER, made_with, read_header, serialise_header
+from pipeline.cache.header import HEADER, read_fingerprint, read_header, serialize_header
 from pipeline.cache.live import LiveVideos
-from pipeline.cache.merging import merge, merge_fully
+from pipeline.cache.merging import merge_table_files, merge_table_fully
 from pipeline.errors import CacheLocked, NotACache, RemovedVideo
 from pipeline.rewrite.remove import remove_videos
 from pipeline.runner.claim import Claim
@@ -73,16 +73,16 @@ def test_videos_are_gone_once_and_for_all_and_their_neighbours_stay_bit_for_bit(
     with pytest.raises(RemovedVideo):
         TokenCache(store.root).get("b")
     assert remove(store, "b").moved == 1 and mentions(store.root, "b") == []
-    merge_fully(store, made_with(store))
+    merge_table_fully(store, read_fingerprint(store))
     assert TokenCache(store.root).video_ids == ["a", "c", "d", "e", "g"] and kinds(verified(store)) == []
     write_shard(store, "later", video_of("b", 9, attempts=9), video_of("h", 3))
-    merge_fully(store, made_with(store))  # which drops the late row of b
+    merge_table_fully(store, read_fingerprint(store))  # which drops the late row of b
     assert remove(store, "b").moved == 1 and mentions(store.root, "b") == []
 
 
 def test_every_file_that_goes_is_named(store):
     """Those that the first of its merges deleted were not."""
-    merge(store, made_with(store), everything=True)
+    merge_table_files(store, read_fingerprint(store), everything=True)
     before = {file.name for folder in ("tokens", "videos") for file in store.list_files(folder)}
     done = remove(store, "b")
     left = {file.name for folder in ("tokens", "videos") for file in store.list_files(folder)}
@@ -91,7 +91,7 @@ def test_every_file_that_goes_is_named(store):
 
 def test_an_earlier_attempt_whose_row_was_merged_away_is_gone_too(store, sound):
     write_shard(store, "run3", video_of("b", 9, attempts=3))
-    merge_fully(store, made_with(store))
+    merge_table_fully(store, read_fingerprint(store))
     assert len(store.names("tokens", ".parquet")) == 5
     remove(store, "b")
     assert_removed(store, sound, "b")
@@ -102,7 +102,7 @@ def test_what_a_run_beside_another_stored_of_a_video_is_gone_too(store, sound, v
     """Its row is dropped by a merge, and its token shard stays for another video; merged caches are alike."""
     for run, other in (("run3", "g"), ("run4", "h")):
         write_shard(store, run, video_of(video_id, 6), video_of(other, 7))
-    merge_fully(store, made_with(store))
+    merge_table_fully(store, read_fingerprint(store))
     assert len(mentions(store.root, video_id)) == 3
     remove(store, video_id)
     assert mentions(store.root, video_id) == [] and kinds(verified(store)) == []
@@ -111,10 +111,10 @@ def test_what_a_run_beside_another_stored_of_a_video_is_gone_too(store, sound, v
 
 def test_what_old_code_stored_of_a_video_is_gone_too_and_takes_no_other_video_s_place(store):
     """Rows of old code came back as rows of the new one, before tokens of the new one."""
-    old = made_with(store)
+    old = read_fingerprint(store)
     header = read_header(store)
     pruner = {**header["identity"]["pruner"], "code": "2"}
-    store.put(HEADER, serialise_header({**header, "identity": {**header["identity"], "pruner": pruner}}))
+    store.put(HEADER, serialize_header({**header, "identity": {**header["identity"], "pruner": pruner}}))
     write_shard(store, "new", video_of("a", 30), video_of("b", 31))
     new = tokens_of(store.root)
     for steps in range(40):
@@ -200,7 +200,7 @@ def test_whatever_is_interrupted_the_next_one_ends(tmp_path):
         whole = LocalStore(store.root)
         assert {"b", "c"} <= {*TokenCache(store.root).video_ids}
         if steps % 2:  # somebody else leaves out and deletes the rows that named the tokens
-            merge_fully(whole, made_with(whole))
+            merge_table_fully(whole, read_fingerprint(whole))
         remove(whole, "a")
         assert mentions(whole.root, "a") == []
         verified(whole, clean=True, keep=NOW)  # a token shard that was about to take the others

@@ -5,7 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from pipeline.runner import run_record
-from pipeline.runner.run_record import NO_ANSWER, seconds_left, write_last
+from pipeline.runner.run_record import NO_ANSWER, compute_seconds_left, write_last
 
 
 def test_a_write_is_done_or_says_why_not():
@@ -37,8 +37,8 @@ def test_writes_that_hang_share_one_bound_and_leave_a_part_to_others(monkeypatch
     ending, forever = KeyboardInterrupt(), threading.Event()
     try:
         assert write_last(ending, forever.wait, spare_s=3.0) == NO_ANSWER
-        assert (now, seconds_left(ending)) == (5.0, 3.0)
+        assert (now, compute_seconds_left(ending)) == (5.0, 3.0)
         assert [write_last(ending, forever.wait) for _ in range(5)] == [NO_ANSWER] * 5
-        assert (now, seconds_left(ending), seconds_left(KeyboardInterrupt())) == (8.0, 0.0, 8.0)
+        assert (now, compute_seconds_left(ending), compute_seconds_left(KeyboardInterrupt())) == (8.0, 0.0, 8.0)
     finally:
         forever.set()

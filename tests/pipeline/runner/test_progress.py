@@ -9,7 +9,7 @@ from rich.console import Console
 from pipeline.generate.run import ANSWERING
 from pipeline.prune.resources import PRUNING
 from pipeline.runner import progress as progress_module
-from pipeline.runner.progress import LineReporter, Listening, OneLine, Pace, Progress, reporter
+from pipeline.runner.progress import CallbackConsole, LineReporter, NotebookLine, Pace, Progress, make_reporter
 from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.outages import OUTAGES, Outage, announce_outages
 from tests.waiting import wait_until
@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 
 def test_a_log_gets_lines_even_while_nothing_is_committed():
     text = io.StringIO()
-    with reporter(Console(file=text, width=120), 10, 0.02, PRUNING) as progress:
+    with make_reporter(Console(file=text, width=120), 10, 0.02, PRUNING) as progress:
         wait_until(lambda: text.getvalue().count("\n") >= 3, "three lines")
         progress.advance(3, 1)
         progress.stages(WorkerReport(n_results={"decode": 7, "encode": 5, "write": 4}))
@@ -40,9 +40,13 @@ def test_a_store_that_does_not_answer_is_the_bottleneck_of_all_displays_though_n
     monkeypatch.setattr(progress_module, "EARLY_S", 3600)  # only the line at the end
     busy = dict.fromkeys(PRUNING.stages, 30.0)
     line, bar, told = io.StringIO(), io.StringIO(), list[Progress]()
-    consoles = Console(file=line, width=200), Console(file=bar, force_terminal=True, width=200), Listening(told.append)
+    consoles = (
+        Console(file=line, width=200),
+        Console(file=bar, force_terminal=True, width=200),
+        CallbackConsole(told.append),
+    )
     for console in consoles:
-        with announce_outages(lambda text: None), reporter(console, 10, 3600, PRUNING) as progress:
+        with announce_outages(lambda text: None), make_reporter(console, 10, 3600, PRUNING) as progress:
             progress.stages(WorkerReport(up_s=busy, busy_s=busy))
             assert progress.current.bottleneck == "write"
             OUTAGES.note_failure(Outage("s3://b", 0.0, "503 SlowDown"))
@@ -56,7 +60,7 @@ def test_a_store_that_does_not_answer_is_the_bottleneck_of_all_displays_though_n
 
 def test_a_terminal_gets_a_bar():
     text = io.StringIO()
-    with reporter(Console(file=text, force_terminal=True, width=120), 10, 30, PRUNING) as progress:
+    with make_reporter(Console(file=text, force_terminal=True, width=120), 10, 30, PRUNING) as progress:
         progress.stages(WorkerReport(n_results={"decode": 3, "encode": 2, "write": 0}))
         progress.advance(9, 1)
     assert "10/10" in text.getvalue() and "1 failed, 9 decoded, 9 encoded" in text.getvalue()
@@ -105,9 +109,9 @@ def test_rate_and_time_left_are_of_what_came_through_since_the_first_though_noth
 
 def test_a_function_is_told_numbers_and_notes():
     told: list[Progress] = []
-    console = Listening(told.append)
+    console = CallbackConsole(told.append)
     console.print("note: [a] long one " + "x" * 200, markup=False)
-    with reporter(console, 3, 30.0, PRUNING) as progress:
+    with make_reporter(console, 3, 30.0, PRUNING) as progress:
         progress.stages(WorkerReport(n_results={"decode": 2, "encode": 1, "write": 0}))
         progress.stages(WorkerReport(n_results={"decode": 2, "encode": 1, "write": 0}))  # nothing new
         progress.advance(1, 1)
@@ -131,14 +135,14 @@ def test_of_a_run_of_one_stage_its_own_is_told_and_what_the_function_raises_leav
         if progress.done:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), reporter(Listening(stop), 2, 30.0, ANSWERING) as progress:
+    with pytest.raises(KeyboardInterrupt), make_reporter(CallbackConsole(stop), 2, 30.0, ANSWERING) as progress:
         progress.stages(WorkerReport(n_results={"answer": 1}))
         assert (told[-1].item, dict(told[-1].ahead)) == ("question", {"asked": 1})
         progress.advance(1, 0)
 
 
 def test_a_notebook_has_one_line_written_over_and_notes_above_it(capsys):
-    line = OneLine()
+    line = NotebookLine()
     line(Progress(note="configuration: out=c"))
     line(Progress(item="video", total=2))
     line(Progress(note="note: no GPU"))

@@ -10,7 +10,7 @@ import ray
 from ray.data import DataContext
 
 from pipeline.errors import UsageError
-from pipeline.runner.python_calls import make_console, run_here
+from pipeline.runner.python_calls import isolate_run, make_console
 from pipeline.runner.stages import configure_ray_data
 
 
@@ -30,7 +30,7 @@ def state() -> dict[str, object]:
 def test_all_is_as_it_was_after_a_run_that_fails_too(monkeypatch, error):
     monkeypatch.setenv("RAY_HELD", "1")
     before = state()
-    with pytest.raises(RuntimeError) if error else nullcontext(), run_here():
+    with pytest.raises(RuntimeError) if error else nullcontext(), isolate_run():
         configure_ray_data()
         logging.getLogger("ray").setLevel(logging.CRITICAL)
         os.environ.update(RAY_HELD="2", RAY_NEW="3")
@@ -43,8 +43,8 @@ def test_all_is_as_it_was_after_a_run_that_fails_too(monkeypatch, error):
 def test_runs_beside_each_other_restore_the_process_when_the_last_one_ends(monkeypatch):
     before = state()
     with ExitStack() as first, ExitStack() as second:
-        first.enter_context(run_here())
-        second.enter_context(run_here())
+        first.enter_context(isolate_run())
+        second.enter_context(isolate_run())
         configure_ray_data()
         within = state()
         first.close()

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from pipeline.errors import FAULTS, UsageError
-from pipeline.runner.run_record import Outcome, RunFile, check_out_folder, count_failures, new_run_id
-from pipeline.storage.s3 import Objects
+from pipeline.runner.run_record import Outcome, RunFile, check_out_folder, count_failures, make_run_id
+from pipeline.storage.s3 import S3Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 
 
@@ -66,7 +66,7 @@ def test_a_store_that_is_away_hides_nothing_and_is_not_hidden(tmp_path):
 
 
 def test_names_of_runs_differ_and_sort_by_their_time():
-    names = [new_run_id() for _ in range(50)]
+    names = [make_run_id() for _ in range(50)]
     assert len(set(names)) == 50
     assert all(re.fullmatch(r"\d{8}T\d{9}Z-[0-9a-f]{6}", name) for name in names)
     times = [name.partition("-")[0] for name in names]
@@ -83,7 +83,7 @@ def test_a_relative_place_in_an_uploaded_folder_would_be_lost(monkeypatch, out, 
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(UPLOADED))
     with pytest.raises(UsageError, match=r"--out cache: .*name an absolute path"):
         check_out_folder(LocalStore("cache"))
-    check_out_folder(ObjectStore("s3://bucket/cache", Objects()))
+    check_out_folder(ObjectStore("s3://bucket/cache", S3Objects()))
     if job is None:
         monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
     else:
@@ -148,7 +148,7 @@ def test_the_table_names_the_remedy_and_takes_no_id_for_markup():
     examples = {"io": ("[red]a[/red].mp4", "gone"), "strange": ("b.mp4", "?")}
     ended = Outcome(n_ok=1, failures={"io": 2, "strange": 1}, n_missing=0, examples=examples)
     text = io.StringIO()
-    Console(file=text, width=300).print(ended.failures_table("video", FAULTS))
+    Console(file=text, width=300).print(ended.make_failures_table("video", FAULTS))
     said = text.getvalue()
     assert "failed videos" in said and "[red]a[/red].mp4: gone" in said and FAULTS["io"].remedy in said
     assert "b.mp4: ?" in said

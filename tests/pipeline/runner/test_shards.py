@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from pipeline.runner.shards import GraphOutput, RunGraph, Shard, Shards
+from pipeline.runner.shards import GraphBatch, RunGraph, ShardBundler, WrittenShard
 from pipeline.runner.stages import Stage, start_actors
 from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until
@@ -22,21 +22,21 @@ class Clock:
         return self.now
 
 
-def batch(*ids: str) -> GraphOutput:
-    return GraphOutput([pa.table({"id": list(ids)})], len(ids))
+def batch(*ids: str) -> GraphBatch:
+    return GraphBatch([pa.table({"id": list(ids)})], len(ids))
 
 
-def of_three(clock: Clock) -> Shards:
+def of_three(clock: Clock) -> ShardBundler:
     """Shards of three items, or of what is a minute old, without writers."""
-    return Shards(RunGraph(dataset=None, items_per_shard=3), age_s=60, clock=clock)
+    return ShardBundler(RunGraph(dataset=None, items_per_shard=3), age_s=60, clock=clock)
 
 
-def given(shards: Shards) -> list[list[str]]:
+def given(shards: ShardBundler) -> list[list[str]]:
     """Return the ids of each shard that is written, and acknowledge it."""
     return [shard.rows["id"].to_pylist() for shard in committed(shards)]
 
 
-def committed(shards: Shards, until_the_end: bool = False) -> list[Shard]:
+def committed(shards: ShardBundler, until_the_end: bool = False) -> list[WrittenShard]:
     """Return the shards that are written now, or until no shard is left, and acknowledge each."""
     written = []
     while (shard := shards.next_written()) is not None or (until_the_end and shards.finish()):
@@ -87,7 +87,7 @@ def test_a_shard_whose_commit_was_interrupted_is_given_again_under_its_number():
 
 def test_items_that_turn_out_not_to_exist_are_taken_no_more_once_the_shard_is_committed():
     shards = of_three(Clock())
-    shards.take(GraphOutput(batch("a", "b").tables, 3))  # three at most
+    shards.take(GraphBatch(batch("a", "b").tables, 3))  # three at most
     assert (shards.n_taken, given(shards), shards.n_taken, shards.n_committed) == (3, [["a", "b"]], 2, 2)
 
 
@@ -115,10 +115,10 @@ def test_no_more_is_taken_than_writers_have_to_do_and_one_that_is_killed_loses_n
     gate = tmp_path / "open"
     with ray_here({"num_cpus": 2}):
         flow = RunGraph(None, 2, partial(start_actors, Gated, Stage(0, 0, 1, "one"), (gate,)))
-        with Shards(flow, age_s=3600) as shards:
+        with ShardBundler(flow, age_s=3600) as shards:
             for number in range(6):  # a shard that is written, one that is next, and one that waits for its place
                 assert shards.has_room()
-                shards.take(GraphOutput([ray.put(batch(f"v{number}").tables[0])], 1))
+                shards.take(GraphBatch([ray.put(batch(f"v{number}").tables[0])], 1))
             assert not shards.has_room() and shards.next_written(wait_s=0) is None
             (writer,) = shards._writers
             ray.kill(writer, no_restart=False)
@@ -134,9 +134,9 @@ def test_shards_that_are_written_meanwhile_are_committed_together_and_again_afte
     gates = [tmp_path / name for name in "ab"]
     with ray_here({"num_cpus": 2}):
         flow = RunGraph(None, 1, lambda *have: [*map(gated, gates)])
-        with Shards(flow, age_s=3600) as shards:
+        with ShardBundler(flow, age_s=3600) as shards:
             for number in range(4):
-                shards.take(GraphOutput([ray.put(batch(f"v{number}").tables[0])], 1))
+                shards.take(GraphBatch([ray.put(batch(f"v{number}").tables[0])], 1))
             for gate in gates:
                 gate.touch()
             ray.wait([writing.answer for writing in shards._writing.values()], num_returns=4, timeout=60)

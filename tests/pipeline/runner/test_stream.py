@@ -29,7 +29,7 @@ from pipeline.runner import execution, run_record, shards, stream, watchdog
 from pipeline.runner.cluster.head import HeadLost
 from pipeline.runner.job import Job, Watch
 from pipeline.runner.progress import Progress
-from pipeline.runner.shards import GraphOutput, RunGraph, Shard, Shards
+from pipeline.runner.shards import GraphBatch, RunGraph, ShardBundler, WrittenShard
 from pipeline.runner.stages import Plan, Stage, StageWords, Wording
 from pipeline.runner.stream import Stream, commit_all
 from pipeline.runner.watchdog import ClusterChanged, is_still_running
@@ -54,11 +54,11 @@ class WordPlan(Plan):
 class WordGraph(RunGraph):
     """A graph of words, two a shard: each is its own batch. A word "?" makes the graph fail, as Ray would."""
 
-    def batches(self) -> Iterator[GraphOutput]:
+    def batches(self) -> Iterator[GraphBatch]:
         for word in self.dataset:
             if word == "?":
                 raise ray.exceptions.RaySystemError("the node is gone")
-            yield GraphOutput([pa.table({"word": [word], "status": ["failed" if word == "bad" else "ok"]})], 1)
+            yield GraphBatch([pa.table({"word": [word], "status": ["failed" if word == "bad" else "ok"]})], 1)
 
 
 class Words(list[str]):
@@ -172,7 +172,7 @@ def heartbeats_in_this_process(monkeypatch):
     """The heartbeats' own class, which answers here instead of in an actor of Ray."""
     heartbeats = Heartbeats(("write",))
     monkeypatch.setattr(ray, "get", lambda answer, timeout=None: answer)
-    monkeypatch.setattr(execution, "heartbeats_of", lambda stages: nullcontext(handle_of(heartbeats.read)))
+    monkeypatch.setattr(execution, "run_heartbeats", lambda stages: nullcontext(handle_of(heartbeats.read)))
 
 
 class Answer:
@@ -262,7 +262,7 @@ def test_a_stream_that_has_ended_gives_nothing_more_and_counts_the_last_shard_on
 
 def test_a_shard_is_on_disk_before_the_graph_has_ended(tmp_path):
     class Watched(WordGraph):
-        def batches(self) -> Iterator[GraphOutput]:
+        def batches(self) -> Iterator[GraphBatch]:
             for number, batch in enumerate(super().batches()):
                 # One batch waits to be fetched and one to be taken, so that five behind a shard it must be written.
                 assert number < 7 or (tmp_path / "words" / "w0").exists()
@@ -279,14 +279,14 @@ def test_a_committed_shard_does_not_stay_in_memory():
     bytes_of_shards: list[weakref.ref] = []
 
     class Large(WordGraph):
-        def batches(self) -> Iterator[GraphOutput]:
+        def batches(self) -> Iterator[GraphBatch]:
             for word in self.dataset:
                 letters = np.frombuffer(bytearray(word * 2, "ascii"), np.uint8)
                 bytes_of_shards.append(weakref.ref(letters))
                 ends = pa.py_buffer(np.array([0, 1, 2], np.int32))
                 words = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(letters)])
                 del letters
-                yield GraphOutput([pa.table({"word": words, "status": ["ok", "ok"]})], 2)
+                yield GraphBatch([pa.table({"word": words, "status": ["ok", "ok"]})], 2)
 
     job = WordJob()
     job.graph = lambda items, plan, heartbeats: Large(items[::2], 2)
@@ -327,7 +327,7 @@ def test_what_ray_raises_is_told_in_the_words_of_the_worker_and_what_came_out_is
     def read() -> WorkerReport:
         return WorkerReport(failure=told)
 
-    monkeypatch.setattr(execution, "heartbeats_of", lambda stages: nullcontext(handle_of(read)))
+    monkeypatch.setattr(execution, "run_heartbeats", lambda stages: nullcontext(handle_of(read)))
     disk, job = Disk(tmp_path), WordJob()
     with pytest.raises(RunFailed, match=rf"^the run stopped after 3 of 5 words: .*{said}"):
         write(disk, job, [*"abc", "?", "d"])
@@ -344,7 +344,9 @@ def test_a_graph_that_failed_has_ended_when_the_cause_is_searched(tmp_path, monk
         return execution.DiskSearch({}, {"n": "host n"})
 
     monkeypatch.setattr(execution, "find_full_disks", search)
-    monkeypatch.setattr(Shards, "next_written", Mock(side_effect=ray.exceptions.RaySystemError("a writer is gone")))
+    monkeypatch.setattr(
+        ShardBundler, "next_written", Mock(side_effect=ray.exceptions.RaySystemError("a writer is gone"))
+    )
     with pytest.raises(RunFailed, match="a writer is gone; no process started on host n, as on a full disk: look at"):
         write(Disk(tmp_path), job, "abcde")
     assert ended == [True]
@@ -381,8 +383,8 @@ def test_no_time_is_told_while_items_are_still_found(tmp_path, quick):
 class Bundles(WordGraph):
     """A graph whose batches may hold two words each, and hold one."""
 
-    def batches(self) -> Iterator[GraphOutput]:
-        return (GraphOutput(batch.tables, 2) for batch in super().batches())
+    def batches(self) -> Iterator[GraphBatch]:
+        return (GraphBatch(batch.tables, 2) for batch in super().batches())
 
 
 @pytest.mark.parametrize(
@@ -546,10 +548,10 @@ def test_a_stream_ends_its_graph_then_reads_the_last_report_and_ends_the_workers
         finally:
             steps.append("heartbeats")
 
-    monkeypatch.setattr(execution, "heartbeats_of", heartbeats_of)
+    monkeypatch.setattr(execution, "run_heartbeats", heartbeats_of)
     monkeypatch.setattr(stream, "end_workers", lambda: steps.append("workers"))
     monkeypatch.setattr(watchdog.Fetcher, "close", noting("graph", watchdog.Fetcher.close))
-    monkeypatch.setattr(Shards, "__exit__", noting("writers", Shards.__exit__))
+    monkeypatch.setattr(ShardBundler, "__exit__", noting("writers", ShardBundler.__exit__))
     monkeypatch.setattr(Watch, "take_last", noting("report", Watch.take_last))
     job = WordJob() if ending is None else WaitingJob()
     watch = Watch(Mock()) if ending is None else EndingWatch(job, ending)
@@ -565,7 +567,7 @@ def test_the_time_of_the_last_writes_begins_once_the_graph_has_ended(tmp_path, q
     blocked = threading.Event()
 
     class Stuck(WordGraph):
-        def batches(self) -> Iterator[GraphOutput]:
+        def batches(self) -> Iterator[GraphBatch]:
             yield from WordGraph([*"abc"], 2).batches()
             job.first.at_end.set()
             blocked.wait()
@@ -659,7 +661,7 @@ def test_a_commit_counts_as_movement(tmp_path, quick, monkeypatch):
     disk, job = Disk(tmp_path), WordJob()
 
     class Slow(WordGraph):
-        def batches(self) -> Iterator[GraphOutput]:
+        def batches(self) -> Iterator[GraphBatch]:
             for number, batch in enumerate(super().batches()):
                 yield batch
                 wait_until(lambda: len(disk.words()) > number, "the commit")  # noqa: B023 - called here and now
@@ -699,14 +701,14 @@ def test_a_head_that_is_lost_ends_the_run_and_is_named(tmp_path, quick, monkeypa
     monkeypatch.setattr(execution, "Head", Lost)
     job = WaitingJob(3)
     if is_lost_at_a_call:
-        failures, next_written = [ray.exceptions.RaySystemError("a call failed")], Shards.next_written
+        failures, next_written = [ray.exceptions.RaySystemError("a call failed")], ShardBundler.next_written
 
-        def fail_once(written: Shards, *wait: float) -> Shard | None:
+        def fail_once(written: ShardBundler, *wait: float) -> WrittenShard | None:
             if failures and job.first.at_end.is_set():
                 raise failures.pop()
             return next_written(written, *wait)
 
-        monkeypatch.setattr(Shards, "next_written", fail_once)
+        monkeypatch.setattr(ShardBundler, "next_written", fail_once)
     job.first = Endless([])  # for a head that is asked before there is a graph
     monkeypatch.setattr(stream, "end_workers", Mock(side_effect=AssertionError))
     with pytest.raises(HeadLost, match=r"^the run stopped after \d of 5 words: the head is away"):
@@ -719,11 +721,11 @@ def test_the_last_report_of_a_graph_names_excluded_workers_and_stores_that_do_no
     def read() -> WorkerReport:
         return report
 
-    monkeypatch.setattr(execution, "heartbeats_of", lambda stages: nullcontext(handle_of(read)))
+    monkeypatch.setattr(execution, "run_heartbeats", lambda stages: nullcontext(handle_of(read)))
     job, watch = WordJob(), Watch(Mock())
     write(Disk(tmp_path), job, "a", watch)
     assert "note: excluded worker: write on host h" in job.said and watch.reports == [report]
-    assert OUTAGES.list_places() == ["s3://b"]
+    assert OUTAGES.list_failing_stores() == ["s3://b"]
     OUTAGES.clear()
 
 
@@ -789,13 +791,13 @@ class Interrupt:
         return self._step
 
 
-class RecordedShards(Shards):
+class RecordedShards(ShardBundler):
     """Notes the words that it was given, and those that it has."""
 
     given: ClassVar[list[str]] = []
     had: ClassVar[list[str]] = []
 
-    def take(self, batch: GraphOutput) -> None:
+    def take(self, batch: GraphBatch) -> None:
         words = batch.tables[0]["word"].to_pylist()
         self.given.extend(words)
         super().take(batch)
@@ -821,7 +823,7 @@ def test_an_interrupt_at_any_point_loses_no_shard_and_counts_none_twice(
     monkeypatch, writers_in_this_process, has_writers
 ):
     monkeypatch.setattr(shards, "LOOK_S", 0.0)
-    monkeypatch.setattr(execution, "Shards", RecordedShards)
+    monkeypatch.setattr(execution, "ShardBundler", RecordedShards)
     monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.0)
 
     class Job(WordJob):

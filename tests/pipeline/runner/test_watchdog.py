@@ -13,7 +13,7 @@ from pipeline.prune.resources import PRUNING, plan_resources
 from pipeline.runner import watchdog as watchdog_module
 from pipeline.runner.progress import Progress, Speed
 from pipeline.runner.watchdog import SHRUNK_S, ClusterChanged, Fetcher, Growth, Watchdog
-from pipeline.runner.worker_reports import Heartbeats, ProgressDelta, Worker, heartbeats_of
+from pipeline.runner.worker_reports import Heartbeats, ProgressDelta, Worker, run_heartbeats
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.rays import PLAIN, graph_of, handle_of, hold_cpu, ray_here, rows_of
 from tests.pipeline.videos import write_clip
@@ -172,7 +172,7 @@ def test_nodes_that_come_one_after_another_are_waited_for():
 
 @pytest.fixture
 def heartbeats():
-    with ray_here(*PLAIN), heartbeats_of(STAGES) as heartbeats:
+    with ray_here(*PLAIN), run_heartbeats(STAGES) as heartbeats:
         yield heartbeats
 
 

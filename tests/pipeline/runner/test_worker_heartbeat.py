@@ -24,7 +24,7 @@ from pipeline.runner.worker_reports import (
     ProgressDelta,
     Worker,
     describe_crashes,
-    heartbeats_of,
+    run_heartbeats,
 )
 from pipeline.storage.outages import Outage
 from tests.jobs.processes import assert_all_gone
@@ -108,17 +108,17 @@ def test_work_waits_for_its_report_once_a_process_of_the_worker_crashed(actor):
     for crashes in range(2):
         mine = Heartbeat("encode", handle)
         mine.start()
-        with mine.holding("q1"):
+        with mine.hold_items("q1"):
             assert actor.read().inside["encode"] == [f"q1 on {HERE}"] * crashes
 
 
 def test_how_it_went_is_known_by_node_and_failures_by_host_and_class(actor):
     mine = Heartbeat("encode", handle(actor))
     for failed, fault in ((False, "corrupt"), (True, "io"), (None, None), (True, "io")):  # None: it came as a failure
-        with mine.holding("v") as held:
+        with mine.hold_items("v") as held:
             held.release(failed, is_result=fault is None, fault=fault)
     actor.state("encode", worker("w2", "h2", "n2"), [], ProgressDelta(n_ok=5, faults=("io",)))
-    with pytest.raises(OSError, match="away"), mine.holding("v"):
+    with pytest.raises(OSError, match="away"), mine.hold_items("v"):
         raise OSError("away")  # it is tried again here
     report = actor.read()
     assert report.tallies["encode"] == {"n1": NodeTally(HERE, 1, 2), "n2": NodeTally("h2", 5, 0)}
@@ -140,7 +140,7 @@ def test_what_was_held_before_is_held_meanwhile_and_after(actor):
 def test_of_several_items_those_that_are_done_are_let_go_and_told_with_the_last(actor):
     """Except where something went wrong, which may put this worker out of service."""
     mine = Heartbeat("decode", handle(actor))
-    with mine.holding("v1", "v2", "v3", "v4") as held:
+    with mine.hold_items("v1", "v2", "v3", "v4") as held:
         held.release(is_failure=False)
         assert (actor.read().n_passed_on["decode"], len(actor.read().inside["decode"])) == (0, 4)
         held.release(is_failure=True, is_result=False)
@@ -160,11 +160,11 @@ def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
 
     for heartbeats in (None, handle_of(state)):
         mine = Heartbeat("decode", heartbeats)
-        with mine.holding("v1"), mine.busy("work"):
+        with mine.hold_items("v1"), mine.busy("work"):
             mine.fail("why")
             mine.start()
             assert mine.find_crashes("v1") == []
-            with mine.holding("v1") as held:
+            with mine.hold_items("v1") as held:
                 held.release(is_failure=True)
             mine.wait_while_excluded()
 
@@ -205,8 +205,8 @@ def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
 
 def test_the_workers_of_a_failing_node_do_not_make_the_actor_count_thousands_each_second(monkeypatch):
     heartbeats, counts = Heartbeats(STAGES, clock := Clock()), list[str]()
-    at_work = heartbeats._at_work
-    monkeypatch.setattr(heartbeats, "_at_work", lambda stage: counts.append(stage) or at_work(stage))
+    at_work = heartbeats._find_workers_at_work
+    monkeypatch.setattr(heartbeats, "_find_workers_at_work", lambda stage: counts.append(stage) or at_work(stage))
     workers = [worker(f"w{number}", "h1" if number < 64 else "h2") for number in range(2000)]
     for number, who in enumerate(workers):
         failed = {"n_failed": RECENT} if number < 64 else {"n_ok": RECENT}
@@ -261,12 +261,12 @@ def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(ac
     mine = Heartbeat("decode", handle_of(actor.state, is_excluded))
     mine.wait_while_excluded()
     for is_failure in (True, None):  # None: not tried here
-        with mine.holding("v") as held:
+        with mine.hold_items("v") as held:
             held.release(is_failure)
         assert asked == []
     mine.wait_while_excluded()
     assert asked == [("decode", "w1")] * 2 and len(slept) == 1
-    with mine.holding("v") as held:
+    with mine.hold_items("v") as held:
         held.release(is_failure=False)
     mine.wait_while_excluded()
     assert len(asked) == 2
@@ -277,13 +277,13 @@ def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idl
     mine = Heartbeat("encode", handle(actor))
     mine.start()
     clock.now += 1
-    with mine.loading():
+    with mine.report_loading():
         clock.now += 30
     clock.now += 2
-    with mine.holding("v1", "v2") as held:
+    with mine.hold_items("v1", "v2") as held:
         clock.now += 3
         held.release()
-        with mine.holding("v3"):  # of another call
+        with mine.hold_items("v3"):  # of another call
             clock.now += 4
         held.release()
     reading = actor.read()
@@ -345,7 +345,7 @@ def test_a_crash_without_a_reason_is_not_given_that_of_another(reasons, said):
 
 @pytest.fixture(scope="module")
 def heartbeats():
-    with ray_here(*PLAIN), heartbeats_of(STAGES) as heartbeats:
+    with ray_here(*PLAIN), run_heartbeats(STAGES) as heartbeats:
         yield heartbeats
 
 
@@ -358,7 +358,7 @@ class Slow:
         self.held = ExitStack()
 
     def take(self):
-        self.held.enter_context(self.heartbeat.holding("first", "second")).release(is_failure=False)
+        self.held.enter_context(self.heartbeat.hold_items("first", "second")).release(is_failure=False)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from tests.ports import free_ports
 
 
 def test_the_printed_command_reaches_the_store_that_the_flags_name(monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.serve.server.server_arguments", lambda config: ["model"])
+    monkeypatch.setattr("pipeline.serve.server.make_server_arguments", lambda config: ["model"])
     place = {"s3_endpoint": "http://127.0.0.1:9000"}
     serve(ServeConfig(cache="s3://bucket/cache", print_command=True, api_key="KEY", **place))
     env, *words = shlex.split(capsys.readouterr().out)
@@ -73,5 +73,5 @@ def test_options_that_make_no_sense_are_refused(options, why):
 
 
 def test_a_cache_has_a_name_and_an_engine_argument_is_spelled_as_vllms_command_line_spells_it():
-    assert ServeConfig(cache="c", caches=["a=b", "c=d=e"]).named_caches() == {"a": "b", "c": "d=e"}
+    assert ServeConfig(cache="c", caches=["a=b", "c=d=e"]).parse_named_caches() == {"a": "b", "c": "d=e"}
     assert ServeConfig(cache="c", engine_param=["max-num-seqs=4"]).engine_params() == {"max_num_seqs": 4}

@@ -13,7 +13,7 @@ from pipeline.errors import UsageError
 from pipeline.serve import CONFIG, LIMITS
 from pipeline.serve.config import KEY
 from pipeline.serve.gate import VIDEOS, RequestGate
-from pipeline.serve.prompts import ServedCache, find_prompts
+from pipeline.serve.prompts import ServedCache, get_cached_prompts
 from tests.pipeline.asking import tiny_cache
 
 
@@ -77,7 +77,7 @@ class Server:
 def cache(tmp_path):
     tiny_cache(tmp_path / "c", ("a",))
     yield tmp_path / "c"
-    find_prompts.cache_clear()
+    get_cached_prompts.cache_clear()
 
 
 def with_server(cache, use, **limits):

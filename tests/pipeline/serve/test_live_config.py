@@ -75,7 +75,7 @@ def test_what_vllm_would_not_prune_right_is_refused_before_it_loads(options, why
 
 
 def test_hosts_are_compared_in_lower_case():
-    assert LiveConfig(model=MODEL, media_domain=["Videos.A.org", "b"]).media_hosts() == ["videos.a.org", "b"]
+    assert LiveConfig(model=MODEL, media_domain=["Videos.A.org", "b"]).list_media_hosts() == ["videos.a.org", "b"]
 
 
 def test_the_server_that_has_no_gate_is_refused(monkeypatch):

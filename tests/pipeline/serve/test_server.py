@@ -16,7 +16,7 @@ from jobs import compact, remove
 from pipeline import TokenCache
 from pipeline.errors import UsageError
 from pipeline.serve.config import ServeConfig
-from pipeline.serve.server import server_arguments
+from pipeline.serve.server import make_server_arguments
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
 from tests.jobs.processes import family
 from tests.pipeline.asking import SHAPE, tiny_cache
@@ -259,14 +259,14 @@ def status_of(client, messages):
 )
 def test_what_a_server_could_not_answer_right_is_refused_before_it_starts(cache, options, why):
     with pytest.raises(UsageError, match=why):
-        server_arguments(ServeConfig(cache=str(cache), **options))
+        make_server_arguments(ServeConfig(cache=str(cache), **options))
 
 
 def test_room_for_larger_videos_is_the_engines(cache):
     larger = ServeConfig(cache=str(cache), max_tokens_per_video=9000)
-    assert "--max-num-batched-tokens=9001" in server_arguments(larger)  # and the row of the newline
+    assert "--max-num-batched-tokens=9001" in make_server_arguments(larger)  # and the row of the newline
     params = ["max_num_batched_tokens=640"]
-    assert "--max-num-batched-tokens=640" in server_arguments(ServeConfig(cache=str(cache), engine_param=params))
+    assert "--max-num-batched-tokens=640" in make_server_arguments(ServeConfig(cache=str(cache), engine_param=params))
 
 
 def test_the_renderer_refuses_a_connector_in_whatever_way_it_came(cache):

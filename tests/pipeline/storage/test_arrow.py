@@ -8,11 +8,11 @@ import pytest
 from pyarrow import fs
 
 from pipeline import TokenCache
-from pipeline.cache.header import made_with
-from pipeline.cache.merging import merge
+from pipeline.cache.header import read_fingerprint
+from pipeline.cache.merging import merge_table_files
 from pipeline.errors import UsageError
 from pipeline.storage.arrow import ArrowObjects
-from pipeline.storage.stores import FileInfo, ObjectStore, store_at
+from pipeline.storage.stores import FileInfo, ObjectStore, make_store
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.verifying import SHAPE, kinds, verified
 
@@ -36,11 +36,11 @@ def test_what_is_put_is_read_listed_and_deleted(store):
     assert (store.read("videos/a"), store.read("videos/b")) == (b"", b"hello")
     assert store.read_slice("videos/b", -3) == (b"llo", 5) and store.read_slice("videos/b", 1, 3) == (b"el", 5)
     assert store.read_slice("videos/a", -3) == (b"", 0)
-    assert timedelta(seconds=-5) < store.age("videos/b") < timedelta(minutes=1)
+    assert timedelta(seconds=-5) < store.compute_age("videos/b") < timedelta(minutes=1)
     store.delete("videos/b")
     store.delete("videos/b")
     assert not store.exists("videos/b") and list(store.uploads()) == []
-    for ask in (store.read, store.age, store.open):
+    for ask in (store.read, store.compute_age, store.open):
         with pytest.raises(FileNotFoundError, match="gs://bucket/c/videos/b"):
             ask("videos/b")
 
@@ -51,7 +51,7 @@ def test_a_cache_is_written_merged_verified_and_read(store):
         write_shard(store, f"r{name}", encoded(name, random_tokens(ord(name), SHAPE), 0.25, "gstep"))
     before = TokenCache(str(store), store=store)
     for _ in range(2):
-        merge(store, made_with(store), everything=True, keep=NOW)
+        merge_table_files(store, read_fingerprint(store), everything=True, keep=NOW)
     after = TokenCache(str(store), store=pickle.loads(pickle.dumps(store)))  # noqa: S301
     assert after.video_ids == ["a", "b", "c"] and len(store.names("videos", ".parquet")) == 1
     assert all(after.get(name).tokens.equal(before.get(name).tokens) for name in "abc")
@@ -62,7 +62,7 @@ def test_how_azure_is_reached_is_taken_from_the_environment(monkeypatch):
     for name in ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match="set AZURE_STORAGE_CONNECTION_STRING"):
-        store_at("az://box/c")
+        make_store("az://box/c")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "me")
     monkeypatch.setenv("AZURE_STORAGE_KEY", "c2VjcmV0")
     told = ArrowObjects.at("az://box/c")._connect.keywords
@@ -73,4 +73,4 @@ def test_how_azure_is_reached_is_taken_from_the_environment(monkeypatch):
     assert (told["blob_storage_scheme"], told["blob_storage_authority"]) == ("http", "host:1")
     for uri in ("gs://", "gs://user@bucket/c", "az://box/c?sig=x"):
         with pytest.raises(UsageError, match=r"expected .*BUCKET/PREFIX"):
-            store_at(uri)
+            make_store(uri)

@@ -28,7 +28,7 @@ def test_an_outage_is_said_once_whoever_notices_and_its_end_too(lines):
     for _ in range(5):
         noted.note_failure(OLD)
     assert noted.report() == (OLD,) and len(said) == 1
-    assert noted.list_places() == ["s3://b"] and recorded == [("s3://b", OLD.since)]
+    assert noted.list_failing_stores() == ["s3://b"] and recorded == [("s3://b", OLD.since)]
     assert said[0].startswith("note: the store s3://b has failed since 2") and "(503 SlowDown)" in said[0]
     noted.take_reports([OLD, OLD._replace(why="ReadTimeoutError")])  # of workers
     noted.take_reports([])
@@ -36,7 +36,7 @@ def test_an_outage_is_said_once_whoever_notices_and_its_end_too(lines):
     for _ in range(2):
         noted.note_answer("s3://b")
     assert noted.report() == () and len(said) == 2 and "s3://b answers again, after " in said[1]
-    assert noted.list_places() == [] and recorded[1:] == [("s3://b", 0.0)]
+    assert noted.list_failing_stores() == [] and recorded[1:] == [("s3://b", 0.0)]
     noted.note_failure(OLD._replace(since=time.time()))  # a busy moment
     noted.note_answer("s3://b")
     assert (len(said), noted.report()) == (2, ())
@@ -82,5 +82,5 @@ def test_workers_know_that_the_store_has_answered_the_driver(monkeypatch):
         objects = server.objects()
         assert not pickle.loads(pickle.dumps(objects))._answered  # noqa: S301 - our own bytes
         assert not objects.exists(server.uri("a"))
-        for client in (pickle.loads(pickle.dumps(objects)), objects.impatient()):  # noqa: S301 - our own bytes
+        for client in (pickle.loads(pickle.dumps(objects)), objects.with_short_timeouts()):  # noqa: S301 - our own bytes
             assert client._answered

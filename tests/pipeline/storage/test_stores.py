@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.storage import stores
-from pipeline.storage.stores import FileInfo, LocalStore, store_at
+from pipeline.storage.stores import FileInfo, LocalStore, make_store
 from tests.waiting import wait_until
 
 
@@ -24,7 +24,14 @@ def test_a_name_that_leads_out_of_the_root_is_no_file_of_the_store(tmp_path, nam
     name = str(outside) if name == "/outside" else name
     store = LocalStore(tmp_path / "c")
     (store.root / "tokens").mkdir(parents=True)
-    for attempt in (store.read, store.open, store.exists, store.age, store.delete, lambda name: store.put(name, b"")):
+    for attempt in (
+        store.read,
+        store.open,
+        store.exists,
+        store.compute_age,
+        store.delete,
+        lambda name: store.put(name, b""),
+    ):
         with pytest.raises(FileNotFoundError, match="leads out of the cache"):
             attempt(name)
     assert outside.read_bytes() == b"not the cache's"
@@ -35,7 +42,7 @@ def test_a_name_that_leads_out_of_the_root_is_no_file_of_the_store(tmp_path, nam
 )
 def test_an_address_that_is_no_place_for_a_cache_is_refused_without_its_secrets(place):
     with pytest.raises(UsageError, match=re.escape(place.partition("//")[0])) as caught:
-        store_at(place)
+        make_store(place)
     assert "SEC" not in str(caught.value)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jobs import compact, merge, remove, verify
 from pipeline import TokenCache
-from pipeline.cache.header import made_with
+from pipeline.cache.header import read_fingerprint
 from pipeline.cache.writer import commit_records
 from pipeline.rewrite.compact import join_tokens
 from pipeline.rewrite.remove import remove_videos
@@ -103,7 +103,7 @@ def test_names_in_rows_and_records_delete_no_file_but_token_shards(store, tmp_pa
     (tmp_path / "x.parquet").write_bytes(b"x")
     row = {"video_id": "gone", "uri": "", "status": "removed", "attempts": 0, "error_message": "x"}
     row["model_extra"] = json.dumps({"token_shards": [name]})
-    commit_records(store, "run9", 0, [row], made_with=made_with(store))
+    commit_records(store, "run9", 0, [row], made_with=read_fingerprint(store))
     store.put("runs/evil0.json", json.dumps({"run_id": "evil0", "emptied": 5}).encode())
     store.put("runs/evil.json", json.dumps({"run_id": "evil", "emptied": [name]}).encode())
     remove_videos(store, ["gone"], "x", print, NOW)

@@ -10,8 +10,8 @@ from pipeline import TokenCache
 from pipeline.cache.writer import KeptTokens
 from pipeline.errors import UsageError
 from pipeline.prune.encode_again import read_run_config
-from pipeline.storage.s3 import Objects
-from pipeline.verify.live_check import LiveCheck, compare, suspicion
+from pipeline.storage.s3 import S3Objects
+from pipeline.verify.live_check import LiveCheck, compare, explain_suspicion
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 
 TOKENS = random_tokens(0)
@@ -40,9 +40,9 @@ def test_what_is_the_same_to_the_bit_what_other_versions_explain_and_what_nothin
     opposite = compare(stored, replace(kept, tokens=kept.tokens ^ -(2**15)))
     assert opposite.relative_difference == pytest.approx(2.0)
     other_versions = {"versions": {"torch": ("1", "2")}}
-    assert suspicion(same) == suspicion(replace(rounded, **other_versions)) == ""
-    assert "by the same versions, it is not the same" in suspicion(rounded)
-    assert "beyond rounding" in suspicion(replace(opposite, **other_versions))
+    assert explain_suspicion(same) == explain_suspicion(replace(rounded, **other_versions)) == ""
+    assert "by the same versions, it is not the same" in explain_suspicion(rounded)
+    assert "beyond rounding" in explain_suspicion(replace(opposite, **other_versions))
 
 
 def test_positions_are_compared_by_what_both_have(stored):
@@ -54,7 +54,7 @@ def test_positions_are_compared_by_what_both_have(stored):
     assert (moved.same_indices, moved.max_difference) == (0.0, None)
     wide = compare(stored, again(random_tokens(0, (4, 25, 32))))
     assert (wide.state, wide.note, wide.same_indices) == ("different", "tokens of another size", 0.0)
-    assert all("beyond rounding" in suspicion(result) for result in (fewer, moved, wide))
+    assert all("beyond rounding" in explain_suspicion(result) for result in (fewer, moved, wide))
 
 
 def test_options_of_a_run_that_are_none_here_are_left_out(tmp_path, stored):
@@ -67,9 +67,9 @@ def test_options_of_a_run_that_are_none_here_are_left_out(tmp_path, stored):
 
 def test_a_cache_that_does_not_say_how_it_was_made_is_refused(tmp_path, stored):
     with pytest.raises(UsageError, match="no record of a run says which model"):
-        LiveCheck(TokenCache(tmp_path), None, Objects.from_environment())
+        LiveCheck(TokenCache(tmp_path), None, S3Objects.from_environment())
     store = TokenCache(tmp_path).store
     store.put("runs/r1.json", b'{"run_id": "r1", "config": {"pruner": "not_here:Mine"}}')
     store.put("runs/r2.json", b"torn")  # the newest that can be read counts
     with pytest.raises(UsageError, match="what a cache says chooses no code"):
-        LiveCheck(TokenCache(tmp_path), None, Objects.from_environment())
+        LiveCheck(TokenCache(tmp_path), None, S3Objects.from_environment())

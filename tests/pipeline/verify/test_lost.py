@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 from pipeline import TokenCache
-from pipeline.cache.header import made_with
-from pipeline.cache.merging import merge_fully
+from pipeline.cache.header import read_fingerprint
+from pipeline.cache.merging import merge_table_fully
 from pipeline.errors import ShardFault
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.report import Kind
@@ -30,12 +30,12 @@ def lose_table_and_runs(store: LocalStore) -> None:
 
 
 def lose_merged_file(store: LocalStore) -> None:
-    merge_fully(store, made_with(store))
+    merge_table_fully(store, read_fingerprint(store))
     shards(store, "videos")[0].unlink()
 
 
 def cut_merged_file(store: LocalStore) -> None:
-    merge_fully(store, made_with(store))
+    merge_table_fully(store, read_fingerprint(store))
     (file,) = shards(store, "videos")
     file.write_bytes(file.read_bytes()[:-100])
 

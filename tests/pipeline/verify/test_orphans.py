@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline import TokenCache
 from pipeline.cache.merging import KEEP
 from pipeline.storage.stores import FileInfo, LocalStore, ObjectStore
-from pipeline.verify.repair import UPLOAD_AGE, clean
+from pipeline.verify.repair import UPLOAD_AGE, delete_leftovers
 from pipeline.verify.report import Report
 from tests.pipeline.caches import make_cache, random_tokens, write_shard
 from tests.pipeline.damage import shards
@@ -73,11 +73,11 @@ def test_what_a_commit_that_came_meanwhile_may_name_is_not_removed(store):
     shutil.copy(shards(store)[0], store.root / "tokens" / "run0-orphan.parquet")
     (orphan,) = verified(store).orphans
     left = Report(str(store), orphans=[orphan])
-    clean(store, left, NOW, commits=store.names("videos", ".parquet")[:1])
+    delete_leftovers(store, left, NOW, commits=store.names("videos", ".parquet")[:1])
     assert left.removed == [] and any("was added meanwhile" in note for note in left.notes)
-    clean(store, left, KEEP, commits=store.names("videos", ".parquet"))
+    delete_leftovers(store, left, KEEP, commits=store.names("videos", ".parquet"))
     assert left.removed == [] and any("younger than 10 minutes stay" in note for note in left.notes)
-    clean(store, left, NOW, commits=store.names("videos", ".parquet"))
+    delete_leftovers(store, left, NOW, commits=store.names("videos", ".parquet"))
     assert left.removed == [orphan.name] and report.orphans == []
 
 
@@ -95,7 +95,7 @@ def test_the_same_on_s3(server):
         (server.uri("c/tokens/half.parquet"), pending["UploadId"])
     ]
     young = Report(str(store), uploads=report.uploads)
-    clean(store, young, NOW, now=report.uploads[0].started + UPLOAD_AGE / 2)
+    delete_leftovers(store, young, NOW, now=report.uploads[0].started + UPLOAD_AGE / 2)
     assert young.removed == []
     assert datetime.now(UTC) - report.uploads[0].started > timedelta(hours=1)  # by the server's clock
     cleaned = verified(store, clean=True, keep=NOW)

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline import TokenCache
 from pipeline.cache.live import LiveVideos
-from pipeline.cache.merging import merge, merge_fully
-from pipeline.cache.table import serialise_small
+from pipeline.cache.merging import merge_table_files, merge_table_fully
+from pipeline.cache.table import serialize_small
 from pipeline.errors import RunFailed, UsageError
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.random_access import LocalFile
@@ -53,7 +53,7 @@ def damage_tokens(store, video_id: str) -> None:
 
 def damage_after_a_merge(store) -> None:
     """Rows are in sorted files, and still in the files that were merged."""
-    merge(store, None, everything=True)
+    merge_table_files(store, None, everything=True)
     damage_tokens(store, "b")
 
 
@@ -63,7 +63,7 @@ def forget_the_shard(store) -> None:
     table = pq.read_table(file)
     (row,) = table.to_pylist()
     file.unlink()
-    store.put(*serialise_small("run2", 0, table.from_pylist([{**row, "token_shard": None}], table.schema), None))
+    store.put(*serialize_small("run2", 0, table.from_pylist([{**row, "token_shard": None}], table.schema), None))
 
 
 def cut(file: Path) -> None:
@@ -104,7 +104,7 @@ def test_what_is_harmed_is_marked_and_its_neighbours_stay_bit_for_bit(store, tok
     assert all("marked by a repair" in cache.metadata(name)["error_message"] for name in lost)
     for name in report.repaired.replaced:
         assert not store.exists(name) and (store.root / KEPT_IN / Path(name).name).exists()
-    merge_fully(store, None)
+    merge_table_fully(store, None)
     assert TokenCache(store.root).failed == cache.failed and len(shards(store, "videos")) == 1
 
 
@@ -134,7 +134,7 @@ def test_tokens_of_a_lost_commit_stay_until_they_are_cleaned(store):
 
 
 def test_a_damaged_table_of_one_file_costs_all_videos(store):
-    merge_fully(store, None)
+    merge_table_fully(store, None)
     (file,) = shards(store, "videos")
     flip(file, 600)
     report = verified(store, repair=True, keep=NOW)
@@ -207,8 +207,8 @@ def test_damage_that_another_look_does_not_find_is_let_be(store, tokens):
 class Ahead(LocalStore):
     """A folder of another machine, whose clock is ahead of this one."""
 
-    def age(self, name):
-        return super().age(name) - timedelta(seconds=5)
+    def compute_age(self, name):
+        return super().compute_age(name) - timedelta(seconds=5)
 
 
 def test_a_clock_that_is_ahead_keeps_no_replaced_row(store, tokens):
@@ -223,7 +223,7 @@ def test_a_row_that_comes_during_a_repair_leaves_a_table_that_opens(store, monke
     """A driver that was stopped commits the damaged video again, after the merge."""
 
     def merge_and_be_late(place, made_with):
-        merge_fully(place, made_with)
+        merge_table_fully(place, made_with)
         write_shard(place, "late", video_of("b", 9, attempts=2))
 
     monkeypatch.setattr("pipeline.verify.repair.merge_fully", merge_and_be_late)

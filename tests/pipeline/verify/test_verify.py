@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.cache.header import made_with
-from pipeline.cache.merging import merge_fully
+from pipeline.cache.header import read_fingerprint
+from pipeline.cache.merging import merge_table_fully
 from pipeline.errors import CacheLocked
 from pipeline.runner.claim import Claim
 from tests.pipeline.caches import write_header, write_shard
@@ -50,7 +50,7 @@ def test_a_run_that_holds_the_cache_keeps_it_from_being_cleaned(store):
 @pytest.mark.parametrize("sample", [0, 3])
 def test_files_that_a_run_merges_away_meanwhile_are_no_damage(store, sample):
     """They were called unreadable, or ended the command."""
-    merge_fully(store, made_with(store))
+    merge_table_fully(store, read_fingerprint(store))
     for reads in range(20):
         write_shard(store, f"run{reads}", video_of("c", 2, attempts=reads + 1), video_of("d", 3, attempts=reads + 1))
         merging = Merging(store.root, reads)

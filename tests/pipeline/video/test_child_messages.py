@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.rows import VIDEO_COLUMNS
-from pipeline.video.child_messages import VideoMessage, WrongMessage, receive, send_video
+from pipeline.video.child_messages import VideoMessage, WrongMessage, receive_message, send_video
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.shared_frames import Handover
@@ -41,7 +41,7 @@ def video(clip) -> DecodedVideo:
 def send(pipe: tuple[Connection, Connection], video: DecodedVideo, **values: object) -> DecodedVideo:
     """Send a video with other values in its record; return what is received, without its frames."""
     send_video(pipe[0], replace(video, record={**video.record, **values}), Handover(1, True, ()))
-    message = receive(pipe[1], time.monotonic() + 60, 2**30)
+    message = receive_message(pipe[1], time.monotonic() + 60, 2**30)
     assert isinstance(message, VideoMessage)
     return message.video
 

@@ -19,9 +19,9 @@ from pipeline.errors import VideoFault
 from pipeline.video import decode
 from pipeline.video.containers import sniff
 from pipeline.video.damage import MAX_LOST, Hole, check_decodable
-from pipeline.video.decode import DecodedVideo, DecodeRequest, count_warnings, decode_video
+from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video, redirect_ffmpeg_log
 from pipeline.video.packets import VideoPackets
-from pipeline.video.probe import VideoIndex, probe, scan
+from pipeline.video.probe import VideoIndex, index_by_decoding, probe
 from pipeline.video.sampling import Sampling
 from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
 from tests.pipeline.videos import KeepSize, numbers, write_clip
@@ -186,7 +186,7 @@ def test_ffmpeg_s_log_takes_no_more_memory_than_it_may(clips, tmp_path, monkeypa
     found = []
     for limit in (decode._MAX_LOG_BYTES, 2**11):
         monkeypatch.setattr(decode, "_MAX_LOG_BYTES", limit)
-        with count_warnings() as count:
+        with redirect_ffmpeg_log() as count:
             packets = VideoPackets(str(path), sniff(path))
             list(packets.decode_frames(0, len(packets.table)))
             packets.close()
@@ -198,7 +198,7 @@ def test_ffmpeg_s_log_takes_no_more_memory_than_it_may(clips, tmp_path, monkeypa
 
 def test_a_line_that_does_not_fit_in_the_log_blocks_nobody(capfd):
     line = b"[h264 @ 0x1] error while decoding MB 1 2\n"
-    with count_warnings() as count:
+    with redirect_ffmpeg_log() as count:
         subprocess.run([sys.executable, "-c", f"import os; os.write(2, {line!r} * 10**6)"], check=False)  # of 40 MB
         subprocess.run([sys.executable, "-c", f"import os; os.write(2, {line!r})"], check=False)
         n_lines = count()
@@ -318,7 +318,7 @@ def test_a_file_that_does_not_hold_what_it_promises_says_where(tmp_path):
     index = probe(str(path := write_clip(tmp_path / "a.mp4", count=30)), sniff(path))
     path.write_bytes(zeroed(path, tmp_path / "b.mp4", 10, 30).read_bytes())
     damaged = probe(str(path), sniff(path))
-    found = scan(damaged)
+    found = index_by_decoding(damaged)
     damaged.packets.close()
     index.packets.close()
     assert len(found.timestamps) == 10 and found.holes == (Hole(pytest.approx(0.4), pytest.approx(1.2)),)

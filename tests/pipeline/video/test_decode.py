@@ -13,7 +13,7 @@ from gstep.backbones.qwen2_5_vl import Qwen2_5VL
 from gstep.backbones.qwen3_vl import Qwen3VL
 from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.frame_folders import sample_file
+from pipeline.video.frame_folders import compute_file_sample
 from pipeline.video.sampling import Sampling
 from tests.pipeline.videos import KeepSize, audio_with_cover, numbers, sample, two_sizes_clip, write_clip
 
@@ -59,7 +59,7 @@ def test_a_real_clip_with_its_provenance():
         "decode_warnings": 0,
         "source_size": path.stat().st_size,
         "source_hash": "blake2b:" + hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest(),
-        "source_sample": sample_file(str(path)),
+        "source_sample": compute_file_sample(str(path)),
     }
 
 

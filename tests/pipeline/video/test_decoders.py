@@ -16,7 +16,7 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.decoders import DECODERS, PyavDecoder, choose_decoders, find_installed_version, load_decoder
 from pipeline.video.decord_decoder import DecordDecoder
 from pipeline.video.nvdec_decoder import make_torchcodec_decoder
-from pipeline.video.probe import IndexMismatch, probe, scan
+from pipeline.video.probe import IndexMismatch, index_by_decoding, probe
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from tests.interpreter import run_python
@@ -130,7 +130,7 @@ def test_frames_are_the_same_after_later_ones_of_another_size(tmp_path, codec):
     frames = frames_of(PyavDecoder, index, number)
     assert numbers(frames) == list(range(30))
     assert np.array_equal(frames_of(PyavDecoder, index, number), frames)
-    assert np.array_equal(frames_of(PyavDecoder, scan(index_of(tmp_path / "a.mp4")), number), frames)
+    assert np.array_equal(frames_of(PyavDecoder, index_by_decoding(index_of(tmp_path / "a.mp4")), number), frames)
 
 
 def mark_all_keyframes(path):
@@ -163,7 +163,7 @@ def test_what_packets_do_not_tell_decoding_does(tmp_path):
     index = index_of(clip)
     with pytest.raises(IndexMismatch):
         read_numbers(index, [0])
-    found = scan(index)
+    found = index_by_decoding(index)
     assert len(found.timestamps) < len(index.timestamps)
     read = read_numbers(found, range(len(found.timestamps)))
     assert read == list(range(read[0], 60))
@@ -172,7 +172,7 @@ def test_what_packets_do_not_tell_decoding_does(tmp_path):
 def test_interlaced_frames_are_one_picture_as_in_the_loaders_of_the_models(tmp_path):
     marks = ("-flags", "+ilme+ildct", "-x264-params", "tff=1")
     index = index_of(make_clip(tmp_path / "a.mp4", "-c:v", "libx264", "-pix_fmt", "yuv420p", *marks, count=12))
-    assert index.packets.first_frame().interlaced_frame
+    assert index.packets.decode_first_frame().interlaced_frame
     with_decord, with_pyav = (frames_of(decoder, index, np.arange(12)) for decoder in (DecordDecoder, PyavDecoder))
     assert np.array_equal(with_decord, with_pyav)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.video.decode import decode_video
-from pipeline.video.frame_folders import JPEGS, frame_rate, is_frame_folder, source_bytes
+from pipeline.video.frame_folders import JPEGS, count_source_bytes, find_frame_rate, is_frame_folder
 from tests.pipeline.video.test_decode import convert_error, request
 from tests.pipeline.videos import numbers, write_jpegs
 
@@ -48,7 +48,7 @@ def test_the_whole_folder_with_its_provenance(frames):
     assert (
         video.record["source_size"]
         == sum(path.stat().st_size for path in frames.iterdir())
-        == source_bytes(str(frames))
+        == count_source_bytes(str(frames))
     )
     assert video.record["source_hash"].startswith("blake2b:")
 
@@ -101,7 +101,7 @@ def test_how_many_a_second_is_said_by_the_path(tmp_path):
         "/d/fpsx/offps3/x": None,
         "/d/frames/x": None,
     }
-    assert {path: frame_rate(path) for path in rates} == rates
+    assert {path: find_frame_rate(path) for path in rates} == rates
     folder = write_jpegs(tmp_path / "frames" / "x", 2)
     fault = convert_error(folder)
     assert fault.fault_class == "unsupported" and "must state their rate" in fault.message

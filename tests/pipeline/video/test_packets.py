@@ -10,7 +10,7 @@ from pipeline.errors import VideoFault
 from pipeline.video.containers import sniff
 from pipeline.video.decoders import PyavDecoder
 from pipeline.video.packets import open_container
-from pipeline.video.probe import IndexMismatch, scan
+from pipeline.video.probe import IndexMismatch, index_by_decoding
 from tests.pipeline.ffmpeg import make_clip
 from tests.pipeline.videos import index_of, numbers, write_clip
 
@@ -143,6 +143,6 @@ def test_an_index_is_found_without_decoding_and_decoding_finds_the_same(tmp_path
     places = np.searchsorted(index.pts, index.keyframes)  # an encoder may set more than one every 10 frames
     assert len(index.pts) == 30 and np.array_equal(index.pts[places], index.keyframes)
     assert places[0] == 0 and np.diff([*places, 30]).max() <= 10
-    decode_frames = scan(index)
+    decode_frames = index_by_decoding(index)
     assert np.array_equal(decode_frames.timestamps, index.timestamps) and decode_frames.duration_s == index.duration_s
     assert decode_frames.pts is None  # frames that were counted cannot be told by their times

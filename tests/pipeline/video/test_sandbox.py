@@ -96,7 +96,7 @@ def test_a_child_whose_next_message_is_always_there_is_ended_at_the_limit(sandbo
 
     sandbox.decode(request(clip))  # the child is up
     with monkeypatch.context() as patch:
-        patch.setattr(sandbox_module, "receive", receive_name)
+        patch.setattr(sandbox_module, "receive_message", receive_name)
         sandbox._timeout_s, usual = 0.5, sandbox._timeout_s
         assert convert_error(sandbox, request(clip, "Hanging")).fault_class == "timeout"
     sandbox._timeout_s = usual

@@ -13,8 +13,8 @@ SHAPE = (3, 4, 6, 3)
 
 def handed_over(shared, received, value, shape=SHAPE):
     """Frames full of ``value`` as the reader gets them."""
-    shared.allocate(shape)[:] = value
-    handover, descriptor = shared.hand_over()
+    shared.allocate_block(shape)[:] = value
+    handover, descriptor = shared.hand_over_block()
     try:
         return received.frames(handover, descriptor, shape), handover
     finally:
@@ -24,9 +24,9 @@ def handed_over(shared, received, value, shape=SHAPE):
 
 def test_what_is_put_into_the_array_is_what_another_mapping_reads():
     shared = SharedFrames()
-    frames = shared.allocate(SHAPE)
+    frames = shared.allocate_block(SHAPE)
     frames[:] = np.arange(frames.size, dtype=np.uint8).reshape(SHAPE)
-    handover, descriptor = shared.hand_over()
+    handover, descriptor = shared.hand_over_block()
     there = ReceivedFrames().frames(handover, descriptor, SHAPE)
     os.close(descriptor)
     assert np.array_equal(there, frames) and there.flags.writeable and there.flags.c_contiguous
@@ -68,8 +68,8 @@ def test_no_more_memory_is_kept_than_the_next_videos_need():
 def test_memory_that_is_smaller_or_could_become_so_is_refused():
     """Reading beyond its end would be a bus error of the actor's."""
     shared, received = SharedFrames(), ReceivedFrames()
-    shared.allocate(SHAPE)
-    handover, descriptor = shared.hand_over()
+    shared.allocate_block(SHAPE)
+    handover, descriptor = shared.hand_over_block()
     with pytest.raises(OSError, match="less than"):
         received.frames(handover, descriptor, (600, 4, 6, 3))
     with pytest.raises(OSError, match="less than"):

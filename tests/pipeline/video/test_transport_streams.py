@@ -88,7 +88,7 @@ def test_the_other_pid_comes_up_behind_what_ffmpeg_reads_to_open_the_file(tmp_pa
     assert np.array_equal(index.timestamps, kept.timestamps) and len(index.timestamps) == 2 * COUNT
     for number in (COUNT - 1, COUNT + 20):
         again, held = (
-            [bytes(packet) for packet in probed.packets.between(number, number + 2)] for probed in (index, kept)
+            [bytes(packet) for packet in probed.packets.iter_range(number, number + 2)] for probed in (index, kept)
         )
         assert again == held
     index.packets.close()

@@ -183,7 +183,7 @@ def serve(listening: socket.socket, path: list[str]) -> None:
         path: the driver's ``sys.path``, so that the same packages are imported.
     """
     server_path = sys.path[1:]
-    server_variables = _read_by_imports(os.environ)
+    server_variables = _select_import_variables(os.environ)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # lets imports look for a GPU without starting CUDA
     sys.path[:] = path
     _import(_WITHOUT_RAY, optional=_BEFORE_RAY)
@@ -199,7 +199,7 @@ def serve(listening: socket.socket, path: list[str]) -> None:
             request = WorkerRequest.parse(message)
             environment = request.environment
             numbers = tuple(environment.get(name, "") for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"))
-            fits = request.python == sys.executable and _read_by_imports(environment) == server_variables
+            fits = request.python == sys.executable and _select_import_variables(environment) == server_variables
             for ended_numbers in [of for of in forkers if not Path("/proc", of[1]).exists()]:
                 forkers.pop(ended_numbers).close()  # ends the forker
             if fits and numbers not in forkers:
@@ -323,7 +323,7 @@ def _set_environment(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
-def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
+def _select_import_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that libraries read when they load, including the defaults of _ONE_THREAD."""
     return {name: value for name, value in {**_ONE_THREAD, **environment}.items() if name.startswith(_READ_BY_IMPORTS)}
 

@@ -53,7 +53,7 @@ def test_after_running_out_of_memory_the_next_video_is_tried_again(monkeypatch: 
         tried.append(arguments)
         raise torch.OutOfMemoryError("a matrix too many")
 
-    monkeypatch.setattr(launch, "_select", run_out)
+    monkeypatch.setattr(launch, "_select_with_kernels", run_out)
     (video,) = videos(1)
     with pytest.warns(RuntimeWarning, match="a matrix too many") as caught:
         orders = [select_on_gpu(*video) for _ in range(3)]

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.errors import QuestionsError, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS, find_benchmark
-from pipeline.evaluate.benchmarks.own import same_text
+from pipeline.evaluate.benchmarks.own import is_same_text
 from pipeline.evaluate.protocols import LETTER
 from tests.pipeline.evaluate.videomme import LEFT_OUT, MISSING, OUTSIDE, video_id, write_rows, write_videomme
 from tests.pipeline.lists import read_manifest
@@ -345,7 +345,7 @@ def test_the_number_of_choices_is_each_questions_own_and_a_number_may_be_a_choic
     ],
 )
 def test_a_free_answer_is_right_but_for_case_spaces_and_punctuation(reply, expected, same):
-    assert same_text(reply, expected) is same
+    assert is_same_text(reply, expected) is same
 
 
 def test_own_videos_are_looked_for_below_the_data_folder_and_nowhere_else(tmp_path):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pipeline.errors import QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
-from pipeline.evaluate.benchmarks.items import clip_id
+from pipeline.evaluate.benchmarks.items import make_clip_id
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import describe_data, evaluate
 from pipeline.evaluate.request import prepare
@@ -41,7 +41,7 @@ def cut(tmp_path_factory):
 
 def frames_of(item, data, num_frames):
     """The numbers in the frames that jobs.prune is told to take."""
-    (told,) = item.manifest_rows(data)
+    (told,) = item.make_manifest_rows(data)
     clip = {name: told.get(name) for name in ("start_s", "end_s")}
     return numbers(decode_video(DecodeRequest(told["uri"], Sampling(num_frames), KeepSize(), **clip)).frames)
 
@@ -78,7 +78,7 @@ def test_a_clip_has_the_published_frames_of_its_file_or_of_its_folder(loaded, da
         ("episodic_reasoning-1", range(12, 31)),
     ):
         assert frames_of(items[name], data, len(frames)) == list(frames)
-    assert items["action_sequence-0"].manifest_rows(Path("/d")) == [
+    assert items["action_sequence-0"].make_manifest_rows(Path("/d")) == [
         {"video_id": f"{STAR}#t=1.5,9", "uri": f"/d/{STAR}", "start_s": 1.5, "end_s": 9.0}
     ]
 
@@ -181,7 +181,11 @@ def test_annotations_of_another_task_or_form_are_no_questions(tmp_path):
 
 
 def test_a_clip_has_seconds_as_bounds_of_which_either_may_lack(tmp_path):
-    assert [clip_id("v", *bounds) for bounds in ((None, 9.0), (2.0, None), (None, None))] == ["v#t=,9", "v#t=2", "v"]
+    assert [make_clip_id("v", *bounds) for bounds in ((None, 9.0), (2.0, None), (None, None))] == [
+        "v#t=,9",
+        "v#t=2",
+        "v",
+    ]
     write_main(tmp_path)
     file = tmp_path / "json" / "action_antonym.json"
     (row,) = json.loads(file.read_text())

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipeline.evaluate.benchmarks import BENCHMARKS
-from pipeline.evaluate.benchmarks.annotations import without_letter
+from pipeline.evaluate.benchmarks.annotations import strip_option_letter
 from tests.pipeline.evaluate.egoschema import write_authors
 from tests.pipeline.evaluate.layouts import faults_of
 from tests.pipeline.evaluate.longvideobench import write_longvideobench
@@ -43,4 +43,4 @@ def test_an_odd_cell_costs_its_row_alone(tmp_path, name, write, file):
 
 def test_only_a_letter_in_front_of_an_option_is_no_part_of_its_text():
     options = ["A. red", "B) red", "(C) red", "D: red", "vitamin A. red", "vitamin B. red"]
-    assert [without_letter(option) for option in options] == [*["red"] * 4, *options[4:]]
+    assert [strip_option_letter(option) for option in options] == [*["red"] * 4, *options[4:]]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.cache.header import fingerprint
+from pipeline.cache.header import compute_fingerprint
 from pipeline.errors import IdentityMismatch, UsageError
-from pipeline.evaluate.lmms.arguments import Arguments, explain_flags
+from pipeline.evaluate.lmms.arguments import ModelArguments, explain_flags
 
 PLACES = {"cache": "c", "answers": "a"}
 HELD = {
@@ -17,14 +17,16 @@ GENERIC_QWEN3 = {**HELD, "model": {**QWEN3["model"], "family": "generic"}}
 
 
 def test_values_get_their_types_back():
-    read = Arguments.read({**PLACES, "batch_size": "4", "retention_ratio": 1, "seed": 3.0, "system": "'Yes, or no.'"})
+    read = ModelArguments.read(
+        {**PLACES, "batch_size": "4", "retention_ratio": 1, "seed": 3.0, "system": "'Yes, or no.'"}
+    )
     assert (read.batch_size, read.retention_ratio, read.seed, read.system) == (4, 1.0, 3, "Yes, or no.")
-    assert Arguments.read({**PLACES, "batch_size": "auto", "device": None}).batch_size is None
-    assert Arguments.read({**PLACES, "batch_size": 1}).batch_size == 1
+    assert ModelArguments.read({**PLACES, "batch_size": "auto", "device": None}).batch_size is None
+    assert ModelArguments.read({**PLACES, "batch_size": 1}).batch_size == 1
 
 
 def test_options_are_those_of_jobs_generate():
-    read = Arguments.read(
+    read = ModelArguments.read(
         {**PLACES, "pretrained": "tiny", "method": "gstep", "alpha": 0.5, "smoothing": "box", "retention_ratio": 0.1}
     )
     config = read.config(HELD)
@@ -45,7 +47,7 @@ def test_options_are_those_of_jobs_generate():
     ],
 )
 def test_system_text_and_times_are_those_of_lmms_evals_own_classes_unless_said(more, held, system, times):
-    config = Arguments.read({**PLACES, **more}).config(held)
+    config = ModelArguments.read({**PLACES, **more}).config(held)
     assert (config.system, config.frame_times) == (system, times)
 
 
@@ -68,7 +70,7 @@ def test_system_text_and_times_are_those_of_lmms_evals_own_classes_unless_said(m
 )
 def test_what_cannot_be_is_refused(given, why):
     with pytest.raises(UsageError, match=why):
-        Arguments.read(given)
+        ModelArguments.read(given)
 
 
 def test_errors_of_jobs_generate_say_what_its_flags_are_here():
@@ -76,14 +78,14 @@ def test_errors_of_jobs_generate_say_what_its_flags_are_here():
         pytest.raises(UsageError, match=r"--pruner gstep needs --retention-ratio.*--pruner is method="),
         explain_flags(),
     ):
-        Arguments.read({**PLACES, "method": "gstep"}).config(HELD)
+        ModelArguments.read({**PLACES, "method": "gstep"}).config(HELD)
     with pytest.raises(UsageError, match="--positions must be one of"), explain_flags():
-        Arguments.read({**PLACES, "positions": "odd"}).config(HELD)
+        ModelArguments.read({**PLACES, "positions": "odd"}).config(HELD)
 
 
 def test_another_cache_is_told_by_its_fingerprint():
-    known = fingerprint(HELD)
-    assert Arguments.read(PLACES).check_fingerprint(HELD) == known
-    assert Arguments.read({**PLACES, "fingerprint": known}).check_fingerprint(HELD) == known
+    known = compute_fingerprint(HELD)
+    assert ModelArguments.read(PLACES).check_fingerprint(HELD) == known
+    assert ModelArguments.read({**PLACES, "fingerprint": known}).check_fingerprint(HELD) == known
     with pytest.raises(IdentityMismatch, match=f"{known}"):
-        Arguments.read({**PLACES, "fingerprint": "blake2b:0"}).check_fingerprint(HELD)
+        ModelArguments.read({**PLACES, "fingerprint": "blake2b:0"}).check_fingerprint(HELD)

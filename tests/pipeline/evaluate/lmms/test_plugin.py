@@ -9,7 +9,7 @@ import pytest
 
 from jobs import evaluate
 from pipeline import read_answers
-from pipeline.cache.header import fingerprint
+from pipeline.cache.header import compute_fingerprint
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import IdentityMismatch, RunFailed, UnknownVideo, UsageError
 from pipeline.generate.answers import AnswersTable
@@ -71,11 +71,11 @@ def test_replies_are_those_of_jobs_evaluate_without_the_videos(evaluated, tasks,
     replies = lmms_here.replies_in(tmp_path / "o")
     assert replies == {place: row["answer"].strip() for place, row in theirs.items()} and len(set(replies.values())) > 2
     assert "videomme_perception_score,none" in lmms_here.results_in(tmp_path / "o")
-    assert f"fingerprint={fingerprint(TokenCache(evaluated.cache).identity)}" in said
+    assert f"fingerprint={compute_fingerprint(TokenCache(evaluated.cache).identity)}" in said
 
 
 def test_a_run_that_is_killed_at_half_goes_on_and_asks_nothing_twice(evaluated, tasks, tmp_path):
-    known = fingerprint(TokenCache(evaluated.cache).identity)
+    known = compute_fingerprint(TokenCache(evaluated.cache).identity)
     asked = {"cache": evaluated.cache, "answers": tmp_path / "a", "method": "gstep", "retention_ratio": 0.25}
     asked |= {"alpha": 0.5, "fingerprint": known}  # alpha is the method's own default
     lmms_here.lmms_eval_of(tasks, tmp_path / "k", "--batch_size", "3", die_at=2, **asked)
@@ -165,7 +165,7 @@ def test_questions_that_fail_are_named_and_the_others_kept(model, tmp_path):
 
 
 def test_another_cache_at_the_same_place_is_refused(model, tmp_path):
-    known = fingerprint(TokenCache(tmp_path / "c").identity)
+    known = compute_fingerprint(TokenCache(tmp_path / "c").identity)
     model().ask({"videoID": "a"})
     model(fingerprint=known)
     shutil.rmtree(tmp_path / "c")

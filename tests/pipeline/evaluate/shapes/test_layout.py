@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
-from pipeline.evaluate.request import frame_rule
+from pipeline.evaluate.request import get_frame_rule_name
 from pipeline.evaluate.scores import make_question_table
 from pipeline.evaluate.shapes.layout import (
     ANNOTATIONS,
@@ -71,8 +71,8 @@ def test_choices_are_asked_with_one_letter_each_and_every_frame_is_taken(folder)
     asked = make_question_table(items, protocol, "llava_onevision").to_pylist()
     assert asked[0]["choices"] == list(items[0].options)
     for family in ("llava_onevision", "qwen2_5_vl", "qwen3_vl"):
-        rule = protocol.rules(family).frames
-        sampling = Sampling(num_frames=rule.num_frames, rule=frame_rule(rule))
+        rule = protocol.get_rules(family).frames
+        sampling = Sampling(num_frames=rule.num_frames, rule=get_frame_rule_name(rule))
         for n_frames in (8, 16, 32):
             assert choose_frames(np.arange(n_frames, dtype=float), sampling).tolist() == list(range(n_frames))
 

@@ -20,8 +20,8 @@ from pipeline.evaluate.shapes.world import (
     SIGNS,
     TEST,
     TRAIN,
-    benchmark_seeds,
     check_seed,
+    compute_benchmark_seeds,
 )
 from tests.pipeline.evaluate.shapes.shape_videos import videos
 
@@ -147,7 +147,7 @@ def test_a_video_is_made_for_whoever_names_its_split_and_a_length_that_there_is(
 
 def test_benchmarks_of_two_seeds_share_no_video():
     for split in SEEDS:
-        assert not set(benchmark_seeds(split, 0, BLOCK)) & set(benchmark_seeds(split, 1, BLOCK))
-        assert benchmark_seeds(split, 1, 3)[-1] in SEEDS[split]
+        assert not set(compute_benchmark_seeds(split, 0, BLOCK)) & set(compute_benchmark_seeds(split, 1, BLOCK))
+        assert compute_benchmark_seeds(split, 1, 3)[-1] in SEEDS[split]
     last = len(TEST) // BLOCK - 1
-    assert benchmark_seeds("test", last, BLOCK)[-1] == TEST[-1]
+    assert compute_benchmark_seeds("test", last, BLOCK)[-1] == TEST[-1]

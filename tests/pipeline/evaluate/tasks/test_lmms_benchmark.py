@@ -16,7 +16,7 @@ from jobs import evaluate
 from pipeline.errors import NotResults, RunFailed, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import OWN_NUMBERS
-from pipeline.evaluate.scores import AnsweredItems, score_table
+from pipeline.evaluate.scores import AnsweredItems, make_score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.evaluate.tasks import child, process
 from pipeline.evaluate.tasks.process import DescribedTask, TaskDocument, TaskProcess
@@ -176,7 +176,7 @@ def scores_by(home, scorer, *replies):
     answers, arms = answered(*replies)
     selected = AnsweredItems.select(task.load(home).items, arms, answers)
     own = task.score_replies(selected.items, selected.replies(task.protocol()), task.protocol())
-    return own, score_table(selected, task.protocol(), own).to_pylist()
+    return own, make_score_table(selected, task.protocol(), own).to_pylist()
 
 
 def test_replies_are_cut_and_a_failed_answer_is_an_empty_reply(home):
@@ -214,23 +214,23 @@ def stored(tmp_path, **more):
     store = LocalStore(tmp_path / "r")
     store.make()
     store.put(OWN_NUMBERS, json.dumps(own).encode())
-    return find_benchmark("lmms:mine").stored_in(store)
+    return find_benchmark("lmms:mine").load_stored_settings(store)
 
 
 def test_results_say_what_the_number_is_made_of(tmp_path):
     task = stored(tmp_path)
     assert not task.scores_questions and task.metric("questions") == "questions" and task.made_of == {"Metric": "acc"}
     assert [(split.name, split.title) for split in task.splits] == [("dim", "Dim"), ("source_id", "Source id")]
-    assert [task.arm_share(label) for label in ("none@1", "gstep@0.25", "random@0.1")] == [0.5, None, None]
+    assert [task.get_arm_share(label) for label in ("none@1", "gstep@0.25", "random@0.1")] == [0.5, None, None]
     assert "no mean over questions, and without interval" in task.notes[0]
     task = stored(tmp_path, percent=True)
-    assert [task.arm_share(label) for label in ("none@1", "gstep@0.25")] == [0.005, 0.015]
+    assert [task.get_arm_share(label) for label in ("none@1", "gstep@0.25")] == [0.005, 0.015]
     task = stored(tmp_path, mean_over="type", weights={"a": 0.25, "b": 0.75})
     assert task.scores_questions and task.metric("questions") == "type" and not task.notes
     assert task.weights == {"a": 0.25, "b": 0.75} and task.splits[0].name == "type"
     assert stored(tmp_path, mean_over="questions").metric("x") == "questions"
     task = stored(tmp_path, numbers={})
-    assert task.arm_share("none@1") is None and "was about removed questions too" in task.notes[0]
+    assert task.get_arm_share("none@1") is None and "was about removed questions too" in task.notes[0]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"splits": []}', '{"splits": [], "metric": "a", "weights": 1}'])
@@ -239,7 +239,7 @@ def test_damaged_numbers_are_named(tmp_path, text):
     store.make()
     store.put(OWN_NUMBERS, text.encode())
     with pytest.raises(NotResults, match=r"lmms\.json is damaged .*: run its jobs\.evaluate again"):
-        find_benchmark("lmms:mine").stored_in(store)
+        find_benchmark("lmms:mine").load_stored_settings(store)
 
 
 def test_a_process_that_dies_is_named_with_its_last_lines(monkeypatch, home):

@@ -9,14 +9,16 @@ from statistics import fmean, median
 import numpy as np
 import pytest
 
-from pipeline.evaluate.tasks.numbers import MAX_PARTS, as_number, explain
+from pipeline.evaluate.tasks.numbers import MAX_PARTS, as_number, find_explanation
 
 N_RESULTS = 5  # of each document: those of two methods, and of three replies that are only tried
 
 
 def explained(results, aggregate, fields=None, keys=None, n_methods=2):
     fields = fields or [{} for _ in results]
-    return explain(results, aggregate, fields, keys or [str(number) for number in range(len(results))], n_methods)
+    return find_explanation(
+        results, aggregate, fields, keys or [str(number) for number in range(len(results))], n_methods
+    )
 
 
 def draw(n_documents, values=(0.0, 1.0), seed=0):

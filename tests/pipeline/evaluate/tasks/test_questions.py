@@ -9,9 +9,9 @@ from pipeline.evaluate.tasks.questions import (
     MAX_NEW_TOKENS,
     CachedIds,
     cut_reply,
+    find_video_key,
     make_question,
     make_unique,
-    video_key,
 )
 
 STOCK = {"max_new_tokens": 16, "temperature": 0, "top_p": 1.0, "num_beams": 1, "do_sample": False, "until": ["\n\n"]}
@@ -81,20 +81,20 @@ def test_settings_that_are_not_understood_are_refused_with_the_task(settings, wh
     ids=["VideoMME", "LongVideoBench", "MLVU", "EgoSchema", "MVBench"],
 )
 def test_what_a_document_calls_its_video(doc, key):
-    assert video_key(doc, folder="clevrer/video_validation" if "video" in doc else None) == key
+    assert find_video_key(doc, folder="clevrer/video_validation" if "video" in doc else None) == key
 
 
 def test_other_tasks_say_how():
-    assert video_key({"clip": "x", "set": "a"}, "{set}/{clip}.mp4") == "a/x.mp4"
-    assert video_key({"videoID": "x", "part": 3}, "{videoID}-{part}") == "x-3"
+    assert find_video_key({"clip": "x", "set": "a"}, "{set}/{clip}.mp4") == "a/x.mp4"
+    assert find_video_key({"videoID": "x", "part": 3}, "{videoID}-{part}") == "x-3"
     with pytest.raises(UsageError, match=r"video_id=\{vid\} .*it has clip"):
-        video_key({"clip": "x"}, "{vid}")
+        find_video_key({"clip": "x"}, "{vid}")
     with pytest.raises(UsageError, match="is not made of fields"):
-        video_key({"n": 1}, "{n[0]}")
+        find_video_key({"n": 1}, "{n[0]}")
     with pytest.raises(UsageError, match=r"no field names a video .* it has clip, n\): say how with video_id=TEMPLATE"):
-        video_key({"clip": "x", "n": 1})
+        find_video_key({"clip": "x", "n": 1})
     with pytest.raises(UsageError, match="no field"):
-        video_key({"video": None, "videoID": ""})
+        find_video_key({"video": None, "videoID": ""})
 
 
 @pytest.mark.parametrize(

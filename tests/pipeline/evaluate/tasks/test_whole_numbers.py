@@ -16,7 +16,7 @@ from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import OWN_NUMBERS, Split
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.results import _split_tables
-from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, score_matrix, set_arm_scores
+from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, make_score_matrix, set_arm_scores
 from pipeline.evaluate.tabulate import ScoredBenchmark
 from pipeline.evaluate.tasks import child, numbers, process
 from pipeline.evaluate.tasks.process import DescribedTask, TaskProcess
@@ -62,7 +62,9 @@ def test_the_number_of_a_whole_method_stands_in_no_column_of_a_part(per_question
 
 
 def test_failed_answers_are_counted_beside_the_number_of_a_whole_method():
-    matrix = score_matrix(set_arm_scores(table_of_two(1.0, None), {ORIGINAL: 0.75, PRUNED: 0.5}), [ORIGINAL, PRUNED])
+    matrix = make_score_matrix(
+        set_arm_scores(table_of_two(1.0, None), {ORIGINAL: 0.75, PRUNED: 0.5}), [ORIGINAL, PRUNED]
+    )
     assert matrix.scores.tolist() == [[0.75, 0.75], [0.5, 0.5]]
     assert [tally.n_failed for tally in matrix.tallies] == [1, 1]
 
@@ -128,7 +130,7 @@ class Unpaired(child.LoadedTask):
         self._aggregations = {"acc": lambda results: sum(results) / len(results)}
         self.task = SimpleNamespace(doc_to_target=lambda document: "A", process_results=self._judge)
 
-    def _filter(self, reply):
+    def _filter_reply(self, reply):
         return reply
 
     @staticmethod
@@ -190,7 +192,7 @@ def test_rules_get_copies_of_results(extra):
         of_all[0]["list"].append(2)
         return len(of_all[0]["list"])
 
-    assert [numbers.number_of(results, aggregate) for _ in range(2)] == [2.0, 2.0]
+    assert [numbers.compute_number(results, aggregate) for _ in range(2)] == [2.0, 2.0]
     assert results[0]["list"] == [1]
 
 
@@ -199,6 +201,6 @@ def test_numbers_that_do_not_say_whether_they_are_percentages_are_damaged(tmp_pa
     own = {"splits": [], "metric": "acc", "weights": {}, "mean_over": None, "numbers": {"none@1": {"acc": 0.5}}}
     store.put(OWN_NUMBERS, json.dumps(own).encode())
     with pytest.raises(NotResults, match=r"lmms\.json is damaged \(KeyError\('percent'\)\)"):
-        find_benchmark("lmms:mine").stored_in(store)
+        find_benchmark("lmms:mine").load_stored_settings(store)
     store.put(OWN_NUMBERS, json.dumps({**own, "percent": False}).encode())
-    assert find_benchmark("lmms:mine").stored_in(store).arm_share("none@1") == 0.5
+    assert find_benchmark("lmms:mine").load_stored_settings(store).get_arm_share("none@1") == 0.5

@@ -22,7 +22,7 @@ from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.options import EngineOptions
-from pipeline.rows import QuestionRecord, without_nulls
+from pipeline.rows import QuestionRecord, drop_nulls
 from tests import vllm_here
 from tests.gstep.language.prompts import video
 from tests.gstep.language.test_conversations import CONVERSATIONS, FIRST, VIDEO, turn
@@ -199,7 +199,7 @@ def test_the_embedding_of_a_question_is_the_models(family):
 def test_a_checkpoints_repetition_penalty_counts_and_a_video_may_be_larger_than_a_step(tmp_path):
     """It must fit vLLM's encoder cache, which is as large as a step: 4096 tokens on a CPU, where nobody says."""
     name, folder = "tiny-qwen2-5-vl", tmp_path / "model"
-    shutil.copytree(tiny.build(name), folder)
+    shutil.copytree(tiny.build_tiny_model(name), folder)
     settings = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({**settings, "repetition_penalty": 1.5}))
     whole = video(name, n_frames=180)
@@ -234,7 +234,7 @@ def test_cdpruner_chooses_for_each_question_as_with_the_other_engine(family, tmp
     )
     rows = [{"question_id": i, "video_id": "a", "prompt": text} for i, text in enumerate(["Who?", "Where is the dog?"])]
     table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), AnswerMode(Decoding(max_new_tokens=6)))
-    asked = [{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
+    asked = [{**drop_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
     late = {"": LatePruning(CDPruner(), 0.25)}
     setup = setup_of(store, source=source, prunings=late)
     mine, expected = (list(Answerer(setup, engine=engine).answer(asked)) for engine in (ours, theirs))
@@ -267,11 +267,11 @@ def test_a_connector_that_goes_by_a_videos_hash_tells_videos_of_equal_token_ids_
 def test_an_option_that_leaves_no_room_for_the_largest_video_is_refused_before_weights_are_loaded():
     source, largest = ModelSource.resolve("tiny-qwen2-5-vl"), 1051  # its processor's own largest item has 1050
     options = EngineOptions(engine="vllm", engine_param=["max_num_batched_tokens=640"])
-    for refused in (partial(load_engine, options, source, RUNTIME), partial(VllmEngine.check_room, options, source)):
+    for refused in (partial(load_engine, options, source, RUNTIME), partial(VllmEngine.check_memory, options, source)):
         with pytest.raises(ModelError, match=r"=640 limits a video to 1,050 .* has 1,051: set .*=1051 or"):
             refused(largest)
-    VllmEngine.check_room(options, source, 1050)
-    VllmEngine.check_room(EngineOptions(engine="vllm", engine_param=["max_num_batched_tokens=1051"]), source, 1051)
+    VllmEngine.check_memory(options, source, 1050)
+    VllmEngine.check_memory(EngineOptions(engine="vllm", engine_param=["max_num_batched_tokens=1051"]), source, 1051)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from pipeline.runner.cluster.address import (
     check_answers,
     describe_startup_failure,
     find_address,
+    make_package_importable,
     set_cluster_token,
-    workers_import_this,
 )
 from pipeline.runner.cluster.connection import explain_native_exit
 from tests.paths import ROOT
@@ -130,10 +130,10 @@ def test_the_current_folder_is_left_only_by_a_driver_that_does_not_import_from_i
     """Where it is last on the driver's path it is behind this package on the workers'."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path if place == "here" else place) for place in path])
-    with workers_import_this() as job:
+    with make_package_importable() as job:
         assert Path.cwd() == (ROOT if left else tmp_path)
         assert (job._py_driver_sys_path if job else None) == ([str(tmp_path)] if behind else None)
     assert Path.cwd() == tmp_path
-    with pytest.raises(OSError, match="no room"), workers_import_this():
+    with pytest.raises(OSError, match="no room"), make_package_importable():
         raise OSError("no room")  # Ray does not start
     assert Path.cwd() == tmp_path

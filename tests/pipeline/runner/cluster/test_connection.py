@@ -91,10 +91,10 @@ class WaitingSetup(EncodeSetup):
 
 
 class WaitingEncoder(VideoEncoder):
-    def encode_one(self, record, frames):
+    def encode_video_alone(self, record, frames):
         if record["video_id"] == "v15":
             wait_until(Path(self._setup.sign).exists, "the decoders' GPU to be given back")
-        return super().encode_one(record, frames)
+        return super().encode_video_alone(record, frames)
 
 
 def test_decoders_that_are_through_give_their_gpu_back_while_the_encoder_works(gpu_cluster, tmp_path):

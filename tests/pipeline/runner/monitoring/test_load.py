@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.runner.progress import Load, find_bottleneck
+from pipeline.runner.progress import StageLoad, find_bottleneck
 from pipeline.runner.worker_reports import WorkerReport
 
 
@@ -14,7 +14,7 @@ def report(n_passed_on=(0, 0, 0), up_s=(0.0, 0.0, 0.0), busy_s=(0.0, 0.0, 0.0)) 
 
 
 def test_shares_are_those_of_the_last_looks_alone():
-    load = Load()
+    load = StageLoad()
     for look in range(1, 6):
         idle = max(0, look - 2)  # from the third look on nobody works
         load.add(report(up_s=(10 * look,) * 3, busy_s=(10 * (look - idle), 0, 5 * look)))
@@ -22,7 +22,7 @@ def test_shares_are_those_of_the_last_looks_alone():
 
 
 def test_shares_are_of_the_time_in_which_workers_could_work_and_a_stage_of_dead_workers_is_not_busy():
-    load = Load()
+    load = StageLoad()
     assert load.busy() == {}
     for look in range(1, 5):
         load.add(report(up_s=(10 * look, 10 * min(look, 3), 0), busy_s=(5 * look, 10 * min(look, 3), 0)))
@@ -30,7 +30,7 @@ def test_shares_are_of_the_time_in_which_workers_could_work_and_a_stage_of_dead_
 
 
 def test_queues_hold_what_the_stage_before_is_through_with():
-    load = Load()
+    load = StageLoad()
     load.add(report(n_passed_on=(7, 4, 4)))
     assert load.waiting(10) == {"decode": 3, "encode": 3, "write": 0}
     load.add(report(n_passed_on=(11, 4, 5)))  # an item was decoded again on another node
