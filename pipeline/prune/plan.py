@@ -157,8 +157,8 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
         notes.append(f"{len(encode_s)} of them were encoded here")
     factors = format_range(factor, format_number)
     notes.append(
-        f"a run's core-seconds are those of the probe times {factors}, since its stages share the cores with each other "
-        "and with other programs"
+        f"a run's core-seconds are those of the probe times {factors}, since its stages share the cores with each "
+        "other and with other programs"
     )
     if is_busy:
         held_up = f"other programs or the disk held decoding up here to {format_number(stretch)} times its CPU seconds"

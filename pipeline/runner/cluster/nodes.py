@@ -27,7 +27,7 @@ def iter_alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
 
 
 def make_node_task(node_id: str, gpus: int = 0) -> Any:
-    """Return a Ray task for a node: ``make_node_task(node_id).remote(function)`` calls a function without arguments there.
+    """Return a Ray task whose ``.remote(function)`` calls a function without arguments on the node.
 
     It reserves ``gpus`` GPUs and no CPU, is not retried, and fails if the node is gone.
     """
