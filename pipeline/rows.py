@@ -312,8 +312,8 @@ def format_rate(fps: float | None) -> str:
 def describe_frames(row: VideoRow) -> str:
     """Describe the frame rates and the number of frames of an ok video in one line.
 
-    For example: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16 temporal patches"``. "on average" follows a
-    source rate that differs from the clip's.
+    For example: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16 temporal patches"``. Patches are left out if
+    each holds one frame. "on average" follows a source rate that differs from the clip's.
     """
     n_sampled, n_steps = len(row["frame_indices"]), row["n_frames"]
     # A clip of which the rate differs from that of the whole file lies in a file whose rate varies.

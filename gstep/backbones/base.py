@@ -455,8 +455,9 @@ class Backbone(ABC):
     def _encode_chunks(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
         """Encode the chunks of one video in order and return the tokens and evidence of the whole video.
 
-        A single chunk's result is returned as it is. Several results are joined without ``extra``, grid and times. Each
-        chunk but the last must consist of whole temporal patches.
+        A single chunk's result is returned as it is. Several results are joined along the frames, including the tensors
+        of ``evidence`` (label -> source), without ``extra``, grid and times. Each chunk but the last must consist of
+        whole temporal patches.
         """
         if len(frames) == 1:
             return self.encode_chunk(frames[0], evidence)

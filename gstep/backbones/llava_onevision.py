@@ -192,7 +192,10 @@ class LlavaOnevisionBackbone(Backbone):
         return optimize_llava(self.model, self._vision)
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
-        """Encode the videos, [t,384,384,3] uint8 each, in one pass; return tokens [t,196,D] and evidence for each."""
+        """Encode the videos, [t,384,384,3] uint8 each, in one pass; return the tokens [t,196,D] of each, and its evidence.
+
+        ``evidence`` (label -> source) names the tensors [t,...] that are collected beside the tokens.
+        """
         lengths = [len(frames) for frames in videos]
         visual = self.encode_chunk(torch.cat([*videos]), evidence)
         evidence_by_label = {name: torch.split(values, lengths) for name, values in visual.evidence.items()}

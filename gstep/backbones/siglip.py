@@ -28,7 +28,7 @@ class PoolingHead(nn.Module):
     """SigLIP's post_layernorm and attention-pooling head as one module."""
 
     def __init__(self, config: Any) -> None:
-        """Build the head of a SiglipVisionConfig with initial weights."""
+        """Build the head and the layer norm before it for a SiglipVisionConfig, with initial weights."""
         from transformers.models.siglip.modeling_siglip import (  # noqa: PLC0415 - seconds, and rarely needed
             SiglipMultiheadAttentionPoolingHead,
         )
@@ -76,9 +76,10 @@ class PoolingHead(nn.Module):
         return feature_TC, attention[0]
 
     def embed_patches(self, features_TSC: Tensor) -> Tensor:
-        """Map each patch into SigLIP's image-text space, [T,S,C], by running the head on that patch alone.
+        """Map each patch, before SigLIP's last layer norm, into its image-text space; return float32 [T,S,C].
 
-        Attention over a single position is 1, so its result is the patch's value.
+        The layer norm and the head run on that patch alone. Attention over a single position is 1, so its result is the
+        patch's value.
         """
         attention = self.head.attention
         weight_CC, bias_C = attention.in_proj_weight.chunk(3)[2], attention.in_proj_bias.chunk(3)[2]

@@ -341,7 +341,11 @@ def _check_numbers(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
-    """Compute the identity of the weights: the commit of a Hub model, or a hash of the files."""
+    """Compute the identity of the weights as text.
+
+    It is "hub:NAME@COMMIT" for the Hub, the tiny model's own identity, and otherwise a hash of the files, which begins
+    with "folder:" or, for a shipped model, with its name.
+    """
     if files.kind == "hub":
         return f"hub:{files.location}@{files.revision}"
     if files.kind == "tiny":

@@ -293,6 +293,7 @@ class _PrunedGenerate:
 
         Raises:
             ModelError: the rows of features mix frames, or do not depend on them.
+            ValueError: the input has several videos, which only shows here for models outside the table.
         """
         units = count_units(inputs)
         if (layout := self._layouts.get(None) or self._layouts.get(units)) is not None:

@@ -125,8 +125,9 @@ class FastVID(SinkPruner):
         """Select and merge the share ``ratio`` of the tokens, segment by segment; ``budget`` is not used.
 
         Each segment returns its salient tokens (by ``token_attention``) unchanged, then its anchors with other tokens
-        merged in; ``merged`` marks the anchors that changed. ``seed`` breaks ties between density peaks without the
-        evidence ``noise``.
+        merged in; ``merged`` marks the anchors that changed. The variant "llava" finds segments by the evidence
+        ``frame_feature`` and merges anchors of the same frame too; "qwen" finds them by the mean token of each frame.
+        ``seed`` breaks ties between density peaks without the evidence ``noise``.
         """
         per_frame = visual.tokens.shape[1]
         tokens_TND = scale_to_work_dtype(visual.tokens)

@@ -489,11 +489,13 @@ class Survey(NamedTuple):
 
 
 def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
-    """Compute inverse norms and subspace coordinates, and detect copies, in one pass over all tokens.
+    """Compute inverse norms and subspace coordinates in one pass over all tokens, and find whether there may be copies.
 
-    A second pass with row factors is made if a row turns out to be too small for float32 (squared length below 2^-80).
-    ``dims`` is k of the bound's subspace: 0 for no bound, None to choose 32, 48 or 64 by M, or 0 if D < 8k or M <= 384.
-    There is no bound either if more than 95 % of the tokens' squared lengths lie outside the subspace.
+    ``has_copies`` compares the norm and the first and last channel: it is never False if two tokens are equal, and
+    rarely True if none are. A second pass with row factors is made if a row turns out to be too small for float32
+    (squared length below 2^-80). ``dims`` is k of the bound's subspace: 0 for no bound, None to choose 32, 48 or 64 by
+    M, or 0 if D < 8k or M <= 384. There is no bound either if more than 95 % of the tokens' squared lengths lie outside
+    the subspace.
     """
     n_tokens, hidden = rows.tokens.shape
     if dims is None:

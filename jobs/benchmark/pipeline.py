@@ -194,6 +194,9 @@ def compute_figures(
 ) -> dict[str, float]:
     """Compute the figures of one combination of frames, encoder seconds and nodes: title of a row -> number.
 
+    They are the combination itself, videos per second and busy share per kind of work, the job's seconds relative to
+    LOOP, its scaling, memory and CPU per kind, and the job's use of the object store.
+
     Args:
         by_kind: the growth per video of each kind of work; must have JOB and LOOP.
         first: the result for the fewest nodes, the base of scaling; None to leave out scaling.

@@ -91,10 +91,10 @@ def copy_vectors_to_rows(data: memoryview, n_rows: int, targets: NDArray[np.int6
 
 
 def iter_page_sizes(data: memoryview) -> Iterator[PageSize]:
-    """Yield the sizes that the header of each page in a column chunk states.
+    """Yield a PageSize per page of a column chunk from its header (uncompressed size, number of values, plain or not).
 
     Raises:
-        ValueError: a header cannot be parsed or has no sizes.
+        ValueError: a header cannot be parsed, or states no packed or unpacked size.
     """
     at = 0
     while at < len(data):

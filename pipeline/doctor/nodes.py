@@ -84,7 +84,7 @@ def run_on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSW
     """Run ``work`` in parallel, once on each living node with at least ``gpus`` GPUs; return the results by host.
 
     A result is a "wrong" Finding if ``work`` raised or the node did not answer. All nodes together get ``wait_s``
-    seconds; after that, each remaining node gets 1 s more.
+    seconds; after that, each remaining node gets 1 s more. Tasks that have not answered by then are left running.
     """
     answers = {
         host: make_node_task(node_id, gpus).remote(work)

@@ -176,9 +176,9 @@ class Protocol:
         return self.models.get(model_type, self.others).adapt_to_family(model_type, family or model_type)
 
     def describe(self, model_type: str, family: str | None = None) -> JsonObject:
-        """Return the protocol for a model type, whose code is in ``family``, as a JSON-able record.
+        """Return the protocol for a model type as a JSON-able record, without ``reasoning`` and the seed of the decoding.
 
-        ``reasoning`` and the seed of the decoding are left out.
+        ``family`` names the family of gstep that reads the model; None is the family of the model type.
         """
         return {
             "protocol": self.name,

@@ -333,7 +333,10 @@ def compute_estimates(
 
 
 def _sum_scores(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints) -> tuple[Floats, Floats]:
-    """Return each arm's sum of scores ``[G, P, A]`` and the number of questions ``[G, P]``, per video and part."""
+    """Return each arm's sum of scores ``[G, P, A]`` and the number of questions ``[G, P]``, per video and part.
+
+    G and P are one more than the largest number in ``cluster_Q`` and ``part_Q``. Questions of NO_PART do not count.
+    """
     inside_Q = part_Q != NO_PART
     G, P = int(cluster_Q.max(initial=-1)) + 1, int(part_Q.max(initial=NO_PART)) + 1
     cell_Q = cluster_Q[inside_Q] * P + part_Q[inside_Q]

@@ -252,15 +252,15 @@ def mark_rows(numbers: Estimate, shown: Mapping[int, Cell | None]) -> dict[int, 
 def group_arms(
     benchmarks: Sequence[ScoredBenchmark], methods: Sequence[str] | None
 ) -> tuple[list[MethodAtRatio], list[ArmGroup]]:
-    """Return all arms and the rows that they form.
+    """Return the selected arms, with full retention as the first, and the rows that they form.
 
-    Full retention is first, whether it was run or not. The other rows follow by descending ratio, then by positions
-    (the default first, others by name), then in the order of ``methods`` or, if that is None, of first appearance. The
-    arms of a row, one for each seed, are neighbors.
+    Full retention is there whether it was run or not. The other rows follow by descending ratio, then by positions (the
+    default first, others by name), then in the order of ``methods`` or, if that is None, of first appearance. The arms
+    of a row, one for each seed, are neighbors; a row with one seed keeps it in its name.
 
     Args:
-        methods: names as a user writes them, each for all seeds or positions that it does not name. None selects all
-            arms.
+        methods: names as a user writes them, each for all seeds or positions that it does not name; a name without an
+            arm is ignored. None selects all arms.
     """
     seeds: dict[tuple[float, str, str], dict[int, MethodAtRatio]] = {}
     for arm in (arm for benchmark in benchmarks for arm in list_arms(benchmark.scores) if arm != ORIGINAL):

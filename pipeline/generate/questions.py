@@ -338,10 +338,10 @@ def _check_columns(row: UserRow, where: str) -> None:
 def _parse_video_ids(row: UserRow, where: str) -> list[str]:
     """Return the ids of a row's videos from an id, a list of ids, or a text with a JSON list of ids.
 
-    A text that starts with "[" but is no such list is an id itself.
+    A text that starts with "[" but is not a JSON list of at least one text is an id itself.
 
     Raises:
-        QuestionsError: the list is empty, or a value is not an id.
+        QuestionsError: a list is empty, or an id is neither a nonempty text nor an integer.
     """
     value = row["video_id"]
     if isinstance(value, str) and value.startswith("["):  # a .csv has no type for lists

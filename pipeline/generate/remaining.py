@@ -84,7 +84,7 @@ def _pair_with_prunings(
 
 
 def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:
-    """Describe the first difference between a question and its answered version; return None if they are equal."""
+    """Describe the first of COMPARED_COLUMNS in which a question and its answered version differ; return None if none does."""
     for name in COMPARED_COLUMNS:
         before, now = answer.get(name), question.get(name)
         if before != now:

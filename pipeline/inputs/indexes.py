@@ -166,8 +166,9 @@ class Indexes:
     def _index_archive(self, named_file: NamedFile, file: RandomFile, in_views: bool) -> Iterator[IndexView]:
         """Index an open archive, and yield its views; write the index if the whole archive was read.
 
-        No partial view is yielded while the clip of a member is unknown. Once ``stopped`` is set, this ends at the next
-        member without a whole view.
+        With ``in_views``, views of the part read so far come first, each twice as long as the one before; no such view
+        is yielded while the clip of a member is unknown. Once ``stopped`` is set, this ends at the next member without
+        a whole view. The archive counts in ``n_made`` from the start.
         """
         with self._counting:
             self.n_made += 1

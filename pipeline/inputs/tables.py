@@ -89,9 +89,10 @@ def read_parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
 
 
 def simplify_type(kind: pa.DataType) -> pa.DataType:
-    """Return a column's type without dictionaries, extension types and views, also within structs and lists.
+    """Return a column's type with dictionaries, extension types, and text and binary views replaced by what they hold.
 
-    Lists of a fixed size and maps stay.
+    This is also done within structs and in the items of lists. Maps, fixed-size lists and list views stay as they are,
+    with all that they contain.
     """
     if pa.types.is_dictionary(kind):
         return simplify_type(kind.value_type)

@@ -21,7 +21,9 @@ def check_model(recipe: Recipe) -> dict[str, str]:
     """Check the model as far as possible without weights.
 
     Returns:
-        Name of a check -> what was checked and the result, or that it was not checked.
+        What was found, or that it was not checked, for each of: "model", "vision part" (tensors of the checkpoint),
+        "sizes", "transformers" and "vLLM" (does the installed version have the model), and "to stock" (a reduced model
+        against the stock class).
 
     Raises:
         ModelError: the checkpoint lacks tensors of the vision part, has them quantized, or a weight file is damaged.

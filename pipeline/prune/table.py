@@ -36,7 +36,9 @@ class CacheTable:
     def __init__(self, store: Store, recipe: Recipe, run_id: str, say: Say) -> None:
         """Read the rows of the cache, and print warnings about lost rows and about files that are left out.
 
-        Files of the table with a superseded identity are left out without a warning. The store may have no cache yet.
+        The rows of the recipe's identity are read if the run restarts the cache, else those of the header's. Files of
+        other identities, and files without a name of the table's, are left out and named; those of a superseded
+        identity without a warning. The store may have no cache yet.
 
         Raises:
             NotACache, CorruptShard: the header, or a file of the table, cannot be read.

@@ -201,7 +201,10 @@ class WorkerLogs:
             self._write(len(self._unwritten))
 
     def _listen(self) -> None:
-        """Keep the workers' last lines and write crashes to the log until ``close``. Runs in the thread."""
+        """Keep the workers' last lines and write crashes to the log until ``close``. Runs in the thread.
+
+        A crash is written after one more wait for lines, so that its own last lines are there.
+        """
         job = ray.get_runtime_context().get_job_id()
         while not self._end_event.is_set():
             n_crashed = len(self._unwritten)  # crashes noticed during the wait come next time

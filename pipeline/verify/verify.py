@@ -267,8 +267,8 @@ class _Check:
     def _check_strays(self, names: Sequence[str], files: Sequence[TableFile]) -> None:
         """Compare the rows of stray files with those of the table, once per file.
 
-        A stray file whose rows the table has gives a note; one with rows that would count, or that cannot be compared,
-        a problem.
+        A stray file whose rows the table has gives a note. One with rows that would count, or that cannot be compared,
+        gives a STRAY problem; one with another fault and no rows, a COMMIT problem.
         """
         for name in sorted({*names} - self._strays):
             self._strays.add(name)

@@ -157,11 +157,11 @@ def _are_alternating(video: _VideoPid, other: _VideoPid) -> bool:
 
 
 def _list_videos(path: str) -> tuple[dict[int, _VideoPid], set[frozenset[int]], set[int], int]:
-    """Scan a transport stream for the PIDs that its tables announce as video.
+    """Scan a transport stream for the PIDs that its program map tables announce as video.
 
     Returns:
-        PID -> video, for PIDs that have packets; the pairs of PIDs that share a table; the PIDs of the tables; and the
-        end of the last packet in bytes (1 without packets).
+        PID -> video as first announced, for PIDs that have packets; the pairs of PIDs that share a table; the PIDs of
+        the program map tables; and the end of the last packet in bytes (1 without packets).
     """
     announced: dict[int, tuple[int, int, int]] = {}
     spans: dict[int, dict[int, list[int]]] = {}

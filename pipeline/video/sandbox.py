@@ -396,9 +396,9 @@ def _end_with_parent() -> None:
 
 
 def _strip_credentials() -> None:
-    """Remove environment variables whose names look like credentials (_SECRET_NAMES, _SECRET_PARTS).
+    """Remove environment variables whose names start with one of _SECRET_NAMES or contain one of _SECRET_PARTS.
 
-    Their values are also overwritten in the memory that /proc/self/environ shows.
+    Case counts only for the start. Their values are also overwritten in the memory that /proc/self/environ shows.
     """
     library = ctypes.CDLL(None)
     library.getenv.restype = ctypes.c_void_p

@@ -245,6 +245,8 @@ class SourceStates:
     def _request_states(self, uris: Sequence[str]) -> Iterator[FileState]:
         """Yield the state of each remote file in order, MISSING_STATE if it is gone or the request was refused.
 
+        Requests and refusals are counted in ``self``; refusals in a row also across calls.
+
         Raises:
             UsageError: the store refused 32 requests in a row.
         """

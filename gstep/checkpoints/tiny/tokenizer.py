@@ -83,7 +83,8 @@ def write_trained_tokenizer(folder: Path, kind: TinyTokenizer) -> None:
 def write_byte_tokenizer(folder: Path, kind: TinyTokenizer, ids: Mapping[str, int], vocab_size: int) -> None:
     """Write a tokenizer with a token for each byte, and a vocabulary of ``vocab_size``, into an existing folder.
 
-    The special tokens have the given ids, bytes the first free ones. Other ids decode to "<id>".
+    The special tokens have the given ids, bytes the first free ones in the order of their ByteLevel characters; bytes
+    without room are left out. Other ids decode to "<id>".
     """
     tokens = {i: token for token, i in ids.items()}
     free = (i for i in range(vocab_size) if i not in tokens)

@@ -87,9 +87,9 @@ def _compute_shape_mask(shape: str, x: NDArray[np.float64], y: NDArray[np.float6
 
 @cache
 def _draw_sign_plate(word: str, size: int) -> Image:
-    """Draw a sign, a dark framed plate of 9 x 9 dots with two letters, as gray values [size, size, 1] up to 255.
+    """Draw a sign as float32 gray values [size, size, 1] up to 255: dark, 9 x 9 dots, with two letters between bright bars.
 
-    The array is shared between calls.
+    The bars are the top and bottom rows of dots. The array is shared between calls.
     """
     dots = np.zeros((9, 9), bool)
     dots[[0, -1]] = True

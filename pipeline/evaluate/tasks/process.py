@@ -124,7 +124,9 @@ class TaskProcess:
         )
 
     def score(self, arms: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-        """Score the replies of each arm by the task's own rules, and return the task's numbers.
+        """Score the replies of each arm by the task's own rules in a new child process, and return the task's numbers.
+
+        The number of replies is said first.
 
         Args:
             arms: label of an arm -> document number as text -> reply. All arms have the same documents.

@@ -186,7 +186,9 @@ class CachedIds:
         return suggest_ids(key, pa.chunked_array([sorted(self._ids)], pa.string()))
 
     def find(self, key: str) -> str | None:
-        """Return the id that a key matches, or None.
+        """Return the id that a key matches, or None: an equal id, or one that ends with "/" and the key.
+
+        The suffix of a video file may be left out.
 
         An id that equals the key wins, even a failed one. Otherwise failed ids count only if no id with tokens matches.
 
