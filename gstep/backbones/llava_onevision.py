@@ -192,7 +192,7 @@ class LlavaOnevisionBackbone(Backbone):
         return optimize_llava(self.model, self._vision)
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
-        """Encode the videos, [t,384,384,3] uint8 each, in one pass; return the tokens [t,196,D] of each, and its evidence.
+        """Encode the videos, [t,384,384,3] uint8 each, in one pass; return tokens [t,196,D] and evidence of each.
 
         ``evidence`` (label -> source) names the tensors [t,...] that are collected beside the tokens.
         """

@@ -176,7 +176,7 @@ class Protocol:
         return self.models.get(model_type, self.others).adapt_to_family(model_type, family or model_type)
 
     def describe(self, model_type: str, family: str | None = None) -> JsonObject:
-        """Return the protocol for a model type as a JSON-able record, without ``reasoning`` and the seed of the decoding.
+        """Return the protocol for a model type as a JSON-able record, without ``reasoning`` and the decoding seed.
 
         ``family`` names the family of gstep that reads the model; None is the family of the model type.
         """

@@ -84,7 +84,7 @@ def _pair_with_prunings(
 
 
 def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:
-    """Describe the first of COMPARED_COLUMNS in which a question and its answered version differ; return None if none does."""
+    """Describe the first of COMPARED_COLUMNS in which a question and its answered version differ; None if equal."""
     for name in COMPARED_COLUMNS:
         before, now = answer.get(name), question.get(name)
         if before != now:

@@ -87,7 +87,7 @@ def _compute_shape_mask(shape: str, x: NDArray[np.float64], y: NDArray[np.float6
 
 @cache
 def _draw_sign_plate(word: str, size: int) -> Image:
-    """Draw a sign as float32 gray values [size, size, 1] up to 255: dark, 9 x 9 dots, with two letters between bright bars.
+    """Draw a sign as float32 gray values [size, size, 1] up to 255: two letters between bars, in 9 x 9 dots.
 
     The bars are the top and bottom rows of dots. The array is shared between calls.
     """

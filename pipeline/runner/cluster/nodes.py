@@ -103,7 +103,7 @@ class NodeLog:
         self._log_counts(names, plan)
 
     def _log_counts(self, names: Mapping[str, str], plan: Plan) -> None:
-        """Log the workers of each node whenever all planned workers are running and their numbers differ from the last line.
+        """Log the workers of each node if all planned workers run and the numbers differ from the last line.
 
         Workers of the last of several stages do not count, since they start later. With fewer than two nodes
         (``names``, id -> name) nothing is logged.
