@@ -64,10 +64,10 @@ __all__ = [
 
 def family_of(source: ModelSource) -> ModelFamily:
     """Return the model family of ``source``; raise ModelError if a user family cannot be imported or is incomplete."""
-    return load_family_class(source.family)(source)
+    return family_class(source.family)(source)
 
 
-def get_family_entry(name: str) -> Family:
+def find_family(name: str) -> Family:
     """Return the table entry of the family ``name``, or build an entry for an import path ``module:Class``.
 
     The built entry has only ``backbone`` (the path) and ``prompts``, which is read from the imported class.
@@ -75,10 +75,10 @@ def get_family_entry(name: str) -> Family:
     Raises:
         ModelError: the class cannot be imported or is incomplete.
     """
-    return FAMILIES[name] if name in FAMILIES else Family(name, load_family_class(name).prompts)
+    return FAMILIES[name] if name in FAMILIES else Family(name, family_class(name).prompts)
 
 
-def load_family_class(name: str) -> type[ModelFamily]:
+def family_class(name: str) -> type[ModelFamily]:
     """Import and return the class of a model family.
 
     Args:

@@ -84,7 +84,7 @@ class FusedSteps:
         if not self.kernels:
             x = x if added is None else x + added
             return x, norm(x)
-        from gstep.backbones.gpu_kernels import normalize_kernel  # noqa: PLC0415 - Triton may be missing
+        from gstep.backbones.gpu_kernels import norm_kernel  # noqa: PLC0415 - Triton may be missing
 
         width = x.shape[-1]
         x = x.contiguous()
@@ -95,7 +95,7 @@ class FusedSteps:
         bias, eps = (norm.bias, norm.eps) if is_layer_norm else (norm.weight, norm.variance_epsilon)
         n_rows = x.numel() // width
         rows = 2
-        normalize_kernel[(-(-n_rows // rows),)](
+        norm_kernel[(-(-n_rows // rows),)](
             *(x, addend, total, out, norm.weight, bias, n_rows, eps, width, _round_up_to_power_of_2(width), rows),
             *(added is not None, is_layer_norm),
             num_warps=8,

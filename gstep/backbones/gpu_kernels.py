@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def normalize_kernel(
+def norm_kernel(
     x_ptr: tl.tensor,
     added_ptr: tl.tensor,
     sum_ptr: tl.tensor,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from gstep.backbones import load_family_class
+from gstep.backbones import family_class
 from gstep.errors import ModelError
 from gstep.families import FAMILIES, GENERIC, choose_family
 from gstep.generic.gate import can_encode_in_pieces
@@ -120,7 +120,7 @@ def _make_method(model: Any, method: str | Pruner, params: Mapping[str, Any]) ->
         ValueError: the method or a parameter is not valid, or the method needs more than tokens.
     """
     if isinstance(method, str) and (name := find_method(method).family_parameter) is not None:
-        params = {name: load_family_class(choose_family(model.config.model_type)).variant, **params}
+        params = {name: family_class(choose_family(model.config.model_type)).variant, **params}
     pruner = make_pruner(method, **params)
     if pruner.layer is not None:
         raise ValueError(f"method {pruner.name!r} prunes inside the language model, which gstep.pruning does not do")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gstep.backbones import get_family_entry
+from gstep.backbones import find_family
 from gstep.errors import ModelError
 from gstep.families import FAMILIES, GENERIC
 from gstep.lazy import LazyTable, load_object, make_getattr
@@ -90,13 +90,13 @@ def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
             cannot be loaded; or transformers is too old.
     """
     _find_prompts_path(source)  # raises for a family that answers no questions
-    model: LanguageModel = load_object(get_family_entry(source.family).language_model).load(source, runtime)
+    model: LanguageModel = load_object(find_family(source.family).language_model).load(source, runtime)
     return model
 
 
 def _find_prompts_path(source: ModelSource) -> str:
     """Return the import path of the model's prompt builder; ModelError for a family that cannot answer."""
-    path = get_family_entry(source.family).prompts
+    path = find_family(source.family).prompts
     if path is not None:
         return path
     if source.family in FAMILIES:

@@ -41,7 +41,7 @@ class PromptPolicy:
         positions: "original": every kept token has its position among all tokens of its video; "contiguous": positions
             are renumbered over the kept tokens, as if no token had been pruned.
         rule: the library whose rules apply to Qwen: "transformers-5", "transformers-4.57" or "vllm"
-            (:class:`gstep.language.qwen_vl.Rule`).
+            (:class:`gstep.language.qwen_vl.LibraryRule`).
         chat_template: a hash of the checkpoint's chat template.
         frame_times: the times that Qwen3-VL reads before its temporal patches. "true": the times at which frames are
             shown, from the start of the clip. "stock", as in transformers: the frame's index in the file divided by the

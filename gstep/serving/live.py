@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.backbones import load_family_class
+from gstep.backbones import family_class
 from gstep.checkpoints.source import ModelSource
 from gstep.errors import ModelError
 from gstep.families import describe_family
@@ -69,7 +69,7 @@ class LivePruning:
         """
         check_live_model(source)
         check_live_method(method, retention_ratio)
-        pruner = read_pruner(method, texts, family=load_family_class(source.family).variant)
+        pruner = read_pruner(method, texts, family=family_class(source.family).variant)
         return cls(method, retention_ratio, pruner.params(), seed)
 
     def as_options(self) -> dict[str, Any]:

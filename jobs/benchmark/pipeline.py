@@ -37,7 +37,7 @@ from pipeline.errors import RunFailed, UsageError
 #: above 100 kB; smaller objects travel with their calls), and CPU milliseconds of each kind of process.
 Figures = Mapping[str, float]
 _CPU = "CPU ms: "  # beginning of a figure's name, before the kind of process
-_CHILD = "from jobs.benchmark.pipeline_work import main; main()"
+_CHILD = "from jobs.benchmark.pipeline_work import run_child_work; run_child_work()"
 _MIN_VIDEO_S = 0.03  # assumed minimum time per video, to compute the number of videos from the seconds
 _MIN_VIDEOS = 16  # fewer videos would not fill every stage
 

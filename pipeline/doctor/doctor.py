@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from gstep.backbones import ModelSource, get_family_entry
+from gstep.backbones import ModelSource, find_family
 from gstep.families import describe_family
 from gstep.lazy import load_object
 from pipeline.doctor.finding import Finding, run_guarded
@@ -103,7 +103,7 @@ class Doctor:
             source = ModelSource.resolve(
                 config.model, config.revision, quantized=True, family=config.family, gate=False
             )
-            check = get_family_entry(source.family).doctor
+            check = find_family(source.family).doctor
         kind = describe_family(source.family, source.model_type)
         yield Finding("model", "ok", f"{config.model}: config.json is of {kind}; {source.identity}")
         self._source = source

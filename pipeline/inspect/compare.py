@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gstep.backbones import ModelSource, family_of, load_family_class
+from gstep.backbones import ModelSource, family_class, family_of
 from gstep.evidence import HEAD_SOURCES, make_label
 from gstep.pruners.base import Pruner
 from pipeline.cache.codecs import BFLOAT16
@@ -185,7 +185,7 @@ class CachedComparison:
         ratios = ratios or [stored_ratio if stored_ratio < 1 else _DEFAULT_RATIO]
         family = choose_family(identity["model"], self.config.family) or identity["model"]["type"]
         with convert_usage_errors():
-            kind = load_family_class(family)
+            kind = family_class(family)
         wanted = list_requested_selections(methods, ratios, self.config.seed, kind.variant)
         if all(is_stored(identity, row) for row in wanted):
             return self._show_stored(
@@ -323,7 +323,7 @@ def _explain_insufficient_tokens(
     columns: dict[str, str] = {}
     for row in wanted:
         try:
-            pairs = find_evidence_columns(row.label, row.pruner, identity, load_family_class(family))
+            pairs = find_evidence_columns(row.label, row.pruner, identity, family_class(family))
         except UsageError:  # if no encoder of this family gives it, the plan of another encoding says so
             return f"{cache.store} does not hold what {row.label} needs besides tokens", {}
         columns |= {make_label(name, row.pruner.sources[name]): column for name, column in pairs}

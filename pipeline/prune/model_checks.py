@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from gstep.backbones import BACKBONES, ModelFamily, ModelSource, family_of, get_family_entry
+from gstep.backbones import BACKBONES, ModelFamily, ModelSource, family_of, find_family
 from gstep.checkpoints.tensors import iter_quantizations, read_tensor_types
 from gstep.errors import ModelError
 from gstep.families import FAMILIES, GENERIC, describe_family
@@ -76,7 +76,7 @@ def _check_transformers(source: ModelSource) -> str:
     """
     if source.family == GENERIC:
         return _describe_gate(source)
-    if get_family_entry(source.family).prompts is None:
+    if find_family(source.family).prompts is None:
         return f"answers no questions: {source.family} names no class of prompts"
     if any(True for _ in iter_quantizations(source.config)):
         return "answers no questions: the language model is quantized"

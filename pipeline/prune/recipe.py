@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
-from gstep.backbones import BACKBONES, ModelSource, StaticParts, family_of, load_family_class
+from gstep.backbones import BACKBONES, ModelSource, StaticParts, family_class, family_of
 from gstep.errors import ModelError
 from gstep.evidence import (
     EVIDENCE_SHAPES,
@@ -415,7 +415,7 @@ def list_needed_evidence(
         UsageError: the encoder does not compute the evidence.
         ValueError: the method or a parameter is invalid.
     """
-    pruner = read_pruner(method, params, family=load_family_class(family).variant)
+    pruner = read_pruner(method, params, family=family_class(family).variant)
     return list_method_evidence(pruner, f"--evidence {method}", family, model_type)
 
 
@@ -431,7 +431,7 @@ def list_method_evidence(pruner: Pruner, flag: str, family: str, model_type: str
     Raises:
         UsageError: the encoder does not compute the evidence.
     """
-    kind = load_family_class(family)
+    kind = family_class(family)
     pairs = set(make_name_source_pairs(pruner.sources))
     if "text_embedding" in pruner.needs:  # the tokens replace patch embeddings that a family lacks
         pairs = {pair for pair in pairs if pair[0] != "image_embedding" or pair in kind.gives}
@@ -473,7 +473,7 @@ def _parse_evidence_item(item: str, family: str, model_type: str | None) -> tupl
             else f"is no evidence and no method{format_suggestion(name, (*STORED_EVIDENCE, *METHODS))}"
         )
         raise UsageError(f"--evidence: {name!r} {why}; known: {', '.join(STORED_EVIDENCE)}, {', '.join(METHODS)}")
-    sources = sorted(source for evidence, source in load_family_class(family).gives if evidence == name)
+    sources = sorted(source for evidence, source in family_class(family).gives if evidence == name)
     if not sources:
         able_models = [kind for kind in BACKBONES if any(name == evidence for evidence, _ in BACKBONES[kind].gives)]
         instead = _NOT_NEEDED.get(

@@ -13,7 +13,7 @@ from typing import ClassVar, cast
 
 import torch
 
-from gstep.backbones import load_family_class
+from gstep.backbones import family_class
 from gstep.evidence import HEAD_SOURCES
 from gstep.pruners import get_method_name, read_pruner
 from gstep.pruners.base import Pruner
@@ -53,7 +53,7 @@ def plan_repruning(
             f"{identity['retention_ratio']:g}, not all tokens: make one with python -m jobs.prune --pruner none"
         )
     with convert_usage_errors():
-        family = load_family_class(choose_family(identity["model"]) or identity["model"]["type"])
+        family = family_class(choose_family(identity["model"]) or identity["model"]["type"])
         pruner = read_pruner(method, params, family=family.variant)
         if not pruner.cacheable:
             raise UsageError(f"--pruner {method} selects anew for every question, so its tokens cannot be cached")

@@ -26,9 +26,9 @@ from pipeline.evaluate.shapes.world import (
     Kind,
     Shot,
     SplitName,
+    Thing,
     ThingKind,
     Video,
-    VisibleObject,
     check_seed,
 )
 
@@ -382,14 +382,14 @@ def _stage_story(
     zoom = draw_zoom_scales(filming, draw_float(filming, hardness.zoom), n_frames)
     floor = OccupiedSquares(rng, REACH if pan or shake else 0)
 
-    def draw_thing(role: Role) -> VisibleObject:
+    def draw_thing(role: Role) -> Thing:
         """Draw the size, contrast and positions of a role, and occupy these in ``floor``; signs ignore the zoom."""
         size = draw_integer(rng, sizes)
         contrast = draw_float(rng, hardness.contrast)
         size = SIGN_SIZE if role.kind == "sign" else size
         scales = (1.0,) * n_frames if role.kind == "sign" else zoom
         shots = _make_shots(role, size, floor.place(role, size), camera, scales)
-        return VisibleObject(name=role.name, kind=role.kind, size=size, contrast=contrast, shots=shots)
+        return Thing(name=role.name, kind=role.kind, size=size, contrast=contrast, shots=shots)
 
     extras = tuple(map(draw_thing, story.extras))  # before named things, because copies cannot choose their corners
     first, second, third, fourth = map(draw_thing, story.named)

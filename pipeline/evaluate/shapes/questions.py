@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from pipeline.evaluate.shapes.making import draw_item
-from pipeline.evaluate.shapes.world import CORNERS, NUMBERS, QUARTERS, ThingKind, Video, VisibleObject
+from pipeline.evaluate.shapes.world import CORNERS, NUMBERS, QUARTERS, Thing, ThingKind, Video
 
 QuestionType = Literal["color", "shape", "corner", "scene", "quarter", "order", "onset", "count", "change", "sign"]
 _QUESTIONS = 4  # distinguishes this random generator from the others of a seed
@@ -68,9 +68,7 @@ def ask(video: Video) -> list[Question]:
     ]
 
 
-def _make_thing_question(
-    name: QuestionType, thing: VisibleObject, prompt: str, right: str, choices: Sequence[str]
-) -> Question:
+def _make_thing_question(name: QuestionType, thing: Thing, prompt: str, right: str, choices: Sequence[str]) -> Question:
     """Make a question about a thing, with its choices in the given order.
 
     Args:

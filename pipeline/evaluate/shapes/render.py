@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.evaluate.shapes.making import REACH
-from pipeline.evaluate.shapes.world import COLORS, SHAPES, SIDE, Video, VisibleObject
+from pipeline.evaluate.shapes.world import COLORS, SHAPES, SIDE, Thing, Video
 
 Image = NDArray[np.float32]
 #: All colors are brighter than any ground, so that brightness alone shows the position and shape of a thing.
@@ -99,7 +99,7 @@ def _draw_sign_plate(word: str, size: int) -> Image:
     return np.where(dots[places][:, places], _INK, _PLATE).astype(np.float32)[..., None]
 
 
-def _draw_thing(frames: Image, thing: VisibleObject, tint: Image) -> None:
+def _draw_thing(frames: Image, thing: Thing, tint: Image) -> None:
     """Blend a thing into the frames that show it, in place, by its coverage and contrast.
 
     Args:

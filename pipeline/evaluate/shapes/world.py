@@ -178,7 +178,7 @@ class Shot(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisibleObject:
+class Thing:
     """A shape or a sign, with its position in every frame that shows it.
 
     Attributes:
@@ -231,8 +231,8 @@ class Video:
     n_frames: int
     scenes: tuple[str, ...]
     scene_of: tuple[int, ...]
-    named: tuple[VisibleObject, VisibleObject, VisibleObject, VisibleObject]
-    extras: tuple[VisibleObject, ...]
+    named: tuple[Thing, Thing, Thing, Thing]
+    extras: tuple[Thing, ...]
     standing: bool
     spare_colors: tuple[str, ...]
     scene_choices: tuple[str, ...]
@@ -244,7 +244,7 @@ class Video:
     noise: float
 
     @property
-    def things(self) -> tuple[VisibleObject, ...]:
+    def things(self) -> tuple[Thing, ...]:
         """The named things, then the extras."""
         return (*self.named, *self.extras)
 
@@ -253,6 +253,6 @@ class Video:
         """The frames at which a new scene begins, without frame 0."""
         return tuple(t for t in range(1, self.n_frames) if self.scene_of[t] != self.scene_of[t - 1])
 
-    def extra(self, kind: ThingKind) -> VisibleObject | None:
+    def extra(self, kind: ThingKind) -> Thing | None:
         """Return the extra thing of a kind, or None."""
         return next((thing for thing in self.extras if thing.kind == kind), None)

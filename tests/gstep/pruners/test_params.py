@@ -55,7 +55,7 @@ class Typed(Pruner):
 
     count: int = 1
     share: float = 0.5
-    with_host: bool = False
+    on: bool = False
     word: str = "a"
     side: Literal["left", "right"] = "left"
     level: Literal[1, 2, "all"] = 1

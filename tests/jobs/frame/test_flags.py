@@ -49,7 +49,7 @@ class Shared:
 class Own(Shared):
     item = "cat"
     name: str = option("Tom", "name of the {item}", group="first")
-    compute_age: int | None = option(None, "in years", group="second")
+    age: int | None = option(None, "in years", group="second")
 
 
 def test_groups_stand_in_order_a_class_s_own_options_first():

@@ -169,5 +169,5 @@ def test_the_example_reads_them_without_this_package(tmp_path, codec, capsys):
     lengths = capsys.readouterr().out.rpartition(" ")[2]
     assert float(lengths) == pytest.approx(video.norm(dim=1).mean().item(), rel=1e-2)
     for read in (pq.read_table, pd.read_parquet):
-        floats = names["floats"](read(tmp_path / name), hidden, codec.name)
+        floats = names["decode_floats"](read(tmp_path / name), hidden, codec.name)
         assert torch.equal(torch.from_numpy(floats).to(torch.bfloat16).float(), video)

@@ -56,7 +56,8 @@ def test_a_run_with_nothing_to_do_looks_at_its_device_under_the_claim_and_leaves
 
 
 @pytest.mark.parametrize(
-    ("owner", "step"), [(run, "check_request"), (Request, "select_todo"), (run, "process"), (run, "make_summary")]
+    ("owner", "step"),
+    [(run, "check_request"), (Request, "select_todo"), (run, "process_videos"), (run, "make_summary")],
 )
 def test_a_store_that_fails_at_any_step_ends_the_run_and_frees_the_place(config, console, monkeypatch, owner, step):
     holders = []

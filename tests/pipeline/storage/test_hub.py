@@ -23,13 +23,13 @@ from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.forms import OpenArchives
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.video_list import VideoList
-from pipeline.storage.hub import reach
+from pipeline.storage.hub import choose_client
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import Objects
-from pipeline.video.source import Sizes
+from pipeline.storage.s3 import S3Objects
+from pipeline.video.source import SourceStates
 
 def read(place, column):
-    objects = Objects()
+    objects = S3Objects()
     rows = VideoList.read(place, (), objects, Indexes(ArchiveOptions(column or None))).known.to_pylist()
     digests = {}
     members = [Location.parse(row["uri"], row["source_offset"], row["size"]) for row in rows]
@@ -37,12 +37,12 @@ def read(place, column):
         for row, member in zip(rows, members):
             parts = []
             if member.member is None:
-                parts.append(reach(row["uri"], objects).read(row["uri"]))
+                parts.append(choose_client(row["uri"], objects).read(row["uri"]))
             else:
                 opened.fetch(member, parts.append, 2**30)
             digests[row["video_id"]] = hashlib.sha256(b"".join(parts)).hexdigest()
     alone = [row["uri"] for row in rows if row["source_offset"] is None]
-    sizes = Sizes(objects).of([*alone, *(uri + "x" for uri in alone[:1])])
+    sizes = SourceStates(objects).of([*alone, *(uri + "x" for uri in alone[:1])])
     return {"digests": digests, "uri": rows[0]["uri"], "sizes": sizes}
 
 print(json.dumps([read(place, column) for place, column in json.loads(sys.argv[1])]))

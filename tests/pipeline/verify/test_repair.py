@@ -226,7 +226,7 @@ def test_a_row_that_comes_during_a_repair_leaves_a_table_that_opens(store, monke
         merge_table_fully(place, made_with)
         write_shard(place, "late", video_of("b", 9, attempts=2))
 
-    monkeypatch.setattr("pipeline.verify.repair.merge_fully", merge_and_be_late)
+    monkeypatch.setattr("pipeline.verify.repair.merge_table_fully", merge_and_be_late)
     damage_tokens(store, "b")
     verified(store, repair=True, keep=NOW)
     monkeypatch.undo()

@@ -69,7 +69,7 @@ def refuse_scans(monkeypatch):
         raise AssertionError(f"{index.path} was decoded as a whole")
 
     for module in (probe, decode):
-        monkeypatch.setattr(module, "scan", scan)
+        monkeypatch.setattr(module, "index_by_decoding", scan)
 
 
 def write_hidden(folder: Path, name: str) -> Path:

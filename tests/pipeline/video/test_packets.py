@@ -60,7 +60,9 @@ def straight(path):
 @pytest.mark.parametrize("name", GROUPS)
 def test_frames_are_those_of_decoding_everything(name, tmp_path, monkeypatch):
     """Also of files beyond the bound on packets, which are read again."""
-    monkeypatch.setattr("pipeline.video.decoders._PlainMarks.set_on", lambda marks, frame: frame)  # before conversion
+    monkeypatch.setattr(
+        "pipeline.video.decoders._ChromaMarkFilter.mark_frame", lambda marks, frame: frame
+    )  # before conversion
     path = make_clip(tmp_path / name, *GROUPS[name], count=90, size=SIZE)
     everything = straight(path)
     kept, again = index_of(path), index_of(path, max_kept_bytes=0)
