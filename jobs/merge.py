@@ -41,10 +41,8 @@ class MergeConfig(S3Options):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, or if fewer than two caches are named, counting ``out``."""
+        """Raise UsageError for an invalid value."""
         check_choices(self)
-        if not self.caches or len({*self.caches, self.out}) < 2:
-            raise UsageError("name two caches, or one cache and another --out")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +55,8 @@ def _merge(config: MergeConfig, console: Console) -> CommandResult:
     """Merge the caches, print the result, and return its record.
 
     Raises:
-        UsageError: the caches cannot be merged (such as NotACache, IdentityMismatch, CacheLocked).
+        UsageError: fewer than two caches are named, counting ``out``, or they cannot be merged (such as NotACache,
+            IdentityMismatch, CacheLocked).
         CorruptShard: a file is damaged.
     """
     from pipeline.rewrite.merge import merge_caches  # noqa: PLC0415 - Arrow loads after the flags are checked
@@ -65,9 +64,11 @@ def _merge(config: MergeConfig, console: Console) -> CommandResult:
 
     objects = make_objects(config)
     say = make_speaker(console)
-    sources = [make_store(place, objects) for place in config.caches]
+    out, *sources = (make_store(place, objects) for place in (config.out, *config.caches))
+    if not sources or {source.root for source in sources} == {out.root}:
+        raise UsageError("name two caches, or one cache and another --out")
     on_equal: Literal["rule", "refuse"] = "refuse" if config.on_equal == "refuse" else "rule"
-    result = merge_caches(sources, make_store(config.out, objects), say, on_equal)
+    result = merge_caches(sources, out, say, on_equal)
     return report_result(result, say, out=config.out)
 
 

@@ -125,18 +125,19 @@ def _convert_model_errors(source: ModelSource) -> Iterator[None]:
 def check_weights(source: ModelSource) -> tuple[str, str, str]:
     """Compare the stock model with cached tokens on the checkpoint's real weights, on the CPU, for ``jobs.doctor``.
 
-    If they agree and :func:`check_model` has no result, this result is stored for it. If only some weight files are on
-    this machine, the others are downloaded.
+    If they agree and :func:`check_model` has no result, this result is stored for it. No weights are downloaded.
 
     Returns:
         (state, what was measured, the remedy). The state is "ok", "wrong" (the model cannot be used, with the reason),
-        or "unknown" if no weights are on this machine or need more than MEMORY_SHARE of the free memory.
+        or "unknown" if a weight file is not on this machine, or they need more than MEMORY_SHARE of the free memory.
     """
-    needed = sum(_iter_file_sizes(source))
-    if not needed or needed > MEMORY_SHARE * get_free_memory_bytes():
-        size = f"have {needed / 2**30:.1f} GiB" if needed else "are not on this machine"
+    sizes = list(_iter_file_sizes(source))
+    is_here = bool(sizes) and all(sizes)
+    if not is_here or sum(sizes) > MEMORY_SHARE * get_free_memory_bytes():
+        here = f"{sum(map(bool, sizes))} of {len(sizes)} weight files are on this machine"
+        size = f"the weights have {sum(sizes) / 2**30:.1f} GiB" if is_here else here
         free = f"{get_free_memory_bytes() / 2**30:.1f} GiB of memory"
-        says = f"the weights {size}, and {free} are free: nothing was compared"
+        says = f"{size}, and {free} are free: nothing was compared"
         return "unknown", says, "run this where the weights and enough memory are; jobs.prune checks a reduced model"
     try:
         with _convert_model_errors(source):

@@ -43,7 +43,7 @@ def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> Str
     Raises:
         CorruptShard: one of ``files`` is damaged.
         FileNotFoundError: one of ``files`` was merged and deleted meanwhile.
-        OSError: the store failed, or a page of the stray file is damaged.
+        OSError: the store failed.
     """
     try:
         data = store.read(name)
@@ -51,9 +51,13 @@ def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> Str
         return None
     if any(file.name.endswith(f"-{hash_bytes_to_hex(data)}.parquet") for file in files):
         return None
+    columns = ("video_id", *RULE_COLUMNS)
     try:
-        columns = ("video_id", *RULE_COLUMNS)
-        ids = _find_outranking_ids(store, read_bounded(data, columns).select(columns), files)
+        try:
+            rows = read_bounded(data, columns).select(columns)
+        except OSError as error:  # a damaged page; the file is in memory, so the store has not failed
+            raise ValueError(error) from error
+        ids = _find_outranking_ids(store, rows, files)
     except (pa.ArrowException, ValueError, KeyError) as error:
         return StrayFault(f"{store}/{name} is no file of the videos table ({error}): move it out of {VIDEOS}/", False)
     if not ids:

@@ -113,8 +113,8 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
     the console; a last note names answers from frames that may be damaged, if there are any.
 
     Raises:
-        UsageError: the request cannot be carried out. Nearly all causes are found before anything is started; a
-            malformed form of server scores, for example, only at the end.
+        UsageError: the request cannot be carried out. Nearly all causes are found before anything is started; a cache
+            that is a link and cannot be dropped, for example, only at the end.
         RunFailed: a run stopped, and a rerun resumes from its committed rows; or an OSError occurred anywhere.
         CorruptShard: a stored file of videos or answers is damaged.
     """
@@ -134,8 +134,8 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
     the end, unless answers are missing or failed with a class of ``_MAY_SUCCEED``; a note then says so.
 
     Raises:
-        UsageError: the request cannot be carried out; with a malformed form of server scores, or a cache that is a link
-            and cannot be dropped, only after the runs.
+        UsageError: the request cannot be carried out; with a cache that is a link and cannot be dropped, or a form of
+            server scores that became malformed meanwhile, only after the runs.
     """
     request = prepare(config, console)
     say = make_speaker(console)

@@ -69,8 +69,8 @@ def find_breaks(
         draws: the number of bootstrap draws of whole videos.
 
     Raises:
-        ValueError: the arms of a benchmark were not scored on the same questions, once each, or a question lacks the
-            split that the benchmark averages over.
+        ValueError: the arms of a benchmark were not scored on the same questions, once each.
+        UsageError: a question lacks the split that the benchmark averages over.
     """
     scored = {name: benchmark for name, benchmark in benchmarks.items() if benchmark.per_question}
     notes = [

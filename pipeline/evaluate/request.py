@@ -47,7 +47,7 @@ from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.benchmarks.own import UserQuestions
 from pipeline.evaluate.config import ANSWERS_FOLDER, CACHE_FOLDER, RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule, ModelRules, Protocol
-from pipeline.evaluate.scores import make_question_table
+from pipeline.evaluate.scores import make_question_table, read_server_scores
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import (
     PRUNINGS,
@@ -238,6 +238,8 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     )
     with convert_store_usage_errors():
         match_results(store, request.identity)
+        if benchmark.submission:
+            read_server_scores(store)  # a malformed form is refused before the runs
     return request
 
 

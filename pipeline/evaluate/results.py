@@ -83,7 +83,8 @@ def write_results(
         identity: written as the header of the folder; None leaves the header as it is.
 
     Raises:
-        UsageError: the reference or ``ours`` is no row of the table; nothing was written.
+        UsageError: the reference or ``ours`` is no row of the table, or a question lacks the split that the benchmark
+            averages over; nothing was written.
     """
     tables = make_tables(scored, presentation)
     page = render_report_page(
@@ -103,7 +104,8 @@ def make_tables(answered: ScoredQuestions, presentation: Presentation) -> list[R
     """Compute the tables of one evaluation: the main table, then one for each further split that can have columns.
 
     Raises:
-        UsageError: the reference or ``ours`` is no row of the table.
+        UsageError: the reference or ``ours`` is no row of the table, or a question lacks the split that the benchmark
+            averages over.
     """
     benchmark = replace(
         _make_scored(presentation.benchmark, presentation.described, answered.scores), names=presentation.names
@@ -281,9 +283,8 @@ def write_comparison(config: EvaluateConfig) -> WrittenComparison:
 
     Raises:
         UsageError: results are missing or damaged, two folders hold the same benchmark, models, frames or protocols
-            differ, ``out`` holds something other than such a table, a reference or ``ours`` is no row, or the table of
-            abilities is malformed. Nothing was written.
-        ValueError: a question lacks the split that its benchmark averages over.
+            differ, ``out`` holds something other than such a table, a reference or ``ours`` is no row, a question lacks
+            the split that its benchmark averages over, or the table of abilities is malformed. Nothing was written.
     """
     rules = [*([] if config.abilities is None else read_ability_rules(config.abilities)), *BUILT_IN]
     objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)

@@ -30,7 +30,7 @@ from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.console import make_speaker
-from pipeline.errors import NotAnswers, RunFailed, UsageError
+from pipeline.errors import NotAnswers, RunFailed, UsageError, convert_store_usage_errors
 from pipeline.evaluate.benchmarks.annotations import NotAskable
 from pipeline.evaluate.benchmarks.base import OWN_NUMBERS
 from pipeline.evaluate.benchmarks.items import AnnotationFault, Item, LoadedQuestions, QuestionCollector
@@ -287,8 +287,8 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     removed from ``config.out``, are left out of all.
 
     Raises:
-        UsageError: a folder has no answers or none to score, its method and ratio occur twice, its questions or
-            settings differ from those of the first folder, or jobs.evaluate made its answers.
+        UsageError: a folder cannot be read, has no answers or none to score, its method and ratio occur twice, its
+            questions or settings differ from those of the first folder, or jobs.evaluate made its answers.
         CorruptShard: a file of answers is damaged.
     """
     objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
@@ -296,8 +296,9 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     tables = list[pa.Table]()
     arms = dict[str, MethodAtRatio]()
     settings: JsonObject = {}
-    answers = [read_answers(place, store=make_store(place, objects)) for place in config.score]
-    removed_ids = list_removed(answers, read_removal_reasons(make_store(config.out, objects)))
+    with convert_store_usage_errors():
+        answers = [read_answers(place, store=make_store(place, objects)) for place in config.score]
+        removed_ids = list_removed(answers, read_removal_reasons(make_store(config.out, objects)))
     for place, rows in zip(config.score, answers, strict=True):
         live = rows.filter(pc.invert(pc.is_in(rows["question_id"], value_set=pa.array(removed_ids, pa.string()))))
         identity = read_answers_header(make_store(place, objects))["identity"]

@@ -169,7 +169,7 @@ class ScoreMatrix:
         """
         if n_missing := sum(name not in splits for splits in self.splits):
             raise ValueError(
-                f"{n_missing} questions have no {name!r}, over which this benchmark averages: score them again"
+                f"{n_missing} questions have no {name!r}, over which it averages: run its jobs.evaluate again"
             )
         values = [splits[name] for splits in self.splits]
         if not weights:

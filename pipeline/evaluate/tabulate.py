@@ -97,8 +97,15 @@ class ScoredBenchmark:
     per_question: bool = True
 
     def average(self, matrix: ScoreMatrix) -> QuestionPartition:
-        """Return the parts over which the overall score is a mean."""
-        return matrix.whole() if self.mean_over is None else matrix.by(self.mean_over, self.weights)
+        """Return the parts over which the overall score is a mean.
+
+        Raises:
+            UsageError: a question lacks the split ``mean_over``, as in scores of an older version.
+        """
+        try:
+            return matrix.whole() if self.mean_over is None else matrix.by(self.mean_over, self.weights)
+        except ValueError as error:
+            raise UsageError(f"{self.title}: {error}") from error
 
 
 def make_results_table(
@@ -130,9 +137,9 @@ def make_results_table(
 
     Raises:
         ValueError: there is no benchmark, two have the same title, the arms of one were not scored on the same
-            questions, once each, a question lacks the split that its benchmark averages over, or a column is not
-            SPLIT=VALUE.
-        UsageError: no row has the method ``reference`` or ``ours``.
+            questions, once each, or a column is not SPLIT=VALUE.
+        UsageError: no row has the method ``reference`` or ``ours``, or a question lacks the split that its benchmark
+            averages over.
     """
     titles = [benchmark.title for benchmark in benchmarks]
     if not titles or len(set(titles)) < len(titles):
@@ -339,7 +346,8 @@ def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple
     The last title is "Overall", or that of the benchmark if there is no other column.
 
     Raises:
-        ValueError: a column is not SPLIT=VALUE, or a question lacks the split that the benchmark averages over.
+        ValueError: a column is not SPLIT=VALUE.
+        UsageError: a question lacks the split that the benchmark averages over.
     """
     parts = []
     for key, title in benchmark.columns:

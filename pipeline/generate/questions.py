@@ -173,7 +173,7 @@ def read_given_questions(source: object, mode: AnswerMode, limit: int | None = N
     The result has the columns of QUESTION_SCHEMA, and the carried columns, which keep a table's types.
 
     Raises:
-        QuestionsError: ``source`` holds no rows, or a row is invalid.
+        QuestionsError: ``source`` holds no rows, a row is invalid, or text is not UTF-8.
     """
     types: dict[str, pa.DataType] = {}
     try:
@@ -183,6 +183,8 @@ def read_given_questions(source: object, mode: AnswerMode, limit: int | None = N
         return _check_rows(iter_given_rows("questions", source, _NEEDED_TEXT), types, "questions", mode, limit)
     except BadRow as error:
         raise QuestionsError(str(error)) from error
+    except UNREADABLE as error:
+        raise QuestionsError(f"questions: cannot be read as questions: {error}") from error
 
 
 def _check_rows(

@@ -167,7 +167,7 @@ def check_request(
             model's placeholders, and get no notes about the model.
 
     Raises:
-        UsageError: the request cannot be carried out, or a file or store cannot be read (OSError for ``removed/``).
+        UsageError: the request cannot be carried out, or a file or store cannot be read.
         CorruptShard: a file of the cache's table, of the answers or of ``removed/`` is damaged.
     """
     say = make_speaker(console)
@@ -187,9 +187,9 @@ def check_request(
         video_ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
         live = videos.rows_of(video_ids, (*LIVE_COLUMNS, "run_id"))
         known_ids = set(live["video_id"].to_pylist())
-        unknown_ids = (video_id for video_id in video_ids if video_id not in known_ids)
-        near = {video_id: videos.near(video_id) for video_id in islice(unknown_ids, MAX_HINTS)}
+        near = {name: videos.near(name) for name in islice((v for v in video_ids if v not in known_ids), MAX_HINTS)}
         check_answers_folder(store)
+        removal_reasons = read_removal_reasons(store)
     cache_identity = header["identity"]
     # vLLM accepts other weights, too, if they have the vision encoder that made the cache.
     tower = partial(read_tower_hash, cache, header) if config.engine == VLLM else None
@@ -210,7 +210,7 @@ def check_request(
         say(f"note: --pruner {config.pruner} keeps {shares}")
     order = choose_token_order(config, cache_identity, prunings)
     setup = AnswerSetup(config, source, cache, live.drop_columns(["run_id"]), prunings, order)
-    forecast = PromptForecast(setup, builder, near, read_removal_reasons(store))
+    forecast = PromptForecast(setup, builder, near, removal_reasons)
     forecast.check_ratio(cache_identity["retention_ratio"])
     forecast.check_context(questions, console)
     setup = replace(setup, largest_video=forecast.largest_video())

@@ -204,11 +204,8 @@ def _read_manifest(uri: str, roots: Roots, objects: S3Objects, paths: str | None
         raise ManifestError(f"{uri}: cannot be read: {error.strerror}") from error
     named_videos = ManifestConverter.from_uri(uri, roots)
     with file:
-        try:
-            parts = read_row_batches(uri, file, "video_id and uri", "video_id", paths)
-            return _decide_access(_convert_unique_videos(uri, named_videos, parts, "the manifest has no rows"), objects)
-        except UNREADABLE as error:
-            raise ManifestError(f"{uri}: cannot be read as a manifest: {error}") from error
+        parts = read_row_batches(uri, file, "video_id and uri", "video_id", paths)
+        return _decide_access(_convert_unique_videos(uri, named_videos, parts, "the manifest has no rows"), objects)
 
 
 def _convert_unique_videos(
@@ -217,12 +214,15 @@ def _convert_unique_videos(
     """Convert the batches of a manifest to one table of videos.
 
     Raises:
-        ManifestError: there are no rows (message ``none``), a row is invalid, or a ``video_id`` repeats.
+        ManifestError: there are no rows (message ``none``), they cannot be read, a row is invalid, or a ``video_id``
+            repeats.
     """
     try:
         batches = [named_videos.convert(rows) for rows in parts]
     except BadRow as error:
         raise ManifestError(str(error)) from error
+    except UNREADABLE as error:
+        raise ManifestError(f"{name}: cannot be read as a manifest: {error}") from error
     if not batches:
         raise ManifestError(f"{name}: {none}")
     return require_unique_ids(pa.Table.from_batches(batches, MANIFEST_SCHEMA), name)
@@ -485,7 +485,8 @@ def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects:
         objects: the access to S3; None reads it from the environment.
 
     Raises:
-        ManifestError: there are no rows, a row is invalid, a ``video_id`` is missing or repeated, or a root is missing.
+        ManifestError: there are no rows, a row is invalid, a ``video_id`` is missing or repeated, text is not UTF-8, or
+            a root is missing.
         UsageError: an S3 address is malformed, or S3 cannot be used.
     """
     roots = sort_roots(video_roots)

@@ -81,10 +81,10 @@ def compare(
         video: a video file, local or on S3, which is decoded in this process; or a cache.
         video_id: the video of the cache. For a file: its name in the result, by default the file's name.
         methods: one or several, each ``METHOD`` or ``METHOD,NAME=VALUE,...`` as for ``python -m jobs.evaluate
-            --method``, such as ``random,seed=0..2``; or a Pruner object. None is the method of the cache, or gstep for
-            a file.
-        retention_ratios: one or several shares of the tokens to keep. None is the ratio of the cache, or 0.25 for a
-            file and for methods on a cache of all tokens.
+            --method``, such as ``random,seed=0..2``; or a Pruner object. None and [] are the method of the cache, or
+            gstep for a file.
+        retention_ratios: one or several shares of the tokens to keep. None and [] are the ratio of the cache, or 0.25
+            for a file and for methods on a cache of all tokens.
         start_s, end_s: the clip of a file, in seconds.
         video_roots: folders and prefixes below which the sources that a cache names may be read.
         options: the options of ``python -m jobs.prune --help-all`` about one video: ``model``, ``num_frames``, ``fps``,
@@ -167,7 +167,7 @@ class CachedComparison:
         """Compare the methods on the stored tokens if they suffice, otherwise on the source, encoded again.
 
         Args:
-            methods: None for the stored selection.
+            methods: None or empty for the stored selection.
             ratios: empty for the stored ratio; with methods on a cache of all tokens, for 0.25.
 
         Raises:
@@ -178,7 +178,7 @@ class CachedComparison:
         cache = self.cache
         identity = self.cache.identity
         stored_ratio = self.cache.retention_ratio
-        if methods is None:
+        if not methods:
             own = identity["pruner"]
             settings = {**own["params"], **({"seed": own["seed"]} if "seed" in own else {})}
             return self._show_stored({own["method"]: settings}, ratios or [stored_ratio])

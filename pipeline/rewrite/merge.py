@@ -102,9 +102,10 @@ def merge_caches(
 ) -> CacheMergeResult:
     """Merge caches of one identity into ``out``, which is empty or already holds such a cache; return the counts.
 
-    The sources stay unchanged; a source that is ``out`` itself is skipped. If several caches have a row of a video, the
-    rule of ``pipeline.cache.live`` selects one. A video that any cache has removed stays removed, and is erased from
-    ``out``. The records of runs are copied too. Rerun after an interrupt: existing files are not taken again.
+    The sources stay unchanged; ``out`` itself and repeats among them are skipped. If several caches have a row of a
+    video, the rule of ``pipeline.cache.live`` selects one. A video that any cache has removed stays removed, and is
+    erased from ``out``. The records of runs are copied too. Rerun after an interrupt: existing files are not taken
+    again.
 
     Args:
         on_equal: "refuse" to raise UsageError if two caches have different tokens of one video.
@@ -116,7 +117,8 @@ def merge_caches(
         CacheLocked: another run is writing to ``out``.
         CorruptShard: a file is damaged.
     """
-    stores = [*[out] * out.exists(HEADER), *(source for source in sources if source.root != out.root)]
+    others = {source.root: source for source in sources if source.root != out.root}
+    stores = [*[out] * out.exists(HEADER), *others.values()]
     header = _check_common_header(stores)
     check_rewrite_target(out, header)
     identity = compute_fingerprint(header["identity"])

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from itertools import islice
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -393,9 +392,9 @@ class ObjectStore:
         """Do nothing: prefixes need not be created."""
 
     def has_other_files(self) -> bool:
-        """Return True if the first 10,000 objects include others than notes of runs, indexes and CARD."""
-        first = islice(self.objects.list(f"{self.root}/", deep=True), 10_000)
-        names = (info.uri.removeprefix(f"{self.root}/") for info in first)
+        """Return True if there are objects besides notes of runs, indexes and CARD; listing ends at the first."""
+        infos = self.objects.list(f"{self.root}/", deep=True)
+        names = (info.uri.removeprefix(f"{self.root}/") for info in infos)
         return any(not name.endswith(NOTE) and name.partition("/")[0] not in {INDEXES, CARD} for name in names)
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:

@@ -143,8 +143,8 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
     """Compare a stored video, read in order of selection, with newly kept tokens.
 
     The state is "same" only if all bits are equal, including evidence and deepstack levels, and otherwise "different".
-    The differences are computed over the positions that both have, and over all frames for evidence per frame; if the
-    vectors differ in width, there are none.
+    The differences are computed over the positions that both have, and over all frames for evidence per frame, unless
+    the numbers of frames differ; if the vectors differ in width, there are none.
     """
     names, stored = sorted(cached.evidence), KeptTokens.of(cached, cached.deepstack, cached.evidence)
     parts = [(kept.tokens, *kept.deepstack, *(kept.evidence[name] for name in names)) for kept in (stored, encoded)]
@@ -156,6 +156,7 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
     pairs = [
         (a.float(), b.float()) if whole else (a[cached_places].float(), b[encoded_places].float())
         for whole, a, b in zip(of_frames, old, new, strict=True)
+        if not whole or len(a) == len(b)
     ]
     same = np.array_equal(stored.index, encoded.index) and all(map(np.array_equal, *parts))
     return LiveResult(

@@ -268,7 +268,7 @@ class _Check:
         """Compare the rows of stray files with those of the table, once per file.
 
         A stray file whose rows the table has gives a note. One with rows that would count, or that cannot be compared,
-        gives a STRAY problem; one with another fault and no rows, a COMMIT problem.
+        gives a STRAY problem; one with another fault and no rows, a COMMIT problem; one that is gone by now, nothing.
         """
         for name in sorted({*names} - self._strays):
             self._strays.add(name)
@@ -279,13 +279,13 @@ class _Check:
                     f"{self.store}/{name} is not a file of the videos table, and cannot be compared with it: {error}"
                 )
                 fault = StrayFault(message, has_rows=True)
-            if fault is None:
+            if fault is not None:
+                kind = Kind.STRAY if fault.has_rows else Kind.COMMIT
+                self.report.problems.append(Problem(kind, fault.message, name))
+            elif self.store.exists(name):
                 self.report.notes.append(
                     f"{name} is not a file of the videos table, which has its rows: it is left out"
                 )
-            else:
-                kind = Kind.STRAY if fault.has_rows else Kind.COMMIT
-                self.report.problems.append(Problem(kind, fault.message, name))
 
     def _draw_sample(self, places: Places) -> Places:
         """Draw ``request.sample`` rows at random, and note the chance that they miss damage; sorted by shard."""

@@ -115,6 +115,14 @@ def test_a_cache_that_cannot_serve_the_model_the_ratio_or_the_engine(refuse, tmp
     assert why in refuse(*shlex.split(options))
 
 
+def test_a_file_of_removed_videos_that_cannot_be_read_is_refused(ask, tmp_path):
+    tiny_cache(tmp_path / "c")
+    (tmp_path / "o" / "removed").mkdir(parents=True)
+    (tmp_path / "o" / "removed" / "a.json").symlink_to("/proc/self/mem")  # a file whose first byte cannot be read
+    code, said = ask(read=True)
+    assert code == 2 and "error: " in said and "Input/output error" in said
+
+
 def test_what_is_no_cache_and_questions_with_problems(refuse, tmp_path):
     assert "not a pruned-token cache" in refuse()
     tiny_cache(tmp_path / "c")

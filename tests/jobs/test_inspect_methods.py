@@ -118,7 +118,7 @@ def compared(caches: Path, name: str, methods: list[str] | None = None, **option
 def test_what_a_cache_stores_is_shown_as_it_is_stored(caches, no_models):
     for name, label in (("gstep", "gstep"), ("visionzip", "visionzip"), ("random", "random,seed=3")):
         video = TokenCache(caches / name).get("bikes.mp4")
-        for methods in (None, [label]):
+        for methods in (None, [], [label]):
             (row,) = compared(caches, name, methods, video_roots=[str(caches / "v")]).rows
             assert torch.equal(row.index, video.index) and row.retention_ratio == 0.25
             assert (row.merged is None) == (name != "visionzip")

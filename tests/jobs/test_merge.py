@@ -19,7 +19,7 @@ def test_two_caches_become_one(tmp_path, capsys):
     a, b, c = (str(tmp_path / name) for name in "abc")
     assert merge.main([a, b, "--out", c, "--on-equal", "refuse"]) == 2
     assert "1 videos have different tokens in several caches (both)" in capsys.readouterr().err
-    assert merge.main([a, b, "--out", c, "--json"]) == 0
+    assert merge.main([a, b, f"{b}/", "--out", c, "--json"]) == 0
     told = capsys.readouterr()
     (tmp_path / "merge.yaml").write_text(f"caches: [{a}, {b}]\nout: {c}\n")
     assert merge.main(["--config", str(tmp_path / "merge.yaml")]) == 0  # a file may give what is required
@@ -44,7 +44,8 @@ def test_refusals_write_nothing(tmp_path, monkeypatch, capsys):
     }.items():
         code, said = merge.main(argv), " ".join(capsys.readouterr().err.split())
         assert code == 2 and why in said, (why, said)
-    assert merge.main(["a", "--out", "a"]) == merge.main(["a", "b"]) == 2
+    assert merge.main(["a", "--out", "a"]) == merge.main(["a", "a/", "--out", str(tmp_path / "a")]) == 2
+    assert merge.main(["a", "b"]) == 2
     assert "name two caches" in (told := capsys.readouterr().err) and "are required: --out" in told
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -271,6 +271,18 @@ def test_the_doctor_compares_the_real_weights(folder, monkeypatch):
     assert state == "unknown" and "nothing was compared" in says and "enough memory" in remedy
 
 
+def test_the_doctor_compares_no_weights_of_which_a_file_is_not_on_this_machine(folder):
+    names, tensors = ("a.safetensors", "b.safetensors"), load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for number, name in enumerate(names):
+        save_file({key: tensors[key] for key in sorted(tensors)[number::2]}, folder / name, {"format": "pt"})
+    source = resolve(folder, gate=False)
+    assert source.weight_files == names
+    (folder / "b.safetensors").unlink()
+    state, says, _ = gate.check_weights(source)
+    assert state == "unknown" and "1 of 2 weight files are on this machine" in says
+
+
 def test_a_model_that_cannot_be_reduced_passes_once_the_doctor_has_compared_it(folder, monkeypatch):
     def refuse(*_args, **_options):
         raise KeyError("no such layer")

@@ -158,19 +158,35 @@ def test_a_removal_names_the_copies_that_hold_the_video(store):
     assert remove_videos(store, ["gone"], "licence", print, NOW).strays == []
 
 
-@pytest.mark.parametrize("content", ["garbage", "another table", "no rows"])
+@pytest.mark.parametrize("content", ["garbage", "another table", "torn page", "no rows"])
 def test_somebody_s_own_file(store, content):
     tables = {"another table": pa.table({"x": [1]}), "no rows": pq.read_table(shards(store, "videos")[0]).slice(0, 0)}
-    file = io.BytesIO(b"garbage")
+    file = io.BytesIO(shards(store, "videos")[0].read_bytes() if content == "torn page" else b"garbage")
     if content in tables:
         pq.write_table(tables[content], file)
     store.put("videos/mine.parquet", file.getvalue())
+    if content == "torn page":
+        flip(store.root / "videos/mine.parquet", 111)
     if content == "no rows":
         assert kinds(verified(store)) == [] and len(TokenCache(store.root)) == 6
         return
     with pytest.raises(CorruptShard, match=r"mine\.parquet is no file of the videos table .*: move it out of videos/"):
         TokenCache(store.root)
     assert kinds(verified(store)) == ["commit"]
+
+
+def test_a_file_that_is_moved_away_before_it_is_read_is_not_said_to_be_one_of_the_table_s_rows(store, monkeypatch):
+    copy = shutil.copy(shards(store, "videos")[0], store.root / "videos/copy.parquet")
+    read = LocalStore.read
+
+    def move_and_read(self, name):
+        if name == "videos/copy.parquet":
+            copy.unlink(missing_ok=True)
+        return read(self, name)
+
+    monkeypatch.setattr(LocalStore, "read", move_and_read)
+    report = verified(store)
+    assert kinds(report) == [] and "copy.parquet" not in str(report.notes) and not copy.exists()
 
 
 def test_the_same_on_s3(store, server):

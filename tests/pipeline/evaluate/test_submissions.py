@@ -51,13 +51,16 @@ def test_every_method_has_a_file_of_the_options_that_its_replies_name_and_of_dra
     assert one.choices == {UIDS[0]: 1}
 
 
+def config_of(data: Path, out: Path, benchmark: str = "egoschema") -> EvaluateConfig:
+    given = {"benchmark": benchmark, "data": str(data), "out": str(out), "draws": 100}
+    return EvaluateConfig(**given, method=["gstep"], retention_ratio=[0.25])
+
+
 def evaluated(data: Path, out: Path, benchmark: str = "egoschema") -> tuple[Evaluation, str]:
     """With answers to all questions there, one of them failed and one empty; and what was said."""
-    given = {"benchmark": benchmark, "data": str(data), "out": str(out), "draws": 100}
-    given |= {"method": ["gstep"], "retention_ratio": [0.25]}
-    said = io.StringIO()
-    commit_replies(prepare(EvaluateConfig(**given), QUIET), {UIDS[2]: ""}, {UIDS[3]: "failed-video"})
-    done = evaluate(EvaluateConfig(**given), Console(file=said, width=300))
+    config, said = config_of(data, out, benchmark), io.StringIO()
+    commit_replies(prepare(config, QUIET), {UIDS[2]: ""}, {UIDS[3]: "failed-video"})
+    done = evaluate(config, Console(file=said, width=300))
     Console(file=said, width=300).print(render_evaluation(done))
     return done, said.getvalue()
 
@@ -88,8 +91,8 @@ def test_what_was_typed_in_stays_when_more_is_asked(data, tmp_path):
     assert json.loads(form.read_text()) == {"none@1": None, "gstep@0.25": 59.2, "other@0.1": 7}
     for typed, why in (("59.2", "must be an object such as"), ("{", "server.json is not valid JSON")):
         form.write_text(typed)
-        with pytest.raises(UsageError, match=why):
-            evaluated(data, tmp_path / "r")
+        with pytest.raises(UsageError, match=why):  # before anything is asked
+            prepare(config_of(data, tmp_path / "r"), QUIET)
 
 
 def test_subset_and_full_set_never_share_a_place(data, tmp_path):

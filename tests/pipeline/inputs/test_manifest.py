@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gstep.language import Decoding
-from pipeline.errors import ManifestError
+from pipeline.errors import ManifestError, QuestionsError
 from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
 from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.indexes import Indexes
@@ -249,9 +249,27 @@ def test_a_time_that_python_has_no_date_for_is_carried_as_text(tmp_path, kind):
         infinite, zero, none = (text and json.loads(text) for text in rows["manifest"].to_pylist())
         assert isinstance(infinite["at"], str) and isinstance(zero["at"], str) and none is None
     nested = table.set_column(2, "at", pa.array([[at] for at in times], pa.list_(kind)))
-    pq.write_table(nested, tmp_path / "m.parquet")
-    with pytest.raises(ManifestError, match="cannot be read as a manifest"):
-        read_manifest(str(tmp_path / "m.parquet"))
+    assert_refused(nested, tmp_path / "m.parquet")
+
+
+def assert_refused(table, path):
+    """The videos, and the questions, of a table and of a file of it are refused in one line."""
+    pq.write_table(table, path)
+    for read in (lambda: read_manifest(str(path)), lambda: convert_given_videos(table)):
+        with pytest.raises(ManifestError, match="cannot be read as a manifest"):
+            read()
+    questions, mode = table.rename_columns({"uri": "prompt"}), AnswerMode(Decoding())
+    questions = questions.append_column("question_id", questions["video_id"])
+    pq.write_table(questions, path)
+    for read in (lambda: read_questions(str(path), mode), lambda: read_given_questions(questions, mode)):
+        with pytest.raises(QuestionsError, match="cannot be read as questions"):
+            read()
+
+
+@pytest.mark.parametrize("column", ["video_id", "note"])
+def test_text_that_is_not_utf8_is_refused(tmp_path, column):
+    bad = pa.array([b"\xff"]).view(pa.string())
+    assert_refused(pa.table({"video_id": ["a"], "uri": ["a"], column: bad}), tmp_path / "m.parquet")
 
 
 WHOLE = {

@@ -45,6 +45,15 @@ def test_what_is_put_is_read_listed_and_deleted(store):
             ask("videos/b")
 
 
+def test_a_file_behind_ten_thousand_indexes_is_seen(store, tmp_path):
+    (folder := tmp_path / "bucket/c/sources").mkdir()
+    for number in range(10_000):
+        (folder / f"{number}.zlib").touch()
+    assert not store.has_other_files()
+    store.put("videos/mine", b"")
+    assert store.has_other_files()
+
+
 def test_a_cache_is_written_merged_verified_and_read(store):
     write_header(store, hidden_size=8)
     for name in "abc":

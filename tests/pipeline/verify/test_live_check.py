@@ -12,7 +12,8 @@ from pipeline.errors import UsageError
 from pipeline.prune.encode_again import read_run_config
 from pipeline.storage.s3 import S3Objects
 from pipeline.verify.live_check import LiveCheck, compare, explain_suspicion
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.pipeline.caches import encoded, make_identity, random_tokens, write_header, write_shard
+from tests.pipeline.evidence import encoded_with
 
 TOKENS = random_tokens(0)
 
@@ -55,6 +56,17 @@ def test_positions_are_compared_by_what_both_have(stored):
     wide = compare(stored, again(random_tokens(0, (4, 25, 32))))
     assert (wide.state, wide.note, wide.same_indices) == ("different", "tokens of another size", 0.0)
     assert all("beyond rounding" in explain_suspicion(result) for result in (fewer, moved, wide))
+
+
+def test_evidence_of_another_number_of_frames_is_a_difference(tmp_path):
+    short, long = (
+        encoded_with("v", random_tokens(n, (n, 25, 16)), 1.0, "none", {"frame_feature": torch.ones(n, 2)})
+        for n in (4, 5)
+    )
+    identity = make_identity(1.0, "none", evidence={"frame_feature": "last_layer"})
+    write_shard(write_header(tmp_path, identity=identity), "run", short)
+    result = compare(TokenCache(tmp_path).get("v", order="selection", evidence=["frame_feature"]), long.kept)
+    assert result.state == "different" and result.relative_difference > 0
 
 
 def test_options_of_a_run_that_are_none_here_are_left_out(tmp_path, stored):
