@@ -77,12 +77,12 @@ def parse_named_values(texts: Iterable[str], flag: str) -> dict[str, str]:
     """Parse NAME=VALUE arguments into texts by name; the last value of a repeated name counts.
 
     Blanks around names and values are dropped, and "-" in a name becomes "_". UsageError, which names ``flag``, is
-    raised for an argument that has no "=" or begins with it.
+    raised for an argument that has no "=" or no name before it.
     """
     params: dict[str, str] = {}
     for item in texts:
         name, equals, value = item.partition("=")
-        if not (name and equals):
+        if not (name.strip() and equals):
             raise UsageError(f"{flag} takes NAME=VALUE, got {item!r}")
         params[name.strip().replace("-", "_")] = value.strip()
     return params

@@ -72,7 +72,7 @@ def check_grid_and_times(grid: Any, times: Any, n_frames: int, per_frame: int) -
 
     Args:
         grid: A sequence of two positive Python ints (rows, columns) with rows * columns = N, or None.
-        times: A sequence of T finite numbers, or None.
+        times: A sequence of T finite numbers, not bools, or None.
     """
     if grid is not None:
         sides = grid if isinstance(grid, Sequence) and len(grid) == 2 else (0, 0)
@@ -80,7 +80,7 @@ def check_grid_and_times(grid: Any, times: Any, n_frames: int, per_frame: int) -
             raise ValueError(f"grid must be (rows, columns) of the {per_frame} tokens of a frame; got {grid!r}")
     if times is not None:
         seconds = times if isinstance(times, Sequence) and len(times) == n_frames else (math.nan,)
-        if not all(isinstance(at, Real) and math.isfinite(as_float(at)) for at in seconds):
+        if not all(isinstance(at, Real) and not isinstance(at, bool) and math.isfinite(as_float(at)) for at in seconds):
             raise ValueError(f"times must be the seconds of the {n_frames} frames, finite numbers; got {times!r}")
 
 

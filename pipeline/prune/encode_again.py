@@ -49,7 +49,7 @@ def decode_again(
 
     Raises:
         VideoFault: class "policy" if the source is not below ``roots``; "io" if it is missing or cannot be read, or the
-            row does not state its size and hash; "internal" for any fault of decoding.
+            row does not state its size and hash; another class if decoding fails.
         ReplacedSource: the source has another size or hash, or fetching it failed with a fault other than "io".
     """
     where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
@@ -57,7 +57,7 @@ def decode_again(
     with prepare_unchanged_source(row, objects, make_member_fetcher(row, objects, roots)) as source:
         record, frames = decoder.decode_row(todo, source)
     if frames is None:
-        raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")
+        raise VideoFault(record["error_class"], record["error_message"])
     if record["source_hash"] != row["source_hash"]:
         raise ReplacedSource("the source has changed since: its hash is another one")
     return record, frames

@@ -115,8 +115,9 @@ class LiveCheck:
         except ReplacedSource as fault:
             return LiveResult(video_id, "source-changed", fault.message)
         except VideoFault as fault:
-            is_gone = fault.fault_class in ("io", "policy")  # or it must not be read
-            return LiveResult(video_id, "source-gone" if is_gone else "failed", fault.message)
+            if fault.fault_class in ("io", "policy"):  # or it must not be read
+                return LiveResult(video_id, "source-gone", fault.message)
+            return LiveResult(video_id, "failed", str(fault))
         try:
             encoded = self._encoder.encode_video_alone(record, frames)
         except VideoFault as fault:

@@ -201,16 +201,20 @@ def iter_packets(
     Yields:
         Positions relative to the start, [n]; PIDs, [n]; and a read-only view of the packets, [n, 188].
     """
-    start = 0
+    start = offset = 0  # the position of ``data``, and where in it the next packet is looked for
+    step = 0  # from packet to packet in a run that may go on in the next block; 0 if a run is looked for
     rest = b""
     while block := file.read(_BLOCK_BYTES):
         data = rest + block
-        offset = 0
-        while match := _RUN.search(data, offset):
-            offset = match.start()
-            step = (len(match[0]) - 1) // 4
-            count = (len(data) - offset - _PACKET_BYTES) // step + 1
-            view = np.frombuffer(data, np.uint8, offset=offset)
+        while True:
+            if not step:
+                match = _RUN.search(data, offset)
+                if match is None:
+                    offset = max(offset, len(data) - _KEPT_BYTES)
+                    break
+                offset, step = match.start(), (len(match[0]) - 1) // 4
+            count = max(0, (len(data) - offset - _PACKET_BYTES) // step + 1)
+            view = np.frombuffer(data, np.uint8)[offset:]
             packets = np.lib.stride_tricks.as_strided(view, (count, _PACKET_BYTES), (step, 1), writeable=False)
             n_good = _count_good(packets)
             if n_good:
@@ -220,9 +224,9 @@ def iter_packets(
             offset += n_good * step
             if n_good == count:
                 break
-        else:
-            offset = max(offset, len(data) - _KEPT_BYTES)
-        start, rest = start + offset, data[offset:]
+            step = 0
+        end = min(offset, len(data))  # the next packet may begin some bytes into the next block
+        start, rest, offset = start + end, data[end:], offset - end
 
 
 def _count_good(packets: NDArray[np.uint8]) -> int:

@@ -227,8 +227,8 @@ class _Decoding:
         """Read the frames with the first decoder of the request that succeeds; errors of earlier ones are only noted.
 
         If PyAV is last and its frames do not match the index, the whole file is decoded once to make another index, and
-        PyAV tries again. After the last decoder, ``backend_note`` says why the earlier one failed, or else why the
-        first index did not match, and which video was not read.
+        PyAV tries again. After the last decoder, ``backend_note`` begins with why the earlier one failed, or else why
+        the first index did not match.
 
         Raises:
             Exception: the error of the last attempt, whatever it is.
@@ -250,8 +250,7 @@ class _Decoding:
             holes_text = "".join(f"; nothing decodes {hole}" for hole in scanned.holes[:_MAX_HOLES])
             note = note or f"{BY_DECODING}: {error}{holes_text}"
             video = self._read(scanned, last, clip)
-        unread = index.packets.note if index.packets is not None else ""
-        return video.add_note("; ".join(filter(None, (note, unread))))
+        return video.add_note(note)
 
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
         """Choose the frames of ``clip`` (start, end in seconds) by ``index``, and read them with one decoder.
@@ -259,7 +258,8 @@ class _Decoding:
         Sets and announces ``backend`` before the decoder opens the file.
 
         Returns:
-            The video. Its record lacks the columns of the source and the seconds of decoding.
+            The video. Its record lacks the columns of the source and the seconds of decoding. Its ``backend_note``
+            says which part of the film was not read, and whether frame sizes differ.
 
         Raises:
             VideoFault: the clip is empty or damaged, or the model does not take its frames.
@@ -281,6 +281,7 @@ class _Decoding:
             frames, sizes = self._resize_frames(decoder.read(np.unique(indices)), indices)
             version = find_version(kind) if ":" in backend else str(decoder.version)
         height, width = sizes[-1]  # of the largest frame
+        unread = index.packets.note if index.packets is not None else ""
         record: VideoRecord = {
             **index.record,
             "codec": index.codec,
@@ -295,7 +296,7 @@ class _Decoding:
             "source_height": height,
             "backend": backend,
             "backend_version": version,
-            "backend_note": _describe_sizes({*sizes, (index.height, index.width)}),
+            "backend_note": "; ".join(filter(None, (unread, _describe_sizes({*sizes, (index.height, index.width)})))),
             "decode_warnings": self._check(index, clip),  # again: decoding may have met what reading had not
         }
         return DecodedVideo(frames, indices, index.timestamps[indices], record)

@@ -79,6 +79,6 @@ def test_grids_and_times_that_do_not_fit_are_refused() -> None:
     for grid in ((3, 3), (8,), 8, (2.0, 4.0), (-2, -4), "24"):
         with pytest.raises(ValueError, match=r"grid must be \(rows, columns\) of the 8 tokens"):
             gstep.prune(tokens, grid=grid)  # type: ignore[arg-type]
-    for times in ((0.0, 1.0), (0.0, 1.0, float("nan")), "abc", (0, 1, None)):
+    for times in ((0.0, 1.0), (0.0, 1.0, float("nan")), "abc", (0, 1, None), (False, True, True)):
         with pytest.raises(ValueError, match="times must be the seconds of the 3 frames"):
             gstep.prune(tokens, times=times)  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ MODEL = "tiny-qwen3-vl"
         ),
         ({"media_path": "/nowhere"}, "there is no such folder"),
         ({"method_param": ["alpha"]}, "--method-param takes NAME=VALUE"),
+        ({"method_param": [" =1"]}, "--method-param takes NAME=VALUE, got ' =1'"),
         ({"host": "0.0.0.0"}, "other machines can reach"),
         ({"port": 0}, "--port must be"),
         ({"tensor_parallel": 0}, "--tensor-parallel must be"),

@@ -1,5 +1,6 @@
 """A video that was encoded again: what is the same, what is rounding, and what is neither."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -8,12 +9,16 @@ import torch
 
 from pipeline import TokenCache
 from pipeline.cache.writer import KeptTokens
-from pipeline.errors import UsageError
-from pipeline.prune.encode_again import read_run_config
+from pipeline.errors import UsageError, VideoFault
+from pipeline.inputs.named_videos import Roots
+from pipeline.prune.decode_stage import DecodeSetup, VideoDecoder
+from pipeline.prune.encode_again import decode_again, read_run_config
 from pipeline.storage.s3 import S3Objects
 from pipeline.verify.live_check import LiveCheck, compare, explain_suspicion
+from pipeline.video.sampling import Sampling
 from tests.pipeline.caches import encoded, make_identity, random_tokens, write_header, write_shard
 from tests.pipeline.evidence import encoded_with
+from tests.pipeline.videos import KeepSize
 
 TOKENS = random_tokens(0)
 
@@ -75,6 +80,16 @@ def test_options_of_a_run_that_are_none_here_are_left_out(tmp_path, stored):
     config = read_run_config(cache, run, "tiny")
     assert (config.pruner, config.decoder, config.device, config.model) == ("uniform", "auto", "auto", "tiny")
     assert config.out == str(tmp_path)
+
+
+def test_a_source_that_does_not_decode_keeps_the_class_of_its_fault(tmp_path):
+    path = tmp_path / "a.mp4"
+    path.write_bytes(b"no video")
+    of_source = {"source_size": 8, "source_hash": "blake2b:00", "source_offset": None}
+    row = {"video_id": "v", "uri": str(path), "start_s": None, "end_s": None, "attempts": 1, **of_source}
+    with closing(VideoDecoder(DecodeSetup(Sampling(2), KeepSize()))) as decoder, pytest.raises(VideoFault) as caught:
+        decode_again(row, decoder, S3Objects.from_environment(), Roots([tmp_path]))
+    assert caught.value.fault_class == "unsupported"
 
 
 def test_a_cache_that_does_not_say_how_it_was_made_is_refused(tmp_path, stored):

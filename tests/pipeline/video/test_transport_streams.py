@@ -140,6 +140,16 @@ def test_sound_alone_behind_the_picture_is_no_part_of_the_film(tmp_path):
     ) == ("", 0)
 
 
+@pytest.mark.parametrize(("layout", "front"), [(188, 0), (192, 4), (204, 0)])
+def test_packets_are_found_where_they_are_across_the_blocks_that_are_read(layout, front, tmp_path):
+    path = tmp_path / "long.ts"
+    n_packets = 3 * 2**23 // layout + 3  # a few behind the last whole block
+    path.write_bytes((bytes(front) + b"G" + bytes(layout - front - 1)) * n_packets)
+    with path.open("rb") as file:
+        found = np.concatenate([positions for positions, *_ in iter_packets(file)])
+    assert np.array_equal(found, front + layout * np.arange(n_packets))
+
+
 def test_where_the_sync_is_lost_often_each_packet_is_looked_at_a_few_times(tmp_path, monkeypatch):
     find, sizes = np.flatnonzero, list[int]()
     monkeypatch.setattr(np, "flatnonzero", lambda values: sizes.append(values.size) or find(values))

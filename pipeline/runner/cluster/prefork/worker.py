@@ -10,17 +10,19 @@ import os
 import sys
 
 _SOCKET = "GSTEP_FORK_SERVER"  # repeats server.py, whose import would take time
+_ANSWER_S = 45.0  # a server answers once its imports are done; after 60 s a raylet would kill this process
 
 
 def request_worker(socket_path: str, program: list[str]) -> bool:
-    """Request a fork that runs ``program`` with this process's environment, folder and output, waiting without limit.
+    """Request a fork that runs ``program`` with this process's environment, folder and output.
 
     Args:
         socket_path: the Unix socket of the server.
         program: a Python file and its arguments.
 
     Returns:
-        True if the server has forked it; False if there is no server, or it has ended or refuses.
+        True if the server has forked it; False if there is no server, or it has ended, refuses, or does not answer
+        within _ANSWER_S seconds.
     """
     output = b"".join(descriptor.to_bytes(4, sys.byteorder) for descriptor in (1, 2))
     try:
@@ -29,6 +31,7 @@ def request_worker(socket_path: str, program: list[str]) -> bool:
         variables = [f"{name}={value}" for name, value in os.environ.items()]
         fields = [sys.executable, os.getcwd(), oom_score, str(len(program)), *program, *variables]  # noqa: PTH109
         server = _socket.socket(_socket.AF_UNIX)
+        server.settimeout(_ANSWER_S)
         try:
             server.connect(socket_path)
             server.sendmsg([b"."], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, output)])

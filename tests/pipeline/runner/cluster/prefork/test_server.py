@@ -145,13 +145,17 @@ def test_a_server_of_other_variables_that_imports_read_forks_nothing(request_pro
     assert not request_program(RUNS)
 
 
-def test_where_the_server_has_ended_ray_sets_its_worker_up(tmp_path, monkeypatch):
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(tmp_path / "socket"))
+@pytest.mark.parametrize("hangs", [False, True])
+def test_where_the_server_has_ended_or_hangs_ray_sets_its_worker_up(tmp_path, monkeypatch, hangs):
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, command: commands.append(command))
+    monkeypatch.setattr(worker, "_ANSWER_S", 0.5)
     monkeypatch.setenv(SOCKET, str(tmp_path / "socket"))
-    worker.main(["-u", "workers/default_worker.py", "--language=PYTHON"])
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        if hangs:
+            listening.listen()
+        worker.main(["-u", "workers/default_worker.py", "--language=PYTHON"])
     assert [command[1] for command in commands] == ["workers/setup_worker.py"]
 
 
