@@ -62,9 +62,9 @@ def _compact(config: CompactConfig, console: Console) -> CommandResult:
     from pipeline.rewrite.compact import JoinResult, join_tokens  # noqa: PLC0415
     from pipeline.runner.claim import refuse_links  # noqa: PLC0415
     from pipeline.runner.run_record import list_committed_shards  # noqa: PLC0415
-    from pipeline.storage.stores import make_store  # noqa: PLC0415
+    from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    store = make_store(config.cache, make_objects(config))
+    store = store_at(config.cache, make_objects(config))
     say = make_speaker(console)
     refuse_links(store)
     identity = compute_fingerprint(read_header(store)["identity"])

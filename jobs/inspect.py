@@ -25,7 +25,7 @@ from pipeline.rows import JsonObject
 if TYPE_CHECKING:
     from pipeline.cache.reader import TokenCache
     from pipeline.inspect.report import Failures
-    from pipeline.storage.s3 import S3Objects
+    from pipeline.storage.s3 import Objects
     from pipeline.storage.stores import Store
 
 
@@ -171,10 +171,10 @@ def _inspect(arguments: argparse.Namespace) -> CommandResult:
     """
     from pipeline.cache.header import HEADER  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
-    from pipeline.storage.stores import make_store  # noqa: PLC0415
+    from pipeline.storage.stores import store_at  # noqa: PLC0415
 
     objects = make_objects(from_flags(S3Options, arguments))
-    store = make_store(arguments.place, objects)
+    store = store_at(arguments.place, objects)
     if arguments.watch:
         from pipeline.inspect.watch import wait_for_cache  # noqa: PLC0415
 
@@ -246,7 +246,7 @@ def _show_answers(store: Store, arguments: argparse.Namespace) -> CommandResult:
     return CommandResult(0, answers.as_record())
 
 
-def _show_cache(store: Store, arguments: argparse.Namespace, objects: S3Objects) -> CommandResult:
+def _show_cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> CommandResult:
     """Show a cache: a summary, one video, the failed videos or its run, or write a video's page.
 
     With ``--json`` the result has a record, otherwise a report to print. The exit code of a summary is 1 if committed

@@ -60,11 +60,11 @@ def _merge(config: MergeConfig, console: Console) -> CommandResult:
         CorruptShard: a file is damaged.
     """
     from pipeline.rewrite.merge import merge_caches  # noqa: PLC0415 - Arrow loads after the flags are checked
-    from pipeline.storage.stores import make_store  # noqa: PLC0415
+    from pipeline.storage.stores import store_at  # noqa: PLC0415
 
     objects = make_objects(config)
     say = make_speaker(console)
-    out, *sources = (make_store(place, objects) for place in (config.out, *config.caches))
+    out, *sources = (store_at(place, objects) for place in (config.out, *config.caches))
     if not sources or {source.root for source in sources} == {out.root}:
         raise UsageError("name two caches, or one cache and another --out")
     on_equal: Literal["rule", "refuse"] = "refuse" if config.on_equal == "refuse" else "rule"

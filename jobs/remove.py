@@ -82,11 +82,11 @@ def _remove(config: RemoveConfig, console: Console) -> CommandResult:
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
     from pipeline.generate.removal import remove_answers  # noqa: PLC0415
     from pipeline.rewrite.remove import remove_videos  # noqa: PLC0415
-    from pipeline.storage.stores import make_store  # noqa: PLC0415
+    from pipeline.storage.stores import store_at  # noqa: PLC0415
 
     objects = make_objects(config)
     say = make_speaker(console)
-    store = make_store(config.cache, objects)
+    store = store_at(config.cache, objects)
     ids = read_ids("ids", config.ids)
     reason = config.reason
 
@@ -100,7 +100,7 @@ def _remove(config: RemoveConfig, console: Console) -> CommandResult:
     with import_libraries(console):
         from pipeline.evaluate.removal import remove_results  # noqa: PLC0415
 
-    cache = make_store(f"{store}/{CACHE_FOLDER}", objects)
+    cache = store_at(f"{store}/{CACHE_FOLDER}", objects)
     has_cache = cache.exists(HEADER)
     try:
         results = report_result(remove_results(store, ids, reason, say, objects), say, results=str(store))

@@ -95,13 +95,13 @@ def _verify(config: VerifyConfig, console: Console) -> CommandResult:
         RunFailed: a repair would leave no video.
         CorruptShard: bytes changed during a repair.
     """
-    from pipeline.storage.stores import make_store  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
+    from pipeline.storage.stores import store_at  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.verify.verify import VerifyRequest, verify  # noqa: PLC0415
 
     objects = make_objects(config)
     names = ("jobs", "clean", "repair", "keep", "live", "sample", "seed", "model", "log_interval", "video_root")
     request = VerifyRequest(**{name: getattr(config, name) for name in names}, objects=objects)
-    report = verify(make_store(config.cache, objects), request, console)
+    report = verify(store_at(config.cache, objects), request, console)
     return CommandResult(report.exit_code, report.as_record(), list(report.lines()))
 
 

@@ -34,7 +34,7 @@ from pipeline.cache.token_shard import TokenRequest, TokenShard
 from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
 from pipeline.errors import RunFailed, UsageError
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
-from pipeline.storage.s3 import S3Objects, Slice
+from pipeline.storage.s3 import Objects, Slice
 from pipeline.storage.stores import LocalStore, ObjectStore, Store
 
 T = TypeVar("T")
@@ -257,7 +257,7 @@ def _list_row_groups(rows: TokenRequest) -> list[int]:
     return list(range(first, first + int(np.searchsorted(ends, rows.keep)) + 1))
 
 
-class _CountedObjects(S3Objects):
+class _CountedObjects(Objects):
     """An S3 client that counts its requests in ``requests``."""
 
     requests = 0

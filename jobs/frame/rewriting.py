@@ -46,9 +46,9 @@ def rewrite_cache(config: RewriteOptions, console: Console, plan: Callable[[Toke
     from pipeline.cache.changed_code import REDO  # noqa: PLC0415
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
     from pipeline.rewrite.recode import update_rewritten_cache  # noqa: PLC0415
-    from pipeline.storage.stores import make_store  # noqa: PLC0415
+    from pipeline.storage.stores import store_at  # noqa: PLC0415
 
     place, objects, say = getattr(config, config.role), make_objects(config), make_speaker(console)
-    target, redo = make_store(config.out, objects), config.on_changed == REDO
-    result = update_rewritten_cache(plan(TokenCache(place, store=make_store(place, objects))), target, say, redo=redo)
+    target, redo = store_at(config.out, objects), config.on_changed == REDO
+    result = update_rewritten_cache(plan(TokenCache(place, store=store_at(place, objects))), target, say, redo=redo)
     return report_result(result, say, exit_code=1 if result.failed else 0, **{config.role: place, "out": config.out})

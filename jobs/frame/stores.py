@@ -12,7 +12,7 @@ from pipeline.console import Say
 from pipeline.options import REQUIRED, S3Options, check, option
 
 if TYPE_CHECKING:
-    from pipeline.storage.s3 import S3Objects
+    from pipeline.storage.s3 import Objects
 
 _MAX_KEEP_MINUTES = 10**8
 VIDEO_ROOT_HELP = (
@@ -54,11 +54,11 @@ class CacheCommandResult(Protocol):
         """Yield lines for the user about the result."""
 
 
-def make_objects(config: S3Options) -> S3Objects:
+def make_objects(config: S3Options) -> Objects:
     """Create the client of object stores from a command's S3 options and the environment."""
-    from pipeline.storage.s3 import S3Objects  # noqa: PLC0415 - --help and a mistyped flag answer at once
+    from pipeline.storage.s3 import Objects  # noqa: PLC0415 - --help and a mistyped flag answer at once
 
-    return S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    return Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
 
 
 def report_result(result: CacheCommandResult, say: Say, exit_code: int = 0, **places: str) -> CommandResult:

@@ -29,7 +29,7 @@ from pipeline.cache.token_shard import TokenRequest, TokenShard, sort_by_index
 from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, RatioNotCached, RemovedVideo, UnknownVideo
 from pipeline.rows import JSON_COLUMNS, Json, VideoRow
 from pipeline.storage.random_access import FetchedFile, LoadCache
-from pipeline.storage.stores import Store, make_store, request_threads
+from pipeline.storage.stores import Store, request_threads, store_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ class TokenCache:
 
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
         """Read the header of the cache, and its live rows unless ``live`` has them."""
-        self.store = store or make_store(path)
+        self.store = store or store_at(path)
         self.header = read_header(self.store)
         if live is None:
             self.refresh()

@@ -21,8 +21,8 @@ from pipeline.prune.frame_limits import describe_sampling
 from pipeline.prune.recipe import Recipe, make_sampling_identity, resolve_recipe
 from pipeline.runner.cluster.connection import connect
 from pipeline.runner.cluster.nodes import iter_alive_nodes
-from pipeline.storage.s3 import S3Objects
-from pipeline.storage.stores import LocalStore, Store, make_store
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import LocalStore, Store, store_at
 
 _VIDEOS, _VIDEOS_PER_NODE = 8, 2  # videos that are decoded here, and on every node
 _STORED_VIDEOS = 4  # videos whose frames an object store should have room for
@@ -84,8 +84,8 @@ class Doctor:
 
     def _check_store(self) -> Iterator[Finding]:
         """Test the store (or the folder in which it would be made) from here, and from each of several nodes."""
-        objects = S3Objects.from_environment(self._config.s3_endpoint, self._config.s3_requester_pays)
-        store = find_existing_store(make_store(self._config.out, objects))
+        objects = Objects.from_environment(self._config.s3_endpoint, self._config.s3_requester_pays)
+        store = find_existing_store(store_at(self._config.out, objects))
         yield from check_store(store)
         if not self._cluster or len(list(iter_alive_nodes())) < 2:
             return

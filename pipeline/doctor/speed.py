@@ -22,14 +22,14 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup, decode_sample
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.rows import ManifestRow, TodoRow
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 
 _MAX_DECODE_S = 60.0  # for all videos together
 _KERNEL_WIDTH = 3584  # the hidden size of a 7B model
 _ROUNDS = 3
 
 
-def read_first_videos(config: PruneConfig, objects: S3Objects, n_videos: int) -> list[TodoRow]:
+def read_first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[TodoRow]:
     """Return the first videos that the options name, at most ``n_videos``; only as many archives are read as needed.
 
     Raises:

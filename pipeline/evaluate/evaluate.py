@@ -30,8 +30,8 @@ from pipeline.evaluate.scores import write_submissions
 from pipeline.evaluate.table import ResultsTable
 from pipeline.generate.summary import render_answers
 from pipeline.rows import JsonObject
-from pipeline.storage.s3 import S3Objects
-from pipeline.storage.stores import make_store
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import store_at
 
 # Error classes of answers that may succeed at another attempt.
 _MAY_SUCCEED = ("corrupt", "io", "out-of-memory", "own-code", "internal")
@@ -166,7 +166,7 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
     Raises:
         UsageError: ``out`` holds other results, or the answers cannot be scored or compared.
     """
-    store = make_store(config.out, S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays))
+    store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_requester_pays))
     identity = {"scored": config.score}
     match_results(store, identity)
     scored = score_answers(config)
@@ -227,7 +227,7 @@ def _list_facts(request: EvaluateRequest, scored: ScoredQuestions) -> Iterator[t
     yield "model", request.source.name
     yield "weights", request.source.identity
     yield "videos", f"{len({video for item in request.loaded.items for video in item.video_ids}):,}"
-    cache = make_store(request.cache, request.objects)
+    cache = store_at(request.cache, request.objects)
     if cache.exists(HEADER):
         size = sum(file.size for file in cache.list_files(TOKENS))
         n_videos = len(TokenCache(request.cache, store=cache))

@@ -37,8 +37,8 @@ from pipeline.generate.removal import AnswersRemoval, bar_videos, remove_answers
 from pipeline.rows import JsonObject
 from pipeline.runner.removal import delete_unfinished
 from pipeline.runner.run_record import make_run_id
-from pipeline.storage.s3 import S3Objects
-from pipeline.storage.stores import Store, make_store
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store, store_at
 
 _PAGES = "pages"  # folder of older results, with pages that show frames of some videos
 _WRITTEN = (OWN_NUMBERS, SCORES, TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT)
@@ -74,7 +74,7 @@ class ResultsRemoval(AnswersRemoval):
 
 
 def remove_results(
-    store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object], objects: S3Objects
+    store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object], objects: Objects
 ) -> ResultsRemoval:
     """Remove videos from the results of an evaluation; after an interruption, the same call resumes.
 
@@ -100,7 +100,7 @@ def remove_results(
     scores = SCORE_SCHEMA.empty_table()
     if store.exists(SCORES):  # damaged scores end the command here, before anything is deleted
         scores = read_scores(str(store), store, published=False, columns=SCORE_SCHEMA.names)
-    answers = make_store(f"{store}/{ANSWERS_FOLDER}", objects)
+    answers = store_at(f"{store}/{ANSWERS_FOLDER}", objects)
     is_scored = "scored" in identity
     if not is_scored and (answers.exists(ANSWERS_HEADER) or AnswersTable(answers).names()):
         result = ResultsRemoval(**vars(remove_answers(answers, ids, reason, say)))
@@ -131,7 +131,7 @@ def remove_results(
 
 
 def _find_questions(
-    store: Store, identity: JsonObject, ids: Sequence[str], objects: S3Objects, say: Callable[[str], object]
+    store: Store, identity: JsonObject, ids: Sequence[str], objects: Objects, say: Callable[[str], object]
 ) -> list[str]:
     """Return the sorted ids of the questions whose answers were removed or are about one of these videos.
 
@@ -142,7 +142,7 @@ def _find_questions(
     tables = list[pa.Table]()
     for place in scored_places:
         try:
-            tables.append(read_answers(place, store=make_store(place, objects)))
+            tables.append(read_answers(place, store=store_at(place, objects)))
         except (NotAnswers, OSError) as error:
             say(
                 f"note: the answers that were scored cannot be read ({error}): a question about several videos is "

@@ -67,8 +67,8 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import list_needed_evidence, make_sampling, make_sampling_identity, resolve_recipe
 from pipeline.rows import Json, JsonObject
 from pipeline.runner.run_record import check_out_folder
-from pipeline.storage.s3 import S3Objects
-from pipeline.storage.stores import Store, make_store
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store, store_at
 from pipeline.video.sampling import ROUND_EVEN, TRUNCATE
 
 #: The prunings under which every question is asked, by label; None is full retention.
@@ -104,7 +104,7 @@ class EvaluateRequest:
     store: Store
     cache: str
     videos: PruneConfig | None
-    objects: S3Objects
+    objects: Objects
     answers: MatchedIdentity
 
     @property
@@ -189,12 +189,12 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         CorruptShard: a file of the cache's videos table, or of earlier removals, is damaged.
     """
     assert config.benchmark is not None  # the config refuses a request without it
-    objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-    store = make_store(config.out, objects)
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    store = store_at(config.out, objects)
     cache = config.cache or config.join_out(CACHE_FOLDER)
     say = make_speaker(console)
     check_out_folder(store)
-    cache_store = make_store(cache, objects)
+    cache_store = store_at(cache, objects)
     cache_identity = _read_cache_identity(cache_store, is_named=config.cache is not None)
     source = _resolve_model(config, cache_identity)
     benchmark = find_benchmark(config.benchmark).open(source.model_type, config.data, say)
@@ -202,7 +202,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     if config.max_new_tokens is not None:
         protocol = replace(protocol, decoding=replace(protocol.decoding, max_new_tokens=config.max_new_tokens))
     questions = benchmark.load(config.data, [*map(Path, config.video_root)]).first(config.limit)
-    answers_store = make_store(config.join_out(ANSWERS_FOLDER), objects)
+    answers_store = store_at(config.join_out(ANSWERS_FOLDER), objects)
     questions = _leave_removed(questions, answers_store, say)
     if cache_identity is not None:
         check_model(cache_store, cache_identity["model"], source)
@@ -574,7 +574,7 @@ def _list_evidence(
     return stored_pairs
 
 
-def identify_cache(videos: PruneConfig, cache_store: Store, objects: S3Objects, console: Console) -> CacheIdentity:
+def identify_cache(videos: PruneConfig, cache_store: Store, objects: Objects, console: Console) -> CacheIdentity:
     """Return the identity that the cache has, or will have once it is made; an undecided dtype counts as float32.
 
     Prints a note if the cache stores a larger ratio than ``videos`` names.

@@ -35,8 +35,8 @@ from pipeline.evaluate.table import ResultsTable
 from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.generate.late_pruning import parse_pruning_grid
 from pipeline.rows import JsonObject
-from pipeline.storage.s3 import S3Objects
-from pipeline.storage.stores import Store, make_store
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store, store_at
 
 TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT = "tables.md", "tables.tex", "tables.json", "report.html"
 WHERE_IT_BREAKS = "where_it_breaks"  # key of the first record of a table that --results lays out
@@ -287,8 +287,8 @@ def write_comparison(config: EvaluateConfig) -> WrittenComparison:
             the split that its benchmark averages over, or the table of abilities is malformed. Nothing was written.
     """
     rules = [*([] if config.abilities is None else read_ability_rules(config.abilities)), *BUILT_IN]
-    objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-    store = make_store(config.out, objects)
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    store = store_at(config.out, objects)
     if store.has_other_files() and (store.exists(RESULTS_HEADER) or not store.exists(TABLES_JSON)):
         raise NotResults(f"{store} exists and holds files other than {TABLES_JSON}: name another folder with --out")
     results = [_read_results(place, objects) for place in config.results]
@@ -382,7 +382,7 @@ def _list_facts(results: Sequence[_BenchmarkResults]) -> list[tuple[str, str]]:
     return facts
 
 
-def _read_results(place: str, objects: S3Objects) -> _BenchmarkResults:
+def _read_results(place: str, objects: Objects) -> _BenchmarkResults:
     """Read the results in one folder.
 
     For a benchmark without published answers, the scores are the percentages that the user typed into the form; notes
@@ -392,7 +392,7 @@ def _read_results(place: str, objects: S3Objects) -> _BenchmarkResults:
         NotResults: the results are missing, incomplete or damaged, or are scored answers of jobs.generate.
         UsageError: the form is malformed, or the benchmark is unknown.
     """
-    store = make_store(place, objects)
+    store = store_at(place, objects)
     header = read_results_header(store)
     identity, about = cast(JsonObject, header["identity"]), cast(JsonObject, header.get("about", {}))
     if "benchmark" not in identity:

@@ -62,8 +62,8 @@ from pipeline.prune.summary import Summary
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, drop_nulls
 from pipeline.runner.claim import Claim
 from pipeline.runner.run_record import RUNS, make_run_id
-from pipeline.storage.s3 import S3Objects
-from pipeline.storage.stores import CARD, Store, make_store
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import CARD, Store, store_at
 
 MANIFEST = "videos.jsonl"
 _SNAP = "snap_to_keyframes_s"  # key of a cache's sampling
@@ -112,7 +112,7 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     if not request.store.exists(RESULTS_HEADER):
         write_results_header(request.store, request.identity, request.about)
     todo = _find_unanswered(request)
-    if todo and make_store(request.cache, request.objects).exists(DROPPING):
+    if todo and store_at(request.cache, request.objects).exists(DROPPING):
         drop_tokens(request, console)  # finish a deletion that a killed run began
     videos = _encode(request, todo, console) if todo and request.videos is not None else None
     answers = _answer(request, console) if todo or request.answers.changed else None
@@ -147,7 +147,7 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
 
 def _open_answers_store(request: EvaluateRequest) -> Store:
     """Return the store of the evaluation's answers."""
-    return make_store(request.config.join_out(ANSWERS_FOLDER), request.objects)
+    return store_at(request.config.join_out(ANSWERS_FOLDER), request.objects)
 
 
 def _select_live_answers(request: EvaluateRequest) -> pa.Table:
@@ -199,7 +199,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     for line in () if summary.frame_limits is None else describe_limits(summary.frame_limits):
         console.print(f"note: {line}", highlight=False)
     # If every remaining video is broken, its questions fail, but questions on videos cached before can be asked.
-    if not summary.n_ok and not len(TokenCache(request.cache, store=make_store(request.cache, request.objects))):
+    if not summary.n_ok and not len(TokenCache(request.cache, store=store_at(request.cache, request.objects))):
         reasons = "; ".join(f"{name}: {count}, {summary.examples[name][1]}" for name, count in summary.failures.items())
         raise RunFailed(f"none of {len(rows)} videos could be encoded: {reasons}")
     return summary
@@ -253,7 +253,7 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
         CacheLocked: a run is writing to the cache.
         UsageError: the cache is a symbolic link, whose target may be another user's.
     """
-    cache = make_store(request.cache, request.objects)
+    cache = store_at(request.cache, request.objects)
     folders = (VIDEOS, TOKENS, RUNS)
     if cache.folder is not None and cache.folder.is_symlink():
         raise UsageError(f"--drop-tokens: {cache} is a link to another place, which is yours to delete")
@@ -291,17 +291,17 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
             questions or settings differ from those of the first folder, or jobs.evaluate made its answers.
         CorruptShard: a file of answers is damaged.
     """
-    objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     first_collector = QuestionCollector()
     tables = list[pa.Table]()
     arms = dict[str, MethodAtRatio]()
     settings: JsonObject = {}
     with convert_store_usage_errors():
-        answers = [read_answers(place, store=make_store(place, objects)) for place in config.score]
-        removed_ids = list_removed(answers, read_removal_reasons(make_store(config.out, objects)))
+        answers = [read_answers(place, store=store_at(place, objects)) for place in config.score]
+        removed_ids = list_removed(answers, read_removal_reasons(store_at(config.out, objects)))
     for place, rows in zip(config.score, answers, strict=True):
         live = rows.filter(pc.invert(pc.is_in(rows["question_id"], value_set=pa.array(removed_ids, pa.string()))))
-        identity = read_answers_header(make_store(place, objects))["identity"]
+        identity = read_answers_header(store_at(place, objects))["identity"]
         arm = _make_arm(identity)
         collector = _collect_answered(live)
         if arm in arms.values():

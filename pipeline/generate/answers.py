@@ -41,7 +41,7 @@ from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass
 from pipeline.generate.question_columns import append_carried_columns, concat_answers, make_carried_columns
 from pipeline.inputs.tables import serialize_carried
 from pipeline.rows import AnswerRecord, Json, JsonObject, QuestionRecord, drop_nulls
-from pipeline.storage.stores import Store, make_store
+from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 2
 KEYS = ("question_id", "pruning")
@@ -173,7 +173,7 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
         NotAnswers: the location does not hold answers.
         CorruptShard: a file of answers is damaged.
     """
-    store = store or make_store(path)
+    store = store or store_at(path)
     identity = read_answers_header(store)["identity"]
     return sort_naturally(AnswersTable(store, identity).live())
 

@@ -53,7 +53,7 @@ from pipeline.inputs.tables import (
     read_parquet_types,
     read_rows,
 )
-from pipeline.storage.s3 import S3Objects, check_uri, is_s3
+from pipeline.storage.s3 import Objects, check_uri, is_s3
 
 # ``decoding`` is the JSON of ``AnswerMode.describe()``: all settings for the answer to this question. ``conversation``
 # is the file's column ``messages`` as JSON; ``prompt`` is then the text of the last message.
@@ -141,9 +141,7 @@ def describe_decoding(decoding: Decoding) -> dict[str, int | float]:
     return options if decoding.temperature > 0 else {name: options[name] for name in greedy}
 
 
-def read_questions(
-    place: str, mode: AnswerMode, objects: S3Objects | None = None, limit: int | None = None
-) -> pa.Table:
+def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None, limit: int | None = None) -> pa.Table:
     """Read and check a file of questions (.jsonl, .parquet or .csv, local or s3://), in the file's order.
 
     The table has the columns of QUESTION_SCHEMA, followed by the file's other columns.
@@ -255,7 +253,7 @@ def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: Answe
     return _check_rows(((str(row["question_id"]), row) for row in rows), {}, "--ask", mode, None)
 
 
-def _open_file(place: str, objects: S3Objects | None) -> BinaryIO:
+def _open_file(place: str, objects: Objects | None) -> BinaryIO:
     """Open a local file of questions, or read one on S3 whole, as a binary file.
 
     Raises:
@@ -266,7 +264,7 @@ def _open_file(place: str, objects: S3Objects | None) -> BinaryIO:
     try:
         if is_s3(place):
             check_uri(place)
-            return io.BytesIO((objects or S3Objects.from_environment()).read(place))
+            return io.BytesIO((objects or Objects.from_environment()).read(place))
         return Path(place).open("rb")
     except OSError as error:
         near = "" if is_s3(place) else suggest_file(Path(place))

@@ -60,8 +60,8 @@ from pipeline.generate.remaining import (
 from pipeline.generate.removal import read_removal_reasons
 from pipeline.rows import QuestionRecord
 from pipeline.runner.run_record import check_out_folder
-from pipeline.storage.s3 import S3Objects
-from pipeline.storage.stores import Store, make_store
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store, store_at
 
 
 @dataclass(frozen=True)
@@ -172,11 +172,11 @@ def check_request(
     """
     say = make_speaker(console)
     specs = {"": make_pruning_spec(config)} if specs is None else specs
-    objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     if questions is None and config.questions is not None:
         with convert_store_usage_errors():
             questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
-    cache, store = make_store(config.cache, objects), make_store(config.out, objects)
+    cache, store = store_at(config.cache, objects), store_at(config.out, objects)
     check_out_folder(store)
     with convert_store_usage_errors():
         header = read_header(cache)

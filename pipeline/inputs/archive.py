@@ -18,7 +18,7 @@ from pipeline.storage.downloads import Download
 from pipeline.storage.hub import Files, HubDownload, choose_client, is_remote
 from pipeline.storage.location import Location
 from pipeline.storage.random_access import PositionedFile
-from pipeline.storage.s3 import ObjectInfo, S3Objects
+from pipeline.storage.s3 import ObjectInfo, Objects
 
 CLIP_COLUMNS = ("start_s", "end_s")  # columns of a table that state the clip without an option
 _MAX_NAME_CHARS = 1024  # characters of a member's name
@@ -145,7 +145,7 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
     return member._replace(name=shown, shown_name=None, fault=format_fault(kind, why))
 
 
-def open_archive(uri: str, objects: S3Objects, info: ObjectInfo | None = None) -> RandomFile:
+def open_archive(uri: str, objects: Objects, info: ObjectInfo | None = None) -> RandomFile:
     """Open an archive or table for random access; a remote file is first requested when it is read.
 
     Args:
@@ -293,7 +293,7 @@ class RemoteFile:
         info: the listing's entry; without it, ``size`` or ``mark`` may cost a request.
     """
 
-    def __init__(self, uri: str, objects: S3Objects, info: ObjectInfo | None = None) -> None:
+    def __init__(self, uri: str, objects: Objects, info: ObjectInfo | None = None) -> None:
         """Prepare to read the object; nothing is requested yet.
 
         Raises:

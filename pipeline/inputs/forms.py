@@ -16,7 +16,7 @@ from pipeline.inputs.tar_and_zip import Tar, Zip
 from pipeline.keys import hash_mark
 from pipeline.rows import VideoRow
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 
 #: To add a form, write a subclass of Archive like those in ``tar_and_zip`` and add a line here.
 FORMS: dict[str, Callable[[RandomFile], Archive]] = {
@@ -31,7 +31,7 @@ TABLE_FORMS = frozenset({".parquet", ".arrow", ".feather"})
 
 
 def make_member_fetcher(
-    row: VideoRow, objects: S3Objects, roots: Roots
+    row: VideoRow, objects: Objects, roots: Roots
 ) -> Callable[[Callable[[bytes], object], int], int] | None:
     """Return a function ``fetch(write, limit)`` that fetches a row's video from its archive; None for a separate file.
 
@@ -66,7 +66,7 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
             ignored.
     """
 
-    def __init__(self, objects: S3Objects, locations: Iterable[Location] = ()) -> None:
+    def __init__(self, objects: Objects, locations: Iterable[Location] = ()) -> None:
         self._objects = objects
         self._members = [location for location in locations if location.member is not None]
         self._open: tuple[str, RandomFile, Archive] | None = None

@@ -35,7 +35,7 @@ from pipeline.inputs.tables import parse_number
 from pipeline.keys import hash_mark
 from pipeline.rows import Json
 from pipeline.storage.location import Location, make_uri
-from pipeline.storage.s3 import ObjectInfo, S3Objects
+from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store
 
 _FIRST_VIEW = 256  # members in the first view of an archive; each later view has twice as many
@@ -118,7 +118,7 @@ class Indexes:
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def read(
-        self, named_file: NamedFile, objects: S3Objects, missing: Missing = "make", *, in_views: bool = False
+        self, named_file: NamedFile, objects: Objects, missing: Missing = "make", *, in_views: bool = False
     ) -> Iterator[IndexView]:
         """Yield the videos of an archive, from its kept index if that fits, otherwise by indexing the archive.
 

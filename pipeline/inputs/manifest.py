@@ -55,7 +55,7 @@ from pipeline.inputs.tables import (
 )
 from pipeline.keys import ROWS_AT_ONCE, hash_mark
 from pipeline.storage.hub import choose_client, is_remote
-from pipeline.storage.s3 import SCHEME, S3Objects, check_uri, has_query, is_s3
+from pipeline.storage.s3 import SCHEME, Objects, check_uri, has_query, is_s3
 
 
 class NameContents(NamedTuple):
@@ -66,7 +66,7 @@ class NameContents(NamedTuple):
 
 
 def list_names(
-    names: str | Sequence[str], roots: Roots, objects: S3Objects, options: ArchiveOptions, left_out: LeftOut
+    names: str | Sequence[str], roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut
 ) -> list[NameContents]:
     """List what each of the user's names stands for, in their order, after expanding braces.
 
@@ -101,7 +101,7 @@ def require_unique_files(all_contents: Sequence[NameContents], options: ArchiveO
         require_unique_ids(pa.concat_tables(files), _ONE_BY_ONE if options.column is None else _TABLES)
 
 
-def _list_name(name: str, roots: Roots, objects: S3Objects, options: ArchiveOptions, left_out: LeftOut) -> NameContents:
+def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut) -> NameContents:
     """List the videos of one name, or if it has none, its archives; tables are archives only with a ``--column``.
 
     A name is an address, a folder, a file, a glob, or "sample", which always stands for the sample clips. A single
@@ -149,9 +149,7 @@ def _explain_absence(path: Path) -> str:
     return "neither a folder nor a file"
 
 
-def _read_path_tables(
-    contents: NameContents, column: str | None, roots: Roots, objects: S3Objects
-) -> list[NameContents]:
+def _read_path_tables(contents: NameContents, column: str | None, roots: Roots, objects: Objects) -> list[NameContents]:
     """Read the tables of a name as manifests if the ``column`` of the first readable table holds paths.
 
     Returns:
@@ -179,7 +177,7 @@ def _read_path_tables(
     return [manifests.get(file.uri, NameContents(None, [file])) for file in contents.archives]
 
 
-def _check_path_column(table: NamedFile, column: str, objects: S3Objects) -> bool | None:
+def _check_path_column(table: NamedFile, column: str, objects: Objects) -> bool | None:
     """Return True if the ``column`` of a table holds paths; None if the table cannot be read."""
     try:
         with closing(open_archive(table.uri, objects, table.info)) as file:
@@ -188,7 +186,7 @@ def _check_path_column(table: NamedFile, column: str, objects: S3Objects) -> boo
         return None
 
 
-def _read_manifest(uri: str, roots: Roots, objects: S3Objects, paths: str | None = None) -> pa.Table:
+def _read_manifest(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
     """Read a manifest on disk or in a store.
 
     Relative uris start at its folder or prefix. Videos outside of this and ``roots`` get a policy. ``paths`` is the
@@ -228,7 +226,7 @@ def _convert_unique_videos(
     return require_unique_ids(pa.Table.from_batches(batches, MANIFEST_SCHEMA), name)
 
 
-def _decide_access(videos: pa.Table, objects: S3Objects) -> pa.Table:
+def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
     """Settle how S3 is reached if a video there may be read; return the table unchanged.
 
     Raises:
@@ -455,7 +453,7 @@ def _make_named_file(path: Path, root: Path, judge: FolderCheck) -> NamedFile:
     return NamedFile(absolute, name, policy)
 
 
-def _list_store(name: str, roots: Roots, objects: S3Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:
+def _list_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:
     """Read a manifest in a store, or list the videos of an address there, or its archives if it has no videos.
 
     Ids are relative to the folder of the address. An object with dot segments or control characters gets a policy.
@@ -474,7 +472,7 @@ def _list_store(name: str, roots: Roots, objects: S3Objects, forms: frozenset[st
     return _make_contents(files, videos=bool(videos))
 
 
-def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects: S3Objects | None = None) -> pa.Table:
+def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects: Objects | None = None) -> pa.Table:
     """Convert videos that a Python caller passes to MANIFEST_SCHEMA, in their order.
 
     Args:
@@ -498,7 +496,7 @@ def convert_given_videos(rows: object, video_roots: Sequence[str] = (), objects:
     videos = _convert_unique_videos(
         "videos", ManifestConverter("videos", Path.cwd(), roots), parts, "the list is empty; name at least one video"
     )
-    return _decide_access(videos, objects or S3Objects.from_environment())
+    return _decide_access(videos, objects or Objects.from_environment())
 
 
 def _make_rows_from_paths(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:

@@ -23,7 +23,7 @@ from pipeline.inputs.manifest import NameContents, list_names, require_unique_fi
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.keys import find, find_repeated, hash_column
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
 
 _NOTE_S = 10.0  # seconds between two progress lines
@@ -85,7 +85,7 @@ class VideoList:
 
     known: pa.Table
     indexes: Indexes = field(default_factory=Indexes)
-    objects: S3Objects = field(default_factory=S3Objects)
+    objects: Objects = field(default_factory=Objects)
     is_limited: bool = False
     unindexed: list[NamedFile] = field(default_factory=list)
     _ids: SeenIds | None = None  # the ids of all videos so far; None if archives cannot share an id
@@ -95,7 +95,7 @@ class VideoList:
         cls,
         names: str | Sequence[str],
         video_roots: Sequence[str] = (),
-        objects: S3Objects | None = None,
+        objects: Objects | None = None,
         indexes: Indexes | None = None,
         *,
         first: First = "all",
@@ -121,7 +121,7 @@ class VideoList:
                 limit, has only repeated ids, no archive has a video, or the only row of the only name has a fault.
             RunFailed: an index cannot be written.
         """
-        objects, indexes = objects or S3Objects.from_environment(), indexes or Indexes()
+        objects, indexes = objects or Objects.from_environment(), indexes or Indexes()
         indexes.roots = sort_roots(video_roots)
         all_contents = list_names(names, indexes.roots, objects, indexes.options, indexes.left_out)
         if len(all_contents) == 1 and all_contents[0].videos is not None:

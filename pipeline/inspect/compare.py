@@ -42,8 +42,8 @@ from pipeline.prune.recipe import Recipe
 from pipeline.rows import VIDEO_COLUMNS, Json, VideoRow
 from pipeline.runner.run_record import RUNS, find_newest_record
 from pipeline.storage.arrow import SCHEMES
-from pipeline.storage.s3 import S3Objects, is_s3
-from pipeline.storage.stores import make_store
+from pipeline.storage.s3 import Objects, is_s3
+from pipeline.storage.stores import store_at
 from pipeline.video.sandbox import InThisProcess
 
 #: The options among ENCODING_OPTIONS that apply to a video of a cache, whose frames, sizes and precision are fixed.
@@ -104,7 +104,7 @@ def compare(
     ratios = [float(ratio) for ratio in ratio_values]
     for ratio in ratios:
         check_ratio("retention_ratio", ratio)
-    objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     cache = _open_cache(video, objects)
     if cache is None:
         assert not isinstance(video, TokenCache)
@@ -132,7 +132,7 @@ def compare(
     return CachedComparison(cache, video_id, config, objects, roots, "model" in options).compare(methods, ratios)
 
 
-def _open_cache(video: str | os.PathLike[str] | TokenCache, objects: S3Objects) -> TokenCache | None:
+def _open_cache(video: str | os.PathLike[str] | TokenCache, objects: Objects) -> TokenCache | None:
     """Return the cache that ``video`` is or names; None for a video file, and for a location without a cache.
 
     An S3 address with the suffix of a video is a file; any other address of a store is a prefix.
@@ -143,7 +143,7 @@ def _open_cache(video: str | os.PathLike[str] | TokenCache, objects: S3Objects) 
     is_prefix = text.startswith((*SCHEMES, "file:///")) or (is_s3(text) and find_suffix(text) not in VIDEO_SUFFIXES)
     if not (is_prefix or Path(text).is_dir()):
         return None
-    store = make_store(text, objects)
+    store = store_at(text, objects)
     return TokenCache(text, store=store) if store.exists(HEADER) else None
 
 
@@ -159,7 +159,7 @@ class CachedComparison:
     cache: TokenCache
     video_id: str
     config: PruneConfig
-    objects: S3Objects
+    objects: Objects
     roots: Roots
     has_model: bool
 

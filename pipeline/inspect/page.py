@@ -20,7 +20,7 @@ from pipeline.inputs.manifest import sort_roots
 from pipeline.inspect.report import format_source_frames, list_identity_facts, list_source_facts, list_step_frames
 from pipeline.inspect.thumbnails import Pictures, make_source_pictures
 from pipeline.rows import VideoRow, compute_sampled_fps, format_rate
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 
 PACKAGE = "pipeline.inspect"
 _LONG_HASH = re.compile(r"([0-9a-f]{12})[0-9a-f]{8,}$")  # of weights; the page's section About has the whole hash
@@ -55,7 +55,7 @@ def write_page(
     video_id: str,
     file: Path,
     retention_ratio: float | None = None,
-    objects: S3Objects | None = None,
+    objects: Objects | None = None,
     video_roots: Sequence[str] = (),
 ) -> str:
     """Write the page of one video to ``file``, replacing an existing file; return a line about it for the terminal.
@@ -105,7 +105,7 @@ def render_video_page(
     cache: TokenCache,
     video_id: str,
     retention_ratio: float | None = None,
-    objects: S3Objects | None = None,
+    objects: Objects | None = None,
     video_roots: Sequence[str] = (),
 ) -> Page:
     """Render the page of one video.
@@ -125,7 +125,7 @@ def render_video_page(
     if retention_ratio is not None:
         cache.get(video_id, retention_ratio)  # raises for a ratio that the cache cannot serve
     video = cache.get(video_id, order="selection")
-    objects, roots = objects or S3Objects.from_environment(), sort_roots(video_roots)
+    objects, roots = objects or Objects.from_environment(), sort_roots(video_roots)
     pictures = make_source_pictures(video.metadata, cache.identity["sampling"], objects, roots)
     return draw_page(video, cache.identity, pictures, retention_ratio)
 

@@ -26,7 +26,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.encode_stage import VideoEncoder, to_sampled_video
 from pipeline.prune.recipe import Recipe, list_method_evidence, make_sampling_identity, resolve_recipe
 from pipeline.rows import Json, VideoRow
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 
 
 class RequestedSelection(NamedTuple):
@@ -139,7 +139,7 @@ def select_with_methods(
 
 
 def plan_encoding(
-    config: PruneConfig, source: ModelSource, wanted: Sequence[RequestedSelection], objects: S3Objects
+    config: PruneConfig, source: ModelSource, wanted: Sequence[RequestedSelection], objects: Objects
 ) -> Recipe:
     """Make the recipe for one encoding of all tokens, with all evidence that the methods need.
 

@@ -14,7 +14,7 @@ from pipeline.errors import ReplacedSource, VideoFault
 from pipeline.inputs.forms import make_member_fetcher
 from pipeline.inputs.named_videos import Roots
 from pipeline.rows import VideoRow
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.decoders import Frames
 from pipeline.video.sampling import Sampling
@@ -51,7 +51,7 @@ class Pictures:
     missing: str = ""
 
 
-def make_source_pictures(row: VideoRow, sampling: SamplingIdentity, objects: S3Objects, roots: Roots) -> Pictures:
+def make_source_pictures(row: VideoRow, sampling: SamplingIdentity, objects: Objects, roots: Roots) -> Pictures:
     """Decode a video's sampled frames again, and return them as JPEGs, or the reason why there are none.
 
     The file is decoded in a child process. The source must lie below one of ``roots``, have the hash in the row, and
@@ -64,7 +64,7 @@ def make_source_pictures(row: VideoRow, sampling: SamplingIdentity, objects: S3O
         return Pictures([], fault.message if is_unread else f"decoding failed: {fault}")
 
 
-def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: S3Objects, roots: Roots) -> DecodedVideo:
+def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects, roots: Roots) -> DecodedVideo:
     """Decode the source of a row again, with the default decoder, to small frames.
 
     Raises:

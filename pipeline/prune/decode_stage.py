@@ -28,7 +28,7 @@ from pipeline.rows import VIDEO_COLUMNS, TodoRow, VideoRecord, drop_nulls, make_
 from pipeline.runner.worker_heartbeat import Heartbeat, ItemsInHand
 from pipeline.storage.hub import is_remote
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.decoders import find_installed_version
 from pipeline.video.frame_folders import count_source_bytes
@@ -53,7 +53,7 @@ class DecodeSetup:
     decoder: str = "auto"
     timeout_s: float = 120.0
     memory_mb: int = 4096
-    objects: S3Objects = field(default_factory=S3Objects)
+    objects: Objects = field(default_factory=Objects)
     fetch_mb: int = 2048
 
     def plan_largest_frames(self) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.rows import VideoRecord, VideoRow, make_todo_row
 from pipeline.runner.run_record import RUNS, RunRecord
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.video.source import prepare_unchanged_source
 
 
@@ -40,7 +40,7 @@ def read_run_config(cache: TokenCache, run: RunRecord, model: str | None) -> Pru
 
 
 def decode_again(
-    row: VideoRow, decoder: VideoDecoder, objects: S3Objects, roots: Roots
+    row: VideoRow, decoder: VideoDecoder, objects: Objects, roots: Roots
 ) -> tuple[VideoRecord, NDArray[np.uint8]]:
     """Decode a cached video again from its source, and return its record and frames [t,h,w,3].
 

@@ -19,7 +19,7 @@ from pipeline.inputs.tables import TABLE_SUFFIXES
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.rows import TodoRow
 from pipeline.storage.hub import choose_client, is_remote
-from pipeline.storage.s3 import SCHEME, S3Objects, is_s3
+from pipeline.storage.s3 import SCHEME, Objects, is_s3
 from pipeline.video.containers import HEAD_BYTES, recognize_container, sniff
 
 _MAX_REASONS = 5  # reasons that a refusal lists
@@ -89,7 +89,7 @@ def refuse_other_file(name: str) -> None:
             sniff(path)
 
 
-def refuse_other_files(manifest: pa.Table, name: str, objects: S3Objects) -> None:
+def refuse_other_files(manifest: pa.Table, name: str, objects: Objects) -> None:
     """Raise ManifestError if the only name of VIDEOS is a file or an object that is not a video.
 
     The first bytes are read; an object with a suffix of videos passes without a request. OSError of a store passes

@@ -45,7 +45,7 @@ from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device, plan_
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.facts import COLUMN_BYTES
 from pipeline.runner.cluster.connection import can_have_gpus
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store
 from pipeline.video.decoders import DECODERS, load_decoder
 from pipeline.video.sampling import ROUNDED, TIME_RULE, TRUNCATE, Sampling
@@ -85,7 +85,7 @@ class Recipe:
     dtype: str
     sampling: Sampling
     evidence: dict[str, str]
-    objects: S3Objects
+    objects: Objects
     identity_entry: PrunerIdentity
     is_restarted: bool = False
 
@@ -216,7 +216,7 @@ class Recipe:
         )
 
 
-def resolve_recipe(config: PruneConfig, objects: S3Objects | None = None, source: ModelSource | None = None) -> Recipe:
+def resolve_recipe(config: PruneConfig, objects: Objects | None = None, source: ModelSource | None = None) -> Recipe:
     """Resolve and check model, sampling, method and decoder, without reading a cache or a video.
 
     This imports a user method, user decoder or user family, and downloads small files of a Hugging Face model if they
@@ -252,7 +252,7 @@ def resolve_recipe(config: PruneConfig, objects: S3Objects | None = None, source
         check_decoder_device(config.decoder, "cpu")
     return Recipe(
         config=config,
-        objects=objects or S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays),
+        objects=objects or Objects.from_environment(config.s3_endpoint, config.s3_requester_pays),
         source=source,
         pruner=pruner,
         retention_ratio=pruner.nominal_ratio(config.retention_ratio),

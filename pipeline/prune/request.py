@@ -21,8 +21,8 @@ from pipeline.prune.resume import check_redo, format_skipped, restore_old_ids, s
 from pipeline.prune.table import CacheTable, restart_with_new_code
 from pipeline.prune.todo import Todo, TodoSelection
 from pipeline.runner.run_record import check_out_folder
-from pipeline.storage.s3 import S3Objects
-from pipeline.storage.stores import Store, make_store
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store, store_at
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Request:
     config: PruneConfig
     console: Console
     store: Store
-    objects: S3Objects
+    objects: Objects
     videos: VideoList
     redo: pa.Array | None
     recipe: Recipe
@@ -92,8 +92,8 @@ def check_request(config: PruneConfig, console: Console, given: object = None) -
         CorruptShard: a file of the videos table is damaged.
     """
     say = make_speaker(console)
-    objects = S3Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-    store = make_store(config.out, objects)
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    store = store_at(config.out, objects)
     check_out_folder(store)
     redo = None if config.redo is None else pa.array(read_ids("redo", config.redo), pa.string())
     with convert_store_usage_errors():
@@ -107,7 +107,7 @@ def check_request(config: PruneConfig, console: Console, given: object = None) -
         return Request(config, console, store, objects, videos, redo, recipe).match_cache()
 
 
-def _list_videos(config: PruneConfig, store: Store, objects: S3Objects, given: object, say: Say) -> VideoList:
+def _list_videos(config: PruneConfig, store: Store, objects: Objects, given: object, say: Say) -> VideoList:
     """List the videos that the options or the caller name, and print notes on files that are left out.
 
     A run indexes the archives that cannot wait until it works, a plan all of them (unless ``--limit``), and a dry run

@@ -21,7 +21,7 @@ from pipeline.own_code import is_comparable
 from pipeline.prune.config import PruneConfig
 from pipeline.rows import ManifestRow, VideoRow
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
 from pipeline.video.decoders import CODE, find_installed_version
 from pipeline.video.source import SourceStates, compute_source_sample, make_no_answer_error
@@ -130,7 +130,7 @@ def select_remaining(
     manifest: pa.Table,
     ledger: Ledger,
     config: PruneConfig,
-    objects: S3Objects | None = None,
+    objects: Objects | None = None,
     redo: pa.Array | None = None,
 ) -> Remaining:
     """Select the videos that this run must process, in order, with the number of their next attempt; count all videos.
@@ -302,7 +302,7 @@ def _compare(
     )
 
 
-def _find_replaced(locations: Sequence[Location], samples: Sequence[int], objects: S3Objects) -> list[bool]:
+def _find_replaced(locations: Sequence[Location], samples: Sequence[int], objects: Objects) -> list[bool]:
     """Return a bool per location: True if its content differs from that of its cached video, False if the file is gone.
 
     Reads the start, middle and end of each file, of many files in parallel.
@@ -330,7 +330,7 @@ def _find_replaced(locations: Sequence[Location], samples: Sequence[int], object
     return is_replaced
 
 
-def _is_replaced(location: Location, sample: int, objects: S3Objects, opened: OpenArchives) -> bool:
+def _is_replaced(location: Location, sample: int, objects: Objects, opened: OpenArchives) -> bool:
     """Return True if the current sample of a video differs from ``sample``; False if the file is gone.
 
     A member of an archive that has no sample counts as replaced. Raises UsageError if a store does not answer.
@@ -392,7 +392,7 @@ def select_retries(todo: pa.Table, failed_attempts: Mapping[str, int], max_attem
     return retries.set_column(column, retries.schema.field(column), attempts)
 
 
-def select_existing(todo: pa.Table, objects: S3Objects | None = None) -> pa.Table:
+def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
     """Select the rows of ``todo`` (TODO_SCHEMA) whose file or archive exists now; each remote file costs a request.
 
     Rows with a known fault are left out, because no worker has tried to read them. If the store refuses the requests,

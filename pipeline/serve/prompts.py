@@ -20,7 +20,7 @@ from pipeline.generate.model import check_model, check_tokens, read_tower_hash, 
 from pipeline.rows import Json, JsonObject
 from pipeline.serve import CONFIG
 from pipeline.serve.videos import ServedVideo, ServedVideos, TooLarge
-from pipeline.storage.stores import make_store
+from pipeline.storage.stores import store_at
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -148,7 +148,7 @@ class CachedPrompts:
     def _open_cache(self, place: str) -> ServedVideos:
         """Open a cache, check that it fits the model, and start the thread that refreshes it."""
         # If the store does not answer, a request gets its 503 soon instead of after minutes.
-        open_token_cache = partial(TokenCache, place, store=make_store(place).with_short_timeouts())
+        open_token_cache = partial(TokenCache, place, store=store_at(place).with_short_timeouts())
         first = open_token_cache()
         model = first.identity["model"]
         refuse_vllm(model)

@@ -37,7 +37,7 @@ from pipeline.serve import CONFIG, LIMITS, MODE
 from pipeline.serve.config import KEY, LiveConfig, ServeConfig, ServerOptions
 from pipeline.serve.gate import RequestGate, RequestLimits
 from pipeline.serve.prompts import CachedPrompts, ServedCache
-from pipeline.storage.stores import make_store
+from pipeline.storage.stores import store_at
 
 # Arguments that users may not set: on any server, on cached videos, and with live pruning.
 _RESERVED = frozenset(
@@ -230,7 +230,7 @@ def make_served_cache(config: ServeConfig) -> ServedCache:
     """
     with convert_usage_errors(), convert_store_usage_errors():
         places = (config.cache, *config.parse_named_caches().values())
-        identities = [read_header(make_store(place))["identity"]["model"] for place in places]
+        identities = [read_header(store_at(place))["identity"]["model"] for place in places]
         for identity in identities:
             refuse_vllm(identity)
         model, revision = choose_model(config.model, config.revision, identities[0]["weights"])

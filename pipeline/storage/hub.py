@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.storage.s3 import ObjectInfo, S3Objects, Slice, is_s3
+from pipeline.storage.s3 import ObjectInfo, Objects, Slice, is_s3
 
 SCHEME = "hf://"
 _PIECE = 2**26
@@ -103,10 +103,10 @@ class HubDownload(Iterator[bytes]):
 
 
 #: A client that reads videos from a store.
-Files = S3Objects | HubFiles
+Files = Objects | HubFiles
 
 
-def choose_client(uri: str, objects: S3Objects) -> Files:
+def choose_client(uri: str, objects: Objects) -> Files:
     """Return the client that reads a file: ``objects`` for s3://, a new HubFiles for hf://datasets/.
 
     Raises:

@@ -112,7 +112,7 @@ class Slice(NamedTuple):
     size: int
 
 
-class S3Objects:
+class Objects:
     """The client of S3 stores with the settings of this run.
 
     It can be pickled, threads may share it, and its repr hides secrets. It reads sources (videos, questions);
@@ -155,7 +155,7 @@ class S3Objects:
         self._client_of_process: tuple[int, Any] | None = None  # (process id, client)
 
     @classmethod
-    def from_environment(cls, endpoint: str | None = None, requester_pays: bool = False) -> S3Objects:
+    def from_environment(cls, endpoint: str | None = None, requester_pays: bool = False) -> Objects:
         """Create a client from the AWS_* variables of this process, which its pickled copies keep.
 
         Once temporary credentials among them expire, each process uses the credentials that botocore finds.
@@ -167,11 +167,11 @@ class S3Objects:
         }
         return cls(requester_pays=requester_pays, **{**settings, "endpoint_url": endpoint})
 
-    def with_short_timeouts(self) -> S3Objects:
+    def with_short_timeouts(self) -> Objects:
         """Return a client that sends a request at most twice, with a fifth of the timeouts."""
         return self._copy(patience=0.2)
 
-    def make_store_client(self) -> S3Objects:
+    def make_store_client(self) -> Objects:
         """Return the client for a cache or results: its requests are always signed and do not offer to pay."""
         if self._unsigned is False and not self._requester_pays:
             return self
@@ -221,16 +221,16 @@ class S3Objects:
             del self._settings["profile_name"]
             return start_session(None)
 
-    def _copy(self, **changes: Any) -> S3Objects:
-        return S3Objects(**{**self._state(), **changes})
+    def _copy(self, **changes: Any) -> Objects:
+        return Objects(**{**self._state(), **changes})
 
     def _state(self) -> dict[str, Any]:
         """Return the keyword arguments that create an equal client."""
         state = {"patience": self._patience, "answered": self._answered, "decided": self._decided}
         return state | {"unsigned": self._unsigned, "requester_pays": self._requester_pays, **self._settings}
 
-    def __reduce__(self) -> tuple[Callable[[], S3Objects], tuple[()]]:
-        return partial(S3Objects, **self._state()), ()
+    def __reduce__(self) -> tuple[Callable[[], Objects], tuple[()]]:
+        return partial(Objects, **self._state()), ()
 
     def __repr__(self) -> str:
         return "Objects(...)"
@@ -498,7 +498,7 @@ def _read_answer_slice(answer: Any, start: int, end: int | None) -> Slice:
 
 
 def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsigned: bool) -> Any:
-    """Create a botocore client for S3, without retries: ``S3Objects._compute_delay`` decides about these.
+    """Create a botocore client for S3, without retries: ``Objects._compute_delay`` decides about these.
 
     With an endpoint it uses path-style addresses and only the checksums that a request needs. Without one, it also
     ignores endpoints that are configured on this node. ``patience`` scales the timeouts of 10 s to connect and 60 s of
@@ -514,7 +514,7 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
         "response_checksum_validation": "when_required",
     }
     config = Config(
-        retries={"mode": "standard", "total_max_attempts": 1},  # ``S3Objects._compute_delay`` decides
+        retries={"mode": "standard", "total_max_attempts": 1},  # ``Objects._compute_delay`` decides
         connect_timeout=_CONNECT_S * patience,
         read_timeout=_SILENT_S * patience,
         max_pool_connections=64,  # more than any thread pool here: urllib3 logs the endpoint when a pool is full

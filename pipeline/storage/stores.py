@@ -24,7 +24,7 @@ import pyarrow as pa
 from pipeline.errors import UsageError
 from pipeline.storage.arrow import SCHEMES, ArrowObjects
 from pipeline.storage.random_access import LocalFile, RangedObject
-from pipeline.storage.s3 import S3Objects, Slice, Upload, check_uri, is_s3
+from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_s3
 
 NOTE = ".running"  # suffix of the notes of runs; see pipeline.runner.claim
 TEMPORARY = ".tmp-"  # prefix of the name of a file that is not complete yet
@@ -55,7 +55,7 @@ class FileInfo(NamedTuple):
     size: int
 
 
-def make_store(place: str | Path, objects: S3Objects | None = None) -> Store:
+def store_at(place: str | Path, objects: Objects | None = None) -> Store:
     """Return the store at a folder, ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
 
     Nothing is created or looked up there. A folder may be given as ``file:///folder``.
@@ -72,7 +72,7 @@ def make_store(place: str | Path, objects: S3Objects | None = None) -> Store:
         raise UsageError("the name of a cache or of results is empty: name a folder or s3://bucket/prefix")
     if is_s3(text):
         check_uri(text)
-        return ObjectStore(text, (objects or S3Objects.from_environment()).make_store_client())
+        return ObjectStore(text, (objects or Objects.from_environment()).make_store_client())
     if text.startswith(SCHEMES):
         return ObjectStore(text, ArrowObjects.at(text))
     if "://" in text and not text.startswith("file:///"):
@@ -373,7 +373,7 @@ class _OpenFolder:
 class ObjectStore:
     """A store with the methods of LocalStore below a prefix of an object store."""
 
-    def __init__(self, root: str, objects: S3Objects | ArrowObjects) -> None:
+    def __init__(self, root: str, objects: Objects | ArrowObjects) -> None:
         self.root = root.rstrip("/")
         self.objects = objects
 

@@ -32,7 +32,7 @@ from pipeline.prune.recipe import resolve_recipe
 from pipeline.rows import VideoRecord, VideoRow
 from pipeline.runner.cluster.connection import find_package_version
 from pipeline.runner.run_record import RUNS, RunRecord, find_newest_record, read_record
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report
 from pipeline.video.sampling import DECODING_RULES
 
@@ -48,9 +48,7 @@ _RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda", "sh
 class LiveCheck:
     """A check that encodes videos again as the cache's runs did, and compares the tokens with the stored ones."""
 
-    def __init__(
-        self, cache: TokenCache, model: str | None, objects: S3Objects, video_roots: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, cache: TokenCache, model: str | None, objects: Objects, video_roots: Sequence[str] = ()) -> None:
         """Load the model of the cache's newest run onto this machine's GPU or CPU; this may download its files.
 
         Args:

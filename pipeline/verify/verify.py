@@ -31,7 +31,7 @@ from pipeline.runner.claim import Claim, describe_holder, find_holder
 from pipeline.runner.progress import make_reporter
 from pipeline.runner.run_record import RUNS, make_run_id, read_committed
 from pipeline.runner.stages import Wording
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import TEMPORARY, FileInfo, Store
 from pipeline.verify.checks import (
     JUDGED_COLUMNS,
@@ -83,7 +83,7 @@ class VerifyRequest:
     sample: int = 0
     seed: int = 0
     model: str | None = None
-    objects: S3Objects | None = None
+    objects: Objects | None = None
     log_interval: float = 30.0
     video_root: Sequence[str] = ()
 
@@ -187,7 +187,7 @@ class _Check:
             from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
 
             cache, objects = TokenCache(str(store), store=store, live=self.live), request.objects
-            objects = objects or S3Objects.from_environment()
+            objects = objects or Objects.from_environment()
             encoder = LiveCheck(cache, request.model, objects, request.video_root)
         places = _choose_rows_to_check(rows, self.live)
         if 0 < request.sample < sum(map(len, places.values())):

@@ -23,7 +23,7 @@ from pipeline.rows import VideoRow
 from pipeline.storage.downloads import write_download
 from pipeline.storage.hub import choose_client, is_remote
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
 from pipeline.video.decode import DecodedVideo, DecodeRequest, convert_error
 from pipeline.video.frame_folders import FileState, compute_file_sample, count_source_bytes, read_source_state
@@ -92,7 +92,7 @@ class Source(AbstractContextManager["Source"]):
         return _IN_MEMORY.sub(lambda _: uri, text if self.path is None else text.replace(self.path, uri))
 
 
-def prepare_source(location: Location, objects: S3Objects, limit: int, fetch: Fetch | None = None) -> Source:
+def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetch | None = None) -> Source:
     """Fetch a remote file or a member of an archive into a Source, or look up the mark of a local path.
 
     A local path is not opened: if it does not exist, it keeps the mark of ``location``, and the decode process raises
@@ -115,7 +115,7 @@ def prepare_source(location: Location, objects: S3Objects, limit: int, fetch: Fe
     return source
 
 
-def prepare_unchanged_source(row: VideoRow, objects: S3Objects, fetch: Fetch | None = None) -> Source:
+def prepare_unchanged_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
     """Prepare the source of a row of the videos table if it still has the recorded size; the caller closes it.
 
     Raises:
@@ -174,7 +174,7 @@ def _fetch(source: Source, fetch: Fetch, limit: int) -> int:
         return fetch(file.write, limit)
 
 
-def _download(source: Source, objects: S3Objects, write: Callable[[bytes], object], limit: int) -> int:
+def _download(source: Source, objects: Objects, write: Callable[[bytes], object], limit: int) -> int:
     """Write a remote file to ``write``, set the mark in ``source.location``, and return the file's size.
 
     Raises:
@@ -210,16 +210,16 @@ class SourceStates:
     created from the environment when it is needed.
     """
 
-    def __init__(self, objects: S3Objects | None = None) -> None:
+    def __init__(self, objects: Objects | None = None) -> None:
         self._objects = objects
         self._n_requests = self._n_refused = 0  # all requests; refused requests in a row, up to the latest
         self._refusal: OSError | None = None
 
     @property
-    def objects(self) -> S3Objects:
+    def objects(self) -> Objects:
         """The client for remote files."""
         if self._objects is None:
-            self._objects = S3Objects.from_environment()
+            self._objects = Objects.from_environment()
         return self._objects
 
     def of(self, paths: Sequence[str]) -> list[int]:
@@ -292,7 +292,7 @@ def _read_state_on_disk(path: str) -> FileState:
         return MISSING_STATE
 
 
-def compute_source_sample(uri: str, size: int, objects: S3Objects) -> int | None:
+def compute_source_sample(uri: str, size: int, objects: Objects) -> int | None:
     """Return the ``hash_sample`` of a file or object of ``size`` bytes, in up to three requests.
 
     Returns:

@@ -25,7 +25,7 @@ from pipeline.generate.job import AnswerJob, Questions, plan_answers
 from pipeline.runner.stages import RESTARTS, TASK_RETRIES
 from pipeline.runner.watchdog import Watchdog
 from pipeline.runner.worker_reports import WorkerReport
-from pipeline.storage.stores import LocalStore, make_store
+from pipeline.storage.stores import LocalStore, store_at
 from tests.jobs.faults import begin_forked, fork
 from tests.jobs.hostile import HangingAnswerer
 from tests.jobs.jobs import clips, forbid_ray
@@ -277,5 +277,5 @@ def test_cache_questions_and_answers_on_s3(cache, tmp_path, monkeypatch):
         rows = rows_of(server.uri("answers"))
         assert {name: row["error_class"] for name, row in rows.items()} == {"q12": None, "q13": None, **FAILURES}
         assert generate.main([*argv, "--system", "Hi"]) == 2
-        (record,) = make_store(server.uri("answers")).names("runs", ".json")
-        assert SECRET not in make_store(server.uri("answers")).read(record).decode()
+        (record,) = store_at(server.uri("answers")).names("runs", ".json")
+        assert SECRET not in store_at(server.uri("answers")).read(record).decode()

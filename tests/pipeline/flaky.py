@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from tests.pipeline.s3 import KEY, REGION, SECRET, S3Server
 
 _OWN_HEADERS = {"connection", "date", "expect", "server", "transfer-encoding"}  # of one connection, not of the request
@@ -73,9 +73,9 @@ class FlakyProxy:
         """Return the variables that lead here."""
         return self.server.environment() | {"AWS_ENDPOINT_URL": self.url}
 
-    def objects(self, patience: float = 1.0) -> S3Objects:
+    def objects(self, patience: float = 1.0) -> Objects:
         keys = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET}
-        return S3Objects(patience=patience, endpoint_url=self.url, region_name=REGION, **keys)
+        return Objects(patience=patience, endpoint_url=self.url, region_name=REGION, **keys)
 
     def fault_for(self, method: str, path: str) -> int | str | None:
         """Return what is to happen to the request that just came, if anything."""

@@ -11,7 +11,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 
 _COUNT = itertools.count()  # all servers of a process share their buckets, so each gets one of its own
 KEY, SECRET, TOKEN, REGION = "AKIADISTINCTKEY00001", "distinct-secret-XyZ12345", "distinct-session-T0k3n", "us-east-1"
@@ -77,8 +77,8 @@ class S3Server:
         for name, value in self.environment().items():
             patch.setenv(name, value)
 
-    def objects(self) -> S3Objects:
-        return S3Objects(endpoint_url=self.url, region_name=REGION, aws_access_key_id=KEY, aws_secret_access_key=SECRET)
+    def objects(self) -> Objects:
+        return Objects(endpoint_url=self.url, region_name=REGION, aws_access_key_id=KEY, aws_secret_access_key=SECRET)
 
     def uri(self, key: str = "") -> str:
         return f"s3://{self.bucket}/{key}"

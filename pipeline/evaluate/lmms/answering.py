@@ -18,8 +18,8 @@ from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.generate.request import check_request
 from pipeline.generate.run import answer
 from pipeline.rows import AnswerRecord, drop_nulls
-from pipeline.storage.s3 import S3Objects
-from pipeline.storage.stores import make_store
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import store_at
 
 _MAX_EXAMPLES = 5  # examples in an error message
 
@@ -40,8 +40,8 @@ class CachedReplies:
         self._arguments = arguments
         self._console = console
         self._say = make_speaker(console)
-        self._objects = S3Objects.from_environment()
-        self._cache = make_store(arguments.cache, self._objects)
+        self._objects = Objects.from_environment()
+        self._cache = store_at(arguments.cache, self._objects)
         with convert_store_usage_errors():
             identity = read_header(self._cache)["identity"]
         cache_fingerprint = arguments.check_fingerprint(identity)
@@ -90,7 +90,7 @@ class CachedReplies:
         Raises:
             RunFailed: one of ``questions`` has no row.
         """
-        live = AnswersTable(make_store(self._config.out, self._objects)).live()
+        live = AnswersTable(store_at(self._config.out, self._objects)).live()
         rows = {row["question_id"]: drop_nulls(row, AnswerRecord) for row in live.to_pylist()}
         if absent := [name for name in questions["question_id"].to_pylist() if name not in rows]:
             raise RunFailed(f"{len(absent)} questions have no row in {self._config.out}, e.g. {absent[0]}")

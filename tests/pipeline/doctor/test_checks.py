@@ -21,7 +21,7 @@ from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import resolve_recipe
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.rays import ray_here
 from tests.pipeline.tars import write_tar
@@ -164,21 +164,21 @@ def test_the_videos_are_those_of_the_run_and_no_more_containers_are_opened_than_
         write_tar(tmp_path / f"{name}.tar", {f"{number}.mp4": b"x" for number in range(2)})
     (tmp_path / "d.tar").write_bytes(b"never opened")
     pq.write_table(pa.table({"film": [b"x", b"y"]}), tmp_path / "e.parquet")
-    found = read_first_videos(PruneConfig(videos=[f"{tmp_path}/*.tar"]), S3Objects(), 3)
+    found = read_first_videos(PruneConfig(videos=[f"{tmp_path}/*.tar"]), Objects(), 3)
     assert [row["video_id"] for row in found] == ["a.tar/0.mp4", "a.tar/1.mp4", "b.tar/0.mp4"]
     assert opened == [f"{tmp_path}/a.tar", f"{tmp_path}/b.tar"]
-    found = read_first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"], column="film"), S3Objects(), 3)
+    found = read_first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"], column="film"), Objects(), 3)
     assert [(row["video_id"], row["attempts"]) for row in found] == [("e.parquet/0", 1), ("e.parquet/1", 1)]
     with pytest.raises(UsageError, match="needs a video_id and a uri"):
-        read_first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"]), S3Objects(), 3)
+        read_first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"]), Objects(), 3)
     with zipfile.ZipFile(tmp_path / "f.zip", "w") as file:
         file.writestr("xx.mp4", b"x")
     (tmp_path / "f.zip").write_bytes((tmp_path / "f.zip").read_bytes().replace(b"xx.mp4", "视.mp4".encode("gbk")))
-    (row,) = read_first_videos(PruneConfig(videos=[f"{tmp_path}/f.zip"], zip_encoding="gbk"), S3Objects(), 3)
+    (row,) = read_first_videos(PruneConfig(videos=[f"{tmp_path}/f.zip"], zip_encoding="gbk"), Objects(), 3)
     assert row["video_id"] == "f.zip/视.mp4"
     write_tar(tmp_path / "empty.tar", {"a.txt": b"x"})
     with pytest.raises(UsageError, match="holds a video"):
-        read_first_videos(PruneConfig(videos=[f"{tmp_path}/empty.tar"]), S3Objects(), 3)
+        read_first_videos(PruneConfig(videos=[f"{tmp_path}/empty.tar"]), Objects(), 3)
 
 
 @pytest.mark.parametrize(

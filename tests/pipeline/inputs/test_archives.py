@@ -22,13 +22,13 @@ from pipeline.inputs.indexes import Indexes, remove_members
 from pipeline.inputs.video_list import VideoList
 from pipeline.storage import downloads
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.inputs.test_tar import HOSTILE
 from tests.pipeline.lists import read_manifest
 from tests.pipeline.tars import member, write_tar
 
-NOWHERE = S3Objects()
+NOWHERE = Objects()
 FILES = {f"{number:02}.mp4": random.Random(number).randbytes(20_000 * (number % 3) + number) for number in range(12)}
 
 

@@ -16,7 +16,7 @@ from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.left_out import MAX_NAMES, LeftOut, format_left_out
 from pipeline.inputs.video_list import VideoList
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.tars import write_tar
 
@@ -25,7 +25,7 @@ def listed(*named, objects=None, **options):
     """The rows of some VIDEOS, by the end of their ids, and the Indexes that have counted the rest."""
     first = options.pop("first", "all")
     indexes = Indexes(**options)
-    videos = VideoList.read([str(name) for name in named], (), objects or S3Objects(), indexes, first=first)
+    videos = VideoList.read([str(name) for name in named], (), objects or Objects(), indexes, first=first)
     return {row["video_id"].rpartition("/")[2]: row for row in videos.known.to_pylist()}, indexes
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import ManifestError, UsageError
 from pipeline.keys import hash_mark
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from tests.pipeline.lists import read_manifest
 from tests.pipeline.s3 import SECRET
 
@@ -138,7 +138,7 @@ def test_a_manifest_names_what_lies_below_its_folder_or_a_root(server, tmp_path)
     ],
 )
 def test_what_is_no_plain_key_is_not_read_and_shows_no_secret(uri, shown):
-    class Given(S3Objects):
+    class Given(Objects):
         def read(self, uri_of_manifest):
             return json.dumps({"video_id": "x", "uri": uri}).encode()
 
@@ -177,5 +177,5 @@ def test_what_cannot_be_listed_is_refused_with_the_store_s_reason(server):
 @pytest.mark.parametrize("videos", ["s3://bucket/a.mp4?sig=SEC", "s3://k:SEC@bucket/a", "s3://", "s3://bucket?sig=SEC"])
 def test_an_address_with_more_than_bucket_and_key_is_refused_unread(videos):
     with pytest.raises(UsageError, match="without user, host or query") as caught:
-        read_manifest(videos, (), S3Objects(endpoint_url="http://127.0.0.1:1"))
+        read_manifest(videos, (), Objects(endpoint_url="http://127.0.0.1:1"))
     assert "SEC" not in str(caught.value)

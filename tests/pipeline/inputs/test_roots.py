@@ -8,7 +8,7 @@ from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs.forms import make_member_fetcher
 from pipeline.inputs.manifest import sort_roots
 from pipeline.inspect.page import render_video_page
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from tests.pipeline.pages import FRAMES, VIDEO, build, decoded_clip, pictures_of
 from tests.pipeline.s3 import S3Server
 
@@ -40,7 +40,7 @@ ELSEWHERE = ["a.mp4", "", "http://169.254.169.254/latest", "file:///in/a.mp4", "
 def ask(places, uri, roots):
     offset = 512 if ".tar#" in uri else None
     row = {"uri": uri, "source_offset": offset, "source_size": 1, "source_mark": None}
-    return make_member_fetcher(row, S3Objects(), sort_roots([r if "://" in r else str(places / r) for r in roots]))
+    return make_member_fetcher(row, Objects(), sort_roots([r if "://" in r else str(places / r) for r in roots]))
 
 
 def place_of(places, name):

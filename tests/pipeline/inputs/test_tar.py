@@ -15,12 +15,12 @@ from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.inputs.video_list import VideoList
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.lists import read_manifest
 from tests.pipeline.tars import BLOCK, ended, member, pax, renumbered, write_tar
 
-NOWHERE = S3Objects()
+NOWHERE = Objects()
 CLIPS = ArchiveOptions(clips_from=("start", "end"))
 
 

@@ -13,12 +13,12 @@ from pipeline.inputs.forms import FORMS
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.inputs.video_list import VideoList, get_archive_size
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.tars import write_tar
 from tests.waiting import wait_until
 
-NOWHERE = S3Objects()
+NOWHERE = Objects()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pipeline.inputs.named_videos import Roots
 from pipeline.inspect.page import render_video_page
 from pipeline.inspect.thumbnails import Thumbnails, make_source_pictures
 from pipeline.prune.decode_stage import make_decoding_columns
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.pipeline.pages import FRAMES, VIDEO, build, data_of, pictures_of
@@ -68,16 +68,14 @@ def test_pictures_of_a_folder_of_frames_are_found_again_while_it_is_the_same(tmp
     by_time = {"fps": 2.0, "max_frames": 32, "min_frames": 4, "min_rule": "rounded", "time_rule": 2}
     assert (
         len(
-            make_source_pictures(
-                {**row, "frame_indices": [2, 3, 5, 6, 8]}, by_time, S3Objects(), Roots([tmp_path])
-            ).jpegs
+            make_source_pictures({**row, "frame_indices": [2, 3, 5, 6, 8]}, by_time, Objects(), Roots([tmp_path])).jpegs
         )
         == 5
     )
-    pictures = make_source_pictures(row, {"num_frames": 4}, S3Objects(), Roots([tmp_path]))
+    pictures = make_source_pictures(row, {"num_frames": 4}, Objects(), Roots([tmp_path]))
     assert len(pictures.jpegs) == 4 and not pictures.missing
     (folder / "00012.jpg").unlink()
     assert (
         "has changed since: it has"
-        in make_source_pictures(row, {"num_frames": 4}, S3Objects(), Roots([tmp_path])).missing
+        in make_source_pictures(row, {"num_frames": 4}, Objects(), Roots([tmp_path])).missing
     )

@@ -21,7 +21,7 @@ from pipeline.runner import run_record
 from pipeline.runner.claim import Claim
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RunFile
-from pipeline.storage.stores import make_store
+from pipeline.storage.stores import store_at
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 from tests.waiting import wait_until
@@ -41,7 +41,7 @@ def store(request, tmp_path):
         yield write_header(tmp_path)
         return
     with S3Server() as server:
-        yield write_header(make_store(server.uri("c"), server.objects()))
+        yield write_header(store_at(server.uri("c"), server.objects()))
 
 
 def record(run_id="r2", **more) -> dict[str, object]:
@@ -95,7 +95,7 @@ def test_a_log_gets_a_whole_line_each_time(tmp_path, pool):
 
 
 def test_it_waits_for_a_run_that_begins_the_cache(tmp_path, pool):
-    store, said = make_store(str(tmp_path / "c")), list[str]()
+    store, said = store_at(str(tmp_path / "c")), list[str]()
     waiter = pool.submit(wait_for_cache, store, said.append, 0.02)
     wait_until(lambda: said, lambda: said)
     store.make()
@@ -108,12 +108,12 @@ def test_it_waits_for_a_run_that_begins_the_cache(tmp_path, pool):
     wait_for_cache(store, said.append)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
-    wait_for_cache(make_store(str(tmp_path / "other")), said.append)  # for another error to say what that is
+    wait_for_cache(store_at(str(tmp_path / "other")), said.append)  # for another error to say what that is
     assert len(said) == 1
 
 
 def test_a_run_that_never_begins_its_cache_ends_the_wait(tmp_path, pool):
-    store, said = make_store(str(tmp_path / "c")), list[str]()
+    store, said = store_at(str(tmp_path / "c")), list[str]()
     store.make()
     with Claim(store, "r1", print):
         waiter = pool.submit(wait_for_cache, store, said.append, 0.02)

@@ -19,7 +19,7 @@ from pipeline.errors import UsageError, VideoFault
 from pipeline.prune.batches import pack, unpack_batch
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.recipe import parse_evidence
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.checks import check_token_shard
 from tests.pipeline.cache.test_reader import CountingStore, bits
@@ -79,7 +79,7 @@ def test_an_object_store_is_asked_for_nothing_else_either():
     videos = {f"v{i}": random_tokens(i, (8, 49, 1024)) for i in range(2)}
     fetched = []
 
-    class Counting(S3Objects):
+    class Counting(Objects):
         def read_slice(self, uri, start, end=None):
             piece = super().read_slice(uri, start, end)
             fetched.append(len(piece.data))

@@ -6,12 +6,12 @@ import pytest
 
 from pipeline.errors import ManifestError
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from tests.pipeline.inputs.test_manifest import touch, write_jsonl
 from tests.pipeline.lists import read_manifest
 from tests.pipeline.videos import sample
 
-NOWHERE = S3Objects(endpoint_url="http://127.0.0.1:1")
+NOWHERE = Objects(endpoint_url="http://127.0.0.1:1")
 
 
 def write_list(folder: Path, uris: dict[str, str]) -> Path:

@@ -17,7 +17,7 @@ from pipeline.rewrite import merge as merge_module
 from pipeline.rewrite.merge import merge_caches
 from pipeline.rewrite.remove import remove_videos
 from pipeline.runner.run_record import list_committed_shards
-from pipeline.storage.stores import LocalStore, make_store
+from pipeline.storage.stores import LocalStore, store_at
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, say_what_was_committed, shards
 from tests.pipeline.s3 import S3Server
@@ -270,7 +270,7 @@ def test_a_cache_that_is_written_to_meanwhile_is_taken_as_of_one_moment(two, tmp
 
 def test_folders_go_to_s3_and_back(two, tmp_path):
     with S3Server("merge") as server:
-        far, back = make_store(server.uri("merged"), server.objects()), LocalStore(tmp_path / "back")
+        far, back = store_at(server.uri("merged"), server.objects()), LocalStore(tmp_path / "back")
         there, here = merge_caches(two, far, quiet), merge_caches([far], back, quiet)
     assert_whole(back, *two)
     n_bytes = sum(file.stat().st_size for file in shards(back))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pipeline.errors import FAULTS, UsageError
 from pipeline.runner.run_record import Outcome, RunFile, check_out_folder, count_failures, make_run_id
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 
 
@@ -83,7 +83,7 @@ def test_a_relative_place_in_an_uploaded_folder_would_be_lost(monkeypatch, out, 
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(UPLOADED))
     with pytest.raises(UsageError, match=r"--out cache: .*name an absolute path"):
         check_out_folder(LocalStore("cache"))
-    check_out_folder(ObjectStore("s3://bucket/cache", S3Objects()))
+    check_out_folder(ObjectStore("s3://bucket/cache", Objects()))
     if job is None:
         monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
     else:

@@ -12,7 +12,7 @@ from pipeline.cache.header import read_fingerprint
 from pipeline.cache.merging import merge_table_files
 from pipeline.errors import UsageError
 from pipeline.storage.arrow import ArrowObjects
-from pipeline.storage.stores import FileInfo, ObjectStore, make_store
+from pipeline.storage.stores import FileInfo, ObjectStore, store_at
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.verifying import SHAPE, kinds, verified
 
@@ -71,7 +71,7 @@ def test_how_azure_is_reached_is_taken_from_the_environment(monkeypatch):
     for name in ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match="set AZURE_STORAGE_CONNECTION_STRING"):
-        make_store("az://box/c")
+        store_at("az://box/c")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "me")
     monkeypatch.setenv("AZURE_STORAGE_KEY", "c2VjcmV0")
     told = ArrowObjects.at("az://box/c")._connect.keywords
@@ -82,4 +82,4 @@ def test_how_azure_is_reached_is_taken_from_the_environment(monkeypatch):
     assert (told["blob_storage_scheme"], told["blob_storage_authority"]) == ("http", "host:1")
     for uri in ("gs://", "gs://user@bucket/c", "az://box/c?sig=x"):
         with pytest.raises(UsageError, match=r"expected .*BUCKET/PREFIX"):
-            make_store(uri)
+            store_at(uri)

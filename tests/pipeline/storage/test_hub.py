@@ -25,11 +25,11 @@ from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.video_list import VideoList
 from pipeline.storage.hub import choose_client
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.video.source import SourceStates
 
 def read(place, column):
-    objects = S3Objects()
+    objects = Objects()
     rows = VideoList.read(place, (), objects, Indexes(ArchiveOptions(column or None))).known.to_pylist()
     digests = {}
     members = [Location.parse(row["uri"], row["source_offset"], row["size"]) for row in rows]

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.storage.s3 import S3Objects, check_uri
+from pipeline.storage.s3 import Objects, check_uri
 from tests.pipeline.flaky import ALWAYS, FlakyProxy
 from tests.pipeline.s3 import KEY, REGION, SECRET, S3Server
 
@@ -25,7 +25,7 @@ def server() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def objects(server) -> S3Objects:
+def objects(server) -> Objects:
     """After a trip through pickle, as a worker gets it."""
     return pickle.loads(pickle.dumps(server.objects()))  # noqa: S301 - our own bytes
 
@@ -78,7 +78,7 @@ def test_keys_are_taken_literally(server, objects):
 URI = "s3://bucket/a"
 MARK = ("ETag", '"mark"')
 Answer = tuple[int, Sequence[tuple[str, str]], bytes]
-Script = Callable[..., tuple[S3Objects, list[dict[str, str]]]]
+Script = Callable[..., tuple[Objects, list[dict[str, str]]]]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def script() -> Iterator[Script]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    def play(*new: Answer) -> tuple[S3Objects, list[dict[str, str]]]:
+    def play(*new: Answer) -> tuple[Objects, list[dict[str, str]]]:
         answers[:] = new
         requests.clear()
         return objects, requests
@@ -110,7 +110,7 @@ def script() -> Iterator[Script]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     keys = {"aws_access_key_id": "AKIATESTTEST", "aws_secret_access_key": "very-secret-value"}
-    objects = S3Objects(endpoint_url=f"http://127.0.0.1:{server.server_port}", region_name="us-east-1", **keys)
+    objects = Objects(endpoint_url=f"http://127.0.0.1:{server.server_port}", region_name="us-east-1", **keys)
     try:
         yield play
     finally:
@@ -258,7 +258,7 @@ def test_credentials_that_expire_are_asked_for_again(server, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     keys = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET, "aws_session_token": "of this morning"}
     with FlakyProxy(server) as proxy:
-        objects, uri = S3Objects(endpoint_url=proxy.url, region_name=REGION, **keys), server.uri("expires")
+        objects, uri = Objects(endpoint_url=proxy.url, region_name=REGION, **keys), server.uri("expires")
         objects.put(uri, b"one")
         proxy.expired = "of this morning"
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -277,7 +277,7 @@ def test_credentials_that_expire_are_asked_for_again(server, monkeypatch):
 
 def test_errors_of_a_store_out_of_reach_hide_how_it_is_reached():
     keys = {"aws_access_key_id": "KEYKEY", "aws_secret_access_key": "HUSHHUSH"}
-    objects = S3Objects(patience=0.2, endpoint_url="http://127.0.0.1:9", region_name=REGION, **keys)
+    objects = Objects(patience=0.2, endpoint_url="http://127.0.0.1:9", region_name=REGION, **keys)
     with pytest.raises(OSError, match=r"cannot be used: EndpointConnectionError.*check --s3-endpoint") as error:
         objects.read("s3://bucket/a")
     shown = f"{error.value!r} {error.value.__cause__!r} {objects!r} {vars(error.value)}"

@@ -14,8 +14,8 @@ from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
 from pipeline.inputs.manifest import convert_given_videos
 from pipeline.storage.hub import HubFiles
-from pipeline.storage.s3 import S3Objects
-from pipeline.storage.stores import make_store
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import store_at
 from tests.pipeline.lists import read_manifest
 from tests.pipeline.s3 import KEY, REGION, SECRET, TOKEN, S3Server
 
@@ -68,7 +68,7 @@ def sent(shared_server, monkeypatch):
 def reaches(server, environ, monkeypatch):
     for name, value in {"AWS_ENDPOINT_URL": server.url, **environ}.items():
         monkeypatch.setenv(name, value)
-    return S3Objects.from_environment()
+    return Objects.from_environment()
 
 
 REFUSALS = [
@@ -94,9 +94,9 @@ def test_a_refusal_says_where_the_credentials_came_from(server, monkeypatch, tmp
     objects = {"the environment (AWS_ACCESS_KEY_ID)": pickle.loads(pickle.dumps(environment))}  # noqa: S301
     for profile, file in (("default", "credentials"), ("work", "credentials"), ("other", "config")):
         monkeypatch.setenv("AWS_PROFILE", profile)
-        objects[f"profile {profile} of {tmp_path / file}"] = S3Objects.from_environment()
+        objects[f"profile {profile} of {tmp_path / file}"] = Objects.from_environment()
     for source, client in objects.items():
-        for ask in (client.read, lambda uri, client=client: make_store(uri[:-8], client).put("v/a.mp4", b"x")):
+        for ask in (client.read, lambda uri, client=client: store_at(uri[:-8], client).put("v/a.mp4", b"x")):
             with pytest.raises(OSError, match=code) as error:
                 ask(server.uri("v/a.mp4"))
             assert f"the credentials from {source} {why}" in str(error.value)
@@ -230,9 +230,9 @@ def test_a_public_bucket_is_read_without_keys_and_only_read(server, monkeypatch,
         objects.read(server.uri("private/a.mp4"))
     sent.clear()
     for store in (
-        make_store(server.uri("c"), objects),
-        make_store(server.uri("v"), of_worker),
-        make_store(server.uri("v")),
+        store_at(server.uri("c"), objects),
+        store_at(server.uri("v"), of_worker),
+        store_at(server.uri("v")),
     ):
         for ask in (lambda store: store.put("a", b"x"), lambda store: store.read("a.mp4"), lambda s: s.list_files("")):
             with pytest.raises(OSError, match="no credentials in the environment, in profile default of"):
@@ -242,7 +242,7 @@ def test_a_public_bucket_is_read_without_keys_and_only_read(server, monkeypatch,
 
 def test_a_node_with_credentials_signs_what_the_driver_could_not(server, monkeypatch, sent):
     of_worker = pickle.dumps(reaches(server, {}, monkeypatch))
-    decided = S3Objects.from_environment()
+    decided = Objects.from_environment()
     decided.settle_access(server.uri())
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
@@ -256,14 +256,14 @@ def test_a_requester_pays_for_reads_of_sources_alone(server, monkeypatch, tmp_pa
     if not environ:
         (tmp_path / "credentials").write_text(f"[default]\n{PROFILE}")
     reaches(server, environ, monkeypatch)
-    objects = S3Objects.from_environment(requester_pays=True)
+    objects = Objects.from_environment(requester_pays=True)
     (info,) = objects.list(server.uri("v/"))
     of_worker = pickle.loads(pickle.dumps(objects))  # noqa: S301
     assert of_worker.read(info.uri) == b"video" and of_worker.with_short_timeouts().info(info.uri).size == 5
     assert [headers.get("X_AMZ_REQUEST_PAYER") for headers in sent] == ["requester"] * 3
     assert all("x-amz-request-payer" in headers["AUTHORIZATION"] for headers in sent)  # signed
     sent.clear()
-    for store in (make_store(server.uri("c"), objects), make_store(server.uri("c"), of_worker)):
+    for store in (store_at(server.uri("c"), objects), store_at(server.uri("c"), of_worker)):
         store.put("a", b"x")
         assert store.read("a") == b"x" and store.list_files("") and store.exists("a")
     assert len(sent) == 8 and not any("X_AMZ_REQUEST_PAYER" in headers for headers in sent)
@@ -272,7 +272,7 @@ def test_a_requester_pays_for_reads_of_sources_alone(server, monkeypatch, tmp_pa
 def test_a_requester_who_pays_has_credentials(server, monkeypatch, sent):
     reaches(server, {}, monkeypatch)
     with pytest.raises(OSError, match="no credentials in the environment"):
-        S3Objects.from_environment(requester_pays=True).read(server.uri("v/a.mp4"))
+        Objects.from_environment(requester_pays=True).read(server.uri("v/a.mp4"))
     assert not sent
 
 
@@ -297,7 +297,7 @@ def test_an_endpoint_has_the_same_settings_wherever_it_is_configured(server, mon
     (tmp_path / "credentials").write_text(f"[{environ.get('AWS_PROFILE', 'default')}]\n{PROFILE}")
     for name, value in environ.items():
         monkeypatch.setenv(name, value.replace("URL", server.url))
-    store = make_store(server.uri("c"))
+    store = store_at(server.uri("c"))
     store.put("a", b"x")
     assert [headers for headers in sent if any("CHECKSUM" in name for name in headers)] == []
     data = pickle.dumps(store)  # a worker may have no such file and no such variable
@@ -317,7 +317,7 @@ def test_an_endpoint_has_the_same_settings_wherever_it_is_configured(server, mon
 def test_a_driver_without_an_endpoint_decides_for_nodes_that_have_one(server, monkeypatch):
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
-    objects = S3Objects.from_environment()
+    objects = Objects.from_environment()
     objects.settle_access(server.uri())
     data = pickle.dumps(objects)
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
@@ -332,7 +332,7 @@ def test_configured_endpoints_can_be_ignored_but_not_the_flag(server, monkeypatc
     objects = reaches(server, KEYS, monkeypatch)
     objects.settle_access(server.uri())
     assert "endpoint_url" not in objects._settings and "amazonaws.com" in objects._get_client().meta.endpoint_url
-    assert S3Objects.from_environment(server.url).read(server.uri("v/a.mp4")) == b"video"
+    assert Objects.from_environment(server.url).read(server.uri("v/a.mp4")) == b"video"
 
 
 def test_the_driver_decides_for_the_objects_that_a_local_manifest_names(server, monkeypatch, tmp_path, caplog):
@@ -344,12 +344,12 @@ def test_the_driver_decides_for_the_objects_that_a_local_manifest_names(server, 
         lambda objects: read_manifest(str(tmp_path / "m.parquet"), [server.uri()], objects),
         lambda objects: convert_given_videos(table, [server.uri()], objects),
     ):
-        objects = S3Objects.from_environment()
+        objects = Objects.from_environment()
         read(objects)
         assert not server.requests and (objects._unsigned, objects._settings["endpoint_url"]) == (True, server.url)
     monkeypatch.setenv("AWS_PROFILE", "gone")
     with pytest.raises(UsageError, match="names a profile"):
-        read(S3Objects.from_environment())
+        read(Objects.from_environment())
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -357,7 +357,7 @@ def test_azure_names_its_credentials(monkeypatch, status):
     with answering(status, x_ms_error_code="AuthenticationFailed") as url:
         settings = f"AccountName=account;AccountKey=c2VjcmV0;BlobEndpoint={url}/account"
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", settings)
-        store = make_store("az://box/c")
+        store = store_at("az://box/c")
         for ask in (lambda: store.read("a"), lambda: store.put("a", b"x"), lambda: store.list_files("")):
             with pytest.raises(
                 PermissionError, match=r"from the environment \(AZURE_STORAGE_CONNECTION_STRING\)"

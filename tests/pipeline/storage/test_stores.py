@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.storage import stores
-from pipeline.storage.stores import FileInfo, LocalStore, make_store
+from pipeline.storage.stores import FileInfo, LocalStore, store_at
 from tests.waiting import wait_until
 
 
@@ -42,7 +42,7 @@ def test_a_name_that_leads_out_of_the_root_is_no_file_of_the_store(tmp_path, nam
 )
 def test_an_address_that_is_no_place_for_a_cache_is_refused_without_its_secrets(place):
     with pytest.raises(UsageError, match=re.escape(place.partition("//")[0])) as caught:
-        make_store(place)
+        store_at(place)
     assert "SEC" not in str(caught.value)
 
 

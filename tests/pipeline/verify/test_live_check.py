@@ -13,7 +13,7 @@ from pipeline.errors import UsageError, VideoFault
 from pipeline.inputs.named_videos import Roots
 from pipeline.prune.decode_stage import DecodeSetup, VideoDecoder
 from pipeline.prune.encode_again import decode_again, read_run_config
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.verify.live_check import LiveCheck, compare, explain_suspicion
 from pipeline.video.sampling import Sampling
 from tests.pipeline.caches import encoded, make_identity, random_tokens, write_header, write_shard
@@ -88,15 +88,15 @@ def test_a_source_that_does_not_decode_keeps_the_class_of_its_fault(tmp_path):
     of_source = {"source_size": 8, "source_hash": "blake2b:00", "source_offset": None}
     row = {"video_id": "v", "uri": str(path), "start_s": None, "end_s": None, "attempts": 1, **of_source}
     with closing(VideoDecoder(DecodeSetup(Sampling(2), KeepSize()))) as decoder, pytest.raises(VideoFault) as caught:
-        decode_again(row, decoder, S3Objects.from_environment(), Roots([tmp_path]))
+        decode_again(row, decoder, Objects.from_environment(), Roots([tmp_path]))
     assert caught.value.fault_class == "unsupported"
 
 
 def test_a_cache_that_does_not_say_how_it_was_made_is_refused(tmp_path, stored):
     with pytest.raises(UsageError, match="no record of a run says which model"):
-        LiveCheck(TokenCache(tmp_path), None, S3Objects.from_environment())
+        LiveCheck(TokenCache(tmp_path), None, Objects.from_environment())
     store = TokenCache(tmp_path).store
     store.put("runs/r1.json", b'{"run_id": "r1", "config": {"pruner": "not_here:Mine"}}')
     store.put("runs/r2.json", b"torn")  # the newest that can be read counts
     with pytest.raises(UsageError, match="what a cache says chooses no code"):
-        LiveCheck(TokenCache(tmp_path), None, S3Objects.from_environment())
+        LiveCheck(TokenCache(tmp_path), None, Objects.from_environment())

@@ -14,7 +14,7 @@ import pytest
 from pipeline.errors import VideoFault
 from pipeline.storage import s3 as objects_module
 from pipeline.storage.location import Location
-from pipeline.storage.s3 import S3Objects
+from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.frame_folders import read_source_state
 from pipeline.video.sampling import Sampling
@@ -198,7 +198,7 @@ def test_a_store_that_stalls_or_hangs_up_in_mid_body_is_an_io_fault(monkeypatch,
     if mode == "stalling":
         monkeypatch.setattr(objects_module, "_SILENT_S", 0.3)
     with stalling(mode) as (url, starts):
-        objects = S3Objects(
+        objects = Objects(
             endpoint_url=url, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
         )
         source = prepare_source(Location("s3://bucket/a.mp4"), objects, LIMIT)
@@ -212,6 +212,6 @@ def test_a_store_that_stalls_or_hangs_up_in_mid_body_is_an_io_fault(monkeypatch,
 def test_a_file_on_disk_has_its_mark_of_now_and_a_missing_one_that_of_its_listing(tmp_path):
     path = tmp_path / "a.mp4"
     for expected in (7, None):
-        with prepare_source(Location(str(path), mark=7), S3Objects(), LIMIT) as source:
+        with prepare_source(Location(str(path), mark=7), Objects(), LIMIT) as source:
             assert source.location.mark == (expected or read_source_state(str(path)).mark)
         path.write_bytes(b"x")
