@@ -138,7 +138,7 @@ class CheckpointFiles:
         assert self.kind != "hub"
         if self.kind == "shipped":
             return SHIPPED[self.location]
-        return tiny.build_tiny_model(self.location) if self.kind == "tiny" else Path(self.location)
+        return tiny.build(self.location) if self.kind == "tiny" else Path(self.location)
 
     def names(self, *suffixes: str) -> list[str]:
         """List the names of files with any of these suffixes, sorted; empty for a Hub checkpoint."""

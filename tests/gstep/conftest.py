@@ -30,10 +30,10 @@ def source(name):
 
 @pytest.fixture
 def folder(name, tmp_path):
-    return Path(shutil.copytree(tiny.build_tiny_model(name), tmp_path / "model"))
+    return Path(shutil.copytree(tiny.build(name), tmp_path / "model"))
 
 
 @pytest.fixture
 def siglip(tmp_path):
     """A folder with the SigLIP checkpoint that goes with ``tiny``."""
-    return Path(shutil.copytree(tiny.build_tiny_model("tiny-siglip"), tmp_path / "siglip"))
+    return Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))

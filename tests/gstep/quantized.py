@@ -42,7 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def quantize(model: str, method: str, folder: Path) -> Path:
     """Write the tiny model ``model`` to ``folder``, its language model quantized by ``method``."""
-    shutil.copytree(tiny.build_tiny_model(model), folder)
+    shutil.copytree(tiny.build(model), folder)
     tensors = {}
     for name, values in load_file(folder / "model.safetensors").items():
         linear = name.endswith(".weight") and values.ndim == 2 and not any(part in name for part in _LEFT)

@@ -53,7 +53,7 @@ def tower(source):
 @torch.no_grad()
 def words_of(text: str) -> torch.Tensor:
     """[Q,64] by the stock model, sixteen tokens a segment with their end."""
-    folder = tiny.build_tiny_model("tiny-siglip")
+    folder = tiny.build("tiny-siglip")
     tokenizer, stock = PreTrainedTokenizerFast.from_pretrained(folder), SiglipModel.from_pretrained(folder).eval()
     ids = tokenizer(text, add_special_tokens=False).input_ids
     rows = [ids[start : start + 15] for start in range(0, len(ids), 15)]
@@ -148,7 +148,7 @@ def test_what_lacks_is_named_with_its_remedy(refuse, tmp_path, tower):
 
 def test_words_of_another_checkpoint_than_the_patches_are_refused(refuse, tmp_path, tower):
     tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
-    folder = Path(shutil.copytree(tiny.build_tiny_model("tiny-siglip"), tmp_path / "siglip"))
+    folder = Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
     tensors = load_file(folder / "model.safetensors")
     tensors["vision_model.head.probe"] += 1
     save_file(tensors, folder / "model.safetensors")

@@ -32,7 +32,7 @@ LMCACHE = 'kv_transfer_config={"kv_connector": "LMCacheConnectorV1", "kv_role": 
 
 def folder_model(folder, **text_config) -> ModelSource:
     """The tiny model as a folder, its text config changed."""
-    shutil.copytree(tiny.build_tiny_model("tiny"), folder)
+    shutil.copytree(tiny.build("tiny"), folder)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"].update(text_config)
     (folder / "config.json").write_text(json.dumps(config))

@@ -133,7 +133,7 @@ def test_whatever_a_decoder_does_costs_its_own_video_only(one_ray, tmp_path):
 
 def test_a_broken_checkpoint_ends_the_run_with_its_reason(one_ray, tmp_path, capsys):
     model = tmp_path / "model"
-    shutil.copytree(tiny.build_tiny_model("tiny"), model)
+    shutil.copytree(tiny.build("tiny"), model)
     weights = load_file(model / "model.safetensors")
     missing = "vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight"
     save_file({name: tensor for name, tensor in weights.items() if name != missing}, model / "model.safetensors")
@@ -145,7 +145,7 @@ def test_a_broken_checkpoint_ends_the_run_with_its_reason(one_ray, tmp_path, cap
 
 
 def test_a_manifest_with_clips_by_time_and_a_model_folder(one_ray, tmp_path, capsys):
-    shutil.copytree(tiny.build_tiny_model("tiny"), tmp_path / "model")
+    shutil.copytree(tiny.build("tiny"), tmp_path / "model")
     shutil.copy(clips()[1], tmp_path / "bikes.mp4")
     rows = [
         {"video_id": "clip/é[red]x", "uri": "bikes.mp4", "start_s": 2.0, "end_s": 4.5, "label": "[bold]a"},

@@ -103,7 +103,7 @@ def setup_of(
 
 def thinking_model(folder: Path) -> Path:
     """Make the tiny model with a chat template that opens a thought, as that of Qwen3-VL-Thinking does."""
-    shutil.copytree(tiny.build_tiny_model("tiny"), folder)
+    shutil.copytree(tiny.build("tiny"), folder)
     with (folder / "chat_template.jinja").open("a") as file:
         file.write("{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}")
     return folder

@@ -41,7 +41,7 @@ PARTS: Mapping[str, TinyModel] = {"tiny-siglip": SIGLIP}
 _ALL = {**TINY, **PARTS}
 
 
-def build_tiny_model(name: str) -> Path:
+def build(name: str) -> Path:
     """Return the folder of a tiny model, which is built if it is missing, below XDG_CACHE_HOME or the temporary folder.
 
     Several processes may build it at the same time: the folder appears complete, by one rename.

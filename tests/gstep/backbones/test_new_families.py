@@ -18,7 +18,7 @@ from tests.gstep.reading import changed_json, changed_tensors
 
 
 def copied(name, tmp_path):
-    return shutil.copytree(tiny.build_tiny_model(name), tmp_path / name)
+    return shutil.copytree(tiny.build(name), tmp_path / name)
 
 
 def answers(source, name):

@@ -35,7 +35,7 @@ def test_a_folders_identity_is_its_content(folder, tmp_path):
 @pytest.fixture(params=FAMILIES)
 def model(request, tmp_path):
     """(its hash, a copy of its folder, the name that its tower's tensors hold)."""
-    folder = Path(shutil.copytree(tiny.build_tiny_model(request.param), tmp_path / "copy"))
+    folder = Path(shutil.copytree(tiny.build(request.param), tmp_path / "copy"))
     return compute_tower_hash(ModelSource.resolve(request.param)), folder, TOWER[request.param]
 
 

@@ -113,7 +113,7 @@ def test_an_index_that_points_outside(sharded):
 
 @pytest.fixture
 def qwen(tmp_path):
-    return Path(shutil.copytree(tiny.build_tiny_model("tiny-qwen3-vl"), tmp_path / "Qwen3-VL-FP8"))
+    return Path(shutil.copytree(tiny.build("tiny-qwen3-vl"), tmp_path / "Qwen3-VL-FP8"))
 
 
 def add_config(folder: Path, part: str | None) -> None:

@@ -37,27 +37,25 @@ def test_identity_is_the_same_on_every_machine():
 @pytest.mark.parametrize("name", tiny.TINY)
 def test_two_builds_have_the_same_bytes(tmp_path, name):
     tiny.write_tiny_model(name, tmp_path)
-    first, second = (
-        {p.name: p.read_bytes() for p in folder.iterdir()} for folder in (tmp_path, tiny.build_tiny_model(name))
-    )
+    first, second = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in (tmp_path, tiny.build(name)))
     assert first == second
     assert {"config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json"} <= set(first)
     assert ("video_preprocessor_config.json" in first) == (name != "tiny-qwen2-5-vl")  # as on the hub
 
 
 def test_a_process_that_comes_second_takes_what_the_first_built(tmp_path, monkeypatch):
-    whole = {path.name for path in tiny.build_tiny_model("tiny").iterdir()}
+    whole = {path.name for path in tiny.build("tiny").iterdir()}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     begun, write = [], tiny.write_tiny_model
 
     def write_while_another_finishes(name: str, folder: Path) -> None:
         if not begun:
             begun.append(folder)
-            tiny.build_tiny_model(name)
+            tiny.build(name)
         write(name, folder)
 
     monkeypatch.setattr(tiny, "write_tiny_model", write_while_another_finishes)
-    folder = tiny.build_tiny_model("tiny")
+    folder = tiny.build("tiny")
     assert [path.name for path in (tmp_path / "gstep").iterdir()] == [folder.name]
     assert {path.name for path in folder.iterdir()} == whole
 
@@ -66,23 +64,23 @@ def test_nothing_is_written_to_the_home_folder_and_a_cache_that_cannot_be_writte
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = tiny.build_tiny_model("tiny")
+    folder = tiny.build("tiny")
     assert folder.parent.parent == tmp_path and folder.parent.stat().st_mode & 0o777 == 0o700
     assert not (tmp_path / "home").exists()
     (tmp_path / "gstep-12345").mkdir()
     monkeypatch.setattr("os.getuid", lambda: 12345)
     with pytest.raises(ModelError, match="gstep-12345 belongs to another user: set XDG_CACHE_HOME"):
-        tiny.build_tiny_model("tiny")
+        tiny.build("tiny")
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
-        tiny.build_tiny_model("tiny")
+        tiny.build("tiny")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))  # the disk fills up while the weights are written
     try:
         with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
-            tiny.build_tiny_model("tiny")
+            tiny.build("tiny")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list((tmp_path / "full/gstep").iterdir())

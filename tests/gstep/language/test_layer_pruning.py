@@ -38,7 +38,7 @@ def name(request):
 @pytest.fixture(scope="module")
 def deep(name, tmp_path_factory):
     """The tiny model with more layers: the first two of its own, the others copies of them."""
-    folder = Path(shutil.copytree(tiny.build_tiny_model(name), tmp_path_factory.mktemp("deep") / name))
+    folder = Path(shutil.copytree(tiny.build(name), tmp_path_factory.mktemp("deep") / name))
     whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     state = {k: v.clone() for k, v in whole.state_dict().items()}
     with changed_json(folder / "config.json") as config:

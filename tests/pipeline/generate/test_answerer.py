@@ -366,7 +366,7 @@ def short(tmp_path):
     """Makes the setup of an actor whose model knows so many positions."""
 
     def make(positions: int):
-        folder = shutil.copytree(tiny.build_tiny_model("tiny"), tmp_path / "short")
+        folder = shutil.copytree(tiny.build("tiny"), tmp_path / "short")
         config = json.loads((folder / "config.json").read_text())
         config["text_config"]["max_position_embeddings"] = positions
         (folder / "config.json").write_text(json.dumps(config))

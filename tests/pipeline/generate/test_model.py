@@ -40,7 +40,7 @@ def test_a_quantized_language_model_is_taken_with_the_encoder_of_the_cache(cache
 
 
 def test_another_encoder_is_refused_with_both_hashes(cache, tmp_path):
-    folder = shutil.copytree(tiny.build_tiny_model("tiny"), tmp_path / "other")
+    folder = shutil.copytree(tiny.build("tiny"), tmp_path / "other")
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: t + 1 if "projector" in name else t for name, t in tensors.items()}
     save_file(tensors, folder / "model.safetensors")

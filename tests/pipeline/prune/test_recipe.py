@@ -60,7 +60,7 @@ def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request
         request_for()
     with pytest.raises(IdentityMismatch, match=r"evidence\.token_key_last_layer: the cache has None, this run 'last"):
         request_for(evidence=["image_embedding", "token_key"], siglip="tiny")
-    folder = Path(shutil.copytree(tiny.build_tiny_model("tiny-siglip"), tmp_path / "siglip"))
+    folder = Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
     tensors = load_file(folder / "model.safetensors")
     tensors["vision_model.head.mlp.fc2.bias"] += 1
     save_file(tensors, folder / "model.safetensors")

@@ -55,9 +55,9 @@ def stock_head(source, frames):
     """Return the stock head and its inputs, the features [T,S,C] of the stock tower behind the last norm."""
     tower, pixels = stock_tower(source, frames)
     features = tower(pixels, output_hidden_states=True, return_dict=True).hidden_states[-1]
-    config = json.loads((tiny.build_tiny_model("tiny-siglip") / "config.json").read_text())["vision_config"]
+    config = json.loads((tiny.build("tiny-siglip") / "config.json").read_text())["vision_config"]
     stock = SiglipVisionModel(SiglipVisionConfig(**config)).eval()
-    tensors = load_file(tiny.build_tiny_model("tiny-siglip") / "model.safetensors")
+    tensors = load_file(tiny.build("tiny-siglip") / "model.safetensors")
     prefix = "vision_model."
     state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     assert not stock.load_state_dict(state, strict=False).unexpected_keys

@@ -70,7 +70,7 @@ def stock_features(folder, text):
 
 @pytest.mark.parametrize("layout", ["tiny", "published"])
 def test_a_text_is_what_the_stock_model_makes_of_it_and_one_without_a_word_is_refused(source, published, layout):
-    place = published if layout == "published" else tiny.build_tiny_model("tiny-siglip")
+    place = published if layout == "published" else tiny.build("tiny-siglip")
     tower = TextTower.load(family_of(source).text_tower(place), "cpu")
     for text in TEXTS:
         expected, ids = stock_features(place, text)

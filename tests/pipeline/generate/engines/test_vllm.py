@@ -199,7 +199,7 @@ def test_the_embedding_of_a_question_is_the_models(family):
 def test_a_checkpoints_repetition_penalty_counts_and_a_video_may_be_larger_than_a_step(tmp_path):
     """It must fit vLLM's encoder cache, which is as large as a step: 4096 tokens on a CPU, where nobody says."""
     name, folder = "tiny-qwen2-5-vl", tmp_path / "model"
-    shutil.copytree(tiny.build_tiny_model(name), folder)
+    shutil.copytree(tiny.build(name), folder)
     settings = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({**settings, "repetition_penalty": 1.5}))
     whole = video(name, n_frames=180)
