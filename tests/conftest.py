@@ -22,8 +22,9 @@ from tests.paths import ROOT, python_path
 _KEEPS_NO_BYTECODE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 # Before torch loads. Threads of several processes that share the cores wait for each other longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# As tests.jobs.jobs.environment has it for processes of their own. Ray reads it once in a process: after a cluster with
-# a token every other one would be refused.
+# As in processes of their own (tests.builders.runs.environment). Ray reads it once in a process: after a cluster with a
+# token every other one would be refused.
+
 os.environ["RAY_AUTH_MODE"] = "disabled"
 # PyTorch sets it as soon as it compiles anything. Workers are forked from a server where both have the same variables.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
@@ -79,13 +80,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.default_generator.manual_seed(0)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(0)
-    if not _SLOW[item.path] and (rays := sys.modules.get("tests.pipeline.rays")) is not None:
+    if not _SLOW[item.path] and (rays := sys.modules.get("tests.builders.clusters")) is not None:
         rays.end_plain()
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A function that returns the folder with the tiny checkpoint of a family; do not change files there."""
-    from tests.gstep.generic.tiny_checkpoints import make  # noqa: PLC0415 - loads transformers
+    from tests.builders.checkpoints import make  # noqa: PLC0415 - loads transformers
 
     return cache(lambda name: make(name, tmp_path_factory.mktemp("tiny") / name))

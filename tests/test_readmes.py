@@ -17,10 +17,10 @@ import pytest
 import ray
 from ray._private import auto_init_hook
 
+from tests.builders.clusters import ray_here
+from tests.builders.runs import environment
 from tests.jobs.faults import begin_forked, fork
-from tests.jobs.jobs import environment
 from tests.paths import ROOT
-from tests.pipeline.rays import ray_here
 
 #: In the order of reading: later pages use what earlier ones made.
 PAGES = (

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
+from tests.builders.runs import environment
 from tests.interpreter import run_python
-from tests.jobs.jobs import environment
 from tests.paths import ROOT, TORCHVISION
 
 SHAPE = [4, 4, 24]  # frames are encoded in pairs
@@ -29,7 +29,7 @@ def process_video() -> tuple[list[int], bool]:
 def test_a_video_processor_works_here_in_a_process_that_inherits_the_environment_and_in_a_worker_of_ray():
     import ray  # noqa: PLC0415 - seconds, for this test alone
 
-    from tests.pipeline.rays import PLAIN, ray_here  # noqa: PLC0415
+    from tests.builders.clusters import PLAIN, ray_here  # noqa: PLC0415
 
     assert process_video() == (SHAPE, True)
     done = run_python("-c", "from tests.test_torchvision import *; assert process_video() == (SHAPE, True)")

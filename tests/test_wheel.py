@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from pipeline import TokenCache
+from tests.builders.caches import make_cache, random_tokens
+from tests.builders.clips import sample
+from tests.builders.runs import ALONE, environment
 from tests.interpreter import run_python
-from tests.jobs.jobs import ALONE, environment
 from tests.jobs.test_own_method import CODE
 from tests.paths import ROOT, python_path
-from tests.pipeline.caches import make_cache, random_tokens
-from tests.pipeline.videos import sample
 
 pytestmark = pytest.mark.slow  # two runs of pip
 

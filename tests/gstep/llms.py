@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, LanguageModel, Prompt, Visual, load_language_model, prompt_builder
-from tests.pipeline.videos import sample
+from tests.builders.clips import sample
 
 QUESTION = "What is happening in this video?"
 GREEDY = Decoding(max_new_tokens=12)

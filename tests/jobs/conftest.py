@@ -4,8 +4,8 @@ import pytest
 import ray
 
 from jobs import generate
-from tests.jobs.jobs import forbid_models, forbid_ray
-from tests.pipeline.asking import write_questions
+from tests.builders.answers import write_questions
+from tests.builders.runs import forbid_models, forbid_ray
 
 QUESTION = {"question_id": 1, "video_id": "a", "prompt": "What?"}
 
@@ -13,7 +13,7 @@ QUESTION = {"question_id": 1, "video_id": "a", "prompt": "What?"}
 @pytest.fixture(scope="module")
 def one_ray():
     """The Ray that the commands of a file share, which run in this process; its address."""
-    from tests.pipeline.rays import PLAIN, ray_here  # noqa: PLC0415 - seconds, where no test starts Ray
+    from tests.builders.clusters import PLAIN, ray_here  # noqa: PLC0415 - seconds, where no test starts Ray
 
     with ray_here(*PLAIN):
         yield ray.get_runtime_context().gcs_address

@@ -27,8 +27,8 @@ from pipeline import TokenCache
 from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.jobs.jobs import committed
-from tests.pipeline.videos import add_stream, encode
+from tests.builders.clips import add_stream, encode
+from tests.builders.runs import committed
 from tests.waiting import wait_until
 
 N_VIDEOS, N_FRAMES = 112, 2

@@ -18,10 +18,9 @@ from pipeline.cache.table import parse_file_name, read_file
 from pipeline.runner import watchdog
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
+from tests.builders.clips import write_clip
+from tests.builders.runs import document_of, family, forbid_models, forbid_ray, run_here
 from tests.jobs.hostile import let_through
-from tests.jobs.jobs import document_of, forbid_models, forbid_ray, run_here
-from tests.jobs.processes import family
-from tests.pipeline.videos import write_clip
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,8 @@ import pytest
 
 import pipeline
 from jobs import prune
-from tests.jobs.jobs import document_of, run_here
-from tests.pipeline.videos import write_clip
+from tests.builders.clips import write_clip
+from tests.builders.runs import document_of, run_here
 
 pytestmark = pytest.mark.slow
 

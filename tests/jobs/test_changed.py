@@ -10,10 +10,10 @@ import pytest
 
 from jobs import prune, verify
 from pipeline import TokenCache
-from tests.jobs.jobs import document_of, run_here
-from tests.pipeline.s3 import S3Server
-from tests.pipeline.tars import ended, member
-from tests.pipeline.videos import write_clip
+from tests.builders.archives import ended, member
+from tests.builders.clips import write_clip
+from tests.builders.runs import document_of, run_here
+from tests.builders.stores import S3Server
 
 pytestmark = pytest.mark.slow
 

@@ -22,12 +22,12 @@ from pipeline.generate.answers import read_answers
 from pipeline.own_code import is_comparable
 from pipeline.prune.table import CacheTable
 from pipeline.runner.cluster.prefork.server import start_server
+from tests.builders.answers import tiny_cache, write_questions
+from tests.builders.clusters import growing_ray
+from tests.builders.runs import environment, forbid_ray, run_here
 from tests.jobs.faults import tiny_videos
-from tests.jobs.jobs import environment, forbid_ray, run_here
 from tests.jobs.test_own_method import CODE
 from tests.paths import ROOT, python_path
-from tests.pipeline.asking import tiny_cache, write_questions
-from tests.pipeline.rays import growing_ray
 
 pytestmark = pytest.mark.slow
 
@@ -80,8 +80,8 @@ def place(tmp_path_factory):
         # A server of this file's own: the server that this process has was started with another PYTHONPATH, and would
         # fork none of these workers.
         server, path = start_server.__wrapped__(), os.environ["PYTHONPATH"]
-        patch.setattr("tests.pipeline.rays.fork_server", lambda: server)
-        patch.setattr("tests.pipeline.rays.environment", partial(environment, PYTHONPATH=path))
+        patch.setattr("tests.builders.clusters.fork_server", lambda: server)
+        patch.setattr("tests.builders.clusters.environment", partial(environment, PYTHONPATH=path))
         with growing_ray({"num_cpus": 2}):
             yield folder
     assert not ray.is_initialized()

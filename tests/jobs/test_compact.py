@@ -10,8 +10,8 @@ from jobs import compact, inspect, remove, verify
 from pipeline import TokenCache
 from pipeline.errors import RemovedVideo
 from pipeline.storage.stores import LocalStore
+from tests.builders.caches import encoded, random_tokens, write_header, write_shard
 from tests.jobs.faults import die_at_call
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import say_what_was_committed
 
 

@@ -16,9 +16,9 @@ from jobs import inspect, prune, remove, verify
 from pipeline import TokenCache
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
-from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here
-from tests.pipeline.s3 import S3Server
-from tests.pipeline.tars import member, write_tar
+from tests.builders.archives import member, write_tar
+from tests.builders.runs import assert_complete, clips, forbid_ray, run_here
+from tests.builders.stores import S3Server
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

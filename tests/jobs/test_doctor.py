@@ -7,10 +7,10 @@ import pytest
 
 from jobs import doctor
 from pipeline.storage.stores import LocalStore
-from tests.jobs.jobs import run_here
+from tests.builders.clips import sample
+from tests.builders.clusters import ray_here
+from tests.builders.runs import run_here
 from tests.paths import ROOT, python_path
-from tests.pipeline.rays import ray_here
-from tests.pipeline.videos import sample
 
 CLIP = str(sample("bikes.mp4"))
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders.runs import ALONE, assert_all_gone, assert_complete, clips, family, start, titled, wait_for_files
 from tests.jobs.hostile import let_through
-from tests.jobs.jobs import ALONE, assert_complete, clips, start, wait_for_files
-from tests.jobs.processes import assert_all_gone, family, titled
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

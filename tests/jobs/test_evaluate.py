@@ -23,12 +23,12 @@ from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.storage.stores import LocalStore
+from tests.builders.answers import thinking_model, write_questions
+from tests.builders.clips import sample
+from tests.builders.runs import committed, forbid_models, forbid_ray, run_here
 from tests.gstep.llms import llm
 from tests.jobs.faults import Driver, die_before_the_third_commit_of_answers
-from tests.jobs.jobs import committed, forbid_models, forbid_ray, run_here
-from tests.pipeline.asking import thinking_model, write_questions
 from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, write_videomme
-from tests.pipeline.videos import sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 

@@ -12,7 +12,7 @@ from jobs import evaluate
 from pipeline import TokenCache
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.video.frame_folders import JPEGS
-from tests.jobs.jobs import committed, run_here
+from tests.builders.runs import committed, run_here
 from tests.pipeline.evaluate.mvbench import FRAMES, write_main
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]

@@ -17,9 +17,9 @@ from jobs import prune
 from pipeline import TokenCache
 from pipeline.runner import execution
 from pipeline.runner.worker_reports import WorkerReport, run_heartbeats
+from tests.builders.clusters import ray_here
+from tests.builders.runs import run_here
 from tests.jobs.faults import calls, tiny_videos
-from tests.jobs.jobs import run_here
-from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

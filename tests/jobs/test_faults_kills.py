@@ -22,6 +22,8 @@ import torch
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.prune import table
+from tests.builders.clusters import ray_here
+from tests.builders.runs import family, run_here
 from tests.jobs.faults import (
     COUNTED,
     N_VIDEOS,
@@ -39,10 +41,7 @@ from tests.jobs.faults import (
     write_random_id,
 )
 from tests.jobs.hostile import let_through
-from tests.jobs.jobs import run_here
-from tests.jobs.processes import family
 from tests.paths import ROOT
-from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

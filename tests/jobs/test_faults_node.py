@@ -29,12 +29,11 @@ from pipeline.prune.summary import Summary
 from pipeline.prune.todo import Todo
 from pipeline.runner import execution, stream, watchdog
 from pipeline.runner.stages import end_workers
+from tests.builders.archives import write_tar
+from tests.builders.clusters import growing_ray, hold_cpu, ray_here
+from tests.builders.runs import assert_complete, environment, raylets, run_here
 from tests.jobs.faults import Driver, files, tiny_videos
 from tests.jobs.hostile import let_through
-from tests.jobs.jobs import assert_complete, environment, run_here
-from tests.jobs.processes import raylets
-from tests.pipeline.rays import growing_ray, hold_cpu, ray_here
-from tests.pipeline.tars import write_tar
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -20,11 +20,9 @@ import pytest
 from jobs import prune
 from pipeline import TokenCache
 from pipeline.storage.stores import ObjectStore
+from tests.builders.runs import family, run_here
+from tests.builders.stores import ALWAYS, KEY, FlakyProxy, S3Server
 from tests.jobs.faults import OPTIONS, Driver, Visible, files, tiny_videos
-from tests.jobs.jobs import run_here
-from tests.jobs.processes import family
-from tests.pipeline.flaky import ALWAYS, FlakyProxy
-from tests.pipeline.s3 import KEY, S3Server
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]

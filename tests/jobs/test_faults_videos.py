@@ -12,13 +12,13 @@ import pytest
 from jobs import generate, prune
 from pipeline import TokenCache
 from pipeline.generate.answers import read_answers
+from tests.builders.answers import SHAPE, tiny_cache, write_questions
+from tests.builders.caches import encoded, random_tokens, write_shard
+from tests.builders.clips import write_clip
+from tests.builders.runs import run_here
 from tests.jobs import poison
 from tests.jobs.faults import tiny_videos
-from tests.jobs.jobs import run_here
 from tests.jobs.poison import BREAKS_THE_GPU
-from tests.pipeline.asking import SHAPE, tiny_cache, write_questions
-from tests.pipeline.caches import encoded, random_tokens, write_shard
-from tests.pipeline.videos import write_clip
 
 pytestmark = pytest.mark.slow
 

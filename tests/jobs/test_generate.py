@@ -26,12 +26,11 @@ from pipeline.runner.stages import RESTARTS, TASK_RETRIES
 from pipeline.runner.watchdog import Watchdog
 from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.stores import LocalStore, store_at
+from tests.builders.answers import setup_of, write_questions
+from tests.builders.runs import assert_all_gone, clips, family, forbid_ray
+from tests.builders.stores import SECRET, S3Server
 from tests.jobs.faults import begin_forked, fork
 from tests.jobs.hostile import HangingAnswerer
-from tests.jobs.jobs import clips, forbid_ray
-from tests.jobs.processes import assert_all_gone, family
-from tests.pipeline.asking import setup_of, write_questions
-from tests.pipeline.s3 import SECRET, S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 

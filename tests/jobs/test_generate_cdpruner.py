@@ -23,10 +23,9 @@ from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.runner import worker_heartbeat as heartbeat
+from tests.builders.answers import request_about, setup_of, tiny_cache, tiny_cache_with_embeddings, write_questions
+from tests.builders.clips import sample
 from tests.gstep.llms import llm
-from tests.pipeline.asking import request_about, setup_of, tiny_cache, write_questions
-from tests.pipeline.evidence import tiny_cache_with_embeddings
-from tests.pipeline.videos import sample
 
 pytestmark = pytest.mark.slow
 

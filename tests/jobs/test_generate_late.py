@@ -16,11 +16,10 @@ from pipeline.generate.answers import read_answers
 from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.prompts import VideoMemory
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
+from tests.builders.answers import request_about, tiny_cache, write_questions
+from tests.builders.caches import encode_clip, random_tokens, source_record, write_shard
+from tests.builders.runs import clips
 from tests.gstep.llms import llm
-from tests.jobs.jobs import clips
-from tests.pipeline.asking import request_about, tiny_cache, write_questions
-from tests.pipeline.caches import random_tokens, source_record, write_shard
-from tests.pipeline.encoding import encode_clip
 
 pytestmark = pytest.mark.slow
 

@@ -21,9 +21,9 @@ from pipeline.generate.engines import describe_engine
 from pipeline.generate.model import choose_model
 from pipeline.options import EngineOptions
 from pipeline.runner.claim import Claim
+from tests.builders.answers import lines_of, request_about, tiny_cache
+from tests.builders.caches import encoded, random_tokens, write_shard
 from tests.jobs.conftest import QUESTION
-from tests.pipeline.asking import lines_of, request_about, tiny_cache
-from tests.pipeline.caches import encoded, random_tokens, write_shard
 
 GONE = [{**QUESTION, "video_id": "gone"}]
 WHOLE = {"ratio": 1.0, "method": "none"}

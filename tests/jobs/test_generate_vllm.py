@@ -14,10 +14,9 @@ from gstep.backbones import ModelSource
 from jobs import generate, recode
 from pipeline import read_answers
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
+from tests.builders.answers import tiny_cache, write_questions
+from tests.builders.runs import family, run_here
 from tests.gstep.quantized import quantize
-from tests.jobs.jobs import run_here
-from tests.jobs.processes import family
-from tests.pipeline.asking import tiny_cache, write_questions
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

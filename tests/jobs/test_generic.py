@@ -11,8 +11,8 @@ from pipeline.errors import IdentityMismatch, UsageError, VideoFault
 from pipeline.generate.model import find_model
 from pipeline.serve.config import ServeConfig
 from pipeline.serve.server import make_served_cache
-from tests.jobs.jobs import run_here
-from tests.pipeline.videos import sample
+from tests.builders.clips import sample
+from tests.builders.runs import run_here
 
 CLIP = sample("bikes.mp4")
 MODEL = ["--model", "tiny-qwen3-vl"]

@@ -11,9 +11,9 @@ from gstep.backbones import Backbone
 from jobs import inspect, prune, recode
 from pipeline import TokenCache
 from pipeline.errors import RatioNotCached, UnknownVideo, UsageError
-from tests.jobs.jobs import document_of, forbid_models
+from tests.builders.clips import sample
+from tests.builders.runs import document_of, forbid_models
 from tests.pipeline.pages import pictures_of
-from tests.pipeline.videos import sample
 
 CLIP = str(sample("bikes.mp4"))
 METHODS = ["gstep", "vidcom2", "random,seed=1"]

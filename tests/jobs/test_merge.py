@@ -7,8 +7,8 @@ import torch
 
 from jobs import merge
 from pipeline import TokenCache
+from tests.builders.caches import encoded, random_tokens, write_header, write_shard
 from tests.jobs.test_faults_stores import SmallDisk
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import say_what_was_committed
 from tests.pipeline.rewrite.test_merge import cache_of
 

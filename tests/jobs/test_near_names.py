@@ -4,8 +4,8 @@ import pytest
 
 from jobs import evaluate, generate, inspect, prune
 from jobs.__main__ import main
-from tests.jobs.jobs import forbid_ray, run_here
-from tests.pipeline.asking import tiny_cache, write_questions
+from tests.builders.answers import tiny_cache, write_questions
+from tests.builders.runs import forbid_ray, run_here
 from tests.pipeline.rewrite.test_merge import cache_of
 
 PRUNE = ["videos.jsonl", "--out", "c"]

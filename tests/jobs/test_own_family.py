@@ -13,8 +13,8 @@ from gstep.errors import ModelError
 from gstep.language import prompt_builder
 from jobs import generate, prune, reprune, verify
 from pipeline.errors import UsageError, VideoFault
+from tests.builders.runs import clips, environment, run_here
 from tests.interpreter import run_python
-from tests.jobs.jobs import clips, environment, run_here
 from tests.paths import ROOT, python_path
 
 CODE = '''

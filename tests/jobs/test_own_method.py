@@ -11,12 +11,12 @@ import torch
 
 import gstep
 from jobs import prune
+from tests.builders.answers import tiny_cache
+from tests.builders.clips import sample
+from tests.builders.runs import environment, forbid_ray, run_here
 from tests.gstep.synthetic import assert_same, video
 from tests.interpreter import run_python
-from tests.jobs.jobs import environment, forbid_ray, run_here
 from tests.paths import ROOT, python_path
-from tests.pipeline.asking import tiny_cache
-from tests.pipeline.videos import sample
 
 SECTION = (ROOT / "gstep/README.md").read_text().split("## Add a method\n")[1].split("\n## ")[0]
 CODE = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)

@@ -16,8 +16,8 @@ from jobs import prune
 from pipeline import TokenCache
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.jobs.jobs import clips, forbid_ray, run
-from tests.pipeline.videos import write_clip
+from tests.builders.clips import write_clip
+from tests.builders.runs import clips, forbid_ray, run
 
 pytestmark = pytest.mark.slow
 

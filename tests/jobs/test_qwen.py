@@ -13,10 +13,10 @@ from pipeline import TokenCache
 from pipeline.generate.answers import read_answers
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
+from tests.builders.answers import write_questions
+from tests.builders.clips import sample
+from tests.builders.runs import forbid_ray, run_here
 from tests.gstep.llms import llm
-from tests.jobs.jobs import forbid_ray, run_here
-from tests.pipeline.asking import write_questions
-from tests.pipeline.videos import sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 

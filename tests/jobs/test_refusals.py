@@ -9,7 +9,7 @@ import ray
 import torch
 
 from jobs import inspect, prune, recode, reprune
-from tests.jobs.jobs import clips, forbid_ray, run
+from tests.builders.runs import clips, forbid_ray, run
 
 LLAVA = "--pruner-param variant=llava"
 CODE = {"model_type": "mine", "auto_map": {"AutoModel": "model.Mine"}}

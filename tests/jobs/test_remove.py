@@ -22,12 +22,12 @@ from pipeline.generate.answers import check_answers_folder, commit_answers, merg
 from pipeline.generate.removal import read_removal_reasons
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
-from tests.jobs.jobs import forbid_models, forbid_ray, run_here
+from tests.builders.answers import tiny_cache, write_questions
+from tests.builders.runs import forbid_models, forbid_ray, run_here
+from tests.builders.stores import S3Server
 from tests.jobs.test_stored import VERSIONS, succeed, unpack
-from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
 from tests.pipeline.evaluate.layouts import commit_replies
-from tests.pipeline.s3 import S3Server
 
 QUIET = Console(quiet=True)
 TEXTS = ("Which animal", "a cat", "a dog", "animals", "alike", "a.mp4 is")  # of the questions about a.mp4

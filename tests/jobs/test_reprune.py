@@ -7,7 +7,7 @@ import torch
 
 from jobs import prune, reprune, verify
 from pipeline import TokenCache
-from tests.pipeline.videos import sample
+from tests.builders.clips import sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 CLIPS = ["bikes.mp4", "carphone_pristine.mp4"]

@@ -16,6 +16,8 @@ from pipeline import TokenCache
 from pipeline.cache.table import parse_file_name
 from pipeline.runner.claim import MAX_MISSED_BEATS, Claim
 from pipeline.storage.stores import ObjectStore
+from tests.builders.runs import assert_complete, forbid_ray, run_here
+from tests.builders.stores import KEY, SECRET, S3Server
 from tests.jobs.faults import (
     FAST_BEAT,
     STOPS,
@@ -24,8 +26,6 @@ from tests.jobs.faults import (
     stop_before_the_third_commit,
     tiny_videos,
 )
-from tests.jobs.jobs import assert_complete, forbid_ray, run_here
-from tests.pipeline.s3 import KEY, SECRET, S3Server
 from tests.pipeline.verifying import kinds, verified
 from tests.waiting import wait_until
 

@@ -11,10 +11,9 @@ import pytest
 
 from pipeline.runner import execution
 from pipeline.runner.cluster.prefork.server import SOCKET
+from tests.builders.runs import ALONE, assert_all_gone, environment, family, shut_ray_down_in_the_end
 from tests.jobs.faults import Driver, files, tiny_videos
 from tests.jobs.hostile import let_through
-from tests.jobs.jobs import ALONE, environment, shut_ray_down_in_the_end
-from tests.jobs.processes import assert_all_gone, family
 
 pytestmark = pytest.mark.slow
 

@@ -29,9 +29,9 @@ from pipeline.prune.encode_again import read_run_config
 from pipeline.runner.run_record import find_newest_record
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import DECODING_RULES
-from tests.jobs.jobs import forbid_models, forbid_ray, run_here
+from tests.builders.runs import forbid_models, forbid_ray, run_here
+from tests.builders.stores import S3Server
 from tests.paths import ROOT
-from tests.pipeline.s3 import S3Server
 
 STORED = ROOT / "tests/pipeline/stored"
 VERSIONS = ("ed03be40", "214fe680")

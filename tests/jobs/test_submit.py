@@ -15,10 +15,10 @@ import pytest
 
 from pipeline import TokenCache
 from pipeline.storage.stores import LocalStore
+from tests.builders.clusters import Cluster, Ended
+from tests.builders.runs import clips, committed, run
 from tests.jobs.faults import files
 from tests.jobs.hostile import let_through
-from tests.jobs.jobs import clips, committed, run
-from tests.jobs.ray_cluster import Cluster, Ended
 from tests.paths import ROOT
 from tests.waiting import wait_until
 

@@ -10,7 +10,7 @@ import pytest
 from jobs.testbed import main
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.shapes import layout
-from tests.jobs.jobs import run
+from tests.builders.runs import run
 
 
 def make(folder, *options):

@@ -22,8 +22,8 @@ from pipeline.generate.prompts import VideoMemory
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.storage.stores import LocalStore
-from tests.jobs.jobs import run_here
-from tests.pipeline.asking import setup_of
+from tests.builders.answers import setup_of
+from tests.builders.runs import run_here
 
 pytestmark = pytest.mark.slow
 

@@ -12,11 +12,11 @@ import torch
 from jobs import inspect, prune, verify
 from pipeline import TokenCache
 from pipeline.storage.stores import LocalStore, ObjectStore
-from tests.jobs.jobs import document_of, forbid_ray, run_here, start, stop
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.builders.caches import encoded, random_tokens, write_header, write_shard
+from tests.builders.clips import sample
+from tests.builders.runs import document_of, forbid_ray, run_here, start, stop
+from tests.builders.stores import S3Server
 from tests.pipeline.damage import flip, other_tokens, rewrite_tokens, shards
-from tests.pipeline.s3 import S3Server
-from tests.pipeline.videos import sample
 
 CLIPS = ("carphone_pristine.mp4", "bikes.mp4")
 

@@ -10,8 +10,8 @@ import ray
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.video.decode import fingerprint_file
-from tests.jobs.jobs import clips, forbid_ray, run
-from tests.pipeline.s3 import KEY, SECRET, TOKEN, S3Server
+from tests.builders.runs import clips, forbid_ray, run
+from tests.builders.stores import KEY, SECRET, TOKEN, S3Server
 
 pytestmark = pytest.mark.slow
 

@@ -30,14 +30,14 @@ def browser(tmp_path_factory) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory) -> Path:
     """A video file."""
-    from tests.pipeline.videos import write_clip  # noqa: PLC0415 - loads PyAV
+    from tests.builders.clips import write_clip  # noqa: PLC0415 - loads PyAV
 
     return write_clip(tmp_path_factory.mktemp("clips") / "a.mp4")
 
 
 @pytest.fixture(scope="module")
 def module_server() -> Iterator[Any]:
-    from tests.pipeline.s3 import S3Server  # noqa: PLC0415 - most files need no store, whose libraries load slowly
+    from tests.builders.stores import S3Server  # noqa: PLC0415 - most files need no store, whose libraries load slowly
 
     with S3Server() as server:
         client = server.objects()

@@ -23,7 +23,7 @@ from pipeline.video import child_messages
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.shared_frames import create_memory
-from tests.pipeline.videos import BadReader, KeepSize
+from tests.builders.clips import BadReader, KeepSize
 
 SECONDS = 600
 NEW = [1, True, []]

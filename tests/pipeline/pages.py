@@ -21,8 +21,8 @@ from pipeline.errors import VideoFault
 from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
-from tests.pipeline.videos import sample
+from tests.builders.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.builders.clips import sample
 
 FRAMES = 8
 SIDE = 14

@@ -18,7 +18,7 @@ from pipeline.errors import RunFailed, UsageError, VideoFault
 from pipeline.runner.progress import CallbackConsole, LineReporter
 from pipeline.runner.run_record import as_text
 from pipeline.runner.stages import Wording
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.builders.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 
 ESCAPE = "\x1b[2J\x9b1m\x1b]0;title\x1b\\"  # without those that Rich itself drops
 CONTROLS = "".join(map(chr, (*range(9), *range(11, 32), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F)))

@@ -8,11 +8,11 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import torch
 
+from tests.builders.caches import encoded, random_tokens, write_header, write_shard
+from tests.builders.clips import sample
 from tests.examples import run_example
 from tests.paths import ROOT
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.datasets.caches import make_shards
-from tests.pipeline.videos import sample
 
 
 def test_each_example_has_a_test():

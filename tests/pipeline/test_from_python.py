@@ -8,13 +8,13 @@ import ray
 from ray.data import DataContext
 
 import pipeline
+from tests.builders.answers import tiny_cache
+from tests.builders.clips import sample
+from tests.builders.clusters import ray_here
+from tests.builders.runs import environment
 from tests.examples import run_example
 from tests.interpreter import run_python
-from tests.jobs.jobs import environment
 from tests.paths import ROOT
-from tests.pipeline.asking import tiny_cache
-from tests.pipeline.rays import ray_here
-from tests.pipeline.videos import sample
 
 NOTEBOOK = ROOT / "pipeline" / "examples" / "first_hour.ipynb"
 

@@ -15,7 +15,7 @@ from pipeline.errors import VideoFault
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.report import Report
 from pipeline.verify.verify import VerifyRequest, verify
-from tests.pipeline.caches import encoded, encoded_failure, make_identity, random_tokens, write_header, write_shard
+from tests.builders.caches import encoded, encoded_failure, make_identity, random_tokens, write_header, write_shard
 
 SHAPE = (4, 9, 8)
 

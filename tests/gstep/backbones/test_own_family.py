@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from tests.builders.clips import sample
+from tests.builders.runs import environment
 from tests.interpreter import run_python
-from tests.jobs.jobs import environment
 from tests.paths import ROOT, python_path
-from tests.pipeline.videos import sample
 
 SECTION = (ROOT / "gstep/README.md").read_text().split("## Add a model family\n")[1].split("\n## ")[0]
 EXAMPLE = ROOT / "gstep/examples/family"

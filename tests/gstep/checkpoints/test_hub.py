@@ -18,11 +18,11 @@ from gstep.families import FAMILIES as TYPES
 from gstep.language import prompt_builder
 from gstep.language.prompt import _load_tokenizer, chat_template
 from gstep.language.weights import read_generation_config
+from tests.builders import stores
 from tests.gstep.checkpoints.conftest import COMMIT
 from tests.gstep.llms import FAMILIES
 from tests.gstep.reading import decode_newline
 from tests.interpreter import run_python
-from tests.pipeline import hub
 
 REPO = "some-owner/tiny-llava"
 
@@ -75,14 +75,14 @@ def test_a_whole_download_without_any_notes_is_complete(offline_hub, folder):
 
 @pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])
 def test_a_download_by_the_hubs_client_is_complete(hub_cache, folder, monkeypatch):
-    with hub.HubServer(folder) as server:
-        snapshot_download(hub.REPO, endpoint=server.url)
+    with stores.HubServer(folder) as server:
+        snapshot_download(stores.REPO, endpoint=server.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    use_all(hub.REPO)
+    use_all(stores.REPO)
     (snapshot,) = hub_cache.glob("*/snapshots/*")
     (snapshot / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match=r"chat_template\.jinja .*is not in the cache"):
-        use_all(hub.REPO)
+        use_all(stores.REPO)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -20,7 +20,7 @@ from gstep.language import Prompt, Visual, load_language_model, prompt_builder
 from gstep.language.model import LanguageModel
 from gstep.language.types import ChatMessage
 from gstep.types import VisualTokens
-from tests.gstep.generic.tiny_checkpoints import FAMILIES
+from tests.builders.checkpoints import FAMILIES
 
 QUESTION = "What moves?"
 ASKED: list[ChatMessage] = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]

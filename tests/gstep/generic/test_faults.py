@@ -14,8 +14,8 @@ from gstep.errors import TooFewFrames, UnsupportedVideo
 from gstep.generic.family import describe_untimed_video
 from gstep.generic.processor import load_processor, make_metadata, render_conversation, run_processor
 from gstep.language import Visual, prompt_builder
-from tests.gstep.generic import tiny_checkpoints
-from tests.gstep.generic.tiny_checkpoints import FAMILIES
+from tests.builders import checkpoints
+from tests.builders.checkpoints import FAMILIES
 
 RUNTIME = Runtime("cpu", torch.float32, "sdpa")
 #: (frames, height, width): few and odd numbers of frames, frames below a patch, extreme and ordinary shapes.
@@ -38,7 +38,7 @@ def folders():
 def folder(name, folders, tmp_path_factory) -> Path:
     """The tiny checkpoint of a family."""
     if name not in folders:
-        folders[name] = tiny_checkpoints.make(name, tmp_path_factory.mktemp("models") / name)
+        folders[name] = checkpoints.make(name, tmp_path_factory.mktemp("models") / name)
     return folders[name]
 
 

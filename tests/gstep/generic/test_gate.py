@@ -16,7 +16,7 @@ from gstep.backbones import ModelSource
 from gstep.errors import ModelError
 from gstep.generic import gate, processor, reduced
 from gstep.generic.layout import Layout
-from tests.gstep.generic.tiny_checkpoints import FAMILIES
+from tests.builders.checkpoints import FAMILIES
 
 
 @pytest.fixture(autouse=True)

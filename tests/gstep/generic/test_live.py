@@ -19,7 +19,7 @@ from gstep.generic.halves import load_model
 from gstep.generic.layout import probe_units
 from gstep.generic.processor import load_processor, make_metadata, run_processor
 from gstep.language import Decoding, LanguageModel, Prompt, Visual, load_language_model, prompt_builder
-from tests.gstep.generic.tiny_checkpoints import FAMILIES
+from tests.builders.checkpoints import FAMILIES
 
 FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
 H, W = 56, 84

@@ -13,9 +13,9 @@ from gstep.language import LanguageModel
 from gstep.language.layer_pruning import CACHE
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.efficiency import EfficiencyRun, add_flags, compute_break_even, compute_kv_bytes
+from tests.builders.manifests import read_manifest
+from tests.builders.runs import forbid_models
 from tests.gstep.language.prompts import video
-from tests.jobs.jobs import forbid_models
-from tests.pipeline.lists import read_manifest
 
 MIB = 2**20
 

@@ -6,7 +6,7 @@ import pytest
 
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark import generic
-from tests.gstep.generic import tiny_checkpoints
+from tests.builders import checkpoints
 
 
 def test_both_ways_are_measured_on_the_same_clip_and_give_the_same_tokens(monkeypatch, capsys):
@@ -27,6 +27,6 @@ def test_both_ways_are_measured_on_the_same_clip_and_give_the_same_tokens(monkey
 
 
 def test_a_model_without_code_of_its_own_is_refused(tmp_path, capsys):
-    folder = tiny_checkpoints.make("smolvlm", tmp_path / "smolvlm")
+    folder = checkpoints.make("smolvlm", tmp_path / "smolvlm")
     assert benchmark.main(["generic", "--model", str(folder)]) == 2
     assert "nothing to compare" in " ".join(capsys.readouterr().err.split())

@@ -10,8 +10,8 @@ from jobs.benchmark.serving import choose_modes, measure, split_work
 from jobs.benchmark.serving_ways import MODES, PRUNING, ServingWork, list_whole_files
 from pipeline import TokenCache
 from pipeline.errors import RunFailed, UsageError
-from tests.pipeline.asking import SHAPE, tiny_cache
-from tests.pipeline.caches import encoded, random_tokens, write_shard
+from tests.builders.answers import SHAPE, tiny_cache
+from tests.builders.caches import encoded, random_tokens, write_shard
 
 
 @pytest.mark.slow

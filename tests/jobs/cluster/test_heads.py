@@ -13,12 +13,11 @@ import pytest
 import ray
 
 from pipeline import TokenCache
+from tests.builders.clusters import growing_ray
+from tests.builders.runs import assert_all_gone, committed, environment, family, shut_ray_down_in_the_end
 from tests.interpreter import run_python
 from tests.jobs.faults import Driver, files, tiny_videos
 from tests.jobs.hostile import let_through
-from tests.jobs.jobs import committed, environment, shut_ray_down_in_the_end
-from tests.jobs.processes import assert_all_gone, family
-from tests.pipeline.rays import growing_ray
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -19,9 +19,9 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from jobs import prune
 from pipeline.runner import monitor
-from tests.jobs.jobs import run_here
+from tests.builders.archives import write_tar
+from tests.builders.runs import run_here
 from tests.paths import ROOT
-from tests.pipeline.tars import write_tar
 
 CLUSTER = ROOT / "jobs" / "cluster"
 SCRIPT = str(CLUSTER / "slurm.sh")

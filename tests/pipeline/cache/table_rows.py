@@ -13,7 +13,7 @@ from pipeline import TokenCache
 from pipeline.cache.live import Ledger
 from pipeline.cache.table import build_table, serialize_small
 from pipeline.storage.stores import Store
-from tests.pipeline.caches import read_live
+from tests.builders.caches import read_live
 
 ORDER = ("removed", "ok", "failed")
 Row = dict[str, Any]

@@ -17,7 +17,7 @@ from pipeline.cache.token_shard import read_shard_video_ids
 from pipeline.inspect.report import render_video_report
 from pipeline.runner.run_record import read_committed, read_record
 from pipeline.storage.stores import LocalStore, ObjectStore
-from tests.pipeline.caches import make_cache, random_tokens
+from tests.builders.caches import make_cache, random_tokens
 from tests.pipeline.damage import rewrite_row, shards
 from tests.pipeline.verifying import kinds, verified
 

@@ -17,8 +17,8 @@ from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
 from pipeline.cache.header import HEADER, get_codec, read_header, serialize_header
 from pipeline.cache.merging import merge_table_fully
 from pipeline.rewrite.remove import remove_videos
+from tests.builders.caches import encoded, make_cache, make_identity, random_tokens, write_header, write_shard
 from tests.examples import run_example
-from tests.pipeline.caches import encoded, make_cache, make_identity, random_tokens, write_header, write_shard
 from tests.pipeline.verifying import verified
 
 CODED = [codec for codec in CODECS.values() if codec is not BFLOAT16]

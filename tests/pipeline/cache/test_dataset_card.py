@@ -10,8 +10,8 @@ import pytest
 from pipeline.cache.header import has_generated_card, read_header, write_new_header
 from pipeline.cache.merging import merge_table_fully
 from pipeline.storage.stores import LocalStore, ObjectStore
+from tests.builders.caches import write_shard
 from tests.interpreter import run_python
-from tests.pipeline.caches import write_shard
 from tests.pipeline.verifying import kinds, six_videos, verified, video_of
 
 LOAD = """

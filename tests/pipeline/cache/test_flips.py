@@ -19,8 +19,15 @@ from pipeline.cache.table import VideosTable
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.checks import check_commit, check_token_shard
-from tests.pipeline.caches import make_identity, random_tokens, read_live, write_header, write_shard
-from tests.pipeline.evidence import encoded_with, random_evidence
+from tests.builders.caches import (
+    encoded_with,
+    make_identity,
+    random_evidence,
+    random_tokens,
+    read_live,
+    write_header,
+    write_shard,
+)
 
 SHAPE = (2, 5, 2)  # 10 tokens of 2 numbers, of which 2 are kept, in two row groups
 

@@ -22,6 +22,8 @@ from pipeline.cache.merging import KEEP, merge_table_files
 from pipeline.cache.schema import VIDEOS
 from pipeline.cache.table import list_table_files
 from pipeline.storage.stores import LocalStore, ObjectStore
+from tests.builders.caches import limit_merges, write_header
+from tests.builders.stores import FlakyProxy, S3Server
 from tests.pipeline.cache.table_rows import (
     Model,
     Row,
@@ -31,9 +33,6 @@ from tests.pipeline.cache.table_rows import (
     live_in,
     serialise_rows,
 )
-from tests.pipeline.caches import limit_merges, write_header
-from tests.pipeline.flaky import FlakyProxy
-from tests.pipeline.s3 import S3Server
 from tests.waiting import wait_until
 
 COMMITS = 8  # of each writer

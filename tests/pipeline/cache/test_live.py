@@ -11,8 +11,8 @@ from pipeline.cache.merging import merge_table_fully
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.inspect.report import list_failed_videos
 from pipeline.prune.summary import summarize_videos
+from tests.builders.caches import make_cache, random_tokens, read_live, write_header
 from tests.pipeline.cache.table_rows import commit_failures, commit_rows
-from tests.pipeline.caches import make_cache, random_tokens, read_live, write_header
 from tests.pipeline.damage import Merging
 
 

@@ -16,8 +16,8 @@ from pipeline.cache.merging import merge_table_files, merge_table_fully, merge_u
 from pipeline.cache.schema import LATER
 from pipeline.cache.table import list_table_files, read_file, serialize_small
 from pipeline.inspect.report import list_failed_videos
+from tests.builders.caches import encoded, limit_merges, random_tokens, write_header, write_shard
 from tests.pipeline.cache.table_rows import commit_failures, commit_rows, live_in
-from tests.pipeline.caches import encoded, limit_merges, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying
 from tests.pipeline.verifying import SHAPE, kinds, verified
 

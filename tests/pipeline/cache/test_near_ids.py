@@ -14,7 +14,7 @@ from pipeline.cache.near_ids import find_similar_ids, suggest_ids
 from pipeline.cache.reader import MAX_HINTS
 from pipeline.errors import describe_similar_name, make_printable, suggest_file, suggest_unicode_form
 from pipeline.rewrite.remove import remove_videos
-from tests.pipeline.asking import tiny_cache
+from tests.builders.answers import tiny_cache
 
 IDS = ("a/bikes.mp4", "b/boats.mp4", "b/boat.mp4", "b/cats.webm", "c/cats.mp4", "c/kites.mp4", "c/kites.webm")
 MANY = pa.chunked_array([[f"{n % 97:02}/{n * 7919 % 10**8:08}.mp4" for n in range(50_000)]])

@@ -5,11 +5,11 @@ import pytest
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.language import Decoding, load_language_model, prompt_builder
 from pipeline import TokenCache
+from tests.builders.answers import decode_newline
+from tests.builders.caches import cache_of, encode_clip
+from tests.builders.clips import sample
 from tests.examples import run_example
 from tests.gstep.llms import FAMILIES
-from tests.pipeline.asking import decode_newline
-from tests.pipeline.encoding import cache_of, encode_clip
-from tests.pipeline.videos import sample
 
 
 @pytest.mark.parametrize("name", FAMILIES)

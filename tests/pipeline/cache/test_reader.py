@@ -22,9 +22,9 @@ from pipeline.errors import CorruptShard, RemovedVideo, VideoFault
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
+from tests.builders.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
 from tests.gstep import synthetic
 from tests.interpreter import run_python
-from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.damage import rewrite_row
 from tests.pipeline.verifying import kinds, verified
 

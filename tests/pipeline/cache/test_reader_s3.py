@@ -19,8 +19,8 @@ from pipeline.cache.reader import group_runs
 from pipeline.cache.token_shard import TokenRequest
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import ObjectStore
-from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
-from tests.pipeline.s3 import S3Server
+from tests.builders.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
+from tests.builders.stores import S3Server
 
 SHAPE = (8, 49, 512)  # 98 KB of tokens: more than comes with a shard's footer
 IDS = [f"v{i}" for i in range(7)]

@@ -18,7 +18,7 @@ from pipeline.cache.table import list_table_files
 from pipeline.errors import RemovedVideo, RunFailed
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore, ObjectStore
-from tests.pipeline.caches import write_shard
+from tests.builders.caches import write_shard
 from tests.pipeline.damage import flip, shards
 from tests.pipeline.verifying import kinds, six_videos, tokens_of, verified, video_of
 

@@ -21,7 +21,7 @@ from pipeline.cache.table import (
     sort_by_key,
 )
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import read_live, write_header
+from tests.builders.caches import read_live, write_header
 
 N = 300
 

@@ -7,7 +7,7 @@ import pytest
 from pipeline import CorruptShard, TokenCache
 from pipeline.cache.token_shard import TokenRequest, TokenShard
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import make_cache, random_tokens
+from tests.builders.caches import make_cache, random_tokens
 from tests.pipeline.damage import rewrite_row
 
 COLUMNS = ("video_id", "index", "token")

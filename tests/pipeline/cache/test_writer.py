@@ -16,7 +16,7 @@ from pipeline.cache.token_shard import hash_vectors, read_videos
 from pipeline.cache.writer import KeptTokens, commit_records, write_token_shard
 from pipeline.errors import RunFailed
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import encoded, random_tokens, write_header
+from tests.builders.caches import encoded, random_tokens, write_header
 
 VIDEO = encoded("v", random_tokens(0), 0.25, "gstep")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline import CachedVideo
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.builders.caches import encoded, random_tokens, write_header, write_shard
 
 SIZES = (5, 3, 4, 1, 6)  # videos of each shard
 N_VIDEOS = sum(SIZES)

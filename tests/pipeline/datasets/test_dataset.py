@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from pipeline import IterableTokenDataset, Packed, TokenCache, TokenDataset, UnknownVideo, pack
 from pipeline.datasets.packing import select_videos
-from tests.pipeline.caches import encoded, random_tokens, write_shard
+from tests.builders.caches import encoded, random_tokens, write_shard
 from tests.pipeline.datasets.caches import IDS, SIZES, ids_of, make_shards
 
 

@@ -23,9 +23,9 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import resolve_recipe
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.rays import ray_here
-from tests.pipeline.tars import write_tar
-from tests.pipeline.videos import sample
+from tests.builders.archives import write_tar
+from tests.builders.clips import sample
+from tests.builders.clusters import ray_here
 
 HERE = measure_node()
 

@@ -24,8 +24,8 @@ from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
 from pipeline.rows import make_failed_answer
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.asking import request_about
-from tests.pipeline.videos import write_clip
+from tests.builders.answers import request_about
+from tests.builders.clips import write_clip
 
 _CODECS = {".webm": "libvpx-vp9", ".avi": "mpeg4"}
 

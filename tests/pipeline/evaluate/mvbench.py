@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.builders.clips import write_jpegs
 from tests.pipeline.evaluate.layouts import write_json, write_videos
-from tests.pipeline.videos import write_jpegs
 
 FRAMES = "castle_s07e04_seg02_clip_14"
 N_FRAMES = 30  # three a second

@@ -24,7 +24,7 @@ from pipeline.evaluate.results import Presentation, make_tables
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.generate.summary import AnswerSummary
-from tests.pipeline.asking import tiny_cache, write_questions
+from tests.builders.answers import tiny_cache, write_questions
 from tests.pipeline.evaluate.layouts import commit_replies, generated
 from tests.pipeline.evaluate.score_tables import items_of, score_rows, score_table, scores_of
 

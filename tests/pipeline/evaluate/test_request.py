@@ -25,8 +25,8 @@ from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import resolve_recipe
 from pipeline.storage.stores import LocalStore
+from tests.builders.answers import thinking_model, tiny_cache, write_questions
 from tests.jobs.poison import Poison
-from tests.pipeline.asking import thinking_model, tiny_cache, write_questions
 from tests.pipeline.evaluate.videomme import write_videomme
 
 ROWS = [

@@ -21,7 +21,7 @@ from pipeline.generate.answers import AnswersTable
 from pipeline.prune.recipe import resolve_recipe
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.asking import tiny_cache, write_questions
+from tests.builders.answers import tiny_cache, write_questions
 from tests.pipeline.evaluate.layouts import commit_replies, generated
 from tests.pipeline.evaluate.videomme import write_videomme
 

@@ -26,7 +26,7 @@ from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, read_questions, strip_reasoning
 from pipeline.rows import AnswerRecord, drop_nulls
-from tests.pipeline.asking import write_questions
+from tests.builders.answers import write_questions
 
 ARMS = {"none@1": ORIGINAL, "fastv,K=3@0.25": MethodAtRatio("fastv,K=3", 0.25)}
 

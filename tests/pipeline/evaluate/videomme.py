@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.pipeline.videos import add_stream
+from tests.builders.clips import add_stream
 
 TEXTS = ("video_id", "duration", "domain", "sub_category", "url", "videoID", "question_id", "task_type", "question")
 SCHEMA = pa.schema(

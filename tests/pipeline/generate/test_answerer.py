@@ -33,10 +33,10 @@ from pipeline.generate.summary import summarize_answers
 from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.runner import worker_heartbeat as heartbeat
 from pipeline.storage.stores import LocalStore
+from tests.builders.answers import SHAPE, setup_of, tiny_cache, write_questions
+from tests.builders.caches import encoded, random_tokens, write_shard
 from tests.gstep.language.prompts import video
 from tests.gstep.llms import llm
-from tests.pipeline.asking import SHAPE, setup_of, tiny_cache, write_questions
-from tests.pipeline.caches import encoded, random_tokens, write_shard
 
 WAY = AnswerMode(Decoding(max_new_tokens=8))
 PROMPTS = ["What?", "What is happening in this video, and why?", "Who is it?", "Where?", "Say more about the end."]

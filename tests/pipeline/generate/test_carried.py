@@ -18,8 +18,8 @@ from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, merge_answe
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, read_given_questions, read_questions
 from pipeline.generate.summary import summarize_answers
 from pipeline.storage.stores import LocalStore
+from tests.builders.answers import write_questions
 from tests.paths import ROOT
-from tests.pipeline.asking import write_questions
 
 PAGE = (ROOT / "pipeline/generate/README.md").read_text()
 MODE = AnswerMode(Decoding())

@@ -13,7 +13,7 @@ from pipeline.generate.answers import AnswersTable, commit_answers, write_answer
 from pipeline.generate.conversation import load_messages, make_chat
 from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
 from pipeline.generate.remaining import select_remaining_questions
-from tests.pipeline.asking import request_about, tiny_cache, write_questions
+from tests.builders.answers import request_about, tiny_cache, write_questions
 
 MODE = AnswerMode(Decoding(max_new_tokens=8))
 BASE = {"question_id": 1, "video_id": "a"}

@@ -15,11 +15,11 @@ from pipeline.generate.prompts import PreparedQuestion, PromptMaker
 from pipeline.generate.questions import AnswerMode
 from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.runner.worker_heartbeat import Heartbeat
+from tests.builders.answers import request_about, tiny_cache
+from tests.builders.caches import cache_of, encode_clip
+from tests.builders.clips import uneven_clip
 from tests.gstep.language.prompts import builder
 from tests.gstep.stock import stock_video_text
-from tests.pipeline.asking import request_about, tiny_cache
-from tests.pipeline.encoding import cache_of, encode_clip
-from tests.pipeline.videos import uneven_clip
 
 SOURCE = ModelSource.resolve("tiny-qwen3-vl")
 FRAMES = 5  # odd: the last one is repeated in a temporal patch

@@ -22,8 +22,7 @@ from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.prompts import TextEmbeddings
 from pipeline.generate.request import choose_token_order
 from pipeline.rows import QuestionRecord, drop_nulls
-from tests.pipeline.asking import request_about, setup_of, tiny_cache
-from tests.pipeline.evidence import tiny_cache_with_embeddings
+from tests.builders.answers import request_about, setup_of, tiny_cache, tiny_cache_with_embeddings
 
 T, N, D = 5, 20, 16
 ATTENTION = (("token_attention", "token_attention"),)

@@ -14,8 +14,8 @@ from pipeline import TokenCache
 from pipeline.errors import IdentityMismatch
 from pipeline.generate.model import check_model, read_tower_hash
 from pipeline.serve.prompts import CachedPrompts, ServedCache
+from tests.builders.answers import tiny_cache
 from tests.gstep.quantized import CONFIGS, quantize
-from tests.pipeline.asking import tiny_cache
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.language import Decoding, prompt_builder
 from pipeline import TokenCache
+from tests.builders.caches import encode_clip, write_header, write_shard
+from tests.builders.clips import sample
 from tests.gstep.llms import FAMILIES, Encoded, llm, stock, stock_inputs
-from tests.pipeline.caches import write_header, write_shard
-from tests.pipeline.encoding import encode_clip
-from tests.pipeline.videos import sample
 
 FRAMES = 5  # odd: the last one is repeated in a temporal patch
 

@@ -27,10 +27,10 @@ from pipeline.runner.worker_heartbeat import Heartbeat
 from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
+from tests.builders.answers import lines_of, request_about, setup_of, thinking_model, tiny_cache
+from tests.builders.caches import write_shard
+from tests.builders.clips import sample
 from tests.gstep.language.prompts import text_of
-from tests.pipeline.asking import lines_of, request_about, setup_of, thinking_model, tiny_cache
-from tests.pipeline.caches import write_shard
-from tests.pipeline.videos import sample
 
 RATIOS = (0.25, 0.2, 0.1, 0.02)
 FAMILIES = ("tiny", "tiny-qwen2-5-vl", "tiny-qwen3-vl")

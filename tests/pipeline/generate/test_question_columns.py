@@ -9,7 +9,7 @@ from pipeline.errors import QuestionsError
 from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.generate.question_columns import KNOWN_COLUMNS, find_meant_column
 from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
-from tests.pipeline.asking import write_questions
+from tests.builders.answers import write_questions
 
 MODE = AnswerMode(Decoding())
 GOOD = {"question_id": 1, "video_id": "v", "prompt": "p"}

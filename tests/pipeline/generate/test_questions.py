@@ -9,7 +9,7 @@ import pytest
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError
 from pipeline.generate.questions import AnswerMode, add_choices, parse_letter, read_given_questions, read_questions
-from tests.pipeline.asking import write_questions
+from tests.builders.answers import write_questions
 
 WAY = AnswerMode(Decoding(max_new_tokens=16))
 ROWS = [

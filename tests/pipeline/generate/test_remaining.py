@@ -23,8 +23,8 @@ from pipeline.rewrite.compact import join_tokens
 from pipeline.rewrite.remove import remove_videos
 from pipeline.rows import make_failed_answer
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.asking import SHAPE, lines_of, request_about, tiny_cache
-from tests.pipeline.caches import encoded, random_tokens, write_shard
+from tests.builders.answers import SHAPE, lines_of, request_about, tiny_cache
+from tests.builders.caches import encoded, random_tokens, write_shard
 
 ROWS = [
     {"question_id": "ok", "video_id": "a", "prompt": "p"},

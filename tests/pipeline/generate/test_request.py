@@ -12,8 +12,7 @@ from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.request import identify_answers
 from pipeline.generate.run import answer
-from tests.pipeline.asking import request_about, tiny_cache
-from tests.pipeline.evidence import tiny_cache_with_embeddings
+from tests.builders.answers import request_about, tiny_cache, tiny_cache_with_embeddings
 
 ROWS = [
     {"question_id": "1", "video_id": "a", "prompt": "p"},

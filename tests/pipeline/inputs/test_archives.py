@@ -24,9 +24,9 @@ from pipeline.storage import downloads
 from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
+from tests.builders.archives import member, write_tar
+from tests.builders.manifests import read_manifest
 from tests.pipeline.inputs.test_tar import HOSTILE
-from tests.pipeline.lists import read_manifest
-from tests.pipeline.tars import member, write_tar
 
 NOWHERE = Objects()
 FILES = {f"{number:02}.mp4": random.Random(number).randbytes(20_000 * (number % 3) + number) for number in range(12)}

@@ -8,7 +8,7 @@ import pytest
 from pipeline.errors import ManifestError
 from pipeline.inputs import listings
 from pipeline.inputs.listings import expand_braces
-from tests.pipeline.lists import read_manifest
+from tests.builders.manifests import read_manifest
 
 PATTERNS = [
     "shard-{000..010}.tar", "{a,b}{1..3}.tar", "a{b{c,d},e}f", "{3..1}", "{-2..2..2}", "{01..3}", "x{}y",

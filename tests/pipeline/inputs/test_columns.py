@@ -16,8 +16,8 @@ import pytest
 from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.indexes import Indexes
+from tests.builders.manifests import read_manifest
 from tests.pipeline.inputs.test_archives import contents, rows
-from tests.pipeline.lists import read_manifest
 
 #: Rows of datasets' own form: with bytes, with a path, with both, with neither, and none at all.
 MIXED = [

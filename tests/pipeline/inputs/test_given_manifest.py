@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import ManifestError
 from pipeline.inputs.manifest import convert_given_videos
-from tests.pipeline.lists import read_manifest
+from tests.builders.manifests import read_manifest
 
 
 @pytest.fixture(autouse=True)

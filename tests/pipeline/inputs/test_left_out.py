@@ -18,7 +18,7 @@ from pipeline.inputs.left_out import MAX_NAMES, LeftOut, format_left_out
 from pipeline.inputs.video_list import VideoList
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.tars import write_tar
+from tests.builders.archives import write_tar
 
 
 def listed(*named, objects=None, **options):

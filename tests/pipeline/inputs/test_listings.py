@@ -10,8 +10,8 @@ import pytest
 from pipeline.errors import ManifestError, UsageError
 from pipeline.keys import hash_mark
 from pipeline.storage.s3 import Objects
-from tests.pipeline.lists import read_manifest
-from tests.pipeline.s3 import SECRET
+from tests.builders.manifests import read_manifest
+from tests.builders.stores import SECRET
 
 ODD = ["a b.mp4", "a#b.mp4", "a%20b.mp4", "a+b.mp4", "a?b.mp4", "watch?v=1&t=2.mp4", "d//e.mp4", "ü/日.mp4"]
 

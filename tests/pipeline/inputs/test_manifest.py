@@ -17,7 +17,7 @@ from pipeline.generate.questions import AnswerMode, read_given_questions, read_q
 from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.manifest import convert_given_videos
-from tests.pipeline.lists import read_manifest
+from tests.builders.manifests import read_manifest
 
 
 def touch(path: Path) -> Path:

@@ -9,8 +9,8 @@ from pipeline.inputs.forms import make_member_fetcher
 from pipeline.inputs.manifest import sort_roots
 from pipeline.inspect.page import render_video_page
 from pipeline.storage.s3 import Objects
+from tests.builders.stores import S3Server
 from tests.pipeline.pages import FRAMES, VIDEO, build, decoded_clip, pictures_of
-from tests.pipeline.s3 import S3Server
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from pipeline.inputs.video_list import VideoList
 from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.lists import read_manifest
-from tests.pipeline.tars import BLOCK, ended, member, pax, renumbered, write_tar
+from tests.builders.archives import BLOCK, ended, member, pax, renumbered, write_tar
+from tests.builders.manifests import read_manifest
 
 NOWHERE = Objects()
 CLIPS = ArchiveOptions(clips_from=("start", "end"))

@@ -15,7 +15,7 @@ from pipeline.inputs.tar_and_zip import Tar
 from pipeline.inputs.video_list import VideoList, get_archive_size
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.tars import write_tar
+from tests.builders.archives import write_tar
 from tests.waiting import wait_until
 
 NOWHERE = Objects()

@@ -13,9 +13,9 @@ from gstep.methods import QUESTION_METHODS, VIDEO_METHODS
 from gstep.pruners.random import Random
 from pipeline.errors import UsageError, VideoFault
 from pipeline.inspect.selecting import list_requested_selections
-from tests.jobs.jobs import forbid_ray
-from tests.pipeline.encoding import encode_clip
-from tests.pipeline.videos import sample
+from tests.builders.caches import encode_clip
+from tests.builders.clips import sample
+from tests.builders.runs import forbid_ray
 
 CLIP = sample("bikes.mp4")
 FRAMES = {"num_frames": 3, "device": "cpu", "dtype": "float32"}

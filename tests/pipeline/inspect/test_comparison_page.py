@@ -20,10 +20,10 @@ from pipeline.inspect.comparison_page import draw_cells, draw_edges
 from pipeline.inspect.thumbnails import Pictures
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
+from tests.builders.clips import sample
 from tests.gstep.backbones.encoders import STOCK
 from tests.pipeline.inspect.test_page import HOSTILE, Texts
 from tests.pipeline.pages import PREPROCESSOR, image, pictures_of
-from tests.pipeline.videos import sample
 
 OPTIONS = {"retention_ratios": [0.25, 0.10], "device": "cpu", "siglip": None}
 METHODS = ["gstep", "visionzip", "random"]

@@ -19,7 +19,7 @@ from pipeline.inspect.thumbnails import Pictures, Thumbnails
 from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.builders.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.pages import FRAMES, PREPROCESSOR, SIDE, VIDEO, build, data_of, image, pictures_of
 
 

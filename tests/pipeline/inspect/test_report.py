@@ -17,7 +17,7 @@ from pipeline.inspect.report import (
     render_video_report,
 )
 from pipeline.rewrite.remove import remove_videos
-from tests.pipeline.caches import encoded, random_tokens, write_shard
+from tests.builders.caches import encoded, random_tokens, write_shard
 from tests.pipeline.pages import FRAMES, VIDEO, build, shown
 
 

@@ -12,8 +12,8 @@ from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
+from tests.builders.clips import write_jpegs
 from tests.pipeline.pages import FRAMES, VIDEO, build, data_of, pictures_of
-from tests.pipeline.videos import write_jpegs
 
 
 def test_the_page_shows_the_sampled_frames_of_the_source(cache, decoded):

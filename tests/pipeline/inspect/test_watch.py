@@ -22,8 +22,8 @@ from pipeline.runner.claim import Claim
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RunFile
 from pipeline.storage.stores import store_at
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
-from tests.pipeline.s3 import S3Server
+from tests.builders.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.builders.stores import S3Server
 from tests.waiting import wait_until
 
 NOW = Progress(

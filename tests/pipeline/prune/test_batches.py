@@ -21,7 +21,7 @@ from pipeline.prune.batches import (
     unpack_task,
 )
 from pipeline.rows import VideoRecord, make_failed_video
-from tests.pipeline.caches import encoded, random_tokens, source_record
+from tests.builders.caches import encoded, random_tokens, source_record
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (3, 4, 6, 3), dtype=np.uint8)
 

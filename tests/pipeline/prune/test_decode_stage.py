@@ -16,8 +16,8 @@ from pipeline.prune.recipe import resolve_recipe
 from pipeline.rows import make_todo_row
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from tests.pipeline.s3 import KEY, SECRET
-from tests.pipeline.videos import KeepSize, write_clip
+from tests.builders.clips import KeepSize, write_clip
+from tests.builders.stores import KEY, SECRET
 
 
 def todo(*uris, policy=None, size=None):

@@ -21,9 +21,9 @@ from pipeline.prune.batches import pack, unpack_batch
 from pipeline.prune.encode_stage import Encoder, EncodeSetup, VideoEncoder
 from pipeline.rows import make_failed_video
 from pipeline.runner.worker_reports import ProgressDelta, Worker
+from tests.builders.caches import source_record
+from tests.builders.clusters import heartbeats_here
 from tests.gstep.synthetic import needs_cuda
-from tests.pipeline.caches import source_record
-from tests.pipeline.rays import heartbeats_here
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (2, 384, 384, 3), dtype=np.uint8)
 

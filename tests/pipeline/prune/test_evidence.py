@@ -22,10 +22,18 @@ from pipeline.prune.recipe import parse_evidence
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.checks import check_token_shard
+from tests.builders.caches import (
+    WIDTH,
+    encoded,
+    evidence_cache,
+    make_cache,
+    random_evidence,
+    random_tokens,
+    source_record,
+    write_shard,
+)
+from tests.builders.stores import S3Server
 from tests.pipeline.cache.test_reader import CountingStore, bits
-from tests.pipeline.caches import encoded, make_cache, random_tokens, source_record, write_shard
-from tests.pipeline.evidence import WIDTH, evidence_cache, random_evidence
-from tests.pipeline.s3 import S3Server
 
 SHAPE = (8, 49, 256)
 BOTH = ("image_embedding", "token_attention")

@@ -16,8 +16,8 @@ from pipeline.prune.frame_limits import describe_future_limits, describe_samplin
 from pipeline.prune.recipe import Recipe, make_sampling_identity, resolve_recipe
 from pipeline.rows import VideoRecord, describe_frames, format_rate, make_todo_row
 from pipeline.video.sampling import Sampling, choose_frames, count_frames_by_rate
-from tests.pipeline.caches import write_header, write_shard
-from tests.pipeline.videos import uneven_clip, write_clip
+from tests.builders.caches import write_header, write_shard
+from tests.builders.clips import uneven_clip, write_clip
 
 GENERIC = ("tiny-qwen3-vl", "generic")
 QWEN = [("tiny-qwen2-5-vl", None), ("tiny-qwen3-vl", None)]

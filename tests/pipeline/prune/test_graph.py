@@ -10,7 +10,7 @@ from ray.data._internal.logical.optimizers import get_execution_plan
 
 from pipeline.prune.resources import MAX_BATCH_BYTES, PRUNING, Resources, plan_resources
 from pipeline.runner.stages import MAX_BLOCKS, RESTARTS, TASK_RETRIES
-from tests.pipeline.rays import PLAIN, graph_of, ray_here
+from tests.builders.clusters import PLAIN, graph_of, ray_here
 
 
 @pytest.mark.parametrize("asked", [{}, {"encode_workers": 4}, {"decode_workers": 99}])

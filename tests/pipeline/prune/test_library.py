@@ -17,8 +17,8 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.facts import Facts
 from pipeline.prune.request import check_request
 from pipeline.prune.run import make_summary
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_shard
-from tests.pipeline.videos import write_clip
+from tests.builders.caches import encoded, encoded_failure, random_tokens, write_shard
+from tests.builders.clips import write_clip
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import pytest
 from pipeline.errors import ManifestError
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.storage.s3 import Objects
+from tests.builders.clips import sample
+from tests.builders.manifests import read_manifest
 from tests.pipeline.inputs.test_manifest import touch, write_jsonl
-from tests.pipeline.lists import read_manifest
-from tests.pipeline.videos import sample
 
 NOWHERE = Objects(endpoint_url="http://127.0.0.1:1")
 

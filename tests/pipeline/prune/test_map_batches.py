@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pipeline
-from tests.pipeline.videos import sample
+from tests.builders.clips import sample
 
 CLIP = str(sample("bikes.mp4"))
 OPTIONS = {"num_frames": 3, "retention_ratio": 0.2, "device": "cpu"}

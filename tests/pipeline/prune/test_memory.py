@@ -15,9 +15,9 @@ from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.resources import plan_resources
 from pipeline.runner.stages import BLOCKS_AHEAD
 from pipeline.storage.stores import LocalStore
-from tests.jobs.processes import family, resident_mb
-from tests.pipeline.rays import graph_of, ray_here, rows_of
-from tests.pipeline.videos import write_clip
+from tests.builders.clips import write_clip
+from tests.builders.clusters import graph_of, ray_here, rows_of
+from tests.builders.runs import family, resident_mb
 
 FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more than may wait
 SMALL, LARGE = 24, 64
@@ -94,7 +94,7 @@ def test_later_videos_take_no_more_memory_than_the_first(tmp_path):
             peaks.append(Peak())
 
     with ray_here({"num_cpus": 4, "object_store_memory": 2000 * 10**6}):
-        graph = graph_of(LARGE, plan, SlowStore(tmp_path), clip, FRAMES, "tests.pipeline.videos:Instant", SlowSetup)
+        graph = graph_of(LARGE, plan, SlowStore(tmp_path), clip, FRAMES, "tests.builders.clips:Instant", SlowSetup)
         with watch_memory(peaks):
             rows = rows_of(graph, moved=look_at_shards)
     assert [row["status"] for row in rows] == ["ok"] * LARGE

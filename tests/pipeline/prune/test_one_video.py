@@ -7,9 +7,9 @@ import torch
 import pipeline
 from gstep.backbones import ModelSource
 from pipeline.errors import UsageError, VideoFault
-from tests.jobs.jobs import forbid_ray
-from tests.pipeline.encoding import encode_clip
-from tests.pipeline.videos import sample
+from tests.builders.caches import encode_clip
+from tests.builders.clips import sample
+from tests.builders.runs import forbid_ray
 
 CLIP = sample("bikes.mp4")
 OPTIONS = {"num_frames": 5, "retention_ratio": 0.2, "device": "cpu"}

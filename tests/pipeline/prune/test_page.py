@@ -13,8 +13,8 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import Request, check_request
 from pipeline.runner.claim import Claim, find_holder
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import encoded, random_tokens, write_shard
-from tests.pipeline.videos import write_clip
+from tests.builders.caches import encoded, random_tokens, write_shard
+from tests.builders.clips import write_clip
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ from pipeline.plan.render import list_rows
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.plan import plan_run
 from pipeline.video.sampling import Sampling, choose_frames
+from tests.builders.archives import write_tar
+from tests.builders.clips import write_clip
 from tests.gstep.language.test_weights import LLMS
 from tests.gstep.qwen_configs import PREPROCESSOR
 from tests.paths import ROOT
-from tests.pipeline.tars import write_tar
-from tests.pipeline.videos import write_clip
 
 
 @pytest.fixture

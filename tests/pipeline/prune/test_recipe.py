@@ -21,8 +21,8 @@ from pipeline.prune.recipe import make_sampling
 from pipeline.prune.request import check_request
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
-from tests.pipeline.caches import encoded, random_tokens, write_shard
-from tests.pipeline.videos import sample
+from tests.builders.caches import encoded, random_tokens, write_shard
+from tests.builders.clips import sample
 
 
 @pytest.fixture

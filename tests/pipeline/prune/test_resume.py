@@ -23,8 +23,8 @@ from pipeline.prune.resume import (
 )
 from pipeline.storage.stores import LocalStore
 from pipeline.video.frame_folders import read_source_state
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
-from tests.pipeline.lists import read_manifest
+from tests.builders.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.builders.manifests import read_manifest
 
 TOKENS = random_tokens(0)
 

@@ -15,7 +15,8 @@ from pipeline.prune.resume import ManifestCounts, select_slice
 from pipeline.prune.todo import Todo, TodoSelection
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import encoded_failure, write_header, write_shard
+from tests.builders.archives import write_tar
+from tests.builders.caches import encoded_failure, write_header, write_shard
 from tests.pipeline.inputs.test_video_list import (
     Noting,
     doubled_tars,
@@ -24,7 +25,6 @@ from tests.pipeline.inputs.test_video_list import (
     write_table,
     write_tars,
 )
-from tests.pipeline.tars import write_tar
 
 
 @pytest.fixture

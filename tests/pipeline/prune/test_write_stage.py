@@ -12,8 +12,8 @@ from pipeline.prune.resources import PRUNING
 from pipeline.prune.write_stage import Writer
 from pipeline.runner.worker_reports import Worker
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header
-from tests.pipeline.rays import heartbeats_here
+from tests.builders.caches import encoded, encoded_failure, random_tokens, write_header
+from tests.builders.clusters import heartbeats_here
 
 
 def test_videos_become_one_shard_whoever_writes_them_that_can_be_committed_and_read(tmp_path):

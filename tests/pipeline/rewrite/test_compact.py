@@ -9,7 +9,7 @@ from pipeline import TokenCache
 from pipeline.errors import CorruptShard, VideoFault
 from pipeline.rewrite.compact import join_tokens
 from pipeline.runner.claim import CacheLocked, Claim
-from tests.pipeline.caches import encoded_failure, write_header, write_shard
+from tests.builders.caches import encoded_failure, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, say_what_was_committed, shards
 from tests.pipeline.verifying import assert_tokens, tokens_of, verified, video_of
 

@@ -18,9 +18,9 @@ from pipeline.rewrite.merge import merge_caches
 from pipeline.rewrite.remove import remove_videos
 from pipeline.runner.run_record import list_committed_shards
 from pipeline.storage.stores import LocalStore, store_at
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.builders.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.builders.stores import S3Server
 from tests.pipeline.damage import Dying, flip, say_what_was_committed, shards
-from tests.pipeline.s3 import S3Server
 from tests.pipeline.verifying import kinds, verified
 
 SHAPE = (4, 9, 8)

@@ -17,8 +17,8 @@ from pipeline.cache.table import list_table_files, read_file
 from pipeline.errors import RemovedVideo, VideoFault
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
+from tests.builders.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.jobs.faults import die_at_call
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip
 from tests.pipeline.verifying import verified
 

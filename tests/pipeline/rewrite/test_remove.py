@@ -16,7 +16,7 @@ from pipeline.errors import CacheLocked, NotACache, RemovedVideo
 from pipeline.rewrite.remove import remove_videos
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import write_header, write_shard
+from tests.builders.caches import write_header, write_shard
 from tests.pipeline.damage import Dying
 from tests.pipeline.verifying import assert_tokens, kinds, six_videos, tokens_of, verified, video_of
 

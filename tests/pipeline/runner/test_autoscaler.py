@@ -18,8 +18,8 @@ from pipeline.prune.resources import plan_resources
 from pipeline.runner.cluster.connection import sum_resources
 from pipeline.runner.progress import Progress, Speed
 from pipeline.runner.watchdog import ClusterChanged, Growth
-from tests.jobs.jobs import environment
-from tests.pipeline.rays import end_plain
+from tests.builders.clusters import end_plain
+from tests.builders.runs import environment
 from tests.waiting import wait_until
 
 # Ray's provider of such nodes knows its head by this name.

@@ -9,7 +9,7 @@ import ray
 
 from pipeline.runner.shards import GraphBatch, RunGraph, ShardBundler, WrittenShard
 from pipeline.runner.stages import Stage, start_actors
-from tests.pipeline.rays import ray_here
+from tests.builders.clusters import ray_here
 from tests.waiting import wait_until
 
 

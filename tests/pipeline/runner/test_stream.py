@@ -36,7 +36,7 @@ from pipeline.runner.watchdog import ClusterChanged, is_still_running
 from pipeline.runner.worker_reports import Heartbeats, WorkerReport
 from pipeline.storage.outages import OUTAGES, Outage
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.rays import handle_of
+from tests.builders.clusters import handle_of
 from tests.waiting import wait_until
 
 WRITING = Wording("writing", "word", {"write": StageWords("written", "look at it")}, "--words")

@@ -10,9 +10,9 @@ import torch
 
 from pipeline import TokenCache
 from pipeline.storage.stores import ObjectStore
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
-from tests.pipeline.rays import PLAIN, ray_here
-from tests.pipeline.s3 import S3Server
+from tests.builders.caches import encoded, random_tokens, write_header, write_shard
+from tests.builders.clusters import PLAIN, ray_here
+from tests.builders.stores import S3Server
 
 IDS = [f"v{i}" for i in range(6)]
 

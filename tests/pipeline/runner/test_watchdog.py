@@ -15,8 +15,8 @@ from pipeline.runner.progress import Progress, Speed
 from pipeline.runner.watchdog import SHRUNK_S, ClusterChanged, Fetcher, Growth, Watchdog
 from pipeline.runner.worker_reports import Heartbeats, ProgressDelta, Worker, run_heartbeats
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.rays import PLAIN, graph_of, handle_of, hold_cpu, ray_here, rows_of
-from tests.pipeline.videos import write_clip
+from tests.builders.clips import write_clip
+from tests.builders.clusters import PLAIN, graph_of, handle_of, hold_cpu, ray_here, rows_of
 from tests.waiting import wait_until
 
 STAGES = tuple(PRUNING.stages)

@@ -27,8 +27,8 @@ from pipeline.runner.worker_reports import (
     run_heartbeats,
 )
 from pipeline.storage.outages import Outage
-from tests.jobs.processes import assert_all_gone
-from tests.pipeline.rays import PLAIN, handle_of, heartbeats_here, ray_here
+from tests.builders.clusters import PLAIN, handle_of, heartbeats_here, ray_here
+from tests.builders.runs import assert_all_gone
 from tests.waiting import wait_until
 
 STAGES, HERE = tuple(PRUNING.stages), socket.gethostname()

@@ -9,9 +9,9 @@ from itertools import islice
 
 import av
 
-from tests.jobs.jobs import environment
+from tests.builders.clips import add_stream, sample
+from tests.builders.runs import environment
 from tests.paths import ROOT
-from tests.pipeline.videos import add_stream, sample
 
 N_FRAMES = 8
 NAMES = ("bikes.mp4", "carphone_pristine.mp4")

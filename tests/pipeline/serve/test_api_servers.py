@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
-from tests.jobs.processes import family
-from tests.pipeline.asking import tiny_cache
-from tests.pipeline.serve.served import (
+from tests.builders.answers import tiny_cache
+from tests.builders.runs import family
+from tests.builders.servers import (
     KEY,
     N_TOKENS,
     Admitted,

@@ -14,7 +14,7 @@ from pipeline.serve import CONFIG, LIMITS
 from pipeline.serve.config import KEY
 from pipeline.serve.gate import VIDEOS, RequestGate
 from pipeline.serve.prompts import ServedCache, get_cached_prompts
-from tests.pipeline.asking import tiny_cache
+from tests.builders.answers import tiny_cache
 
 
 class Server:

@@ -7,7 +7,7 @@ from gstep.language import Decoding, load_language_model, prompt_builder
 from pipeline import TokenCache, vllm_input, vllm_options
 from pipeline.errors import UsageError
 from tests import vllm_here
-from tests.pipeline.asking import tiny_cache
+from tests.builders.answers import tiny_cache
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

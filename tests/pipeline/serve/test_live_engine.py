@@ -17,9 +17,9 @@ from gstep.serving.live import LIVE, LivePruning
 from gstep.serving.options import make_live_engine_options, prepare_process
 from pipeline import TokenCache
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
+from tests.builders.servers import KEY, N_TOKENS, expected, fetched, parts, same, serving
+from tests.builders.servers import ask as ask_server
 from tests.pipeline.serve.live_cases import N_FRAMES, NAMES, SHORT, pruned_cache
-from tests.pipeline.serve.served import KEY, N_TOKENS, expected, fetched, parts, same, serving
-from tests.pipeline.serve.served import ask as ask_server
 
 openai = pytest.importorskip("openai")
 

@@ -17,10 +17,9 @@ from pipeline.serve.config import ServeConfig
 from pipeline.serve.prompts import CachedPrompts, CacheLink, ServedCache
 from pipeline.serve.server import make_served_cache
 from pipeline.serve.videos import StoreAway, TooLarge, VideoGone
-from tests.pipeline.asking import tiny_cache
-from tests.pipeline.caches import encoded, random_tokens, write_shard
-from tests.pipeline.encoding import cache_of, encode_clip
-from tests.pipeline.videos import uneven_clip
+from tests.builders.answers import tiny_cache
+from tests.builders.caches import cache_of, encode_clip, encoded, random_tokens, write_shard
+from tests.builders.clips import uneven_clip
 from tests.waiting import wait_until
 
 SHAPE = (4, 49, 64)

@@ -18,10 +18,10 @@ from pipeline.errors import UsageError
 from pipeline.serve.config import ServeConfig
 from pipeline.serve.server import make_server_arguments
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
-from tests.jobs.processes import family
-from tests.pipeline.asking import SHAPE, tiny_cache
-from tests.pipeline.caches import encoded, random_tokens, write_shard
-from tests.pipeline.serve.served import (
+from tests.builders.answers import SHAPE, tiny_cache
+from tests.builders.caches import encoded, random_tokens, write_shard
+from tests.builders.runs import family
+from tests.builders.servers import (
     KEY,
     N_TOKENS,
     Admitted,

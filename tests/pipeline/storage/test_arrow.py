@@ -13,7 +13,7 @@ from pipeline.cache.merging import merge_table_files
 from pipeline.errors import UsageError
 from pipeline.storage.arrow import ArrowObjects
 from pipeline.storage.stores import FileInfo, ObjectStore, store_at
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.builders.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.verifying import SHAPE, kinds, verified
 
 NOW = timedelta(0)

@@ -10,12 +10,12 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.storage.hub import HubFiles
+from tests.builders.archives import write_tar
+from tests.builders.manifests import read_manifest
+from tests.builders.stores import REPO, HubServer
 from tests.interpreter import run_python
 from tests.paths import ROOT
-from tests.pipeline.hub import REPO, HubServer
 from tests.pipeline.inputs.test_archives import FILES, write_parquet
-from tests.pipeline.lists import read_manifest
-from tests.pipeline.tars import write_tar
 
 _READ = """
 import hashlib, json, sys

@@ -7,8 +7,7 @@ import pytest
 
 from pipeline.storage import outages, s3
 from pipeline.storage.outages import OUTAGES, Outage, Outages, announce_outages
-from tests.pipeline.flaky import FlakyProxy
-from tests.pipeline.s3 import S3Server
+from tests.builders.stores import FlakyProxy, S3Server
 
 OLD = Outage("s3://b", time.time() - 60, "503 SlowDown")
 

@@ -12,8 +12,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.storage.s3 import Objects, check_uri
-from tests.pipeline.flaky import ALWAYS, FlakyProxy
-from tests.pipeline.s3 import KEY, REGION, SECRET, S3Server
+from tests.builders.stores import ALWAYS, KEY, REGION, SECRET, FlakyProxy, S3Server
 
 ODD_KEYS = ["x/b c.mp4", "x/a#b%20c.mp4", "x/é/ü?.mp4", "x//d.mp4"]
 

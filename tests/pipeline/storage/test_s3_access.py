@@ -16,8 +16,8 @@ from pipeline.inputs.manifest import convert_given_videos
 from pipeline.storage.hub import HubFiles
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
-from tests.pipeline.lists import read_manifest
-from tests.pipeline.s3 import KEY, REGION, SECRET, TOKEN, S3Server
+from tests.builders.manifests import read_manifest
+from tests.builders.stores import KEY, REGION, SECRET, TOKEN, S3Server
 
 KEYS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
 PROFILE = f"aws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.s3 import S3Server
+from tests.builders.stores import S3Server
 from tests.pipeline.verifying import two_shards
 
 

@@ -7,9 +7,8 @@ import pytest
 
 from pipeline import TokenCache
 from pipeline.storage.stores import LocalStore, ObjectStore
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.builders.caches import encoded, evidence_cache, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip, rewrite_row, rewrite_tokens, shards, with_column
-from tests.pipeline.evidence import evidence_cache
 from tests.pipeline.verifying import SHAPE, by_an_own_method, check_damage, kinds, verified, video_of
 
 

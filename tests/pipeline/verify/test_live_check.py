@@ -16,9 +16,8 @@ from pipeline.prune.encode_again import decode_again, read_run_config
 from pipeline.storage.s3 import Objects
 from pipeline.verify.live_check import LiveCheck, compare, explain_suspicion
 from pipeline.video.sampling import Sampling
-from tests.pipeline.caches import encoded, make_identity, random_tokens, write_header, write_shard
-from tests.pipeline.evidence import encoded_with
-from tests.pipeline.videos import KeepSize
+from tests.builders.caches import encoded, encoded_with, make_identity, random_tokens, write_header, write_shard
+from tests.builders.clips import KeepSize
 
 TOKENS = random_tokens(0)
 

@@ -9,7 +9,7 @@ from pipeline.cache.merging import KEEP
 from pipeline.storage.stores import FileInfo, LocalStore, ObjectStore
 from pipeline.verify.repair import UPLOAD_AGE, delete_leftovers
 from pipeline.verify.report import Report
-from tests.pipeline.caches import make_cache, random_tokens, write_shard
+from tests.builders.caches import make_cache, random_tokens, write_shard
 from tests.pipeline.damage import shards
 from tests.pipeline.verifying import SHAPE, kinds, verified, video_of
 

@@ -18,7 +18,7 @@ from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.report import KEPT_IN
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.builders.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, rewrite_row, say_what_was_committed, shards
 from tests.pipeline.verifying import SHAPE, assert_tokens, kinds, six_videos, tokens_of, verified, video_of
 

@@ -6,7 +6,7 @@ from pipeline.cache.header import read_fingerprint
 from pipeline.cache.merging import merge_table_fully
 from pipeline.errors import CacheLocked
 from pipeline.runner.claim import Claim
-from tests.pipeline.caches import write_header, write_shard
+from tests.builders.caches import write_header, write_shard
 from tests.pipeline.damage import Merging, shards
 from tests.pipeline.verifying import by_an_own_method, verified, video_of
 

@@ -14,7 +14,7 @@ from pipeline.video.child_messages import VideoMessage, WrongMessage, receive_me
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.shared_frames import Handover
-from tests.pipeline.videos import KeepSize, write_jpegs
+from tests.builders.clips import KeepSize, write_jpegs
 
 UNSTATED = ("color_transfer", "sample_aspect_ratio")  # by many files, and by every folder of frames
 NULL = (*UNSTATED, "frames_by_rate")  # and where frames do not go by a rate

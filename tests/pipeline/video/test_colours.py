@@ -8,8 +8,7 @@ import pytest
 from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
-from tests.pipeline.videos import KeepSize
+from tests.builders.clips import KeepSize, ffmpeg, make_clip, shown
 
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p")
 X265 = (

@@ -20,8 +20,7 @@ from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
-from tests.pipeline.videos import KeepSize, add_stream, encode, two_sizes_clip
+from tests.builders.clips import KeepSize, add_stream, encode, ffmpeg, make_clip, shown, two_sizes_clip
 
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-crf", 10, "-g", 16, "-pix_fmt", "yuv420p")
 X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-crf", 10, "-x265-params", "pools=none:frame-threads=1:keyint=16")

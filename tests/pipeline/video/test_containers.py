@@ -9,8 +9,7 @@ from pipeline.inputs.listings import VIDEO_SUFFIXES
 from pipeline.video.containers import count_missing_bytes, sniff
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
-from tests.pipeline.videos import KeepSize, numbers, write_clip
+from tests.builders.clips import KeepSize, ffmpeg, make_clip, numbers, shown, write_clip
 
 # (Muxer of FFmpeg, codec) -> demuxer that reads it, suffixes of such files.
 WRITTEN = {

@@ -23,8 +23,7 @@ from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video, red
 from pipeline.video.packets import VideoPackets
 from pipeline.video.probe import VideoIndex, index_by_decoding, probe
 from pipeline.video.sampling import Sampling
-from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
-from tests.pipeline.videos import KeepSize, numbers, write_clip
+from tests.builders.clips import KeepSize, ffmpeg, make_clip, numbers, shown, write_clip
 
 COUNT, RATE = 100, 25
 NOISE = ("-vf", "noise=alls=16:allf=t:all_seed=1")  # which makes packets of some KB

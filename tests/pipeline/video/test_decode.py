@@ -15,7 +15,7 @@ from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.frame_folders import compute_file_sample
 from pipeline.video.sampling import Sampling
-from tests.pipeline.videos import KeepSize, audio_with_cover, numbers, sample, two_sizes_clip, write_clip
+from tests.builders.clips import KeepSize, audio_with_cover, numbers, sample, two_sizes_clip, write_clip
 
 
 def request(path, num_frames=8, **options):
@@ -133,8 +133,8 @@ def test_files_that_are_no_video(tmp_path):
 
 def test_the_unforeseen_in_a_users_decoder_is_its_own_printable_and_keeps_no_credentials(tmp_path):
     path = write_clip(tmp_path / "a.mp4", count=5)
-    fault = convert_error(path, decoder="tests.pipeline.videos:Raising")
-    assert fault.fault_class == "own-code" and fault.backend == "tests.pipeline.videos:Raising"
+    fault = convert_error(path, decoder="tests.builders.clips:Raising")
+    assert fault.fault_class == "own-code" and fault.backend == "tests.builders.clips:Raising"
     assert "ValueError" in fault.message and "s3://host" in fault.message and "secret" not in fault.message
 
 

@@ -19,16 +19,17 @@ from pipeline.video.nvdec_decoder import make_torchcodec_decoder
 from pipeline.video.probe import IndexMismatch, index_by_decoding, probe
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from tests.interpreter import run_python
-from tests.paths import ROOT
-from tests.pipeline.ffmpeg import ffmpeg, make_clip
-from tests.pipeline.videos import (
+from tests.builders.clips import (
     KeepSize,
+    ffmpeg,
+    make_clip,
     numbers,
     two_sizes_clip,
     two_streams_clip,
     write_clip,
 )
+from tests.interpreter import run_python
+from tests.paths import ROOT
 
 NEGATIVE = {"avoid_negative_ts": "disabled", "use_editlist": "1"}
 GIF = {"codec": "gif", "pix_fmt": "rgb8"}
@@ -230,6 +231,6 @@ def test_decoders_go_by_name_or_import_path():
     assert find_installed_version("nvdec") == find_installed_version("pyav") == version("av")
     assert [choose_decoders(name) for name in ("auto", "pyav", "decord")] == [("pyav",), ("pyav",), ("decord", "pyav")]
     assert load_decoder("pyav") is PyavDecoder
-    assert load_decoder("tests.pipeline.videos:Aborting").version == "0"
+    assert load_decoder("tests.builders.clips:Aborting").version == "0"
     with pytest.raises(KeyError, match="known: pyav, decord, torchcodec, nvdec"):
         load_decoder("opencv")

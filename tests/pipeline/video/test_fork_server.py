@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders.runs import assert_all_gone
 from tests.interpreter import run_python
-from tests.jobs.processes import assert_all_gone
 from tests.paths import ROOT
 
 # As a worker that is forked from prefork/server.py does: its variables are set anew, and it has no threads yet.
@@ -20,7 +20,7 @@ from pipeline.video import fork_server
 from pipeline.video.decode import DecodeRequest
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from tests.pipeline.videos import KeepSize
+from tests.builders.clips import KeepSize
 
 variables = dict(os.environ)
 os.environ.clear()
@@ -33,7 +33,7 @@ if "killed" in sys.argv:
 for _ in range(2):
     with DecodeSandbox(timeout_s=300) as sandbox:
         try:
-            request = DecodeRequest(sys.argv[1], Sampling(2), KeepSize(), decoder="tests.pipeline.videos:Revealing")
+            request = DecodeRequest(sys.argv[1], Sampling(2), KeepSize(), decoder="tests.builders.clips:Revealing")
             sandbox.decode(request)
         except VideoFault as fault:
             seen = json.loads(fault.message)

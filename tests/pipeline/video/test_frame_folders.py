@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.video.decode import decode_video
 from pipeline.video.frame_folders import JPEGS, count_source_bytes, find_frame_rate, is_frame_folder
+from tests.builders.clips import numbers, write_jpegs
 from tests.pipeline.video.test_decode import convert_error, request
-from tests.pipeline.videos import numbers, write_jpegs
 
 N_FRAMES = 30
 

@@ -15,8 +15,7 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.headers import H264Headers, is_av1_shown, is_vp8_shown, is_vp9_shown, read_clock_bits
 from pipeline.video.packets import VideoPackets, open_container
 from pipeline.video.sampling import Sampling
-from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
-from tests.pipeline.videos import KeepSize, index_of, numbers
+from tests.builders.clips import KeepSize, ffmpeg, index_of, make_clip, numbers, shown
 
 COUNT, RATE = 96, 25
 REFERENCES = ("-auto-alt-ref", 1, "-lag-in-frames", 16, "-b:v", "300k", "-deadline", "good", "-cpu-used", 4)

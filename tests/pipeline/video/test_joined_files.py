@@ -6,8 +6,7 @@ import pytest
 
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.pipeline.ffmpeg import ffmpeg, make_clip
-from tests.pipeline.videos import KeepSize
+from tests.builders.clips import KeepSize, ffmpeg, make_clip
 
 COUNT = 48
 NOISE = ("-vf", "noise=alls=40:allf=t:all_seed=1", "-pix_fmt", "yuv420p", "-g", 12)

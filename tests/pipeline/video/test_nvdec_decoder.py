@@ -12,8 +12,8 @@ from pipeline.video.nvdec_decoder import _CODECS, NvdecDecoder, PyavNvdecDecoder
 from pipeline.video.probe import probe
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
+from tests.builders.clips import KeepSize, sample, write_clip
 from tests.gstep.synthetic import needs_cuda
-from tests.pipeline.videos import KeepSize, sample, write_clip
 
 # What FFmpeg's software gives, and in which layout a GPU gives the same numbers.
 LAYOUTS = {"yuv420p": "nv12", "yuvj420p": "nv12", "yuv420p10le": "p010le"}

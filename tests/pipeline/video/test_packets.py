@@ -11,8 +11,7 @@ from pipeline.video.containers import sniff
 from pipeline.video.decoders import PyavDecoder
 from pipeline.video.packets import open_container
 from pipeline.video.probe import IndexMismatch, index_by_decoding
-from tests.pipeline.ffmpeg import make_clip
-from tests.pipeline.videos import index_of, numbers, write_clip
+from tests.builders.clips import index_of, make_clip, numbers, write_clip
 
 SIZE = (120, 160)  # x265 has no temporal layers in smaller frames
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p")

@@ -19,9 +19,9 @@ from pipeline.video import sandbox as sandbox_module
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
+from tests.builders.clips import KeepSize, decord_killer, numbers, sample, write_clip
 from tests.paths import ROOT
 from tests.pipeline.forging import ATTACKS, LATE
-from tests.pipeline.videos import KeepSize, decord_killer, numbers, sample, write_clip
 from tests.waiting import wait_until
 
 TOO_MANY = "a table of samples states more entries than it holds"
@@ -34,7 +34,7 @@ def sandbox():
 
 
 def request(path, decoder="auto", num_frames=8):
-    name = decoder if decoder in ("auto", "decord", "pyav") else f"tests.pipeline.videos:{decoder}"
+    name = decoder if decoder in ("auto", "decord", "pyav") else f"tests.builders.clips:{decoder}"
     return DecodeRequest(path, Sampling(num_frames=num_frames), KeepSize(), decoder=name)
 
 
@@ -66,7 +66,7 @@ def test_a_bad_decoder_costs_one_video(sandbox, clip, decoder, fault_class, exit
     for _ in range(2):
         fault = convert_error(sandbox, request(clip, decoder))
         assert (fault.fault_class, fault.exit_signal, fault.attempts) == (fault_class, exit_signal, 1)
-        assert message in fault.message and fault.backend == f"tests.pipeline.videos:{decoder}"
+        assert message in fault.message and fault.backend == f"tests.builders.clips:{decoder}"
         assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
 
 
@@ -92,7 +92,7 @@ def test_a_child_whose_next_message_is_always_there_is_ended_at_the_limit(sandbo
 
     def receive_name(pipe, deadline, max_frame_bytes):
         assert time.monotonic() < deadline + 5, "the limit has passed"
-        return "tests.pipeline.videos:Hanging"
+        return "tests.builders.clips:Hanging"
 
     sandbox.decode(request(clip))  # the child is up
     with monkeypatch.context() as patch:
@@ -209,12 +209,12 @@ from pipeline.rows import VIDEO_COLUMNS
 from pipeline.video.decode import DecodeRequest
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from tests.pipeline.videos import KeepSize
+from tests.builders.clips import KeepSize
 
 if __name__ == "__main__":
     path, decoder = sys.argv[1:]
     sandbox = DecodeSandbox(timeout_s=300)
-    for name in ("tests.pipeline.videos:Revealing", decoder):
+    for name in ("tests.builders.clips:Revealing", decoder):
         if name == "idle":
             sys.stdin.read()
         try:
@@ -225,7 +225,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoder", ["idle", "tests.pipeline.videos:Hanging"])
+@pytest.mark.parametrize("decoder", ["idle", "tests.builders.clips:Hanging"])
 def test_nothing_outlives_a_killed_parent_and_the_kernel_shows_no_credentials_of_it(clip, tmp_path, decoder):
     """``/proc/self/environ`` is the environment that a process began with, whatever became of it."""
     script = tmp_path / "parent.py"

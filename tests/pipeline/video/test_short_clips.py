@@ -13,8 +13,8 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import make_sampling
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling, choose_frames
+from tests.builders.clips import write_clip, write_jpegs
 from tests.gstep.stock import stock_frames
-from tests.pipeline.videos import write_clip, write_jpegs
 
 STOCK = {
     "tiny-qwen2-5-vl": ("qwen2_vl/video_processing_qwen2_vl", "Qwen2VLVideoProcessor"),

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.video.source import SourceStates
-from tests.pipeline.videos import write_jpegs
+from tests.builders.clips import write_jpegs
 
 
 def test_an_outage_amid_many_questions_ends_them(server):

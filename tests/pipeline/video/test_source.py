@@ -20,8 +20,8 @@ from pipeline.video.frame_folders import read_source_state
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import prepare_source
-from tests.pipeline.s3 import KEY, SECRET
-from tests.pipeline.videos import KeepSize, decord_killer, memory_files, sample
+from tests.builders.clips import KeepSize, decord_killer, memory_files, sample
+from tests.builders.stores import KEY, SECRET
 from tests.waiting import wait_until
 
 LIMIT = 64 * 2**20
@@ -45,7 +45,7 @@ def place(request, monkeypatch, tmp_path):
 
 
 def request(decoder="auto", num_frames=8):
-    name = decoder if decoder in ("auto", "decord", "pyav") else f"tests.pipeline.videos:{decoder}"
+    name = decoder if decoder in ("auto", "decord", "pyav") else f"tests.builders.clips:{decoder}"
     return DecodeRequest("", Sampling(num_frames=num_frames), KeepSize(), decoder=name)
 
 

@@ -25,9 +25,8 @@ from pipeline.video.sampling import (
     find_tolerances,
     find_true_times,
 )
+from tests.builders.clips import KeepSize, ffmpeg, make_clip, numbers
 from tests.gstep.backbones.encoders import FLOAT32
-from tests.pipeline.ffmpeg import ffmpeg, make_clip
-from tests.pipeline.videos import KeepSize, numbers
 
 X264 = ("-c:v", "libx264", "-preset", "ultrafast")
 B_FRAMES = ("-c:v", "libx264", "-preset", "veryfast", "-bf", 2)

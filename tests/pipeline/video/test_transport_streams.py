@@ -8,8 +8,7 @@ import pytest
 from pipeline.video.continued_films import iter_packets
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.pipeline.ffmpeg import ffmpeg, make_clip
-from tests.pipeline.videos import KeepSize, index_of, numbers
+from tests.builders.clips import KeepSize, ffmpeg, index_of, make_clip, numbers
 
 RATE, COUNT = 25, 48
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-bf", 2, "-g", 12, "-pix_fmt", "yuv420p")

@@ -12,8 +12,8 @@ from pipeline.errors import QuestionsError, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS, find_benchmark
 from pipeline.evaluate.benchmarks.own import is_same_text
 from pipeline.evaluate.protocols import LETTER
+from tests.builders.manifests import read_manifest
 from tests.pipeline.evaluate.videomme import LEFT_OUT, MISSING, OUTSIDE, video_id, write_rows, write_videomme
-from tests.pipeline.lists import read_manifest
 
 VIDEOMME = BENCHMARKS["videomme"]
 

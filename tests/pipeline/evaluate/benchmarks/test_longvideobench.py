@@ -7,9 +7,9 @@ import pytest
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow
+from tests.builders.manifests import read_manifest
 from tests.pipeline.evaluate.layouts import by_id, faults_of, faulty, printed, replied
 from tests.pipeline.evaluate.longvideobench import ASKED, FIVE, PATHS, ROWS, write_longvideobench
-from tests.pipeline.lists import read_manifest
 
 LVB = BENCHMARKS["longvideobench"]
 

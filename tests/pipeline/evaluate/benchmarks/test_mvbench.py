@@ -16,9 +16,9 @@ from pipeline.evaluate.evaluate import describe_data, evaluate
 from pipeline.evaluate.request import prepare
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
+from tests.builders.clips import KeepSize, numbers
 from tests.pipeline.evaluate.layouts import by_id, commit_replies, faults_of, faulty, printed, replied
 from tests.pipeline.evaluate.mvbench import FRAMES, MAIN, write_main, write_revision_video
-from tests.pipeline.videos import KeepSize, numbers
 
 MVBENCH, QUIET = BENCHMARKS["mvbench"], Console(quiet=True)
 STAR, TVQA = "video/star/Charades_v1_480/-B1CD.mp4", f"video/tvqa/frames_fps3_hq/{FRAMES}"

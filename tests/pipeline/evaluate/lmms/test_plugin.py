@@ -15,10 +15,10 @@ from pipeline.errors import IdentityMismatch, RunFailed, UnknownVideo, UsageErro
 from pipeline.generate.answers import AnswersTable
 from pipeline.storage.stores import LocalStore
 from tests import lmms_here
-from tests.jobs.jobs import forbid_models, forbid_ray, run_here
-from tests.pipeline.asking import tiny_cache
+from tests.builders.answers import tiny_cache
+from tests.builders.clusters import ray_here
+from tests.builders.runs import forbid_models, forbid_ray, run_here
 from tests.pipeline.evaluate.videomme import PER_VIDEO, write_videomme
-from tests.pipeline.rays import ray_here
 
 pytestmark = [pytest.mark.lmms, pytest.mark.slow]
 

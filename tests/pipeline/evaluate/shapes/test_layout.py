@@ -29,9 +29,9 @@ from pipeline.evaluate.shapes.world import DEVELOPMENT
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.probe import probe
 from pipeline.video.sampling import ROUND_EVEN, Sampling, choose_frames
+from tests.builders.clips import KeepSize
 from tests.pipeline.evaluate.shapes.shape_videos import videos
 from tests.pipeline.evaluate.videomme import SCHEMA
-from tests.pipeline.videos import KeepSize
 
 SHAPES = BENCHMARKS["shapes"]
 SMALL = CorpusRecipe(n_videos=6)

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.builders.clips import write_jpegs
 from tests.pipeline.evaluate.videomme import write_moving
-from tests.pipeline.videos import write_jpegs
 
 Rows = list[dict[str, Any]]
 

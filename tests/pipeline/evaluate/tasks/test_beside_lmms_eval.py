@@ -10,9 +10,9 @@ from jobs import evaluate
 from pipeline import read_answers
 from pipeline.evaluate.tasks.process import TaskProcess
 from tests import lmms_here
-from tests.jobs.jobs import run_here
+from tests.builders.clusters import ray_here
+from tests.builders.runs import run_here
 from tests.pipeline.evaluate.tasks import homes
-from tests.pipeline.rays import ray_here
 
 pytestmark = [pytest.mark.lmms, pytest.mark.slow]
 

@@ -22,7 +22,7 @@ from pipeline.evaluate.tasks import child, process
 from pipeline.evaluate.tasks.process import DescribedTask, TaskDocument, TaskProcess
 from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.storage.stores import LocalStore
-from tests.jobs.jobs import run_here
+from tests.builders.runs import run_here
 from tests.paths import ROOT
 from tests.pipeline.evaluate.layouts import faulty
 

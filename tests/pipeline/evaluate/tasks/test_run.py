@@ -13,10 +13,10 @@ import pytest
 from jobs import evaluate, remove
 from pipeline import read_answers
 from tests import lmms_here
-from tests.jobs.jobs import forbid_models, forbid_ray, run_here
+from tests.builders.clusters import ray_here
+from tests.builders.runs import forbid_models, forbid_ray, run_here
 from tests.paths import ROOT
 from tests.pipeline.evaluate.tasks import homes
-from tests.pipeline.rays import ray_here
 
 pytestmark = [pytest.mark.lmms, pytest.mark.slow]
 

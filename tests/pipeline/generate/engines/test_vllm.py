@@ -24,10 +24,10 @@ from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.options import EngineOptions
 from pipeline.rows import QuestionRecord, drop_nulls
 from tests import vllm_here
+from tests.builders.answers import setup_of, tiny_cache, write_questions
 from tests.gstep.language.prompts import video
 from tests.gstep.language.test_conversations import CONVERSATIONS, FIRST, VIDEO, turn
 from tests.gstep.llms import FAMILIES, RECURRENT, encode
-from tests.pipeline.asking import setup_of, tiny_cache, write_questions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -19,8 +19,8 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.resources import plan_resources
 from pipeline.runner.cluster.connection import cap_gpus, choose_device, is_worth_showing, sum_resources
-from tests.pipeline.rays import graph_of, growing_ray, hold_cpu, rows_of
-from tests.pipeline.videos import write_clip
+from tests.builders.clips import write_clip
+from tests.builders.clusters import graph_of, growing_ray, hold_cpu, rows_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from pipeline.runner.cluster.connection import choose_device, find_failing_nodes
 from pipeline.runner.cluster.disks import DiskSearch, RayDisk, find_full_disks
 from pipeline.runner.cluster.nodes import NodeLog, count_cores, iter_alive_nodes, read_fraction_of_cpu
 from pipeline.runner.worker_reports import NodeTally, WorkerReport
-from tests.pipeline.rays import PLAIN, ray_here
+from tests.builders.clusters import PLAIN, ray_here
 
 GIB = 2**30
 

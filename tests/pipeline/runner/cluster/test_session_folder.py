@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.runner.cluster import session_folder
 from pipeline.runner.cluster.session_folder import find_ray_folder, lock_session, make_ray_folder
-from tests.jobs.jobs import clips, run
+from tests.builders.runs import clips, run
 
 OWN = f"ray-{os.geteuid()}"  # the private folder around Ray's
 

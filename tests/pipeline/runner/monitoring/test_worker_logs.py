@@ -9,8 +9,8 @@ import ray
 
 from pipeline.runner.monitor import WorkerLogs
 from pipeline.runner.worker_reports import CrashedProcess, Worker
-from tests.jobs.processes import family
-from tests.pipeline.rays import ray_here
+from tests.builders.clusters import ray_here
+from tests.builders.runs import family
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,8 @@ import pytest
 
 from pipeline.runner.cluster.prefork import worker
 from pipeline.runner.cluster.prefork.server import SOCKET
+from tests.builders.runs import assert_all_gone, environment, family, fork_server
 from tests.interpreter import run_python
-from tests.jobs.jobs import environment, fork_server
-from tests.jobs.processes import assert_all_gone, family
 from tests.paths import ROOT, python_path
 from tests.waiting import wait_until
 

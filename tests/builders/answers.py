@@ -29,7 +29,16 @@ from pipeline.generate.late_pruning import LatePruning, PruningSpec
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.generate.request import AnswerRequest, check_request
 from pipeline.storage.stores import LocalStore, Store
-from tests.pipeline.caches import encoded, encoded_failure, make_identity, random_tokens, read_live, write_shard
+from tests.builders.caches import (
+    encoded,
+    encoded_failure,
+    encoded_with,
+    make_identity,
+    random_evidence,
+    random_tokens,
+    read_live,
+    write_shard,
+)
 
 SHAPE = (4, 49, 64)  # [T,N,D]: what the tiny model takes
 
@@ -131,3 +140,14 @@ def lines_of(request: AnswerRequest) -> list[str]:
     """Return the lines that a request has printed."""
     assert isinstance(request.console.file, io.StringIO)
     return request.console.file.getvalue().splitlines()
+
+
+def tiny_cache_with_embeddings(out: Path, shape: tuple[int, int, int] = (4, 49, 64), head: str | None = None) -> Store:
+    """Write a cache of all tokens of the video "a", made, it says, with the tiny model and the tiny SigLIP's head."""
+    source = ModelSource.resolve("tiny")
+    model = {"type": source.model_type, "weights": source.identity, "pooling_head": head}
+    identity = make_identity(1.0, "none", model=model, evidence={"image_embedding": "single_patches"})
+    store = tiny_cache(out, (), ratio=1.0, method="none", failed=("bad",), identity=identity)
+    evidence = {"image_embedding": random_evidence(shape, 64)["image_embedding"]}
+    write_shard(store, "run", encoded_with("a", random_tokens(0, shape), 1.0, "none", evidence))
+    return store

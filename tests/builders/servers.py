@@ -19,7 +19,7 @@ import pytest
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, load_language_model, prompt_builder
 from pipeline import TokenCache
-from tests.jobs.jobs import environment
+from tests.builders.runs import environment
 from tests.paths import ROOT
 from tests.ports import free_ports
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from gstep import VisualTokens
-from gstep.backbones import ModelSource
+from gstep.backbones import ModelSource, family_of
 from pipeline.cache.header import HEADER, compute_fingerprint, get_codec, read_header, serialize_header
 from pipeline.cache.live import INDEX_COLUMNS, LiveVideos
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
 from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
 from pipeline.errors import VideoFault
-from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
+from pipeline.prune.decode_stage import make_decoding_columns
+from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder, collect_kept_tokens, make_pruning_columns
 from pipeline.rows import VideoRecord, make_failed_video
 from pipeline.storage.stores import LocalStore, Store
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
 from tests.gstep import synthetic
 
 
@@ -113,3 +118,66 @@ def limit_merges(patch: pytest.MonkeyPatch, **limits: int) -> None:
 def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:
     """Read columns of every live row with ``shard`` and ``row``, by video_id."""
     return LiveVideos.open(store).live(columns)
+
+
+WIDTH = 6  # of an image_embedding, unlike that of a token
+
+
+def random_evidence(shape: tuple[int, int, int], width: int = WIDTH) -> dict[str, torch.Tensor]:
+    """Draw [T,N,width] and [T,N] float32, as an encoder gives them."""
+    rng = torch.Generator().manual_seed(1)
+    return {
+        "image_embedding": torch.randn(*shape[:2], width, generator=rng),
+        "token_attention": torch.rand(shape[:2], generator=rng),
+    }
+
+
+def encoded_with(
+    video_id: str, tokens: torch.Tensor, ratio: float, method: str, evidence: Mapping[str, torch.Tensor]
+) -> VideoItem:
+    """Return a video as the encode stage gives it."""
+    pruned = synthetic.prune(tokens, ratio, method)
+    visual = VisualTokens(tokens, dict(evidence))
+    record = source_record(video_id, tuple(tokens.shape))
+    return VideoItem({**record, **make_pruning_columns(pruned, visual)}, collect_kept_tokens(pruned, visual, evidence))
+
+
+def evidence_cache(
+    out: Path | Store, videos: Mapping[str, torch.Tensor], ratio: float = 0.25, method: str = "gstep"
+) -> Store:
+    """Write a cache of ``videos`` with random evidence of each."""
+    rows = [encoded_with(name, v, ratio, method, random_evidence(tuple(v.shape))) for name, v in videos.items()]
+    evidence = {"image_embedding": "single_patches", "token_attention": "last_layer"}
+    store = write_header(out, identity=make_identity(ratio, method, evidence=evidence))
+    write_shard(store, "run", *rows)
+    return store
+
+
+def encode_clip(
+    source: ModelSource,
+    clip: Path,
+    n_frames: int,
+    method: str,
+    ratio: float,
+    video_id: str = "v",
+    start_s: float | None = None,
+    **params: Any,
+) -> tuple[NDArray[np.uint8], VideoItem]:
+    """Return the frames of a clip and the video as the encoder gives it."""
+    decoded = decode_video(DecodeRequest(clip, Sampling(n_frames), family_of(source).preprocessor(), start_s))
+    begun: VideoRecord = {"video_id": video_id, "uri": str(clip), "manifest": "{}", "status": "ok", "attempts": 1}
+    if start_s is not None:
+        begun["start_s"] = start_s
+    encoder = VideoEncoder(EncodeSetup(source, method, ratio, pruner_params=params, device="cpu", dtype="float32"))
+    return decoded.frames, encoder.encode_video_alone({**begun, **make_decoding_columns(decoded, 1)}, decoded.frames)
+
+
+def cache_of(
+    out: Path, source: ModelSource, *videos: VideoItem, method: str = "none", ratio: float = 1.0, **header: Any
+) -> Store:
+    """Write a cache of videos, by default of all their tokens, which says that it is of ``source``."""
+    identity = make_identity(ratio, method, source=source)
+    levels = family_of(source).static().deepstack_levels
+    store = write_header(out, identity=identity, deepstack_levels=levels, **header)
+    write_shard(store, "run", *videos)
+    return store
