@@ -37,7 +37,7 @@ MIN_WORKER_BYTES = 8 * 2**20  # minimum memory for the videos of a worker
 MAX_BATCH_BYTES, MAX_VIDEOS_PER_BATCH = 64 * 2**20, 32
 MAX_VIDEOS_PER_TASK = 256  # videos of archives in a decode task, all of which a retry decodes again
 DECODER_BYTES = 2**30  # memory of a decoder: two processes, the packets of a file, and the frames in hand
-# Copies of the frames that a decoder has in hand at once, if a typical video has more than MAX_BUNDLE_BYTES.
+# Copies of the frames that a decoder has in hand at once, if a typical video has more than MAX_BATCH_BYTES.
 LARGE_VIDEO_COPIES = 3
 # Bytes of video files that justify another decoder, which takes a second to start: half a minute at 1 Mbit/s.
 DECODER_FILES_BYTES = 4 * 2**20
