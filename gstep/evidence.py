@@ -67,9 +67,11 @@ def make_name_source_pairs(evidence: Mapping[str, str]) -> frozenset[tuple[str, 
 
 
 def describe_evidence(evidence: Mapping[str, str]) -> str:
-    """Format evidence, label -> source, for a message, sorted and grouped by source; "" if it is empty.
+    """Format evidence, label -> source, for a message; "" if it is empty.
 
-    An example is ``frame_feature, token_attention from SigLIP's attention-pooling head``. Groups are separated by "; ".
+    Labels become names, and sources their descriptions in SOURCES (unknown sources stay as they are). An example is
+    ``frame_feature, token_attention from SigLIP's attention-pooling head``. There is a group per source, in the order
+    of the sources' identifiers and separated by "; "; the names of a group are sorted.
     """
     pairs = make_name_source_pairs(evidence)
     return "; ".join(

@@ -129,7 +129,11 @@ def _read_ratios(parser: Parser, arguments: argparse.Namespace) -> None:
 
 
 def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
-    """End the process with a usage error if flags exclude each other."""
+    """End the process with a usage error if flags exclude each other, or need ``--method`` or an ID that is not given.
+
+    ``--failed`` and ``--watch`` exclude ``--method``. Without it, options of the encoding (such as ``--num-frames``)
+    and several values of ``--retention-ratio`` are errors, and ``_check_item`` checks the rest.
+    """
     if arguments.method:
         excluded_flags = [flag for flag in ("failed", "watch") if getattr(arguments, flag)]
         if excluded_flags:
@@ -252,6 +256,9 @@ def _show_cache(store: Store, arguments: argparse.Namespace, objects: Objects) -
     With ``--json`` the result has a record, otherwise a report to print. The exit code of a summary is 1 if committed
     videos have lost their rows, and that of ``--watch`` 1 if the run did not finish.
 
+    Args:
+        objects: the client for S3, with which a page reads the source.
+
     Raises:
         UnknownVideo: the cache has no such video.
         ValueError: the ratio cannot be served (RatioNotCached) or the page cannot be written (UsageError).
@@ -296,7 +303,10 @@ def _show_run(cache: TokenCache, arguments: argparse.Namespace) -> CommandResult
 
 
 def _show_failures(failures: Failures, record: JsonObject, arguments: argparse.Namespace) -> CommandResult:
-    """Print a line per failed item unless ``--json`` is set, and return ``record`` with their number and the items."""
+    """Print a line per failed item unless ``--json`` is set, and return ``record`` with their number and the items.
+
+    If there are any and ``--json`` is not set, a note on stderr says how to retry.
+    """
     from pipeline.inspect.report import format_failures  # noqa: PLC0415
 
     if not arguments.json:

@@ -218,7 +218,11 @@ class LlavaOnevisionBackbone(Backbone):
         return getattr(self.model.vision_tower, "vision_model", self.model.vision_tower)
 
     def _make_observer(self, source: str) -> FrameObserver:
-        """Create the observer that computes the evidence of ``source`` (gstep.evidence) while the tower runs."""
+        """Create the observer that computes the evidence of ``source`` while the tower runs.
+
+        LAST_LAYER observes the attention of the last layer. POOLING_HEAD and SINGLE_PATCHES (of gstep.evidence) observe
+        the input of the projector, and need the loaded ``pooling_head``. Anything else is an AssertionError.
+        """
         if source == LAST_LAYER:
             layer: Any = self.layers[-1].self_attn
             return FrameObserver(layer, partial(compute_last_layer_evidence, layer))

@@ -98,7 +98,8 @@ class GenericFamily(ModelFamily):
         """Count (T, N) by a dry run of the processor; T is extrapolated from 32 frames for longer videos.
 
         Raises:
-            UnsupportedVideo: the processor refuses the video.
+            UnsupportedVideo: the processor refuses the video; TooFewFrames if more frames would help.
+            ModelError: the processor cannot be loaded, or its output does not divide into steps.
         """
         T, N = _count_tokens(self.source, min(n_frames, _PLAN_FRAMES), height, width)
         return math.ceil(T * max(1.0, n_frames / _PLAN_FRAMES)), N
@@ -112,7 +113,7 @@ class GenericFamily(ModelFamily):
         return None
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Compute the size in bytes of a video's tokens and deepstack levels in bfloat16."""
+        """Compute the size in bytes of a video's tokens and deepstack levels in bfloat16; ``evidence`` is not used."""
         layout = self.layout
         T, N = self.token_counts(n_frames, height, width)
         return 2 * T * N * layout.hidden_size * (1 + layout.deepstack_levels)
@@ -128,7 +129,16 @@ class GenericFamily(ModelFamily):
 
 @lru_cache(maxsize=64)
 def _count_tokens(source: ModelSource, n_frames: int, height: int, width: int) -> tuple[int, int]:
-    """Count a video's visual tokens, (T, N), by running the model's processor on frames that take no memory."""
+    """Count a video's visual tokens, (T, N), by running the model's processor on frames that take no memory.
+
+    The video's times are unknown, and two frames per second are assumed. Rows in the layout's ``tail`` are not counted.
+    If the prompt has no placeholders, N is 0 or negative. Results are cached.
+
+    Raises:
+        UnsupportedVideo: the processor refuses the video; TooFewFrames if 16 frames would be accepted.
+        ModelError: the processor cannot be loaded, its output has neither a grid nor pixels, or the rows do not divide
+            into steps.
+    """
     reader = VideoReader(source, None)
     frames = torch.zeros(1, dtype=torch.uint8, device="cpu").expand(n_frames, 3, height, width)
     inputs, _ = reader.read(frames, describe_untimed_video(n_frames, height, width))
@@ -210,7 +220,10 @@ class VideoReader:
         return replay_record(self._processor, self._text, record)
 
     def count_placeholders(self, inputs: Mapping[str, Any]) -> int:
-        """Count a video's placeholders in a prompt: those of the first kind that occurs more than once."""
+        """Count a video's placeholders in a prompt: those of the first kind that occurs more than once.
+
+        If no kind does, the result is 1 if a kind occurs once, otherwise 0.
+        """
         counts = [int((inputs["input_ids"] == i).sum()) for i in list_placeholder_ids(self.config)]
         return next((count for count in counts if count > 1), max(counts, default=0))
 
@@ -275,7 +288,16 @@ class GenericBackbone(Backbone):
         return self._make_tokens(levels, inputs, output)
 
     def _make_tokens(self, levels: list[Tensor], inputs: dict[str, Any], output: Mapping[str, Any]) -> VisualTokens:
-        """Make the tokens of a video from its rows of features; ``extra`` gets the processor's record and the tail."""
+        """Make the tokens of a video from its rows; ``extra`` gets the processor's record and the tail, if any.
+
+        Args:
+            levels: the features of the tokens and of each deepstack level, [T*N + tail, D].
+            inputs: the processor's output, from which T is counted.
+            output: the output of its video processor, for the record.
+
+        Raises:
+            ModelError: the rows do not divide into steps, or the output cannot be recorded.
+        """
         layout = self.layout
         n_rows = len(levels[0])
         T = count_steps(self._reader.config, inputs, layout.units_per_step, n_rows, layout.tail)

@@ -273,7 +273,8 @@ def _check_steps(
 ) -> None:
     """Raise ModelError unless prompts of 8 and 5 frames have the steps that the frames encoded together make.
 
-    Nothing is checked if all frames of the clip are encoded together.
+    Nothing is checked if all frames of the clip are encoded together. ``n_rows`` is the number of rows of features of
+    the whole clip.
     """
     if layout.frames_per_step == _FRAMES:  # frames attend to each other: only the processor defines a step
         return
@@ -309,7 +310,14 @@ def _make_clip(n_frames: int = _FRAMES) -> tuple[Tensor, SampledVideo]:
 
 
 def _make_prompt(model: Any, inputs: Mapping[str, Any], n_rows: int) -> dict[str, Any]:
-    """Make the inputs of ``forward`` for a cached video with all tokens kept, with original ``position_ids``.
+    """Make the inputs of ``forward`` for a cached video with all tokens kept, except the rows of the video.
+
+    Only inputs with a value per token, [1,L], are taken. A missing ``attention_mask`` becomes ones. ``position_ids``
+    are the original ones, [1,L] or [3,1,L].
+
+    Args:
+        inputs: the processor's output for the whole prompt.
+        n_rows: the number of the video's rows, one per placeholder.
 
     Raises:
         ModelError: no placeholder occurs ``n_rows`` times.
@@ -327,8 +335,13 @@ def _measure_sensitivity(
 ) -> dict[str, float]:
     """Measure how much a swapped token, a shifted position and a zeroed weight change the result: name -> difference.
 
-    Up to _ZEROED of the decoder's largest matrices, without embeddings and experts, are zeroed in turn, until one
+    The first and the middle token are swapped; the positions of the prompt's second half are shifted by 7. Up to
+    _ZEROED of the decoder's largest matrices, without embeddings, experts and indexers, are zeroed in turn, until one
     changes the result by more than TOLERANCE, and restored.
+
+    Args:
+        run: computes the logits from features, with changed inputs of the prompt as keywords.
+        stock: the logits of the stock model.
     """
     order = torch.arange(len(levels[0]))
     order[[0, len(order) // 2]] = order[[len(order) // 2, 0]]
@@ -376,7 +389,12 @@ def _can_answer_in_batches(
 ) -> bool:
     """Return True if two prompts of different videos and lengths give the same results in a batch as alone.
 
-    False also if the model fails on the batch. The tolerance is BATCH_TOLERANCE.
+    One prompt is ``prompt``, padded by 3 tokens on the left; the other is 3 tokens longer and has the video's rows in
+    reverse order. False also if the model fails, on the batch or on the longer prompt alone.
+
+    Args:
+        stock: the logits of ``prompt`` alone.
+        scale: the standard deviation of ``stock``, of which BATCH_TOLERANCE (a tenth) is the tolerance.
     """
     longer = {name: torch.cat([value[..., -3:], value], dim=-1) for name, value in prompt.items()}
     padded = {name: torch.cat([torch.zeros_like(value[..., :3]), value], dim=-1) for name, value in prompt.items()}

@@ -77,8 +77,11 @@ def remove_head(model: Any) -> None:
 def _reduce_config(config: Any, reduce_vision: bool) -> Any:
     """Copy a config with few layers and experts, and without quantization; widths and the vocabulary are kept.
 
-    The language model keeps at least _MIN_LAYERS layers, one more than deepstack levels, and one of each kind, and at
-    most _MAX_EXPERTS experts, or as many as a token uses. Other parts, such as audio, are unchanged.
+    Components are entries named ``..._config``. The text component keeps at least _MIN_LAYERS layers, one more than
+    there are deepstack levels, and as many as it takes to have each kind of layer; and at most _MAX_EXPERTS experts, or
+    as many as a token uses. With ``reduce_vision``, the vision component keeps at least _MIN_LAYERS layers, and one
+    more than its longest list of chosen layers has. Other components, such as audio, are unchanged, as are the layers
+    of a config that is itself the text config.
     """
     content: dict[str, Any] = copy.deepcopy(config.to_dict())
     text = cast("Any", config.get_text_config())  # may be the config itself

@@ -117,7 +117,10 @@ class OTTVid(Pruner):
         return Selection(index_TK[is_kept_TK], tokens=mean_TKD[is_kept_TK], merged=is_changed_TK[is_kept_TK])
 
     def _count_picks(self, n_frames: int, per_frame: int, budget: int, ratio: float) -> int:
-        """Compute K, the number of tokens that each frame picks."""
+        """Compute K, the number of tokens that each frame picks: round(N * r^(1-gamma)), but at least B/T.
+
+        It is also at most N and at most B-T+1, which wins over B/T, but at least 1.
+        """
         share: float = ratio ** (1 - self.gamma)
         n_picks = max(round(per_frame * share), math.ceil(budget / n_frames))
         return max(1, min(per_frame, n_picks, budget - n_frames + 1))
@@ -180,7 +183,7 @@ def weigh_picks(similarity_TNK: Tensor, attention_TN: Tensor, pick_TK: Tensor, t
 
 
 def compute_costs(picked_TKD: Tensor, pick_TK: Tensor, alikeness_P: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Compute the cost of merging each token j of a frame into each token i of the previous frame, [P,K,K] float64.
+    """Compute the cost of merging each token of a frame into each token of the previous frame, float64.
 
     The cost is alpha times the cosine distance (at most 1) plus 1 - alpha times the Euclidean distance in the frame,
     with rows and columns each scaled to [0, 1], divided by sqrt(2). alpha falls from 1 for pairs of frames with
@@ -191,6 +194,9 @@ def compute_costs(picked_TKD: Tensor, pick_TK: Tensor, alikeness_P: Tensor, grid
         pick_TK: Their indices in the frame.
         alikeness_P: The mean cosine at equal positions of the two frames.
         grid: (rows, columns) of a frame.
+
+    Returns:
+        [P,K,K]: the pair of frames, the token of the previous frame, the token of the later frame.
     """
     rows, columns = grid
     place_TK2 = torch.stack(
@@ -206,7 +212,8 @@ def compute_costs(picked_TKD: Tensor, pick_TK: Tensor, alikeness_P: Tensor, grid
 def plan_transport(mass_TK: Tensor, cost_PKK: Tensor, eps: float, iterations: int) -> Tensor:
     """Compute the transport of each frame's masses to the next frame's, by Sinkhorn iterations: [P,K,K] float64.
 
-    ``eps`` is the entropic regularization, >= 0.005 for costs in [0, 1].
+    The axes are those of ``cost_PKK``: the pair, the token of the previous frame (source), the token of the later frame
+    (target). ``eps`` is the entropic regularization, >= 0.005 for costs in [0, 1].
     """
     kernel_PKK = torch.exp(-cost_PKK / eps)
     source_PK1, target_PK1 = mass_TK[:-1, :, None], mass_TK[1:, :, None]

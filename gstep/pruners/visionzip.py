@@ -106,8 +106,9 @@ class VisionZip(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select and merge the share ``ratio`` of each frame; ``budget`` and ``seed`` are not used.
 
-        Of the K tokens of a frame, at most K - 1 are dominant, and in variant qwen at least 1, whatever
-        ``dominant_share`` is.
+        K tokens of each frame are kept. At most K - 1 of them are dominant, and in variant qwen at least 1 (so the only
+        one if K is 1), whatever ``dominant_share`` is. Variant llava needs the evidence token_attention and token_key;
+        variant qwen uses only the tokens.
         """
         assert self.dominant_share is not None
         n_kept = self._frame_budget(visual.tokens.shape[1], ratio)

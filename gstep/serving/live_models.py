@@ -289,10 +289,11 @@ class _LiveQwen3(_LiveModel):
         return n_text + n_frames * max(height, width)
 
     def _guess_starts(self, ids: Tensor) -> list[int]:
-        """Return the first token of each video and image in a prompt, ascending.
+        """Return the index of the first token of each video and image in a prompt, ascending.
 
-        A video starts after the last vision start marker that is not directly before its placeholders, which vLLM puts
-        after the video's first time.
+        An image starts at its first placeholder. A video starts with the text of its first time: at the token after the
+        last vision start marker before its placeholders, or at 0 without one. A marker directly before the placeholders
+        does not count, since vLLM puts it after the time.
         """
         config = self.config
         markers = [-1, *(ids == config.vision_start_token_id).nonzero()[:, 0].tolist()]

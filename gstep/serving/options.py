@@ -117,7 +117,8 @@ def make_live_overrides(source: ModelSource, live: LivePruning) -> dict[str, Any
 def _make_model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) -> dict[str, Any]:
     """Return the keyword arguments of EngineArgs that cached and live engines share.
 
-    They set the model, dtype and parallelism, turn prefix caching on, and on a CPU turn compilation off.
+    Besides the model, its revision, dtype and parallelism, they include: weights from safetensors only, no remote code,
+    prefix caching on, ``max_model_len`` as large as the model and memory allow, and no compilation on a CPU.
     """
     name, revision = source.pretrained()
     return {
@@ -324,7 +325,8 @@ def make_sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
 def check_generation_settings(name: str, generation: Any) -> None:
     """Raise ModelError if a checkpoint's GenerationConfig has a setting that changes answers and vLLM lacks.
 
-    Settings that are absent or have a value without effect (``_UNSUPPORTED``) pass.
+    These are the keys of ``_UNSUPPORTED``, such as bad_words_ids; absent settings, and values without effect, pass.
+    ``name`` is the model's, for the error.
     """
     for setting, neutral in _UNSUPPORTED.items():
         value = getattr(generation, setting, None)

@@ -116,7 +116,9 @@ def compute_mrope_positions(videos: Iterable[tuple[int, Tensor]], n_tokens: int,
     Text tokens count up from the position after the preceding token or video.
 
     Args:
-        videos: (first token, positions [A,S+1] of VideoSpan) of each video, in any order.
+        videos: (the index of the first token, positions [A,S+1]) of each video, in any order. The positions are
+            relative to the video's start, and the last column is that of the token after the video, equal on all axes.
+        n_tokens: the length of the prompt.
         axes: A.
 
     Returns:

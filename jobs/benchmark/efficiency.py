@@ -195,6 +195,10 @@ class EfficiencyRun:
 
         The end token is removed from the language model's generation config, so that every answer has its full length.
 
+        Args:
+            folder: an existing folder for the arms' caches, and for a model with random weights.
+            say: prints a line of progress.
+
         Raises:
             UsageError: an option cannot be used; raised before the models are loaded.
         """
@@ -226,8 +230,15 @@ class EfficiencyRun:
     def _resolve_arms(self, source: ModelSource, folder: Path) -> list[Arm]:
         """Resolve full retention, which comes first, and each method at each ratio; an explicit "none" is not repeated.
 
+        A method that can prune in a cache has an arm whose cache has the kept tokens. Any other prunes anew for each
+        question (``late``), from a cache of all tokens with its evidence.
+
+        Args:
+            folder: the folder of the arms' caches: ``full``, ``arm-0``, ``arm-1`` and so on.
+
         Raises:
-            UsageError: a method or option cannot be used.
+            UsageError: a method or option cannot be used; also for ``positions`` of a method, and a ``--siglip`` that
+                no method needs.
             ValueError: a method has an invalid parameter (ModelError: the model lacks its evidence).
         """
         arguments = self._arguments
@@ -281,7 +292,13 @@ class EfficiencyRun:
         return samples + self._measure(CACHED, self._ask_cached)
 
     def _measure(self, mode: str, ask: Callable[[ManifestRow, int], Iterator[Figures]]) -> list[Figures]:
-        """Ask about the first video to warm up, then about all videos in every repeat; return the latter samples."""
+        """Ask about the first video to warm up, then about all videos in every repeat; return the latter samples.
+
+        Each sample gets ``mode``, ``video_id`` and ``repeat`` (from 1), and ``say`` a line before each video.
+
+        Args:
+            ask: yields the samples of a video in a repeat; 0 is the warm-up.
+        """
         self._say(f"{mode}: to warm up")
         list(ask(self.videos[0], 0))
         samples = []

@@ -111,7 +111,7 @@ def encode_slice(work: PipelineWork, encoder: int) -> None:
 def run_child_work() -> None:
     """Run the loop or the job in this child process, and print its figures as JSON on the last line of stdout.
 
-    ``sys.argv[1]`` has the fields of a ``Work`` as JSON.
+    ``sys.argv[1]`` has the fields of a ``PipelineWork`` as JSON.
     """
     work = PipelineWork(**json.loads(sys.argv[1]))
     if work.kind == LOOP:

@@ -69,7 +69,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """Measure every input, size and ratio, and return the table; sets torch's number of threads.
+    """Measure every input, size and ratio, and return the table.
+
+    Sets torch's number of threads, and prints a line after each measurement.
 
     Raises:
         UsageError: the device is not available.
@@ -97,7 +99,11 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> SelectionTimes:
-    """Time the loop, the selection and whole methods on one video, in turn."""
+    """Time the loop, the selection, and the whole methods gstep and vidcom2 on one video, in turn; return the medians.
+
+    A step of the loop and gstep run once before, unmeasured. The loop's time is extrapolated if not all of its steps
+    are timed (``count_loop_steps``).
+    """
     tokens_MD = tokens_TND.flatten(0, 1)
     density_M = spatio_temporal_density(tokens_TND)[0].flatten()
     n_tokens, hidden = tokens_MD.shape

@@ -214,10 +214,13 @@ def make_cache(folder: Path, model: str, num_frames: int) -> str:
 
 
 def measure(mode: str, job: ServingWork) -> list[WayResult]:
-    """Measure one mode in a child process.
+    """Measure one mode in a new child process, and wait for it without a time limit.
+
+    An interrupt, or another exception in this process, kills the child and its processes.
 
     Raises:
-        RunFailed: the child failed; the message has the cause from its log.
+        RunFailed: the child failed or crashed. The message has the last error in the child's output (a line such as
+            "ValueError: ..."), otherwise the error that the child sent, or its exit code.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -266,7 +269,8 @@ def _measure_in_child(mode: str, job: ServingWork, pipe: Connection, log: str) -
 def _measure_way(way: ServingWay, mode: str, job: ServingWork) -> Iterator[WayResult]:
     """Yield a result for each ratio and number of questions; every round asks cold, and then the same again warm.
 
-    One question per video is asked before, as a warm-up.
+    There are ``job.repeats`` rounds, of which medians are taken. One question per video, at the first ratio, is asked
+    before, as a warm-up. ``peak_mb`` is the maximum of all rounds so far.
     """
     way.make_ask(job.ratios[0], 1)()  # loading and compiling on first use are not measured
     memory = ProcessTree(os.getpid())

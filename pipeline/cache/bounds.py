@@ -97,10 +97,12 @@ def read_bounded(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def iter_row_count_faults(row: VideoRow) -> Iterator[str]:
-    """Yield a message for each contradiction between the counts and the lists of an ok row of the videos table.
+    """Yield a message for each count or list of an ok row that is missing, out of range or contradicts another.
 
     If it yields none, the counts are bounded by the lengths of lists that are already in memory, so that readers can
-    allocate arrays by them. Nulls and a wrong ``n_total`` end the check early.
+    allocate arrays by them. Nulls in needed columns or lists, and an ``n_total`` that is not ``n_frames`` x
+    ``tokens_per_frame``, end the check early. Otherwise it also checks, for example, that row groups hold ``n_tokens``
+    rows and that the hidden size is at most 2^24.
     """
     if lacking := [name for name, value in row.items() if name in _NEEDED_COLUMNS and value is None]:
         yield f"an ok video without {', '.join(lacking)}"
@@ -124,7 +126,11 @@ def iter_row_count_faults(row: VideoRow) -> Iterator[str]:
 
 
 def _iter_list_faults(row: VideoRow) -> Iterator[str]:
-    """Yield a message for each list whose length or sum contradicts ``n_tokens``, ``n_frames`` or another list."""
+    """Yield a message for each list whose length or sum contradicts ``n_tokens``, ``n_frames`` or another list.
+
+    The lists are kept_per_frame, temporal_density (if not null), frame_indices and timestamps; the last two must not be
+    empty.
+    """
     n_tokens, n_frames = row["n_tokens"], row["n_frames"]
     if len(row["kept_per_frame"]) != n_frames or sum(row["kept_per_frame"]) != n_tokens:
         yield f"kept_per_frame does not sum to {n_tokens} tokens in {n_frames} frames"
@@ -151,8 +157,13 @@ def find_span(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
 def _estimate_unpacked_sizes(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
     """Return upper limits on (the bytes of a chunk's values in Arrow, the bytes of its decompressed pages).
 
-    The footer alone gives them for columns of fixed width without lists that are uncompressed or zstd; others are
-    measured with ``_measure_unpacked_sizes``. Arrow holds the pages of one column at a time.
+    For columns of fixed width without lists that are uncompressed or zstd, only the footer is used: the number of
+    values times their width plus 4 bytes, and the stored bytes times the largest possible ratio of the compression (1,
+    or 32,768 for zstd). Others are measured with ``_measure_unpacked_sizes``. Arrow holds the pages of one column at a
+    time.
+
+    Raises:
+        ValueError: the footer has a size below 0, or a page header cannot be parsed.
     """
     width = _WIDTHS.get(schema.physical_type, schema.length)
     ratio = _RATIOS.get(chunk.compression)

@@ -73,7 +73,7 @@ class PrunerIdentity(TypedDict):
     Attributes:
         method: the name of a built-in method, or the import path of a user method.
         seed: only for methods that draw random numbers.
-        declares: the fields of DeclaredMethod; only for user methods.
+        declares: the fields of MethodDeclarations; only for user methods.
         code: the hash of a user method's code; old caches lack it.
     """
 

@@ -75,15 +75,17 @@ def select_live_rows(rows: pa.Table) -> pa.Table:
 def find_live_indices(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Find the live row of each id, and the most attempts on another file under that id.
 
+    Of the rows of an id, the live one has the lowest "state" (REMOVED, OK, FAILED), then the most "attempts", then the
+    most "rewritten", then the smallest "tie"; of equal rows, the first is live.
+
     Args:
-        columns: name -> [n], from ``make_rule_columns``. "high" and "low" are the id; "state", "attempts", "rewritten"
-            and "tie" compare the rows of an id; "clip" and "size" tell its source files apart; "earlier" is
-            ``earlier_attempts``.
+        columns: name -> [n], from ``make_rule_columns``. "high" and "low" are the id; "clip" and "size" tell its source
+            files apart; "earlier" is ``earlier_attempts``.
 
     Returns:
-        Two arrays with an item per id, sorted by id. The first has the indices of the live rows; of equal rows, the
-        first is live. The second has the maximum, over the rows of the id, of ``attempts`` (rows of another file than
-        the live row's) and ``earlier`` (rows of the same file).
+        Two arrays with an item per id, sorted by id. The first has the indices of the live rows. The second has the
+        maximum, over the rows of the id, of ``attempts`` (rows of another file than the live row's) and ``earlier``
+        (rows of the same file).
     """
     order = np.lexsort((columns["low"], columns["high"]))
     repeats = np.ones(max(len(order) - 1, 0), bool)
@@ -113,6 +115,8 @@ def sort_by_rule(
     ids: Sequence[NDArray[Any]], states: NDArray[np.int8], attempts: NDArray[Any], later_keys: Sequence[NDArray[Any]]
 ) -> NDArray[np.int64]:
     """Return the [n] row indices that sort rows by id, and the rows of an id by the rule, the live row first.
+
+    The rule is: the lowest state, then the most attempts, then ``later_keys``. Equal rows keep their order.
 
     Args:
         ids: one or several arrays [n] that make up an id, the most significant first.
@@ -403,10 +407,10 @@ class Ledger:
         return _assign_numbers(texts, self.decoders, _MAX_NOTES).astype(np.uint8)
 
     def _drop_superseded(self) -> None:
-        """Sort the rows by id, and drop superseded rows, which can never become live again.
+        """Sort the rows by id, and keep only the live row of each id; superseded rows can never become live again.
 
         If an id has several rows or the rows are not sorted, the column ``earlier`` is set to the attempts on other
-        files under the id, at most 255.
+        files under the id, at most 255. Otherwise nothing changes.
         """
         high = self.columns["high"]
         if (high[1:] > high[:-1]).all():  # the rows of one level of sorted files are already in order
@@ -553,13 +557,22 @@ class LiveVideos:
 
     Attributes:
         small: LIVE_COLUMNS of the live rows in small files, with ``file`` and ``row``.
+        files: all files of the table.
+        sorted: the sorted files among them.
         strays: files in ``videos/`` that are not files of the table, and are ignored.
     """
 
     def __init__(
         self, table: VideosTable, small: pa.Table, files: Sequence[TableFile] = (), strays: Sequence[str] = ()
     ) -> None:
-        """Index the rows in ``small`` by video id; no file is read. ``open`` reads a cache."""
+        """Index the rows in ``small`` by video id; no file is read. ``open`` reads a cache.
+
+        Args:
+            small: LIVE_COLUMNS, ``file`` and ``row`` of the live rows in small files. If an id occurs twice, the last
+                row counts.
+            files: the files of the table, of which the sorted ones are searched.
+            strays: kept as an attribute only.
+        """
         self.table = table
         self.small = small
         self.files = list(files)
@@ -726,7 +739,7 @@ class LiveShards:
     Attributes:
         names: [n] shard names, sorted; videos without tokens have the name "".
         counts: [n] the number of videos per shard.
-        places: ID_COLUMNS, ``file`` and ``row`` of each video, by token shard and in the order of its tokens.
+        row_locations: ID_COLUMNS, ``file`` and ``row`` of each video, by token shard and in the order of its tokens.
     """
 
     names: pa.Array
@@ -777,7 +790,7 @@ def collect_hidden_sizes(live: pa.Table) -> set[int]:
 
 
 def _build_row_location(rows: pa.Table, at: int, file: str, row: int) -> RowLocation:
-    """Build the RowPlace of a row, from its RULE_COLUMNS in row ``at`` of ``rows``."""
+    """Build the RowLocation of a row of ``file``, from its RULE_COLUMNS in row ``at`` of ``rows``."""
     values = rows.select(RULE_COLUMNS).slice(at, 1).to_pylist()[0]
     attempts = values["attempts"] or 0
     rewritten = values["rewritten"] or 0

@@ -259,6 +259,9 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         A loaded state that no iteration has consumed is returned as it is. Before the first iteration, the result is
         the start of the epoch.
 
+        The position is the number of videos read if a StatefulDataLoader is on the call stack. For other callers, the
+        batch that a loader of Accelerate reads ahead is not counted.
+
         Raises:
             ValueError: the position is unknown: workers read the dataset, a loader that divides batches is in
                 mid-epoch, or videos were removed while a loader of Accelerate read ahead.
@@ -435,8 +438,8 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     def _check(self, state: DatasetState, ranks: Ranks, goes_on: bool) -> None:
         """Raise ValueError if a state belongs to other ids or settings.
 
-        If it continues in mid-epoch (``has_more_film``), rank and worker must match too, and in a worker, a worker must
-        have loaded it.
+        If it continues in mid-epoch (``goes_on``), rank and worker must match too, and in a worker, a worker must have
+        loaded it.
         """
         if goes_on and get_loader_worker() is not None and not self._start_of_worker:
             raise ValueError(

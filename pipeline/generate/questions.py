@@ -148,12 +148,14 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
 
     Args:
         mode: the run's default; a row's options replace its decoding options and system message.
+        objects: the client for S3; None creates one from the environment.
         limit: the number of rows to read; later rows are not checked.
 
     Raises:
         QuestionsError: the file cannot be read or has no row; a row lacks question_id, video_id, or prompt and
             messages; a question_id repeats; a column seems to be a misspelled one; or messages, choices or options are
             invalid.
+        UsageError: the S3 address is malformed, or boto3 is not installed.
     """
     with _open_file(place, objects) as file:
         try:
@@ -170,8 +172,14 @@ def read_given_questions(source: object, mode: AnswerMode, limit: int | None = N
 
     The result has the columns of QUESTION_SCHEMA, and the carried columns, which keep a table's types.
 
+    Args:
+        source: an iterable of dicts, or an object with ``__arrow_c_stream__``.
+        mode: the run's default; a row's options replace its decoding options and system message.
+        limit: the number of rows to take; later rows are neither checked nor returned. None takes all.
+
     Raises:
-        QuestionsError: ``source`` holds no rows, a row is invalid, or text is not UTF-8.
+        QuestionsError: ``source`` holds no rows or cannot be converted, a row is invalid, a question_id repeats, or
+            text is not UTF-8.
     """
     types: dict[str, pa.DataType] = {}
     try:
@@ -196,6 +204,10 @@ def _check_rows(
 
     Args:
         numbered_rows: pairs of the row's location in words and the row.
+        types: the Arrow types of the source's columns; carried columns without a type get one from their values.
+        place: the source's name, for errors.
+        mode: the run's default; a row's options replace its decoding options and system message.
+        limit: None checks all rows.
 
     Raises:
         QuestionsError: there is no row, a row is invalid, or a question_id repeats.
@@ -239,7 +251,8 @@ def refuse_placeholders(questions: pa.Table, builder: PromptBuilder, place: str)
 def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: AnswerMode) -> pa.Table:
     """Create the table of questions (QUESTION_SCHEMA) that asks every prompt about every video, for ``--ask``.
 
-    It is ordered by video, then prompt. An id is the video's id, "#" and a hash of the prompt.
+    It is ordered by video, then prompt. An id is the video's id, "#" and a hash of the prompt. ``mode`` is that of all
+    questions, but each gets its own seed.
 
     Raises:
         QuestionsError: a prompt is blank, not valid text or repeated, or there are no videos.
@@ -256,8 +269,12 @@ def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: Answe
 def _open_file(place: str, objects: Objects | None) -> BinaryIO:
     """Open a local file of questions, or read one on S3 whole, as a binary file.
 
+    Args:
+        objects: the client for S3; None creates one from the environment.
+
     Raises:
         QuestionsError: the suffix is unknown, or the file cannot be opened.
+        UsageError: the S3 address is malformed, or boto3 is not installed.
     """
     if find_suffix(place) not in TABLE_SUFFIXES:
         raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
@@ -323,7 +340,10 @@ def _parse_conversation(row: UserRow, where: str, n_videos: int) -> list[ChatMes
 
 
 def _check_columns(row: UserRow, where: str) -> None:
-    """Raise QuestionsError for a missing or misspelled column (``refuse_near_names``), or a setting of another tool."""
+    """Raise QuestionsError if a row lacks question_id, video_id, or both prompt and messages, or has a wrong column.
+
+    Columns that seem to be misspelled, or settings of another tool, are wrong (``refuse_near_names``).
+    """
     refuse_near_names(row, where)
     other_names = [str(name) for name in row if name not in KNOWN_COLUMNS]
     needed_names = ("question_id", "video_id", *(("prompt",) if "messages" not in row else ()))

@@ -314,10 +314,12 @@ def identify_answers(
 ) -> AnswersIdentity:
     """Return the settings that all answers in one folder share, JSON-able.
 
-    A single pruning, named "", is described under ``pruner``, and the order of the prompt's tokens is "selection" or
-    "index". Several are described by name under PRUNINGS, to which later runs may add; the order is then "own" or
-    "index", and the cache is described without its evidence. ``evaluation`` has further settings of jobs.evaluate,
-    which replace equal keys.
+    A single pruning, named "", is described under ``pruner`` (which is absent if it is None: the stored tokens are
+    used), and the order of the prompt's tokens is "selection" or "index". Several are described by name under PRUNINGS,
+    to which later runs may add; the order is then "own" or "index", and the cache is described without its evidence.
+
+    Args:
+        evaluation: further settings of jobs.evaluate, which replace equal keys except ``pruner`` and PRUNINGS.
     """
     config = setup.config
     mode = AnswerMode.of(setup.config)

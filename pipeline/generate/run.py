@@ -108,13 +108,14 @@ def answer_and_commit(
 ) -> RunFile:
     """Commit the rows of ``todo`` that need no model, then the model's answers to the others; return the run's record.
 
-    Writes the header of the answers first. The cluster is joined or started only if a question needs the model and
-    ``here`` is False.
+    If a question needs the model, its device is chosen first: for this process with ``here``, otherwise by joining or
+    starting the cluster. Then the header of the answers is written, the run's record is begun, and rows are committed.
 
     Raises:
-        UsageError: the cluster or machine lacks the resources of the flags (no row is written yet), or, with ``here``,
-            the model cannot be loaded.
-        RunFailed: the run stopped. Committed rows stay.
+        UsageError: the cluster or machine lacks the resources of the flags (nothing is written), or, with ``here``, the
+            model cannot be loaded (rows that need no model stay committed).
+        RunFailed: no cluster can be joined or started, or the run stopped (MethodFails if a user method fails for every
+            video). Committed rows stay.
     """
     config = request.config
     setup = request.setup
@@ -143,7 +144,7 @@ def answer_and_commit(
 def answer_here(setup: AnswerSetup, questions: list[QuestionRecord], done: CommittedAnswers, say: Say) -> None:
     """Load the model into this process, answer the questions sorted by video, and commit each batch.
 
-    Progress is printed at intervals of ``config.log_interval`` seconds or more.
+    Progress is passed to ``say`` at intervals of ``config.log_interval`` seconds or more.
 
     Raises:
         UsageError: the model cannot be loaded.

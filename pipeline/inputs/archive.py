@@ -149,6 +149,7 @@ def open_archive(uri: str, objects: Objects, info: ObjectInfo | None = None) -> 
     """Open an archive or table for random access; a remote file is first requested when it is read.
 
     Args:
+        objects: the client for S3.
         info: the listing's entry of a remote file, which saves a request.
 
     Raises:
@@ -296,6 +297,9 @@ class RemoteFile:
     def __init__(self, uri: str, objects: Objects, info: ObjectInfo | None = None) -> None:
         """Prepare to read the object; nothing is requested yet.
 
+        Args:
+            objects: the client for S3.
+
         Raises:
             UsageError: the address is not on S3 or in a dataset on the hub.
         """
@@ -324,7 +328,7 @@ class RemoteFile:
         return self._get_info().mark
 
     def _get_info(self) -> ObjectInfo:
-        """Return the listing's entry; the first call may send a request."""
+        """Return the entry of the listing or of the first read; without either, request it from the store."""
         if self._info is None:
             self._info = self._files.info(self.uri)
         return self._info
@@ -357,9 +361,15 @@ class RemoteFile:
         return self._read_range(self._last, start, end)
 
     def _read_range(self, coming: _Range, start: int, end: int) -> bytes:
-        """Read bytes [start, end), which start inside ``coming``; those after its end take further requests.
+        """Read bytes [start, end), of which ``start`` is inside ``coming``; those after its end take further requests.
 
-        If an unplanned slice fails, it is retried as a small request, and no slices are used from then on.
+        If a streamed slice of 32 MiB of an unplanned read fails, the read is repeated as a small request, and no slices
+        are used from then on. Errors of other ranges pass. The first read without a listing's entry makes one, with the
+        object's size and no mark.
+
+        Raises:
+            OSError: a request fails; with ESTALE if the object has another size than when it was listed or first read,
+                or ends early.
         """
         until = min(end, coming.end)
         try:
@@ -379,8 +389,9 @@ class RemoteFile:
     def _record_step(self, start: int) -> bool:
         """Record the start of a read; return True if it continues short steps, for which a slice is cheaper.
 
-        Steps of more than 16 KiB must be at most 4 MiB on average. The first read, a read that goes back, and any read
-        while ranges are planned give False.
+        Only steps of more than 16 KiB are averaged: they must be at most 4 MiB on average, where a longer step than 32
+        MiB counts as 32 MiB. The first read, a read that goes back, and any read while ranges are planned give False,
+        and so does every read after a slice has failed.
         """
         step = -1 if self._at is None else start - self._at
         if step > _MIN_READ_BYTES:

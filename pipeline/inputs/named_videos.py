@@ -152,11 +152,11 @@ class ManifestConverter:
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
 
     def _resolve_uris_by_columns(self, uris: pa.Array) -> UriColumns | None:
-        """Resolve all uris by columns; return None if they mix objects and files, or one needs ``_locate``."""
+        """Resolve all uris by columns; return None if they mix objects and files, or one needs ``_resolve_uri``."""
         return None if _has_blank_or_control(uris) else self._resolve_as_objects(uris) or self._resolve_as_files(uris)
 
     def _resolve_as_objects(self, uris: pa.Array) -> UriColumns | None:
-        """Resolve all uris as objects on S3; return None if one needs ``_locate``.
+        """Resolve all uris as objects on S3; return None if one needs ``_resolve_uri``.
 
         These are local paths, objects on the hub, and malformed addresses. An object outside the prefixes gets a
         policy.
@@ -176,7 +176,7 @@ class ManifestConverter:
         return UriColumns(uri_column, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE_PREFIXES))
 
     def _resolve_as_files(self, uris: pa.Array) -> UriColumns | None:
-        """Resolve all uris as local files; return None if one needs ``_locate``.
+        """Resolve all uris as local files; return None if one needs ``_resolve_uri``.
 
         These are uris with dot segments, "//", a slash at the end or "://", and relative uris of a manifest in a store.
         A file outside the folders gets a policy.

@@ -115,6 +115,7 @@ def render_video_page(
 
     Args:
         retention_ratio: where the slider starts; None for all that is stored.
+        objects: the client for S3, for the source; None for the settings of the environment.
         video_roots: folders and prefixes below which the source may be read.
 
     Raises:
@@ -179,7 +180,11 @@ def draw_page(
 def make_shared_values(row: VideoRow, model: ModelIdentity, pictures: Pictures, style: str) -> dict[str, Any]:
     """Return the template variables that the pages of videos and of comparisons share.
 
-    A frame of the page shows the picture of the first of its sampled frames. ``style`` is the page's own style sheet.
+    A frame of the page shows the picture of the first of its sampled frames, or none if ``pictures`` has none.
+
+    Args:
+        style: the file name of the page's own style sheet in this package, such as "page.css". It is read and appended
+            to inspect.css.
     """
     width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
     frames = [

@@ -77,7 +77,11 @@ def _count_table_files(ledger: Ledger) -> dict[str, int]:
 
 
 def make_cache_record(cache: TokenCache, ledger: Ledger, summary: Summary) -> JsonObject:
-    """Return a cache's identity, table and counts as a JSON-able dict; ``last_run`` is None without a run."""
+    """Return a cache's location, identity, table files, latest run and counts as a JSON-able dict.
+
+    ``last_run`` is None without a run. ``table`` has the numbers of small and sorted files, the names of ``foreign``
+    files (of another identity), and those of ``strays``, if there are any.
+    """
     run = find_latest_run(cache.store, ledger)
     return {
         "cache": str(cache.store),
@@ -156,7 +160,7 @@ def make_video_record(cache: TokenCache, video_id: str, retention_ratio: float |
 
 
 def _make_sampling_record(row: VideoRow, sampling: SamplingIdentity) -> JsonObject:
-    """Return the frame rates and frame counts of an ok video; None if not applicable or unknown."""
+    """Return the frame rates and counts of an ok video, and a text about them; unknown values are None."""
     n_sampled, by_rate = len(row["frame_indices"]), row["frames_by_rate"]
     return {
         "text": "; ".join(filter(None, (describe_frames(row), describe_limit(row, sampling)))),
@@ -281,7 +285,11 @@ def render_facts(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def list_identity_facts(identity: CacheIdentity) -> list[tuple[str, str]]:
-    """Return the (name, value) pairs "model", "pruner" and "stored" of an identity."""
+    """Return the (name, value) pairs "model", "pruner" and "stored" of an identity, in this order.
+
+    "model" has the type, the family (if recorded) and the hash of the weights; "pruner" the method and its parameters;
+    "stored" the retention ratio and the stored dtype.
+    """
     model, pruner = identity["model"], identity["pruner"]
     return [
         ("model", f"{' by '.join(filter(None, (model['type'], model.get('family'))))}  {model['weights']}"),

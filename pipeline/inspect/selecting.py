@@ -69,9 +69,16 @@ def list_requested_selections(
 
 
 def _read_method(method: str | Pruner, ratios: Sequence[float], seed: int, family: str) -> Iterator[RequestedSelection]:
-    """Yield the selections of one named method, for each ratio and each of its seeds.
+    """Yield the selections of one method: for each of its seeds, for each ratio from the largest.
 
-    The label of a Pruner object has only the parameters that differ from their defaults.
+    The ratio of a selection is the method's ``nominal_ratio``. A Pruner object gives a selection per ratio in the given
+    order, with the given seed; its label has only the parameters that differ from their defaults. The label of a text
+    has the parameters in it, and a seed other than 0 that comes from ``seed``.
+
+    Args:
+        method: METHOD or METHOD,NAME=VALUE,..., or a Pruner object.
+        seed: the seed of a method that draws and names none.
+        family: the variant of methods that differ by model family.
 
     Raises:
         UsageError: the method or a parameter is invalid, or it names positions of prompts.
@@ -107,6 +114,7 @@ def select_with_methods(
     Raises:
         VideoFault: a method cannot prune the video; the message names the method.
         MethodFails: a user method would fail for every video.
+        KeyError: ``visual`` lacks evidence that a method needs.
     """
     largest = {}
     selections = {}
@@ -142,6 +150,10 @@ def plan_encoding(
     config: PruneConfig, source: ModelSource, wanted: Sequence[RequestedSelection], objects: Objects
 ) -> Recipe:
     """Make the recipe for one encoding of all tokens, with all evidence that the methods need.
+
+    Args:
+        config: the options of the encoding; its pruner, ratio, evidence and codec are replaced.
+        objects: the client for S3.
 
     Raises:
         UsageError: the model does not give the evidence of a method, ``--siglip`` is set and no method needs it, or an

@@ -47,7 +47,12 @@ def format_range(part: Interval, text: Callable[[float], str]) -> str:
 
 
 def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
-    """Yield the rows of a plan's table as (label, text)."""
+    """Yield the rows of a plan's table as (label, text).
+
+    They are videos, cluster, wall time, bottleneck, a row per stage, decode, encode, output, input and a row per cost.
+    The time of a stage or of encode that is None is "not known"; input and costs are left out if they are None. The row
+    "videos" omits a failed share of 0 and an unknown length.
+    """
     failed_note = f", of which {100 * plan.failed_share:.3g} % fail as in the sample" if plan.failed_share else ""
     yield (
         "videos",

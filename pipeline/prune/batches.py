@@ -49,18 +49,18 @@ WRITTEN_SCHEMA = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA]
 
 
 def pack_task(todo: pa.Table) -> pa.Table:
-    """Pack rows of videos (TODO_SCHEMA, at least one) into one row of UNIT."""
+    """Pack rows of videos (TODO_SCHEMA, at least one) into one row of TASK_SCHEMA."""
     (batch,) = todo.combine_chunks().to_batches()
     return pa.table([pa.array([batch.serialize().to_pybytes()], BYTES)], schema=TASK_SCHEMA)
 
 
 def unpack_task(unit: pa.Table) -> pa.RecordBatch:
-    """Return the rows of videos (TODO_SCHEMA) in a row of UNIT."""
+    """Return the rows of videos (TODO_SCHEMA) in a row of TASK_SCHEMA."""
     return pa.ipc.read_record_batch(unit["videos"][0].as_buffer(), TODO_SCHEMA)
 
 
 def pack(videos: Sequence[VideoItem]) -> pa.Table:
-    """Pack videos into one row of BUNDLE.
+    """Pack videos into one row of BATCH_SCHEMA.
 
     Args:
         videos: decoded videos with frames, encoded videos with kept tokens, and failed videos with neither.
@@ -82,7 +82,7 @@ def pack(videos: Sequence[VideoItem]) -> pa.Table:
 
 
 def unpack_batch(bundle: pa.Table) -> list[VideoItem]:
-    """Return the videos in a row of BUNDLE, in the order in which they were packed.
+    """Return the videos in a row of BATCH_SCHEMA, in the order in which they were packed.
 
     Their arrays are read-only views into the row. ``frames`` is flat: ``VideoItem.reshape_frames`` restores its shape.
     ``frames`` and ``kept`` are None where the packed video had none.

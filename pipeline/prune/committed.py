@@ -58,6 +58,9 @@ class CommittedVideos:
     def commit(self, number: int, rows: pa.Table) -> None:
         """Commit the rows of a shard (WRITTEN_SCHEMA) to the videos table, and count them.
 
+        Ok videos leave ``failed``. Failed rows enter ``failed`` with their attempts; those with a retryable fault also
+        enter ``retryable``, and those of class "io" ``unread``.
+
         An interrupted driver may commit the same rows twice in succession: rows whose id and attempt were in the
         previous commit are not counted again. The method also saves the run's record about once a minute, and merges
         the small files of the table every few commits; a failed merge only warns.

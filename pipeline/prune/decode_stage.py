@@ -206,7 +206,7 @@ def decode_sample(
 
 
 class Decoder:
-    """The decode actor: a VideoDecoder with a heartbeat. A call takes a row of UNIT and yields rows of BUNDLE.
+    """The decode actor: a VideoDecoder with a heartbeat. A call takes a row of TASK_SCHEMA and yields batches.
 
     Two calls may run at a time: while the child decodes a video of one call, the other fetches its next video or passes
     a batch on. The batches of a call depend only on its rows, since Ray counts them when it retries a call.
@@ -237,7 +237,7 @@ class Decoder:
         return self.decode(unpack_task(unit))
 
     def decode(self, todo: pa.Table | pa.RecordBatch) -> Iterator[pa.Table]:
-        """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for every ``videos_per_bundle`` of them.
+        """Decode rows of TODO_SCHEMA, and yield a row of BATCH_SCHEMA for every ``videos_per_bundle`` of them.
 
         The last batch may have fewer videos. A failed video becomes an error record without frames. The videos of a
         batch are reported as in hand while they are decoded. Blocks while this worker is excluded.

@@ -246,7 +246,12 @@ class VideoEncoder:
     def _prune(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
         """Prune the tokens, with one retry if GPU memory runs out, and return (kept tokens, seconds).
 
-        Raises VideoFault, and MethodFails for a user method that would fail for every video.
+        Before the retry, PyTorch's cached memory is freed. The seconds are those of the successful attempt. If memory
+        runs out again, that error passes, as do other errors.
+
+        Raises:
+            VideoFault: class "internal" for a ValueError, "own-code" if a user method failed for this video.
+            MethodFails: a user method would fail for every video.
         """
         try:
             return self._prune_once(visual)
@@ -385,7 +390,8 @@ class VideoEncoder:
     def prune(self, visual: VisualTokens) -> PrunedTokens:
         """Prune the tokens.
 
-        If GPU memory runs out, PyTorch's cached memory is freed and the pruning is repeated once.
+        If GPU memory runs out, PyTorch's cached memory is freed and the pruning is repeated once; a second such error
+        passes.
 
         Raises:
             VideoFault: class "internal" if the tokens cannot be pruned, "own-code" if a user method failed for this
@@ -425,10 +431,10 @@ def _try_alone(names: str, work: Callable[[], T]) -> T | None:
 class Encoder:
     """The encode actor: a VideoEncoder with a heartbeat, which turns faults into error rows.
 
-    A call takes a row of BUNDLE and yields one. Two calls may run at a time, but only one computes. If the process
-    crashes (by a signal or a broken GPU context), Ray starts another one, which tries each video in hand once more. A
-    video that crashes a second process gets an error row. To identify it, a process after a crash encodes its first 100
-    or so videos singly.
+    A call takes a batch (a row of BATCH_SCHEMA) and yields one. Two calls may run at a time, but only one computes. If
+    the process crashes (by a signal or a broken GPU context), Ray starts another one, which tries each video in hand
+    once more. A video that crashes a second process gets an error row. To identify it, a process after a crash encodes
+    its first 100 or so videos singly.
     """
 
     def __init__(self, setup: EncodeSetup, heartbeats: ActorHandle | None = None) -> None:

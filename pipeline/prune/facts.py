@@ -54,14 +54,21 @@ class Facts:
         self._started_at = self._since = self.clock()
 
     def set_encoders(self, encoders: int) -> None:
-        """Set the number of working encoders from now on, or from the start of the run if nothing is committed yet."""
+        """Set the number of working encoders from now on, or from the start of the run if nothing is committed yet.
+
+        Before the first call, the number is 1.
+        """
         if self.videos:
             self._encoder_s += (self.clock() - self._since) * self._encoders
             self._since = self.clock()
         self._encoders = encoders
 
     def add(self, rows: pa.Table) -> None:
-        """Add the rows of a shard (columns of WRITTEN_SCHEMA), including failed videos.
+        """Add the rows of a shard (columns of WRITTEN_SCHEMA) to the sums; null values count as 0.
+
+        The number of rows and their seconds of decoding and encoding and tokens are added for all rows, including
+        failed videos. The seconds of pruning are added to ``encode_s`` unless ``on_gpus``. ``video_s`` counts only the
+        ok videos.
 
         Sums of floats do not depend on the sizes of the shards, because rows are added one by one.
         """

@@ -3,8 +3,8 @@
     manifest -> decode (CPU actors, killable child processes) -> encode + prune (GPU actors)
         -> the driver collects references, by number or age -> write (actors) -> the driver commits
 
-Terms, small to large. Item: one video, with its record and arrays. Batch (schema BUNDLE): the videos of one Arrow row
-between two stages: several together, or a very large video alone. Task (schema UNIT): the videos that one decode call
+Terms, small to large. Item: one video, with its record and arrays. Batch (BATCH_SCHEMA): the videos of one Arrow row
+between two stages: several together, or a very large video alone. Task (TASK_SCHEMA): the videos that one decode call
 takes, and that a retry decodes again, in whole batches. ``Part``: the tasks of one archive, or of all videos known at
 the start. Shard: the videos of one token file. A block of Ray Data is one row here.
 
@@ -157,7 +157,7 @@ def build_graph(
 
 
 def _pack_tasks(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[pa.Table]:
-    """Divide rows of videos (TODO_SCHEMA) into decode tasks, and pack each as a row of UNIT.
+    """Divide rows of videos (TODO_SCHEMA) into decode tasks, and pack each as a row of TASK_SCHEMA.
 
     Args:
         later_bytes: bytes of the videos that follow later; while many follow, tasks are larger.
@@ -217,6 +217,6 @@ class TaskSource:
         self._feed = feed
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        """Wait until the tasks of a part are known, and yield a row of UNIT for each."""
+        """Wait until the tasks of a part are known, and yield a row of TASK_SCHEMA for each."""
         for unit in ray.get(ray.get(self._feed.part.remote(batch["part"][0].as_py()))):
             yield from unit

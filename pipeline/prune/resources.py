@@ -37,7 +37,7 @@ MIN_WORKER_BYTES = 8 * 2**20  # minimum memory for the videos of a worker
 MAX_BATCH_BYTES, MAX_VIDEOS_PER_BATCH = 64 * 2**20, 32
 MAX_VIDEOS_PER_TASK = 256  # videos of archives in a decode task, all of which a retry decodes again
 DECODER_BYTES = 2**30  # memory of a decoder: two processes, the packets of a file, and the frames in hand
-# Copies of the frames that a decoder has in hand at once, if a typical video has more than MAX_BUNDLE_BYTES.
+# Copies of the frames that a decoder has in hand at once, if a typical video has more than MAX_BATCH_BYTES.
 LARGE_VIDEO_COPIES = 3
 # Bytes of video files that justify another decoder, which takes a second to start: half a minute at 1 Mbit/s.
 DECODER_FILES_BYTES = 4 * 2**20
@@ -91,13 +91,13 @@ class Resources(Plan):
     ) -> Resources:
         """Return a copy with the sizes of batches, shards and queues fitted to the object stores.
 
-        - A batch has at most MAX_VIDEOS_PER_BUNDLE videos and MAX_BUNDLE_BYTES of frames, unless one video has more.
+        - A batch has at most MAX_VIDEOS_PER_BATCH videos and MAX_BATCH_BYTES of frames, unless one video has more.
           There are at least 16 batches per worker, if possible, and the object stores hold those of all workers.
         - An encoder queues about VIDEOS_AHEAD_PER_ENCODER videos, but at least 4 batches, and at most an eighth of its
           share.
         - All queues together take at most a quarter of the object stores, unless that is less than the minimum of 2 *
           CALLS batches per encoder. All shards in memory take at most half, unless one video per shard is more.
-        - If a typical video has more than MAX_BUNDLE_BYTES of frames, the minimum is CALLS batches, no call waits at a
+        - If a typical video has more than MAX_BATCH_BYTES of frames, the minimum is CALLS batches, no call waits at a
           decoder, and there are only as many decoders as the results of their first calls fit half of the object
           stores.
 
@@ -315,8 +315,8 @@ def cut_tasks(
 ) -> Iterator[tuple[int, int]]:
     """Yield the (start, stop) of each decode task among ``videos`` (MANIFEST_SCHEMA), by their order and sizes alone.
 
-    A task has at most about MAX_UNIT_BYTES (a larger video is alone) and about ``max_videos`` videos, and whole
-    batches. If possible it also has whole row groups. It takes about 1 / (UNITS_PER_WORKER * ``workers``) of the
+    A task has at most about MAX_TASK_BYTES (a larger video is alone) and about ``max_videos`` videos, and whole
+    batches. If possible it also has whole row groups. It takes about 1 / (TASKS_PER_WORKER * ``workers``) of the
     remaining bytes and videos, so tasks become smaller, and few videos wait for a slow worker at the end.
 
     Args:

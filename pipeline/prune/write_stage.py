@@ -37,7 +37,7 @@ class Writer:
         self._heartbeat.start()
 
     def write(self, *bundles: pa.Table) -> pa.Table:
-        """Write the videos in rows of BUNDLE as one token shard, and return a row of WRITTEN_SCHEMA for every video.
+        """Write the videos in rows of BATCH_SCHEMA as one token shard; return a row of WRITTEN_SCHEMA for every video.
 
         Failed videos have rows too. If no video is ok, no shard is written.
 

@@ -182,7 +182,7 @@ class Pace:
     """The rate of a run's items, measured from the first item, so that loading models does not count."""
 
     def __init__(self, total: int, item: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Set the counts to zero."""
+        """Set the counts to zero, and read ``clock``; the measurement starts with the first item."""
         self._total = total
         self._item = item
         self._clock = clock
@@ -246,7 +246,7 @@ class Reporter:
     """A counter of a run's items that passes a ``Progress`` to ``tell`` on each change; subclasses display it."""
 
     def __init__(self, total: int, words: Wording, tell: Callable[[Progress], object] = lambda progress: None) -> None:
-        """Set the counts to zero. The display starts with the ``with`` block."""
+        """Set the counts to zero, and create the pace. The display starts with the ``with`` block."""
         self._tell = tell
         self.progress = Progress(item=words.item, total=total)
         self.pace = Pace(total, words.item)
@@ -286,7 +286,7 @@ class Reporter:
         self._set_progress(replace(self.progress, ok=self.progress.ok + ok, failed=self.progress.failed + failed))
 
     def stages(self, report: WorkerReport) -> None:
-        """Take the stages' results, busy shares and queues and the bottleneck from a report; show changes."""
+        """Take the stages' results, busy shares, queues and bottleneck from a report; show changed counts."""
         self._stage_counts = report.n_results
         self._load.add(report)
         busy = self._load.busy()

@@ -146,7 +146,7 @@ class CachedPrompts:
         self.largest_video += 1 if self.builder.needs_newline else 0
 
     def _open_cache(self, place: str) -> ServedVideos:
-        """Open a cache, check that it fits the model, and start the thread that refreshes it."""
+        """Open a cache, check that it fits the model and the server's ratio, and start the thread that refreshes it."""
         # If the store does not answer, a request gets its 503 soon instead of after minutes.
         open_token_cache = partial(TokenCache, place, store=store_at(place).with_short_timeouts())
         first = open_token_cache()
@@ -277,7 +277,8 @@ def _parse_role(message: ClientMessage) -> str:
     """Return a message's role, with "system" for "developer".
 
     Raises:
-        ValueError: another role, such as that of tool calls, or a field with a value other than content, name and type.
+        ValueError: the role is not system, developer, user or assistant, or a field other than role, content, name and
+            type is set (None, "", [] and other false values pass).
     """
     role = message.get("role")
     if role not in _ROLES:

@@ -184,8 +184,9 @@ def iter_row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 def _iter_ratio_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
     """Yield contradictions between an ok row and the header: ratio, token count, nesting, row groups, hidden size.
 
-    Another ratio ends the check. The number of tokens and nesting are checked only if the method is known here or
-    declared in the header.
+    Another ratio than the cache's ends the check. The number of tokens (only of an ``exact`` method, which keeps the
+    budget) and nesting are checked only if the method is known here or declared in the header. The row groups must end
+    at the tiers of the ratio.
     """
     n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
     stored_ratio = header["identity"].get("retention_ratio")
@@ -204,7 +205,12 @@ def _iter_ratio_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 
 
 def _iter_frame_faults(row: VideoRow) -> Iterator[str]:
-    """Yield contradictions between a row's frame indices, timestamps, source length and number of repeated frames."""
+    """Yield contradictions between a row's frame indices, timestamps, source length and number of repeated frames.
+
+    Frame indices must not descend, and lie below ``source_frames`` if that is known. Timestamps must be finite, not
+    descend, and be equal for repeated frames. ``n_repeated`` must be null or the number of repetitions. The lists are
+    not empty and of equal length, which ``iter_row_count_faults`` checks before.
+    """
     frames, seconds = np.asarray(row["frame_indices"]), np.asarray(row["timestamps"], dtype=np.float64)
     end = row["source_frames"] if row["source_frames"] is not None else math.inf
     if frames[0] < 0 or frames[-1] >= end or (np.diff(frames) < 0).any():
@@ -322,8 +328,13 @@ def _iter_video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) ->
 def iter_token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterator[str]:
     """Yield a description of each fault in a video's positions, frames, merged flags, ranks and densities.
 
-    Positions outside the video, and merged flags that are null for some tokens only, end the check. What depends on the
-    method is checked only if the method is known here or declared in the header.
+    Positions must lie in the video, and must not repeat except by a merged token; frames must follow from the
+    positions, and their counts be those of ``kept_per_frame``. Positions outside the video, and merged flags that are
+    null for some tokens only, end the check. What depends on the method (whether it merges, and ascending positions if
+    it neither nests nor reorders) is checked only if the method is known here or declared in the header.
+
+    Args:
+        table: the tokens of the video in the order of the shard, at least one.
     """
     index, frame = table["index"].to_numpy(), table["frame"].to_numpy()
     if index.min() < 0 or index.max() >= row["n_total"]:

@@ -218,14 +218,15 @@ class PyavDecoder:
         return np.ascontiguousarray(orient_frame(rows[:, : 3 * width].reshape(height, width, 3), self._orientation))
 
     def _iter_frames(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
-        """Yield the decoded frames with the numbers ``indices``.
+        """Yield the decoded frames with the numbers ``indices`` (distinct, ascending, at least one).
 
         Frames are identified by their presentation times, or by counting from the first packet in a file without times.
         Before each yield, ``_orientation`` is set to that of the frame: its own display matrix, otherwise the last one
         since the run's keyframe, otherwise that of the index.
 
         Raises:
-            IndexMismatch: a frame does not come out, or the file marks a frame as a keyframe that is not one.
+            IndexMismatch: a frame does not come out (also for indices that repeat or descend), or the file marks a
+                frame as a keyframe that is not one.
             VideoFault: "unsupported" for a rotation by an angle that is not a multiple of 90 degrees.
         """
         table = self._packets.table

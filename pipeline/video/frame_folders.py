@@ -41,16 +41,19 @@ def find_frame_rate(path: str) -> float | None:
 
 
 def is_frame_folder(path: str) -> bool:
-    """Return True if the path states a frame rate and is a folder with a first frame."""
+    """Return True if the path states a frame rate and is a folder with a file 00001.jpg."""
     return find_frame_rate(path) is not None and os.path.isfile(os.path.join(path, FIRST_FRAME))  # noqa: PTH113, PTH118
 
 
 def list_frame_names(path: str) -> list[str]:
-    """List the file names of a folder's frames in order; other files are left out.
+    """List the file names of a folder's frames in order of their numbers; other files are left out.
+
+    Frames are files named by at least five digits and ".jpg". They must be 00001.jpg, 00002.jpg and so on, without
+    gaps.
 
     Raises:
-        VideoFault: "unsupported" if the folder has no frames, "corrupt" if a number is missing, "io" if the folder
-            cannot be read.
+        VideoFault: "unsupported" if the folder has no frames, "corrupt" if they are not numbered like this (a number is
+            missing, or a name has surplus zeros), "io" if the folder cannot be read.
     """
     try:
         with os.scandir(path) as entries:
@@ -126,7 +129,7 @@ class FileState(NamedTuple):
 def read_source_state(path: str) -> FileState:
     """Return the size and mark of a file, or of all frames of a folder together, without reading their content.
 
-    The mark is a hash of the newest modification time. An empty folder has size 0.
+    The mark is a hash of the newest modification time. A folder without frames has size 0.
 
     Raises:
         OSError, ValueError: the path does not exist or cannot be read.
@@ -185,7 +188,8 @@ def index_frames(path: str) -> VideoIndex:
 
     Raises:
         VideoFault: "unsupported" if the path does not state a frame rate; other classes if frames are missing or the
-            first one cannot be read or decoded.
+            first one cannot be read or has no picture.
+        FFmpegError: PyAV cannot decode the first frame.
     """
     rate = find_frame_rate(path)
     if rate is None:

@@ -109,7 +109,10 @@ class ShownPackets:
     """
 
     def __init__(self, codec: str, extradata: bytes) -> None:
-        """Read the codec parameters in ``extradata``, which the container stores for the decoder."""
+        """Read the number of MPEG-4 clock bits from ``extradata``, which the container stores for the decoder.
+
+        Other codecs do not use it.
+        """
         self._check = _CHECKS.get(codec)  # None for MPEG-4
         self._clock_bits = read_clock_bits(extradata)
 
@@ -252,7 +255,13 @@ class H264Headers:
     """A reader of H.264 picture headers. Call ``read`` for each packet in file order."""
 
     def __init__(self, extradata: bytes) -> None:
-        """Read the parameter set in ``extradata``, which the container stores for the decoder; it may be empty."""
+        """Read the parameter set in ``extradata``, which the container stores for the decoder, and the units' framing.
+
+        Extradata of MP4 and Matroska (which begins with a byte 1 and has more than 6 bytes) has one parameter set to
+        read, and tells how many bytes (1 to 4) state the length of each unit in packets. Other extradata, which may be
+        empty, consists of units behind start codes, as do the packets then. Malformed data raises no error: missing
+        bits count as zeros.
+        """
         self._length_bytes = 1 + (extradata[4] & 3) if extradata[:1] == b"\x01" and len(extradata) > 6 else 0
         self._parameters: _H264Parameters | None = None
         if self._length_bytes:
@@ -329,7 +338,12 @@ class ShownOrder:
     """
 
     def __init__(self, codec: str, extradata: bytes) -> None:
-        """Read the codec parameters in ``extradata``, which the container stores for the decoder."""
+        """Start without packets.
+
+        Args:
+            codec: one of ORDERED_CODECS.
+            extradata: the codec parameters that the container stores for the decoder; they are read only for H.264.
+        """
         self._codec = codec
         self._headers = H264Headers(extradata) if codec == "h264" else None
         # Sort keys of packets: the number of the section that has its own order, then the position in the section.
@@ -384,7 +398,10 @@ class ShownOrder:
             self._reference, self._keys[number] = number, (1, 0)
 
     def find_ranks(self) -> list[int] | None:
-        """Return each packet's rank in the shown order, from 0; None if headers do not determine it."""
+        """Return each packet's rank in the shown order, from 0; None if headers do not determine it.
+
+        They do not if a picture's position was unknown (H.264), or if two packets have the same position.
+        """
         if not self._is_known or len(set(self._keys)) < len(self._keys):
             return None
         order = sorted(range(len(self._keys)), key=self._keys.__getitem__)

@@ -308,8 +308,8 @@ class VideoPackets:
         """Read all packets but empty ones into ``table``, and record damage, gaps and changes of parameters.
 
         Packets are kept in memory unless all together exceed MAX_KEPT_BYTES. If times are missing and headers tell the
-        order, ``pts`` become ranks. ``lacks_times`` becomes True for MPEG-4 with B-frames and frames without content.
-        Raises MemoryError.
+        order, ``pts`` become ranks and ``is_ranked`` is set. ``lacks_times`` becomes True for MPEG-4 with B-frames and
+        frames without content. Raises MemoryError; other errors of the demuxer end reading (``_iter_readable``).
         """
         size = 0
         has_gaps = False
@@ -442,7 +442,8 @@ def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.Vi
     """Return the video stream that the ffmpeg command line would use, and configure its decoder.
 
     This is the largest one, where a default stream counts 5 megapixels more. Streams with an index in ``empty`` come
-    last. The decoder gets one thread.
+    last. The decoder gets one thread, and the flag ``unaligned``, without which FFmpeg may keep columns that the file
+    crops on the left.
 
     Raises:
         VideoFault: "unsupported" if the file has no video stream (cover art does not count), the codec is unknown, or

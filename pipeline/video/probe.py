@@ -192,12 +192,13 @@ def index_by_decoding(index: VideoIndex) -> VideoIndex:
 def _add_times(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], last_duration: int) -> VideoIndex:
     """Return the index with timestamps, duration, rate and tick, computed from presentation times.
 
-    Timestamps are seconds since the container's start, so the first need not be 0. The rate is a stated rate that
-    agrees with the times, otherwise their mean.
+    Timestamps are seconds since the container's start, so the first need not be 0. They count from the first frame if
+    the container states no start, or one within 2 microseconds of that frame. The duration is the end of the last frame
+    on the same scale. The rate is a stated rate that agrees with the times, otherwise their mean.
 
     Args:
         pts: [F] presentation times in the stream's ticks, ascending.
-        last_duration: in ticks; 0 stands for one frame at the rate.
+        last_duration: that of the last frame in ticks; 0 stands for one frame at the rate.
     """
     tick: Fraction = packets.stream.time_base
     start_time = packets.start_time

@@ -51,8 +51,8 @@ class SharedFrames:
     def allocate_block(self, shape: tuple[int, ...]) -> Frames:
         """Return a uint8 array for [T,h,w,3] frames in the smallest idle block that fits, or in a new block.
 
-        Fill the array, then call ``hand_over``. A second call before that takes the first array's block back, or drops
-        it if it is new.
+        Fill the array, then call ``hand_over_block``. A second call before that takes the first array's block back, or
+        drops it if it is new.
         """
         if self._descriptor is not None:
             os.close(self._descriptor)  # the reader never got it, so a new block is dropped

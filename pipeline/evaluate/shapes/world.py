@@ -111,7 +111,8 @@ class Hardness:
     def __post_init__(self) -> None:
         """Raise ValueError if a range is negative, descending or outside its limits, or ``standing`` is not in [0, 1].
 
-        Only one of pan, shake and zoom may be on.
+        Also if more than one of pan, shake and zoom moves the picture: pan or shake with an upper end above 0, or zoom
+        with a lower end below 1.
         """
         for name in (*_LIMITS, "specks", "noise", "fade"):
             low, high = getattr(self, name)

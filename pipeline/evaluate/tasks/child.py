@@ -290,9 +290,11 @@ class LoadedTask:
     def _process_arms(
         self, arms: Mapping[str, Mapping[str, str]], numbers: Sequence[int], nothing: str
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
-        """Return (label -> results in the order of ``numbers``, {"judged": label -> count, "errors": lines}).
+        """Apply the task's rule to all replies; return (label -> results in the order of ``numbers``, counts).
 
-        ``nothing`` stands for empty replies, and for replies on which the rule fails. A result is {} if it fails again.
+        The counts are "judged": label -> number of replies that the rule tried to send over the network, and "errors":
+        a line per reply on which the rule failed. ``nothing`` stands for empty replies, and for replies on which the
+        rule fails. A result is {} if it fails again.
         """
         results: dict[str, list[dict[str, Any]]] = {}
         judged = dict[str, int]()
@@ -343,7 +345,11 @@ class LoadedTask:
         return numbers
 
     def _aggregate(self, metric: str, results: list[Any]) -> Any:
-        """Return what the task's aggregation makes of results; its errors pass."""
+        """Return what the task's aggregation makes of results; its errors pass.
+
+        Pauses (``time.sleep``) are skipped. An aggregation with a parameter ``args`` gets one whose ``output_path`` is
+        a temporary folder, which is deleted with all that is written to it.
+        """
         function = self._aggregations[metric]
         with _without_pauses():
             if "args" not in inspect.signature(function).parameters:
@@ -451,8 +457,8 @@ def _make_local_data_config(rows: Path, config: Mapping[str, Any]) -> dict[str, 
 def _explain_loading(config: Mapping[str, Any], error: BaseException) -> str:
     """Return why a task could not be loaded: its data set is not here, or another error, which is quoted.
 
-    The former is a ConnectionError or an error of Hugging Face's libraries about files to download. Errors of retries
-    and DatasetGenerationError are replaced by their cause.
+    The former is a ConnectionError, or LocalEntryNotFoundError or OfflineModeIsEnabled of Hugging Face's libraries.
+    Errors of retries (with ``last_attempt``) and DatasetGenerationError are replaced by their cause.
     """
     attempt = getattr(error, "last_attempt", None)
     cause = attempt.exception() if attempt is not None else error

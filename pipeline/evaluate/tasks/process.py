@@ -91,7 +91,7 @@ class TaskProcess:
     """
 
     def __init__(self, name: str, metric: str | None, model_type: str, home: Path, say: Say) -> None:
-        """Look for a local file of annotations; start nothing."""
+        """Look for a local file of annotations (.parquet before .jsonl before .json); start and print nothing."""
         self._name = name
         self._home = home
         self._say = say
@@ -100,7 +100,7 @@ class TaskProcess:
         self._request = {"task": name, "metric": metric, "model_type": model_type, "rows": rows}
 
     def describe(self) -> DescribedTask:
-        """Return the task's documents and settings.
+        """Read the task in a new child process, after a line to ``say``; return its documents and settings.
 
         Raises:
             UsageError: lmms-eval is not installed, or the task cannot be asked or scored here.
@@ -126,7 +126,7 @@ class TaskProcess:
     def score(self, arms: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
         """Score the replies of each arm by the task's own rules in a new child process, and return the task's numbers.
 
-        The number of replies is said first.
+        The number of replies is passed to ``say`` first.
 
         Args:
             arms: label of an arm -> document number as text -> reply. All arms have the same documents.

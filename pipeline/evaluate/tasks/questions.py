@@ -55,12 +55,16 @@ class LmmsQuestion:
 
 
 def cut_reply(answer: str, stops: Iterable[str]) -> str:
-    """Return the part of an answer before the first stop text in it; the whole answer if it has none."""
+    """Return the part of an answer before the earliest of the stop texts in it; the whole answer if it has none."""
     return min((answer.partition(stop)[0] for stop in stops), key=len, default=answer)
 
 
 def make_unique(names: Iterable[str]) -> list[str]:
-    """Return the names in order, with "#1", "#2", ... appended to repetitions."""
+    """Return the names in order, made unique: repetitions get "#1", "#2", ... appended.
+
+    A result that an earlier name has already taken is skipped for the next free number. So a name that itself ends in
+    "#1" may get a suffix without being repeated.
+    """
     counts = Counter[str]()
     names_out = dict[str, None]()
     for name in names:

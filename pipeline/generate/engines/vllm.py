@@ -56,7 +56,7 @@ class VllmEngine:
     """
 
     def __init__(self, engine: Any, source: ModelSource, runtime: Runtime, tensor_parallel: int) -> None:
-        """Wrap an LLMEngine that is already started."""
+        """Wrap a started LLMEngine, and load the model's tokenizer, input embeddings and generation settings."""
         config = source.parse_stock_config()
         self._engine = engine
         self._runtime = runtime
@@ -164,7 +164,10 @@ class VllmEngine:
             return
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
-        """Split the prompts into groups of ``most``, in the given order."""
+        """Split the prompts into groups of ``most`` (the last may be smaller): lists of indices in the given order.
+
+        ``inside`` is not used.
+        """
         return [list(range(start, min(start + most, len(prompts)))) for start in range(0, len(prompts), most)]
 
     def generate(
@@ -302,9 +305,11 @@ class VllmEngine:
 
 
 def _group_next_tokens(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Group tokenized texts by common beginnings: yield each (beginning, next tokens).
+    """Yield (beginning, next tokens) for all beginnings of tokenized texts, so that each token of each text is covered.
 
-    A beginning with more than ``_MAX_IDS_PER_REQUEST`` next tokens is yielded several times.
+    The beginnings are all prefixes that a token follows, from the empty one on, also those of one text only, in order
+    of first occurrence; each has the distinct tokens that follow it in any text. One with more than
+    ``_MAX_IDS_PER_REQUEST`` (100) next tokens is yielded several times.
     """
     tokens: dict[tuple[int, ...], dict[int, None]] = {}
     for text in texts:
