@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -42,13 +41,6 @@ def write_videos(folder: Path, paths: Iterable[str], *, count: int = 8, fps: int
 def write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=4))
-
-
-def faults_of(loaded: LoadedQuestions) -> Counter[tuple[str, bool]]:
-    """Count faults by kind, with whether each left a question out; every row must be accounted for."""
-    left_out = sum(fault.left_out for fault in loaded.faults)
-    assert loaded.n_annotated == len(loaded.items) + left_out
-    return Counter((fault.kind, fault.left_out) for fault in loaded.faults)
 
 
 def faulty(loaded: LoadedQuestions, kind: str) -> list[str | None]:
