@@ -29,11 +29,13 @@ def options_of(uid: str) -> tuple[str, ...]:
     return (*OPTIONS[:4], OPTIONS[0]) if uid == UIDS[2] else OPTIONS
 
 
-def write_hub(folder: Path) -> Path:
-    """Write the hub's layout, unpacked; of one video the suffix is in capitals."""
+def write_hub(folder: Path, *, ego4d: bool = False) -> Path:
+    """Write the hub's layout, unpacked, with ``ego4d`` the file of videos beside it; one suffix is in capitals."""
     for name, uids in (("Subset", tuple(ANSWERS)), ("GENERATION", UIDS)):
         rows = [_hub_row(number, uid, name == "Subset") for number, uid in enumerate(uids)]
         write_table(folder / name / "test-00000-of-00001.parquet", rows, SCHEMA)
+    if ego4d:
+        write_ego4d(folder)
     write_clips(folder)
     return folder
 

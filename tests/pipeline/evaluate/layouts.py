@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -41,14 +40,7 @@ def write_videos(folder: Path, paths: Iterable[str], *, count: int = 8, fps: int
 
 def write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=4))
-
-
-def faults_of(loaded: LoadedQuestions) -> Counter[tuple[str, bool]]:
-    """Count faults by kind, with whether each left a question out; every row must be accounted for."""
-    left_out = sum(fault.left_out for fault in loaded.faults)
-    assert loaded.n_annotated == len(loaded.items) + left_out
-    return Counter((fault.kind, fault.left_out) for fault in loaded.faults)
+    path.write_text(json.dumps(content))
 
 
 def faulty(loaded: LoadedQuestions, kind: str) -> list[str | None]:
@@ -64,10 +56,9 @@ def replied(
     benchmark: Benchmark,
     loaded: LoadedQuestions,
     replies: Mapping[str, str],
-    protocol: str | None = None,
     arms: Mapping[str, MethodAtRatio] | None = None,
 ) -> ScoredQuestions:
-    """Score the questions by a protocol's rule; one without a reply failed. Every arm says the same."""
+    """Score the questions by the rule of its protocol; one without a reply failed. Every arm says the same."""
     arms = arms or {"none@1": ORIGINAL}
     common = {"prompt": "p", "run_id": "r", "attempts": 1, "status": "ok"}
     rows = [
@@ -76,7 +67,7 @@ def replied(
         for arm in arms
     ]
     answers = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
-    scores = make_score_table(AnsweredItems.select(loaded.items, arms, answers), benchmark.protocol(protocol))
+    scores = make_score_table(AnsweredItems.select(loaded.items, arms, answers), benchmark.protocol())
     return ScoredQuestions(loaded=loaded, scores=scores)
 
 
@@ -125,11 +116,10 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema
     pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), path)
 
 
-def printed(benchmark: Benchmark, done: ScoredQuestions, protocol: str | None = None) -> dict[str, str]:
+def printed(benchmark: Benchmark, done: ScoredQuestions) -> dict[str, str]:
     """Return the main table's row of full retention: title of the column -> number."""
-    one = benchmark.protocol(protocol)
-    table = make_tables(
-        done, Presentation(title="T", benchmark=benchmark, described={"metric": one.metric}, draws=100)
-    )[0]
+    metric = benchmark.protocol().metric
+    shown = Presentation(title="T", benchmark=benchmark, described={"metric": metric}, draws=100)
+    table = make_tables(done, shown)[0]
     cells = zip(table.columns, table.original.cells, strict=True)
     return {column.title: cell.printed for column, cell in cells if cell}

@@ -41,6 +41,11 @@ def score_table(*arms):
     return pa.Table.from_pylist([row for arm in arms for row in arm], SCHEMA)
 
 
+def table_of(arms, **more):
+    """Make a table of the scores of each (method, ratio)."""
+    return score_table(*(score_rows(*arm, scores, **more) for arm, scores in arms.items()))
+
+
 def bits(text):
     """Read scores written as digits: "110 101"."""
     return [float(digit) for digit in text.replace(" ", "")]

@@ -5,13 +5,8 @@ from typing import get_args
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.abilities import (
-    BUILT_IN,
-    classify_questions,
-    list_unused_rules,
-    order_abilities,
-    read_ability_rules,
-)
+from pipeline.evaluate import abilities
+from pipeline.evaluate.abilities import BUILT_IN, classify_questions, read_ability_rules
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.shapes.questions import QuestionType
 from pipeline.evaluate.shapes.world import HARDNESS
@@ -90,7 +85,12 @@ def test_a_users_rows_come_first_in_the_files_order_and_may_name_kinds_of_their_
     assert kind_of("videomme", rules, task_type="Temporal Perception") == "OCR"  # the first row that matches
     assert kind_of("mlvu-dev", rules, task_type="ego") == "grounding"
     assert kind_of("mlvu-dev", rules, task_type="count") == "counting"
-    assert order_abilities(["general", "Sums", "OCR", "counting", "Sums"]) == ["counting", "OCR", "Sums", "general"]
+    assert abilities.order_abilities(["general", "Sums", "OCR", "counting", "Sums"]) == [
+        "counting",
+        "OCR",
+        "Sums",
+        "general",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -104,23 +104,19 @@ def test_a_users_rows_come_first_in_the_files_order_and_may_name_kinds_of_their_
         (["videomme,order"], {"header": "benchmark,kind"}, "line 1: a .csv begins with the names of its columns"),
         (["a,b,order"], {"header": "benchmark,task,ability"}, "line 2: there is no column 'task'"),
         (["videomme,,,order"], {"name": "abilities.tsv"}, "abilities.tsv: name a .csv with the columns"),
+        (None, {}, r"--abilities none\.csv: cannot be read: .*; name a \.csv"),  # there is no such file
     ],
 )
 def test_a_malformed_file_is_refused_by_file_row_and_remedy(written, rows, options, message):
     with pytest.raises(UsageError, match=message) as error:
-        read_ability_rules(written(*rows, **options))
+        read_ability_rules("none.csv" if rows is None else written(*rows, **options))
     assert "benchmark,split,value,ability" in str(error.value) or "such as videomme" in str(error.value)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"--abilities .*none\.csv: cannot be read: .*; name a \.csv"):
-        read_ability_rules(str(tmp_path / "none.csv"))
 
 
 def test_rows_about_no_question_of_the_results_are_told_of(written):
     path = written("shaps,,,order", "videomme,task_type,Counting,counting", "shapes,,,order", "videomme,,,OCR")
     splits = {"shapes": [{"task_type": "sign"}], "videomme": [{"task_type": "Counting Problem"}]}
-    assert list_unused_rules([*read_ability_rules(path), *BUILT_IN], splits) == [
+    assert abilities.list_unused_rules([*read_ability_rules(path), *BUILT_IN], splits) == [
         f"{path}, line 2: there are no results of a benchmark 'shaps'; the benchmarks are shapes, videomme",
         f"{path}, line 3: no question of videomme has task_type=Counting",
     ]

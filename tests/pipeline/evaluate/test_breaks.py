@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from math import ceil
 from zlib import crc32
 
@@ -17,10 +16,15 @@ from pipeline.evaluate.losses import find_breaks
 from pipeline.evaluate.request import write_results_header
 from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.evaluate.score_tables import score_rows, score_table
+from tests.pipeline.evaluate.pages import Page
+from tests.pipeline.evaluate.score_tables import score_rows, score_table, table_of
 
 PER_VIDEO = 50  # questions about a video, so that one of them is 2 points
 RATIOS = (0.5, 0.25, 0.1)
+
+
+def clusters_of(n_questions, per_video=PER_VIDEO):
+    return [f"v{i // per_video:03}" for i in range(n_questions)]
 
 
 def steady(lost, n_videos=20, **splits):
@@ -28,12 +32,9 @@ def steady(lost, n_videos=20, **splits):
 
     ``lost`` maps (method, ratio) to that number.
     """
-    clusters = [f"v{i // PER_VIDEO:03}" for i in range(n_videos * PER_VIDEO)]
-    more = {"clusters": clusters, "splits": [splits] * len(clusters)}
-    arms = {("none", 1.0): 0, **lost}
-    return score_table(
-        *(score_rows(*arm, n_videos * ([0.0] * n + [1.0] * (PER_VIDEO - n)), **more) for arm, n in arms.items())
-    )
+    arms = {arm: n_videos * ([0.0] * n + [1.0] * (PER_VIDEO - n)) for arm, n in {("none", 1.0): 0, **lost}.items()}
+    n_questions = n_videos * PER_VIDEO
+    return table_of(arms, clusters=clusters_of(n_questions), splits=[splits] * n_questions)
 
 
 def falling(method, *lost):
@@ -59,90 +60,70 @@ def outcomes(verdict):
     return [loss.outcome for loss in verdict.losses]
 
 
-def test_ratios_are_tested_from_the_largest_down_and_the_first_failure_ends_the_test():
-    verdict = only(breaks_of(shapes=steady(falling("gstep", 0, 2, 0))))
-    assert outcomes(verdict) == ["no change", "loses", "no change"]
-    assert (verdict.lowest_safe_ratio, verdict.answer) == (0.5, "50%")
-    assert verdict.reason == "no change in 1,000; at 25% it loses 4.0 points [-4.0, -4.0]"
-    safe = [of_one["safe"] for of_one in verdict.as_record()["losses"]]
-    assert safe == [True, False, False]  # the last ratio would pass by itself
-
-
-def test_all_ratios_or_none_may_be_safe():
-    verdict = only(breaks_of(shapes=steady(falling("gstep", 0, 0, 1)), within=3.0))
-    assert (verdict.answer, verdict.reason) == ("10%", "the lowest ratio that was tested")
-    verdict = only(breaks_of(shapes=steady(falling("gstep", 0, 0, 0))))
-    assert (verdict.answer, verdict.reason) == ("10%", "no change in 1,000; the lowest ratio that was tested")
-    verdict = only(breaks_of(shapes=steady(falling("gstep", 3, 0, 0))))
-    assert (verdict.lowest_safe_ratio, verdict.answer) == (None, "none")
-    assert verdict.reason == "no tested ratio is safe: at 50% it loses 6.0 points [-6.0, -6.0]"
-
-
 @pytest.mark.parametrize(
-    ("within", "outcome", "answer"),
-    [(1.9, "loses", "none"), (2.0, "may lose", "none"), (2.1, "passes", "50%")],
+    ("lost", "within", "found", "answer", "reason"),
+    [
+        # The last ratio would pass by itself.
+        ((0, 2, 0), 2, ["no change", "loses", "no change"], "50%", "in 1,000; at 25% it loses 4.0 points [-4.0, -4.0]"),
+        ((0, 0, 1), 3, ["no change", "no change", "passes"], "10%", "the lowest ratio that was tested"),
+        ((0, 0, 0), 2, ["no change"] * 3, "10%", "no change in 1,000; the lowest ratio that was tested"),
+        ((3, 0, 0), 2, ["loses", "no change", "no change"], "none", "at 50% it loses 6.0 points [-6.0, -6.0]"),
+        ((1,), 1.9, ["loses"], "none", "no tested ratio is safe: "),
+        ((1,), 2.0, ["may lose"], "none", "no tested ratio is safe: "),
+        ((1,), 2.1, ["passes"], "50%", "the lowest ratio that was tested"),
+    ],
 )
-def test_a_lower_end_at_the_limit_fails(within, outcome, answer):
-    verdict = only(breaks_of(shapes=steady({("gstep", 0.5): 1}), within=within))
-    assert (outcomes(verdict), verdict.answer) == ([outcome], answer)
+def test_ratios_are_tested_from_the_largest_down_and_the_first_whose_lower_end_is_at_the_limit_ends_the_test(
+    lost, within, found, answer, reason
+):
+    verdict = only(breaks_of(shapes=steady(falling("gstep", *lost)), within=within))
+    assert (outcomes(verdict), verdict.answer) == (found, answer) and reason in verdict.reason
+    lowest = verdict.lowest_safe_ratio
+    assert lowest == (None if answer == "none" else float(answer.removesuffix("%")) / 100)
+    safe = [of_one["safe"] for of_one in verdict.as_record()["losses"]]
+    assert safe == [lowest is not None and ratio >= lowest for ratio, _ in zip(RATIOS, lost, strict=False)]
 
 
-@pytest.mark.parametrize(("n_videos", "answer"), [(19, "cannot be told"), (20, "50%")])
-def test_fewer_than_20_videos_tell_nothing_even_where_nothing_changes(n_videos, answer):
-    verdict = only(breaks_of(shapes=steady({("gstep", 0.5): 0}, n_videos)))
-    assert verdict.answer == answer
-    assert (verdict.reason == "19 videos") is (n_videos == 19)
-
-
-def test_of_a_kind_with_several_tasks_the_fewest_videos_count():
-    verdict = only(breaks_of(shapes=steady({("gstep", 0.5): 0}, 30), mvbench=steady({("gstep", 0.5): 0}, 19)))
-    assert (verdict.answer, verdict.reason) == ("cannot be told", "19 videos of mvbench")
-
-
-def one_by_one(pruned, full, ratio=0.5):
-    """Make scores of questions about a video each."""
-    return score_table(score_rows("none", 1.0, full), score_rows("gstep", ratio, pruned))
+def test_fewer_than_20_videos_tell_nothing_even_where_nothing_changes_and_of_several_tasks_the_fewest_count():
+    few, enough = (steady({("gstep", 0.5): 0}, n_videos) for n_videos in (19, 20))
+    assert only(breaks_of(shapes=enough)).answer == "50%"
+    for scores, tail in (({"shapes": few}, ""), ({"shapes": enough, "mvbench": few}, " of mvbench")):
+        verdict = only(breaks_of(**scores))
+        assert (verdict.answer, verdict.reason) == ("cannot be told", f"19 videos{tail}")
 
 
 def test_an_interval_that_is_too_wide_tells_nothing_unless_it_lies_wholly_below_the_limit():
-    full = [1.0] * 20 + [0.0] * 20
-    wide = only(breaks_of(shapes=one_by_one([0.0] * 4 + [1.0] * 20 + [0.0] * 16, full)))
+    """Of 40 questions about a video each; a later ratio is named with its half width."""
+    full, changed = [1.0] * 20 + [0.0] * 20, [0.0] * 4 + [1.0] * 20 + [0.0] * 16
+
+    def verdict_of(full, *pruned):
+        arms = {("none", 1.0): full, **falling("gstep", *pruned)}
+        return only(breaks_of(shapes=table_of(arms)))
+
+    wide = verdict_of(full, changed)
     assert outcomes(wide) == ["wide"] and wide.answer == "cannot be told"
     assert re.fullmatch(r"half width \d\d\.\d\d at 50%", wide.reason)
-    gains = only(breaks_of(shapes=one_by_one([1.0] * 30 + [0.0] * 10, full)))
+    gains = verdict_of(full, [1.0] * 30 + [0.0] * 10)
     assert gains.losses[0].low > 2 and outcomes(gains) == ["wide"]  # no exception for a gain
-    lost = only(breaks_of(shapes=one_by_one([0.0] * 36 + [1.0] * 4, [1.0] * 40)))
+    lost = verdict_of([1.0] * 40, [0.0] * 36 + [1.0] * 4)
     assert lost.losses[0].half_width > 2 and outcomes(lost) == ["loses"] and lost.answer == "none"
-
-
-def test_a_later_ratio_that_cannot_be_told_is_named_with_its_half_width():
-    full = [1.0] * 20 + [0.0] * 20
-    changed = score_rows("gstep", 0.25, [0.0] * 4 + [1.0] * 20 + [0.0] * 16)
-    verdict = only(
-        breaks_of(shapes=score_table(score_rows("none", 1.0, full), score_rows("gstep", 0.5, full), changed))
-    )
-    assert verdict.answer == "50%"
-    assert re.fullmatch(r"no change in 40; at 25% it cannot be told: half width \d\d\.\d\d", verdict.reason)
+    later = verdict_of(full, full, changed)
+    assert later.answer == "50%"
+    assert re.fullmatch(r"no change in 40; at 25% it cannot be told: half width \d\d\.\d\d", later.reason)
 
 
 def test_a_kind_is_the_equal_mean_of_tasks_of_unlike_sizes():
-    small, large = (
-        steady({("gstep", 0.5): 2}, 20, task_type="count"),
-        steady({("gstep", 0.5): 0}, 60, task="moving_count"),
-    )
+    small = steady({("gstep", 0.5): 2}, 20, task_type="count")
+    large = steady({("gstep", 0.5): 0}, 60, task="moving_count")
     breaks = breaks_of(shapes=small, mvbench=large)
     verdict = only(breaks)
     assert verdict.losses[0].difference == pytest.approx(-2) and outcomes(verdict) == ["may lose"]
     assert verdict.kind.name == "counting"
-    assert (
-        verdict.kind.text
-        == "shapes (1,000 questions, 20 videos) + mvbench (3,000 questions, 60 videos); full retention 100.0"
-    )
+    of_each = "shapes (1,000 questions, 20 videos) + mvbench (3,000 questions, 60 videos)"
+    assert verdict.kind.text == f"{of_each}; full retention 100.0"
     assert breaks.not_measured == ["grounding", "order", "hallucination", "OCR", "needle", "general"]
-    assert breaks.remarks == [
-        "Not measured here: grounding, order, hallucination, OCR, needle, general. Grounding and hallucination: use "
-        "tasks of lmms-eval, or name questions with --abilities."
-    ]
+    (remark,) = breaks.remarks
+    assert remark.startswith(f"Not measured here: {', '.join(breaks.not_measured)}.") and "--abilities" in remark
 
 
 def test_a_method_or_ratio_that_a_benchmark_lacks_has_no_number_and_is_not_averaged_over_fewer():
@@ -163,25 +144,20 @@ def test_a_method_or_ratio_that_a_benchmark_lacks_has_no_number_and_is_not_avera
 def test_seeds_are_averaged_and_positions_are_lines_of_their_own():
     arms = {("random", 0.5): 0, ("random,seed=1", 0.5): 1, ("gstep", 0.5): 0, ("gstep,positions=original", 0.5): 3}
     verdicts = {verdict.title: verdict for verdict in breaks_of(shapes=steady(arms)).verdicts}
-    assert verdicts["Random, 2 seeds"].losses[0].difference == pytest.approx(-1)
-    assert outcomes(verdicts["Random, 2 seeds"]) == ["passes"]
+    random = verdicts["Random, 2 seeds"]
+    assert random.losses[0].difference == pytest.approx(-1) and outcomes(random) == ["passes"]
     assert [verdicts[title].answer for title in ("GSTEP", "GSTEP, original positions")] == ["50%", "none"]
-    assert [verdict.title for verdict in breaks_of(shapes=steady(arms), methods=["random"]).verdicts] == [
-        "Random, 2 seeds"
-    ]
+    assert only(breaks_of(shapes=steady(arms), methods=["random"])).title == random.title
 
 
 @pytest.mark.parametrize(("right", "answer"), [(0, "cannot be told"), (1, "cannot be told"), (2, "none")])
 def test_where_full_retention_scores_nothing_no_ratio_is_safe(right, answer):
     """One right answer in 50 is a score of 2, of which 2 points cannot be lost."""
     full = 20 * ([1.0] * right + [0.0] * (PER_VIDEO - right))
-    clusters = [f"v{i // PER_VIDEO:03}" for i in range(len(full))]
     arms = {("none", 1.0): full, ("gstep", 0.5): [0.0] * len(full)}
-    scores = score_table(*(score_rows(*arm, values, clusters=clusters) for arm, values in arms.items()))
-    verdict = only(breaks_of(shapes=scores))
+    verdict = only(breaks_of(shapes=table_of(arms, clusters=clusters_of(len(full)))))
     assert (verdict.answer, verdict.lowest_safe_ratio) == (answer, None)
-    if answer == "cannot be told":
-        assert verdict.reason == f"full retention scores {2 * right}.0"
+    assert (verdict.reason == f"full retention scores {2 * right}.0") is (answer == "cannot be told")
 
 
 def test_benchmarks_whose_scores_are_not_per_question_take_no_part():
@@ -208,16 +184,14 @@ def test_rules_of_a_user_come_before_the_built_in_ones():
     assert breaks.notes == ["f, line 3: there are no results of a benchmark 'x'; the benchmarks are shapes."]
 
 
-def random_case(generator, n_questions, per_video, split, values, arms):
-    """Make scores with random losses, and what each question is: its cluster and splits."""
-    clusters = [f"v{i // per_video:03}" for i in range(n_questions)]
-    splits = [{split: values[int(generator.integers(len(values)))]} for _ in range(n_questions)]
+def random_case(generator, n_questions, per_video, values):
+    """Make scores of questions in parts of a split, of which more are lost at each lower ratio."""
+    splits = [{"task_type": values[int(generator.integers(len(values)))]} for _ in range(n_questions)]
     full = generator.integers(0, 2, n_questions).astype(float)
-    rows = [score_rows("none", 1.0, full.tolist(), clusters=clusters, splits=splits)]
-    for arm, share in arms.items():
-        pruned = np.where(generator.random(n_questions) < share, 0.0, full)
-        rows.append(score_rows(*arm, pruned.tolist(), clusters=clusters, splits=splits))
-    return score_table(*rows)
+    arms = {("none", 1.0): full.tolist()}
+    for ratio, share in zip(RATIOS, (0.02, 0.08, 0.5), strict=True):
+        arms["gstep", ratio] = np.where(generator.random(n_questions) < share, 0.0, full).tolist()
+    return table_of(arms, clusters=clusters_of(n_questions, per_video), splits=splits)
 
 
 def plain_differences(table, title, parts, by, ratio, draws):
@@ -228,17 +202,19 @@ def plain_differences(table, title, parts, by, ratio, draws):
         by: whether the parts are averaged first.
     """
     rows = table.to_pylist()
-    full = {row["question_id"]: row for row in rows if row["method"] == "none"}
-    pruned = {row["question_id"]: row for row in rows if row["retention_ratio"] == ratio}
-    videos = sorted({row["cluster"] for row in full.values()})
+    pruned = {row["question_id"]: row["score"] for row in rows if row["retention_ratio"] == ratio}
+    by_video = {}
+    for row in rows:
+        if row["method"] == "none":
+            (part,) = dict(row["splits"]).values()
+            lost = [(part if by else "", pruned[row["question_id"]] - row["score"])] if part in parts else []
+            by_video.setdefault(row["cluster"], []).extend(lost)
+    videos = sorted(by_video)
 
     def number(drawn):
         by_part = {}
-        for video in drawn:
-            for name, row in full.items():
-                (part,) = dict(row["splits"]).values()
-                if row["cluster"] == video and part in parts:
-                    by_part.setdefault(part if by else "", []).append(pruned[name]["score"] - row["score"])
+        for part, difference in (one for video in drawn for one in by_video[video]):
+            by_part.setdefault(part, []).append(difference)
         return sum(sum(of_one) / len(of_one) for of_one in by_part.values()) / len(by_part), set(by_part)
 
     generator = np.random.default_rng([0, crc32(title.encode())])
@@ -265,9 +241,8 @@ def plain_outcome(values, draws, within):
 def test_the_rule_is_that_of_a_plain_one(within):
     """On two benchmarks, one of which averages over tasks before the kind."""
     draws, generator = 60, np.random.default_rng(3)
-    arms = {("gstep", 0.5): 0.02, ("gstep", 0.25): 0.08, ("gstep", 0.1): 0.5}
-    shapes = random_case(generator, 90, 3, "task_type", ["count", "color", "shape"], arms)
-    mlvu = random_case(generator, 160, 4, "task_type", ["count", "ego", "plotQA"], arms)
+    shapes = random_case(generator, 90, 3, ["count", "color", "shape"])
+    mlvu = random_case(generator, 160, 4, ["count", "ego", "plotQA"])
     benchmarks = {"shapes": ScoredBenchmark("S", shapes), "mlvu-dev": ScoredBenchmark("M", mlvu, mean_over="task_type")}
     breaks = find_breaks(benchmarks, BUILT_IN, within=within, draws=draws)
     assert [kind.name for kind in breaks.kinds] == ["counting", "general"]
@@ -279,9 +254,7 @@ def test_the_rule_is_that_of_a_plain_one(within):
                 plain_differences(table, title, parts, by, loss.ratio, draws)
                 for table, title, by in ((shapes, "S", False), (mlvu, "M", True))
             ]
-            outcome, *numbers = plain_outcome(
-                [value for value, _ in of_tasks], [drawn for _, drawn in of_tasks], within
-            )
+            outcome, *numbers = plain_outcome(*zip(*of_tasks, strict=True), within)
             assert (loss.difference, loss.low, loss.high) == pytest.approx(numbers)
             assert loss.outcome == outcome
             failed = failed or outcome != "passes"
@@ -303,31 +276,10 @@ def write(folder, name, table):
 
 @pytest.fixture
 def places(tmp_path):
-    first = steady(
-        {**falling("gstep", 0, 1, 2), **falling("fps", 3, 0, 0)}, task_type="Counting Problem", duration="short"
-    )
+    splits = {"task_type": "Counting Problem", "duration": "short"}
+    first = steady({**falling("gstep", 0, 1, 2), **falling("fps", 3, 0, 0)}, **splits)
     second = steady({**falling("gstep", 0, 0, 0), **falling("fps", 0, 0, 0)}, 19, task_type="order")
     return [write(tmp_path, "videomme", first), write(tmp_path, "mlvu-dev", second)]
-
-
-class Page(HTMLParser):
-    """The texts of a page's tags below one heading."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.open, self.texts = [], []
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "path"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag != "path":
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts += [data.strip()] if data.strip() else []
 
 
 def test_the_section_stands_in_every_form_of_what_results_lays_out(tmp_path, places, capsys):
@@ -381,10 +333,12 @@ def test_results_of_one_benchmark_have_the_section_and_its_options_go_with_resul
     assert evaluate.main(["--results", places[0], "--out", str(tmp_path / "out"), "--draws", "100"]) == 0
     said = capsys.readouterr().out
     assert "Where it breaks" in said and "lowest safe ratio" in said and "###" not in said
-    for option in (["--within", "1"], ["--abilities", "a.csv"]):
-        assert evaluate.main(["--benchmark", "shapes", *option, "--out", str(tmp_path / "x")]) == 2
-        assert f"{option[0]} goes with --results" in capsys.readouterr().err
-    wrong = {"--within": "0", "--abilities": str(tmp_path / "none.csv")}
-    for name, value in wrong.items():
-        assert evaluate.main(["--results", places[0], name, value, "--out", str(tmp_path / "x")]) == 2
-        assert name in capsys.readouterr().err and not (tmp_path / "x").exists()
+    results = ["--results", places[0]]
+    for given, option, value, why in (
+        (["--benchmark", "shapes"], "--within", "1", "goes with --results"),
+        (["--benchmark", "shapes"], "--abilities", "a.csv", "goes with --results"),
+        (results, "--within", "0", "--within"),
+        (results, "--abilities", str(tmp_path / "none.csv"), "--abilities"),
+    ):
+        assert evaluate.main([*given, option, value, "--out", str(tmp_path / "x")]) == 2
+        assert why in capsys.readouterr().err and not (tmp_path / "x").exists()

@@ -119,28 +119,18 @@ def test_a_corner_of_a_rule(rule, reply, cell):
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_white_space_around_a_reply_is_nothing(rule):
+def test_white_space_around_a_reply_is_nothing_and_a_letter_beyond_the_options_no_choice(rule):
+    """Which egoschema alone draws for."""
     assert parse_choice(rule, " \nB\n\n", BARE) == ParsedReply(1)
-
-
-@pytest.mark.parametrize("rule", sorted(set(RULES) - {"egoschema"}))
-def test_a_letter_beyond_the_options_is_no_choice_and_not_drawn(rule):
-    assert parse_choice(rule, "E", BARE[:4]) == ParsedReply(None)
-    assert parse_choice(rule, "C", BARE[:2]) == ParsedReply(None)
-
-
-def test_egoschema_draws_where_a_letter_is_beyond_the_options():
-    assert parse_choice("egoschema", "F", BARE) == ParsedReply(None, drawn=True)
+    beyond = [("F", BARE)] if rule == "egoschema" else [("E", BARE[:4]), ("C", BARE[:2])]
+    for reply, options in beyond:
+        assert parse_choice(rule, reply, options) == ParsedReply(None, drawn=rule == "egoschema")
 
 
 def test_e_and_f_of_six_options_are_never_named_by_the_newer_rule_of_mlvu():
-    six = [*BARE, "a cow"]
-    assert [parse_choice("extract-mcq-answer", reply, six).choice for reply in ("E", "F) a cow", "D")] == [
-        None,
-        None,
-        3,
-    ]
-    assert [parse_choice("mlvu-0.5", reply, six).choice for reply in ("E", "F) a cow", "D")] == [4, 5, 3]
+    six, replies = [*BARE, "a cow"], ("E", "F) a cow", "D")
+    for rule, choices in (("extract-mcq-answer", [None, None, 3]), ("mlvu-0.5", [4, 5, 3])):
+        assert [parse_choice(rule, reply, six).choice for reply in replies] == choices
 
 
 def test_an_option_that_begins_like_a_lettered_one_keeps_its_text():
@@ -150,16 +140,12 @@ def test_an_option_that_begins_like_a_lettered_one_keeps_its_text():
     assert parse_choice("egoschema", "it is just b. g. washington", options) == ParsedReply(1)
 
 
-def test_only_the_right_option_scores_one():
+def test_only_the_right_option_scores_one_and_a_drawn_one_its_expectation():
     assert [ParsedReply(1).score(answer, 4) for answer in (0, 1, 2, None)] == [0.0, 1.0, 0.0, 0.0]
     assert [ParsedReply(None).score(answer, 4) for answer in (0, None)] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("n_options", [1, 3, 4, 5])
-def test_a_drawn_option_scores_its_expectation(n_options):
-    drawn = parse_choice("longvideobench", "", BARE[:n_options])
-    assert drawn.score(0, n_options) == 1 / n_options
-    assert drawn.score(None, n_options) == 0.0
+    for n_options in (1, 3, 4):
+        drawn = parse_choice("longvideobench", "", BARE[:n_options])
+        assert (drawn.score(0, n_options), drawn.score(None, n_options)) == (1 / n_options, 0.0)
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones():

@@ -24,21 +24,13 @@ ITEM = Item(
     expected="B",
     cluster="-Ab3",
 )
-DEFAULT = (
-    "Select the best answer to the following multiple-choice question based on the video and the subtitles. Respond "
-    "with only the letter (A, B, C, or D) of the correct option.\n"
-    "Which year is on the {map}?\nA. 1900.\nB. 1950 {0}.\nC. 1980.\nD. 2001.\n"
-    "\nAnswer with the option's letter from the given choices directly."
-)
-QWEN3 = (
-    "Question: Which year is on the {map}?\nOptions:\nA. 1900.\nB. 1950 {0}.\nC. 1980.\nD. 2001.\n"
-    "Answer with the option letter only."
-)
-OFFICIAL = (
-    "Select the best answer to the following multiple-choice question based on the video. Respond with only the letter "
-    "(A, B, C, or D) of the correct option.\n"
-    "Which year is on the {map}?\nA. 1900.\nB. 1950 {0}.\nC. 1980.\nD. 2001.\nThe best answer is:"
-)
+OPTIONS = "A. 1900.\nB. 1950 {0}.\nC. 1980.\nD. 2001.\n"
+SELECT = "Select the best answer to the following multiple-choice question based on the video"
+RESPOND = "Respond with only the letter (A, B, C, or D) of the correct option.\nWhich year is on the {map}?\n" + OPTIONS
+DIRECTLY = "\nAnswer with the option's letter from the given choices directly."
+DEFAULT = f"{SELECT} and the subtitles. {RESPOND}{DIRECTLY}"
+QWEN3 = f"Question: Which year is on the {{map}}?\nOptions:\n{OPTIONS}Answer with the option letter only."
+OFFICIAL = f"{SELECT}. {RESPOND}The best answer is:"
 
 
 def test_videomme_is_asked_in_the_words_of_lmms_eval_and_of_its_authors():
@@ -62,23 +54,22 @@ def test_a_short_video_gives_an_even_number_of_frames_where_the_rule_says_so(n_f
 
 
 @pytest.mark.parametrize(
-    ("kind", "preprocessor", "size", "tokens"),
+    ("kind", "preprocessor", "patch", "size"),
     [
-        ("qwen2_5_vl", "PerFramePreprocessor", (560, 1008), 11_520),
-        ("qwen3_vl", "PerVideoPreprocessor", (640, 1152), 11_520),
+        ("qwen2_5_vl", "PerFramePreprocessor", 14, (560, 1008)),
+        ("qwen3_vl", "PerVideoPreprocessor", 16, (640, 1152)),
     ],
 )
-def test_a_720p_video_has_as_many_tokens_as_in_lmms_eval(kind, preprocessor, size, tokens):
+def test_a_720p_video_has_as_many_tokens_as_in_lmms_eval(kind, preprocessor, patch, size):
     qwen = pytest.importorskip("gstep.backbones.preprocess")
-    patch, pixels = {"qwen2_5_vl": 14, "qwen3_vl": 16}[kind], VIDEOMME.protocol().get_rules(kind).pixels
+    pixels = VIDEOMME.protocol().get_rules(kind).pixels
     settings = {
         **{"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": patch, "temporal_patch_size": 2},
         **{"merge_size": 2, "size": {"shortest_edge": pixels.min_pixels, "longest_edge": pixels.max_pixels}},
     }
     sizes = getattr(qwen, preprocessor).from_settings(settings)
-    height, width = sizes.target_size(32, 720, 1280)
-    assert (height, width) == size
-    assert 16 * (height // sizes.factor) * (width // sizes.factor) == tokens
+    assert sizes.target_size(32, 720, 1280) == size
+    assert 16 * (size[0] // sizes.factor) * (size[1] // sizes.factor) == 11_520
 
 
 def test_every_protocol_names_a_rule_for_replies_that_there_is():
@@ -87,25 +78,26 @@ def test_every_protocol_names_a_rule_for_replies_that_there_is():
     assert [one.parser for one in VIDEOMME.protocols] == ["extract-mcq-answer", "videomme-0.5", "videomme-0.5"]
 
 
-PUBLISHED = ("videomme", "longvideobench", "mlvu-dev", "mlvu-test", "mvbench", "egoschema-subset", "egoschema")
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_every_published_benchmark_has_both_versions_of_lmms_eval_with_their_frames_and_system_texts(name):
-    newer, older = (BENCHMARKS[name].protocol(version) for version in ("lmms-eval-0.7.3", "lmms-eval-0.5"))
-    assert (newer.models, older.models) == (LMMS_EVAL_0_7, LMMS_EVAL_0_5)
-    assert BENCHMARKS[name].protocol() is newer
+@pytest.mark.parametrize(
+    ("name", "n_questions", "metric"),
+    [
+        ("videomme", 2700, "questions"),
+        ("longvideobench", 1337, "questions"),
+        ("mlvu-dev", 2175, "task_type"),
+        ("mlvu-test", 502, "task_type"),
+        ("mvbench", 4000, "task"),
+        ("egoschema-subset", 500, "questions"),
+        ("egoschema", 5031, "questions"),
+    ],
+)
+def test_every_published_benchmark_has_the_papers_questions_and_both_versions_of_lmms_eval(name, n_questions, metric):
+    """Scores are means over questions or over tasks."""
+    benchmark = BENCHMARKS[name]
+    newer, older = (benchmark.protocol(version) for version in ("lmms-eval-0.7.3", "lmms-eval-0.5"))
+    assert (newer.models, older.models) == (LMMS_EVAL_0_7, LMMS_EVAL_0_5) and benchmark.protocol() is newer
     assert {(one.decoding.temperature, one.choices) for one in (newer, older)} == {(0.0, "generate")}
-
-
-def test_numbers_of_questions_are_those_of_the_papers_and_scores_are_means_over_them_or_over_tasks():
-    assert {name: BENCHMARKS[name].n_questions for name in PUBLISHED} == dict(
-        zip(PUBLISHED, (2700, 1337, 2175, 502, 4000, 500, 5031), strict=True)
-    )
-    assert len({BENCHMARKS[name].title for name in PUBLISHED}) == len(PUBLISHED)
-    metrics = {name: {protocol.metric for protocol in BENCHMARKS[name].protocols} for name in PUBLISHED}
-    tasks = {"mlvu-dev": {"task_type"}, "mlvu-test": {"task_type"}, "mvbench": {"task"}}
-    assert metrics == {name: tasks.get(name, {"questions"}) for name in PUBLISHED}
+    assert benchmark.n_questions == n_questions and {one.metric for one in benchmark.protocols} == {metric}
+    assert [other for other, one in BENCHMARKS.items() if one.title == benchmark.title] == [name]
 
 
 def test_a_protocol_describes_itself_for_the_identity_of_results():

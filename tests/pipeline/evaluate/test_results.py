@@ -27,8 +27,8 @@ FAULT = AnnotationFault("missing-video", "9-1", "row 9: there is no data/nine.mp
 FILES = ["tables.md", "tables.tex", "tables.json", "report.html"]
 
 
-def done_with(items) -> ScoredQuestions:
-    scores = scores_of(items, ["gstep", "uniform"], [0.25])
+def done_with(items, *methods) -> ScoredQuestions:
+    scores = scores_of(items, ["gstep", "uniform", *methods], [0.25])
     return ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (FAULT,), len(items) + 1), scores=scores)
 
 
@@ -60,22 +60,15 @@ def titles(table) -> list[str]:
 
 def test_the_main_table_has_the_parts_of_the_first_split_that_have_questions_in_the_benchmarks_order():
     table = main_table(done_with(items_of(9)), shown(draws=123, seed=7))
-    assert titles(table) == ["Short", "Medium", "Long", "Overall"] and (table.title, table.draws, table.seed) == (
-        "T",
-        123,
-        7,
-    )
-    assert [column.key for column in table.columns] == [
-        *("duration=short", "duration=medium", "duration=long", "overall")
+    assert (table.title, table.draws, table.seed) == ("T", 123, 7)
+    assert [(one.title, one.key, one.n_questions, one.n_videos) for one in table.columns] == [
+        *((title, f"duration={title.lower()}", 9, 3) for title in ("Short", "Medium", "Long")),
+        ("Overall", "overall", 27, 9),
     ]
-    assert [(column.n_questions, column.n_videos) for column in table.columns] == [(9, 3), (9, 3), (9, 3), (27, 9)]
     assert titles(main_table(done_with(items_of(2)), shown())) == ["Short", "Medium", "Overall"]
     assert titles(main_table(done_with(items_of(2)), shown(own()))) == ["Q"]
-
-
-def test_parts_that_the_benchmark_does_not_name_come_behind_those_that_it_does():
-    benchmark = own(Split("split", "Split", {"z": "Zed", "b": "Bee"}))
-    table = main_table(done_with(in_parts("y", "b", "a", "z", None)), shown(benchmark))
+    named = own(Split("split", "Split", {"z": "Zed", "b": "Bee"}))  # the others come behind
+    table = main_table(done_with(in_parts("y", "b", "a", "z", None)), shown(named))
     assert titles(table) == ["Zed", "Bee", "a", "y", "Overall"]
     assert [column.n_questions for column in table.columns] == [1, 1, 1, 1, 5]
 
@@ -139,51 +132,37 @@ def test_what_is_said_below_tables_stands_once_and_no_table_is_the_whole_again(t
 
 
 def test_another_pair_is_asked_of_results_that_are_there_and_has_the_numbers_it_would_have_had(tmp_path, capsys):
-    own_name = "mine:Mine,p=2"
-    items, store = items_of(60), LocalStore(tmp_path / "r")
-    scores = scores_of(items, ["gstep", "uniform", own_name], [0.25])
-    done = ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (), len(items)), scores=scores)
+    mine, store = "mine:Mine,p=2", LocalStore(tmp_path / "r")
+    done = done_with(items_of(60), mine)
     identity = {"benchmark": "videomme", "model": MODEL, "num_frames": 32, "protocol": "p"}
     named = {"names": {"mine:Mine": "my-method"}}
+    titles = {"none": "Full retention", "gstep": "GSTEP", "uniform": "Uniform", mine: "my-method, p=2"}
     write_results_header(store, identity, {"model": "a/model", **named})
     for reference in ("gstep", "uniform"):
         write_results(store, done, shown(reference=reference, described=identity, **named))
-        tables = json.loads((tmp_path / "r" / "tables.json").read_text())
-        argv = ["--results", str(store.root), "--out", str(tmp_path / reference), "--draws", "100"]
-        argv += ["--reference", reference] if reference != "gstep" else []
-        assert evaluate.main([*argv, "--ours", own_name]) == 0, capsys.readouterr().err
-        assert said_of(tables[0], capsys.readouterr().out)
-        later = json.loads((tmp_path / reference / "tables.json").read_text())
-        assert len(later) == len(tables) == 3  # durations, domains, tasks
-        assert [[row["scores"] for row in one["rows"]] for one in later] == [
-            [row["scores"] for row in one["rows"]] for one in tables
-        ]
-        text, latex = ((tmp_path / reference / name).read_text() for name in FILES[:2])
-        assert f"difference to {reference.replace('gstep', 'GSTEP').replace('uniform', 'Uniform')} in" in text
+        before, out = json.loads((store.root / "tables.json").read_text()), tmp_path / reference
+        argv = ["--results", str(store.root), "--out", str(out), "--draws", "100", "--ours", mine]
+        assert evaluate.main([*argv, *(["--reference", reference] if reference != "gstep" else [])]) == 0
+        said = capsys.readouterr().out
+        cells = {line.split("│")[0].strip(): line.split("│")[-2].split() for line in said.splitlines() if "│" in line}
+        for row in before[0]["rows"]:
+            assert cells[titles[row["method"]]][0] == row["scores"]["overall"]["printed"]
+        assert "also in tables.md: " in said and "lowest safe ratio" in said and "Where it breaks" in said
+        assert not re.search(r"^#|\*\*|<ins>|\|---", said, re.MULTILINE)  # no Markdown
+        later = json.loads((out / "tables.json").read_text())
+        scores = [[[row["scores"] for row in one["rows"]] for one in tables] for tables in (later, before)]
+        assert scores[0] == scores[1] and len(later) == 3  # durations, domains, tasks
+        text, latex = ((out / name).read_text() for name in FILES[:2])
+        assert f"difference to {titles[reference]} in" in text
         assert r"\textbf{my-method, p=2 (Ours)}" in latex and "GSTEP (Ours)" not in latex and "mine:" not in latex
-    assert evaluate.main(["--results", str(store.root), "--reference", "fps", "--out", str(tmp_path / "x")]) == 2
-    assert "--reference fps: no row of the table" in capsys.readouterr().err and not (tmp_path / "x").exists()
-
-
-def said_of(table, said):
-    """Whether the terminal shows every overall score of a table, and no Markdown."""
-    rows = {line.split("│")[0].strip(): line.split("│") for line in said.splitlines() if "│" in line}
-    printed = [(row["method"], row["scores"]["overall"]["printed"]) for row in table["rows"]]
-    titles = {"none": "Full retention", "gstep": "GSTEP", "uniform": "Uniform", "mine:Mine,p=2": "my-method, p=2"}
-    assert [rows[titles[name]][-2].split()[0] for name, _ in printed] == [number for _, number in printed]
-    assert "also in tables.md: " in said and "lowest safe ratio" in said and "Where it breaks" in said
-    return not re.search(r"^#|\*\*|<ins>|\|---", said, re.MULTILINE)
+    assert "--reference fps: no row of the table" in refused(
+        capsys, tmp_path / "x", str(store.root), "--reference", "fps"
+    )
+    assert not (tmp_path / "x").exists()
 
 
 MODEL = {"type": "llava_onevision", "weights": "hub:a/model@sha"}
 GROUPS = [f"v{i % 160}" for i in range(1000)]
-#: Some of Table 4 of the paper: VideoMME, LongVideoBench, MLVU, and its averages.
-ABLATION = {
-    "gstep,smoothing=raw": "57.5 55.5 63.3 58.8",
-    "gstep": "57.6 57.0 63.5 59.4",
-    "gstep,fusion=spatial": "56.6 56.7 63.3 58.9",
-    "random": "56.4 55.9 61.6 58.0",
-}
 ARMS = [("none", 1.0, "60.0"), ("gstep", 0.25, "59.0")]
 
 
@@ -234,38 +213,36 @@ def test_the_main_table_of_the_paper(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"),
+    ("named", "rows"),
     [
-        ("fps,positions=original", [("fps", "original")]),
-        ("fps", [("fps", None), ("fps", "original")]),
-        ("uniform", [("uniform", "original")]),
+        (["fps,positions=original"], [("fps", "original")]),
+        (["fps"], [("fps", None), ("fps", "original")]),
+        (["uniform"], [("uniform", "original")]),
+        (["random", "gstep,fusion=spatial"], [("random", None), ("gstep,fusion=spatial", None)]),  # in this order
     ],
 )
-def test_a_method_is_asked_for_at_positions_of_its_own_or_at_all(tmp_path, capsys, name, rows):
-    arms = [*ARMS, ("fps", 0.25, "57.0"), ("fps,positions=original", 0.25, "58.0")]
-    place = results(tmp_path, "longvideobench", [*arms, ("uniform,positions=original", 0.25, "56.0")])
-    numbers, said = laid([place], tmp_path / "out", capsys, "--method", name)
-    assert [(method, positions) for method, _, positions in numbers] == [("none", None), *rows]
-    assert "has no" not in said
+def test_a_method_is_asked_for_at_positions_of_its_own_or_at_all_and_at_a_ratio(tmp_path, capsys, named, rows):
+    arms = ["fps", "fps,positions=original", "uniform,positions=original", "gstep,fusion=spatial", "random"]
+    arms = [*ARMS, *((arm, 0.25, "57.0") for arm in arms), ("fps", 0.5, "58.0"), ("random", 0.5, "58.0")]
+    place = results(tmp_path, "longvideobench", arms)
+    numbers, said = laid([place], tmp_path / "out", capsys, "--method", *named, "--retention-ratio", ".25")
+    assert list(numbers) == [("none", 1.0, None), *((method, 0.25, positions) for method, positions in rows)]
+    assert "note:" not in said
 
 
-def test_the_ablations_of_the_paper(tmp_path, capsys):
-    places = []
-    for i, name in enumerate(("videomme", "longvideobench", "mlvu-dev")):
-        arms = [("none", 1.0, "60.0"), *((m, 0.15, numbers.split()[i]) for m, numbers in ABLATION.items())]
-        places.append(results(tmp_path, name, [*arms, ("gstep", 0.25, "99.9")]))  # another ratio is left out
-    chosen = ("--method", *ABLATION, "--retention-ratio", ".15")
-    numbers, said = laid(places, tmp_path / "paper", capsys, *chosen)
-    assert [arm[0] for arm in numbers] == ["none", *ABLATION] and "note:" not in said
-    assert {method: row[-2] for (method, *_), row in list(numbers.items())[1:]} == {
-        method: row.split()[-1] for method, row in ABLATION.items()
-    }
+def change_scores(place, change):
+    path = LocalStore(place).root / "scores.parquet"
+    pq.write_table(change(pq.read_table(path)), path)
+
+
+def with_scores(rows, *scores):
+    return rows.set_column(rows.schema.get_field_index("score"), "score", pa.array(scores * len(rows), pa.float64()))
 
 
 def submitted(folder, arms, typed):
     """What jobs.evaluate leaves of the full set of EgoSchema, and what its user typed in."""
     place = results(folder, "egoschema", arms)
-    change_scores(LocalStore(place).root, lambda rows: with_scores(rows, [None] * len(rows)))
+    change_scores(place, lambda rows: with_scores(rows, None))
     LocalStore(place).put("submissions/server.json", json.dumps(typed).encode())
     return place
 
@@ -339,19 +316,6 @@ def test_every_format_says_what_its_numbers_were_made_of(tmp_path, capsys):
     assert "<td>–</td>" in page and ">None<" not in page
 
 
-def change_scores(root, change):
-    rows = pq.read_table(root / "scores.parquet")
-    pq.write_table(change(rows), root / "scores.parquet")
-
-
-def read_identity(root):
-    return json.loads((root / "evaluation.json").read_text())["identity"]
-
-
-def with_scores(rows, scores):
-    return rows.set_column(rows.schema.get_field_index("score"), "score", pa.array(scores, pa.float64()))
-
-
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
@@ -359,36 +323,35 @@ def with_scores(rows, scores):
         (lambda root: (root / "scores.parquet").unlink(), "has no scores.parquet yet"),
         (lambda root: (root / "evaluation.json").write_text("{"), "evaluation.json"),
         (lambda root: (root / "evaluation.json").unlink(), "no results of python -m jobs.evaluate"),
-        (
-            lambda root: change_scores(root, lambda rows: rows.drop_columns(["cluster"])),
-            "it has no column cluster",
-        ),
-        (lambda root: change_scores(root, lambda rows: rows.slice(0, len(rows) - 5)), "has no score of question"),
-        (
-            lambda root: change_scores(root, lambda rows: pa.concat_tables([rows, rows.slice(0, 1)])),
-            "has 2 scores of question",
-        ),
-        (
-            lambda root: change_scores(root, lambda rows: with_scores(rows, [2.0] * len(rows))),
-            "answers without a score from 0 to 1",
-        ),
-        (
-            lambda root: write_results_header(LocalStore(root), read_identity(root) | {"metric": "task"}),
-            "MVBench: 1000 questions have no 'task', over which it averages: run its jobs.evaluate again",
-        ),
     ],
 )
-def test_results_that_are_damaged_or_half_run_are_refused(tmp_path, capsys, damage, why):
-    places = [results(tmp_path, name, ARMS) for name in ("videomme", "mvbench")]
-    damage(LocalStore(places[1]).root)
-    text = refused(capsys, tmp_path / "paper", *places)
-    assert why in text and "mvbench" in text.lower()
-    assert not (tmp_path / "paper").exists()
+def test_results_with_a_damaged_file_are_refused(tmp_path, capsys, damage, why):
+    place = results(tmp_path, "mvbench", ARMS)
+    damage(LocalStore(place).root)
+    text = refused(capsys, tmp_path / "paper", results(tmp_path, "videomme", ARMS), place)
+    assert why in text and place in text and not (tmp_path / "paper").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "held", "why"),
+    [
+        (lambda rows: rows.drop_columns(["cluster"]), {}, "it has no column cluster"),
+        (lambda rows: rows.slice(0, len(rows) - 5), {}, "has no score of question"),
+        (lambda rows: pa.concat_tables([rows, rows.slice(0, 1)]), {}, "has 2 scores of question"),
+        (lambda rows: with_scores(rows, 2.0), {}, "answers without a score from 0 to 1"),
+        (lambda rows: rows, {"metric": "task"}, "1000 questions have no 'task', over which it averages: run its"),
+    ],
+)
+def test_results_whose_scores_are_none_are_refused(tmp_path, capsys, change, held, why):
+    place = results(tmp_path, "mvbench", ARMS, **held)
+    change_scores(place, change)
+    text = refused(capsys, tmp_path / "paper", results(tmp_path, "videomme", ARMS), place)
+    assert why in text and "mvbench" in text.lower() and not (tmp_path / "paper").exists()
 
 
 def test_results_of_an_older_version_are_laid_out_and_said_to_lack_the_counts(tmp_path, capsys):
     place = results(tmp_path, "videomme", ARMS)
-    change_scores(LocalStore(place).root, lambda rows: rows.drop_columns(["finish", "weak"]))
+    change_scores(place, lambda rows: rows.drop_columns(["finish", "weak"]))
     numbers, said = laid([place], tmp_path / "paper", capsys)
     assert numbers["gstep", 0.25, None][3] == "59.0"
     assert "videomme does not say which replies were cut or read by chance: run its jobs.evaluate again" in said

@@ -227,12 +227,6 @@ def test_frames_that_moved_to_keyframes_and_coded_tokens_are_rows_of_their_own(a
         scored(plain, answered("others", cache="fewer"))
 
 
-def test_stored_answers_whose_right_answers_are_counted_from_1_are_not_scored(answered):
-    rows = [row | {"answer": number} for number, row in enumerate(ROWS, 1)]
-    with pytest.raises(UsageError, match=r"of 2 right answers .* seem to be counted from 1, and here 0 is the first"):
-        scored(answered("a", rows=rows))
-
-
 def test_questions_that_share_a_video_are_drawn_together(answered):
     done = scored(answered("full"))
     assert done.scores["cluster"].to_pylist() == ["a", "a"]
@@ -247,6 +241,7 @@ def test_places_that_cannot_be_compared_are_refused(answered, tmp_path):
     other = answered("other", rows=[ROWS[0], {**ROWS[1], "answer": "B"}], cache="pruned")
     fewer = answered("fewer", "B", rows=ROWS[:1], cache="pruned")
     unsaid = answered("unsaid", rows=[{**row, "answer": None} for row in ROWS], cache="pruned")
+    from_1 = answered("from_1", rows=[{**row, "answer": number} for number, row in enumerate(ROWS, 1)])
     free = answered("free", cache="pruned", choices="generate")
     for places, why in (
         ((full, free), f"cannot be compared with {full}:\n  decoding.choices: "),
@@ -254,6 +249,7 @@ def test_places_that_cannot_be_compared_are_refused(answered, tmp_path):
         ((full, fewer), f"--score {fewer} has other questions than"),
         ((full, full), f"--score {full}: none at 1 occurs twice"),
         ((unsaid,), f"--score {unsaid}: no question has an answer to compare with"),
+        ((from_1,), "seem to be counted from 1, and here 0 is the first"),
         ((str(tmp_path / "c"),), "no answers (no answers.json)"),
     ):
         with pytest.raises(UsageError) as error:

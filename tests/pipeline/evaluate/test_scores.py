@@ -28,7 +28,8 @@ from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, read_questi
 from pipeline.rows import AnswerRecord, drop_nulls
 from tests.builders.answers import write_questions
 
-ARMS = {"none@1": ORIGINAL, "fastv,K=3@0.25": MethodAtRatio("fastv,K=3", 0.25)}
+FASTV = "fastv,K=3@0.25"
+ARMS = {"none@1": ORIGINAL, FASTV: MethodAtRatio("fastv,K=3", 0.25)}
 
 
 def item(question_id="q", options=("a dog", "a cat", "a kite"), answer=1, **more) -> Item:
@@ -57,34 +58,32 @@ def by(rule, reasoning=()):
 
 
 def scored(items, *answers, arms=ARMS, rule="letter"):
-    table = make_score_table(
-        AnsweredItems.select(items, arms, pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA)), by(rule)
-    )
-    assert table.schema == SCORE_SCHEMA
-    return table.to_pylist()
+    table = pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA)
+    made = make_score_table(AnsweredItems.select(items, arms, table), by(rule))
+    assert made.schema == SCORE_SCHEMA
+    return made
 
 
-def test_every_question_has_a_row_under_every_arm_in_their_order():
-    rows = scored([item("2"), item("1")], row(question_id="1"), row(question_id="2", pruning="fastv,K=3@0.25"))
-    assert [(r["method"], r["retention_ratio"], r["question_id"], r["status"]) for r in rows] == [
-        ("none", 1.0, "2", "failed"), ("none", 1.0, "1", "ok"),
-        ("fastv,K=3", 0.25, "2", "ok"), ("fastv,K=3", 0.25, "1", "failed"),
+def test_every_question_has_a_row_under_every_arm_in_their_order_and_without_an_answer_it_failed():
+    """Answers under other prunings and to other questions are not looked at."""
+    others = row("A", "1", pruning="gstep@0.25"), row("A", "other")
+    failed = row(None, "1", FASTV, "failed", error_class="io")
+    rows = scored([item("2"), item("1")], *others, row(question_id="1"), row(question_id="2", pruning=FASTV), failed)
+    names = ("method", "retention_ratio", "question_id", "error_class", "reply")
+    assert [tuple(one[name] for name in names) for one in rows.to_pylist()] == [
+        ("none", 1.0, "2", "unanswered", None), ("none", 1.0, "1", None, "B"),
+        ("fastv,K=3", 0.25, "2", None, "B"), ("fastv,K=3", 0.25, "1", "io", None),
     ]  # fmt: skip
-
-
-def test_a_question_without_an_answer_counts_as_failed():
-    (missing, failed) = scored([item()], row(None, pruning="fastv,K=3@0.25", status="failed", error_class="io"))
-    assert (missing["status"], missing["error_class"], failed["error_class"]) == ("failed", "unanswered", "io")
-    for one in (missing, failed):
-        assert (one["reply"], one["parsed"], one["right"], one["score"]) == (None, None, False, 0.0)
+    for one in rows.to_pylist():
+        read = (one["status"], one["parsed"], one["right"], one["score"])
+        assert read == (("ok", 1, True, 1.0) if one["reply"] else ("failed", None, False, 0.0))
         assert (one["answer"], one["n_options"]) == (1, 3)  # of the question it is known all the same
 
 
-def test_a_reply_is_read_by_the_rule():
-    (one,) = scored([item()], row("Answer: B"), arms={"none@1": ORIGINAL}, rule="extract-mcq-answer")
-    assert (one["reply"], one["parsed"], one["right"], one["score"]) == ("Answer: B", 1, True, 1.0)
-    (other,) = scored([item()], row("Answer: B"), arms={"none@1": ORIGINAL}, rule="videomme-0.5")
-    assert (other["parsed"], other["right"], other["score"]) == (0, False, 0.0)
+@pytest.mark.parametrize(("rule", "read"), [("extract-mcq-answer", (1, True, 1.0)), ("videomme-0.5", (0, False, 0.0))])
+def test_a_reply_is_read_by_the_rule(rule, read):
+    (one,) = scored([item()], row("Answer: B"), arms={"none@1": ORIGINAL}, rule=rule).to_pylist()
+    assert (one["reply"], (one["parsed"], one["right"], one["score"])) == ("Answer: B", read)
 
 
 @pytest.mark.parametrize(
@@ -138,43 +137,26 @@ def test_a_scored_choice_counts_as_it_is():
     """Where texts are scored the answer is one, and a rule could read a letter out of it."""
     answer = row("A kite", choice=2, choice_scores=[-3.0, -2.0, -1.0])
     assert read_reply(item(answer=2), answer, by("videomme-0.5")) == Reply(2, True, 1.0)
-    (one,) = scored([item(answer=2)], answer, arms={"none@1": ORIGINAL})
-    assert one["choice_scores"] == [-3.0, -2.0, -1.0] and one["reply"] == "A kite"
 
 
-def test_cut_and_weakly_read_replies_stand_in_the_scores():
-    replies = {"1": ("Based on what I", "length"), "2": ("B", "stop"), "3": ("hm", "stop"), "4": ("x", None)}
-    rows = [row(text, question_id=name, finish=finish) for name, (text, finish) in replies.items()]
-    made = scored(map(item, "1234"), *rows, arms={"none@1": ORIGINAL}, rule="longvideobench")
-    assert [(one["finish"], one["weak"], one["parsed"]) for one in made] == [
-        ("length", "in-word", 1), ("stop", None, 1), ("stop", "drawn", None), (None, "drawn", None)
-    ]  # fmt: skip
-
-
-def test_counts_of_tokens_come_along_as_far_as_they_are_known():
-    known = row(n_total=8, n_kept=3, kept_per_frame=[2, 1])
-    inside = row(pruning="fastv,K=3@0.25", n_total=8, n_kept=2)
-    first, second = scored([item()], known, inside)
-    assert (first["n_total"], first["n_kept"], first["kept_per_frame"]) == (8, 3, [2, 1])
-    assert (second["n_total"], second["n_kept"], second["kept_per_frame"]) == (8, 2, None)
-    assert first["choice_scores"] is None
-
-
-def test_answers_under_other_prunings_and_to_other_questions_are_not_looked_at():
-    rows = scored([item()], row("A", pruning="gstep@0.25"), row("A", question_id="other"), row("B"))
-    assert [(r["question_id"], r["reply"]) for r in rows] == [("q", "B"), ("q", None)]
-
-
-def test_decode_warnings_reach_the_scores_and_one_line_of_them():
-    rows = [row(question_id="1", decode_warnings=4), row(question_id="2", decode_warnings=0), row(question_id="3")]
-    items = [item(name) for name in "123"]
-    table = make_score_table(
-        AnsweredItems.select(items, {"none@1": ORIGINAL}, pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)),
-        by("letter"),
-    )
-    assert table["decode_warnings"].to_pylist() == [4, 0, None]
+def test_what_is_known_of_an_answer_stands_in_the_scores_and_one_line_counts_those_of_damaged_frames():
+    choice_scores = [-3.0, -2.0, -1.0]
+    rows = [
+        row("Based on what I", "1", finish="length", decode_warnings=4, n_total=8, n_kept=3, kept_per_frame=[2, 1]),
+        row("B", "2", finish="stop", decode_warnings=0, n_total=8, n_kept=2),
+        row("hm", "3", finish="stop", choice=2, choice_scores=choice_scores),
+        row("x", "4"),
+    ]
+    table = scored(map(item, "1234"), *rows, arms={"none@1": ORIGINAL}, rule="longvideobench")
+    names = ("finish", "weak", "parsed", "decode_warnings", "n_total", "n_kept", "kept_per_frame", "choice_scores")
+    assert [tuple(one[name] for name in names) for one in table.to_pylist()] == [
+        ("length", "in-word", 1, 4, 8, 3, [2, 1], None),
+        ("stop", None, 1, 0, 8, 2, None, None),
+        ("stop", None, 2, None, None, None, None, choice_scores),
+        (None, "drawn", None, None, None, None, None, None),
+    ]
     assert format_warned_line(table) == (
-        "1 of 3 answers, about 1 videos (v), come from frames that were decoded with warnings and may be damaged"
+        "1 of 4 answers, about 1 videos (v), come from frames that were decoded with warnings and may be damaged"
     )
     assert format_warned_line(table.slice(1)) == ""
 

@@ -65,42 +65,29 @@ def test_draws_are_of_whole_videos_and_repeat_with_their_seed():
     assert (lost.low, lost.high) == pytest.approx((-1 / 6 - 1.96 * error, -1 / 6 + 1.96 * error), abs=0.007)
 
 
-def test_a_draw_computes_the_mean_over_parts_anew():
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [3.0, 1.0]])
+def test_a_draw_computes_the_mean_over_parts_anew_by_their_weights(weights):
     """Parts of unequal size, a question of the first video left out, against a plain loop over the same draws."""
     part = np.array([NO_PART, 0, 0, 1, 1, 0, 2, NO_PART, 0, 1, 0, 2])
-    found, whole = compute_estimates(
-        SCORES, VIDEO, [QuestionPartition(part), QuestionPartition(ALL)], 50, np.random.default_rng(0)
-    )
+    part[part == len(weights)] = 1
+    parts = QuestionPartition(part, None if len(weights) == 3 else np.array(weights))
+    found, whole = compute_estimates(SCORES, VIDEO, [parts, QuestionPartition(ALL)], 50, np.random.default_rng(0))
+
+    def number(scores, times):
+        """Return the weighted mean over the parts, NaN where one of them was not drawn."""
+        sizes = [times[part == p].sum() for p in range(len(weights))]
+        if 0 in sizes:
+            return math.nan
+        means = [np.sum((times * scores)[part == p]) / size for p, size in enumerate(sizes)]
+        return np.average(means, weights=weights)
+
+    assert found.value == pytest.approx([number(of_arm, np.ones(12)) for of_arm in SCORES])
     flat = np.random.default_rng(0).integers(4, size=(50, 4))
     for r in range(50):
         times = np.bincount(flat[r], minlength=4)[VIDEO]
         assert whole.drawn[r] == pytest.approx((times * SCORES).sum(1) / times.sum())
-        sizes = [times[part == p].sum() for p in range(3)]
-        if 0 in sizes:
-            assert np.isnan(found.drawn[r]).all()
-            continue
-        for arm in range(2):
-            means = [np.sum((times * SCORES[arm])[part == p]) / sizes[p] for p in range(3)]
-            assert found.drawn[r, arm] == pytest.approx(np.mean(means))
-    assert np.isnan(found.drawn).any() and not np.isnan(found.drawn).all()
-
-
-def test_parts_have_weights_and_one_without_a_weight_does_not_count():
-    part = np.array([NO_PART, 0, 0, 1, 1, 0, 1, NO_PART, 0, 1, 0, 1])
-    (found,) = compute_estimates(
-        SCORES, VIDEO, [QuestionPartition(part, np.array([3.0, 1.0]))], 20, np.random.default_rng(0)
-    )
-    assert found.value == pytest.approx(
-        [0.75 * SCORES[arm, part == 0].mean() + 0.25 * SCORES[arm, part == 1].mean() for arm in range(2)]
-    )
-    flat = np.random.default_rng(0).integers(4, size=(20, 4))
-    for r in range(20):
-        times = np.bincount(flat[r], minlength=4)[VIDEO]
-        sums = [[np.sum((times * SCORES[1])[part == p]), times[part == p].sum()] for p in range(2)]
-        if all(count for _, count in sums):
-            assert found.drawn[r, 1] == pytest.approx(0.75 * sums[0][0] / sums[0][1] + 0.25 * sums[1][0] / sums[1][1])
-    by = make_score_matrix(table(), [ORIGINAL]).by("task", {"b": 0.5, "c": 1.0})
-    assert by.numbers.tolist() == [0, NO_PART, 0] and by.weights.tolist() == [0.5]
+        assert found.drawn[r] == pytest.approx([number(of_arm, times) for of_arm in SCORES], nan_ok=True)
+    assert not np.isnan(found.drawn).all() and (np.isnan(found.drawn).any() or len(weights) == 2)
 
 
 def test_parts_within_some_questions_are_those_that_have_any_with_their_weights():
@@ -209,6 +196,8 @@ def test_parts_of_columns():
     assert matrix.by("task").numbers.tolist() == [1, 0, 1]
     with pytest.raises(ValueError, match="1 questions have no 'duration'"):
         matrix.by("duration")
+    by = matrix.by("task", {"b": 0.5, "c": 1.0})  # a part without a weight does not count
+    assert by.numbers.tolist() == [0, NO_PART, 0] and by.weights.tolist() == [0.5]
 
 
 def test_failed_unparsed_and_kept_are_counted():

@@ -99,6 +99,5 @@ def test_subset_and_full_set_never_share_a_place(data, tmp_path):
     done, _ = evaluated(data, tmp_path / "r", "egoschema-subset")
     assert done.table is not None
     assert [(column.title, column.n_questions) for column in done.table.columns] == [("EgoSchema subset", 3)]
-    given = {"benchmark": "egoschema", "data": str(data), "out": str(tmp_path / "r")}
     with pytest.raises(IdentityMismatch, match="benchmark: the results have 'egoschema-subset', this run 'egoschema'"):
-        evaluate(EvaluateConfig(**given), QUIET)
+        evaluate(config_of(data, tmp_path / "r"), QUIET)

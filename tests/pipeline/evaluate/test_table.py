@@ -13,114 +13,89 @@ from pipeline.evaluate.statistics import Estimate
 from pipeline.evaluate.table import Cell, format_score
 from pipeline.evaluate.tabulate import ScoredBenchmark, format_method_title, make_results_table, mark_rows
 from tests.pipeline.evaluate.paper_tables import COLUMNS, paper_rows
-from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table, thousand
+from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table, table_of, thousand
 
 BENCHMARKS = slice(COLUMNS.index("VideoMME"), COLUMNS.index("Rel."))
 FULL, PRUNED = bits("110 101 011 110"), bits("100 101 111 000")  # the worked case of test_statistics
 TIMES = 15  # the worked case so often, about other videos each time: enough of them for draws
 VIDEOS = [f"v{i // 3:02}" for i in range(12 * TIMES)]
-GROUPS = [f"v{i % 10}" for i in range(1000)]
 
 
-def shown(number):
-    return Cell(score=float(number), printed=number)
+def lay(*scores, **options):
+    """Lay out tables of scores, of benchmarks B, C and so on."""
+    benchmarks = [ScoredBenchmark(title, of_one) for title, of_one in zip("BC", scores, strict=False)]
+    return make_results_table("m", benchmarks, **{"draws": 50, **options})
 
 
-def papers_table(clusters, **options):
-    """The paper's table of scores: of 1,000 questions as many are right as its numbers say; and its rows."""
+def test_the_papers_table_from_scores_whose_best_numbers_are_marked_where_they_are_clear():
+    """A video a question, and a method is right wherever a worse one is: 4 questions more of 1,000 are clear."""
     papers = paper_rows()
-    benchmarks = [
-        ScoredBenchmark(
-            title,
-            score_table(
-                *(score_rows(row.method, row.ratio, thousand(row.numbers[i]), clusters=clusters) for row in papers)
-            ),
-        )
-        for i, title in enumerate(COLUMNS[BENCHMARKS], BENCHMARKS.start)
+    scores = [
+        table_of({(row.method, row.ratio): thousand(row.numbers[i]) for row in papers})
+        for i in range(BENCHMARKS.start, BENCHMARKS.stop)
     ]
-    return make_results_table("LLaVA-OV-7B", benchmarks, **options), papers
-
-
-def test_the_papers_table_from_scores():
-    """Its ten videos are too few for intervals, so nothing is marked."""
-    table, papers = papers_table(GROUPS, draws=20)
+    benchmarks = map(ScoredBenchmark, COLUMNS[BENCHMARKS], scores)
+    table = make_results_table("LLaVA-OV-7B", list(benchmarks), draws=1000)
     assert [column.title for column in table.columns] == list(COLUMNS[BENCHMARKS])
     assert [rows[0].ratio for _, rows in table.blocks] == [0.25, 0.2, 0.15, 0.1]
     for row, paper in zip(table.rows, papers, strict=True):
         assert (row.method, row.ratio) == (paper.method, paper.ratio)
         assert [cell.printed for cell in row.cells] == list(paper.numbers[BENCHMARKS])
         assert row.rel.printed == f"{paper.numbers[-1]}%"
-        assert {cell.mark for cell in table.numbers(row)} == {""}
-    assert table.original.mean.printed == format_score(
-        np.mean([float(n) for n in papers[0].numbers[BENCHMARKS]]).item()
-    )
-
-
-def test_of_the_papers_best_numbers_those_are_marked_that_are_clear():
-    """A video a question, and a method is right wherever a worse one is: 4 questions more of 1,000 are clear."""
-    table, papers = papers_table(None, draws=2000)
-    marked, unmarked = 0, 0
+    mean = np.mean([float(number) for number in papers[0].numbers[BENCHMARKS]])
+    assert table.original.mean.printed == format_score(mean.item())
+    n_marked, n_unmarked = 0, 0
     for ratio in (0.25, 0.2, 0.15, 0.1):
         for column, cells in enumerate(zip(*(row.cells for row in table.rows if row.ratio == ratio), strict=True)):
             of_paper = [paper.marks[BENCHMARKS][column] for paper in papers if paper.ratio == ratio]
-            numbers = sorted({float(cell.printed) for cell in cells}, reverse=True)
-            if clear := of_paper.count("best") == 1 and numbers[0] - numbers[1] > 0.35:
-                assert [cell.mark for cell in cells] == of_paper
-            else:
-                assert {cell.mark for cell in cells} == {""}
-            marked, unmarked = marked + clear, unmarked + (not clear)
-    assert marked >= 10 and unmarked >= 5
-
-
-def estimate_of(*numbers, spread=0.01, n_videos=50):
-    """An estimate of these percentages whose draws spread on their own around them."""
-    drawn = np.random.default_rng(0).normal(np.array(numbers) / 100, spread, (1000, len(numbers)))
-    return Estimate(np.array(numbers) / 100, drawn, n_videos)
+            best, second, *_ = sorted((float(cell.printed) for cell in cells), reverse=True)
+            clear = of_paper.count("best") == 1 and best - second > 0.35
+            assert [cell.mark for cell in cells] == (of_paper if clear else [""] * len(cells))
+            n_marked, n_unmarked = n_marked + clear, n_unmarked + (not clear)
+    assert n_marked >= 10 and n_unmarked >= 5
 
 
 @pytest.mark.parametrize(
     ("numbers", "options", "marked"),
     [
-        (["60.0", "50.0", "40.0"], {}, {0: "best", 1: "second"}),
-        (["40.0", "50.0", "60.0", "50.0"], {}, {2: "best", 1: "second", 3: "second"}),  # clear beside both
-        (["10.0", "9.0", None], {"spread": 0.001}, {0: "best", 1: "second"}),  # as numbers, not as text
-        (["60.0", "58.0", "10.0"], {}, {}),  # the interval of 2 points holds 0
-        (["60.0", "60.0", "10.0"], {}, {}),  # a tie
-        (["60.0", "50.0"], {"n_videos": 19}, {}),  # no interval
-        (["60.0"], {}, {}),
+        ([60.0, 50.0, 40.0], {}, {0: "best", 1: "second"}),
+        ([40.0, 50.0, 60.0, 50.0], {}, {2: "best", 1: "second", 3: "second"}),  # clear beside both
+        ([10.0, 9.0, None], {"spread": 0.001}, {0: "best", 1: "second"}),  # as numbers, not as text
+        ([60.0, 58.0, 10.0], {}, {}),  # the interval of 2 points holds 0
+        ([60.0, 60.0, 10.0], {}, {}),  # a tie
+        ([60.0, 50.0], {"n_videos": 19}, {}),  # no interval
+        ([60.0], {}, {}),
         ([None, None], {}, {}),
-        (["60.0", "50.0", "70.0"], {"printed_as": ["60.0", "80.0", "50.0"]}, {}),  # it is the best as printed alone
+        ([60.0, 50.0, 70.0], {"printed_as": [60.0, 80.0, 50.0]}, {}),  # it is the best as printed alone
     ],
 )
 def test_the_best_of_a_block_is_marked_where_it_is_clear(numbers, options, marked):
-    of_cells = options.get("printed_as", numbers)
-    options = {name: value for name, value in options.items() if name != "printed_as"}
-    cells = {row: None if number is None else shown(number) for row, number in enumerate(of_cells)}
-    assert mark_rows(estimate_of(*(float(number or "nan") for number in numbers), **options), cells) == marked
-
-
-def test_a_mark_is_of_its_block():
-    scores = many({("none", 1.0): FULL, ("gstep", 0.25): PRUNED, ("fastv", 0.25): [0.0] * 12, ("gstep", 0.1): PRUNED})
-    rows = make_results_table("m", [ScoredBenchmark("B", scores)], draws=500).rows
-    assert [cell.mark for row in rows for cell in (row.cells[0], row.mean, row.rel)] == [
-        *[""] * 3, *["best"] * 3, *["second"] * 3, *[""] * 3
-    ]  # fmt: skip
-
-
-def test_halves_are_printed_upwards_and_methods_are_named_as_the_paper_names_them():
-    assert [format_score(number) for number in (58.65, 58.64999999999999, 0.05, 100.0)] == [
-        "58.7",
-        "58.7",
-        "0.1",
-        "100.0",
-    ]
-    titles = {"gstep": "GSTEP", "fastv,K=3,L=1": "FastV, K=3, L=1", "topk": "Top-k", "mine:Mine": "mine:Mine"}
-    assert {method: format_method_title(method) for method in titles} == titles
+    """Draws spread on their own around the numbers."""
+    values = np.array([np.nan if number is None else number / 100 for number in numbers])
+    drawn = np.random.default_rng(0).normal(values, options.get("spread", 0.01), (1000, len(values)))
+    cells = {
+        row: None if number is None else Cell(score=number, printed=f"{number:.1f}")
+        for row, number in enumerate(options.get("printed_as", numbers))
+    }
+    assert mark_rows(Estimate(values, drawn, options.get("n_videos", 50)), cells) == marked
 
 
 def many(arms):
     """A table of these arms, each with its twelve scores TIMES over."""
-    return score_table(*(score_rows(*arm, scores * TIMES, clusters=VIDEOS) for arm, scores in arms.items()))
+    return table_of({arm: scores * TIMES for arm, scores in arms.items()}, clusters=VIDEOS)
+
+
+def test_a_mark_is_of_its_block():
+    scores = many({("none", 1.0): FULL, ("gstep", 0.25): PRUNED, ("fastv", 0.25): [0.0] * 12, ("gstep", 0.1): PRUNED})
+    marks = [{cell.mark for cell in (row.cells[0], row.mean, row.rel)} for row in lay(scores, draws=500).rows]
+    assert marks == [{""}, {"best"}, {"second"}, {""}]
+
+
+def test_halves_are_printed_upwards_and_methods_are_named_as_the_paper_names_them():
+    numbers = {58.65: "58.7", 58.64999999999999: "58.7", 0.05: "0.1", 100.0: "100.0"}
+    assert {number: format_score(number) for number in numbers} == numbers
+    titles = {"gstep": "GSTEP", "fastv,K=3,L=1": "FastV, K=3, L=1", "topk": "Top-k", "mine:Mine": "mine:Mine"}
+    assert {method: format_method_title(method) for method in titles} == titles
 
 
 ONE = [1.0, *[0.0] * 11]
@@ -136,7 +111,7 @@ COMPARED = {
 
 def compared(arms=COMPARED, **options):
     """The differences of a table of these arms by (method, ratio); the table."""
-    table = make_results_table("m", [ScoredBenchmark("B", many(arms))], **{"draws": 999, **options})
+    table = lay(many(arms), **{"draws": 999, **options})
     cells = {(row.method, row.ratio): row.cells[0] for row in table.rows}
     return {arm: (cell.difference, cell.low, cell.high, cell.unclear) for arm, cell in cells.items()}, table
 
@@ -154,11 +129,8 @@ def test_a_number_is_compared_with_the_reference_at_its_ratio():
 
 def test_the_same_differences_stand_in_every_form_with_a_word_where_they_are_unclear_and_their_number():
     by, table = compared()
-    text, tex, record = (
-        format_markdown_tables(table),
-        format_latex_table(table),
-        json.loads(json.dumps(table.as_record(), allow_nan=False)),
-    )
+    text, tex = format_markdown_tables(table), format_latex_table(table)
+    record = json.loads(json.dumps(table.as_record(), allow_nan=False))
     assert record["reference"] == "gstep" and record["notes"] == list(table.remarks)
     for row in record["rows"]:
         cell = row["scores"]["overall"]
@@ -168,11 +140,9 @@ def test_the_same_differences_stand_in_every_form_with_a_word_where_they_are_unc
     shown = table.blocks[0][1][2].cells[0].difference_text
     assert re.fullmatch(r"0\.0 \[-\d+\.\d, \+\d+\.\d\] unclear", shown) and shown in fps
     assert shown.replace("-", "$-$") in tex
-    unclear = (
-        "Unclear: the interval contains 0. The table has 6 intervals, uncorrected: where no method differs, 1 in 20"
-    )
     for form in (text, tex, " ".join(table.remarks)):
-        assert unclear in form and "paired difference to GSTEP in points, with the 95" in form
+        assert "Unclear: the interval contains 0. The table has 6 intervals, uncorrected: " in form
+        assert "paired difference to GSTEP in points, with the 95" in form
         assert not {"p-value", "Holm", "≈"} & set(form.split())
 
 
@@ -180,9 +150,8 @@ def test_an_unclear_difference_says_how_many_videos_would_resolve_it_in_every_fo
     """The worked case with two questions of 180 less right, in three of the 15 copies."""
     worse = [*PRUNED * (TIMES - 3), *(bits("100 101 110 010") * 2), *bits("110 100 100 000")]
     arms = {("none", 1.0): FULL * TIMES, ("gstep", 0.25): PRUNED * TIMES, ("fps", 0.25): worse}
-    scores = score_table(*(score_rows(*arm, of_arm, clusters=VIDEOS) for arm, of_arm in arms.items()))
-    one, other = ScoredBenchmark("B", scores), ScoredBenchmark("C", scores)
-    table = make_results_table("m", [one], draws=999)
+    scores = table_of(arms, clusters=VIDEOS)
+    table, both = lay(scores, draws=999), lay(scores, scores, draws=999)
     cell = table.rows[2].cells[0]
     assert cell.unclear and cell.difference == pytest.approx(-200 / 180)
     exact = 60 * ((cell.high - cell.low) / 2 / cell.difference) ** 2
@@ -191,7 +160,6 @@ def test_an_unclear_difference_says_how_many_videos_would_resolve_it_in_every_fo
     assert words in format_markdown_tables(table) and words in format_latex_table(table)
     assert table.as_record()["rows"][2]["scores"]["overall"]["videos_needed"] == cell.videos_needed
     assert "an estimate: the number of videos x (half width of the interval / difference)²" in table.remarks[1]
-    both = make_results_table("m", [one, other], draws=999)
     assert "For Rel., N counts the videos of all benchmarks." in both.remarks[1] and "For Rel." not in table.remarks[1]
     rel = both.rows[2].rel
     assert rel.videos_needed == pytest.approx(120 * ((rel.high - rel.low) / 2 / rel.difference) ** 2, rel=0.1)
@@ -206,56 +174,46 @@ def test_another_method_beside_a_pair_changes_nothing_of_it():
     assert first == {arm: second[arm] for arm in first}
 
 
-def test_any_pair_can_be_asked_and_the_other_way_round():
+def test_any_pair_can_be_asked_and_without_a_word_gstep_or_the_first_method_or_full_retention_is_the_reference():
     by, table = compared(reference="fastv")
     assert table.reference == "fastv" and "difference to FastV in points" in format_markdown_tables(table)
     there, back = by["gstep", 0.25], compared()[0]["fastv", 0.25]
     assert there[:3] == pytest.approx([-back[0], -back[2], -back[1]], abs=0.01)
     by, table = compared(reference="none")
-    assert by["gstep", 0.25][0] == pytest.approx(-100 / 6) and "difference to Full retention" in format_markdown_tables(
-        table
-    )
+    assert by["gstep", 0.25][0] == pytest.approx(-100 / 6)
+    assert "difference to Full retention" in format_markdown_tables(table)
     for option in ("reference", "ours"):
         with pytest.raises(UsageError, match=f"--{option} cdpruner: no row of the table; there are none, gstep, fastv"):
             compared(**{option: "cdpruner"})
-
-
-def test_without_gstep_the_first_method_is_the_reference_and_a_lone_one_is_compared_with_full_retention():
-    assert compared({arm: scores for arm, scores in COMPARED.items() if arm[0] != "gstep"})[1].reference == "fastv"
-    lone, table = compared({arm: scores for arm, scores in COMPARED.items() if arm[0] in ("none", "gstep")})
+    assert compared({arm: of_arm for arm, of_arm in COMPARED.items() if arm[0] != "gstep"})[1].reference == "fastv"
+    lone, table = compared({arm: of_arm for arm, of_arm in COMPARED.items() if arm[0] in ("none", "gstep")})
     assert table.reference == "none" and lone["gstep", 0.25][0] == pytest.approx(-100 / 6)
 
 
 def test_an_interval_that_is_printed_as_reaching_0_is_unclear():
     shares = np.linspace(0, 1, 180).tolist()
     arms = {("a", 0.25): shares, ("b", 0.25): [share + 1e-4 * (i % 2) for i, share in enumerate(shares)]}
-    scores = score_table(*(score_rows(*arm, s, clusters=VIDEOS) for arm, s in arms.items()))
-    cell = make_results_table("m", [ScoredBenchmark("B", scores)], draws=500).rows[2].cells[0]
+    cell = lay(table_of(arms, clusters=VIDEOS), draws=500).rows[2].cells[0]
     assert 0 < cell.low < cell.high < 0.05 and cell.difference_text == "0.0 [0.0, 0.0] unclear"
 
 
 def test_several_seeds_are_one_row_with_mean_and_spread():
     seeds = {("random", 0.25): PRUNED, ("random,seed=1", 0.25): ONE, ("random,seed=7", 0.25): FULL}
     by, table = compared({**seeds, ("none", 1.0): FULL, ("gstep", 0.25): PRUNED})
-    assert [(row.title, row.method, row.seeds) for row in table.rows[1:]] == [
-        ("Random, 3 seeds", "random", [0, 1, 7]),
-        ("GSTEP", "gstep", [0]),
-    ]
-    cell, rel = table.rows[1].cells[0], table.rows[1].rel
-    numbers = np.array([50, 100 / 12, 200 / 3])
+    _, random, gstep = table.rows
+    assert (random.title, random.method, random.seeds) == ("Random, 3 seeds", "random", [0, 1, 7])
+    assert (gstep.title, gstep.method, gstep.seeds) == ("GSTEP", "gstep", [0])
+    cell, numbers = random.cells[0], np.array([50, 100 / 12, 200 / 3])
     assert (cell.score, cell.spread) == pytest.approx((numbers.mean(), numbers.std(ddof=1)))
     assert by["random", 0.25][0] == pytest.approx(numbers.mean() - 50)
-    assert rel.spread == pytest.approx(100 * numbers.std(ddof=1) / (200 / 3))
-    assert table.rows[1].tally.n_answers == 3 * 180
-    number = f"{cell.printed}</ins> ± 30.0"
-    assert (
-        number in format_markdown_tables(table)
-        and r" $\pm$ 30.0" in format_latex_table(table)
-        and r"$\pm$: standard deviation" in format_latex_table(table)
-    )
+    assert random.rel.spread == pytest.approx(100 * numbers.std(ddof=1) / (200 / 3))
+    assert random.tally.n_answers == 3 * 180
+    tex = format_latex_table(table)
+    assert f"{cell.printed}</ins> ± 30.0" in format_markdown_tables(table)
+    assert r" $\pm$ 30.0" in tex and r"$\pm$: standard deviation" in tex
     record = table.as_record()["rows"][1]
     assert (record["seeds"], record["scores"]["overall"]["spread"]) == ([0, 1, 7], cell.spread)
-    assert table.rows[2].cells[0].spread is None and "±" not in format_markdown_tables(compared()[1])
+    assert gstep.cells[0].spread is None and "±" not in format_markdown_tables(compared()[1])
     two = {("none", 1.0): FULL, ("gstep", 0.25): PRUNED, ("random,seed=7", 0.25): FULL}
     alone = compared(two, reference="random")[1]
     assert [row.title for row in alone.rows[1:]] == ["GSTEP", "Random, seed=7"] and alone.reference == "random,seed=7"
@@ -263,13 +221,12 @@ def test_several_seeds_are_one_row_with_mean_and_spread():
     assert [row.seeds for row in chosen.rows[1:]] == [[1, 7]]
 
 
-@pytest.mark.parametrize(("n_videos", "there"), [(2, False), (19, False), (20, True), (60, True)])
+@pytest.mark.parametrize(("n_videos", "there"), [(19, False), (20, True)])
 def test_a_number_about_few_videos_has_no_interval_and_no_draw_is_told_of(n_videos, there):
     generator = np.random.default_rng(n_videos)
     videos = [f"v{min(i, n_videos - 1):02}" for i in range(60)]
     arms = {arm: generator.integers(0, 2, 60).astype(float).tolist() for arm in (("none", 1.0), ("gstep", 0.25))}
-    scores = score_table(*(score_rows(*arm, s, clusters=videos) for arm, s in arms.items()))
-    table = make_results_table("m", [ScoredBenchmark("B", scores)], draws=100)
+    table = lay(table_of(arms, clusters=videos), draws=100)
     cell = table.rows[1].cells[0]
     assert cell.difference is not None and (cell.low is not None) is (cell.unclear is not None) is there
     for text in (format_markdown_tables(table), format_latex_table(table), " ".join(table.remarks)):
@@ -279,9 +236,7 @@ def test_a_number_about_few_videos_has_no_interval_and_no_draw_is_told_of(n_vide
 
 def test_columns_are_splits_then_overall():
     splits = [{"duration": "short" if i < 6 else "long"} for i in range(12)]
-    videos = [f"v{i // 3}" for i in range(12)]
-    arms = {("none", 1.0): FULL, ("gstep", 0.25): PRUNED}
-    scores = score_table(*(score_rows(*arm, s, clusters=videos, splits=splits) for arm, s in arms.items()))
+    scores = table_of({("none", 1.0): FULL, ("gstep", 0.25): PRUNED}, clusters=VIDEOS[:12], splits=splits)
     columns = [("duration=short", "Short"), ("duration=medium", "Medium")]
     first = ScoredBenchmark("VideoMME", scores, columns, n_questions=2700)
     table = make_results_table("m", [first, ScoredBenchmark("Other", scores)], draws=200)
@@ -293,52 +248,48 @@ def test_columns_are_splits_then_overall():
     ]
     short, medium, overall, _ = table.original.cells
     assert (short.printed, medium, overall.printed, table.original.rel.printed) == ("66.7", None, "66.7", "100.0%")
-    single = format_latex_table(make_results_table("m", [ScoredBenchmark("B", scores)], draws=20))
+    single = format_latex_table(lay(scores))
     assert r"\textbf{Method} & \textbf{B\dag{}} & \textbf{Rel.} \\" in single and r"\multirow" not in single
-    with pytest.raises(ValueError, match="'short' of B is no SPLIT=VALUE"):
-        make_results_table("m", [ScoredBenchmark("B", scores, [("short", "Short")])])
-    with pytest.raises(ValueError, match="different titles"):
-        make_results_table("m", [first, first])
+    for benchmarks, why in (
+        ([ScoredBenchmark("B", scores, [("short", "Short")])], "'short' of B is no SPLIT=VALUE"),
+        ([first, first], "different titles"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            make_results_table("m", benchmarks)
 
 
 def test_a_part_of_a_split_that_is_called_overall_is_not_the_overall_score():
     parts = [{"split": "overall" if i < 10 else "detail"} for i in range(40)]
-    arms = {("none", 1.0): [1.0] * 40, ("gstep", 0.25): [0.0] * 10 + [1.0] * 30}
-    scores = score_table(*(score_rows(*arm, values, splits=parts) for arm, values in arms.items()))
+    scores = table_of({("none", 1.0): [1.0] * 40, ("gstep", 0.25): [0.0] * 10 + [1.0] * 30}, splits=parts)
     columns = [("split=overall", "Overall part"), ("split=detail", "Detail")]
     row = make_results_table("m", [ScoredBenchmark("B", scores, columns)], draws=10).rows[1]
-    assert [cell.printed for cell in row.cells] == ["0.0", "100.0", "75.0"]
-    assert (row.mean.printed, row.rel.printed) == ("75.0", "75.0%")
+    assert [cell.printed for cell in (*row.cells, row.mean, row.rel)] == ["0.0", "100.0", "75.0", "75.0", "75.0%"]
 
 
 def test_rows_are_in_the_order_asked_for_and_positions_are_blocks_of_their_own():
     more = {("fastv", 0.25): PRUNED, ("fps", 0.5): PRUNED, ("fastv", 0.5): FULL, ("fps,positions=original", 0.5): FULL}
     scores = many({("none", 1.0): FULL, ("gstep", 0.25): PRUNED, **more})
-    table = make_results_table("m", [ScoredBenchmark("B", scores)], methods=["fps", "fastv", "cdpruner"], draws=10)
+    table = lay(scores, methods=["fps", "fastv", "cdpruner"])
     titles = [[row.title for row in rows] for _, rows in table.blocks]
     assert titles == [["FPS", "FastV"], ["FPS, original positions"], ["FastV"]]
     assert table.blocks[1][0] == "Pruning Ratio (↓ 50%), original positions"
     assert (table.rows[3].method, table.rows[3].positions) == ("fps", "original")
-    table = make_results_table(
-        "m", [ScoredBenchmark("B", scores)], methods=["fastv", "fps,positions=original"], draws=10
-    )
+    table = lay(scores, methods=["fastv", "fps,positions=original"])
     assert [row.title for row in table.rows[1:]] == ["FastV", "FPS, original positions", "FastV"]
 
 
 def test_rel_is_missing_where_full_retention_scores_nothing_or_was_not_run():
-    pruned = score_rows("gstep", 0.25, PRUNED)
-    nothing = score_table(score_rows("none", 1.0, [0.0] * 12), pruned)
-    for scores, without in ((nothing, False), (score_table(pruned), True)):
-        table = make_results_table("m", [ScoredBenchmark("B", scores)], draws=50)
+    pruned = {("gstep", 0.25): PRUNED}
+    for arms, is_run in (({("none", 1.0): [0.0] * 12, **pruned}, True), (pruned, False)):
+        table = lay(table_of(arms))
         row = table.rows[1]
-        assert (table.original.rel, row.rel) == (None, None)
-        assert (table.original.cells[0] is None) == (row.cells[0].difference is None) == without
-        assert any("paired difference" in text for text in table.remarks) is not without
-        assert row.cells[0].printed == "50.0"
+        assert (table.original.rel, row.rel, row.cells[0].printed) == (None, None, "50.0")
+        assert (table.original.cells[0] is not None) == (row.cells[0].difference is not None) == is_run
+        assert any("paired difference" in text for text in table.remarks) is is_run
 
 
 def test_failed_answers_are_wrong_and_counted_and_a_benchmark_without_questions_has_no_numbers():
-    scores = score_table(score_rows("none", 1.0, FULL), score_rows("gstep", 0.25, [None, *FULL[1:]]))
+    scores = table_of({("none", 1.0): FULL, ("gstep", 0.25): [None, *FULL[1:]]})
     empty = ScoredBenchmark("Empty", score_table(), [("duration=short", "Short")], mean_over="task")
     row = make_results_table("m", [empty, ScoredBenchmark("B", scores)], draws=50).rows[1]
     assert (list(row.cells[:2]), row.cells[2].printed, row.mean, row.rel) == ([None, None], "58.3", None, None)
@@ -348,15 +299,14 @@ def test_failed_answers_are_wrong_and_counted_and_a_benchmark_without_questions_
 def test_benchmarks_are_drawn_on_their_own_and_alike_in_every_table():
     """Another benchmark beside it changes no interval; the same scores under another title are drawn anew."""
     wide = many({("none", 1.0): FULL, ("fps", 0.1): np.random.default_rng(0).random(12).tolist()})
-    one, other = ScoredBenchmark("One", wide), ScoredBenchmark("Other", wide)
 
-    def cells(benchmarks, seed=0):
-        return make_results_table("m", benchmarks, draws=300, seed=seed).rows[1].cells
+    def cells(*scores, seed=0):
+        return lay(*scores, draws=300, seed=seed).rows[1].cells
 
-    (alone,), (first, second) = cells([one]), cells([one, other])
-    assert first == alone == cells([ScoredBenchmark("One", wide.take(np.arange(wide.num_rows)[::-1]))])[0]
+    (alone,), (first, second) = cells(wide), cells(wide, wide)
+    assert first == alone == cells(wide.take(np.arange(wide.num_rows)[::-1]))[0]
     assert second.printed == first.printed and (second.low, second.high) != (first.low, first.high)
-    assert cells([one], seed=1)[0] != alone
+    assert cells(wide, seed=1)[0] != alone
 
 
 def test_cut_and_weakly_read_replies_stand_beside_the_score_in_every_form():
@@ -364,24 +314,17 @@ def test_cut_and_weakly_read_replies_stand_beside_the_score_in_every_form():
     for row in rows[:5]:
         row["finish"] = "length"
     rows[7]["weak"] = "in-word"
-    table = make_results_table("m", [ScoredBenchmark("B", score_table(score_rows("none", 1.0, FULL), rows))], draws=50)
-    cut, weak = "Cut: 5 of 24 replies were cut by max_new_tokens", "Weak: 1 of 24 replies were read by chance"
+    table = lay(score_table(score_rows("none", 1.0, FULL), rows))
     assert [add_counts(row) for row in table.rows] == ["Full retention", "GSTEP (5 cut, 1 weak)"]
-    assert row_of(format_markdown_tables(table), "GSTEP")[-3:] == ["5", "1", "0"]
-    assert r"(5 cut, 1 weak) &" in format_latex_table(table)
-    for form in (
-        format_markdown_tables(table),
-        format_latex_table(table).replace("\\_", "_"),
-        json.dumps(table.as_record()),
-    ):
-        assert cut in form.replace("\\", "") and weak in form
-    record = table.as_record()["rows"]
-    assert [(row["n_cut"], row["n_weak"]) for row in record] == [(0, 0), (5, 1)]
-    older = ScoredBenchmark("B", score_table(rows).drop_columns(["finish", "weak"]))
-    text = make_results_table("m", [older], draws=50)
-    assert row_of(format_markdown_tables(text), "GSTEP")[-3:] == ["–", "–", "0"] and "Cut: " not in "".join(
-        text.remarks
-    )
+    text, tex, record = format_markdown_tables(table), format_latex_table(table), table.as_record()
+    assert row_of(text, "GSTEP")[-3:] == ["5", "1", "0"] and r"(5 cut, 1 weak) &" in tex
+    for form in (text, tex, json.dumps(record)):
+        assert "Cut: 5 of 24 replies were cut by max_new_tokens" in form.replace("\\", "")
+        assert "Weak: 1 of 24 replies were read by chance" in form
+    assert [(row["n_cut"], row["n_weak"]) for row in record["rows"]] == [(0, 0), (5, 1)]
+    older = lay(score_table(rows).drop_columns(["finish", "weak"]))
+    assert row_of(format_markdown_tables(older), "GSTEP")[-3:] == ["–", "–", "0"]
+    assert "Cut: " not in "".join(older.remarks)
 
 
 ARMS = {
@@ -396,10 +339,7 @@ ARMS = {
 def table():
     """Two benchmarks, one with splits, of which the short one is about a single video; the last method ran on one."""
     splits = [{"duration": "short" if i < 3 else "long"} for i in range(12 * TIMES)]
-    first, second = (
-        score_table(*(score_rows(*arm, s, clusters=VIDEOS, splits=splits) for arm, s in arms.items()))
-        for arms in (ARMS, dict(list(ARMS.items())[:3]))
-    )
+    first, second = (table_of(arms, clusters=VIDEOS, splits=splits) for arms in (ARMS, dict(list(ARMS.items())[:3])))
     columns, made_of = [("duration=short", "Short"), ("duration=long", "Long")], {"Protocol": "mine | yours"}
     benchmarks = [ScoredBenchmark("VideoMME", first, columns, None, 2700, made_of), ScoredBenchmark("R&D", second)]
     return make_results_table("LLaVA_OV", benchmarks, reference="fastv,K=3", ours="gstep", draws=999)
