@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -15,7 +13,7 @@ from pipeline import read_answers
 from tests import lmms_here
 from tests.builders.clusters import ray_here
 from tests.builders.runs import forbid_models, forbid_ray, run_here
-from tests.paths import ROOT
+from tests.interpreter import run_python
 from tests.pipeline.evaluate.tasks import homes
 
 pytestmark = [pytest.mark.lmms, pytest.mark.slow]
@@ -89,8 +87,7 @@ def test_documents_that_cannot_be_asked_are_counted_and_named(results):
     ):
         assert f"note: {note}" in done.said
     assert "ZZZZZ.mp4" in done.said and homes.OUTSIDE in done.said
-    answers = read_answers(done.out / "answers").to_pylist()
-    assert {row["question_id"] for row in answers} == set("012345678")
+    assert {row["question_id"] for row in read_answers(done.out / "answers").to_pylist()} == set("012345678")
     # Of the two equal documents the task counts the later one.
     assert {row["question_id"] for row in scores_of(done.out)} == set("01345678")
     assert "document 2: the task leaves it out" in (done.out / "report.html").read_text()
@@ -133,27 +130,17 @@ def test_a_number_that_is_no_mean_is_shown_without_an_interval(results):
     shown = {label: f"{numbers['temporalbench_score/1']:.1f}" for label, numbers in own["numbers"].items()}
     assert {label: printed for label, (printed, _) in table_of(done.out).items()} == shown
     assert {low for _, low in table_of(done.out).values()} == {None}
-    replies = {(r["pruning"], int(r["question_id"])): r["answer"].strip() for r in answers_of(done)}
+    answers = read_answers(done.out / "answers").to_pylist()
+    replies = {(row["pruning"], int(row["question_id"])): row["answer"].strip() for row in answers}
     right = [replies["none@1", 2 * n] == "A" and replies["none@1", 2 * n + 1] == "AB"[n % 2] for n in range(3)]
     assert own["numbers"]["none@1"]["temporalbench_score/1"] == pytest.approx(100 * sum(right) / 3)
 
 
-def answers_of(done):
-    return read_answers(done.out / "answers").to_pylist()
-
-
 @pytest.mark.parametrize("task", [CHARADES, VIDEOS_RIGHT])
 def test_tables_are_laid_out_without_lmms_eval_and_without_the_videos(results, tmp_path, task):
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH"))}
-    argv = ["--results", str(results[task].out), "--out", str(tmp_path / "t"), "--draws", "200"]
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_LMMS_EVAL, *argv],
-        cwd=ROOT,
-        env={**environ, "PYTHONPATH": os.environ["PYTHONPATH"]},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    argv = ["--results", results[task].out, "--out", tmp_path / "t", "--draws", "200"]
+    done = run_python("-c", _WITHOUT_LMMS_EVAL, *argv, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     assert table_of(tmp_path / "t") == table_of(results[task].out)
     assert own_of(results[task].out)["metric"] in (tmp_path / "t" / "tables.md").read_text().replace("\\", "")
@@ -192,10 +179,12 @@ def test_a_removed_video_is_in_no_number(home, copied, tmp_path, monkeypatch):
 
 
 def test_an_unknown_task_and_an_unknown_metric_are_named(home, tmp_path):
-    said = evaluated(home, tmp_path / "o", "temporal_grounding_charade", code=2)
-    assert "lmms:temporal_grounding_charade: lmms-eval has no such task (did you mean temporal_grounding" in said
-    said = evaluated(home, tmp_path / "o", f"{CHARADES}@IOU", code=2)
-    assert "charades_sta_IOU@3, charades_sta_IOU@5, charades_sta_IOU@7, charades_sta_mIOU, not IOU" in said
-    said = evaluated(home, tmp_path / "o", "tempcompass", code=2)
-    assert "lmms:tempcompass: it is a group: give each of its tasks an --out" in said and "tempcompass_yes_no" in said
+    for task, why in (
+        ("temporal_grounding_charade", "lmms-eval has no such task (did you mean temporal_grounding"),
+        (f"{CHARADES}@IOU", "charades_sta_IOU@3, charades_sta_IOU@5, charades_sta_IOU@7, charades_sta_mIOU, not IOU"),
+        ("tempcompass", "lmms:tempcompass: it is a group: give each of its tasks an --out"),
+    ):
+        said = evaluated(home, tmp_path / "o", task, code=2)
+        assert why in said
+    assert "tempcompass_yes_no" in said
     assert not (tmp_path / "o").exists()

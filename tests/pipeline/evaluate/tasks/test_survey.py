@@ -15,9 +15,6 @@ MODULE = """
 import json
 import os
 import requests
-from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
-from io import StringIO
 
 
 class Client:
@@ -82,13 +79,8 @@ def module(tmp_path_factory):
 
 def config_of(module, shows="shows_video", rule="matches", means=("mean",), **more):
     metrics = [{"metric": f"m{number}", "aggregation": getattr(module, name)} for number, name in enumerate(means)]
-    return {
-        "doc_to_visual": getattr(module, shows),
-        "process_results": getattr(module, rule),
-        "metric_list": metrics,
-        "output_type": "generate_until",
-        **more,
-    }
+    functions = {"doc_to_visual": getattr(module, shows), "process_results": getattr(module, rule)}
+    return {**functions, "metric_list": metrics, "output_type": "generate_until", **more}
 
 
 @pytest.mark.parametrize(
