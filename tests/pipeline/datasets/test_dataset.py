@@ -39,10 +39,10 @@ def test_ids_are_a_list_of_any_kind_and_no_text(folder, kind):
         data = kind(folder, names)
         videos = data if kind is IterableTokenDataset else [data[place] for place in range(len(data))]
         assert sorted(ids_of(videos)) == IDS[3:6]
-    with pytest.raises(ValueError, match="ids must be a list of names, got 'v00'"):
-        kind(folder, "v00")
-    with pytest.raises(ValueError, match="evidence must be a list of names, got 'token_key'"):
-        kind(folder, evidence="token_key")
+    for options in {"ids": "v00"}, {"evidence": "token_key"}:
+        ((name, text),) = options.items()
+        with pytest.raises(ValueError, match=f"{name} must be a list of names, got '{text}'"):
+            kind(folder, **options)
 
 
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
@@ -111,11 +111,14 @@ def test_every_video_comes_once_on_whatever_rank_and_worker(folder, world_size, 
 
 def test_ranks_see_by_their_states_whether_they_opened_the_same_cache(tmp_path):
     store = make_shards(tmp_path)
-    first, second = (IterableTokenDataset(tmp_path, rank=rank, world_size=2) for rank in range(2))
-    assert first.state_dict()["ids"] == second.state_dict()["ids"]
+
+    def ids_seen_by(rank: int) -> str:
+        return IterableTokenDataset(tmp_path, rank=rank, world_size=2).state_dict()["ids"]
+
+    before = ids_seen_by(0)
+    assert ids_seen_by(1) == before
     write_shard(store, "run9", encoded("new", random_tokens(9), 0.25, "gstep"))
-    later = IterableTokenDataset(tmp_path, rank=1, world_size=2)
-    assert later.state_dict()["ids"] != first.state_dict()["ids"]
+    assert ids_seen_by(1) != before
 
 
 def test_the_order_is_of_seed_and_epoch(folder):
@@ -169,7 +172,6 @@ def test_it_goes_on_where_it_was_left(folder):
         assert other.state_dict() == state and begun + ids_of(other) == whole
         assert ids_of(other) == whole  # the iteration behind it starts at the beginning
     assert not state["finished"] and (state["done"], state["epoch"]) == (len(IDS) - 1, 2)
-    other = dataset()
     other.load_state_dict(state)
     other.set_epoch(2)  # the epoch that it is in
     assert ids_of(other) == whole[-1:]

@@ -26,7 +26,7 @@ from tests.builders.caches import encoded, encoded_failure, random_tokens, write
 from tests.builders.stores import S3Server
 from tests.waiting import wait_until
 
-NOW = Progress("video", 4, busy={"decode": 0.97, "encode": 0.41}, waiting={}, bottleneck="decode")
+NOW = Progress(item="video", total=4, busy={"decode": 0.97, "encode": 0.41}, waiting={}, bottleneck="decode")
 
 
 @pytest.fixture(params=["folder", "s3"])
