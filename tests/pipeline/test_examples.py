@@ -44,6 +44,8 @@ def test_a_probe_learns_how_far_a_token_is_into_its_own_video_and_goes_on_where_
         expected = batch.frame[first:end] / max(1, lengths[video_id] - 1)
         assert torch.equal(names["place"][first:end], expected)
 
+    # Workers of a loader that is left are waited for as long where it is collected: 5 s each, by default.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     # Stopped where saving fails, in the middle of an epoch and behind its end, and gone on with.
     save = torch.save
     for n_saves in 4, 1, 0, 100:
