@@ -17,13 +17,9 @@ from pipeline import IterableTokenDataset, TokenCache, TokenDataset, pack
 from pipeline.errors import RemovedVideo
 from pipeline.rewrite.compact import join_tokens
 from pipeline.rewrite.remove import remove_videos
-from tests.pipeline.datasets.caches import IDS, ids_of, make_shards
+from tests.pipeline.datasets.caches import IDS, dataset, ids_of, make_shards
 
 NOW = timedelta(0)
-
-
-def dataset(folder, **more) -> IterableTokenDataset:
-    return IterableTokenDataset(folder, **{"shuffle": True, "seed": 5, **more})
 
 
 @pytest.fixture
@@ -50,8 +46,7 @@ def test_the_end_of_an_epoch_begins_the_next_one(folder):
     state = pickle.loads(pickle.dumps(data.state_dict()))  # noqa: S301
     assert (state["epoch"], state["done"], state["finished"]) == (2, len(IDS), True)  # its own number
     for epoch, begins in (None, 3), (2, 3), (3, 3), (7, 7), (0, 0):
-        other = dataset(folder)
-        other.load_state_dict(state)
+        other = dataset(folder, state)
         assert other.state_dict() == state
         if epoch is not None:
             other.set_epoch(epoch)
@@ -69,8 +64,7 @@ def test_another_epoch_begins_at_its_start(folder):
         data.set_epoch(epoch + 1)
         state = data.state_dict()
         assert (state["epoch"], state["done"], state["finished"]) == (epoch + 1, 0, False)
-        other = dataset(folder)
-        other.load_state_dict(state)
+        other = dataset(folder, state)
         assert ids_of(other) == epoch_of(folder, epoch + 1)
 
 
