@@ -20,7 +20,7 @@ from pipeline.evaluate.results import _split_tables
 from pipeline.evaluate.scores import AnsweredItems, make_score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, make_score_matrix, set_arm_scores
 from pipeline.evaluate.tabulate import ScoredBenchmark
-from pipeline.evaluate.tasks import child, numbers, process
+from pipeline.evaluate.tasks import child, process
 from pipeline.evaluate.tasks.process import DescribedTask, TaskDocument, TaskProcess
 from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.storage.stores import LocalStore
@@ -298,18 +298,6 @@ def test_numbers_about_unlike_documents_have_no_interval():
     answer = Unpaired().score({"none@1": right, "gstep@0.25": {**right, "0": "none"}})
     assert answer["own"] == {"none@1": {"acc": 5 / 8}, "gstep@0.25": {"acc": 4 / 7}}
     assert (answer["scores"], answer["mean_over"], answer["percent"]) == (None, None, False)
-
-
-@pytest.mark.parametrize("extra", [1, lambda: 1], ids=["pickled", "deep"])
-def test_rules_get_copies_of_results(extra):
-    results = [{"list": [1], "extra": extra}]
-
-    def aggregate(of_all):
-        of_all[0]["list"].append(2)
-        return len(of_all[0]["list"])
-
-    assert [numbers.compute_number(results, aggregate) for _ in range(2)] == [2.0, 2.0]
-    assert results[0]["list"] == [1]
 
 
 HIGHER = {"loss": False, "score": True, "rate": True}
