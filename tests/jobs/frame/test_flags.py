@@ -13,16 +13,18 @@ from pipeline.options import S3Options, option
 from pipeline.prune.config import PruneConfig
 
 
-def parse(*argv: str) -> PruneConfig:
+def parser_of(config: type) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    add_flags(parser, PruneConfig)
-    return from_flags(PruneConfig, parser.parse_args(argv))
+    add_flags(parser, config)
+    return parser
+
+
+def parse(*argv: str) -> PruneConfig:
+    return from_flags(PruneConfig, parser_of(PruneConfig).parse_args(argv))
 
 
 def help_of(config: type) -> str:
-    parser = argparse.ArgumentParser()
-    add_flags(parser, config)
-    return " ".join(parser.format_help().split())
+    return " ".join(parser_of(config).format_help().split())
 
 
 @pytest.mark.parametrize("config", [PruneConfig, GenerateConfig, S3Options])

@@ -10,7 +10,7 @@ import torch
 from gstep.types import budget_for
 from pipeline import TokenCache
 from pipeline.html_pages import make_environment
-from pipeline.inspect.page import draw_page, get_grid, list_tiers, render_video_page, write_page
+from pipeline.inspect.page import draw_page, list_tiers, render_video_page, write_page
 from pipeline.inspect.thumbnails import Pictures, Thumbnails
 from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.video.decode import DecodeRequest, decode_video
@@ -116,8 +116,6 @@ def test_tiers_end_at_what_is_stored():
     assert list_tiers(row) == [(0.10, 10), (0.15, 15), (0.20, 20), (0.25, 25), (0.3, 30)]
     assert list_tiers({**row, "retention_ratio": 0.05, "n_tokens": 5}) == [(0.05, 5)]
     assert list_tiers({**row, "nested": False}, 0.1) == [(0.3, 30)]
-    assert get_grid({"tokens_per_frame": 196}) == (14, 14) and get_grid({"tokens_per_frame": 195}) is None
-    assert get_grid({"tokens_per_frame": 195, "model_extra": {"grid": [13, 15]}}) == (13, 15)
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def asks_always(doc, results):
 
 def asks_sometimes(doc, results):
     if results[0] in "ABCD":
-        return {"accuracy": float(results[0] == doc["answer"])}
+        return matches(doc, results)
     else:
         rating = ask_judge(results[0])
     return {"accuracy": rating}
