@@ -81,29 +81,16 @@ TABLE = (
 ANY = re.compile(r"\b(" + "|".join(sorted({one.name for one in TABLE})) + r")\b|\b(ray\._private|ray\._raylet)\b")
 
 
-def home_of(one: Private) -> object:
-    module, _, name = one.home.partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, name) if name else found
-
-
 @pytest.mark.parametrize("one", TABLE, ids=lambda one: one.name)
 def test_a_private_name_is_still_there(one):
     now = "" if one.library == "python" else f", {version(one.library)} is installed"
-    there = hasattr(home_of(one), one.name) or one.name in vars_made_late(one)
+    module, _, kind = one.home.partition(":")
+    home = importlib.import_module(module)
+    if kind:
+        home = getattr(home, kind)
+    of_instances = re.findall(r"self\.(\w+)", inspect.getsource(home)) if inspect.isclass(home) else []
+    there = hasattr(home, one.name) or one.name in of_instances
     assert there, f"{one.home}.{one.name} is gone ({one.library} {one.tested} had it{now}): {one.without}"
-
-
-def vars_made_late(one: Private) -> set[str]:
-    """Attributes that instances alone have."""
-    return set(re.findall(r"self\.(\w+)", source_of(home_of(one)))) if ":" in one.home else set()
-
-
-def source_of(thing: object) -> str:
-    try:
-        return inspect.getsource(thing)  # type: ignore[arg-type]
-    except (TypeError, OSError):
-        return ""
 
 
 def test_the_table_has_each_file_that_uses_one_and_no_other():

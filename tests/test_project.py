@@ -38,15 +38,12 @@ def test_the_reference_describes_what_is_public_and_its_links_lead_somewhere(tmp
     assert runpy.run_path(str(ROOT / ".ci/api-reference"))["broken"](tmp_path) == ["gstep.html: nowhere.html"]
 
 
-def test_the_changes_lead_to_the_version():
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+def test_the_changes_lead_to_the_version_and_the_extra_of_vllm_asks_for_those_that_the_engine_takes():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version = project["version"]
     titles = re.findall(r"^## (.*)$", (ROOT / ".github/CHANGELOG.md").read_text(), re.MULTILINE)
     assert titles[0].startswith(version) or (titles[0].startswith("Unreleased") and version in " ".join(titles[:2]))
-
-
-def test_the_extra_of_vllm_asks_for_the_versions_that_the_engine_takes():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert f"vllm{SUPPORTED_VERSIONS}" in extras["vllm"]
+    assert f"vllm{SUPPORTED_VERSIONS}" in project["optional-dependencies"]["vllm"]
 
 
 def test_top_level_is_the_four_rooms():

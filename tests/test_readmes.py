@@ -23,28 +23,12 @@ from tests.jobs.faults import begin_forked, fork
 from tests.paths import ROOT
 
 #: In the order of reading: later pages use what earlier ones made.
-PAGES = (
-    "README.md",
-    "gstep/README.md",
-    "pipeline/cache/README.md",
-    "pipeline/prune/README.md",
-    "pipeline/generate/README.md",
-    "pipeline/verify/README.md",
-    "pipeline/evaluate/README.md",
-)
-OTHERS = (
-    "pipeline/README.md",
-    "pipeline/plan/README.md",
-    ".github/CONTRIBUTING.md",
-    ".github/RELEASING.md",
-    ".github/CHANGELOG.md",
-    "jobs/benchmark/README.md",
-    "jobs/cluster/README.md",
-    "pipeline/inputs/README.md",
-    "tests/README.md",
-    "pipeline/evaluate/shapes/README.md",
-    "pipeline/evaluate/tasks/README.md",
-)
+PAGES = ("README.md", "gstep/README.md", "pipeline/cache/README.md", "pipeline/prune/README.md")
+PAGES += ("pipeline/generate/README.md", "pipeline/verify/README.md", "pipeline/evaluate/README.md")
+FOLDERS = ("pipeline", "pipeline/plan", "pipeline/inputs", "pipeline/evaluate/shapes", "pipeline/evaluate/tasks")
+FOLDERS += ("jobs/benchmark", "jobs/cluster", "tests")
+OTHERS = [*(f"{folder}/README.md" for folder in FOLDERS)]
+OTHERS += [f".github/{name}.md" for name in ("CONTRIBUTING", "RELEASING", "CHANGELOG")]
 #: What stands in a comment before a block that is not pasted here, or not as it is.
 MARKS = {
     "needs a hub", "needs a cluster", "needs S3", "needs vLLM", "needs lmms-eval", "needs vLLM and lmms-eval",

@@ -54,8 +54,8 @@ def test_registrations_are_left_out_only_where_they_fail_for_want_of_an_operator
         (folder / "_meta_registrations.py").write_text(registrations)
         code = "print('the whole' if _meta_registrations.__spec__ else 'a part', 'of', __path__[0])"
         (folder / "__init__.py").write_text(f"from torchvision import _meta_registrations\n{code}")
-    path = os.pathsep.join(map(str, (TORCHVISION, tmp_path)))
-    done = run_python("-S", "-c", "import torchvision", env={"PYTHONPATH": path})  # -S: without the installed packages
+    environ = {"PYTHONPATH": f"{TORCHVISION}{os.pathsep}{tmp_path}"}
+    done = run_python("-S", "-c", "import torchvision", env=environ)  # -S: without the installed packages
     assert output.format(folder=folder) in done.stdout + done.stderr
     assert (done.returncode == 0) == ("folder" in output)
 
@@ -78,7 +78,6 @@ def test_a_torchvision_for_cuda_beside_a_torch_without_stops_the_generic_family_
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     (folder / "version.py").write_text("__version__ = '9.9+cu999'\n")
-    path = os.pathsep.join(map(str, (tmp_path, ROOT)))
-    done = run_python("-c", USE, env=environment(PYTHONPATH=path))
+    done = run_python("-c", USE, env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"))
     assert done.returncode == 0, done.stderr
     assert re.match(r"torchvision does not fit torch .* \(9.9\+cu999\): install the build", done.stdout)

@@ -90,7 +90,7 @@ def test_folders_of_the_same_names_that_are_no_packages_hide_neither_code_nor_ch
         (tmp_path / "project" / name).mkdir(parents=True)
     others = f"sys.path.append({sysconfig.get_path('purelib')!r})"  # the packages that commands import
     code = (
-        f"import site, sys; site.addsitedir({str(site)!r}); {others}; import jobs, pipeline as p; print(p.__file__)\n"
+        f"import site, sys; site.addsitedir({str(site)!r}); {others}; import jobs, pipeline; print(pipeline.__file__)\n"
     )
     code += "from gstep.checkpoints.source import ModelSource; print(ModelSource.resolve('shapes').file('config.json'))"
     done = run_python("-S", "-c", code, cwd=tmp_path / "project", env={})

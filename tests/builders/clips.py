@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import av
-import imageio_ffmpeg
 import numpy as np
 import pytest
 from av.stream import Disposition
@@ -354,7 +353,9 @@ class Shown(NamedTuple):
 
 def ffmpeg(*argv: object, given: bytes | None = None) -> str:
     """Run ``ffmpeg <argv>`` with ``given`` on its standard input; return what it logged."""
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostats", "-y", *map(str, argv)]
+    from imageio_ffmpeg import get_ffmpeg_exe  # noqa: PLC0415 - not in the environments of vLLM and lmms-eval
+
+    command = [get_ffmpeg_exe(), "-hide_banner", "-nostats", "-y", *map(str, argv)]
     done = subprocess.run(command, input=given or b"", capture_output=True, timeout=120, check=False)
     log = done.stderr.decode(errors="replace")
     assert done.returncode == 0, log

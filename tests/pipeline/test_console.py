@@ -31,8 +31,14 @@ def is_clean(text: str) -> bool:
     return not set(text) & set(CONTROLS)
 
 
+def printed(*things, **options) -> str:
+    file = io.StringIO()
+    CleanConsole(file=file, width=400).print(*things, **options)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
-    "printed",
+    "thing",
     [
         HOSTILE,
         Text(HOSTILE.replace("\n", " ")),
@@ -40,21 +46,16 @@ def is_clean(text: str) -> bool:
         Group(HOSTILE, Padding(HOSTILE, 1)),
         Group(Padding(Text(HOSTILE), (0, 1))),
     ],
-    ids=lambda printed: type(printed).__name__,
+    ids=lambda thing: type(thing).__name__,
 )
-def test_whatever_is_printed_is_clean(printed):
-    file = io.StringIO()
-    console = CleanConsole(file=file, width=400)
-    console.print(printed, soft_wrap=True)
-    text = file.getvalue()
+def test_whatever_is_printed_is_clean(thing):
+    text = printed(thing, soft_wrap=True)
     assert is_clean(text) and SHOWN in " ".join(text.split())
     assert not any(line.startswith("2026") for line in text.splitlines())
 
 
 def test_each_control_character_is_replaced_and_letters_stay():
-    file = io.StringIO()
-    CleanConsole(file=file, width=400).print(CONTROLS, soft_wrap=True)
-    assert is_clean(file.getvalue()) and file.getvalue() == " " * len(CONTROLS) + "\n"
+    assert printed(CONTROLS, soft_wrap=True) == " " * len(CONTROLS) + "\n"
     kept = "naïve 日本語 עברית \u200d\u200c\u00a0\u3000 👩\u200d🔬"
     assert clean(kept) == kept
 
@@ -63,9 +64,7 @@ def test_cells_titles_and_columns_of_tables_are_clean():
     table = Table(HOSTILE, title=HOSTILE, caption=HOSTILE)
     table.add_row(HOSTILE)
     table.add_row(Text(HOSTILE))
-    file = io.StringIO()
-    CleanConsole(file=file, width=400).print(table)
-    assert is_clean(file.getvalue()) and file.getvalue().count("[red][/red][/x]:warning:") == 5
+    assert is_clean(printed(table)) and printed(table).count("[red][/red][/x]:warning:") == 5
     assert is_clean(as_text(table)) and "[red]" in as_text(table)
 
 
@@ -108,42 +107,33 @@ def hostile_cache(tmp_path):
     """A cache whose texts all try to leave their place: ids, paths, decoder, errors, method, runs."""
     store = write_header(tmp_path / "c", hidden_size=8)
     columns = {"backend": f"[bold]x[/]{ESCAPE}", "backend_version": "[/red]", "uri": f"/{HOSTILE}", "codec": HOSTILE}
-    columns |= {
-        "source_width": 1,
-        "source_height": 1,
-        "duration_s": 1.0,
-        "fps": 1.0,
-        "manifest": json.dumps({HOSTILE: HOSTILE}),
-    }
+    columns |= dict.fromkeys(("source_width", "source_height", "duration_s", "fps"), 1)
+    columns["manifest"] = json.dumps({HOSTILE: HOSTILE})
     item = encoded(HOSTILE, random_tokens(0, (2, 4, 8)), 0.25, "gstep", **columns)
     write_shard(store, "run", item, encoded_failure(f"{HOSTILE}2", VideoFault("corrupt", HOSTILE)))
     return store
 
 
-def test_a_hostile_cache_is_shown_clean(hostile_cache, capsysbinary):
-    place = str(hostile_cache)
-    for command, flags, code in (
-        (inspect, [], 0),
-        (inspect, [HOSTILE], 0),
-        (inspect, [f"{HOSTILE}2"], 0),
-        (inspect, ["--failed"], 0),
-        (inspect, ["--json"], 0),
-        (inspect, [HOSTILE, "--json"], 0),
-        (inspect, ["--failed", "--json"], 0),
+@pytest.mark.parametrize(
+    ("command", "flags", "code"),
+    [
+        *((inspect, flags, 0) for flags in ([], [HOSTILE], [f"{HOSTILE}2"], ["--failed"])),
+        *((inspect, [*flags, "--json"], 0) for flags in ([], [HOSTILE], ["--failed"])),
         (inspect, [HOSTILE[:-4]], 2),  # which suggests ids of the cache
         (verify, [], 0),
         (verify, ["--json"], 0),
-    ):
-        code_now = command.main([place, *flags])
-        captured = capsysbinary.readouterr()
-        assert code_now == code, (flags, captured)
-        for text in (captured.out.decode(), captured.err.decode()):
-            assert is_clean(text.replace("\t", "")), (flags, text)
-            assert not any(line.lstrip().startswith("2026-01-01 00:00:00") for line in text.splitlines()), (flags, text)
-        if "--json" in flags:
-            json.loads(captured.out)
-        elif command is inspect and code == 0 and "--failed" not in flags and HOSTILE + "2" not in flags:
-            assert b"[bold]x[/]" in captured.out  # no markup
+    ],
+)
+def test_a_hostile_cache_is_shown_clean(hostile_cache, capsysbinary, command, flags, code):
+    assert command.main([str(hostile_cache), *flags]) == code
+    captured = capsysbinary.readouterr()
+    for text in (captured.out.decode(), captured.err.decode()):
+        assert is_clean(text.replace("\t", "")), text
+        assert not any(line.lstrip().startswith("2026-01-01 00:00:00") for line in text.splitlines()), text
+    if "--json" in flags:
+        json.loads(captured.out)
+    elif command is inspect and flags in ([], [HOSTILE]):
+        assert b"[bold]x[/]" in captured.out  # no markup
 
 
 def test_a_damaged_hostile_cache_is_reported_clean(hostile_cache, capsysbinary):

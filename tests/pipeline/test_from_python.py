@@ -41,26 +41,18 @@ print("ALL", summary.n_ok, summary.failed, len(cache), answered.n_ok, *tokens)
 """
 
 
-@pytest.fixture(scope="module")
-def one_ray():
-    with ray_here({"num_cpus": 2}):
-        yield
-
-
-def cells(kind: str) -> list[str]:
-    return ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
+CELLS = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
 def test_the_notebook_is_small_and_ran_from_top_to_bottom():
     assert NOTEBOOK.stat().st_size < 150_000
-    code = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    assert not any(output["output_type"] == "error" for cell in code for output in cell["outputs"])
+    assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1))
+    assert not any(output["output_type"] == "error" for cell in CELLS for output in cell["outputs"])
 
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_leaves_the_process_as_it_was(tmp_path):
-    code = "\n".join([BEFORE, *cells("code"), AFTER])
+    code = "\n".join([BEFORE, *("".join(cell["source"]) for cell in CELLS), AFTER])
     done = run_python("-c", code, cwd=tmp_path, env=environment(MPLBACKEND="agg"), timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     tenth = 8 * 196 // 10 + 1  # and the newline
@@ -68,7 +60,8 @@ def test_the_notebook_runs_and_leaves_the_process_as_it_was(tmp_path):
 
 
 @pytest.mark.slow
-def test_stages_and_questions_use_the_ray_that_is_there_and_leave_it_as_it_was(one_ray, tmp_path, monkeypatch, capsys):
+@ray_here({"num_cpus": 2})
+def test_stages_and_questions_use_the_ray_that_is_there_and_leave_it_as_it_was(tmp_path, monkeypatch, capsys):
     (tmp_path / "videos").mkdir()
     shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
     (tmp_path / "videos" / "text.mp4").write_text("this is no video\n" * 50)

@@ -11,30 +11,21 @@ import pytest
 from gstep.checkpoints import tiny
 from gstep.language import LanguageModel
 from gstep.language.layer_pruning import CACHE
-from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.efficiency import EfficiencyRun, add_flags, compute_break_even, compute_kv_bytes
-from tests.builders.manifests import read_manifest
-from tests.builders.runs import forbid_models
+from tests.builders.clips import sample
 from tests.gstep.language.prompts import video
 
 MIB = 2**20
+CLIP = sample("carphone_pristine.mp4")
 
 
-@pytest.fixture(scope="module")
-def clip():
-    """The path of a short clip."""
-    found = read_manifest("sample").to_pylist()
-    return next(row["uri"] for row in found if row["video_id"] == "carphone_pristine.mp4")
-
-
-def test_table_3_has_every_method_from_the_video_and_from_a_cache(clip, tmp_path, capsys):
+def test_table_3_has_every_method_from_the_video_and_from_a_cache(tmp_path, measure):
     # Every kind of method: inside the model, by the question, merging, nested.
-    argv = ["--videos", clip, "--num-frames", "4", "--questions", "2", "--max-new-tokens", "3", "--repeats", "1"]
-    argv += ["--method", "fastv", "cdpruner", "fastvid", "gstep", "--retention-ratio", ".15", ".25"]
-    assert benchmark.main(["efficiency", *argv, "--latex", str(tmp_path / "table.tex"), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    rows = {(row["method"], row["retention_ratio"]): row for row in record["rows"]}
     methods = ("fastv", "cdpruner", "fastvid", "gstep")
+    argv = ["--videos", CLIP, "--num-frames", 4, "--questions", 2, "--max-new-tokens", 3, "--repeats", 1]
+    argv += ["--method", *methods, "--retention-ratio", ".15", ".25", "--latex", tmp_path / "table.tex"]
+    record, _ = measure("efficiency", *argv)
+    rows = {(row["method"], row["retention_ratio"]): row for row in record["rows"]}
     assert list(rows) == [("none", 1.0)] + [(m, r) for m in methods for r in (0.25, 0.15)]
     assert "attention sdpa" in record["title"] and "4 frames" in record["title"]
     assert record["machine"]["processor"] and record["runtime"]["dtype"] == "float32"
@@ -52,17 +43,16 @@ def test_table_3_has_every_method_from_the_video_and_from_a_cache(clip, tmp_path
     assert read["gstep", 0.15] < read["gstep", 0.25] < whole / 2
 
     answers = {"online": {}, "cached": {}}
-    for sample in record["samples"]:
-        online, shared = sample["mode"] == "online", ("prune_s", "prompt_s", "llm_s")
+    for one in record["samples"]:
+        online, shared = one["mode"] == "online", ("prune_s", "prompt_s", "llm_s")
         own, others = (("video_decode_s", "encode_s"), ("read_s",))[:: 1 if online else -1]
-        assert sample["total_s"] == pytest.approx(sum(sample[part] for part in (*own, *shared)))
-        assert all(sample[part] > 0 for part in own) and not any(sample[part] for part in others)
-        assert 0 < sample["prefill_s"] + sample["token_decode_s"] <= sample["llm_s"]
-        assert len(sample["answer"]) == 3 and (sample["bytes_read"] > 0) != online
-        key = sample["method"], sample["retention_ratio"], sample["question"]
-        answers[sample["mode"]][key] = [
-            sample[name] for name in ("answer", "prompt_tokens", "visual_tokens", "kv_bytes")
-        ]
+        assert one["total_s"] == pytest.approx(sum(one[part] for part in (*own, *shared)))
+        assert all(one[part] > 0 for part in own) and not any(one[part] for part in others)
+        assert 0 < one["prefill_s"] + one["token_decode_s"] <= one["llm_s"]
+        assert len(one["answer"]) == 3 and (one["bytes_read"] > 0) != online
+        key = one["method"], one["retention_ratio"], one["question"]
+        same = ("answer", "prompt_tokens", "visual_tokens", "kv_bytes")
+        answers[one["mode"]][key] = [one[name] for name in same]
     assert answers["online"] == answers["cached"] and len(answers["online"]) == 18
 
     latex = (tmp_path / "table.tex").read_text()
@@ -107,7 +97,7 @@ def test_the_formula_gives_the_bytes_of_the_real_kv_cache(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-qwen2-5-vl"])
-def test_a_config_alone_is_measured_with_random_weights(name, clip, tmp_path, capsys):
+def test_a_config_alone_is_measured_with_random_weights(name, tmp_path, measure):
     folder = tmp_path / "model"
     folder.mkdir()
     config = json.loads(json.dumps(tiny.TINY[name].config))
@@ -115,29 +105,9 @@ def test_a_config_alone_is_measured_with_random_weights(name, clip, tmp_path, ca
     text.update(num_hidden_layers=3, vocab_size=1200)
     config["video_token_index" if name == "tiny" else "video_token_id"] = 1100
     (folder / "config.json").write_text(json.dumps(config))
-    argv = ["--model", str(folder), "--videos", clip, "--num-frames", "2", "--max-new-tokens", "2", "--repeats", "1"]
-    argv += ["--method", "fastv", "gstep", "--retention-ratio", "0.5", "--dtype", "bfloat16"]
-    assert benchmark.main(["efficiency", *argv, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    argv = ["--model", folder, "--videos", CLIP, "--num-frames", 2, "--max-new-tokens", 2, "--repeats", 1]
+    record, _ = measure(
+        "efficiency", *argv, "--method", "fastv", "gstep", "--retention-ratio", "0.5", "--dtype", "bfloat16"
+    )
     assert record["random_weights"] and "random weights" in record["title"] and "bfloat16" in record["title"]
     assert sorted(path.name for path in folder.iterdir()) == ["config.json"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--model", "tiny", "--method", "fastv"], "this model has 2 layers"),
-        (["--method", "gstep", "--siglip", "tiny"], "none of the methods takes anything from a SigLIP"),
-        (["--method", "gstepp"], "unknown method"),
-        (["--method", "gstep,positions=original"], "positions change no cost"),
-        (["--device", "cpu", "--attn", "flash_attention_2"], "runs on cuda"),
-        (["--model", "/no/such/folder"], "is no folder"),
-        (["--videos", "/no/such/folder"], "no such folder"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(argv, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    forbid_models(monkeypatch)
-    code = benchmark.main(["efficiency", *argv])
-    assert code == (1 if "--videos" in argv else 2)
-    assert said in capsys.readouterr().err

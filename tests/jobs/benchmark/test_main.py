@@ -3,6 +3,8 @@
 import pytest
 
 from jobs.benchmark import __main__ as benchmark
+from tests.builders import checkpoints
+from tests.builders.runs import forbid_models
 from tests.interpreter import run_python
 
 
@@ -13,34 +15,40 @@ def test_help_loads_no_torch():
     assert all(name in done.stdout for name in benchmark.MEASUREMENTS)
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["selection", "--frames", "0"], "at least 1"),
-        (["selection", "--retention-ratios", "2"], "in (0, 1], got 2.0; did you mean 2%?"),
-        (["selection", "--retention-ratios", "nan"], "in (0, 1]"),
-        (["selection", "--inputs", "noise"], "noise"),
-        (["read", "--folder", "no-such-folder"], "there is no folder no-such-folder"),
-        (["serving", "--plot", "no-such-folder/ways.png"], "there is no folder"),
-        (["serving", "--plot", "/"], "is a folder"),
-        (["decode", "--fps", "0"], "not a positive number"),
-        (["decode", "--clips", "mpeg1-720p-10s-g30"], "such as h264-720p-10s-g250"),
-        (["decode", "--clips", "h264-721p-10s-g30"], "in steps of 18"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(capsys, argv, said):
-    with pytest.raises(SystemExit, match="2"):
-        benchmark.main(argv)
-    assert said in capsys.readouterr().err
+REFUSED = [
+    ("selection --frames 0", "at least 1"),
+    ("selection --retention-ratios 2", "in (0, 1], got 2.0; did you mean 2%?"),
+    ("selection --retention-ratios nan", "in (0, 1]"),
+    ("selection --inputs noise", "noise"),
+    ("selection --device cuda", "sees no CUDA device"),
+    ("read --folder no-such-folder", "there is no folder no-such-folder"),
+    ("serving --plot no-such-folder/ways.png", "there is no folder"),
+    ("serving --plot /", "is a folder"),
+    ("decode --fps 0", "not a positive number"),
+    ("decode --clips mpeg1-720p-10s-g30", "such as h264-720p-10s-g250"),
+    ("decode --clips h264-721p-10s-g30", "in steps of 18"),
+    ("pipeline --driver 100 100", "--driver takes two different numbers"),
+    ("generic --model smolvlm", "nothing to compare"),  # it has no code of its own
+    ("efficiency --model tiny --method fastv", "this model has 2 layers"),
+    ("efficiency --method gstep --siglip tiny", "none of the methods takes anything from a SigLIP"),
+    ("efficiency --method gstepp", "unknown method"),
+    ("efficiency --method gstep,positions=original", "positions change no cost"),
+    ("efficiency --device cpu --attn flash_attention_2", "runs on cuda"),
+    ("efficiency --model /no/such/folder", "is no folder"),
+    ("efficiency --videos /no/such/folder", "no such folder"),
+]
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["selection", "--device", "cuda"], "sees no CUDA device"),
-        (["pipeline", "--driver", "100", "100"], "--driver takes two different numbers"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(capsys, monkeypatch, argv, said):
+@pytest.mark.parametrize(("argv", "said"), REFUSED)
+def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(capsys, tmp_path, monkeypatch, argv, said):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert benchmark.main(argv) == 2 and said in " ".join(capsys.readouterr().err.split())
+    monkeypatch.chdir(tmp_path)
+    if "smolvlm" in argv:
+        checkpoints.make("smolvlm", tmp_path / "smolvlm")
+    forbid_models(monkeypatch)
+    try:
+        code = benchmark.main(argv.split())
+    except SystemExit as ended:  # argparse's
+        code = ended.code
+    assert code == (1 if "--videos" in argv else 2)
+    assert said in " ".join(capsys.readouterr().err.split())

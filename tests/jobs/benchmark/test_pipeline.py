@@ -1,7 +1,5 @@
 """The whole job beside a plain loop: what one more video takes, by child processes that are watched."""
 
-import json
-
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -23,38 +21,30 @@ def works(monkeypatch):
     def run_child(work):
         works.append(work)
         seconds = 1 + work.videos * (work.encode_s or 0.001) / work.encoders
-        figures = {
-            "store MB": 1.0 + work.videos,
-            "store objects": 1.0,
-            "CPU ms: main process": 1e3 * seconds,
-            "CPU ms: ended": 1.0,
-        }
-        return {"seconds": seconds, "peak MB": 9.0 + work.videos, **figures}
+        figures = {"seconds": seconds, "peak MB": 9.0 + work.videos, "store MB": 1.0 + work.videos}
+        return figures | {"store objects": 1.0, "CPU ms: main process": 1e3 * seconds, "CPU ms: ended": 1.0}
 
     monkeypatch.setattr(pipeline, "run_child", run_child)
     return works
 
 
-def cells(capsys, *argv):
-    assert benchmark.main(["pipeline", *argv, "--encode-ms", "50", "--seconds", "10", "--json"]) == 0
-    return json.loads(capsys.readouterr().out)["cells"]
+WORK = ("pipeline", "--encode-ms", 50, "--seconds", 10)
 
 
-def test_loop_and_job_take_turns_and_starting_cancels_out(capsys, works):
-    found = cells(capsys, "--frames", "2", "32", "--workers", "3", "--repeats", "2")
+def test_loop_and_job_take_turns_and_starting_cancels_out(measure, works):
+    found = measure(*WORK, "--frames", 2, 32, "--workers", 3, "--repeats", 2)[0]["cells"]
     assert [cell["MB"] for cell in found] == pytest.approx([0.885, 14.156], abs=1e-3)
     for cell in found:
-        assert [cell[name] for name in ("plain loop, busy", "job, busy", "job / plain loop")] == pytest.approx(
-            [1.0] * 3
-        )
+        shares = [cell[name] for name in ("plain loop, busy", "job, busy", "job / plain loop")]
+        assert shares == pytest.approx([1.0] * 3)
         assert cell["job, CPU ms: main process"] == pytest.approx(50) and cell["job, CPU ms: ended"] == 0
         assert cell["store MB a video"] == pytest.approx(1) and cell["job, peak MB (PSS)"] == 259
     assert [work.kind for work in works[::2]] == [LOOP, JOB] * 4
     assert {(work.workers, work.encoders, work.videos) for work in works} == {(3, 1, 50), (3, 1, 250)}
 
 
-def test_logical_nodes_have_a_worker_of_each_kind(capsys, works):
-    found = cells(capsys, "--nodes", "4", "1", "--frames", "2")
+def test_logical_nodes_have_a_worker_of_each_kind(measure, works):
+    found = measure(*WORK, "--nodes", 4, 1, "--frames", 2)[0]["cells"]
     for kind in (JOB, LOOP):
         sizes = [(work.nodes, work.workers, work.encoders, work.videos) for work in works if work.kind == kind]
         assert sizes == [(1, 1, 1, 50), (1, 1, 1, 250), (4, 4, 4, 200), (4, 4, 4, 1000)]
@@ -78,23 +68,26 @@ def test_times_that_cannot_be_told_are_no_figure(capsys, monkeypatch):
         pipeline.measure_growth(PipelineWork(JOB, 2, 0.1, 1), 16, 32)
 
 
-def test_loops_of_several_encoders_share_the_videos(tmp_path):
-    work = PipelineWork(LOOP, 2, 0.01, 2, encoders=2, folder=str(tmp_path), videos=20)
-    make_videos(work)
-    work.out.mkdir()
+@pytest.fixture
+def loop(tmp_path):
+    return PipelineWork(LOOP, 2, 0.01, 2, encoders=2, folder=str(tmp_path), videos=20)
+
+
+def test_loops_of_several_encoders_share_the_videos(loop):
+    make_videos(loop)
+    loop.out.mkdir()
     for encoder in range(2):
-        encode_slice(work, encoder)
-    written = [pq.read_table(file)["video_id"].to_pylist() for file in sorted(work.out.iterdir())]
+        encode_slice(loop, encoder)
+    written = [pq.read_table(file)["video_id"].to_pylist() for file in sorted(loop.out.iterdir())]
     assert [len(ids) for ids in written] == [10, 10] and len({*written[0], *written[1]}) == 20
 
 
-def test_a_child_process_is_measured_and_says_why_it_fails(tmp_path, monkeypatch):
-    work = PipelineWork(LOOP, 2, 0.01, 2, encoders=2, folder=str(tmp_path), videos=20)
-    done = run_child(work)
+def test_a_child_process_is_measured_and_says_why_it_fails(loop, tmp_path, monkeypatch):
+    done = run_child(loop)
     assert done["seconds"] > 10 * 0.01 and done["CPU ms: main process"] > 0 and done["peak MB"] > 10
     monkeypatch.setattr(pipeline, "_CHILD", "raise ValueError('no sleep')")
     with pytest.raises(RunFailed, match="the plain loop over 20 videos failed: ValueError: no sleep"):
-        run_child(work)
+        run_child(loop)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,12 +1,11 @@
 """The benchmark of answering, by transformers from a cache; ``test_serving_vllm.py`` has the other ways."""
 
-import json
 import time
 
 import pytest
 
-from jobs.benchmark import __main__ as benchmark
-from jobs.benchmark.serving import choose_modes, measure, split_work
+from jobs.benchmark import serving
+from jobs.benchmark.serving import choose_modes, split_work
 from jobs.benchmark.serving_ways import MODES, PRUNING, ServingWork, list_whole_files
 from pipeline import TokenCache
 from pipeline.errors import RunFailed, UsageError
@@ -15,27 +14,25 @@ from tests.builders.caches import encoded, random_tokens, write_shard
 
 
 @pytest.mark.slow
-def test_transformers_answers_from_a_cache_cold_and_again(tmp_path, capsys):
+def test_transformers_answers_from_a_cache_cold_and_again(tmp_path, measure):
     tiny_cache(tmp_path / "cache", ("a", "b"))
-    argv = ["--model", "tiny", "--cache", str(tmp_path / "cache"), "--modes", "cached-transformers", "--repeats", "1"]
-    argv += ["--retention-ratio", "0.25", "0.1", "--questions", "1", "2", "--max-new-tokens", "2"]
+    argv = ["--model", "tiny", "--cache", tmp_path / "cache", "--modes", "cached-transformers", "--repeats", 1]
+    argv += ["--retention-ratio", 0.25, 0.1, "--questions", 1, 2, "--max-new-tokens", 2]
     start_s = time.perf_counter()
-    assert benchmark.main(["serving", *argv, "--plot", str(tmp_path / "ways.png"), "--json"]) == 0
-    command_s = time.perf_counter() - start_s
-    shown = capsys.readouterr()
-    found = json.loads(shown.out)["measured"]
+    record, shown = measure("serving", *argv, "--plot", tmp_path / "ways.png")
+    command_s, found = time.perf_counter() - start_s, record["measured"]
     sizes = [(one["retention_ratio"], one["questions"], one["requests"]) for one in found]
     assert sizes == [(0.25, 1, 2), (0.25, 2, 4), (0.1, 1, 2), (0.1, 2, 4)]
     assert all(one["requests_per_s"] > 0 and one["warm_requests_per_s"] > 0 and one["peak_mb"] > 100 for one in found)
     assert sum(one["requests"] / one["requests_per_s"] for one in found) < command_s  # of which the passes are a part
     assert found[0]["visual_tokens"] > found[2]["visual_tokens"] and found[0]["sent_kb"] is None
-    assert "cached-transformers" in shown.err and (tmp_path / "ways.png").read_bytes().startswith(b"\x89PNG")
+    assert "cached-transformers" in shown and (tmp_path / "ways.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_way_that_fails_says_why(tmp_path):
     job = ServingWork("tiny", str(tmp_path), 2, (0.25,), (1,), 2, 1)
     with pytest.raises(RunFailed, match=r"cached-transformers: NotACache: .*not a pruned-token cache"):
-        measure("cached-transformers", job)
+        serving.measure("cached-transformers", job)
 
 
 def test_ways_with_pruning_inside_vllm_need_a_model_that_it_prunes_and_a_process_for_each_ratio():

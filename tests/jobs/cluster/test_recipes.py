@@ -43,10 +43,9 @@ def test_the_rayjob_has_a_command_that_the_package_takes_and_pods_for_it(tmp_pat
     assert cluster["rayVersion"] == version("ray")
     pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
     for pod in pods:
-        mounts = [
-            mount for one in (*pod["containers"], *pod.get("initContainers", ())) for mount in one["volumeMounts"]
-        ]
-        assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod["volumes"]}
+        containers = (*pod["containers"], *pod.get("initContainers", ()))
+        mounted = {mount["name"] for one in containers for mount in one["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
     limits = [pod["containers"][0]["resources"]["limits"] for pod in pods[1:]]
     gpus = [int(limit.get("nvidia.com/gpu", 0)) for limit in limits]
     most = sum(group["maxReplicas"] * n for group, n in zip(cluster["workerGroupSpecs"], gpus, strict=True))
@@ -101,6 +100,18 @@ def test_a_build_gets_the_package_and_no_cache():
     assert "*" in lines and {line[1:] for line in lines if line.startswith("!")} == rooms | {".ci/requirements-*.lock"}
 
 
+def script(path, *lines):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(["#!/bin/sh", *lines]))
+    path.chmod(0o755)
+
+
+def slurm(folder, name, **environ):
+    """Start the script over a file where Slurm and the command are scripts of a line; return it, and what it prints."""
+    environ = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PARTS": "2", **environ}
+    return subprocess.run([SCRIPT, name], env=environ, capture_output=True, text=True, check=False)
+
+
 def test_slurm_gets_the_parts_in_which_videos_are_left_or_not_known_yet(tmp_path, capsys):
     """By what the command says of a part with a video, of one without any and one that is done, and of a tar."""
     (tmp_path / "files").mkdir()
@@ -116,21 +127,18 @@ def test_slurm_gets_the_parts_in_which_videos_are_left_or_not_known_yet(tmp_path
         (tmp_path / f"{name}-{part}.code").write_text(str(code))
     assert sorted((tmp_path / f"files-{part}.code").read_text() for part in (0, 1)) == ["0", "2"]
     has = next(part for part in (0, 1) if (tmp_path / f"files-{part}.code").read_text() == "0")
-    assert submitted(tmp_path, "files") == f"sbatch --array={has}"
-    assert submitted(tmp_path, "b.tar") == "sbatch --array=0,1"
+    assert slurm(tmp_path, "files").stdout == f"sbatch --array={has}\n"
+    assert slurm(tmp_path, "b.tar").stdout == "sbatch --array=0,1\n"
     told = json.loads((tmp_path / f"files-{has}").read_text())
     (tmp_path / f"files-{has}").write_text(json.dumps({**told, "n_todo": 0}, indent=2))
-    assert submitted(tmp_path, "files") == "nothing is left to do"
+    assert slurm(tmp_path, "files").stdout == "nothing is left to do\n"
     script(tmp_path / "bin" / "python", "exit 2")
-    refused = subprocess.run([SCRIPT, "files"], env=environment(tmp_path), capture_output=True, check=False)
-    assert refused.returncode == 2
+    assert slurm(tmp_path, "files").returncode == 2
 
 
 @pytest.mark.parametrize("parts", ["0", "-1", "many", "1.5"])
 def test_slurm_refuses_a_number_of_parts_that_is_none(tmp_path, parts):
-    done = subprocess.run(
-        [SCRIPT, "files"], env={**environment(tmp_path), "PARTS": parts}, capture_output=True, text=True, check=False
-    )
+    done = slurm(tmp_path, "files", PARTS=parts)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"PARTS must be a whole number above 0, got {parts}\n"
 
@@ -151,7 +159,8 @@ HANDLES_SIGTERM = "trap 'exit 130' TERM", "echo started", "while :; do sleep 0.0
 def test_a_task_of_slurm_ends_with_its_run_and_is_queued_again_where_that_goes_on(tmp_path, run, code, requeues):
     script(tmp_path / "bin" / "python", *run)
     script(tmp_path / "bin" / "scontrol", 'echo "$@"')
-    task = {**environment(tmp_path), "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+    ids = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+    task = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PARTS": "2", **ids}
     with subprocess.Popen([SCRIPT, "files"], env=task, stdout=subprocess.PIPE, text=True) as job:
         if "echo started" in run:
             assert job.stdout.readline() == "started\n"
@@ -161,20 +170,3 @@ def test_a_task_of_slurm_ends_with_its_run_and_is_queued_again_where_that_goes_o
         finally:
             job.kill()
     assert (job.returncode, said) == (code, "requeue 7\n" if requeues else "")
-
-
-def script(path, *lines):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(["#!/bin/sh", *lines]))
-    path.chmod(0o755)
-
-
-def environment(folder):
-    """One in which Slurm and the command are scripts of a line."""
-    return {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PARTS": "2"}
-
-
-def submitted(folder, name):
-    """What the script prints that submits a run over this file."""
-    done = subprocess.run([SCRIPT, name], env=environment(folder), capture_output=True, text=True, check=True)
-    return done.stdout.strip()

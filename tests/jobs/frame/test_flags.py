@@ -1,6 +1,7 @@
 """Flags and files of options: complete, grouped, converted, and refused by name."""
 
 import argparse
+import re
 from dataclasses import dataclass, fields
 
 import pytest
@@ -12,20 +13,18 @@ from pipeline.options import S3Options, option
 from pipeline.prune.config import PruneConfig
 
 
-def parse(*argv: str) -> PruneConfig:
+def parser_of(config: type) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    add_flags(parser, PruneConfig)
-    return from_flags(PruneConfig, parser.parse_args(argv))
+    add_flags(parser, config)
+    return parser
+
+
+def parse(*argv: str) -> PruneConfig:
+    return from_flags(PruneConfig, parser_of(PruneConfig).parse_args(argv))
 
 
 def help_of(config: type) -> str:
-    parser = argparse.ArgumentParser()
-    add_flags(parser, config)
-    return " ".join(parser.format_help().split())
-
-
-def test_no_flags_are_the_defaults():
-    assert parse() == PruneConfig()
+    return " ".join(parser_of(config).format_help().split())
 
 
 @pytest.mark.parametrize("config", [PruneConfig, GenerateConfig, S3Options])
@@ -54,14 +53,13 @@ class Own(Shared):
 
 def test_groups_stand_in_order_a_class_s_own_options_first():
     text = help_of(Own)
-    parts = ["first:", "--name", "name of the cat [Tom]", "--colour", "second:", "--age", "--size", "size of a cat [0]"]
-    parts += ["--noise"]
-    places = [text.index(part, text.index("first:")) for part in parts]
-    assert places == sorted(places)
+    parts = r"--name .*name of the cat \[Tom\] .*--colour .*second: .*--age .*--size .*size of a cat \[0\] .*--noise"
+    assert re.search(f"first: .*{parts}", text)
     assert "its noise [0.0]" in text and "its colour [" not in text
 
 
-def test_words_and_numbers_that_look_like_others_stay_what_they_are():
+def test_no_flags_are_the_defaults_and_words_and_numbers_that_look_like_others_stay_what_they_are():
+    assert parse() == PruneConfig()
     config = parse("--revision", "None", "--s3-endpoint", "", "--fps", "2", "--pruner-param", "a=1", "v")
     assert (config.revision, config.s3_endpoint, config.fps, config.videos) == ("None", "", 2.0, ["v"])
 

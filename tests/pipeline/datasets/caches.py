@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from pipeline import CachedVideo
+from pipeline import CachedVideo, IterableTokenDataset
 from pipeline.storage.stores import LocalStore
 from tests.builders.caches import encoded, random_tokens, write_header, write_shard
 
@@ -22,6 +23,14 @@ def make_shards(folder: Path) -> LocalStore:
         write_shard(store, f"run{number}", *shard)
     assert isinstance(store, LocalStore)
     return store
+
+
+def dataset(folder: Path, state: dict[str, Any] | None = None, **more: Any) -> IterableTokenDataset:
+    """Return a shuffled dataset, which goes on from a state."""
+    data = IterableTokenDataset(folder, **{"shuffle": True, "seed": 5, **more})
+    if state is not None:
+        data.load_state_dict(state)
+    return data
 
 
 def ids_of(videos: Iterable[CachedVideo]) -> list[str]:

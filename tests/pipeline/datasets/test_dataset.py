@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from pipeline import IterableTokenDataset, Packed, TokenCache, TokenDataset, UnknownVideo, pack
 from pipeline.datasets.packing import select_videos
 from tests.builders.caches import encoded, random_tokens, write_shard
-from tests.pipeline.datasets.caches import IDS, SIZES, ids_of, make_shards
+from tests.pipeline.datasets.caches import IDS, SIZES, dataset, ids_of, make_shards
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -39,10 +39,10 @@ def test_ids_are_a_list_of_any_kind_and_no_text(folder, kind):
         data = kind(folder, names)
         videos = data if kind is IterableTokenDataset else [data[place] for place in range(len(data))]
         assert sorted(ids_of(videos)) == IDS[3:6]
-    with pytest.raises(ValueError, match="ids must be a list of names, got 'v00'"):
-        kind(folder, "v00")
-    with pytest.raises(ValueError, match="evidence must be a list of names, got 'token_key'"):
-        kind(folder, evidence="token_key")
+    for options in {"ids": "v00"}, {"evidence": "token_key"}:
+        ((name, text),) = options.items()
+        with pytest.raises(ValueError, match=f"{name} must be a list of names, got '{text}'"):
+            kind(folder, **options)
 
 
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
@@ -111,11 +111,14 @@ def test_every_video_comes_once_on_whatever_rank_and_worker(folder, world_size, 
 
 def test_ranks_see_by_their_states_whether_they_opened_the_same_cache(tmp_path):
     store = make_shards(tmp_path)
-    first, second = (IterableTokenDataset(tmp_path, rank=rank, world_size=2) for rank in range(2))
-    assert first.state_dict()["ids"] == second.state_dict()["ids"]
+
+    def ids_seen_by(rank: int) -> str:
+        return IterableTokenDataset(tmp_path, rank=rank, world_size=2).state_dict()["ids"]
+
+    before = ids_seen_by(0)
+    assert ids_seen_by(1) == before
     write_shard(store, "run9", encoded("new", random_tokens(9), 0.25, "gstep"))
-    later = IterableTokenDataset(tmp_path, rank=1, world_size=2)
-    assert later.state_dict()["ids"] != first.state_dict()["ids"]
+    assert ids_seen_by(1) != before
 
 
 def test_the_order_is_of_seed_and_epoch(folder):
@@ -154,26 +157,19 @@ def test_even_ranks_have_as_many_batches_with_workers_too(folder, drop_last):
 
 
 def test_it_goes_on_where_it_was_left(folder):
-    def dataset(**more) -> IterableTokenDataset:
-        return IterableTokenDataset(folder, **{"shuffle": True, "seed": 5, **more})
-
-    data = dataset()
+    data = dataset(folder)
     data.set_epoch(2)
     whole = ids_of(data)
     for n in (0, 1, 8, 11, len(IDS) - 1):
         videos = iter(data)
         begun = [next(videos).video_id for _ in range(n)]
         state = pickle.loads(pickle.dumps(data.state_dict()))  # noqa: S301
-        other = dataset()
-        other.load_state_dict(state)
+        other = dataset(folder, state)
         assert other.state_dict() == state and begun + ids_of(other) == whole
         assert ids_of(other) == whole  # the iteration behind it starts at the beginning
     assert not state["finished"] and (state["done"], state["epoch"]) == (len(IDS) - 1, 2)
-    other = dataset()
     other.load_state_dict(state)
     other.set_epoch(2)  # the epoch that it is in
     assert ids_of(other) == whole[-1:]
-    other = dataset(seed=6)
-    other.load_state_dict(state)
     with pytest.raises(ValueError, match="other data: order"):
-        iter(other)
+        iter(dataset(folder, state, seed=6))

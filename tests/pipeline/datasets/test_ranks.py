@@ -31,24 +31,19 @@ def told(tmp_path_factory) -> list[dict]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("how", ["alone", "forked", "spawned", "not prepared", "resumed"])
-def test_ranks_of_torch_distributed_share_the_videos(told, how):
-    """Also where the dataset was made before there were ranks."""
-    assert told[0][how] and told[1][how] and sorted(told[0][how] + told[1][how]) == ALL
+SHARED = ("alone", "forked", "spawned", "not prepared", "resumed")  # also where the dataset came before the ranks
+PREPARED = ("dispatched", "dispatched, spawned", "sharded", "sharded, forked")
+PREPARED += ("packed", "packed, forked", "packed, spawned", "packed, sharded", "packed, by index")
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *("dispatched", "dispatched, spawned", "sharded", "sharded, forked"),
-        *("packed", "packed, forked", "packed, spawned", "packed, sharded", "packed, by index"),
-    ],
-)
-def test_a_loader_that_accelerate_prepared_gives_every_video(told, how):
-    """It fills up the last batches with videos of the first ones."""
+@pytest.mark.parametrize("how", [*SHARED, *PREPARED])
+def test_ranks_share_the_videos_and_a_loader_that_accelerate_prepared_fills_up_the_last_batches(told, how):
     first, second = told[0][how], told[1][how]
-    assert sorted({*first, *second}) == ALL and len(first) == len(second)
-    assert len(first) + len(second) < N_VIDEOS + 2 * 2 * 2  # a batch of each rank more, for each worker
+    assert first and second and sorted({*first, *second}) == ALL
+    if how in SHARED:
+        assert len(first) + len(second) == N_VIDEOS
+    else:  # with videos of the first batches: a batch of each rank more, for each worker
+        assert len(first) == len(second) and len(first) + len(second) < N_VIDEOS + 2 * 2 * 2
 
 
 def test_ranks_end_together_and_what_would_lose_videos_is_refused(told):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -16,17 +17,20 @@ from pipeline import IterableTokenDataset, TokenCache, TokenDataset, pack
 from pipeline.errors import RemovedVideo
 from pipeline.rewrite.compact import join_tokens
 from pipeline.rewrite.remove import remove_videos
-from tests.pipeline.datasets.caches import IDS, ids_of, make_shards
+from tests.pipeline.datasets.caches import IDS, dataset, ids_of, make_shards
 
 NOW = timedelta(0)
 
 
-def dataset(folder, **more) -> IterableTokenDataset:
-    return IterableTokenDataset(folder, **{"shuffle": True, "seed": 5, **more})
+@pytest.fixture
+def accelerate() -> Iterator[Callable[..., DataLoader]]:
+    """A function that prepares a loader by an Accelerator, whose state ends with the test."""
 
+    def prepare(loader: DataLoader, **how) -> DataLoader:
+        return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**how)).prepare(loader)
 
-def first_of(batch) -> str:
-    return batch[0].video_id
+    yield prepare
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def epoch_of(folder, epoch: int, **more) -> list[str]:
@@ -42,8 +46,7 @@ def test_the_end_of_an_epoch_begins_the_next_one(folder):
     state = pickle.loads(pickle.dumps(data.state_dict()))  # noqa: S301
     assert (state["epoch"], state["done"], state["finished"]) == (2, len(IDS), True)  # its own number
     for epoch, begins in (None, 3), (2, 3), (3, 3), (7, 7), (0, 0):
-        other = dataset(folder)
-        other.load_state_dict(state)
+        other = dataset(folder, state)
         assert other.state_dict() == state
         if epoch is not None:
             other.set_epoch(epoch)
@@ -61,8 +64,7 @@ def test_another_epoch_begins_at_its_start(folder):
         data.set_epoch(epoch + 1)
         state = data.state_dict()
         assert (state["epoch"], state["done"], state["finished"]) == (epoch + 1, 0, False)
-        other = dataset(folder)
-        other.load_state_dict(state)
+        other = dataset(folder, state)
         assert ids_of(other) == epoch_of(folder, epoch + 1)
 
 
@@ -96,11 +98,12 @@ def test_a_state_of_the_middle_is_not_for_workers_and_one_of_the_end_is(folder):
     list(videos)
     for workers in 1, 2:
         other = dataset(folder)
+        loader = DataLoader(other, batch_size=None, num_workers=workers)
         other.load_state_dict(middle)
         with pytest.raises(ValueError, match="no worker process read: resume without workers, or"):
-            list(DataLoader(other, batch_size=None, num_workers=workers))
+            list(loader)
         other.load_state_dict(data.state_dict())
-        following = ids_of(DataLoader(other, batch_size=None, num_workers=workers))
+        following = ids_of(loader)
         assert sorted(following) == IDS and (workers > 1 or following == epoch_of(folder, 1))
         with pytest.raises(ValueError, match="worker processes read"):
             other.state_dict()
@@ -109,84 +112,74 @@ def test_a_state_of_the_middle_is_not_for_workers_and_one_of_the_end_is(folder):
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True), (3, False)])
 def test_stateful_loaders_go_on_where_they_were_left(folder, workers, persistent):
     def loader_of(data) -> StatefulDataLoader:
-        return StatefulDataLoader(data, num_workers=workers, persistent_workers=persistent, collate_fn=first_of)
+        first = lambda batch: batch[0].video_id  # noqa: E731
+        return StatefulDataLoader(data, num_workers=workers, persistent_workers=persistent, collate_fn=first)
 
-    data = dataset(folder)
+    def resumed(done: int, *epochs: int) -> list[list[str]]:
+        """Load a state, then read the rest of that epoch and those behind it; ``epochs`` are set before each."""
+        other = dataset(folder)
+        loader = loader_of(other)
+        loader.load_state_dict(states[done])
+        read = []
+        for epoch in epochs or (None,):
+            if epoch is not None:
+                other.set_epoch(epoch)
+            read.append(list(loader))
+        return read
+
+    data, middle = dataset(folder), (3, len(IDS) - 2)  # behind which a worker of 3 has read all of its videos
     data.set_epoch(3)
-    loader = loader_of(data)
-    whole, states = [], []
+    loader, whole, states = loader_of(data), [], {}
     for video_id in loader:
         whole.append(video_id)
-        states.append(loader.state_dict())
-    states.append(loader.state_dict())
-    assert sorted(whole) == IDS
+        if len(whole) in middle:
+            states[len(whole)] = loader.state_dict()
+    states[len(IDS)] = loader.state_dict()
     data.set_epoch(4)
     following = list(loader)
-    assert sorted(following) == IDS and following != whole
-    for done in 3, len(IDS) - 2:  # behind which a worker of 3 has read all of its videos
-        other = dataset(folder)
-        resumed = loader_of(other)
-        resumed.load_state_dict(states[done - 1])
-        other.set_epoch(3)
-        assert whole[:done] + list(resumed) == whole
-        other.set_epoch(4)
-        assert list(resumed) == following
-    for epoch in None, 4:
-        other = dataset(folder)
-        resumed = loader_of(other)
-        resumed.load_state_dict(states[-1])
-        if epoch is not None:
-            other.set_epoch(epoch)
-        assert list(resumed) == following
+    assert sorted(whole) == sorted(following) == IDS and following != whole
+    for done in middle:
+        assert resumed(done, 3, 4) == [whole[done:], following]
+    assert resumed(len(IDS)) == resumed(len(IDS), 4) == [following]
 
 
-def test_a_loader_of_accelerate_is_a_batch_ahead(folder):
+def test_a_loader_of_accelerate_is_a_batch_ahead(folder, accelerate):
     def prepare(data, batch: int = 1, **how) -> DataLoader:
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**how))
-        return accelerator.prepare(DataLoader(data, batch, collate_fn=lambda videos: torch.ones(len(videos))))
+        return accelerate(DataLoader(data, batch, collate_fn=lambda videos: torch.ones(len(videos))), **how)
 
-    try:
-        for dispatch in None, False:
-            data = dataset(folder)
-            for batch in 1, 4:
-                given = 0
-                for ones in prepare(data, batch, dispatch_batches=dispatch):
-                    given += len(ones)
-                    assert data.state_dict()["done"] == given
-                assert given == len(IDS) and data.state_dict()["finished"]
-        stateful = prepare(data, use_stateful_dataloader=True)
-        batches = iter(stateful)
-        for given in range(1, 4):
-            next(batches)
+    for dispatch, batch in (None, 1), (None, 4), (False, 4):
+        data, given = dataset(folder), 0
+        for ones in prepare(data, batch, dispatch_batches=dispatch):
+            given += len(ones)
             assert data.state_dict()["done"] == given
-        other = dataset(folder)
-        resumed = prepare(other, use_stateful_dataloader=True)
-        resumed.load_state_dict(stateful.state_dict())
-        assert sum(map(len, resumed)) == len(IDS) - given
-        middle = {**data.state_dict(), "epoch": 3}
-        other.load_state_dict(middle)
-        loader = prepare(other)
-        with pytest.raises(ValueError, match=r"begins epoch 0, but .* epoch 3: call set_epoch\(3\) of the loader"):
-            next(iter(loader))
-        loader.set_epoch(3)
-        other.load_state_dict(middle)
-        assert sum(map(len, loader)) == len(IDS) - given
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+        assert given == len(IDS) and data.state_dict()["finished"]
+    stateful = prepare(data, use_stateful_dataloader=True)
+    batches = iter(stateful)
+    for given in range(1, 4):
+        next(batches)
+        assert data.state_dict()["done"] == given
+    other = dataset(folder)
+    resumed = prepare(other, use_stateful_dataloader=True)
+    resumed.load_state_dict(stateful.state_dict())
+    assert sum(map(len, resumed)) == len(IDS) - given
+    middle = {**data.state_dict(), "epoch": 3}
+    other.load_state_dict(middle)
+    loader = prepare(other)
+    with pytest.raises(ValueError, match=r"begins epoch 0, but .* epoch 3: call set_epoch\(3\) of the loader"):
+        next(iter(loader))
+    loader.set_epoch(3)
+    other.load_state_dict(middle)
+    assert sum(map(len, loader)) == len(IDS) - given
 
 
-def test_a_single_process_reads_packed_batches_by_a_loader_of_accelerate(folder):
-    cache = TokenCache(folder)
-    try:
-        for data in IterableTokenDataset(folder), TokenDataset(folder):
-            loader = Accelerator(cpu=True).prepare(DataLoader(data, 4, collate_fn=pack))
-            for _ in range(2):  # epochs
-                batches = list(loader)
-                assert [name for batch in batches for name in batch.video_ids] == IDS
-                for batch in batches:
-                    assert torch.equal(batch.tokens, pack(cache.get_many(batch.video_ids)).tokens)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+@pytest.mark.parametrize("kind", [IterableTokenDataset, TokenDataset])
+def test_a_single_process_reads_packed_batches_by_a_loader_of_accelerate(folder, accelerate, kind):
+    loader, cache = accelerate(DataLoader(kind(folder), 4, collate_fn=pack)), TokenCache(folder)
+    for _ in range(2):  # epochs
+        batches = list(loader)
+        assert [name for batch in batches for name in batch.video_ids] == IDS
+        for batch in batches:
+            assert torch.equal(batch.tokens, pack(cache.get_many(batch.video_ids)).tokens)
 
 
 @pytest.mark.parametrize("even", [False, True])

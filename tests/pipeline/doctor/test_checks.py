@@ -4,6 +4,7 @@ import time
 import zipfile
 from copy import copy
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import resolve_recipe
+from pipeline.rows import VideoRecord
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.builders.archives import write_tar
@@ -92,58 +94,28 @@ def test_a_store_that_works_is_left_as_it_was_and_a_failure_is_told_with_its_rea
     assert "No such file or directory" in finding.says and finding.remedy
 
 
-class LateClock(LocalStore):
-    """Says that each file is an hour older than it is."""
-
-    def compute_age(self, name):
-        return super().compute_age(name) + timedelta(hours=1)
-
-
-class Forgetful(LocalStore):
-    """Lists nothing."""
-
-    def list_files(self, folder):
-        return []
+LIES = {  # a method of the store, what it does, and what is said
+    "compute_age": (lambda real, *name: real(*name) + timedelta(hours=1), "its clock is wrong: a file just put is 36"),
+    "list_files": (lambda real, *name: [], "is not in the listing"),
+    "read": (lambda real, *name: bytes([real(*name)[0] ^ 1]) + real(*name)[1:], "what is read is not what was put"),
+    "delete": (lambda real, *name: None, "a file that was deleted is still there"),
+}
 
 
-class Flipped(LocalStore):
-    """Reads other bytes than were put."""
-
-    def read(self, name):
-        first, *others = super().read(name)
-        return bytes([first ^ 1, *others])
-
-
-class Undeleted(LocalStore):
-    """Deletes nothing."""
-
-    def delete(self, name):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        (LateClock, "its clock is wrong: a file just put is 36"),
-        (Forgetful, "is not in the listing"),
-        (Flipped, "what is read is not what was put"),
-        (Undeleted, "a file that was deleted is still there"),
-    ],
-)
-def test_a_store_that_lies_is_wrong(kind, says, tmp_path):
-    assert says in wrong(check_store(kind(tmp_path)))["store"].says
+@pytest.mark.parametrize("method", LIES)
+def test_a_store_that_lies_is_wrong(method, monkeypatch, tmp_path):
+    (lie, says), store = LIES[method], LocalStore(tmp_path)
+    monkeypatch.setattr(store, method, partial(lie, getattr(store, method)))
+    assert says in wrong(check_store(store))["store"].says
 
 
 def test_decoding_costs_what_the_run_would_record_and_names_what_fails():
     setup = resolve_recipe(PruneConfig(num_frames=4)).make_decode_setup()
+    unknown = ("policy", "start_s", "end_s", "manifest", "size", "fault", "source_offset", "mark")
+    files = {"good": "bikes.mp4", "bad": "none.mp4", "worse": "nothing.mp4"}
     rows = [
-        {"video_id": name, "uri": str(path), "policy": None, "start_s": None, "end_s": None}
-        | {"manifest": None, "size": None, "attempts": 1, "fault": None, "source_offset": None, "mark": None}
-        for name, path in {
-            "good": sample("bikes.mp4"),
-            "bad": sample("bikes.mp4").with_name("none.mp4"),
-            "worse": sample("bikes.mp4").with_name("nothing.mp4"),
-        }.items()
+        {**dict.fromkeys(unknown), "video_id": name, "uri": str(sample("bikes.mp4").with_name(file)), "attempts": 1}
+        for name, file in files.items()
     ]
     findings, seconds = check_decoding(setup, rows)
     says = {finding.state: finding.says for finding in findings}
@@ -164,21 +136,23 @@ def test_the_videos_are_those_of_the_run_and_no_more_containers_are_opened_than_
         write_tar(tmp_path / f"{name}.tar", {f"{number}.mp4": b"x" for number in range(2)})
     (tmp_path / "d.tar").write_bytes(b"never opened")
     pq.write_table(pa.table({"film": [b"x", b"y"]}), tmp_path / "e.parquet")
-    found = read_first_videos(PruneConfig(videos=[f"{tmp_path}/*.tar"]), Objects(), 3)
-    assert [row["video_id"] for row in found] == ["a.tar/0.mp4", "a.tar/1.mp4", "b.tar/0.mp4"]
+
+    def read(name: str, **options) -> list[VideoRecord]:
+        return read_first_videos(PruneConfig(videos=[f"{tmp_path}/{name}"], **options), Objects(), 3)
+
+    assert [row["video_id"] for row in read("*.tar")] == ["a.tar/0.mp4", "a.tar/1.mp4", "b.tar/0.mp4"]
     assert opened == [f"{tmp_path}/a.tar", f"{tmp_path}/b.tar"]
-    found = read_first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"], column="film"), Objects(), 3)
-    assert [(row["video_id"], row["attempts"]) for row in found] == [("e.parquet/0", 1), ("e.parquet/1", 1)]
-    with pytest.raises(UsageError, match="needs a video_id and a uri"):
-        read_first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"]), Objects(), 3)
+    found = [(row["video_id"], row["attempts"]) for row in read("e.parquet", column="film")]
+    assert found == [("e.parquet/0", 1), ("e.parquet/1", 1)]
     with zipfile.ZipFile(tmp_path / "f.zip", "w") as file:
         file.writestr("xx.mp4", b"x")
     (tmp_path / "f.zip").write_bytes((tmp_path / "f.zip").read_bytes().replace(b"xx.mp4", "视.mp4".encode("gbk")))
-    (row,) = read_first_videos(PruneConfig(videos=[f"{tmp_path}/f.zip"], zip_encoding="gbk"), Objects(), 3)
+    (row,) = read("f.zip", zip_encoding="gbk")
     assert row["video_id"] == "f.zip/视.mp4"
     write_tar(tmp_path / "empty.tar", {"a.txt": b"x"})
-    with pytest.raises(UsageError, match="holds a video"):
-        read_first_videos(PruneConfig(videos=[f"{tmp_path}/empty.tar"]), Objects(), 3)
+    for name, why in ("e.parquet", "needs a video_id and a uri"), ("empty.tar", "holds a video"):
+        with pytest.raises(UsageError, match=why):
+            read(name)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.builders.clips import sample
 from tests.gstep.backbones.encoders import STOCK
-from tests.pipeline.inspect.test_page import HOSTILE, Texts
-from tests.pipeline.pages import PREPROCESSOR, image, pictures_of
+from tests.pipeline import pages
+from tests.pipeline.pages import HOSTILE, PREPROCESSOR, Texts, cells
 
 OPTIONS = {"retention_ratios": [0.25, 0.10], "device": "cpu", "siglip": None}
 METHODS = ["gstep", "visionzip", "random"]
@@ -33,6 +33,11 @@ METHODS = ["gstep", "visionzip", "random"]
 def comparison() -> Comparison:
     """Three methods, one of which merges, on nine frames of a real clip in two bands."""
     return pipeline.compare(sample("bikes.mp4"), methods=METHODS, num_frames=9, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def html(comparison) -> str:
+    return comparison.to_html()
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +54,6 @@ def portrait(tmp_path_factory) -> Path:
     return path
 
 
-def cells(path: str) -> set[tuple[int, int]]:
-    """The (y, x) of the cells of a path of runs."""
-    runs = re.findall(r"M(\d+) (\d+)h(\d+)v1h-\3z", path)
-    return {(int(y), int(x) + i) for x, y, n in runs for i in range(int(n))}
-
-
 def tiles_of(html: str) -> list[tuple[str, str, str]]:
     """The label and the paths of the holes and of the merged cells of each tile of a selection."""
     found = re.findall(r'aria-label="([^"]* tokens)">(.*?)</svg>', html)
@@ -64,37 +63,34 @@ def tiles_of(html: str) -> list[tuple[str, str, str]]:
     ]
 
 
-def test_each_row_lights_the_kept_tokens_and_marks_those_that_are_mixtures(comparison):
-    html = comparison.to_html()
+def test_each_row_lights_the_kept_tokens_and_marks_those_that_are_mixtures(comparison, html):
     tiles = iter(tiles_of(html))
     for start, end in ((0, 5), (5, 9)):
         for row in comparison.rows:
             for t in range(start, end):
                 label, veil, merged = next(tiles)
-                kept, mixed = (
-                    set(zip(*np.nonzero(row.mask(merged=m)[t].reshape(14, 14)), strict=True)) for m in (0, 1)
-                )
+                kept, mixed = (pages.places_of(row.mask(merged=m)[t].reshape(14, 14)) for m in (0, 1))
                 assert cells(veil.removeprefix("M0 0H14V14H0z")) == kept and cells(merged) == mixed
                 assert label == f"{row.method} at {row.ratio_label}, frame {t}: {len(kept)} of 196 tokens"
     assert next(tiles, None) is None
     assert sum(row.n_merged for row in comparison.rows) > 0 and "merged: kept as a mixture of several tokens" in html
 
 
-def test_the_page_has_each_frame_once_and_refers_to_nothing_outside(comparison):
-    html = comparison.to_html()
-    pictures = pictures_of(html)
+def test_the_page_has_each_frame_once_and_refers_to_nothing_outside(comparison, html):
+    pictures = pages.pictures_of(html)
     decoded = decode_video(DecodeRequest(sample("bikes.mp4"), Sampling(9), PREPROCESSOR)).frames
     assert [picture.shape for picture in pictures] == [(95, 224, 3)] * 9
     for picture, frame in zip(pictures, decoded, strict=True):
         assert abs(picture.astype(float).mean() - frame.mean()) < 3
-    references = re.findall(r"(?:src|href|action)\s*=\s*[\"']?([^\"'\s>]+)|url\(([^)]*)\)|@import", html)
-    assert references and all(link.startswith(("data:image/jpeg;", "#f", "#c")) for link, _ in references)
+    assert pages.links_of(html) and all(
+        link.startswith(("data:image/jpeg;", "#f", "#c")) for link in pages.links_of(html)
+    )
     assert html.count('<use href="#f8"/>') == 1 + len(comparison.rows)
     assert "<script" not in html and "default-src 'none'" in html and "http" not in html.replace("http-equiv", "")
 
 
-def test_the_page_says_ratio_share_and_number_of_tokens_of_each_row_and_the_shares_in_common(comparison):
-    texts = " ".join(" ".join(Texts(comparison.to_html()).texts).split())
+def test_the_page_says_ratio_share_and_number_of_tokens_of_each_row_and_the_shares_in_common(comparison, html):
+    texts = " ".join(" ".join(Texts(html).texts).split())
     for row in comparison.rows:
         kept = f"{row.method} {row.ratio_label} {len(row.index):,} of 1,764 tokens, {100 * row.kept_ratio:.1f} %"
         assert texts.count(kept) == 2  # bands
@@ -107,8 +103,7 @@ def test_the_page_says_ratio_share_and_number_of_tokens_of_each_row_and_the_shar
     assert "squeezed to 384×384" in texts and "alpha=0.5" in texts and "seed=0" in texts
 
 
-def test_the_bars_of_a_row_are_its_tokens_of_each_frame_on_the_scale_of_its_ratio(comparison):
-    html = comparison.to_html()
+def test_the_bars_of_a_row_are_its_tokens_of_each_frame_on_the_scale_of_its_ratio(comparison, html):
     for number, row in enumerate(comparison.rows):
         highest = max(max(other.kept_per_frame) for other in comparison.at(row.retention_ratio))
         (path,) = re.findall(rf'<path id="c{number}" d="([^"]*)"', html)
@@ -124,7 +119,7 @@ def test_pairs_of_frames_show_the_first_and_say_so():
     found = pipeline.compare(sample("bikes.mp4"), methods=["gstep"], model="tiny-qwen3-vl", num_frames=7, device="cpu")
     html = found.to_html()
     assert "A token spans two frames, of which the first is shown." in html and "pairs 0 to 3" in html
-    assert len(pictures_of(html)) == 4 and html.count('viewBox="0 0 20 8"') == 2 * 4
+    assert len(pages.pictures_of(html)) == 4 and html.count('viewBox="0 0 20 8"') == 2 * 4
     first = [f"{found.metadata['timestamps'][2 * t]:.2f} s</figcaption>" for t in range(4)]
     assert all(caption in html for caption in first)
 
@@ -133,7 +128,7 @@ def test_a_tall_video_has_tall_frames_and_one_row_of_a_page_has_more_of_them(por
     found = pipeline.compare(portrait, methods=["evs"], model="tiny-internvl", num_frames=12, device="cpu")
     html = found.to_html()
     assert "--shape:404/720;--frames:12" in html and html.count('class="band"') == 1
-    assert {picture.shape for picture in pictures_of(html)} == {(288, 162, 3)}
+    assert {picture.shape for picture in pages.pictures_of(html)} == {(288, 162, 3)}
 
 
 def test_without_a_grid_the_page_has_numbers_and_words_and_without_a_source_grids_and_the_reason(comparison):
@@ -142,15 +137,13 @@ def test_without_a_grid_the_page_has_numbers_and_words_and_without_a_source_grid
     assert html.count('class="tile"') == 9 and not tiles_of(html) and "dropped" not in html  # the frames alone
     assert html.count(f"<figcaption>{comparison.rows[0].kept_per_frame[0]}</figcaption>") >= 1
     html = replace(comparison, pictures=Pictures([], "the source <b>is gone</b>")).to_html()
-    assert "No pictures: the source &lt;b&gt;is gone&lt;/b&gt;." in html and not pictures_of(html)
+    assert "No pictures: the source &lt;b&gt;is gone&lt;/b&gt;." in html and not pages.pictures_of(html)
     assert len(tiles_of(html)) == html.count('class="blank"') == 9 * len(comparison.rows)
 
 
 def test_no_text_breaks_out_of_its_place(comparison):
-    key = (HOSTILE, 0.25)
-    settings = {"p": HOSTILE}
-    selection = replace(comparison.rows[0], method=HOSTILE, settings=settings)
-    found = replace(comparison, video_id=HOSTILE, selections={key: selection}, origin=HOSTILE)
+    selection = replace(comparison.rows[0], method=HOSTILE, settings={"p": HOSTILE})
+    found = replace(comparison, video_id=HOSTILE, selections={(HOSTILE, 0.25): selection}, origin=HOSTILE)
     page = Texts(found.to_html())
     assert page.scripts == 0 and page.texts.count(HOSTILE) >= 3
     assert Texts(found._repr_html_()).texts == []  # all of it is an attribute of a frame
@@ -161,7 +154,7 @@ def test_a_page_of_32_frames_and_six_rows_is_small(tmp_path):
     """Of a clip in 720p whose frames have much detail."""
     found = pipeline.compare(sample("bigbuckbunny.mp4"), methods=METHODS, num_frames=32, **OPTIONS)
     line = found.save(tmp_path / "page.html")
-    assert len(found.rows) == 6 and len(pictures_of(found.to_html())) == 32
+    assert len(found.rows) == 6 and len(pages.pictures_of(found.to_html())) == 32
     assert (tmp_path / "page.html").stat().st_size < 1_000_000
     assert line.endswith("bigbuckbunny.mp4 with pictures of its frames")
     for place, why in ((tmp_path, "is a folder"), (tmp_path / "nowhere" / "page.html", "nowhere does not exist")):
@@ -172,16 +165,12 @@ def test_a_page_of_32_frames_and_six_rows_is_small(tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 def test_paths_cover_cells_and_their_borders(seed):
     mask = np.random.default_rng(seed).random((5, 7)) < 0.4
-    assert cells(draw_cells(mask)) == set(zip(*np.nonzero(mask), strict=True))
+    assert cells(draw_cells(mask)) == pages.places_of(mask)
     lines = re.findall(r"M(\d+) (\d+)([hv])(\d+)", draw_edges(mask))
     drawn = {(k, int(y) + i * (k == "v"), int(x) + i * (k == "h")) for x, y, k, n in lines for i in range(int(n))}
     padded = np.pad(mask, 1)
-    assert {(y, x) for k, y, x in drawn if k == "h"} == {
-        (y, x) for y in range(6) for x in range(7) if padded[y, x + 1] != padded[y + 1, x + 1]
-    }
-    assert {(y, x) for k, y, x in drawn if k == "v"} == {
-        (y, x) for y in range(5) for x in range(8) if padded[y + 1, x] != padded[y + 1, x + 1]
-    }
+    for kind, differ in ("h", np.diff(padded, axis=0)[:, 1:-1]), ("v", np.diff(padded, axis=1)[1:-1]):
+        assert {(y, x) for k, y, x in drawn if k == kind} == pages.places_of(differ)
 
 
 # ---- in a browser
@@ -201,7 +190,7 @@ def screen(browser) -> Callable[[Any], NDArray[np.uint8]]:
 
     def pixels(element: Any) -> NDArray[np.uint8]:
         browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
-        return image(element.screenshot_as_png)
+        return pages.image(element.screenshot_as_png)
 
     yield pixels
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
@@ -245,9 +234,7 @@ def test_kept_tokens_are_bright_and_dropped_ones_dim_where_they_lie(browser, scr
         key = row.get_attribute("data-method"), float(row.get_attribute("data-ratio") or 0)
         if key == ("visionzip", 0.25):
             tile = row.find_elements("class name", "tile")[2]
-            pixels = screen(tile).astype(int)
-            y, x = ((np.arange(14) + 0.5) / 14 * size for size in pixels.shape[:2])
-            red, green, blue = np.moveaxis(pixels[y.astype(int)][:, x.astype(int)], -1, 0)
+            red, green, blue = np.moveaxis(pages.middles_of(screen(tile).astype(int)), -1, 0)
             selection = comparison.selections[key]
             kept, mixed = (selection.mask(merged=m)[2].reshape(14, 14) for m in (False, True))
             assert np.array_equal(np.maximum(red, green) > 150, kept)
@@ -278,13 +265,11 @@ def test_the_page_of_every_family_has_the_grid_of_its_tokens(model):
     assert rows * columns == found.rows[0].tokens_per_frame
     tiles = tiles_of(found.to_html())
     assert len(tiles) == found.metadata["n_frames"] == math.ceil(4 / (2 if "qwen" in model else 1))
-    assert sum(len(cells(veil.removeprefix(f"M0 0H{columns}V{rows}H0z"))) for _, veil, _ in tiles) == len(
-        found.rows[0].index
-    )
+    lit = [cells(veil.removeprefix(f"M0 0H{columns}V{rows}H0z")) for _, veil, _ in tiles]
+    assert sum(map(len, lit)) == len(found.rows[0].index)
 
 
 def test_a_selection_without_tokens_in_most_frames_is_drawn(comparison):
-    index = torch.tensor([0])
-    row = MethodSelection("one", 0.25, index, None, 9 * 196, 196)
+    row = MethodSelection("one", 0.25, torch.tensor([0]), None, 9 * 196, 196)
     html = replace(comparison, selections={("one", 0.25): row}).to_html()
     assert "1 of 1,764 tokens, 0.1 %" in html and "0 to 1 a frame" in html and "in common" not in html

@@ -1,10 +1,7 @@
 """The page of one video: its own pictures and numbers, no reference to the outside, and nothing breaks out of it."""
 
 import json
-import re
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +9,15 @@ import torch
 
 from gstep.types import budget_for
 from pipeline import TokenCache
-from pipeline.cache.header import serialize_header
 from pipeline.html_pages import make_environment
-from pipeline.inspect.page import draw_page, get_grid, list_tiers, render_video_page, write_page
+from pipeline.inspect.page import draw_page, list_tiers, render_video_page, write_page
 from pipeline.inspect.thumbnails import Pictures, Thumbnails
 from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.builders.caches import encoded, random_tokens, write_header, write_shard
-from tests.pipeline.pages import FRAMES, PREPROCESSOR, SIDE, VIDEO, build, data_of, image, pictures_of
+from tests.builders.caches import encoded, make_identity, random_tokens, write_header, write_shard
+from tests.pipeline import pages
+from tests.pipeline.pages import FRAMES, HOSTILE, PREPROCESSOR, SIDE, VIDEO, Texts, build, cells
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +29,7 @@ def page(cache, tmp_path_factory) -> Path:
 
 
 def test_the_page_carries_the_order_of_selection_and_the_budgets_of_its_tiers(page, cache):
-    data = data_of(page.read_text())
+    data = pages.data_of(page.read_text())
     assert data["order"] == cache.get(VIDEO, order="selection").index.tolist()
     kept = {tier["ratio"]: tier["kept"] for tier in data["tiers"]}
     assert kept == {ratio: budget_for(ratio, FRAMES * 196) for ratio in (0.10, 0.15, 0.20, 0.25)}
@@ -59,29 +56,9 @@ def test_the_first_lines_name_the_method_and_the_model_with_a_long_hash_cut(cach
 
 def test_the_page_refers_to_nothing_outside(page):
     html = page.read_text()
-    references = re.findall(r"(?:src|href|action|poster)\s*=\s*[\"']?([^\"'\s>]+)|url\(([^)]*)\)|@import", html)
-    assert references and all(link.startswith(("data:image/jpeg;", "#t")) for link, _ in references)
+    assert pages.links_of(html) and all(link.startswith(("data:image/jpeg;", "#t")) for link in pages.links_of(html))
     assert "http://" not in html and "https://" not in html
     assert "default-src 'none'" in html
-
-
-HOSTILE = "</script><script>x()</script> \u2028 {{ 7 * 7 }} {% if %} ]]> <!-- &amp; 'a' \"b\""
-
-
-class Texts(HTMLParser):
-    """The texts of a page as a browser has them, and how many scripts."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self.scripts = 0
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.scripts += tag == "script"
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
 
 
 def test_no_text_breaks_out_of_its_place(decoded, tmp_path):
@@ -94,44 +71,38 @@ def test_no_text_breaks_out_of_its_place(decoded, tmp_path):
     assert page.scripts == 2 and html.count("<script") == 2
     assert page.texts.count(HOSTILE) >= 3  # the heading, a fact and a caption
     assert f"gone/{HOSTILE}" in page.texts and '{"id": 7}' in page.texts
-    assert len(data_of(html)["order"]) == cache.metadata(HOSTILE)["n_tokens"]
-    data = make_environment("pipeline").from_string(
-        '<script type="application/json" id="data">{{ data|tojson }}</script>'
-    )
-    html = data.render(data={"text": HOSTILE})
-    assert html.count("<") == 2 and "\u2028" not in html and data_of(html) == {"text": HOSTILE}
+    assert len(pages.data_of(html)["order"]) == cache.metadata(HOSTILE)["n_tokens"]
+    script = '<script type="application/json" id="data">{{ data|tojson }}</script>'
+    html = make_environment("pipeline").from_string(script).render(data={"text": HOSTILE})
+    assert html.count("<") == 2 and "\u2028" not in html and pages.data_of(html) == {"text": HOSTILE}
 
 
 def test_the_page_starts_at_the_ratio_asked_for(cache):
     assert 'value="0"' in render_video_page(cache, VIDEO, 0.10).html
     html = render_video_page(cache, VIDEO, 0.12).html
-    assert [tier["ratio"] for tier in data_of(html)["tiers"]] == [0.10, 0.12, 0.15, 0.20, 0.25]
+    assert [tier["ratio"] for tier in pages.data_of(html)["tiers"]] == [0.10, 0.12, 0.15, 0.20, 0.25]
     assert 'value="1"' in html
 
 
 def test_a_method_without_an_order_has_one_tier_and_no_slider_and_tokens_without_a_grid_are_counted(decoded, tmp_path):
-    html = render_video_page(
-        build(tmp_path / "c", decoded, 0.2, "uniform", uri="gone", tokens_per_frame=45), VIDEO
-    ).html
+    cache = build(tmp_path / "c", decoded, 0.2, "uniform", uri="gone", tokens_per_frame=45)
+    html = render_video_page(cache, VIDEO).html
     assert 'type="range"' not in html and "no temporal density" in html
-    assert [tier["ratio"] for tier in data_of(html)["tiers"]] == [0.2]
-    assert data_of(html)["grid"] is None and "no square grid" in html
+    assert [tier["ratio"] for tier in pages.data_of(html)["tiers"]] == [0.2]
+    assert pages.data_of(html)["grid"] is None and "no square grid" in html
 
 
 def test_temporal_patches_are_drawn_by_their_grid_over_their_first_frames(decoded, tmp_path):
     """As Qwen has them: 7 frames in 4 patches of 5 x 9 tokens, the last frame alone."""
     video = decode_video(DecodeRequest(decoded[0], Sampling(7), PREPROCESSOR))
-    store = write_header(tmp_path / "c")
-    header = json.loads(store.read("cache.json"))
-    header["identity"]["sampling"] = {"num_frames": 7}
-    store.put("cache.json", serialize_header(header))
+    store = write_header(tmp_path / "c", identity=make_identity(sampling={"num_frames": 7}))
     columns = {**make_decoding_columns(video, 1), "uri": str(decoded[0]), "model_extra": json.dumps({"grid": [5, 9]})}
     write_shard(store, "run", encoded(VIDEO, random_tokens(0, (4, 45, 16)), 0.25, "gstep", **columns))
     html = render_video_page(TokenCache(tmp_path / "c"), VIDEO, video_roots=["/"]).html
-    assert data_of(html)["grid"] == [5, 9] and data_of(html)["frames"] == 4
+    assert pages.data_of(html)["grid"] == [5, 9] and pages.data_of(html)["frames"] == 4
     assert html.count('viewBox="0 0 9 5"') == 4
     shown = decode_video(DecodeRequest(decoded[0], Sampling(7), Thumbnails(224))).frames[::2]
-    assert np.abs(np.stack(pictures_of(html)).astype(int) - shown).mean() < 4
+    assert np.abs(np.stack(pages.pictures_of(html)).astype(int) - shown).mean() < 4
     f, at = video.frame_indices, video.timestamps
     for t, frames in enumerate([f"frames {f[0]}, {f[1]}", f"frames {f[2]}, {f[3]}", f"frames {f[4]}, {f[5]}"]):
         assert f"<small>{at[2 * t]:.2f} s</small><small>{frames}</small>" in html
@@ -145,21 +116,6 @@ def test_tiers_end_at_what_is_stored():
     assert list_tiers(row) == [(0.10, 10), (0.15, 15), (0.20, 20), (0.25, 25), (0.3, 30)]
     assert list_tiers({**row, "retention_ratio": 0.05, "n_tokens": 5}) == [(0.05, 5)]
     assert list_tiers({**row, "nested": False}, 0.1) == [(0.3, 30)]
-    assert get_grid({"tokens_per_frame": 196}) == (14, 14) and get_grid({"tokens_per_frame": 195}) is None
-    assert get_grid({"tokens_per_frame": 195, "model_extra": {"grid": [13, 15]}}) == (13, 15)
-
-
-def lit_in_path(d: str) -> list[int]:
-    """The places that the veil of a tile leaves free."""
-    return sorted(int(y) * SIDE + int(x) for x, y in re.findall(r"M(\d+) (\d+)h1v1h-1z", d))
-
-
-def lit_on_screen(tile: Any) -> list[int]:
-    """The places of a tile without a picture that are bright in its screenshot."""
-    pixels = image(tile.screenshot_as_png)
-    rows, columns = ((np.arange(SIDE) + 0.5) / SIDE * size for size in pixels.shape[:2])
-    middles = pixels[rows.astype(int)][:, columns.astype(int)]
-    return np.flatnonzero(middles[..., 0].reshape(-1) > 180).tolist()
 
 
 @pytest.mark.slow
@@ -181,9 +137,10 @@ def test_the_slider_lights_the_tokens_of_each_tier(browser, page, cache):
         captions = [caption.text for caption in browser.find_elements("class name", "count")]
         assert captions == [f"{count} / 196" for count in counts]
         for t, tile in enumerate(browser.find_elements("class name", "tile")):
-            places = sorted((kept[kept // 196 == t] % 196).tolist())
+            mask = torch.bincount(kept[kept // 196 == t] % 196, minlength=196).reshape(SIDE, SIDE)
             assert tile.get_attribute("data-lit") == str(counts[t])
-            assert lit_in_path(tile.find_element("class name", "veil").get_attribute("d")) == places
+            veil = tile.find_element("class name", "veil").get_attribute("d")
+            assert cells(veil.removeprefix("M0 0H14V14H0z")) == pages.places_of(mask.numpy())
             assert tile.get_attribute("aria-label").endswith(f"{counts[t]} of 196 tokens kept")
         heights = [float(bar.get_attribute("height")) for bar in browser.find_elements("class name", "bar")]
         assert np.allclose(np.array(heights) * max(counts), np.array(counts) * max(heights))
@@ -202,7 +159,7 @@ def test_tokens_are_lit_where_they_lie(browser, decoded, tmp_path):
     browser.get(file.as_uri())
     index = cache.get(VIDEO).index
     for t, tile in enumerate(browser.find_elements("class name", "tile")):
-        browser.execute_script(
-            "arguments[0].scrollIntoView({block: 'center'})", tile
-        )  # a screenshot ends at the window
-        assert lit_on_screen(tile) == (index[index // 196 == t] % 196).tolist()
+        # A screenshot ends at the window.
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", tile)
+        bright = pages.middles_of(pages.image(tile.screenshot_as_png))[..., 0].reshape(-1) > 180
+        assert np.flatnonzero(bright).tolist() == (index[index // 196 == t] % 196).tolist()

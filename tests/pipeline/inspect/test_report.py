@@ -49,10 +49,8 @@ def test_what_was_carried_stands_with_the_video_and_names_are_no_markup(decoded,
     cache = build(tmp_path / "c", decoded, video_id=name, uri="[red]b[/b].mp4", manifest=json.dumps(carried))
     write_shard(cache.store, "more", *(encoded(f"v{i}", random_tokens(i), 0.25, "gstep") for i in range(22)))
     cache.refresh()
-    of_cache, of_video = (
-        shown(render_cache_report(cache, *count_cache(cache))),
-        " ".join(shown(render_video_report(cache, name)).split()),
-    )
+    of_cache = shown(render_cache_report(cache, *count_cache(cache)))
+    of_video = " ".join(shown(render_video_report(cache, name)).split())
     assert name in of_cache and "... and 3 more" in of_cache and "[red]b[/b].mp4" in of_video
     assert 'txt A [bike] by a [31mlake json {"id": 7} [/b] x run' in of_video and "missing" not in of_video
 
@@ -65,10 +63,9 @@ def test_a_failed_or_removed_video_is_shown_with_the_reason(decoded, tmp_path):
 
 
 def test_what_is_not_cached_is_refused(cache):
-    with pytest.raises(UnknownVideo):
-        render_video_report(cache, "nope")
-    with pytest.raises(RatioNotCached):
-        render_video_report(cache, VIDEO, 0.5)
+    for error, asked in (UnknownVideo, ("nope",)), (RatioNotCached, (VIDEO, 0.5)):
+        with pytest.raises(error):
+            render_video_report(cache, *asked)
 
 
 def test_facts_name_the_clip_and_what_was_repeated(cache):
@@ -97,11 +94,8 @@ def test_facts_name_the_clip_and_what_was_repeated(cache):
 def test_frames_of_a_pair_stand_together_and_the_last_may_be_alone():
     row = {"frame_indices": [0, 3, 7, 9, 12], "n_frames": 3}
     assert list_step_frames(row) == [[0, 1], [2, 3], [4]]
-    assert [format_source_frames(row, frames) for frames in list_step_frames(row)] == [
-        "frames 0, 3",
-        "frames 7, 9",
-        "frame 12",
-    ]
+    shown_frames = [format_source_frames(row, frames) for frames in list_step_frames(row)]
+    assert shown_frames == ["frames 0, 3", "frames 7, 9", "frame 12"]
     assert list_step_frames({"frame_indices": [4, 5], "n_frames": 2}) == [[0], [1]]
 
 

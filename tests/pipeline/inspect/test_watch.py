@@ -2,7 +2,7 @@
 
 import io
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from pipeline.cache.header import compute_fingerprint
 from pipeline.cache.live import Ledger
 from pipeline.errors import CorruptShard, NotACache, VideoFault
 from pipeline.inspect import watch as watching
-from pipeline.inspect.watch import RunProgress, find_latest_run, iter_run_progress, wait_for_cache, watch
+from pipeline.inspect.watch import find_latest_run, iter_run_progress, wait_for_cache, watch
 from pipeline.runner import claim as claiming
 from pipeline.runner import run_record
 from pipeline.runner.claim import Claim
@@ -26,13 +26,7 @@ from tests.builders.caches import encoded, encoded_failure, random_tokens, write
 from tests.builders.stores import S3Server
 from tests.waiting import wait_until
 
-NOW = Progress(
-    item="video",
-    total=4,
-    busy={"decode": 0.97, "encode": 0.41},
-    waiting={"decode": 3, "encode": 1},
-    bottleneck="decode",
-)
+NOW = Progress(item="video", total=4, busy={"decode": 0.97, "encode": 0.41}, waiting={"decode": 3}, bottleneck="decode")
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -48,10 +42,6 @@ def record(run_id="r2", **more) -> dict[str, object]:
     return {"run_id": run_id, "host": "h", "pid": 7, "videos": 4, **more}
 
 
-def watch_in_thread(pool, store, console: Console) -> Future[RunProgress | None]:
-    return pool.submit(watch, TokenCache(str(store), store=store), console, 0.05)
-
-
 @pytest.fixture
 def pool():
     with ThreadPoolExecutor(1) as pool:
@@ -65,7 +55,8 @@ def write_video(store, run_id: str, video_id: str) -> None:
 def test_it_shows_what_comes_and_ends_with_the_run(store, pool):
     shown = io.StringIO()
     with Claim(store, "r1", print, heartbeat_s=0.05) as claim:
-        watcher = watch_in_thread(pool, store, Console(file=shown, force_terminal=True, width=100))
+        console = Console(file=shown, force_terminal=True, width=100)
+        watcher = pool.submit(watch, TokenCache(str(store), store=store), console, 0.05)
         wait_until(lambda: "r1 on " in shown.getvalue() and "is starting" in shown.getvalue(), shown.getvalue)
         with RunFile(store, record("r1")):
             wait_until(lambda: "0 of 4 videos" in shown.getvalue(), shown.getvalue)
@@ -82,7 +73,7 @@ def test_a_log_gets_a_whole_line_each_time(tmp_path, pool):
     shown, store = io.StringIO(), write_header(tmp_path)
     with Claim(store, "r1", print, heartbeat_s=0.05) as claim, RunFile(store, record("r1")):
         claim.set_progress(NOW)
-        watcher = watch_in_thread(pool, store, Console(file=shown, width=60))
+        watcher = pool.submit(watch, TokenCache(tmp_path), Console(file=shown, width=60), 0.05)
         wait_until(lambda: "0 of 4 videos" in shown.getvalue(), shown.getvalue)
         wait_until(lambda: "busy: " in shown.getvalue(), shown.getvalue)  # a beat later
         write_video(store, "r1", "v0")
@@ -111,9 +102,8 @@ def test_it_waits_for_a_run_that_begins_the_cache(tmp_path, pool):
     wait_for_cache(store_at(str(tmp_path / "other")), said.append)  # for another error to say what that is
     assert len(said) == 1
 
-
-def test_a_run_that_never_begins_its_cache_ends_the_wait(tmp_path, pool):
-    store, said = store_at(str(tmp_path / "c")), list[str]()
+    said.clear()  # a run that never begins its cache ends the wait
+    store = store_at(str(tmp_path / "d"))
     store.make()
     with Claim(store, "r1", print):
         waiter = pool.submit(wait_for_cache, store, said.append, 0.02)
@@ -144,20 +134,11 @@ def test_a_run_with_more_videos_than_estimated_has_no_negative_time(written):
     assert "2.00 videos/s recently" in shown.getvalue() and " left" not in shown.getvalue()
 
 
-def test_a_run_that_a_limit_of_hours_ended_says_so(written):
-    RunFile(written, record(ended_by="--max-hours 1 is reached")).save(status="finished")
-    assert progress(written).describe().endswith("of 4 videos, 1 failed: --max-hours 1 is reached")
-
-
-def test_a_damaged_note_is_of_a_run_that_starts(tmp_path):
+def test_a_cache_without_runs_has_nothing_to_watch_and_a_damaged_note_is_of_a_run_that_starts(tmp_path):
     store = write_header(tmp_path)
+    assert watch(TokenCache(tmp_path), Console(quiet=True)) is None
     store.put(f"{run_record.RUNS}/r9{claiming.NOTE}", b"{")
     assert progress(store).describe() == "r9 on ? (pid 0) is starting"
-
-
-def test_a_cache_without_runs_has_nothing_to_watch(tmp_path):
-    write_header(tmp_path)
-    assert watch(TokenCache(tmp_path), Console(quiet=True)) is None
 
 
 def test_the_rate_is_that_of_the_last_minute(tmp_path, monkeypatch):
@@ -215,15 +196,15 @@ def test_the_run_that_writes_or_is_the_newest_is_told_of(written, monkeypatch, r
     assert run.status == status and said in run.describe()
     assert run.describe().endswith("is starting") == (status == "starting")
     if status == "gone":
-        ((run, _),) = iter_run_progress(
-            written, compute_fingerprint(TokenCache(str(written)).identity), 60
-        )  # it ends a watch
-        assert run.status == "gone"
+        fingerprint = compute_fingerprint(TokenCache(str(written)).identity)
+        assert [seen.status for seen, _ in iter_run_progress(written, fingerprint, 60)] == ["gone"]  # it ends a watch
     elif status == "running":
         assert (run.n_done, run.n_failed, run.n_videos) == (2, 1, 4) and run.seconds == 100
 
 
-def test_a_failed_run_says_why(written, monkeypatch):
+def test_a_failed_run_and_one_that_a_limit_of_hours_ended_say_why(written, monkeypatch):
+    RunFile(written, record(ended_by="--max-hours 1 is reached")).save(status="finished")
+    assert progress(written).describe().endswith("of 4 videos, 1 failed: --max-hours 1 is reached")
     times = iter(["2026-01-01T12:00:58+00:00", "2026-01-01T12:01:05+00:00"])
     monkeypatch.setattr(run_record, "format_now", lambda: next(times))
     with pytest.raises(RuntimeError), RunFile(written, record()):

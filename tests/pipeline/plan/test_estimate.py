@@ -22,15 +22,9 @@ PRICED = Prices(gpu_hour=2.0)
 
 def work(**changes) -> Workload:
     """1,000 videos of 10 core-seconds, 0.25 GPU-seconds and 10 MB of tokens."""
-    exactly = Interval.from_value
-    given = {
-        "videos": 1000,
-        "decode_s": exactly(10.0),
-        "encode_s": exactly(0.25),
-        "frame_bytes": exactly(14e6),
-        "output_bytes": exactly(1e7),
-    }
-    return Workload(**{**given, **changes})
+    each = {"decode_s": 10.0, "encode_s": 0.25, "frame_bytes": 14e6, "output_bytes": 1e7}
+    exactly = {name: Interval.from_value(value) for name, value in each.items()}
+    return Workload(**{"videos": 1000, **exactly, **changes})
 
 
 def test_the_slowest_stage_sets_the_pace():
@@ -50,7 +44,7 @@ def test_the_slowest_stage_sets_the_pace():
     assert estimate_run(work(), A100S._replace(cores=A100S.cores + 0.9 * more), PRICED).bottleneck == "decode"
 
 
-def test_money_is_the_cluster_by_the_hour_and_the_bytes_by_the_month():
+def test_money_is_the_cluster_by_the_hour_and_the_bytes_by_the_month_and_a_cost_without_gpus_says_so():
     plan = estimate_run(work(), A100S, Prices(gpu_hour=2.0, core_hour=0.5, gb_month=0.023))
     assert plan.cost["total"].expected == pytest.approx(plan.wall_s.expected / 3600 * (4 * 2 + 48 * 0.5))
     assert plan.cost["per_1000_videos"] == plan.cost["total"]
@@ -58,9 +52,6 @@ def test_money_is_the_cluster_by_the_hour_and_the_bytes_by_the_month():
     for cluster, prices in ((A100S, Prices()), (Cluster(0, None, 8.0), PRICED)):
         unknown = estimate_run(work(), cluster, prices)
         assert unknown.cost is None and any("gpu-hour=X" in note for note in unknown.notes)
-
-
-def test_a_cost_without_the_gpus_says_so():
     missing = "the cost includes only the CPUs: give --price gpu-hour=X, too"
     assert missing in estimate_run(work(), A100S, Prices(core_hour=0.5)).notes
     for cluster, prices in ((A100S, PRICED), (Cluster(0, None, 8.0), Prices(core_hour=0.5)), (A100S, Prices())):

@@ -5,49 +5,41 @@ import pytest
 from pipeline.cache.header import compute_fingerprint
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.evaluate.lmms.arguments import ModelArguments, explain_flags
+from tests.builders.caches import make_identity
 
 PLACES = {"cache": "c", "answers": "a"}
-HELD = {
-    "model": {"type": "llava_onevision", "weights": "w"},
-    "pruner": {"method": "none", "params": {}},
-    "retention_ratio": 1.0,
-}
-QWEN3 = {**HELD, "model": {"type": "qwen3_vl", "weights": "w"}}
-GENERIC_QWEN3 = {**HELD, "model": {**QWEN3["model"], "family": "generic"}}
+HELD = make_identity(1.0, "none")
 
 
 def test_values_get_their_types_back():
-    read = ModelArguments.read(
-        {**PLACES, "batch_size": "4", "retention_ratio": 1, "seed": 3.0, "system": "'Yes, or no.'"}
-    )
+    given = {"batch_size": "4", "retention_ratio": 1, "seed": 3.0, "system": "'Yes, or no.'"}
+    read = ModelArguments.read({**PLACES, **given})
     assert (read.batch_size, read.retention_ratio, read.seed, read.system) == (4, 1.0, 3, "Yes, or no.")
     assert ModelArguments.read({**PLACES, "batch_size": "auto", "device": None}).batch_size is None
     assert ModelArguments.read({**PLACES, "batch_size": 1}).batch_size == 1
 
 
 def test_options_are_those_of_jobs_generate():
-    read = ModelArguments.read(
-        {**PLACES, "pretrained": "tiny", "method": "gstep", "alpha": 0.5, "smoothing": "box", "retention_ratio": 0.1}
-    )
-    config = read.config(HELD)
+    given = {"pretrained": "tiny", "method": "gstep", "alpha": 0.5, "smoothing": "box", "retention_ratio": 0.1}
+    config = ModelArguments.read({**PLACES, **given}).config(HELD)
     assert (config.cache, config.out, config.model, config.pruner) == ("c", "a", "tiny", "gstep")
     assert config.pruner_params() == {"alpha": "0.5", "smoothing": "box"} and config.retention_ratio == 0.1
     assert config.choices == "generate" and config.retry_failed
 
 
 @pytest.mark.parametrize(
-    ("more", "held", "system", "times"),
+    ("more", "model", "system", "times"),
     [
-        ({}, HELD, "You are a helpful assistant.", "true"),
-        ({}, QWEN3, "You are a helpful assistant.", "stock"),
-        ({"system": "", "frame_times": "true"}, QWEN3, None, "true"),
-        ({}, GENERIC_QWEN3, "You are a helpful assistant.", "true"),
-        ({"system": "Be brief."}, HELD, "Be brief.", "true"),
-        ({}, {**HELD, "model": {"type": "qwen2_5_vl", "weights": "w"}}, None, "true"),
+        ({}, HELD["model"], "You are a helpful assistant.", "true"),
+        ({}, {"type": "qwen3_vl"}, "You are a helpful assistant.", "stock"),
+        ({"system": "", "frame_times": "true"}, {"type": "qwen3_vl"}, None, "true"),
+        ({}, {"type": "qwen3_vl", "family": "generic"}, "You are a helpful assistant.", "true"),
+        ({"system": "Be brief."}, HELD["model"], "Be brief.", "true"),
+        ({}, {"type": "qwen2_5_vl"}, None, "true"),
     ],
 )
-def test_system_text_and_times_are_those_of_lmms_evals_own_classes_unless_said(more, held, system, times):
-    config = ModelArguments.read({**PLACES, **more}).config(held)
+def test_system_text_and_times_are_those_of_lmms_evals_own_classes_unless_said(more, model, system, times):
+    config = ModelArguments.read({**PLACES, **more}).config({**HELD, "model": {"weights": "w", **model}})
     assert (config.system, config.frame_times) == (system, times)
 
 
@@ -74,18 +66,17 @@ def test_what_cannot_be_is_refused(given, why):
 
 
 def test_errors_of_jobs_generate_say_what_its_flags_are_here():
-    with (
-        pytest.raises(UsageError, match=r"--pruner gstep needs --retention-ratio.*--pruner is method="),
-        explain_flags(),
+    for given, why in (
+        ({"method": "gstep"}, "--pruner gstep needs --retention-ratio.*--pruner is method="),
+        ({"positions": "odd"}, "--positions must be one of"),
     ):
-        ModelArguments.read({**PLACES, "method": "gstep"}).config(HELD)
-    with pytest.raises(UsageError, match="--positions must be one of"), explain_flags():
-        ModelArguments.read({**PLACES, "positions": "odd"}).config(HELD)
+        with pytest.raises(UsageError, match=why), explain_flags():
+            ModelArguments.read({**PLACES, **given}).config(HELD)
 
 
 def test_another_cache_is_told_by_its_fingerprint():
     known = compute_fingerprint(HELD)
-    assert ModelArguments.read(PLACES).check_fingerprint(HELD) == known
-    assert ModelArguments.read({**PLACES, "fingerprint": known}).check_fingerprint(HELD) == known
+    for said in {}, {"fingerprint": known}:
+        assert ModelArguments.read({**PLACES, **said}).check_fingerprint(HELD) == known
     with pytest.raises(IdentityMismatch, match=f"{known}"):
         ModelArguments.read({**PLACES, "fingerprint": "blake2b:0"}).check_fingerprint(HELD)

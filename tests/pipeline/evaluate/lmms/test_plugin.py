@@ -29,10 +29,8 @@ SETTINGS = {"max_new_tokens": 16, "temperature": 0, "top_p": 1.0, "num_beams": 1
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
     """The rows of the task, and the results of jobs.evaluate on them; then the videos are deleted."""
-    data, out = (
-        write_videomme(tmp_path_factory.mktemp("v"), n_videos=N_VIDEOS, faults=False),
-        tmp_path_factory.mktemp("r"),
-    )
+    data = write_videomme(tmp_path_factory.mktemp("v"), n_videos=N_VIDEOS, faults=False)
+    out = tmp_path_factory.mktemp("r")
     argv = ["--benchmark", "videomme", "--data", str(data), "--out", str(out / "r"), "--num-frames", "4"]
     with ray_here({"num_cpus": 2}):
         done = run_here(evaluate, [*argv, "--draws", "200", "--method", "gstep", "--retention-ratio", "0.25"])
@@ -60,9 +58,8 @@ def ours(answers):
 
 
 def test_replies_are_those_of_jobs_evaluate_without_the_videos(evaluated, tasks, tmp_path):
-    said = lmms_here.lmms_eval_of(
-        tasks, tmp_path / "o", "--batch_size", "4", cache=evaluated.cache, answers=tmp_path / "a"
-    )
+    places = {"cache": evaluated.cache, "answers": tmp_path / "a"}
+    said = lmms_here.lmms_eval_of(tasks, tmp_path / "o", "--batch_size", "4", **places)
     theirs, mine = expected(evaluated, "none@1"), ours(tmp_path / "a")
     assert len(theirs) == len(mine) == N_VIDEOS * PER_VIDEO
     for place, row in theirs.items():
@@ -178,12 +175,14 @@ def test_another_cache_at_the_same_place_is_refused(model, tmp_path):
 
 def test_what_it_does_not_do_it_says(model, monkeypatch):
     lm = model()
-    with pytest.raises(UsageError, match="--choices loglikelihood"):
-        lm.loglikelihood([])
-    with pytest.raises(UsageError, match="several rounds"):
-        lm.generate_until_multi_round([])
-    with pytest.raises(UsageError, match="output_type is generate_until"):
-        lm.generate_until([SimpleNamespace(args=("text", "choice", None, 0, "t", "test"))])
+    request = SimpleNamespace(args=("text", "choice", None, 0, "t", "test"))
+    for ask, requests, why in (
+        (lm.loglikelihood, [], "--choices loglikelihood"),
+        (lm.generate_until_multi_round, [], "several rounds"),
+        (lm.generate_until, [request], "output_type is generate_until"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            ask(requests)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="answers in one process"):
         model()

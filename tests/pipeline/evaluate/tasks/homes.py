@@ -20,44 +20,26 @@ from tests.pipeline.evaluate.videomme import write_moving
 
 Rows = list[dict[str, Any]]
 
-CHARADES = pa.schema([("video", pa.string()), ("caption", pa.string()), ("timestamp", pa.list_(pa.float64()))])
-VSIBENCH = pa.schema(
-    [
-        ("id", pa.int64()),
-        *((name, pa.string()) for name in ("dataset", "scene_name", "question_type", "question", "ground_truth")),
-        ("options", pa.list_(pa.string())),
-    ]
-)
-TEMPCOMPASS = pa.schema([(name, pa.string()) for name in ("video_id", "question", "answer", "dim")])
-VINOGROUND = pa.schema([(name, pa.string()) for name in ("index", "major", "minor")])
-TIMELENS = pa.schema([("video_path", pa.string()), ("query", pa.string()), ("span", pa.list_(pa.list_(pa.float64())))])
+
+def _schema(texts: str, **others: pa.DataType) -> pa.Schema:
+    return pa.schema([*others.items(), *((name, pa.string()) for name in texts.split())])
+
+
 _SEGMENT = pa.struct([("path", pa.string()), ("start", pa.float64()), ("end", pa.float64())])
-_PROMPTS = ("system_prompt", "task_prompt", "user_prompt", "format_prompt")
-MMSI = pa.schema(
-    [
-        ("id", pa.int64()),
-        ("type", pa.string()),
-        ("video_list", pa.list_(_SEGMENT)),
-        ("ref_images", pa.list_(pa.string())),
-        *((name, pa.string()) for name in _PROMPTS),
-        ("ground_truth", pa.string()),
-    ]
+CHARADES = _schema("video caption", timestamp=pa.list_(pa.float64()))
+VSIBENCH = _schema(
+    "dataset scene_name question_type question ground_truth", id=pa.int64(), options=pa.list_(pa.string())
 )
-
-NEXTQA = pa.schema(
-    [
-        *((name, pa.int64()) for name in ("video", "answer", "qid")),
-        *((name, pa.string()) for name in ("question", "type", "a0", "a1", "a2", "a3", "a4")),
-    ]
+TEMPCOMPASS = _schema("video_id question answer dim")
+VINOGROUND = _schema("index major minor")
+TIMELENS = _schema("video_path query", span=pa.list_(pa.list_(pa.float64())))
+MMSI = _schema(
+    "type system_prompt task_prompt user_prompt format_prompt ground_truth",
+    **{"id": pa.int64(), "video_list": pa.list_(_SEGMENT), "ref_images": pa.list_(pa.string())},
 )
-CAPTIONING = pa.schema(
-    [(name, pa.string()) for name in ("video_id", "question", "answer", "dim", "mc_question", "mc_answer")]
-)
-
-TEMPORALBENCH = pa.schema(
-    [(name, pa.string()) for name in ("idx", "dataset", "video_name", "question", "GT", "category")]
-)
-
+NEXTQA = _schema("question type a0 a1 a2 a3 a4", video=pa.int64(), answer=pa.int64(), qid=pa.int64())
+CAPTIONING = _schema("video_id question answer dim mc_question mc_answer")
+TEMPORALBENCH = _schema("idx dataset video_name question GT category")
 MULTIPLE_CHOICE = (
     *("object_rel_direction_easy", "object_rel_direction_medium", "object_rel_direction_hard"),
     *("object_rel_distance", "route_planning", "obj_appearance_order"),
@@ -180,8 +162,8 @@ def write_vinoground(home: Path) -> Rows:
             texts.append({"idx": idx, "video_name": videos[number % 2], "question": text, "GT": letter})
             text = f"Which video segment matches this caption? caption {idx}\nA. First\nB. Second"
             concatenated.append({"idx": idx, "video_name": joined, "question": text, "GT": letter})
-            category = {"major": ("object", "action", "viewpoint")[number % 3], "minor": None}
-            category["minor"] = "interaction;cyclical" if number % 5 == 0 else None
+            minor = "interaction;cyclical" if number % 5 == 0 else None
+            category = {"major": ("object", "action", "viewpoint")[number % 3], "minor": minor}
             rows += [{"index": f"{idx}_{kind}", **category} for kind in ("text", "video")]
     for path, items in (
         ("vinoground_videos/vinoground_textscore.json", texts),
@@ -215,15 +197,8 @@ def write_mmsi_video(home: Path) -> Rows:
         write_video(home, f"mmsi_video/videos/{number}.mp4", 500 + number)
     write_jpegs(home / "mmsi_video/ref_images", 1)
     planning, motion = "Planning", "(Motion Understanding) Camera Motion"
-    kinds = [
-        (planning, [0], []),
-        ("(Cross-Video) Memoery Update", [0, 1], []),
-        (motion, [1], []),
-        (planning, [1], ["00001.jpg"]),
-        (motion, [2], []),
-        ("Prediction", [2], []),
-        (motion, [0], []),
-    ]
+    kinds = [(planning, [0], []), ("(Cross-Video) Memoery Update", [0, 1], []), (motion, [1], [])]
+    kinds += [(planning, [1], ["00001.jpg"]), (motion, [2], []), ("Prediction", [2], []), (motion, [0], [])]
     rows: Rows = [
         {
             "id": 1000 + number,

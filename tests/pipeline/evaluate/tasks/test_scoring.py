@@ -28,10 +28,8 @@ def process_of(home, task, metric=None):
 
 def scored(home, task, *replies, metric=None):
     """The task's answer about replies by the number of their document, for one or two arms."""
-    arms = {
-        label: {str(number): text for number, text in of_arm.items()}
-        for label, of_arm in zip(LABELS, replies, strict=False)
-    }
+    texts = ({str(number): text for number, text in of_arm.items()} for of_arm in replies)
+    arms = dict(zip(LABELS, texts, strict=True))
     return process_of(home, task, metric).score(arms)
 
 
@@ -68,10 +66,8 @@ def test_of_equal_documents_of_charades_the_last_one_counts(home):
 def test_a_number_of_vinoground_is_about_all_pairs_and_no_mean_over_documents(home):
     homes.write_vinoground(home)
     documents = process_of(home, "vinoground").describe()
-    assert len(documents.documents) == 4 * homes.N_PAIRS and (documents.metric, documents.metrics) == (
-        "vinoground_score",
-        ["vinoground_score"],
-    )
+    assert len(documents.documents) == 4 * homes.N_PAIRS and documents.metrics == ["vinoground_score"]
+    assert documents.metric == "vinoground_score"
     first = documents.documents[:4]
     assert [one.fields["index"] for one in first] == ["0_pos_text", "0_pos_video", "0_neg_text", "0_neg_video"]
     assert first[1].video.endswith("hf/vinoground/vinoground_videos_concated/0_pos.mp4")
@@ -115,13 +111,10 @@ def test_spans_of_timelens_are_scored_by_their_overlap(home):
 def test_documents_that_show_pictures_or_several_videos_are_named_and_left_out(home):
     homes.write_mmsi_video(home)
     described = process_of(home, "mmsi_video").describe()
-    assert [None if one.fault is None else one.fault for one in described.documents] == [
-        None,
-        ("other-media", "it shows 2 (a path), and not one video file"),
-        None,
-        ("other-media", "it shows 2 (Image, a path), and not one video file"),
-        *[None] * 3,
-    ]
+    two, picture = (
+        ("other-media", f"it shows 2 ({what}), and not one video file") for what in ("a path", "Image, a path")
+    )
+    assert [one.fault for one in described.documents] == [None, two, None, picture, None, None, None]
     assert (described.metric, len(described.metrics)) == ("overall_accuracy", 14)
     assert described.documents[2].fields["type"] == "(Motion Understanding) Camera Motion"
     replies = {0: "A", 2: "The answer is C.", 4: "B", 5: "(B)", 6: "C"}

@@ -15,9 +15,6 @@ MODULE = """
 import json
 import os
 import requests
-from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
-from io import StringIO
 
 
 class Client:
@@ -54,7 +51,7 @@ def asks_always(doc, results):
 
 def asks_sometimes(doc, results):
     if results[0] in "ABCD":
-        return {"accuracy": float(results[0] == doc["answer"])}
+        return matches(doc, results)
     else:
         rating = ask_judge(results[0])
     return {"accuracy": rating}
@@ -82,13 +79,8 @@ def module(tmp_path_factory):
 
 def config_of(module, shows="shows_video", rule="matches", means=("mean",), **more):
     metrics = [{"metric": f"m{number}", "aggregation": getattr(module, name)} for number, name in enumerate(means)]
-    return {
-        "doc_to_visual": getattr(module, shows),
-        "process_results": getattr(module, rule),
-        "metric_list": metrics,
-        "output_type": "generate_until",
-        **more,
-    }
+    functions = {"doc_to_visual": getattr(module, shows), "process_results": getattr(module, rule)}
+    return {**functions, "metric_list": metrics, "output_type": "generate_until", **more}
 
 
 @pytest.mark.parametrize(
