@@ -634,10 +634,9 @@ def test_a_graph_in_which_nothing_moves_ends(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_lost_at_a_call", [False, True])
 def test_a_head_that_is_lost_ends_the_run_and_is_named(tmp_path, monkeypatch, is_lost_at_a_call):
-    class Lost:
-        def __init__(self, say: object) -> None:
-            """The head of a cluster that is lost once the last word has left the graph."""
+    """The head is lost once the last word has left the graph."""
 
+    class Lost(SimpleNamespace):
         def look(self) -> None:
             if not is_lost_at_a_call and not self.answers():
                 raise HeadLost(self.describe_loss())
@@ -648,7 +647,7 @@ def test_a_head_that_is_lost_ends_the_run_and_is_named(tmp_path, monkeypatch, is
         def describe_loss(self) -> str:
             return "the head is away"
 
-    monkeypatch.setattr(execution, "Head", Lost)
+    monkeypatch.setattr(execution, "Head", lambda say: Lost())
     job = WaitingJob(3)
     if is_lost_at_a_call:
         failures, next_written = [ray.exceptions.RaySystemError("a call failed")], ShardBundler.next_written
@@ -686,10 +685,10 @@ def test_a_commit_that_is_interrupted_is_done_again_and_counts_once(tmp_path, nu
 
     def commit(shard: int, rows: pa.Table) -> None:
         calls.append(shard)
-        if shard == number and calls.count(shard) == 1 and not is_behind_the_write:
-            raise KeyboardInterrupt
-        disk.commit(shard, rows)
-        if shard == number and calls.count(shard) == 1:
+        is_interrupted = calls.count(number) == 1 and shard == number
+        if is_behind_the_write or not is_interrupted:
+            disk.commit(shard, rows)
+        if is_interrupted:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -799,9 +798,9 @@ def test_an_interrupt_at_any_point_loses_no_shard_and_counts_none_twice(
 
     on_disk, _, error = run(uninterrupted := Interrupt())
     assert error is None and on_disk == {*"abcdefg"}
-    seen = uninterrupted.seen
     n_interrupted, faults = 0, []
-    for point, nth in [(point, nth) for point, n_times in Counter(seen).items() for nth in {1, n_times}]:
+    times = Counter(uninterrupted.seen).items()
+    for point, nth in [(point, nth) for point, last in times for nth in ({1, last} if has_writers else {last})]:
         on_disk, commits, error = run(Interrupt(point, nth))
         n_interrupted += error is not None
         notes = getattr(error, "__notes__", [])
@@ -818,4 +817,4 @@ def test_an_interrupt_at_any_point_loses_no_shard_and_counts_none_twice(
         if not (is_whole and is_told and is_counted and are_apart) or is_still_running(1):
             faults.append((point, nth, RecordedShards.had, notes, commits))
     assert not faults, "\n".join(map(str, faults))
-    assert n_interrupted > 200
+    assert n_interrupted > (200 if has_writers else 100)
