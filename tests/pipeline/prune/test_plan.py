@@ -224,8 +224,7 @@ def test_a_plan_counts_the_frames_of_a_video_as_sampling_does(seconds, fps, n_fr
 
 
 @pytest.mark.parametrize(
-    ("model", "options"),
-    [("LLaVA-OneVision-7B", {}), ("Qwen2.5-VL-7B", {"max_pixels": 602112}), ("Qwen3-VL-8B", {})],
+    ("model", "options"), [("LLaVA-OneVision-7B", {}), ("Qwen2.5-VL-7B", {"max_pixels": 602112}), ("Qwen3-VL-8B", {})]
 )
 def test_the_table_of_the_page_is_what_plans_of_the_published_models_print(tmp_path, model, options):
     """For which no weights are needed."""

@@ -15,14 +15,7 @@ from pipeline.errors import FAULTS, VideoFault
 from pipeline.prune.frame_limits import make_limits
 from pipeline.prune.summary import Summary, render_summary, summarize_videos
 from pipeline.rows import SIZES_DIFFER
-from tests.builders.caches import (
-    encoded,
-    encoded_failure,
-    random_tokens,
-    source_record,
-    write_header,
-    write_shard,
-)
+from tests.builders.caches import encoded, encoded_failure, random_tokens, source_record, write_header, write_shard
 from tests.paths import ROOT
 
 SHAPE = (4, 25, 16)  # 100 tokens, of which 25 are kept

@@ -17,14 +17,7 @@ from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
 from tests.builders.archives import write_tar
 from tests.builders.caches import encoded_failure, write_header, write_shard
-from tests.pipeline.inputs.test_video_list import (
-    Noting,
-    doubled_tars,
-    ids,
-    list_for_run,
-    write_table,
-    write_tars,
-)
+from tests.pipeline.inputs.test_video_list import Noting, doubled_tars, ids, list_for_run, write_table, write_tars
 
 
 @pytest.fixture

@@ -12,10 +12,7 @@ from pipeline.storage.outages import OUTAGES, Outage
 
 
 def test_an_error_of_a_store_ends_a_run():
-    with (
-        pytest.raises(RunFailed, match=r"OSError: .*No space left") as caught,
-        convert_store_errors(lambda line: None),
-    ):
+    with pytest.raises(RunFailed, match=r"OSError: .*No space left") as caught, convert_store_errors(lambda line: None):
         raise OSError(28, "No space left on device")
     assert isinstance(caught.value.__cause__, OSError)
 
