@@ -21,6 +21,7 @@ from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
 from pipeline.errors import VideoFault
 from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder, collect_kept_tokens, make_pruning_columns
+from pipeline.prune.request import Request
 from pipeline.rows import VideoRecord, make_failed_video
 from pipeline.storage.stores import LocalStore, Store
 from pipeline.video.decode import DecodeRequest, decode_video
@@ -87,6 +88,16 @@ def write_header(
     version, identity = CODED_VERSIONS.get(codec, SCHEMA_VERSION), make_identity(ratio, method, codec, sampling={})
     store.put(HEADER, serialize_header({"schema_version": version, "identity": identity, "newline": None, **more}))
     return store
+
+
+def begin_cache(request: Request, *videos: VideoItem) -> Store:
+    """Begin the cache of a checked request, with a shard of ``videos`` if there are any."""
+    header = request.recipe.header("float32", family_of(request.recipe.source).static())
+    request.store.make()
+    request.store.put(HEADER, serialize_header(header))
+    if videos:
+        write_shard(request.store, "run", *videos)
+    return request.store
 
 
 def write_shard(store: Store, run_id: str, *videos: VideoItem) -> str:

@@ -1,6 +1,7 @@
 """What a run took, and the hours at which it ends."""
 
 import random
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,21 +14,14 @@ GOOD = {
 }  # fmt: skip
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_facts_are_sums_over_rows():
-    facts = Facts(token_bytes=140.0, on_gpus=True, clock=Clock())
+    facts = Facts(token_bytes=140.0, on_gpus=True, clock=Mock(return_value=100.0))
     facts.set_encoders(2)
     facts.add(pack_written([GOOD, {**GOOD, "start_s": 10.0, "end_s": 70.0}, {"status": "failed", "decode_s": 1.0}]))
     taken = facts.as_record(wall_s=10.0)
     assert (taken["wall_s"], taken["decode_core_s"], taken["output_bytes"]) == (10.0, 5.0, 200 * 140)
     assert taken["encoder_busy"] == pytest.approx(1.0 / 20) and taken["video_hours"] == pytest.approx(110 / 3600)
-    on_cpus = Facts(1.0, clock=Clock())  # where an encoder prunes instead of encoding
+    on_cpus = Facts(1.0, clock=Mock(return_value=100.0))  # where an encoder prunes instead of encoding
     on_cpus.add(pack_written([GOOD]))
     assert on_cpus.as_record(wall_s=10.0)["encoder_busy"] == pytest.approx(0.75 / 10)
     assert on_cpus.as_record(wall_s=0.0)["encoder_busy"] == 0
@@ -48,7 +42,7 @@ def test_seconds_are_added_row_by_row_so_that_shards_do_not_change_a_runs_record
         encode_s += 0.0 if on_gpus else row["prune_s"]
         video_s += max(0.0, row.get("duration_s", 0.0) - 0.1) if row["status"] == "ok" else 0.0
     for size in (1, 7, 300):
-        facts = Facts(1.0, on_gpus=on_gpus, clock=Clock())
+        facts = Facts(1.0, on_gpus=on_gpus, clock=Mock(return_value=100.0))
         for start in range(0, len(rows), size):
             facts.add(pack_written(rows[start : start + size]))
         record = facts.as_record(wall_s=1.0)
@@ -63,13 +57,13 @@ def test_a_sum_of_bytes_is_exact_beyond_64_bits():
 
 
 def test_machines_that_join_count_from_then_on():
-    facts = Facts(1.0, on_gpus=True, clock=(clock := Clock()))
-    clock.now += 10.0
+    facts = Facts(1.0, on_gpus=True, clock=(clock := Mock(return_value=100.0)))
+    clock.return_value += 10.0
     facts.set_encoders(2)  # nothing is done yet: so it was from the start
-    clock.now += 90.0
+    clock.return_value += 90.0
     facts.add(pack_written([{**GOOD, "encode_s": 400.0}]))
     facts.set_encoders(6)
-    clock.now += 50.0
+    clock.return_value += 50.0
     assert facts.as_record()["encoder_busy"] == pytest.approx(400 / (2 * 100 + 6 * 50))
 
 
@@ -79,10 +73,10 @@ def test_a_clip_has_the_seconds_between_its_ends():
 
 
 def test_the_limit_ends_a_run_at_its_time_and_not_before():
-    facts = Facts(1.0, max_hours=1 / 360, clock=(clock := Clock()))
-    clock.now += 9.9
+    facts = Facts(1.0, max_hours=1 / 360, clock=(clock := Mock(return_value=100.0)))
+    clock.return_value += 9.9
     facts.check_limit()
-    clock.now += 0.2
+    clock.return_value += 0.2
     with pytest.raises(LimitReached, match=r"--max-hours .* is reached"):
         facts.check_limit()
     assert facts.limit_reached and issubclass(LimitReached, RunFailed)

@@ -9,24 +9,19 @@ import torch
 from rich.console import Console
 
 import pipeline
-from gstep.backbones import family_of
-from pipeline.cache.header import HEADER, serialize_header
 from pipeline.errors import ManifestError, TooManyFailed, UsageError, VideoFault
 from pipeline.prune.committed import CommittedVideos
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.facts import Facts
 from pipeline.prune.request import check_request
 from pipeline.prune.run import make_summary
-from tests.builders.caches import encoded, encoded_failure, random_tokens, write_shard
+from tests.builders.caches import begin_cache, encoded, encoded_failure, random_tokens
 from tests.builders.clips import write_clip
 
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch, tmp_path):
-    def forbidden(*args: object, **keywords: object) -> None:
-        raise AssertionError("Ray was started")
-
-    monkeypatch.setattr(ray, "init", forbidden)
+    monkeypatch.setattr(ray, "init", Mock(side_effect=AssertionError("Ray was started")))
     monkeypatch.chdir(tmp_path)
 
 
@@ -35,11 +30,8 @@ def clips(tmp_path):
     """Two clips whose rows the cache ``c`` holds: one is ok, one failed."""
     paths = [write_clip(tmp_path / name, count=2) for name in ("a.mp4", "b.mp4")]
     request = check_request(PruneConfig(out="c", num_frames=4), Console(quiet=True), paths)
-    store, recipe = request.store, request.recipe
-    store.make()
-    store.put(HEADER, serialize_header(recipe.header("float32", family_of(recipe.source).static())))
     good = encoded("a.mp4", random_tokens(0, (4, 196, 64)), 0.25, "gstep", uri=str(paths[0]))
-    write_shard(store, "run", good, encoded_failure("b.mp4", VideoFault("corrupt", "cut"), uri=str(paths[1])))
+    begin_cache(request, good, encoded_failure("b.mp4", VideoFault("corrupt", "cut"), uri=str(paths[1])))
     return paths
 
 

@@ -1,19 +1,21 @@
 """The page of a prune run: its steps, what is under the claim, and how it ends. Nothing here starts Ray."""
 
 import io
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
-from gstep.backbones import family_of
-from pipeline.cache.header import HEADER, serialize_header
+from pipeline.cache.header import HEADER
 from pipeline.errors import CacheLocked, IdentityMismatch, RunFailed, UsageError
 from pipeline.prune import run
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import Request, check_request
 from pipeline.runner.claim import Claim, find_holder
-from pipeline.storage.stores import LocalStore
-from tests.builders.caches import encoded, random_tokens, write_shard
+from pipeline.storage.stores import LocalStore, Store
+from tests.builders.caches import begin_cache, encoded, random_tokens
 from tests.builders.clips import write_clip
 
 
@@ -30,16 +32,11 @@ def console() -> Console:
     return Console(file=io.StringIO(), width=400)
 
 
-def fill(config: PruneConfig) -> LocalStore:
+def fill(config: PruneConfig) -> Store:
     """Write the row of the clip, so that nothing is left to do."""
     request = check_request(config, Console(quiet=True))
-    request.store.make()
-    static = family_of(request.recipe.source).static()
-    request.store.put(HEADER, serialize_header(request.recipe.header("float32", static)))
     uri = request.videos.known["uri"][0].as_py()
-    write_shard(request.store, "run", encoded("a.mp4", random_tokens(0, (4, 196, 64)), 0.25, "gstep", uri=uri))
-    assert isinstance(request.store, LocalStore)
-    return request.store
+    return begin_cache(request, encoded("a.mp4", random_tokens(0, (4, 196, 64)), 0.25, "gstep", uri=uri))
 
 
 def test_a_run_with_nothing_to_do_looks_at_its_device_under_the_claim_and_leaves_no_record(
@@ -60,10 +57,10 @@ def test_a_run_with_nothing_to_do_looks_at_its_device_under_the_claim_and_leaves
     [(run, "check_request"), (Request, "select_todo"), (run, "process_videos"), (run, "make_summary")],
 )
 def test_a_store_that_fails_at_any_step_ends_the_run_and_frees_the_place(config, console, monkeypatch, owner, step):
-    holders = []
+    store, holders = LocalStore(config.out), []
 
     def fail(*args: object, **keywords: object) -> None:
-        holders.append(find_holder(LocalStore(config.out)) if step != "check_request" else None)
+        holders.append(Path(config.out).exists() and find_holder(store))
         raise OSError(28, "No space left on device")
 
     if step == "make_summary":
@@ -72,18 +69,13 @@ def test_a_store_that_fails_at_any_step_ends_the_run_and_frees_the_place(config,
     with pytest.raises(RunFailed, match=r"OSError: .*No space left") as caught:
         run.prune(config, console)
     assert isinstance(caught.value.__cause__, OSError)
-    assert [holder is not None for holder in holders] == [
-        step != "check_request"
-    ]  # all later steps are under the claim
-    assert step == "check_request" or find_holder(LocalStore(config.out)) is None
+    assert [*map(bool, holders)] == [step != "check_request"]  # all later steps are under the claim
+    assert step == "check_request" or find_holder(store) is None
 
 
 @pytest.mark.parametrize("refusal", [UsageError("no"), IdentityMismatch("other settings")])
 def test_a_refusal_under_the_claim_stays_one_and_writes_nothing(config, console, monkeypatch, refusal):
-    def refuse(request: Request, run_id: str) -> None:
-        raise refusal
-
-    monkeypatch.setattr(Request, "select_todo", refuse)
+    monkeypatch.setattr(Request, "select_todo", Mock(side_effect=refusal))
     with pytest.raises(type(refusal), match=str(refusal)):
         run.prune(config, console)
     store = LocalStore(config.out)
@@ -101,15 +93,8 @@ def test_a_place_that_another_run_holds_is_not_touched(config, console):
 def test_what_the_cache_is_under_the_claim_counts(config, console, monkeypatch):
     """Another run may have made the cache between the check and the claim."""
     check = run.check_request
-
-    def check_and_lose_the_race(*args: object) -> Request:
-        request = check(*args)
-        fill(config)
-        return request
-
-    monkeypatch.setattr(run, "check_request", check_and_lose_the_race)
-    assert run.prune(config, console).n_ok == 1
-    other = PruneConfig(videos=config.videos, out=config.out, num_frames=2)
-    monkeypatch.setattr(run, "check_request", check)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "check_request", lambda *given: [check(*given), fill(config)][0])
+        assert run.prune(config, console).n_ok == 1
     with pytest.raises(IdentityMismatch):
-        run.prune(other, console)
+        run.prune(replace(config, num_frames=2), console)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -13,20 +14,11 @@ from tests.builders.clusters import ray_here
 from tests.waiting import wait_until
 
 
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def batch(*ids: str) -> GraphBatch:
     return GraphBatch([pa.table({"id": list(ids)})], len(ids))
 
 
-def of_three(clock: Clock) -> ShardBundler:
+def of_three(clock: Mock) -> ShardBundler:
     """Shards of three items, or of what is a minute old, without writers."""
     return ShardBundler(RunGraph(dataset=None, items_per_shard=3), age_s=60, clock=clock)
 
@@ -47,7 +39,7 @@ def committed(shards: ShardBundler, until_the_end: bool = False) -> list[Written
 
 
 def test_a_shard_is_full_by_its_number_of_items_and_a_part_that_is_too_large_begins_the_next():
-    shards = of_three(Clock())
+    shards = of_three(Mock(return_value=0.0))
     for name in ("a", "b", "c", "de", "fg", "hijk", "l"):
         shards.take(batch(*name))
     assert given(shards) == [["a", "b", "c"], ["d", "e"], ["f", "g"], ["h", "i", "j", "k"]]  # a part is never cut
@@ -55,24 +47,24 @@ def test_a_shard_is_full_by_its_number_of_items_and_a_part_that_is_too_large_beg
 
 
 def test_what_has_waited_long_enough_is_a_shard_although_nothing_follows():
-    clock = Clock()
+    clock = Mock(return_value=0.0)
     shards = of_three(clock)
     shards.take(batch("a"))
-    clock.now = 59.0
+    clock.return_value = 59.0
     shards.take(batch("b"))
     assert given(shards) == []
-    clock.now = 60.0
+    clock.return_value = 60.0
     assert given(shards) == [["a", "b"]]
-    clock.now = 119.0
+    clock.return_value = 119.0
     shards.take(batch("c"))  # its own time begins
-    clock.now = 178.0
+    clock.return_value = 178.0
     assert given(shards) == []
-    clock.now = 179.0
+    clock.return_value = 179.0
     assert given(shards) == [["c"]] and not shards.has_unwritten
 
 
 def test_a_shard_whose_commit_was_interrupted_is_given_again_under_its_number():
-    shards = of_three(Clock())
+    shards = of_three(Mock(return_value=0.0))
     shards.take(batch("a", "b", "c"))
     first = shards.next_written()
     assert (first.number, first.rows["id"].to_pylist()) == (0, ["a", "b", "c"])
@@ -86,7 +78,7 @@ def test_a_shard_whose_commit_was_interrupted_is_given_again_under_its_number():
 
 
 def test_items_that_turn_out_not_to_exist_are_taken_no_more_once_the_shard_is_committed():
-    shards = of_three(Clock())
+    shards = of_three(Mock(return_value=0.0))
     shards.take(GraphBatch(batch("a", "b").tables, 3))  # three at most
     assert (shards.n_taken, given(shards), shards.n_taken, shards.n_committed) == (3, [["a", "b"]], 2, 2)
 

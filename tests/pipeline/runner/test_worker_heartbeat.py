@@ -39,13 +39,6 @@ def worker(name: str, host: str = "h1", node: str = "n1") -> Worker:
     return Worker(name, host, node)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_statement_replaces_the_one_before():
     heartbeats = Heartbeats(STAGES)
     heartbeats.state("decode", worker("a", "h1"), ["v1"], ProgressDelta(0, 1))
@@ -58,12 +51,12 @@ def test_a_statement_replaces_the_one_before():
 
 
 def test_crashes_count_by_the_hour_and_not_over_the_run():
-    heartbeats = Heartbeats(STAGES, clock := Clock())
+    heartbeats = Heartbeats(STAGES, clock := Mock(return_value=0.0))
     for _ in range(5 * MAX_CRASHES):
         assert heartbeats.start("encode", worker("a")) is not None
-        clock.now += 1.01 * CRASHES_S / MAX_CRASHES
+        clock.return_value += 1.01 * CRASHES_S / MAX_CRASHES
     for _ in range(MAX_CRASHES):
-        clock.now += 1.0
+        clock.return_value += 1.0
         heartbeats.state("encode", worker("a", "h1"), ["v9"], ProgressDelta(0, 1))
         heartbeats.end(worker("a", "h1"), "the GPU is broken")
         given_up = heartbeats.start("encode", worker("a")) is None
@@ -168,7 +161,7 @@ def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
 
 
 def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
-    clock = Clock()
+    clock = Mock(return_value=0.0)
     heartbeats, bad, good = Heartbeats(STAGES, clock), worker("bad"), worker("good", "h2", "n2")
 
     def tallies(who: Worker, done: int, failed: int) -> None:
@@ -184,17 +177,17 @@ def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
     for rest_s in (REST_S, 2 * REST_S, 4 * REST_S):
         tallies(good, 1, 0)
         assert heartbeats.is_excluded("decode", bad)
-        clock.now += rest_s - 1
+        clock.return_value += rest_s - 1
         tallies(good, 1, 0)
         assert heartbeats.is_excluded("decode", bad)
-        clock.now += 1
+        clock.return_value += 1
         assert not heartbeats.is_excluded("decode", bad)  # one more try
         tallies(bad, 0, 1)
     (named,) = heartbeats.read().excluded_workers
     assert named.startswith("a decode worker on h1: 8 of its last 8 failed")
     tallies(good, 1, 0)
     assert heartbeats.is_excluded("decode", bad)
-    clock.now += 11
+    clock.return_value += 11
     assert not heartbeats.is_excluded("decode", bad)  # the others have nothing left to do
     tallies(good, 1, 0)
     tallies(bad, 2, 0)
@@ -202,7 +195,7 @@ def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
 
 
 def test_the_outcomes_of_thousands_of_workers_are_not_counted_for_each_of_them():
-    heartbeats, bad = Heartbeats(STAGES, clock := Clock()), worker("bad")
+    heartbeats, bad = Heartbeats(STAGES, clock := Mock(return_value=0.0)), worker("bad")
     heartbeats.state("decode", bad, ["an item"], ProgressDelta(n_failed=RECENT))
     others = [worker(f"w{number}", "h2") for number in range(2000)]
     for failed in ({"n_ok": RECENT}, {"n_failed": RECENT}):
@@ -210,12 +203,12 @@ def test_the_outcomes_of_thousands_of_workers_are_not_counted_for_each_of_them()
             heartbeats.state("decode", who, ["an item"], ProgressDelta(**failed))
         assert heartbeats.is_excluded("decode", bad)  # for the second time by a count that is not a second old
         assert not heartbeats.is_excluded("decode", others[0]) or failed == {"n_failed": RECENT}
-    clock.now += 1
+    clock.return_value += 1
     assert not heartbeats.is_excluded("decode", bad)  # nobody does better any more
 
 
 def test_a_store_that_does_not_answer_workers_is_reported_since_the_first_noticed_until_none_does():
-    heartbeats, delta = Heartbeats(STAGES, Clock()), ProgressDelta()
+    heartbeats, delta = Heartbeats(STAGES, Mock(return_value=0.0)), ProgressDelta()
     first, later = (Outage("s3://b", since, "503 SlowDown") for since in (50.0, 70.0))
     heartbeats.state("decode", worker("a"), ["x"], delta, [later])
     heartbeats.state("decode", worker("b"), ["y"], delta, [first])
@@ -227,7 +220,7 @@ def test_a_store_that_does_not_answer_workers_is_reported_since_the_first_notice
 
 
 def test_files_that_nobody_has_put_nobody_out_of_service_nor_does_what_a_lost_node_held():
-    clock, living = Clock(), {"n1", "n2"}
+    clock, living = Mock(return_value=0.0), {"n1", "n2"}
     heartbeats, workers = Heartbeats(STAGES, clock, living=lambda: set(living)), [worker(name) for name in "abcd"]
     for who in workers:
         heartbeats.state("decode", who, [], ProgressDelta(n_ok=3, n_failed=RECENT))
@@ -235,17 +228,17 @@ def test_files_that_nobody_has_put_nobody_out_of_service_nor_does_what_a_lost_no
     assert (heartbeats.read().excluded_workers, heartbeats.read().failing) == ([], ["decode"])
     heartbeats.state("decode", worker("e", "h2", "n2"), ["its first"], ProgressDelta(n_moves=1))
     assert heartbeats.read().failing == []
-    clock.now += 11  # the others have nothing left to do
+    clock.return_value += 11  # the others have nothing left to do
     assert heartbeats.is_excluded("decode", worker("a"))
     living.remove("n2")
-    clock.now += 11
+    clock.return_value += 11
     heartbeats.state("decode", worker("a"), [], ProgressDelta(n_failed=1))
     assert not heartbeats.is_excluded("decode", worker("a")) and heartbeats.read().failing == ["decode"]
 
 
 def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(actor, monkeypatch):
     slept = []
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=Clock(), sleep=slept.append))
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=Mock(return_value=0.0), sleep=slept.append))
     is_excluded = Mock(side_effect=[True, False], __name__="is_excluded")
     mine = Heartbeat("decode", handle_of(actor.state, is_excluded))
     mine.wait_while_excluded()
@@ -262,18 +255,18 @@ def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(ac
 
 
 def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idle(actor, monkeypatch):
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=(clock := Clock())))
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=(clock := Mock(return_value=0.0))))
     mine = Heartbeat("encode", handle(actor))
     mine.start()
-    clock.now += 1
+    clock.return_value += 1
     with mine.report_loading():
-        clock.now += 30
-    clock.now += 2
+        clock.return_value += 30
+    clock.return_value += 2
     with mine.hold_items("v1", "v2") as held:
-        clock.now += 3
+        clock.return_value += 3
         held.release()
         with mine.hold_items("v3"):  # of another call
-            clock.now += 4
+            clock.return_value += 4
         held.release()
     reading = actor.read()
     assert (reading.up_s["encode"], reading.busy_s["encode"]) == (9, 7)
@@ -282,7 +275,7 @@ def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idl
 
 def test_processes_that_died_are_named_once_with_what_they_held():
     living = {"n1", "n2"}
-    heartbeats = Heartbeats(STAGES, Clock(), living=lambda: set(living))
+    heartbeats = Heartbeats(STAGES, Mock(return_value=0.0), living=lambda: set(living))
     for name, node in (("w1", "n1"), ("w2", "n2"), ("w3", "n2")):
         heartbeats.start("encode", worker(name, node=node))
     heartbeats.state("encode", worker("w1"), ["v1", "v2"], ProgressDelta(n_moves=2))
@@ -290,7 +283,7 @@ def test_processes_that_died_are_named_once_with_what_they_held():
     assert heartbeats.read().crashed_processes == [("encode", worker("w1"), ("v1", "v2"))]
     heartbeats.state("encode", worker("w2", node="n2"), ["v3"], ProgressDelta(n_moves=1))
     living.remove("n2")
-    heartbeats._clock.now += 11
+    heartbeats._clock.return_value += 11
     report = heartbeats.read()
     lost = report.crashed_processes[1:]
     assert report.workers == {"n1": {"encode": 1}, "n2": {"encode": 2}}
@@ -305,7 +298,7 @@ def test_processes_that_died_are_named_once_with_what_they_held():
 
 def test_what_a_dead_process_held_is_known_to_the_next_one_and_lost_nodes_are_not_blamed_on_it():
     living = {"n1", "n2", "n3", "n4"}
-    heartbeats = Heartbeats(STAGES, Clock(), living=lambda: set(living))
+    heartbeats = Heartbeats(STAGES, Mock(return_value=0.0), living=lambda: set(living))
     for node in sorted(living):
         heartbeats.start("encode", worker("a", node, node))
         heartbeats.state("encode", worker("a", node, node), ["v"], ProgressDelta(n_moves=1))
@@ -413,9 +406,9 @@ def test_a_worker_ends_at_once_and_runs_nothing_of_rays_end(heartbeats, tmp_path
 
 
 def test_a_disk_on_which_no_worker_can_start_is_reported_until_it_has_room():
-    heartbeats = Heartbeats(STAGES, clock := Clock())
+    heartbeats = Heartbeats(STAGES, clock := Mock(return_value=0.0))
     for stage, full in (("decode", "/ray, 100% full"), ("encode", ""), ("encode", "/ray, 100% full")):
         heartbeats.state(stage, worker("a"), [], ProgressDelta(), (), full)
         assert heartbeats.read().full_disks == ({worker("a").node: full} if full else {})
-    clock.now += 601  # its workers have ended, and cannot say that there is room again
+    clock.return_value += 601  # its workers have ended, and cannot say that there is room again
     assert heartbeats.read().full_disks == {}

@@ -2,18 +2,12 @@
 
 import socket
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import ray
 
 from pipeline.runner.cluster.head import Head, HeadLost
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -44,30 +38,30 @@ def test_a_lost_head_is_an_error_before_ray_ends_the_process(
     monkeypatch.delenv("RAY_gcs_rpc_server_reconnect_timeout_s", raising=False)
     if setting is not None:
         monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", setting)
-    said, clock = list[str](), Clock()
+    said, clock = list[str](), Mock(return_value=0.0)
     server = listen(own=own)
     head = Head(said.append, clock)
-    for clock.now in (0.0, 3.0):
+    for clock.return_value in (0.0, 3.0):
         head.look()
     assert head.answers() and said == []
     server.close()
-    for clock.now in (6.0, 6.0 + patience_s - 0.1):
+    for clock.return_value in (6.0, 6.0 + patience_s - 0.1):
         head.look()
     assert not head.answers() and len(said) == n_notes
-    clock.now = 6.0 + patience_s
+    clock.return_value = 6.0 + patience_s
     with pytest.raises(HeadLost, match=says):
         head.look()
 
 
 def test_a_head_that_restarts_in_time_is_noted_and_nothing_ends(listen):
-    said, clock = list[str](), Clock()
+    said, clock = list[str](), Mock(return_value=0.0)
     server = listen(own=False)
     head = Head(said.append, clock)
     server.close()
-    clock.now = 5.0
+    clock.return_value = 5.0
     head.look()
     with listen(own=False):
-        for clock.now in (9.0, 60.0):
+        for clock.return_value in (9.0, 60.0):
             head.look()
     assert [line.partition(" at ")[0] for line in said] == ["note: the head of the Ray cluster"] * 2
     assert "The run ends in 20 s unless it restarts" in said[0] and said[1].endswith(" answers again")
@@ -75,8 +69,8 @@ def test_a_head_that_restarts_in_time_is_noted_and_nothing_ends(listen):
 
 def test_without_a_cluster_nothing_is_lost(monkeypatch):
     monkeypatch.setattr(ray._private.worker, "_global_node", None)
-    clock = Clock()
+    clock = Mock(return_value=0.0)
     head = Head(print, clock)
-    clock.now = 100.0
+    clock.return_value = 100.0
     head.look()
     assert head.answers()
