@@ -678,27 +678,6 @@ def test_the_last_report_of_a_graph_names_excluded_workers_and_stores_that_do_no
 # Interrupts
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize("is_behind_the_write", [False, True])
-def test_a_commit_that_is_interrupted_is_done_again_and_counts_once(tmp_path, number, is_behind_the_write):
-    disk, calls = Disk(tmp_path), []
-
-    def commit(shard: int, rows: pa.Table) -> None:
-        calls.append(shard)
-        is_interrupted = calls.count(number) == 1 and shard == number
-        if is_behind_the_write or not is_interrupted:
-            disk.commit(shard, rows)
-        if is_interrupted:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        commit_all(Stream(WordJob(), Words("abcde"), Watch(Mock())), commit)
-    words = disk.words()
-    assert list(words) == list("abcde")[: len(words)] and len(words) >= min(5, 2 * (number + 1))
-    assert calls.count(number) == 2 and len(calls) == len({*calls}) + 1
-    assert caught.value.__notes__ == [f"this run has written rows for {len(words)} of 5 words"]
-
-
 #: The event, the file, the function and the line.
 Point = tuple[str, str, str, int]
 
