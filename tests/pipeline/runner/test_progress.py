@@ -1,4 +1,4 @@
-"""Progress: lines in a log, also while nothing moves, a bar on a terminal, a line in a notebook, a function is told."""
+"""Progress: lines, a bar, a notebook's line, a function that is told, and the load of the stages."""
 
 import io
 import re
@@ -9,7 +9,16 @@ from rich.console import Console
 from pipeline.generate.run import ANSWERING
 from pipeline.prune.resources import PRUNING
 from pipeline.runner import progress as progress_module
-from pipeline.runner.progress import CallbackConsole, LineReporter, NotebookLine, Pace, Progress, make_reporter
+from pipeline.runner.progress import (
+    CallbackConsole,
+    LineReporter,
+    NotebookLine,
+    Pace,
+    Progress,
+    StageLoad,
+    find_bottleneck,
+    make_reporter,
+)
 from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.outages import OUTAGES, Outage, announce_outages
 from tests.waiting import wait_until
@@ -150,3 +159,51 @@ def test_a_notebook_has_one_line_written_over_and_notes_above_it(capsys):
     line(Progress(item="video", total=2, ok=2))
     shown = [part.rstrip() for part in capsys.readouterr().err.split("\r")[1:]]
     assert shown == ["0/2 videos, 0 failed", "note: no GPU", "1/2 videos, 0 failed, 2 decoded", "2/2 videos, 0 failed"]
+
+
+def report(n_passed_on=(0, 0, 0), up_s=(0.0, 0.0, 0.0), busy_s=(0.0, 0.0, 0.0)) -> WorkerReport:
+    def by_stage(numbers):
+        return dict(zip(("decode", "encode", "write"), numbers, strict=True))
+
+    return WorkerReport(n_passed_on=by_stage(n_passed_on), up_s=by_stage(up_s), busy_s=by_stage(busy_s))
+
+
+def test_shares_are_those_of_the_last_looks_alone():
+    load = StageLoad()
+    for look in range(1, 6):
+        idle = max(0, look - 2)  # from the third look on nobody works
+        load.add(report(up_s=(10 * look,) * 3, busy_s=(10 * (look - idle), 0, 5 * look)))
+    assert load.busy() == {"decode": 0.0, "encode": 0.0, "write": pytest.approx(0.5)}
+
+
+def test_shares_are_of_the_time_in_which_workers_could_work_and_a_stage_of_dead_workers_is_not_busy():
+    load = StageLoad()
+    assert load.busy() == {}
+    for look in range(1, 5):
+        load.add(report(up_s=(10 * look, 10 * min(look, 3), 0), busy_s=(5 * look, 10 * min(look, 3), 0)))
+        assert load.busy() == {"decode": 0.5, "encode": 1.0 if look < 4 else 0.0}
+
+
+def test_queues_hold_what_the_stage_before_is_through_with():
+    load = StageLoad()
+    load.add(report(n_passed_on=(7, 4, 4)))
+    assert load.waiting(10) == {"decode": 3, "encode": 3, "write": 0}
+    load.add(report(n_passed_on=(11, 4, 5)))  # an item was decoded again on another node
+    assert load.waiting(10) == {"decode": 0, "encode": 7, "write": 0}
+
+
+@pytest.mark.parametrize(
+    ("busy", "limits"),
+    [
+        ({"decode": 0.97, "encode": 0.41, "write": 0.02}, "decode"),
+        ({"decode": 0.60, "encode": 0.99, "write": 0.02}, "encode"),
+        ({"decode": 0.97, "encode": 0.96, "write": 0.02}, "encode"),  # decoders fill what is in front of the encoders
+        ({"decode": 0.95, "encode": 0.95, "write": 0.95}, "write"),
+        ({"decode": 0.70, "encode": 0.60, "write": 0.02}, "decode"),
+        ({"decode": 0.30, "encode": 0.20, "write": 0.02}, ""),  # they wait for something else
+        ({"answer": 1.0}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_last_stage_that_is_always_busy_limits_the_run(busy, limits):
+    assert find_bottleneck(busy) == limits

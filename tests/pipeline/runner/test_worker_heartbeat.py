@@ -1,4 +1,4 @@
-"""What every worker is doing: a statement replaces the one before, and nobody depends on the actor."""
+"""What every worker is doing: a statement replaces the one before, and a broken GPU ends its process."""
 
 import atexit
 import os
@@ -10,10 +10,12 @@ from unittest.mock import Mock, call
 
 import pytest
 import ray
+import torch
 
+from gstep.errors import is_out_of_memory
 from pipeline.prune.resources import PRUNING
 from pipeline.runner import worker_heartbeat as heartbeat
-from pipeline.runner.worker_heartbeat import Heartbeat
+from pipeline.runner.worker_heartbeat import Heartbeat, exit_after_gpu_fault
 from pipeline.runner.worker_reports import (
     CRASHES_S,
     MAX_CRASHES,
@@ -30,6 +32,8 @@ from pipeline.runner.worker_reports import (
 from pipeline.storage.outages import Outage
 from tests.builders.clusters import PLAIN, handle_of, heartbeats_here, ray_here
 from tests.builders.runs import assert_all_gone
+from tests.gstep.synthetic import needs_cuda
+from tests.interpreter import run_python
 from tests.waiting import wait_until
 
 STAGES, HERE = tuple(PRUNING.stages), socket.gethostname()
@@ -412,3 +416,78 @@ def test_a_disk_on_which_no_worker_can_start_is_reported_until_it_has_room():
         assert heartbeats.read().full_disks == ({worker("a").node: full} if full else {})
     clock.return_value += 601  # its workers have ended, and cannot say that there is room again
     assert heartbeats.read().full_disks == {}
+
+
+ON_A_GPU = """
+import torch
+from pipeline.runner.worker_heartbeat import exit_after_gpu_fault
+numbers = torch.zeros(8, device="cuda")
+exit_after_gpu_fault("fine.mp4", RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED"))
+print("went on", flush=True)
+try:
+    numbers[torch.full((4,), 10**6, device="cuda")].sum().item()
+except Exception as error:
+    exit_after_gpu_fault("a.mp4", ValueError("of another kind"))
+print("went on with a broken context")
+"""
+
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+]
+OTHERS = [
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    ValueError("a video of another shape"),
+    MemoryError("out of memory"),
+]
+
+
+def test_the_process_ends_at_once_and_says_on_what(capfd):
+    """No device is there to be asked, so the words decide."""
+    child = os.fork()
+    if child == 0:
+        try:
+            exit_after_gpu_fault("a.mp4", RuntimeError("CUDA error: an illegal memory access was encountered"))
+        finally:  # where it returns, or raises what could be caught
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 70
+    assert capfd.readouterr().err.strip() == "a.mp4: CUDA error: an illegal memory access was encountered"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is asked whether it works, which says so unless it has a side effect."""
+    asked = Mock()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", asked)
+    monkeypatch.setattr(heartbeat.os, "_exit", Mock(side_effect=SystemExit))
+    return asked
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=str)
+def test_the_gpu_is_asked_whatever_the_error_says(gpu, error, capsys):
+    exit_after_gpu_fault("a.mp4", error)
+    assert gpu.call_count == 1 and capsys.readouterr().err == ""
+    gpu.side_effect = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(SystemExit):
+        exit_after_gpu_fault("a.mp4", error)
+    assert capsys.readouterr().err.startswith(f"a.mp4: {error}")
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=str)
+def test_too_little_memory_breaks_nothing(gpu, error):
+    assert is_out_of_memory(error)
+    exit_after_gpu_fault("a.mp4", error)
+    assert not gpu.called
+
+
+@needs_cuda
+def test_a_gpu_is_asked_itself():
+    done = run_python("-c", ON_A_GPU)
+    assert (done.returncode, done.stdout) == (70, "went on\n"), done.stderr
+    assert "a.mp4: of another kind" in done.stderr
