@@ -61,7 +61,7 @@ def test_evidence_comes_back_bit_for_bit_beside_its_tokens(tmp_path, method, rat
 
 def test_who_does_not_ask_reads_no_byte_of_it(tmp_path):
     """Nor any other byte than those of the columns that make up a token."""
-    evidence_cache(tmp_path, {f"v{i}": random_tokens(i, SHAPE) for i in range(3)})
+    evidence_cache(tmp_path, {f"v{i}": random_tokens(i, SHAPE) for i in range(2)})
     store = CountingStore(tmp_path)
     cache = TokenCache(tmp_path, store=store)
     row = cache.get("v1").metadata  # opens the shard

@@ -101,14 +101,15 @@ def test_ray_does_not_fuse_the_stages_and_tries_every_task_again_finitely(tmp_pa
         operator = get_execution_plan(dataset._logical_plan)[0].dag
     least, limit = plan.estimate_store_bytes(2 * FRAME, 0), dataset.context.execution_options.resource_limits
     assert least <= limit.object_store_memory < 2 * least
-    names, retries = [operator.name], []
-    while operator.input_dependencies:
-        retries.append({name: operator._ray_remote_args.get(name) for name in ("max_restarts", "max_task_retries")})
-        assert "max_retries" not in operator._ray_remote_args
+    names = []
+    for _ in range(2):
+        options = operator._ray_remote_args
+        assert (options["max_restarts"], options["max_task_retries"]) == (RESTARTS, TASK_RETRIES)
+        assert "max_retries" not in options and RESTARTS > 0 < TASK_RETRIES  # for Ray -1 is without end
+        names.append(operator.name)
         (operator,) = operator.input_dependencies
-        names.insert(0, operator.name)
-    assert names == ["Input", "MapBatches(Decoder)", "MapBatches(Encoder)"]  # a fused one would have an arrow
-    assert retries == [{"max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES}] * 2
+    assert names == ["MapBatches(Encoder)", "MapBatches(Decoder)"]  # a fused one would have an arrow
+    assert not operator.input_dependencies
 
 
 def test_what_a_worker_has_not_handed_over_is_not_waiting():
@@ -129,8 +130,8 @@ def members(sizes, shard="a.tar"):
     return pa.Table.from_pylist(rows, MANIFEST_SCHEMA)
 
 
-def rows_of_a_table(*places):
-    rows = [{"video_id": f"{place}", "uri": f"/t#{place}", "source_offset": place} for place in places]
+def rows_of_a_table(first, stop):
+    rows = [{"video_id": f"{place}", "uri": f"/t#{place}", "source_offset": place} for place in range(first, stop)]
     return pa.Table.from_pylist(rows, MANIFEST_SCHEMA)
 
 
@@ -142,12 +143,12 @@ def cut(videos, workers, most=256, **more):
     return found
 
 
-@pytest.mark.parametrize("workers", [1, 2, 64])
+@pytest.mark.parametrize("workers", [1, 64])
 @pytest.mark.parametrize("bundle", [1, 8])
 @pytest.mark.parametrize("largest", [10**5, 10**7, 10**9])
 def test_units_are_bounded_and_shrink_towards_the_end(workers, bundle, largest):
     draw = random.Random(largest)
-    sizes = [draw.randint(1, largest) for _ in range(3000)]
+    sizes = [draw.randint(1, largest) for _ in range(1000)]
     videos = members(sizes)
     found = cut(videos, workers, bundle=bundle)
     assert found == cut(pa.concat_tables([videos.slice(0, 7), videos.slice(7)]), workers, bundle=bundle)
@@ -166,11 +167,11 @@ def test_workers_outnumber_tars():
 
 
 def test_rows_of_a_row_group_stay_together_also_where_some_are_done():
-    assert cut(rows_of_a_table(*range(100)), 2, row_group=40) == [(0, 40), (40, 80), (80, 100)]
-    assert cut(rows_of_a_table(*range(30, 100)), 2, row_group=40) == [(0, 10), (10, 50), (50, 70)]
-    two = pa.concat_tables([rows_of_a_table(*range(50)), rows_of_a_table(*range(20, 50))])
+    assert cut(rows_of_a_table(0, 100), 2, row_group=40) == [(0, 40), (40, 80), (80, 100)]
+    assert cut(rows_of_a_table(30, 100), 2, row_group=40) == [(0, 10), (10, 50), (50, 70)]
+    two = pa.concat_tables([rows_of_a_table(0, 50), rows_of_a_table(20, 50)])
     assert cut(two, 2, row_group=50) == [(0, 50), (50, 80)]
-    assert [stop - start for start, stop in cut(rows_of_a_table(*range(600)), 1, row_group=600)] == [256, 256, 88]
+    assert [stop - start for start, stop in cut(rows_of_a_table(0, 600), 1, row_group=600)] == [256, 256, 88]
 
 
 def test_units_stay_large_while_other_archives_are_to_come():

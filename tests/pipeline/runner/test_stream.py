@@ -37,7 +37,6 @@ from pipeline.runner.stream import Stream, commit_all
 from pipeline.runner.watchdog import ClusterChanged, is_still_running
 from pipeline.runner.worker_reports import Heartbeats, WorkerReport
 from pipeline.storage.outages import OUTAGES, Outage
-from pipeline.storage.stores import LocalStore
 from tests.builders.clusters import handle_of
 from tests.waiting import wait_until
 
@@ -101,22 +100,17 @@ class WordJob(Job[Words]):
         return {"CPU": 1.0}
 
 
-class Disk:
-    """What is committed: each word as a file with the number of its shard. It is full once it is to hold "c"."""
+class Disk(dict[str, str]):
+    """What is committed: the number of its shard and the status of each word. It is full once it is to hold a word."""
 
-    def __init__(self, root: Path, is_full_at: str | None = None) -> None:
-        self.store, self._is_full_at = LocalStore(root), is_full_at
+    def __init__(self, is_full_at: str | None = None) -> None:
+        self.is_full_at = is_full_at
 
     def commit(self, number: int, rows: pa.Table) -> None:
         words, states = (rows[name].to_pylist() for name in ("word", "status"))
-        if self._is_full_at in words:
-            raise OSError(28, "No space left on device", self._is_full_at)
-        for word, status in zip(words, states, strict=True):
-            self.store.put(f"words/{word}", f"{number} {status}".encode())
-
-    def words(self) -> dict[str, str]:
-        names = sorted(self.store.names("words", ""))
-        return {name.removeprefix("words/"): self.store.read(name).decode() for name in names}
+        if self.is_full_at in words:
+            raise OSError(28, "No space left on device", self.is_full_at)
+        self.update((word, f"{number} {status}") for word, status in zip(words, states, strict=True))
 
 
 class Endless:
@@ -251,20 +245,20 @@ BAD = RunFailed("all words are bad")
 THREE_OF_FIVE = "this run has written rows for 3 of 5 words"
 
 
-def test_every_word_has_a_row_and_failures_are_counted(tmp_path):
-    disk, job = Disk(tmp_path), WordJob()
+def test_every_word_has_a_row_and_failures_are_counted():
+    disk, job = Disk(), WordJob()
     watch = Watch(Mock())
     write(disk, job, ["a", "b", "bad"], watch)
-    assert disk.words() == {"a": "0 ok", "b": "0 ok", "bad": "1 failed"}
+    assert disk == {"a": "0 ok", "b": "0 ok", "bad": "1 failed"}
     assert "starting workers: 1 to write" in job.said and "3/3 words, 1 failed" in job.said
     assert len(watch.reports) == 1 and job.n_shards == 2
     write(disk, job, "c")  # another stream of the job
-    assert disk.words()["c"] == "2 ok"
+    assert disk["c"] == "2 ok"
 
 
-def test_no_words_start_nothing(tmp_path):
+def test_no_words_start_nothing():
     job, watch = WordJob(), Watch(Mock())
-    write(Disk(tmp_path), job, [], watch)
+    write(Disk(), job, [], watch)
     assert (job.built, job.said, watch.reports) == ([], "", [])
 
 
@@ -275,18 +269,18 @@ def test_a_stream_that_has_ended_gives_nothing_more_and_counts_the_last_shard_on
         words.check_complete()
 
 
-def test_a_shard_is_on_disk_before_the_graph_has_ended(tmp_path):
+def test_a_shard_is_on_disk_before_the_graph_has_ended():
     class Watched(WordGraph):
         def batches(self) -> Iterator[GraphBatch]:
             for number, batch in enumerate(super().batches()):
                 # One batch waits to be fetched and one to be taken, so that five behind a shard it must be written.
-                assert number < 7 or (tmp_path / "words" / "w0").exists()
+                assert number < 7 or "w0" in disk
                 yield batch
 
-    disk, job = Disk(tmp_path), WordJob()
+    disk, job = Disk(), WordJob()
     job.graph = lambda items, plan, heartbeats: Watched(items, 2)
     write(disk, job, [f"w{number}" for number in range(9)])
-    assert disk.words()["w8"] == "4 ok" and len(disk.words()) == 9
+    assert disk["w8"] == "4 ok" and len(disk) == 9
 
 
 def test_a_committed_shard_does_not_stay_in_memory():
@@ -314,22 +308,20 @@ def test_a_committed_shard_does_not_stay_in_memory():
         assert len(bytes_of_shards) == 3
 
 
-def test_what_was_committed_before_the_store_failed_stays_and_the_error_says_how_much(tmp_path):
+def test_what_was_committed_before_the_store_failed_stays_and_the_error_says_how_much():
+    disk, job = Disk(is_full_at="c"), WordJob()
     with pytest.raises(RunFailed, match=r"the run stopped after 2 of 4 words: OSError: .*No space left") as caught:
-        write(Disk(tmp_path, is_full_at="c"), job := WordJob(), "abcd")
+        write(disk, job, "abcd")
     assert isinstance(caught.value.__cause__, OSError)
     assert "flushing" not in job.said  # a store that failed would fail again
-    disk = Disk(tmp_path)
-    assert sorted(disk.words()) == ["a", "b"]
-    write(disk, WordJob(), "cd")  # the rerun goes on
-    assert sorted(disk.words()) == list("abcd")
+    assert sorted(disk) == ["a", "b"]
 
 
-def test_rows_that_are_missing_fail_the_run(tmp_path):
+def test_rows_that_are_missing_fail_the_run():
     job = WordJob()
     job.graph = lambda items, plan, heartbeats: WordGraph(items[:3], 2)
     with pytest.raises(RunFailed, match=r"^2 of 5 words have no row\. Rerun the command") as caught:
-        write(Disk(tmp_path), job, "abcde")
+        write(Disk(), job, "abcde")
     # Nothing is left to write: the time for last writes begins with the record of the run.
     assert "flushing" not in job.said and "last_writes_until" not in vars(caught.value)
 
@@ -337,17 +329,15 @@ def test_rows_that_are_missing_fail_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("told", "said"), [(None, "the node is gone"), ("OSError: No space left on device", "OSError: No space left")]
 )
-def test_what_ray_raises_is_told_in_the_words_of_the_worker_and_what_came_out_is_written_first(
-    tmp_path, monkeypatch, told, said
-):
+def test_what_ray_raises_is_told_in_the_words_of_the_worker_and_what_came_out_is_written_first(monkeypatch, told, said):
     heartbeats_that_read(monkeypatch, lambda: WorkerReport(failure=told))
-    disk, job = Disk(tmp_path), WordJob()
+    disk, job = Disk(), WordJob()
     with pytest.raises(RunFailed, match=rf"^the run stopped after 3 of 5 words: .*{said}"):
         write(disk, job, [*"abc", "?", "d"])
-    assert "stopping: flushing finished work (up to 15 s)" in job.said and sorted(disk.words()) == list("abc")
+    assert "stopping: flushing finished work (up to 15 s)" in job.said and sorted(disk) == list("abc")
 
 
-def test_a_graph_that_failed_has_ended_when_the_cause_is_searched(tmp_path, monkeypatch):
+def test_a_graph_that_failed_has_ended_when_the_cause_is_searched(monkeypatch):
     """The search starts a process on each node."""
     job = WaitingJob()
     ended: list[bool] = []
@@ -361,17 +351,17 @@ def test_a_graph_that_failed_has_ended_when_the_cause_is_searched(tmp_path, monk
         ShardBundler, "next_written", Mock(side_effect=ray.exceptions.RaySystemError("a writer is gone"))
     )
     with pytest.raises(RunFailed, match="a writer is gone; no process started on host n, as on a full disk: look at"):
-        write(Disk(tmp_path), job, "abcde")
+        write(Disk(), job, "abcde")
     assert ended == [True]
 
 
-def test_what_is_left_is_planned_anew_where_the_cluster_changed(tmp_path):
-    disk, job = Disk(tmp_path), WaitingJob()
+def test_what_is_left_is_planned_anew_where_the_cluster_changed():
+    disk, job = Disk(), WaitingJob()
     watch = EndingWatch(job, CHANGED)
     write(disk, job, "abcde", watch)
     assert "note: nodes were lost. Rescheduling 2 words on the current nodes" in job.said
     # What had come out of the first graph was written first; no number of a shard is used again.
-    assert disk.words() == {"a": "0 ok", "b": "0 ok", "c": "1 ok", "d": "2 ok", "e": "2 ok"}
+    assert disk == {"a": "0 ok", "b": "0 ok", "c": "1 ok", "d": "2 ok", "e": "2 ok"}
     assert job.built == [[*"abcde"], [*"de"]] and len(watch.reports) == 2 and job.n_shards == 3
 
 
@@ -406,22 +396,20 @@ class Bundles(WordGraph):
         (CHANGED, "abcde", "c", "the run stopped after 2 of 5 words: OSError: .*No space left.*", "ab"),
     ],
 )
-def test_a_run_that_stops_says_how_many_words_have_a_row_behind_the_last_writes(
-    tmp_path, ending, words, full_at, said, written
-):
+def test_a_run_that_stops_says_how_many_words_have_a_row_behind_the_last_writes(ending, words, full_at, said, written):
     """Those of an earlier graph count."""
-    disk, job = Disk(tmp_path, full_at), WaitingJob()
+    disk, job = Disk(full_at), WaitingJob()
     assert re.fullmatch(said, write_until(ending, disk, job, words), re.DOTALL)
-    assert "".join(sorted(disk.words())) == written
+    assert "".join(sorted(disk)) == written
     assert ("words/s, more words are being listed" in job.said) == isinstance(words, Growing)
     assert " s left" not in job.said or not isinstance(words, Growing)
 
 
 @pytest.mark.parametrize(("lost", "said"), [(None, ""), ("c", "\n2 finished words were not written: .* No space left")])
-def test_bundles_that_are_not_full_do_not_pass_for_words_that_were_not_written(tmp_path, lost, said):
-    disk = Disk(tmp_path, is_full_at=lost)
+def test_bundles_that_are_not_full_do_not_pass_for_words_that_were_not_written(lost, said):
+    disk = Disk(lost)
     assert re.match(f"all words are bad{said}", write_until(BAD, disk, job := WaitingJob(3, Bundles), "abcde"))
-    assert sorted(disk.words()) == sorted({*"abc"} - {lost}) and len(job.built) == 1
+    assert sorted(disk) == sorted({*"abc"} - {lost}) and len(job.built) == 1
 
 
 @pytest.mark.parametrize(
@@ -432,49 +420,49 @@ def test_bundles_that_are_not_full_do_not_pass_for_words_that_were_not_written(t
         (RunFailed("no node is left"), "no node is left"),
     ],
 )
-def test_an_error_between_two_graphs_says_how_many_items_have_a_row(tmp_path, error, said):
-    disk, job = Disk(tmp_path), WaitingJob()
+def test_an_error_between_two_graphs_says_how_many_items_have_a_row(error, said):
+    disk, job = Disk(), WaitingJob()
     job.plan = Mock(side_effect=[job.plan(Words()), error])
-    assert write_until(CHANGED, disk, job, "abcde") == said and sorted(disk.words()) == list("abc")
+    assert write_until(CHANGED, disk, job, "abcde") == said and sorted(disk) == list("abc")
 
 
-def test_workers_of_a_graph_that_does_not_end_are_not_joined_by_others(tmp_path, monkeypatch):
+def test_workers_of_a_graph_that_does_not_end_are_not_joined_by_others(monkeypatch):
     monkeypatch.setattr(stream, "is_still_running", lambda within_s: True)
-    said = write_until(CHANGED, Disk(tmp_path), job := WaitingJob(), "abcde")
+    said = write_until(CHANGED, Disk(), job := WaitingJob(), "abcde")
     assert said.startswith("nodes were lost, but the previous workers do not end") and len(job.built) == 1
 
 
 @pytest.mark.parametrize("has_others", [False, True])
-def test_a_run_that_stands_still_beside_a_full_disk_names_it(tmp_path, monkeypatch, has_others):
+def test_a_run_that_stands_still_beside_a_full_disk_names_it(monkeypatch, has_others):
     """With other nodes the rest is rescheduled there."""
     monkeypatch.setattr(execution, "SHRUNK_S", 0.1)
     monkeypatch.setattr(execution, "_FULL_S", 0.3)
     monkeypatch.setattr(execution, "sum_resources", lambda nodes, most=None: {})
     monkeypatch.setattr(execution, "find_known_full_disks", lambda without, known: {"n": "host n (/ray, 100% full)"})
-    disk, job = Disk(tmp_path), WaitingJob()
+    disk, job = Disk(), WaitingJob()
     job.can_run_on = lambda cluster: has_others
     full = "the disk is full on host n (/ray, 100% full)"
     moved = rf"no word moved for \d+ s; {re.escape(full)}"
     with nullcontext() if has_others else pytest.raises(RunFailed, match=moved):
         write(disk, job, "abcde")
     if has_others:
-        assert sorted(disk.words()) == list("abcde") and job.excluded_nodes == {"n": "host n (/ray, 100% full)"}
+        assert sorted(disk) == list("abcde") and job.excluded_nodes == {"n": "host n (/ray, 100% full)"}
         assert f"note: {full}. Rescheduling 2 words on the other nodes" in job.said
     assert job.said.count(f"note: {full}, and nothing moves. ") == 1 and "--temp-dir" in job.said
 
 
-def test_a_disk_that_rays_error_finds_full_is_left_out(tmp_path, monkeypatch):
+def test_a_disk_that_rays_error_finds_full_is_left_out(monkeypatch):
     monkeypatch.setattr(execution, "sum_resources", lambda nodes, most=None: {"CPU": 1.0})
     found = execution.DiskSearch({"n": "host n"}, {})
     monkeypatch.setattr(execution, "find_full_disks", lambda *_, **__: found)
-    disk, job = Disk(tmp_path), WordJob()
+    disk, job = Disk(), WordJob()
     job.graph = lambda items, plan, heartbeats: WordGraph(items if job.excluded_nodes else [*items[:3], "?"], 2)
     write(disk, job, "abcde")
-    assert sorted(disk.words()) == list("abcde") and job.excluded_nodes == {"n": "host n"}
+    assert sorted(disk) == list("abcde") and job.excluded_nodes == {"n": "host n"}
 
 
 @pytest.mark.parametrize(("ending", "last"), [(KeyboardInterrupt(), [5.0]), (RunFailed("bad"), [0.05, "nodes"])])
-def test_a_stop_waits_little_for_workers_and_not_for_nodes(tmp_path, monkeypatch, ending, last):
+def test_a_stop_waits_little_for_workers_and_not_for_nodes(monkeypatch, ending, last):
     """A cluster that ends at the same time answers neither."""
     looks: list[object] = []
 
@@ -488,8 +476,8 @@ def test_a_stop_waits_little_for_workers_and_not_for_nodes(tmp_path, monkeypatch
 
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "nodes", nodes)
-    write_until(ending, disk := Disk(tmp_path), WaitingJob(), "abcde")
-    assert looks[-len(last) :] == last and sorted(disk.words()) == list("abc")
+    write_until(ending, disk := Disk(), WaitingJob(), "abcde")
+    assert looks[-len(last) :] == last and sorted(disk) == list("abc")
 
 
 @pytest.mark.parametrize(
@@ -503,7 +491,7 @@ def test_a_stop_waits_little_for_workers_and_not_for_nodes(tmp_path, monkeypatch
     ],
 )
 def test_a_stream_ends_its_graph_then_reads_the_last_report_and_ends_the_workers_last(
-    tmp_path, monkeypatch, ending, ends_workers
+    monkeypatch, ending, ends_workers
 ):
     steps: list[str] = []
 
@@ -527,12 +515,12 @@ def test_a_stream_ends_its_graph_then_reads_the_last_report_and_ends_the_workers
     watch = Watch(Mock()) if ending is None else EndingWatch(job, ending)
     is_quiet = ending is None or isinstance(ending, ClusterChanged)
     with nullcontext() if is_quiet else pytest.raises(type(ending)):
-        write(Disk(tmp_path), job, "abcd" if is_quiet else "abc", watch)
+        write(Disk(), job, "abcd" if is_quiet else "abc", watch)
     steps = list(dict.fromkeys(steps))
     assert steps == ["graph", "report", "writers", "heartbeats", *["workers"] * ends_workers]
 
 
-def test_the_time_of_the_last_writes_begins_once_the_graph_has_ended(tmp_path, monkeypatch):
+def test_the_time_of_the_last_writes_begins_once_the_graph_has_ended(monkeypatch):
     """A graph that blocks outside Python code would take all of it."""
     blocked = threading.Event()
 
@@ -545,14 +533,14 @@ def test_the_time_of_the_last_writes_begins_once_the_graph_has_ended(tmp_path, m
     monkeypatch.setattr(watchdog, "_END_S", 1.0)
     monkeypatch.setattr(run_record, "LAST_WRITES_S", 0.8)
     monkeypatch.setattr(stream, "_RECORD_S", 0.1)
-    disk, job = Disk(tmp_path), WaitingJob(2, Stuck)
+    disk, job = Disk(), WaitingJob(2, Stuck)
     start = time.monotonic()
     try:
         assert write_until(KeyboardInterrupt(), disk, job, "abcde") == f"\n{THREE_OF_FIVE}"
         assert time.monotonic() - start < 4  # all that wait for the graph share its second
     finally:
         blocked.set()
-    assert sorted(disk.words()) == list("abc")
+    assert sorted(disk) == list("abc")
 
 
 @pytest.mark.parametrize(
@@ -570,13 +558,13 @@ def test_the_time_of_the_last_writes_begins_once_the_graph_has_ended(tmp_path, m
     ],
 )  # fmt: skip
 def test_the_last_writes_leave_out_a_shard_whose_writer_fails_or_has_not_answered_within_their_time(
-    tmp_path, monkeypatch, writers_in_this_process, ending, words, n_words, a_shard, said, written
+    monkeypatch, writers_in_this_process, ending, words, n_words, a_shard, said, written
 ):
     monkeypatch.setattr(run_record, "LAST_WRITES_S", 0.5)
     monkeypatch.setattr(stream, "_RECORD_S", 0.1)
     if "x" in words:
         monkeypatch.setattr(shards, "LOOK_S", 3600.0)  # behind the first shard none is looked for before the end
-    disk, job = Disk(tmp_path), WaitingJob(a_shard, n_words=n_words)
+    disk, job = Disk(), WaitingJob(a_shard, n_words=n_words)
     job.start_writers = start_writers
     start = time.monotonic()
     if said is None:
@@ -584,7 +572,7 @@ def test_the_last_writes_leave_out_a_shard_whose_writer_fails_or_has_not_answere
         assert job.built == [[*words], [*"wde"]]
     else:
         assert write_until(ending, disk, job, words).startswith(said)
-    assert "".join(sorted(disk.words())) == written
+    assert "".join(sorted(disk)) == written
     assert job.said.count("stopping: flushing finished work") == 1
     assert "w" not in words or 0.3 < time.monotonic() - start < 10
 
@@ -605,16 +593,16 @@ def test_a_last_write_that_fails_is_the_last_one():
     assert caught.value.__notes__[0].startswith("1 finished words were not written: the cache was deleted. Rerun")
 
 
-def test_a_commit_counts_as_movement(tmp_path, monkeypatch):
+def test_a_commit_counts_as_movement(monkeypatch):
     clock = Mock(return_value=0.0)
     monkeypatch.setattr(execution, "Watchdog", partial(watchdog.Watchdog, clock=clock))
-    disk, job = Disk(tmp_path), WordJob()
+    disk, job = Disk(), WordJob()
 
     class Slow(WordGraph):
         def batches(self) -> Iterator[GraphBatch]:
             for number, batch in enumerate(super().batches()):
                 yield batch
-                wait_until(lambda: len(disk.words()) > number, "the commit")  # noqa: B023 - called here and now
+                wait_until(lambda: len(disk) > number, "the commit")  # noqa: B023 - called here and now
                 clock.return_value += 40.0  # of 60
 
     job.graph = lambda items, plan, heartbeats: Slow(items, 1)
@@ -622,18 +610,18 @@ def test_a_commit_counts_as_movement(tmp_path, monkeypatch):
     assert clock.return_value == 160.0
 
 
-def test_a_graph_in_which_nothing_moves_ends(tmp_path, monkeypatch):
+def test_a_graph_in_which_nothing_moves_ends(monkeypatch):
     job = WaitingJob()
     seconds = count(0, 10)
     clock = Mock(side_effect=lambda: float(next(seconds)) if job.first.at_end.is_set() else 0.0)
     job.first = Endless([])  # for a clock that is read before there is a graph
     monkeypatch.setattr(execution, "Watchdog", partial(watchdog.Watchdog, clock=clock))
     with pytest.raises(RunFailed, match=r"no word moved for 60 s: .*; or raise --stall-timeout"):
-        write(Disk(tmp_path), job, "abcde", EndingWatch(job, None))
+        write(Disk(), job, "abcde", EndingWatch(job, None))
 
 
 @pytest.mark.parametrize("is_lost_at_a_call", [False, True])
-def test_a_head_that_is_lost_ends_the_run_and_is_named(tmp_path, monkeypatch, is_lost_at_a_call):
+def test_a_head_that_is_lost_ends_the_run_and_is_named(monkeypatch, is_lost_at_a_call):
     """The head is lost once the last word has left the graph."""
 
     class Lost(SimpleNamespace):
@@ -661,15 +649,15 @@ def test_a_head_that_is_lost_ends_the_run_and_is_named(tmp_path, monkeypatch, is
     job.first = Endless([])  # for a head that is asked before there is a graph
     monkeypatch.setattr(stream, "end_workers", Mock(side_effect=AssertionError))
     with pytest.raises(HeadLost, match=r"^the run stopped after \d of 5 words: the head is away"):
-        write(Disk(tmp_path), job, "abcde")
+        write(Disk(), job, "abcde")
 
 
-def test_the_last_report_of_a_graph_names_excluded_workers_and_stores_that_do_not_answer(tmp_path, monkeypatch):
+def test_the_last_report_of_a_graph_names_excluded_workers_and_stores_that_do_not_answer(monkeypatch):
     report = WorkerReport(excluded_workers=["write on host h"], outages=[Outage("s3://b", time.time(), "503")])
 
     heartbeats_that_read(monkeypatch, lambda: report)
     job, watch = WordJob(), Watch(Mock())
-    write(Disk(tmp_path), job, "a", watch)
+    write(Disk(), job, "a", watch)
     assert "note: excluded worker: write on host h" in job.said and watch.reports == [report]
     assert OUTAGES.list_failing_stores() == ["s3://b"]
     OUTAGES.clear()

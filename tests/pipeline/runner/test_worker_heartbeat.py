@@ -206,7 +206,6 @@ def test_the_outcomes_of_thousands_of_workers_are_not_counted_for_each_of_them()
         for who in others:
             heartbeats.state("decode", who, ["an item"], ProgressDelta(**failed))
         assert heartbeats.is_excluded("decode", bad)  # for the second time by a count that is not a second old
-        assert not heartbeats.is_excluded("decode", others[0]) or failed == {"n_failed": RECENT}
     clock.return_value += 1
     assert not heartbeats.is_excluded("decode", bad)  # nobody does better any more
 
