@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from hashlib import md5
 
 import pyarrow as pa
@@ -20,6 +21,8 @@ from tests.builders.caches import decode_row_of
 from tests.builders.clips import KeepSize, write_clip
 from tests.builders.stores import KEY, SECRET
 
+SETUP = DecodeSetup(Sampling(num_frames=2), KeepSize())
+
 
 def todo(*uris, policy=None, size=None):
     rows = [{"video_id": uri, "uri": uri, "policy": policy, "size": size, "attempts": 1} for uri in uris]
@@ -30,7 +33,7 @@ def test_a_decoder_fetches_with_what_its_setup_holds_and_asks_nothing_else(serve
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
         monkeypatch.delenv(name, raising=False)
     uris = [server.upload(f"{number}.mp4", clip.read_bytes()) for number in range(4)]
-    setup = DecodeSetup(Sampling(num_frames=2), KeepSize(), objects=server.objects())
+    setup = replace(SETUP, objects=server.objects())
     assert SECRET not in repr(setup) and KEY not in repr(setup)
     decoder = Decoder(setup)
     table = pa.concat_tables([todo(*uris, str(clip), server.uri("gone.mp4"), size=7), todo("s3://x/y", policy="no")])
@@ -48,7 +51,7 @@ def test_bundles_follow_from_the_rows_whatever_becomes_of_their_videos(clip, tmp
     """Ray counts what a call gave before it was lost, and takes as much from the next one for the same."""
     rows = todo(str(clip), "away", str(clip), "away", "away", str(clip), str(clip))
     other = todo(*["away"] * 7)
-    decoder = Decoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), videos_per_bundle=3)
+    decoder = Decoder(SETUP, videos_per_bundle=3)
     for table in (rows, other):
         bundles = [[video.record["video_id"] for video in unpack_batch(bundle)] for bundle in decoder.decode(table)]
         ids = table["video_id"].to_pylist()
@@ -57,7 +60,7 @@ def test_bundles_follow_from_the_rows_whatever_becomes_of_their_videos(clip, tmp
 
 
 def test_two_calls_at_a_time_share_one_child(clip):
-    decoder = Decoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), videos_per_bundle=2)
+    decoder = Decoder(SETUP, videos_per_bundle=2)
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(lambda: list(decoder.decode(todo(*[str(clip)] * 3)))) for _ in range(2)]
         videos = [video for call in calls for bundle in call.result() for video in unpack_batch(bundle)]
@@ -74,7 +77,7 @@ def test_the_start_of_the_child_is_no_time_of_a_video_that_fails(tmp_path):
 
     (tmp_path / "a.mp4").write_text("no video")
     with StartsForAnHour() as sandbox:
-        decoder = VideoDecoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), sandbox)
+        decoder = VideoDecoder(SETUP, sandbox)
         record, _ = decode_row_of(decoder, tmp_path / "a.mp4")
     assert record["error_class"] == "unsupported" and -3600 <= record["decode_s"] < 0  # the hour did not pass
 

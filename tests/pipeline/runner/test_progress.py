@@ -29,7 +29,7 @@ def test_a_log_gets_lines_even_while_nothing_is_committed():
     with make_reporter(Console(file=text, width=120), 10, 0.02, PRUNING) as progress:
         wait_until(lambda: text.getvalue().count("\n") >= 3, "three lines")
         progress.advance(3, 1)
-        progress.stages(WorkerReport(n_results={"decode": 7, "encode": 5, "write": 4}))
+        progress.stages(results(7, 5, 4))
     lines = text.getvalue().splitlines()
     assert lines[0] == "0/10 videos, 0 failed, no estimate yet"
     assert lines[-1].startswith("4/10 videos, 1 failed, 7 decoded, 5 encoded, ")
@@ -49,12 +49,8 @@ def test_a_store_that_does_not_answer_is_the_bottleneck_of_all_displays_though_n
     monkeypatch.setattr(progress_module, "EARLY_S", 3600)  # only the line at the end
     busy = dict.fromkeys(PRUNING.stages, 30.0)
     line, bar, told = io.StringIO(), io.StringIO(), list[Progress]()
-    consoles = (
-        Console(file=line, width=200),
-        Console(file=bar, force_terminal=True, width=200),
-        CallbackConsole(told.append),
-    )
-    for console in consoles:
+    line_console, bar_console = Console(file=line, width=200), Console(file=bar, force_terminal=True, width=200)
+    for console in (line_console, bar_console, CallbackConsole(told.append)):
         with announce_outages(lambda text: None), make_reporter(console, 10, 3600, PRUNING) as progress:
             progress.stages(WorkerReport(up_s=busy, busy_s=busy))
             assert progress.current.bottleneck == "write"
@@ -67,10 +63,14 @@ def test_a_store_that_does_not_answer_is_the_bottleneck_of_all_displays_though_n
     assert str(Progress(item="video", total=2, bottleneck="x")) == "0/2 videos, 0 failed, bottleneck: x"
 
 
+def results(decode: int, encode: int, write: int) -> WorkerReport:
+    return WorkerReport(n_results={"decode": decode, "encode": encode, "write": write})
+
+
 def test_a_terminal_gets_a_bar():
     text = io.StringIO()
     with make_reporter(Console(file=text, force_terminal=True, width=120), 10, 30, PRUNING) as progress:
-        progress.stages(WorkerReport(n_results={"decode": 3, "encode": 2, "write": 0}))
+        progress.stages(results(3, 2, 0))
         progress.advance(9, 1)
     assert "10/10" in text.getvalue() and "1 failed, 9 decoded, 9 encoded" in text.getvalue()
 
@@ -79,17 +79,16 @@ def test_a_line_stays_one_line_and_never_says_that_less_was_decoded_than_is_done
     monkeypatch.setattr(progress_module, "EARLY_S", 3600)  # only the line at the end
     text = io.StringIO()
     with LineReporter(Console(file=text, width=40), 10_000, 3600, PRUNING) as progress:
-        progress.stages(WorkerReport(n_results={"decode": 5, "encode": 4, "write": 3}))
+        progress.stages(results(5, 4, 3))
         progress.count_computed(1)
         progress.count_computed(6)
         progress.advance(6, 1)
-    line = r"7/10000 videos, 1 failed, 6 decoded, 6 encoded, \d+\.\d\d videos/s, \d+ s left\n"
-    assert re.fullmatch(line, text.getvalue())
-    unread = io.StringIO()
-    with LineReporter(Console(file=unread, width=40), 6, 3600, PRUNING) as progress:
-        progress.stages(WorkerReport(n_results={"decode": 0, "encode": 0, "write": 6}))
+    with LineReporter(Console(file=text, width=40), 6, 3600, PRUNING) as progress:
+        progress.stages(results(0, 0, 6))
         progress.advance(0, 6)
-    assert unread.getvalue() == "6/6 videos, 6 failed, 0 decoded, 0 encoded\n"  # files that cannot be read
+    line, unread = text.getvalue().splitlines()
+    assert re.fullmatch(r"7/10000 videos, 1 failed, 6 decoded, 6 encoded, \d+\.\d\d videos/s, \d+ s left", line)
+    assert unread == "6/6 videos, 6 failed, 0 decoded, 0 encoded"  # files that cannot be read
 
 
 def test_rate_and_time_left_are_of_what_came_through_since_the_first_though_nothing_is_written():
@@ -121,8 +120,8 @@ def test_a_function_is_told_numbers_and_notes():
     console = CallbackConsole(told.append)
     console.print("note: [a] long one " + "x" * 200, markup=False)
     with make_reporter(console, 3, 30.0, PRUNING) as progress:
-        progress.stages(WorkerReport(n_results={"decode": 2, "encode": 1, "write": 0}))
-        progress.stages(WorkerReport(n_results={"decode": 2, "encode": 1, "write": 0}))  # nothing new
+        for _ in range(2):  # nothing new for the second time
+            progress.stages(results(2, 1, 0))
         progress.advance(1, 1)
         progress.advance(1, 0)
     notes, numbers = [one for one in told if one.note], [one for one in told if not one.note]
@@ -151,12 +150,11 @@ def test_of_a_run_of_one_stage_its_own_is_told_and_what_the_function_raises_leav
 
 
 def test_a_notebook_has_one_line_written_over_and_notes_above_it(capsys):
-    line = NotebookLine()
-    line(Progress(note="configuration: out=c"))
-    line(Progress(item="video", total=2))
-    line(Progress(note="note: no GPU"))
-    line(Progress(item="video", total=2, ok=1, ahead={"decoded": 2}))
-    line(Progress(item="video", total=2, ok=2))
+    line, numbers = NotebookLine(), {"item": "video", "total": 2}
+    for said in ({"note": "configuration: out=c"}, numbers, {"note": "note: no GPU"}):
+        line(Progress(**said))
+    line(Progress(**numbers, ok=1, ahead={"decoded": 2}))
+    line(Progress(**numbers, ok=2))
     shown = [part.rstrip() for part in capsys.readouterr().err.split("\r")[1:]]
     assert shown == ["0/2 videos, 0 failed", "note: no GPU", "1/2 videos, 0 failed, 2 decoded", "2/2 videos, 0 failed"]
 

@@ -79,8 +79,8 @@ def actor(monkeypatch) -> Heartbeats:
     return heartbeats_here(monkeypatch, STAGES, worker("w1", HERE))[0]
 
 
-def handle(actor: Heartbeats) -> SimpleNamespace:
-    return handle_of(actor.state, actor.fail, actor.start, actor.find_crashes)
+def heartbeat_of(actor: Heartbeats, stage: str) -> Heartbeat:
+    return Heartbeat(stage, handle_of(actor.state, actor.fail, actor.start, actor.find_crashes))
 
 
 @pytest.mark.parametrize(("n_workers", "every_s"), [(5, 1.0), (2000, 1.0), (8000, 4.0)])
@@ -111,7 +111,7 @@ def test_work_waits_for_its_report_once_a_process_of_the_worker_crashed(actor):
 
 
 def test_how_it_went_is_known_by_node_and_failures_by_host_and_class(actor):
-    mine = Heartbeat("encode", handle(actor))
+    mine = heartbeat_of(actor, "encode")
     for failed, fault in ((False, "corrupt"), (True, "io"), (None, None), (True, "io")):  # None: it came as a failure
         with mine.hold_items("v") as held:
             held.release(failed, is_result=fault is None, fault=fault)
@@ -127,7 +127,7 @@ def test_how_it_went_is_known_by_node_and_failures_by_host_and_class(actor):
 def test_what_was_held_before_is_held_meanwhile_and_after(actor):
     """Reading the tokens of a video is a part of what a question needs. A process that dies then or later had the
     question: its very last statement may be lost with it."""
-    mine = Heartbeat("encode", handle(actor))
+    mine = heartbeat_of(actor, "encode")
     with mine.busy("q1"):
         with mine.busy("the tokens of v1, being read"):
             assert actor.read().inside["encode"] == [f"the tokens of v1, being read on {HERE}", f"q1 on {HERE}"]
@@ -137,7 +137,7 @@ def test_what_was_held_before_is_held_meanwhile_and_after(actor):
 
 def test_of_several_items_those_that_are_done_are_let_go_and_told_with_the_last(actor):
     """Except where something went wrong, which may put this worker out of service."""
-    mine = Heartbeat("decode", handle(actor))
+    mine = heartbeat_of(actor, "decode")
     with mine.hold_items("v1", "v2", "v3", "v4") as held:
         held.release(is_failure=False)
         assert (actor.read().n_passed_on["decode"], len(actor.read().inside["decode"])) == (0, 4)
@@ -259,7 +259,7 @@ def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(ac
 
 def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idle(actor, monkeypatch):
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=(clock := Mock(return_value=0.0))))
-    mine = Heartbeat("encode", handle(actor))
+    mine = heartbeat_of(actor, "encode")
     mine.start()
     clock.return_value += 1
     with mine.report_loading():
