@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,12 +21,14 @@ from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
 from pipeline.errors import VideoFault
 from pipeline.prune.decode_stage import VideoDecoder, make_decoding_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder, collect_kept_tokens, make_pruning_columns
-from pipeline.prune.request import Request
 from pipeline.rows import VideoRecord, make_failed_video, make_todo_row
 from pipeline.storage.stores import LocalStore, Store
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.gstep import synthetic
+
+if TYPE_CHECKING:
+    from pipeline.prune.request import Request
 
 
 def random_tokens(seed: int, shape: tuple[int, int, int] = (4, 25, 16)) -> torch.Tensor:
