@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,13 +19,16 @@ from pipeline.cache.live import INDEX_COLUMNS, LiveVideos
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
 from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
 from pipeline.errors import VideoFault
-from pipeline.prune.decode_stage import make_decoding_columns
+from pipeline.prune.decode_stage import VideoDecoder, make_decoding_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder, collect_kept_tokens, make_pruning_columns
-from pipeline.rows import VideoRecord, make_failed_video
+from pipeline.rows import VideoRecord, make_failed_video, make_todo_row
 from pipeline.storage.stores import LocalStore, Store
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.gstep import synthetic
+
+if TYPE_CHECKING:
+    from pipeline.prune.request import Request
 
 
 def random_tokens(seed: int, shape: tuple[int, int, int] = (4, 25, 16)) -> torch.Tensor:
@@ -87,6 +90,23 @@ def write_header(
     version, identity = CODED_VERSIONS.get(codec, SCHEMA_VERSION), make_identity(ratio, method, codec, sampling={})
     store.put(HEADER, serialize_header({"schema_version": version, "identity": identity, "newline": None, **more}))
     return store
+
+
+def decode_row_of(decoder: VideoDecoder, path: Path, video_id: str = "v") -> tuple[VideoRecord, Any]:
+    """Decode a video in the decoder's child process, as a run does; returns its record and its frames."""
+    row = make_todo_row(video_id, str(path))
+    with decoder.open_archives([row]) as archives, decoder.open(row, archives) as source:
+        return decoder.decode_row(row, source)
+
+
+def begin_cache(request: Request, *videos: VideoItem) -> Store:
+    """Begin the cache of a checked request, with a shard of ``videos`` if there are any."""
+    header = request.recipe.header("float32", family_of(request.recipe.source).static())
+    request.store.make()
+    request.store.put(HEADER, serialize_header(header))
+    if videos:
+        write_shard(request.store, "run", *videos)
+    return request.store
 
 
 def write_shard(store: Store, run_id: str, *videos: VideoItem) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import ray
+from rich.console import Console
 
 from pipeline import TokenCache
 from pipeline.cache.table import list_table_files, read_file
@@ -106,6 +107,13 @@ def document_of(command: ModuleType, argv: list[str]) -> tuple[int, Any, str]:
     with redirect_stdout(stdout), redirect_stderr(stderr):
         code = command.main([*argv, "--json"])
     return code, json.loads(stdout.getvalue()), stderr.getvalue()
+
+
+def printed(renderable: Any, width: int = 200) -> str:
+    """Print to a console; return the text."""
+    text = io.StringIO()
+    Console(file=text, width=width).print(renderable)
+    return text.getvalue()
 
 
 def stop(process: subprocess.Popen[str], number: signal.Signals) -> str:

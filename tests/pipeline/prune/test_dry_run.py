@@ -1,6 +1,5 @@
 """The dry run: what a run would do, told without starting or writing anything."""
 
-import io
 import json
 import math
 import sys
@@ -16,6 +15,7 @@ from jobs import prune
 from pipeline.plan.estimate import UTILISATION
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.dry_run import Forecast, make_forecast, render_forecast
+from tests.builders.runs import printed
 from tests.paths import ROOT
 from tests.pipeline.inputs.test_manifest import write_jsonl
 
@@ -38,9 +38,7 @@ def told(folder: Path, **options) -> Forecast:
 
 
 def shown(plan: Forecast) -> str:
-    text = io.StringIO()
-    Console(file=text, width=200).print(render_forecast(plan))
-    return " ".join(text.getvalue().split())
+    return " ".join(printed(render_forecast(plan)).split())
 
 
 def test_videos_that_are_known_to_fail_are_told_and_take_no_bytes(folder):
@@ -73,10 +71,8 @@ def test_videos_that_are_known_to_fail_are_told_and_take_no_bytes(folder):
 def test_a_size_that_the_model_refuses_is_no_planned_size(folder):
     plan = told(folder, model="tiny-qwen3-vl", family="generic", num_frames=None, fps=4.0, max_frames=768)
     said = shown(plan)
-    largest = (
-        f"{math.prod(plan.grid):,} tokens, {plan.kept:,} kept in {plan.video_bytes:,} bytes, of 854x480 and full length"
-    )
-    assert largest in said and f"kept in {plan.minute[2]:,} bytes, of 1280x720" in said and "of full HD" not in said
+    assert f"{math.prod(plan.grid):,} tokens, {plan.kept:,} kept in {plan.video_bytes:,} bytes, of 854x480" in said
+    assert f"kept in {plan.minute[2]:,} bytes, of 1280x720" in said and "of full HD" not in said
     assert "full HD videos of full length become rows of class unsupported: 768 frames of 1920x1080 pixels are" in said
     assert "preprocessing.processor.video_preprocessor_config.json 9 settings (--json lists them)" in said
     whole = told(folder, model="tiny-qwen3-vl", family="generic", num_frames=32)
@@ -112,8 +108,8 @@ class Changed(LlavaOnevision):
 @pytest.fixture
 def own(folder, monkeypatch) -> Path:
     """A folder with a checkpoint of the example's family, whose modules this process finds."""
-    (folder / "own_backbone.py").write_text((EXAMPLE / "backbone.py").read_text())
-    (folder / "own_prompts.py").write_text((EXAMPLE / "prompts.py").read_text())
+    for name in ("backbone", "prompts"):
+        (folder / f"own_{name}.py").write_text((EXAMPLE / f"{name}.py").read_text())
     (folder / "own_families.py").write_text(OWN)
     model = folder / "model"
     model.mkdir()
@@ -128,7 +124,8 @@ def own(folder, monkeypatch) -> Path:
 
 
 def test_of_a_users_own_family_nothing_is_claimed_that_was_not_checked(own):
-    checks = told(own, model=str(own / "model"), family="own_backbone:Patches").checks
+    plan = told(own, model=str(own / "model"), family="own_backbone:Patches")
+    checks = plan.checks
     assert checks == {
         "model": f"patches by the family own_backbone:Patches, {checks['model'].split(', ')[1]}",
         "vision part": "not checked: own_backbone:Patches has no empty_tower to compare the checkpoint's tensors with",
@@ -138,8 +135,7 @@ def test_of_a_users_own_family_nothing_is_claimed_that_was_not_checked(own):
         "to stock": "not checked: nothing compared pixels and tokens with those of transformers; its files state no "
         "rate of frames",
     }
-    said = shown(told(own, model=str(own / "model"), family="own_backbone:Patches"))
-    assert "4 x 4 = 16 tokens, 4 kept in 64 bytes; 192 bytes for 3 videos" in said
+    assert "4 x 4 = 16 tokens, 4 kept in 64 bytes; 192 bytes for 3 videos" in shown(plan)
 
 
 @pytest.mark.parametrize(
@@ -165,19 +161,14 @@ def test_of_a_built_in_family_the_tensors_and_the_prompts_are_checked(folder, tm
     assert checks["transformers"].startswith("checked: tokenizer, chat template and config make prompts")
     assert checks["vLLM"].startswith("not checked: a class takes cached tokens of llava_onevision")
     assert checks["to stock"].startswith("not checked: nothing compared pixels and tokens with those of transformers")
-    qwen = {
-        fps: told(folder, model="tiny-qwen2-5-vl", num_frames=None, fps=fps).checks["to stock"] for fps in (1.0, 2.0)
-    }
-    assert qwen[1.0].endswith("the stock processor samples 2 frames a second (--fps 2)")
-    assert qwen[2.0].endswith("frames are at the rate of the stock processor")
+    for fps, said in ((1.0, "the stock processor samples 2 frames a second (--fps 2)"), (2.0, "at the rate of the")):
+        assert said in told(folder, model="tiny-qwen2-5-vl", num_frames=None, fps=fps).checks["to stock"]
 
 
 def test_of_a_generic_model_the_measured_difference_is_told(folder):
     checks = told(folder, model="tiny-qwen3-vl", family="generic").checks
-    assert checks["transformers"].startswith(
-        f"checked: Qwen3VLForConditionalGeneration of transformers {transformers.__version__} (reduced, with random "
-        "weights) gives from cached tokens what it gives from the video (largest difference "
-    )
+    about = f"Qwen3VLForConditionalGeneration of transformers {transformers.__version__} (reduced, with random weights)"
+    assert checks["transformers"].startswith(f"checked: {about} gives from cached tokens what it gives from the video")
     assert checks["vision part"].endswith("by names and shapes; no weight was read")
     assert checks["sizes"] == "counted by running the checkpoint's own processor on blank frames"
     assert checks["vLLM"] == "answers no questions: no class of vLLM takes cached tokens of the family generic"

@@ -1,11 +1,12 @@
-"""The encode actor: the right tokens in order of selection, and faults that stay with their video."""
+"""The encode actor: the right tokens in their order, faults that stay with their video, kernels compiled ahead."""
 
 import json
 import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ import torch
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
+from gstep.pruners.base import Pruner, Selection
+from gstep.types import VisualTokens
 from pipeline.cache.cached_video import view_as_bfloat16
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import VideoFault
 from pipeline.prune import encode_stage
 from pipeline.prune.batches import pack, unpack_batch
 from pipeline.prune.encode_stage import Encoder, EncodeSetup, VideoEncoder
+from pipeline.prune.warm_up import compile_meanwhile
 from pipeline.rows import make_failed_video
 from pipeline.runner.worker_reports import ProgressDelta, Worker
 from tests.builders.caches import source_record
@@ -72,6 +76,11 @@ def changed(change, model: str = "tiny", handle=None, **more) -> Encoder:
     return Encoder(ChangedSetup(ModelSource.resolve(model), "gstep", 0.25, device="cpu", change=change, **more), handle)
 
 
+def encoding(encode, model: str = "tiny", **more) -> Encoder:
+    """An encoder whose tower encodes a video by ``encode(tower, frames)``."""
+    return changed(lambda tower: {"encode": lambda frames, *_: encode(tower, frames)}, model, **more)
+
+
 def test_rows_hold_the_selection_in_its_order(encoder):
     record, kept = only(encoder(decoded("v")))
     assert json.loads(record["model_extra"]) == {"grid": [14, 14]}
@@ -122,15 +131,12 @@ def test_deepstack_levels_hold_the_places_of_the_tokens(method):
     ids=["tokens", "level"],
 )
 def test_values_that_are_not_finite_are_an_error_row(values_of, place, value, stage, said):
-    def poisoning(tower):
-        def encode(frames, evidence, _video=None):
-            visual = tower.encode(frames, evidence)
-            values_of(visual)[place] = value
-            return visual
+    def poisoned(tower, frames):
+        visual = tower.encode(frames)
+        values_of(visual)[place] = value
+        return visual
 
-        return {"encode": encode}
-
-    record, kept = only(changed(poisoning, "tiny-qwen3-vl")(qwen3_row()))
+    record, kept = only(encoding(poisoned, "tiny-qwen3-vl")(qwen3_row()))
     assert kept is None
     assert (record["error_class"], record["error_stage"]) == ("internal", stage)
     assert said in record["error_message"]
@@ -140,25 +146,17 @@ def test_two_calls_at_a_time_never_compute_at_a_time_and_one_loads_while_the_oth
     """What Ray Data's threads do: one video's frames are taken up while another is encoded."""
     computing, most, loaded = [], [], threading.Semaphore(0)
 
-    def counting(tower):
-        def encode(frames, evidence, _video=None):
-            computing.append(1)
-            most.append(len(computing))
-            if len(most) == 1:
-                assert all(loaded.acquire(timeout=30) for _ in range(2)), "the other call waits before it loads"
-            computing.pop()
-            return tower.encode(frames, evidence)
+    def counted(tower, frames):
+        computing.append(1)
+        most.append(len(computing))
+        if len(most) == 1:
+            assert all(loaded.acquire(timeout=30) for _ in range(2)), "the other call waits before it loads"
+        computing.pop()
+        return tower.encode(frames)
 
-        return {"encode": encode}
-
-    encoder = changed(counting)
+    encoder = encoding(counted)
     load = encoder.encoder._load_frames
-
-    def counted_load(frames):
-        loaded.release()
-        return load(frames)
-
-    monkeypatch.setattr(encoder.encoder, "_load_frames", counted_load)
+    monkeypatch.setattr(encoder.encoder, "_load_frames", lambda frames: [loaded.release(), load(frames)][1])
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(lambda name: only(encoder(decoded(name))), name) for name in "ab"]
         records = [call.result()[0] for call in calls]
@@ -179,12 +177,8 @@ def test_videos_that_are_pruned_beside_others_keep_their_tokens_on_a_gpu():
         assert np.array_equal(kept.index, alone[k % 6].index) and np.array_equal(kept.tokens, alone[k % 6].tokens)
 
 
-def bundle_of(*names, n_frames=2):
-    return pack([video for name in names for video in unpack_batch(decoded(name, FRAMES[:n_frames]))])
-
-
-def sharing(n_frames: int, model: str = "tiny") -> Encoder:
-    return Encoder(EncodeSetup(ModelSource.resolve(model), "gstep", 0.25, device="cpu", batch_frames=n_frames))
+def bundle_of(*names):
+    return pack([video for name in names for video in unpack_batch(decoded(name))])
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-qwen3-vl"])
@@ -194,7 +188,7 @@ def test_rows_and_tokens_are_those_of_a_video_alone_whoever_shares_its_pass(mode
     failed = VideoItem(make_failed_video(source_record("x", (2, 1, 1)), VideoFault("corrupt", "torn")))
     short = unpack_batch(decoded("short", FRAMES[:1]))  # fewer bytes than its record says
     bundle = [*unpack_batch(good("a")), *unpack_batch(good("b")), *short, failed, *unpack_batch(good("c"))]
-    process = sharing(64, model)
+    process = Encoder(EncodeSetup(ModelSource.resolve(model), "gstep", 0.25, device="cpu", batch_frames=64))
     shared = in_order(process(pack(bundle)))
     alone = [only(process(pack([video]))) for video in bundle]
     assert [record.get("error_class") for record, _ in shared] == [None, None, "internal", "corrupt", None]
@@ -213,9 +207,9 @@ def as_on_a_gpu(together) -> tuple[Encoder, list[int]]:
     sizes = []
 
     def change(tower):
-        def encode_together(videos, evidence, _sampled):
+        def encode_together(videos, *_):
             sizes.append(len(videos))
-            return together([tower.encode(frames, evidence) for frames in videos])
+            return together([*map(tower.encode, videos)])
 
         return {"encode_together": encode_together, "on_cpu": False}
 
@@ -226,18 +220,15 @@ NO_MEMORY = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `c
 
 
 def test_a_video_that_does_not_fit_the_memory_may_be_tried_again():
-    def full(tower):
-        def encode(frames, evidence, _video=None):
-            raise NO_MEMORY
+    def full(tower, frames):
+        raise NO_MEMORY
 
-        return {"encode": encode}
-
-    record, _ = only(changed(full)(bundle_of("a")))
+    record, _ = only(encoding(full)(bundle_of("a")))
     assert (record["status"], record["error_class"], record["retryable"]) == ("failed", "out-of-memory", True)
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_pruning_that_does_not_fit_the_memory_is_tried_once_more(failures, monkeypatch):
+def test_pruning_that_does_not_fit_the_memory_is_tried_once_more(encoder, failures, monkeypatch):
     freed, errors, prune_or_fault = [], [NO_MEMORY] * failures, encode_stage.prune_or_raise_fault
 
     def prune_when_free(*arguments):
@@ -247,7 +238,7 @@ def test_pruning_that_does_not_fit_the_memory_is_tried_once_more(failures, monke
 
     monkeypatch.setattr(encode_stage, "prune_or_raise_fault", prune_when_free)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(errors)))
-    record, _ = only(sharing(2)(bundle_of("a")))
+    record, _ = only(encoder(bundle_of("a")))
     assert (record["status"], record.get("error_class")) == [("ok", None), ("failed", "out-of-memory")][failures - 1]
     assert freed[0] == failures - 1
 
@@ -262,8 +253,11 @@ def test_a_pass_that_does_not_fit_the_memory_goes_one_by_one_and_later_ones_have
     records = [record for record, _ in in_order(process(bundle_of(*"abcdefgh")))]
     assert [(record["video_id"], record["status"]) for record in records] == [(name, "ok") for name in "abcdefgh"]
     assert sizes == [4, 2, 2]
-    shared = [json.loads(record["runtime"]).get("shared_pass") for record in records]
-    assert shared == [None] * 4 + ["2 videos"] * 4
+    assert shared_passes(records) == [None] * 4 + ["2 videos"] * 4
+
+
+def shared_passes(records):
+    return [json.loads(record["runtime"]).get("shared_pass") for record in records]
 
 
 def test_one_video_with_bad_tokens_costs_no_other_one_of_its_pass():
@@ -274,21 +268,17 @@ def test_one_video_with_bad_tokens_costs_no_other_one_of_its_pass():
         return visuals
 
     process, sizes = as_on_a_gpu(together)
-    found = in_order(process(bundle_of(*"abc")))
-    assert [record["status"] for record, _ in found] == ["ok"] * 3 and sizes == [3]
-    shared = [json.loads(record["runtime"]).get("shared_pass") for record, _ in found]
-    assert shared == ["3 videos", None, "3 videos"]
+    records = [record for record, _ in in_order(process(bundle_of(*"abc")))]
+    assert [record["status"] for record in records] == ["ok"] * 3 and sizes == [3]
+    assert shared_passes(records) == ["3 videos", None, "3 videos"]
 
 
 def test_a_bug_in_a_pass_is_an_error_row_of_those_alone_that_have_it_alone():
     def broken(tower):
-        def encode(frames, evidence, _video=None):
-            return 1 / 0 if frames[0, 0, 0, 0] == 77 else tower.encode(frames, evidence)
+        def encode(frames, *_):
+            return 1 / 0 if frames[0, 0, 0, 0] == 77 else tower.encode(frames)
 
-        return {
-            "encode": encode,
-            "encode_together": lambda videos, evidence, _sampled: [encode(one, evidence) for one in videos],
-        }
+        return {"encode": encode, "encode_together": lambda videos, *_: [*map(encode, videos)]}
 
     marked = FRAMES.copy()
     marked[0, 0, 0, 0] = 77
@@ -310,12 +300,9 @@ def test_videos_that_a_dead_process_had_in_hand_go_one_by_one_and_the_one_that_k
     def start(at: str) -> Encoder:
         """A process that dies in a shared pass, and at this video."""
         process = changed(lambda tower: {"encode_together": die}, handle=handle, batch_frames=8)
-        encode_one = process.encoder.encode_video_alone
-        monkeypatch.setattr(
-            process.encoder,
-            "encode_video_alone",
-            lambda record, frames: die() if record["video_id"] == at else encode_one(record, frames),
-        )
+        alone = process.encoder.encode_video_alone
+        one_by_one = lambda record, frames: die() if record["video_id"] == at else alone(record, frames)  # noqa: E731
+        monkeypatch.setattr(process.encoder, "encode_video_alone", one_by_one)
         return process
 
     for _ in range(2):
@@ -325,3 +312,76 @@ def test_videos_that_a_dead_process_had_in_hand_go_one_by_one_and_the_one_that_k
     assert held == [["a on h", "b on h", "c on h"], ["b on h"]]
     records = [record for record, _ in in_order(start("b")(bundle_of(*"abc")))]
     assert [record.get("error_class") for record in records] == [None, "crash", None]
+
+
+pruned: list[tuple[str, list[int], int]] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorder(Pruner):
+    """Keeps the first tokens, and notes in which thread, of what shape and how many."""
+
+    name: ClassVar[str] = "recorder"
+    nested: ClassVar[bool] = False
+
+    breaks: bool = False
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        pruned.append((threading.current_thread().name, list(visual.tokens.shape), budget))
+        if self.breaks:
+            raise RuntimeError("no compiler")
+        return Selection(index=torch.arange(budget))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_pruned():
+    pruned.clear()
+
+
+def test_a_method_compiles_in_a_thread_while_the_context_works():
+    """The method waits for the context's body here, so that this ends only where both run at once."""
+    begun = threading.Event()
+
+    @dataclass(frozen=True, kw_only=True)
+    class Waiting(Recorder):
+        def select(self, *given) -> Selection:
+            assert begun.wait(60)
+            return super().select(*given)
+
+    with compile_meanwhile(Waiting(), 0.25, (4, 9, 16), "cpu"):
+        assert pruned == []
+        begun.set()
+    assert pruned == [("compile", [4, 9, 16], 9)]
+
+
+def test_a_failure_is_warned_of_and_raises_nothing():
+    warned = pytest.warns(RuntimeWarning, match="recorder could not be tried .*no compiler")
+    with warned, compile_meanwhile(Recorder(breaks=True), 0.25, (2, 3, 4), "cpu"):
+        pass
+    assert len(pruned) == 1
+
+
+def test_only_a_gpu_that_knows_its_videos_compiles_ahead(monkeypatch):
+    """The shape is that of the kept tokens' source, by the model's config; a user's own method may do anything."""
+    taken = []
+    monkeypatch.setattr(encode_stage, "compile_meanwhile", lambda *given: taken.append(given))
+    setup = EncodeSetup(ModelSource.resolve("tiny"), "gstep", 0.25, device="cpu", shape=(2, 384, 384))
+    encoder = VideoEncoder(setup)
+    assert taken == []
+    encoder._runtime = replace(encoder._runtime, device="cuda")
+    encoder._compile_kernels_meanwhile()
+    tokens = encoder.backbone.encode(torch.zeros((2, 384, 384, 3), dtype=torch.uint8)).tokens
+    assert [(given[1], given[2], given[3]) for given in taken] == [(0.25, tuple(tokens.shape), "cuda")]
+    for other in (replace(setup, shape=None), replace(setup, pruner=f"{__name__}:Recorder")):
+        encoder._setup = other
+        encoder._compile_kernels_meanwhile()
+    assert len(taken) == 1
+
+
+@needs_cuda
+def test_the_kernels_are_checked_before_the_first_video():
+    from gstep.selection.gpu.check import check_kernels  # noqa: PLC0415 - Triton may be missing
+
+    check_kernels.cache_clear()
+    VideoEncoder(EncodeSetup(ModelSource.resolve("tiny"), "gstep", 0.25, shape=(32, 384, 384)))
+    assert check_kernels.cache_info().currsize == 1

@@ -1,6 +1,5 @@
 """Evidence of each token in a cache: bit for bit, read only where it is asked for, and part of what the cache is."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -12,24 +11,25 @@ import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.evidence import LAST_LAYER, SINGLE_PATCHES
 from pipeline import CorruptShard, EvidenceNotCached, TokenCache
-from pipeline.cache.header import HEADER, read_header
-from pipeline.cache.schema import SCHEMA_VERSION
+from pipeline.cache.header import read_header
 from pipeline.cache.table import VideosTable
 from pipeline.errors import UsageError, VideoFault
 from pipeline.prune.batches import pack, unpack_batch
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.recipe import parse_evidence
 from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import LocalStore, ObjectStore
+from pipeline.storage.stores import LocalStore, ObjectStore, Store
 from pipeline.verify.checks import check_token_shard
 from tests.builders.caches import (
     WIDTH,
     encoded,
     evidence_cache,
     make_cache,
+    make_identity,
     random_evidence,
     random_tokens,
     source_record,
+    write_header,
     write_shard,
 )
 from tests.builders.stores import S3Server
@@ -61,7 +61,7 @@ def test_evidence_comes_back_bit_for_bit_beside_its_tokens(tmp_path, method, rat
 
 def test_who_does_not_ask_reads_no_byte_of_it(tmp_path):
     """Nor any other byte than those of the columns that make up a token."""
-    evidence_cache(tmp_path, {f"v{i}": random_tokens(i, SHAPE) for i in range(3)})
+    evidence_cache(tmp_path, {f"v{i}": random_tokens(i, SHAPE) for i in range(2)})
     store = CountingStore(tmp_path)
     cache = TokenCache(tmp_path, store=store)
     row = cache.get("v1").metadata  # opens the shard
@@ -134,17 +134,15 @@ def source():
     return family_of(ModelSource.resolve("tiny")).with_pooling_head("tiny")
 
 
-def store_encoded(folder, setup: EncodeSetup) -> tuple[LocalStore, str]:
+def store_encoded(folder, setup: EncodeSetup) -> tuple[Store, str]:
     """Encode the frames into a cache; returns it with the name of its videos shard."""
-    store = LocalStore(folder)
-    identity = {
-        "pruner": {"method": setup.pruner},
-        "retention_ratio": setup.retention_ratio,
-        "evidence": setup.evidence,
-    }
-    store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
+    store = write_header(folder, identity=make_identity(setup.retention_ratio, setup.pruner, evidence=setup.evidence))
     videos = unpack_batch(pack([VideoEncoder(setup).encode_video_alone(*decoded())]))  # as they cross the object store
     return store, write_shard(store, "run", *videos)
+
+
+def encode_frames(source, asked) -> gstep.VisualTokens:
+    return family_of(source).load(choose_runtime("cpu", "float32")).encode(FRAMES, asked)
 
 
 def evidence_bytes(setup: EncodeSetup) -> int:
@@ -159,7 +157,7 @@ def test_what_the_encoder_gives_is_stored_at_the_kept_places(source, tmp_path, m
     setup = EncodeSetup(source, method, ratio, device="cpu", evidence=asked)
     assert evidence_bytes(setup) == 2 * round(ratio * 2 * 196) * (64 + 32 + 1)  # numbers of a token's evidence
     store_encoded(tmp_path, setup)
-    visual = family_of(source).load(choose_runtime("cpu", "float32")).encode(FRAMES, asked)
+    visual = encode_frames(source, asked)
     video = TokenCache(tmp_path).get("v", evidence=tuple(asked))
     assert len(video.index) == round(ratio * 392)
     for name, values in visual.evidence.items():
@@ -182,12 +180,7 @@ LLAVA = "llava_onevision"
 @pytest.mark.parametrize(
     ("asked", "model", "pruner", "why"),
     [
-        (
-            ["magic"],
-            LLAVA,
-            GSTEP,
-            "'magic' is no evidence and no method; known: frame_feature, token_attention, token_",
-        ),
+        (["magic"], LLAVA, GSTEP, "'magic' is no evidence and no method; known: frame_feature, token_attention"),
         (["vidcom"], LLAVA, GSTEP, r"no method \(did you mean vidcom2\?\); known: frame"),
         (["llm_attention"], LLAVA, GSTEP, "'llm_attention' comes from no vision encoder"),
         (["frame_feature"], LLAVA, GSTEP, "describes frames and can only be stored with all tokens, since --pruner gs"),
@@ -205,19 +198,17 @@ def test_what_cannot_be_stored_is_refused(asked, model, pruner, why):
         parse_evidence(asked, model, pruner)
 
 
-BOTH_ATTENTIONS = {"token_attention_last_layer", "token_attention_pooling_head"}
-OF_PATCHES = {"image_embedding_single_patches", "token_key_last_layer", *BOTH_ATTENTIONS}
+BOTH_ATTENTIONS = "token_attention=last_layer, token_key", "token_attention=pooling_head"
+OF_PATCHES = {
+    *("image_embedding_single_patches", "token_key_last_layer"),
+    *("token_attention_last_layer", "token_attention_pooling_head"),
+}
 
 
 @pytest.mark.parametrize(
     ("asked", "model", "pruner", "labels"),
     [
-        (
-            ["image_embedding", "token_attention=last_layer, token_key", "token_attention=pooling_head"],
-            LLAVA,
-            GSTEP,
-            OF_PATCHES,
-        ),
+        (["image_embedding", *BOTH_ATTENTIONS], LLAVA, GSTEP, OF_PATCHES),
         (["token_attention"], "qwen3_vl", GSTEP, {"token_attention_merged_queries"}),
         ([], "qwen3_vl", FASTVID, set()),
         (["gstep,fastvid", "visionzip", "cdpruner,fastv"], LLAVA, NONE, {"frame_feature_pooling_head", *OF_PATCHES}),
@@ -233,12 +224,10 @@ def test_one_name_of_two_sources_and_evidence_of_frames_come_back_bit_for_bit(so
     """Every method's evidence of LLaVA-OneVision beside all tokens; a name that has two sources must be told apart."""
     asked = parse_evidence(["fastvid,visionzip"], "llava_onevision", NONE)
     setup = EncodeSetup(source, "none", 1.0, device="cpu", evidence=asked)
-    assert evidence_bytes(setup) == 2 * 2 * (
-        196 * (1 + 1 + 32) + 64
-    )  # two attentions and a key a token, a feature a frame
+    assert evidence_bytes(setup) == 2 * 2 * (196 * (1 + 1 + 32) + 64)  # of a token, and a feature of a frame
     store, commit = store_encoded(tmp_path, setup)
     stored = TokenCache(tmp_path).get("v", evidence=(*asked, "frame_feature"))
-    seen = family_of(source).load(choose_runtime("cpu", "float32")).encode(FRAMES, asked).evidence
+    seen = encode_frames(source, asked).evidence
     assert stored.evidence["frame_feature"].shape == (2, 64)
     for name, values in seen.items():
         expected = values.bfloat16() if name.startswith("frame_feature") else values.bfloat16().flatten(0, 1)
@@ -253,9 +242,7 @@ def test_one_name_of_two_sources_and_evidence_of_frames_come_back_bit_for_bit(so
 def test_methods_see_evidence_as_it_is_stored(source):
     """Rounded before they choose, so that a cache of all tokens serves the very same selection later."""
     setup = EncodeSetup(source, "visionzip", 0.25, device="cpu")
-    exact = (
-        family_of(source).load(choose_runtime("cpu", "float32")).encode(FRAMES, gstep.make_pruner("visionzip").sources)
-    )
+    exact = encode_frames(source, gstep.make_pruner("visionzip").sources)
     rounded = {name: value.bfloat16() for name, value in exact.evidence.items()}
     expected = gstep.prune(exact.tokens.bfloat16(), 0.25, "visionzip", evidence=rounded)
     kept = VideoEncoder(setup).encode_video_alone(*decoded()).kept

@@ -26,8 +26,6 @@ from pipeline.video.frame_folders import read_source_state
 from tests.builders.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.builders.manifests import read_manifest
 
-TOKENS = random_tokens(0)
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -36,14 +34,22 @@ def folder(tmp_path):
     return tmp_path
 
 
+def ok(video_id, uri, size=5):
+    """A video that was pruned as a whole."""
+    source = {"uri": str(uri), "source_size": size, "start_s": None, "end_s": None}
+    return encoded(video_id, random_tokens(0), 0.25, "gstep", **source)
+
+
+def bad(video_id, uri, kind="io", size=5, **more):
+    source = {"uri": str(uri), "source_size": size, "start_s": None, "end_s": None}
+    return encoded_failure(video_id, VideoFault(kind, "x"), **source, **more)
+
+
 @pytest.fixture
 def live(folder):
     """a is ok, b failed once, c is not there."""
     store = write_header(folder / "cache")
-    source = {"source_size": 5, "start_s": None, "end_s": None}
-    good = encoded("a.mp4", TOKENS, 0.25, "gstep", **{**source, "uri": str(folder / "a.mp4")})
-    bad = encoded_failure("b.mp4", VideoFault("crash", "x"), **{**source, "uri": str(folder / "b.mp4")})
-    write_shard(store, "run", good, bad)
+    write_shard(store, "run", ok("a.mp4", folder / "a.mp4"), bad("b.mp4", folder / "b.mp4", "crash"))
     return Ledger(store).refresh()
 
 
@@ -66,20 +72,15 @@ def test_a_member_of_a_zip_keeps_the_id_with_backslashes_that_the_cache_has(fold
             info.create_system = 0
             file.writestr(info, name)
     videos = read_manifest(str(folder / "z.zip"))
-    source = {"start_s": None, "end_s": None}
     stored = {"z.zip/x\\old.mp4": "x\\old.mp4", "z.zip/x\\both.mp4": "x\\both.mp4", "z.zip/x/both.mp4": "x\\both.mp4"}
-    rows = [
-        encoded(video_id, TOKENS, 0.25, "gstep", **source, uri=f"{folder}/z.zip#{name}", source_size=len(name))
-        for video_id, name in stored.items()
-    ]
+    rows = [ok(video_id, f"{folder}/z.zip#{name}", len(name)) for video_id, name in stored.items()]
     store = write_header(folder / "cache")
     assert restore_old_ids(videos, Ledger(store).refresh()) is videos
     write_shard(store, "run", *rows)
     ledger = Ledger(store).refresh()
     kept = restore_old_ids(videos, ledger)
-    assert kept["video_id"].to_pylist() == [
-        f"z.zip/{name}" for name in ("x\\old.mp4", "x/new.mp4", "x/both.mp4", "plain.mp4")
-    ]
+    names = ("x\\old.mp4", "x/new.mp4", "x/both.mp4", "plain.mp4")
+    assert kept["video_id"].to_pylist() == [f"z.zip/{name}" for name in names]
     assert kept.drop_columns(["video_id"]).equals(videos.drop_columns(["video_id"]))
     todo, _ = select_remaining(kept, ledger, PruneConfig())
     assert todo["video_id"].to_pylist() == ["z.zip/x/new.mp4", "z.zip/plain.mp4"]
@@ -100,7 +101,7 @@ def test_a_second_pass_has_what_failed_and_may_be_tried_again(todo):
 
 def test_an_id_of_redo_that_only_looks_like_a_stored_id_is_refused_with_the_stored_id(folder):
     store = write_header(folder / "cache")
-    write_shard(store, "run", encoded("cafe\u0301.mp4", TOKENS, 0.25, "gstep", uri="/a"))
+    write_shard(store, "run", ok("cafe\u0301.mp4", "/a"))
     ledger = Ledger(store).refresh()
     for wrong in ("caf\u00e9.mp4", "cafe\u0301.mp4 "):
         with pytest.raises(UsageError, match=r"have no row in .*; did you mean cafe\u0301\.mp4 \(it differs only by"):
@@ -120,12 +121,9 @@ def s3_left(server, tmp_path):
     """The ids that are left of a place on S3: a, b and c are ok with 5 bytes, d failed, e is not there."""
     for name in "abcde":
         server.upload(f"v/{name}.mp4", b"12345")
-    source = {f"{name}.mp4": {"uri": server.uri(f"v/{name}.mp4"), "source_size": 5} for name in "abcd"}
-    *good, bad = source
-    store = write_header(tmp_path / "cache")
-    rows = [encoded(name, TOKENS, 0.25, "gstep", start_s=None, end_s=None, **source[name]) for name in good]
-    failure = encoded_failure(bad, VideoFault("io", "x"), start_s=None, end_s=None, **source[bad])
-    write_shard(store, "run", *rows, failure)
+    store, uris = write_header(tmp_path / "cache"), {f"{name}.mp4": server.uri(f"v/{name}.mp4") for name in "abcd"}
+    *good, failed = uris.items()
+    write_shard(store, "run", *(ok(*one) for one in good), bad(*failed))
     live, objects = Ledger(store).refresh(), server.objects()
 
     def select(videos, **options):
@@ -178,15 +176,14 @@ def test_of_a_manifest_s_rows_only_those_that_are_done_are_asked_about(server, s
 def fail(folder, attempts, **more):
     """One more failed row of b, with the size that its file has."""
     path = folder / "b.mp4"
-    source = {"uri": str(path), "start_s": None, "end_s": None}
-    source["source_size"] = path.stat().st_size if path.is_file() else None
-    row = encoded_failure("b.mp4", VideoFault("io", "x"), attempts=attempts, **source, **more)
+    size = path.stat().st_size if path.is_file() else None
+    row = bad("b.mp4", path, size=size, attempts=attempts, **more)
     write_shard(LocalStore(folder / "cache"), f"run{attempts}", row)
 
 
-def retried(folder, **options):
+def retried(folder, videos="", **options):
     ledger, options = Ledger(LocalStore(folder / "cache")).refresh(), {"max_attempts": 2, **options}
-    return left(folder, ledger, retry_failed=True, **options).get("b.mp4")
+    return left(folder / videos, ledger, retry_failed=True, **options).get("b.mp4")
 
 
 def test_a_mended_file_gets_its_attempts_anew(folder, live):
@@ -211,20 +208,19 @@ def test_a_file_that_was_mended_at_its_old_size_gets_another_attempt(folder, liv
 
 
 def test_a_file_that_was_missing_is_mended_by_being_there(folder):
-    store = write_header(folder / "cache")
+    write_header(folder / "cache")
     (folder / "m.csv").write_text("video_id,uri\nb.mp4,b.mp4\n")
     (folder / "b.mp4").unlink()
     for attempts in (1, 2):
         fail(folder, attempts)
-    manifest, config = read_manifest(str(folder / "m.csv")), PruneConfig(retry_failed=True, max_attempts=2)
-    assert len(select_remaining(manifest, Ledger(store).refresh(), config).todo) == 0
+    assert retried(folder, "m.csv") is None
     (folder / "b.mp4").write_bytes(b"there")
-    assert select_remaining(manifest, Ledger(store).refresh(), config).todo["attempts"].to_pylist() == [3]
+    assert retried(folder, "m.csv") == 3
 
 
 def test_videos_that_could_not_be_read_in_earlier_runs_are_named_with_the_remedy(folder, live):
     """Not those that failed by what they are (b), or have had all their attempts."""
-    write_shard(LocalStore(folder / "cache"), "later", encoded_failure("c.mp4", VideoFault("io", "no answer")))
+    write_shard(LocalStore(folder / "cache"), "later", bad("c.mp4", folder / "c.mp4"))
 
     def lines(**options) -> str:
         config = PruneConfig(**options)

@@ -1,26 +1,26 @@
-"""A prune run: what it asks of the cluster, what it says of what it does not get, and what it commits."""
+"""A prune run: what it asks of the cluster, what it does not get, what it commits, what it took, and its hours."""
 
 import json
 import math
-from pathlib import Path
+import random
 from unittest.mock import Mock, create_autospec
 
 import pyarrow as pa
 import pytest
 
 from pipeline import TokenCache
-from pipeline.cache.merging import MAX_WAITING_FILES
 from pipeline.cache.table import list_table_files
 from pipeline.cache.token_shard import parse_shard_id
 from pipeline.cache.writer import write_token_shard
 from pipeline.errors import LimitReached, RunFailed
 from pipeline.inputs.named_videos import TODO_SCHEMA
+from pipeline.prune import table as table_module
 from pipeline.prune.batches import pack_written
 from pipeline.prune.committed import CommittedVideos, PruneWatch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
-from pipeline.prune.facts import Facts
+from pipeline.prune.facts import Facts, measure_seconds, sum_column
 from pipeline.prune.recipe import PruneStages, resolve_recipe
 from pipeline.prune.resources import MAX_MEASURED_FILES, count_file_bytes, list_shortfalls, plan_workers
 from pipeline.prune.run import MIN_ALIKE_FAILURES
@@ -30,12 +30,20 @@ from pipeline.runner.monitor import Monitor
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RunFile
 from pipeline.runner.worker_reports import WorkerReport
-from pipeline.storage.stores import LocalStore
+from pipeline.storage.stores import LocalStore, Store
 from tests.builders.caches import encoded, random_tokens, write_header
 from tests.pipeline.inputs.test_video_list import write_tars
 from tests.pipeline.prune.test_todo import search
 
-IO = {"error_class": "io", "error_message": "gone", "retryable": True}
+NOTHING = Todo.of(TODO_SCHEMA.empty_table())
+
+
+def failed(*names: str, attempts: int = 1) -> pa.Table:
+    """Rows of videos that could not be read, as a worker gives them."""
+    io = {"error_class": "io", "error_message": "gone", "retryable": True}
+    return pack_written(
+        [{"video_id": name, "uri": "u", "status": "failed", "attempts": attempts, **io} for name in names]
+    )
 
 
 def setups(device: str, token_bytes: int, frame_bytes: int = 10**6) -> PruneStages:
@@ -118,30 +126,20 @@ def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp
 @pytest.fixture
 def done(tmp_path) -> CommittedVideos:
     """The commits of a run that has begun to process videos, into an empty cache ``c``."""
-    return begin(tmp_path / "c")
-
-
-def begin(out: Path) -> CommittedVideos:
-    """Begin to commit to an empty cache as the run "run" does."""
-    store, recipe = LocalStore(out), resolve_recipe(PruneConfig(out=str(out)))
+    store, recipe = LocalStore(tmp_path / "c"), resolve_recipe(PruneConfig(out=str(tmp_path / "c")))
     store.make()
     table = CacheTable(store, recipe, "run", print)
     table.begin(recipe, "float32")
     return CommittedVideos(table, RunFile(store, {"run_id": "run"}), Monitor(store, "run", print), Facts(0.0))
 
 
-def store_of(done: CommittedVideos) -> LocalStore:
-    assert isinstance(done._table.store, LocalStore)
-    return done._table.store
-
-
-def written(store: LocalStore, *names: str) -> pa.Table:
+def written(store: Store, *names: str) -> pa.Table:
     videos = [encoded(name, random_tokens(0), 0.25, "gstep") for name in names]
     return pack_written(write_token_shard(videos, store=store, run_id="run"))
 
 
 def test_a_run_ends_where_its_cache_was_moved_away_and_another_one_begun(done, tmp_path):
-    rows = written(store_of(done), "a")
+    rows = written(done._table.store, "a")
     done.commit(0, rows)
     (tmp_path / "c").rename(tmp_path / "old")
     with pytest.raises(RunFailed, match=r"cache\.json was deleted during this run"):
@@ -153,8 +151,9 @@ def test_a_run_ends_where_its_cache_was_moved_away_and_another_one_begun(done, t
     assert not (tmp_path / "c" / "videos").exists() and TokenCache(tmp_path / "old").video_ids == ["a"]
 
 
-def test_many_commits_are_merged_while_the_run_goes_on_and_its_record_says_what_it_committed(done):
-    names, store = [f"v{number:02}" for number in range(MAX_WAITING_FILES + 2)], store_of(done)
+def test_many_commits_are_merged_while_the_run_goes_on_and_its_record_says_what_it_committed(done, monkeypatch):
+    monkeypatch.setattr(table_module, "MAX_WAITING_FILES", 4)
+    names, store = [f"v{number}" for number in range(6)], done._table.store
     for number, name in enumerate(names):
         done.commit(number, written(store, name))
     done.record.save()
@@ -172,26 +171,25 @@ def test_the_record_gets_the_number_of_videos_once_it_is_known(done, tmp_path):
     with todo:
         list(todo.parts())
         watch.look(WorkerReport(), Progress())
-    record = json.loads(store_of(done).read("runs/run.json"))
+    record = json.loads(done._table.store.read("runs/run.json"))
     assert (record["videos"], record["estimated"]) == (6, False)
 
 
 def test_a_reason_that_all_failures_share_ends_the_run_but_not_its_second_pass(done):
     """It needs more failures than may be, and workers of which none does better."""
-    bad = [{"video_id": f"v{i}", "uri": "u", "status": "failed", "attempts": 1, **IO} for i in range(3)]
-    done.commit(0, pack_written(bad))
-    watch = PruneWatch(done, Todo.of(TODO_SCHEMA.empty_table()), Mock(), done.record, 2)
+    done.commit(0, failed("v0", "v1", "v2"))
+    watch = PruneWatch(done, NOTHING, Mock(), done.record, 2)
     watch.look(WorkerReport(), Progress())
     failing = WorkerReport(failing=["decode"])
     with pytest.raises(RunFailed, match=r"3 videos failed alike and all decode workers fail \(io, v2: gone\): "):
         watch.look(failing, Progress())
-    PruneWatch(done, Todo.of(TODO_SCHEMA.empty_table()), Mock(), done.record, 3).look(failing, Progress())
+    PruneWatch(done, NOTHING, Mock(), done.record, 3).look(failing, Progress())
     watch.is_second_pass = True
     watch.look(failing, Progress())
 
 
 def test_a_limit_of_hours_ends_a_run(done):
-    watch = PruneWatch(done, Todo.of(TODO_SCHEMA.empty_table()), Mock(), done.record, 2)
+    watch = PruneWatch(done, NOTHING, Mock(), done.record, 2)
     done.facts = Facts(0.0, max_hours=0.0)
     with pytest.raises(LimitReached, match="--max-hours 0 is reached"):
         watch.look(WorkerReport(), Progress())
@@ -199,21 +197,93 @@ def test_a_limit_of_hours_ends_a_run(done):
 
 def test_rows_that_are_committed_again_after_an_interrupt_count_once(done):
     """Together with rows of another shard, which was written meanwhile."""
-    bad, store = [{"video_id": "b", "uri": "u", "status": "failed", "attempts": 1, **IO}], store_of(done)
-    first, later = pa.concat_tables([written(store, "a"), pack_written(bad)]), written(store, "c")
+    store = done._table.store
+    first, later = pa.concat_tables([written(store, "a"), failed("b")]), written(store, "c")
     done.commit(0, first)
     done.commit(0, first)
     assert (done.facts.videos, done.infrastructure_errors) == (2, {"io": 1})
     done.commit(1, pa.concat_tables([first, later]))
     assert (done.facts.videos, done.infrastructure_errors) == (3, {"io": 1})
     assert TokenCache(store.root).video_ids == ["a", "c"]
-    done.commit(2, pack_written([{**bad[0], "attempts": 2}]))  # a second pass
+    done.commit(2, failed("b", attempts=2))  # a second pass
     assert (done.facts.videos, done.infrastructure_errors) == (4, {"io": 2})
 
 
 def test_a_video_that_failed_and_is_ok_later_counts_once(done):
-    bad = [{"video_id": name, "uri": "u", "status": "failed", "attempts": 1, **IO} for name in ("a", "b")]
-    done.commit(0, pack_written(bad))
+    done.commit(0, failed("a", "b"))
     assert done.failed == done.retryable == done.unread == {"a": 1, "b": 1}
-    done.commit(1, written(store_of(done), "a"))
+    done.commit(1, written(done._table.store, "a"))
     assert done.failed == {"b": 1}
+
+
+GOOD = {
+    "status": "ok", "decode_s": 2.0, "encode_s": 0.5, "prune_s": 0.25, "n_tokens": 100, "duration_s": 60.0,
+}  # fmt: skip
+
+
+def test_facts_are_sums_over_rows():
+    facts = Facts(token_bytes=140.0, on_gpus=True, clock=Mock(return_value=100.0))
+    facts.set_encoders(2)
+    facts.add(pack_written([GOOD, {**GOOD, "start_s": 10.0, "end_s": 70.0}, {"status": "failed", "decode_s": 1.0}]))
+    taken = facts.as_record(wall_s=10.0)
+    assert (taken["wall_s"], taken["decode_core_s"], taken["output_bytes"]) == (10.0, 5.0, 200 * 140)
+    assert taken["encoder_busy"] == pytest.approx(1.0 / 20) and taken["video_hours"] == pytest.approx(110 / 3600)
+    on_cpus = Facts(1.0, clock=Mock(return_value=100.0))  # where an encoder prunes instead of encoding
+    on_cpus.add(pack_written([GOOD]))
+    assert on_cpus.as_record(wall_s=10.0)["encoder_busy"] == pytest.approx(0.75 / 10)
+    assert on_cpus.as_record(wall_s=0.0)["encoder_busy"] == 0
+
+
+@pytest.mark.parametrize("on_gpus", [True, False])
+def test_seconds_are_added_row_by_row_so_that_shards_do_not_change_a_runs_record(on_gpus):
+    """A float sum depends on its order: adding the sums of columns or of shards gives other last digits."""
+    draw = random.Random(0)
+    rows = [{name: draw.random() for name in ("decode_s", "encode_s", "prune_s", "duration_s")} for _ in range(300)]
+    rows = [{**row, "status": draw.choice(["ok", "ok", "failed"]), "start_s": 0.1} for row in rows]
+    for row in rows[::7]:
+        del row["encode_s"], row["duration_s"]
+    decode_s = encode_s = video_s = 0.0
+    for row in rows:
+        decode_s += row["decode_s"]
+        encode_s += row.get("encode_s", 0.0)
+        encode_s += 0.0 if on_gpus else row["prune_s"]
+        video_s += max(0.0, row.get("duration_s", 0.0) - 0.1) if row["status"] == "ok" else 0.0
+    for size in (1, 7, 300):
+        facts = Facts(1.0, on_gpus=on_gpus, clock=Mock(return_value=100.0))
+        for start in range(0, len(rows), size):
+            facts.add(pack_written(rows[start : start + size]))
+        record = facts.as_record(wall_s=1.0)
+        assert (record["decode_core_s"], record["encode_s"]) == (decode_s, encode_s)
+        assert record["video_hours"] == video_s / 3600
+
+
+def test_a_sum_of_bytes_is_exact_beyond_64_bits():
+    rows = pack_written([{"source_size": 2**62}, {"source_size": 2**62 + 1}, {}, {"source_size": 2**62}])
+    assert sum_column(rows, "source_size") == 3 * 2**62 + 1
+    assert sum_column(rows.slice(2, 1), "source_size") == 0 == sum_column(rows.slice(4), "decode_s")
+
+
+def test_machines_that_join_count_from_then_on():
+    facts = Facts(1.0, on_gpus=True, clock=(clock := Mock(return_value=100.0)))
+    clock.return_value += 10.0
+    facts.set_encoders(2)  # nothing is done yet: so it was from the start
+    clock.return_value += 90.0
+    facts.add(pack_written([{**GOOD, "encode_s": 400.0}]))
+    facts.set_encoders(6)
+    clock.return_value += 50.0
+    assert facts.as_record()["encoder_busy"] == pytest.approx(400 / (2 * 100 + 6 * 50))
+
+
+def test_a_clip_has_the_seconds_between_its_ends():
+    assert measure_seconds({"duration_s": 60.0, "start_s": 50.0}) == 10
+    assert measure_seconds({"duration_s": 60.0, "end_s": 5.0}) == 5 and measure_seconds({}) == 0
+
+
+def test_the_limit_ends_a_run_at_its_time_and_not_before():
+    facts = Facts(1.0, max_hours=1 / 360, clock=(clock := Mock(return_value=100.0)))
+    clock.return_value += 9.9
+    facts.check_limit()
+    clock.return_value += 0.2
+    with pytest.raises(LimitReached, match=r"--max-hours .* is reached"):
+        facts.check_limit()
+    assert facts.limit_reached and issubclass(LimitReached, RunFailed)

@@ -1,12 +1,10 @@
 """What a cache holds for a manifest: counted from its rows, whatever a run believes."""
 
-import io
 import json
 from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from rich.console import Console
 
 from pipeline.cache.header import read_fingerprint
 from pipeline.cache.live import Ledger
@@ -15,14 +13,8 @@ from pipeline.errors import FAULTS, VideoFault
 from pipeline.prune.frame_limits import make_limits
 from pipeline.prune.summary import Summary, render_summary, summarize_videos
 from pipeline.rows import SIZES_DIFFER
-from tests.builders.caches import (
-    encoded,
-    encoded_failure,
-    random_tokens,
-    source_record,
-    write_header,
-    write_shard,
-)
+from tests.builders.caches import encoded, encoded_failure, random_tokens, source_record, write_header, write_shard
+from tests.builders.runs import printed
 from tests.paths import ROOT
 
 SHAPE = (4, 25, 16)  # 100 tokens, of which 25 are kept
@@ -90,9 +82,7 @@ def test_what_came_from_outside_the_videos_is_counted(tmp_path):
 
 
 def shown(summary) -> str:
-    text = io.StringIO()
-    Console(file=text, width=200).print(render_summary(summary))
-    return " ".join(text.getvalue().split())
+    return " ".join(printed(render_summary(summary)).split())
 
 
 def test_the_page_explains_every_line_of_the_summary():
@@ -112,9 +102,7 @@ def test_the_page_explains_every_line_of_the_summary():
 def test_lost_rows_are_a_trouble_of_a_run(ledger):
     lost = replace(summarize_videos(ledger, manifest("a")), n_lost=2, lost=["x", "y"])
     (text,) = lost.iter_troubles("video", 1)
-    assert text.startswith(
-        "2 committed videos without a row in any file of videos/ (x, y): restore the files of videos/"
-    )
+    assert text.startswith("2 committed videos without a row in any file of videos/ (x, y): restore the files of")
 
 
 def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):

@@ -1,21 +1,26 @@
-"""What a kind of run shares with all others: a store's errors, and the line of the options."""
+"""What all kinds of runs share, from commands and from Python: errors of stores, options, and a restored process."""
 
 import io
+import logging
+import os
+import warnings
+from contextlib import ExitStack, nullcontext
 
 import pytest
+import ray
+from ray.data import DataContext
 from rich.console import Console
 
 from pipeline.errors import CorruptShard, IdentityMismatch, RunFailed, UsageError
 from pipeline.options import RunOptions
 from pipeline.runner.job import convert_store_errors, print_options
+from pipeline.runner.python_calls import isolate_run, make_console
+from pipeline.runner.stages import configure_ray_data
 from pipeline.storage.outages import OUTAGES, Outage
 
 
 def test_an_error_of_a_store_ends_a_run():
-    with (
-        pytest.raises(RunFailed, match=r"OSError: .*No space left") as caught,
-        convert_store_errors(lambda line: None),
-    ):
+    with pytest.raises(RunFailed, match=r"OSError: .*No space left") as caught, convert_store_errors(lambda line: None):
         raise OSError(28, "No space left on device")
     assert isinstance(caught.value.__cause__, OSError)
 
@@ -46,3 +51,50 @@ def test_the_options_that_are_not_at_their_defaults_are_printed_without_their_se
     assert first == "configuration: all defaults"
     assert second.startswith("configuration: ") and "device=cpu" in second and "s3_endpoint=(set)" in second
     assert "secret.example" not in second and "revision=" not in second and "max_attempts=" not in second
+
+
+def state() -> dict[str, object]:
+    """Of this process what a run of a command changes."""
+    loggers = {name: logging.getLogger(name).level for name in ("ray", "ray.data")}
+    return {
+        "loggers": loggers,
+        "ray": ray.is_initialized(),
+        "context": dict(vars(DataContext.get_current())),
+        "variables": dict(os.environ),
+        "warnings": list(warnings.filters),
+    }
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError()])
+def test_all_is_as_it_was_after_a_run_that_fails_too(monkeypatch, error):
+    monkeypatch.setenv("RAY_HELD", "1")
+    before = state()
+    with pytest.raises(RuntimeError) if error else nullcontext(), isolate_run():
+        configure_ray_data()
+        logging.getLogger("ray").setLevel(logging.CRITICAL)
+        os.environ.update(RAY_HELD="2", RAY_NEW="3")
+        assert state() != before
+        if error:
+            raise error
+    assert state() == before
+
+
+def test_runs_beside_each_other_restore_the_process_when_the_last_one_ends(monkeypatch):
+    before = state()
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(isolate_run())
+        second.enter_context(isolate_run())
+        configure_ray_data()
+        within = state()
+        first.close()
+        assert state() == within != before
+    assert state() == before
+
+
+def test_progress_is_shown_or_told_or_neither(capsys):
+    told = []
+    for progress in (False, told.append, True):
+        make_console(progress).print("a note")
+    assert [one.note for one in told] == ["a note"] and capsys.readouterr().err == "a note\n"
+    with pytest.raises(UsageError, match="--progress must be True, False or a function, got 'yes'"):
+        make_console("yes")

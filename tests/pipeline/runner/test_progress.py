@@ -1,4 +1,4 @@
-"""Progress: lines in a log, also while nothing moves, a bar on a terminal, a line in a notebook, a function is told."""
+"""Progress: lines, a bar, a notebook's line, a function that is told, and the load of the stages."""
 
 import io
 import re
@@ -9,7 +9,16 @@ from rich.console import Console
 from pipeline.generate.run import ANSWERING
 from pipeline.prune.resources import PRUNING
 from pipeline.runner import progress as progress_module
-from pipeline.runner.progress import CallbackConsole, LineReporter, NotebookLine, Pace, Progress, make_reporter
+from pipeline.runner.progress import (
+    CallbackConsole,
+    LineReporter,
+    NotebookLine,
+    Pace,
+    Progress,
+    StageLoad,
+    find_bottleneck,
+    make_reporter,
+)
 from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.outages import OUTAGES, Outage, announce_outages
 from tests.waiting import wait_until
@@ -20,7 +29,7 @@ def test_a_log_gets_lines_even_while_nothing_is_committed():
     with make_reporter(Console(file=text, width=120), 10, 0.02, PRUNING) as progress:
         wait_until(lambda: text.getvalue().count("\n") >= 3, "three lines")
         progress.advance(3, 1)
-        progress.stages(WorkerReport(n_results={"decode": 7, "encode": 5, "write": 4}))
+        progress.stages(results(7, 5, 4))
     lines = text.getvalue().splitlines()
     assert lines[0] == "0/10 videos, 0 failed, no estimate yet"
     assert lines[-1].startswith("4/10 videos, 1 failed, 7 decoded, 5 encoded, ")
@@ -40,12 +49,8 @@ def test_a_store_that_does_not_answer_is_the_bottleneck_of_all_displays_though_n
     monkeypatch.setattr(progress_module, "EARLY_S", 3600)  # only the line at the end
     busy = dict.fromkeys(PRUNING.stages, 30.0)
     line, bar, told = io.StringIO(), io.StringIO(), list[Progress]()
-    consoles = (
-        Console(file=line, width=200),
-        Console(file=bar, force_terminal=True, width=200),
-        CallbackConsole(told.append),
-    )
-    for console in consoles:
+    line_console, bar_console = Console(file=line, width=200), Console(file=bar, force_terminal=True, width=200)
+    for console in (line_console, bar_console, CallbackConsole(told.append)):
         with announce_outages(lambda text: None), make_reporter(console, 10, 3600, PRUNING) as progress:
             progress.stages(WorkerReport(up_s=busy, busy_s=busy))
             assert progress.current.bottleneck == "write"
@@ -58,10 +63,14 @@ def test_a_store_that_does_not_answer_is_the_bottleneck_of_all_displays_though_n
     assert str(Progress(item="video", total=2, bottleneck="x")) == "0/2 videos, 0 failed, bottleneck: x"
 
 
+def results(decode: int, encode: int, write: int) -> WorkerReport:
+    return WorkerReport(n_results={"decode": decode, "encode": encode, "write": write})
+
+
 def test_a_terminal_gets_a_bar():
     text = io.StringIO()
     with make_reporter(Console(file=text, force_terminal=True, width=120), 10, 30, PRUNING) as progress:
-        progress.stages(WorkerReport(n_results={"decode": 3, "encode": 2, "write": 0}))
+        progress.stages(results(3, 2, 0))
         progress.advance(9, 1)
     assert "10/10" in text.getvalue() and "1 failed, 9 decoded, 9 encoded" in text.getvalue()
 
@@ -70,17 +79,16 @@ def test_a_line_stays_one_line_and_never_says_that_less_was_decoded_than_is_done
     monkeypatch.setattr(progress_module, "EARLY_S", 3600)  # only the line at the end
     text = io.StringIO()
     with LineReporter(Console(file=text, width=40), 10_000, 3600, PRUNING) as progress:
-        progress.stages(WorkerReport(n_results={"decode": 5, "encode": 4, "write": 3}))
+        progress.stages(results(5, 4, 3))
         progress.count_computed(1)
         progress.count_computed(6)
         progress.advance(6, 1)
-    line = r"7/10000 videos, 1 failed, 6 decoded, 6 encoded, \d+\.\d\d videos/s, \d+ s left\n"
-    assert re.fullmatch(line, text.getvalue())
-    unread = io.StringIO()
-    with LineReporter(Console(file=unread, width=40), 6, 3600, PRUNING) as progress:
-        progress.stages(WorkerReport(n_results={"decode": 0, "encode": 0, "write": 6}))
+    with LineReporter(Console(file=text, width=40), 6, 3600, PRUNING) as progress:
+        progress.stages(results(0, 0, 6))
         progress.advance(0, 6)
-    assert unread.getvalue() == "6/6 videos, 6 failed, 0 decoded, 0 encoded\n"  # files that cannot be read
+    line, unread = text.getvalue().splitlines()
+    assert re.fullmatch(r"7/10000 videos, 1 failed, 6 decoded, 6 encoded, \d+\.\d\d videos/s, \d+ s left", line)
+    assert unread == "6/6 videos, 6 failed, 0 decoded, 0 encoded"  # files that cannot be read
 
 
 def test_rate_and_time_left_are_of_what_came_through_since_the_first_though_nothing_is_written():
@@ -112,8 +120,8 @@ def test_a_function_is_told_numbers_and_notes():
     console = CallbackConsole(told.append)
     console.print("note: [a] long one " + "x" * 200, markup=False)
     with make_reporter(console, 3, 30.0, PRUNING) as progress:
-        progress.stages(WorkerReport(n_results={"decode": 2, "encode": 1, "write": 0}))
-        progress.stages(WorkerReport(n_results={"decode": 2, "encode": 1, "write": 0}))  # nothing new
+        for _ in range(2):  # nothing new for the second time
+            progress.stages(results(2, 1, 0))
         progress.advance(1, 1)
         progress.advance(1, 0)
     notes, numbers = [one for one in told if one.note], [one for one in told if not one.note]
@@ -142,11 +150,58 @@ def test_of_a_run_of_one_stage_its_own_is_told_and_what_the_function_raises_leav
 
 
 def test_a_notebook_has_one_line_written_over_and_notes_above_it(capsys):
-    line = NotebookLine()
-    line(Progress(note="configuration: out=c"))
-    line(Progress(item="video", total=2))
-    line(Progress(note="note: no GPU"))
-    line(Progress(item="video", total=2, ok=1, ahead={"decoded": 2}))
-    line(Progress(item="video", total=2, ok=2))
+    line, numbers = NotebookLine(), {"item": "video", "total": 2}
+    for said in ({"note": "configuration: out=c"}, numbers, {"note": "note: no GPU"}):
+        line(Progress(**said))
+    line(Progress(**numbers, ok=1, ahead={"decoded": 2}))
+    line(Progress(**numbers, ok=2))
     shown = [part.rstrip() for part in capsys.readouterr().err.split("\r")[1:]]
     assert shown == ["0/2 videos, 0 failed", "note: no GPU", "1/2 videos, 0 failed, 2 decoded", "2/2 videos, 0 failed"]
+
+
+def report(n_passed_on=(0, 0, 0), up_s=(0.0, 0.0, 0.0), busy_s=(0.0, 0.0, 0.0)) -> WorkerReport:
+    def by_stage(numbers):
+        return dict(zip(("decode", "encode", "write"), numbers, strict=True))
+
+    return WorkerReport(n_passed_on=by_stage(n_passed_on), up_s=by_stage(up_s), busy_s=by_stage(busy_s))
+
+
+def test_shares_are_those_of_the_last_looks_alone():
+    load = StageLoad()
+    for look in range(1, 6):
+        idle = max(0, look - 2)  # from the third look on nobody works
+        load.add(report(up_s=(10 * look,) * 3, busy_s=(10 * (look - idle), 0, 5 * look)))
+    assert load.busy() == {"decode": 0.0, "encode": 0.0, "write": pytest.approx(0.5)}
+
+
+def test_shares_are_of_the_time_in_which_workers_could_work_and_a_stage_of_dead_workers_is_not_busy():
+    load = StageLoad()
+    assert load.busy() == {}
+    for look in range(1, 5):
+        load.add(report(up_s=(10 * look, 10 * min(look, 3), 0), busy_s=(5 * look, 10 * min(look, 3), 0)))
+        assert load.busy() == {"decode": 0.5, "encode": 1.0 if look < 4 else 0.0}
+
+
+def test_queues_hold_what_the_stage_before_is_through_with():
+    load = StageLoad()
+    load.add(report(n_passed_on=(7, 4, 4)))
+    assert load.waiting(10) == {"decode": 3, "encode": 3, "write": 0}
+    load.add(report(n_passed_on=(11, 4, 5)))  # an item was decoded again on another node
+    assert load.waiting(10) == {"decode": 0, "encode": 7, "write": 0}
+
+
+@pytest.mark.parametrize(
+    ("busy", "limits"),
+    [
+        ({"decode": 0.97, "encode": 0.41, "write": 0.02}, "decode"),
+        ({"decode": 0.60, "encode": 0.99, "write": 0.02}, "encode"),
+        ({"decode": 0.97, "encode": 0.96, "write": 0.02}, "encode"),  # decoders fill what is in front of the encoders
+        ({"decode": 0.95, "encode": 0.95, "write": 0.95}, "write"),
+        ({"decode": 0.70, "encode": 0.60, "write": 0.02}, "decode"),
+        ({"decode": 0.30, "encode": 0.20, "write": 0.02}, ""),  # they wait for something else
+        ({"answer": 1.0}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_last_stage_that_is_always_busy_limits_the_run(busy, limits):
+    assert find_bottleneck(busy) == limits

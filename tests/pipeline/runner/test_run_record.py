@@ -1,17 +1,29 @@
-"""The record of a run: its name, a place that lasts, written at the start and at the end; and how the run ended."""
+"""The record of a run, how the run ended, and the last writes before an error leaves it."""
 
-import io
 import json
 import re
+import threading
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from pipeline.errors import FAULTS, UsageError
-from pipeline.runner.run_record import Outcome, RunFile, check_out_folder, count_failures, make_run_id
+from pipeline.runner import run_record
+from pipeline.runner.run_record import (
+    NO_ANSWER,
+    Outcome,
+    RunFile,
+    check_out_folder,
+    compute_seconds_left,
+    count_failures,
+    make_run_id,
+    write_last,
+)
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
+from tests.builders.runs import printed
 
 
 def read(store: LocalStore) -> dict[str, object]:
@@ -73,6 +85,7 @@ def test_names_of_runs_differ_and_sort_by_their_time():
     assert times == sorted(times)
 
 
+NONE = {"n_ok": 10, "failures": {}, "examples": {}, "n_missing": 0}
 UPLOADED = {"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}
 
 
@@ -106,25 +119,20 @@ def test_a_relative_place_in_an_uploaded_folder_would_be_lost(monkeypatch, out, 
     ],
 )
 def test_the_exit_code_follows_from_the_counts_of_a_run(counts, limit, code):
-    none = {"n_ok": 10, "failures": {}, "examples": {}, "n_missing": 0}
-    assert Outcome(**{**none, **counts}).exit_code(limit) == code
+    assert Outcome(**{**NONE, **counts}).exit_code(limit) == code
 
 
 @pytest.mark.parametrize(
     ("counts", "troubles"),
     [
         ({}, []),
-        (
-            {"failures": {"io": 2, "corrupt": 1}, "examples": {"io": ("a.mp4", "gone"), "corrupt": ("b.mp4", "cut")}},
-            ["3 of 10 videos failed (2 io, 1 corrupt), e.g. a.mp4: gone"],
-        ),
+        ({"failures": {"io": 2}, "examples": {"io": ("a", "gone")}}, ["2 of 10 videos failed (2 io), e.g. a: gone"]),
         ({"n_new_failed": 2}, ["2 videos failed in this run, which keep earlier results"]),
         ({"n_ok": 0, "n_missing": 10}, ["10 of 10 videos have no row", "no video has a result"]),
     ],
 )
 def test_every_trouble_of_a_run_is_named(counts, troubles):
-    none = {"n_ok": 10, "failures": {}, "examples": {}, "n_missing": 0}
-    assert list(Outcome(**{**none, **counts}).iter_troubles("video", 10)) == troubles
+    assert list(Outcome(**{**NONE, **counts}).iter_troubles("video", 10)) == troubles
 
 
 def test_a_run_that_was_ended_before_its_first_row_does_not_say_that_nothing_is_to_do():
@@ -135,9 +143,8 @@ def test_a_run_that_was_ended_before_its_first_row_does_not_say_that_nothing_is_
 
 def test_failures_are_counted_with_their_first_example():
     kinds = {"a": "io", "b": "corrupt", "c": "corrupt"}
-    rows = [
-        {"video_id": name, "error_class": kind, "error_message": f"{name} is {kind}"} for name, kind in kinds.items()
-    ]
+    names = ("video_id", "error_class", "error_message")
+    rows = [dict(zip(names, (name, kind, f"{name} is {kind}"), strict=True)) for name, kind in kinds.items()]
     failures, examples = count_failures(rows, "video_id")
     assert list(failures.items()) == [("corrupt", 2), ("io", 1)]
     assert examples == {"corrupt": ("b", "b is corrupt"), "io": ("a", "a is io")}
@@ -147,8 +154,42 @@ def test_failures_are_counted_with_their_first_example():
 def test_the_table_names_the_remedy_and_takes_no_id_for_markup():
     examples = {"io": ("[red]a[/red].mp4", "gone"), "strange": ("b.mp4", "?")}
     ended = Outcome(n_ok=1, failures={"io": 2, "strange": 1}, n_missing=0, examples=examples)
-    text = io.StringIO()
-    Console(file=text, width=300).print(ended.make_failures_table("video", FAULTS))
-    said = text.getvalue()
+    said = printed(ended.make_failures_table("video", FAULTS), 300)
     assert "failed videos" in said and "[red]a[/red].mp4: gone" in said and FAULTS["io"].remedy in said
     assert "b.mp4: ?" in said
+
+
+def test_a_write_is_done_or_says_why_not():
+    ending, done = KeyboardInterrupt(), list[int]()
+    assert write_last(ending, lambda: done.append(1)) == "" and done == [1]
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    assert "Input/output error" in write_last(ending, partial(fail, OSError(5, "Input/output error", "s3://b/x")))
+    for silent in (TimeoutError(), KeyboardInterrupt()):
+        assert write_last(ending, partial(fail, silent)) == type(silent).__name__
+
+
+def test_writes_that_hang_share_one_bound_and_leave_a_part_to_others(monkeypatch):
+    now = 0.0
+
+    class Thread(threading.Thread):
+        """Real, but a wait for its end takes time by the clock of this test alone."""
+
+        def join(self, timeout: float | None = None) -> None:
+            nonlocal now
+            assert timeout is not None
+            now += timeout
+
+    monkeypatch.setattr(run_record, "threading", SimpleNamespace(Thread=Thread))
+    monkeypatch.setattr(run_record, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(run_record, "LAST_WRITES_S", 8.0)
+    ending, forever = KeyboardInterrupt(), threading.Event()
+    try:
+        assert write_last(ending, forever.wait, spare_s=3.0) == NO_ANSWER
+        assert (now, compute_seconds_left(ending)) == (5.0, 3.0)
+        assert [write_last(ending, forever.wait) for _ in range(5)] == [NO_ANSWER] * 5
+        assert (now, compute_seconds_left(ending), compute_seconds_left(KeyboardInterrupt())) == (8.0, 0.0, 8.0)
+    finally:
+        forever.set()

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -9,24 +10,15 @@ import ray
 
 from pipeline.runner.shards import GraphBatch, RunGraph, ShardBundler, WrittenShard
 from pipeline.runner.stages import Stage, start_actors
-from tests.builders.clusters import ray_here
+from tests.builders.clusters import PLAIN, ray_here
 from tests.waiting import wait_until
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def batch(*ids: str) -> GraphBatch:
     return GraphBatch([pa.table({"id": list(ids)})], len(ids))
 
 
-def of_three(clock: Clock) -> ShardBundler:
+def of_three(clock: Mock) -> ShardBundler:
     """Shards of three items, or of what is a minute old, without writers."""
     return ShardBundler(RunGraph(dataset=None, items_per_shard=3), age_s=60, clock=clock)
 
@@ -47,7 +39,7 @@ def committed(shards: ShardBundler, until_the_end: bool = False) -> list[Written
 
 
 def test_a_shard_is_full_by_its_number_of_items_and_a_part_that_is_too_large_begins_the_next():
-    shards = of_three(Clock())
+    shards = of_three(Mock(return_value=0.0))
     for name in ("a", "b", "c", "de", "fg", "hijk", "l"):
         shards.take(batch(*name))
     assert given(shards) == [["a", "b", "c"], ["d", "e"], ["f", "g"], ["h", "i", "j", "k"]]  # a part is never cut
@@ -55,24 +47,21 @@ def test_a_shard_is_full_by_its_number_of_items_and_a_part_that_is_too_large_beg
 
 
 def test_what_has_waited_long_enough_is_a_shard_although_nothing_follows():
-    clock = Clock()
-    shards = of_three(clock)
+    shards = of_three(clock := Mock(return_value=0.0))
     shards.take(batch("a"))
-    clock.now = 59.0
-    shards.take(batch("b"))
-    assert given(shards) == []
-    clock.now = 60.0
-    assert given(shards) == [["a", "b"]]
-    clock.now = 119.0
-    shards.take(batch("c"))  # its own time begins
-    clock.now = 178.0
-    assert given(shards) == []
-    clock.now = 179.0
-    assert given(shards) == [["c"]] and not shards.has_unwritten
+    for second, more, expected in (
+        *((59.0, "b", []), (60.0, "", [["a", "b"]])),
+        *((119.0, "c", []), (178.0, "", []), (179.0, "", [["c"]])),  # its own time
+    ):
+        clock.return_value = second
+        if more:
+            shards.take(batch(more))
+        assert given(shards) == expected
+    assert not shards.has_unwritten
 
 
 def test_a_shard_whose_commit_was_interrupted_is_given_again_under_its_number():
-    shards = of_three(Clock())
+    shards = of_three(Mock(return_value=0.0))
     shards.take(batch("a", "b", "c"))
     first = shards.next_written()
     assert (first.number, first.rows["id"].to_pylist()) == (0, ["a", "b", "c"])
@@ -86,7 +75,7 @@ def test_a_shard_whose_commit_was_interrupted_is_given_again_under_its_number():
 
 
 def test_items_that_turn_out_not_to_exist_are_taken_no_more_once_the_shard_is_committed():
-    shards = of_three(Clock())
+    shards = of_three(Mock(return_value=0.0))
     shards.take(GraphBatch(batch("a", "b").tables, 3))  # three at most
     assert (shards.n_taken, given(shards), shards.n_taken, shards.n_committed) == (3, [["a", "b"]], 2, 2)
 
@@ -110,41 +99,49 @@ def has_ended(writer) -> bool:
     return False
 
 
+@pytest.fixture(scope="module")
+def two_cpus():
+    with ray_here(*PLAIN):
+        yield
+
+
+def put(shards: ShardBundler, n_items: int) -> None:
+    """Take items, each a batch in the object store."""
+    for number in range(n_items):
+        assert shards.has_room()
+        shards.take(GraphBatch([ray.put(batch(f"v{number}").tables[0])], 1))
+
+
 @pytest.mark.slow
-def test_no_more_is_taken_than_writers_have_to_do_and_one_that_is_killed_loses_nothing(tmp_path):
+def test_no_more_is_taken_than_writers_have_to_do_and_one_that_is_killed_loses_nothing(two_cpus, tmp_path):
     gate = tmp_path / "open"
-    with ray_here({"num_cpus": 2}):
-        flow = RunGraph(None, 2, partial(start_actors, Gated, Stage(0, 0, 1, "one"), (gate,)))
-        with ShardBundler(flow, age_s=3600) as shards:
-            for number in range(6):  # a shard that is written, one that is next, and one that waits for its place
-                assert shards.has_room()
-                shards.take(GraphBatch([ray.put(batch(f"v{number}").tables[0])], 1))
-            assert not shards.has_room() and shards.next_written(wait_s=0) is None
-            (writer,) = shards._writers
-            ray.kill(writer, no_restart=False)
-            gate.touch()
-            done = sorted(committed(shards, until_the_end=True), key=lambda shard: shard.number)
-        assert sorted(name for shard in done for name in shard.rows["id"].to_pylist()) == [f"v{n}" for n in range(6)]
-        assert done[-1].number == 2
-        wait_until(lambda: has_ended(writer), "the writer's end")  # which the end of the block asked for
+    flow = RunGraph(None, 2, partial(start_actors, Gated, Stage(0, 0, 1, "one"), (gate,)))
+    with ShardBundler(flow, age_s=3600) as shards:
+        put(shards, 6)  # a shard that is written, one that is next, and one that waits for its place
+        assert not shards.has_room() and shards.next_written(wait_s=0) is None
+        (writer,) = shards._writers
+        ray.kill(writer, no_restart=False)
+        gate.touch()
+        done = sorted(committed(shards, until_the_end=True), key=lambda shard: shard.number)
+    assert sorted(name for shard in done for name in shard.rows["id"].to_pylist()) == [f"v{n}" for n in range(6)]
+    assert done[-1].number == 2
+    wait_until(lambda: has_ended(writer), "the writer's end")  # which the end of the block asked for
 
 
 @pytest.mark.slow
-def test_shards_that_are_written_meanwhile_are_committed_together_and_again_after_an_interrupt(tmp_path):
+def test_shards_that_are_written_meanwhile_are_committed_together_and_again_after_an_interrupt(two_cpus, tmp_path):
     gates = [tmp_path / name for name in "ab"]
-    with ray_here({"num_cpus": 2}):
-        flow = RunGraph(None, 1, lambda *have: [*map(gated, gates)])
-        with ShardBundler(flow, age_s=3600) as shards:
-            for number in range(4):
-                shards.take(GraphBatch([ray.put(batch(f"v{number}").tables[0])], 1))
-            for gate in gates:
-                gate.touch()
-            ray.wait([writing.answer for writing in shards._writing.values()], num_returns=4, timeout=60)
-            first = shards.next_written()
-            assert (first.number, sorted(first.rows["id"].to_pylist())) == (3, ["v0", "v1", "v2", "v3"])
-            assert shards.finish()  # the driver was interrupted in its commit
-            (again,) = committed(shards)
-            assert again.rows.equals(first.rows) and not shards.has_unwritten and shards.n_committed == 4
+    flow = RunGraph(None, 1, lambda *have: [*map(gated, gates)])
+    with ShardBundler(flow, age_s=3600) as shards:
+        put(shards, 4)
+        for gate in gates:
+            gate.touch()
+        ray.wait([writing.answer for writing in shards._writing.values()], num_returns=4, timeout=60)
+        first = shards.next_written()
+        assert (first.number, sorted(first.rows["id"].to_pylist())) == (3, ["v0", "v1", "v2", "v3"])
+        assert shards.finish()  # the driver was interrupted in its commit
+        (again,) = committed(shards)
+        assert again.rows.equals(first.rows) and not shards.has_unwritten and shards.n_committed == 4
 
 
 def gated(gate: Path):

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import re
 import sys
 import threading
 import time
@@ -9,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -35,7 +37,6 @@ from pipeline.runner.stream import Stream, commit_all
 from pipeline.runner.watchdog import ClusterChanged, is_still_running
 from pipeline.runner.worker_reports import Heartbeats, WorkerReport
 from pipeline.storage.outages import OUTAGES, Outage
-from pipeline.storage.stores import LocalStore
 from tests.builders.clusters import handle_of
 from tests.waiting import wait_until
 
@@ -99,22 +100,17 @@ class WordJob(Job[Words]):
         return {"CPU": 1.0}
 
 
-class Disk:
-    """What is committed: each word as a file with the number of its shard. It is full once it is to hold "c"."""
+class Disk(dict[str, str]):
+    """What is committed: the number of its shard and the status of each word. It is full once it is to hold a word."""
 
-    def __init__(self, root: Path, is_full_at: str | None = None) -> None:
-        self.store, self._is_full_at = LocalStore(root), is_full_at
+    def __init__(self, is_full_at: str | None = None) -> None:
+        self.is_full_at = is_full_at
 
     def commit(self, number: int, rows: pa.Table) -> None:
         words, states = (rows[name].to_pylist() for name in ("word", "status"))
-        if self._is_full_at in words:
-            raise OSError(28, "No space left on device", self._is_full_at)
-        for word, status in zip(words, states, strict=True):
-            self.store.put(f"words/{word}", f"{number} {status}".encode())
-
-    def words(self) -> dict[str, str]:
-        names = sorted(self.store.names("words", ""))
-        return {name.removeprefix("words/"): self.store.read(name).decode() for name in names}
+        if self.is_full_at in words:
+            raise OSError(28, "No space left on device", self.is_full_at)
+        self.update((word, f"{number} {status}") for word, status in zip(words, states, strict=True))
 
 
 class Endless:
@@ -155,28 +151,34 @@ class EndingWatch(Watch):
     The words before are on disk by then, and the last word is taken.
     """
 
-    def __init__(self, job: WordJob, ending: BaseException | None) -> None:
+    def __init__(self, job: WordJob, ending: BaseException) -> None:
         super().__init__(Mock())
-        self._job, self._ending, self._n_looks = job, ending, 0
+        self._job, self._endings = job, [copy(ending), None]  # what is raised gets notes
 
     def look(self, report: WorkerReport, progress: Progress) -> None:
         super().look(report, progress)
-        if len(self._job.built) == 1 and self._job.first.at_end.is_set() and self._ending is not None:
-            self._n_looks += 1
-            if self._n_looks == 2:
-                raise self._ending
+        is_over = len(self._job.built) == 1 and self._job.first.at_end.is_set() and self._endings
+        if is_over and (ending := self._endings.pop()) is not None:
+            raise ending
 
 
 @pytest.fixture(autouse=True)
-def heartbeats_in_this_process(monkeypatch):
-    """The heartbeats' own class, which answers here instead of in an actor of Ray."""
-    heartbeats = Heartbeats(("write",))
+def everything_here_and_quick(monkeypatch):
+    """The heartbeats' own class, which answers here instead of in an actor; looks and waits are 50 ms apart."""
     monkeypatch.setattr(ray, "get", lambda answer, timeout=None: answer)
-    monkeypatch.setattr(execution, "run_heartbeats", lambda stages: nullcontext(handle_of(heartbeats.read)))
+    heartbeats_that_read(monkeypatch, Heartbeats(("write",)).read)
+    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
+    monkeypatch.setattr(execution, "TICK_S", 0.05)
+
+
+def heartbeats_that_read(patch: pytest.MonkeyPatch, read: Callable[[], WorkerReport]) -> None:
+    patch.setattr(
+        execution, "run_heartbeats", lambda stages: nullcontext(SimpleNamespace(read=SimpleNamespace(remote=read)))
+    )
 
 
 class Answer:
-    """The answer of a writer: rows, an error, or None while it has not come."""
+    """What a writer answers: rows, an error, or None while it has not come."""
 
     def __init__(self, rows: pa.Table | Exception | None) -> None:
         self.rows = rows
@@ -208,12 +210,12 @@ def writers_in_this_process(monkeypatch):
     """Writers of graphs that answer here."""
 
     def get(answer: Any, timeout: float | None = None) -> Any:
-        result = answer.rows if isinstance(answer, Answer) else answer
+        result = getattr(answer, "rows", answer)
         if isinstance(result, Exception):
             raise result
         return result
 
-    def wait(answers: list[Answer], num_returns: int = 1, timeout: float = 0) -> tuple[list[Answer], list[Answer]]:
+    def wait(answers: list[Any], num_returns: int = 1, timeout: float = 0) -> tuple[list[Any], list[Any]]:
         ready = [answer for answer in answers if answer.rows is not None]
         if len(ready) < num_returns:
             time.sleep(timeout)
@@ -224,32 +226,38 @@ def writers_in_this_process(monkeypatch):
     monkeypatch.setattr(ray, "kill", lambda writer: None)
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Looks at the workers and waits for batches are 50 ms apart."""
-    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
-    monkeypatch.setattr(execution, "TICK_S", 0.05)
-
-
 def write(disk: Disk, job: WordJob, words: str | list[str], watch: Watch | None = None) -> None:
     """Commit the words to the disk, as a run does."""
-    commit_all(Stream(job, Words(words), watch or Watch(Mock())), disk.commit)
+    words = words if isinstance(words, Words) else Words(words)
+    commit_all(Stream(job, words, watch or Watch(Mock())), disk.commit)
 
 
-def test_every_word_has_a_row_and_failures_are_counted(tmp_path):
-    disk, job = Disk(tmp_path), WordJob()
+def write_until(ending: BaseException, disk: Disk, job: WaitingJob, words: str | list[str]) -> str:
+    """Commit words until the first graph ends by ``ending``; return what the run that ends says, with its notes."""
+    with pytest.raises((RunFailed, KeyboardInterrupt)) as caught:
+        write(disk, job, words, EndingWatch(job, ending))
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+CHANGED = ClusterChanged("nodes were lost")
+BAD = RunFailed("all words are bad")
+THREE_OF_FIVE = "this run has written rows for 3 of 5 words"
+
+
+def test_every_word_has_a_row_and_failures_are_counted():
+    disk, job = Disk(), WordJob()
     watch = Watch(Mock())
     write(disk, job, ["a", "b", "bad"], watch)
-    assert disk.words() == {"a": "0 ok", "b": "0 ok", "bad": "1 failed"}
+    assert disk == {"a": "0 ok", "b": "0 ok", "bad": "1 failed"}
     assert "starting workers: 1 to write" in job.said and "3/3 words, 1 failed" in job.said
     assert len(watch.reports) == 1 and job.n_shards == 2
     write(disk, job, "c")  # another stream of the job
-    assert disk.words()["c"] == "2 ok"
+    assert disk["c"] == "2 ok"
 
 
-def test_no_words_start_nothing(tmp_path):
+def test_no_words_start_nothing():
     job, watch = WordJob(), Watch(Mock())
-    write(Disk(tmp_path), job, [], watch)
+    write(Disk(), job, [], watch)
     assert (job.built, job.said, watch.reports) == ([], "", [])
 
 
@@ -260,18 +268,18 @@ def test_a_stream_that_has_ended_gives_nothing_more_and_counts_the_last_shard_on
         words.check_complete()
 
 
-def test_a_shard_is_on_disk_before_the_graph_has_ended(tmp_path):
+def test_a_shard_is_on_disk_before_the_graph_has_ended():
     class Watched(WordGraph):
         def batches(self) -> Iterator[GraphBatch]:
             for number, batch in enumerate(super().batches()):
                 # One batch waits to be fetched and one to be taken, so that five behind a shard it must be written.
-                assert number < 7 or (tmp_path / "words" / "w0").exists()
+                assert number < 7 or "w0" in disk
                 yield batch
 
-    disk, job = Disk(tmp_path), WordJob()
+    disk, job = Disk(), WordJob()
     job.graph = lambda items, plan, heartbeats: Watched(items, 2)
     write(disk, job, [f"w{number}" for number in range(9)])
-    assert disk.words()["w8"] == "4 ok" and len(disk.words()) == 9
+    assert disk["w8"] == "4 ok" and len(disk) == 9
 
 
 def test_a_committed_shard_does_not_stay_in_memory():
@@ -290,30 +298,29 @@ def test_a_committed_shard_does_not_stay_in_memory():
 
     job = WordJob()
     job.graph = lambda items, plan, heartbeats: Large(items[::2], 2)
-    with Stream(job, Words("aabbccdd"), Watch(Mock())) as words:
+    with Stream(job, Words("aabbcc"), Watch(Mock())) as words:
         for shard in words:
-            gc.collect()
-            assert shard.number == 0 or bytes_of_shards[0]() is None
+            if shard.number == 1:
+                gc.collect()
+                assert bytes_of_shards[0]() is None
         words.check_complete()
-        assert len(bytes_of_shards) == 4
+        assert len(bytes_of_shards) == 3
 
 
-def test_what_was_committed_before_the_store_failed_stays_and_the_error_says_how_much(tmp_path):
+def test_what_was_committed_before_the_store_failed_stays_and_the_error_says_how_much():
+    disk, job = Disk(is_full_at="c"), WordJob()
     with pytest.raises(RunFailed, match=r"the run stopped after 2 of 4 words: OSError: .*No space left") as caught:
-        write(Disk(tmp_path, is_full_at="c"), job := WordJob(), "abcd")
+        write(disk, job, "abcd")
     assert isinstance(caught.value.__cause__, OSError)
     assert "flushing" not in job.said  # a store that failed would fail again
-    disk = Disk(tmp_path)
-    assert sorted(disk.words()) == ["a", "b"]
-    write(disk, WordJob(), "cd")  # the rerun goes on
-    assert sorted(disk.words()) == list("abcd")
+    assert sorted(disk) == ["a", "b"]
 
 
-def test_rows_that_are_missing_fail_the_run(tmp_path):
+def test_rows_that_are_missing_fail_the_run():
     job = WordJob()
     job.graph = lambda items, plan, heartbeats: WordGraph(items[:3], 2)
     with pytest.raises(RunFailed, match=r"^2 of 5 words have no row\. Rerun the command") as caught:
-        write(Disk(tmp_path), job, "abcde")
+        write(Disk(), job, "abcde")
     # Nothing is left to write: the time for last writes begins with the record of the run.
     assert "flushing" not in job.said and "last_writes_until" not in vars(caught.value)
 
@@ -321,20 +328,15 @@ def test_rows_that_are_missing_fail_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("told", "said"), [(None, "the node is gone"), ("OSError: No space left on device", "OSError: No space left")]
 )
-def test_what_ray_raises_is_told_in_the_words_of_the_worker_and_what_came_out_is_written_first(
-    tmp_path, monkeypatch, told, said
-):
-    def read() -> WorkerReport:
-        return WorkerReport(failure=told)
-
-    monkeypatch.setattr(execution, "run_heartbeats", lambda stages: nullcontext(handle_of(read)))
-    disk, job = Disk(tmp_path), WordJob()
+def test_what_ray_raises_is_told_in_the_words_of_the_worker_and_what_came_out_is_written_first(monkeypatch, told, said):
+    heartbeats_that_read(monkeypatch, lambda: WorkerReport(failure=told))
+    disk, job = Disk(), WordJob()
     with pytest.raises(RunFailed, match=rf"^the run stopped after 3 of 5 words: .*{said}"):
         write(disk, job, [*"abc", "?", "d"])
-    assert "stopping: flushing finished work (up to 15 s)" in job.said and sorted(disk.words()) == list("abc")
+    assert "stopping: flushing finished work (up to 15 s)" in job.said and sorted(disk) == list("abc")
 
 
-def test_a_graph_that_failed_has_ended_when_the_cause_is_searched(tmp_path, monkeypatch):
+def test_a_graph_that_failed_has_ended_when_the_cause_is_searched(monkeypatch):
     """The search starts a process on each node."""
     job = WaitingJob()
     ended: list[bool] = []
@@ -348,36 +350,31 @@ def test_a_graph_that_failed_has_ended_when_the_cause_is_searched(tmp_path, monk
         ShardBundler, "next_written", Mock(side_effect=ray.exceptions.RaySystemError("a writer is gone"))
     )
     with pytest.raises(RunFailed, match="a writer is gone; no process started on host n, as on a full disk: look at"):
-        write(Disk(tmp_path), job, "abcde")
+        write(Disk(), job, "abcde")
     assert ended == [True]
 
 
-def test_what_is_left_is_planned_anew_where_the_cluster_changed(tmp_path, quick):
-    disk, job = Disk(tmp_path), WaitingJob()
-    watch = EndingWatch(job, ClusterChanged("nodes were lost and nothing moves"))
+def test_what_is_left_is_planned_anew_where_the_cluster_changed():
+    disk, job = Disk(), WaitingJob()
+    watch = EndingWatch(job, CHANGED)
     write(disk, job, "abcde", watch)
-    assert "note: nodes were lost and nothing moves. Rescheduling 2 words on the current nodes" in job.said
+    assert "note: nodes were lost. Rescheduling 2 words on the current nodes" in job.said
     # What had come out of the first graph was written first; no number of a shard is used again.
-    assert disk.words() == {"a": "0 ok", "b": "0 ok", "c": "1 ok", "d": "2 ok", "e": "2 ok"}
+    assert disk == {"a": "0 ok", "b": "0 ok", "c": "1 ok", "d": "2 ok", "e": "2 ok"}
     assert job.built == [[*"abcde"], [*"de"]] and len(watch.reports) == 2 and job.n_shards == 3
 
 
-def test_a_reason_to_give_up_ends_the_run_behind_what_came_out(tmp_path, quick):
-    disk, job = Disk(tmp_path), WaitingJob()
-    with pytest.raises(RunFailed, match=r"^all words are bad$"):
-        write(disk, job, "abcde", EndingWatch(job, RunFailed("all words are bad")))
-    assert sorted(disk.words()) == list("abc")
+class Growing(Words):
+    """Words that are still being found."""
+
+    is_complete = False
 
 
-def test_no_time_is_told_while_items_are_still_found(tmp_path, quick):
-    class Growing(Words):
-        is_complete = False
+class Found(Words):
+    """Words to which two come that were not known when the graph began."""
 
-    job = WaitingJob()
-    watch = EndingWatch(job, RunFailed("all words are bad"))
-    with pytest.raises(RunFailed, match="all words are bad"):
-        commit_all(Stream(job, Growing("abcde"), watch), Disk(tmp_path).commit)
-    assert "words/s, more words are being listed" in job.said and " s left" not in job.said
+    def without(self, rows: pa.Table) -> Words:
+        return Words([*super().without(rows), "f", "?"])
 
 
 class Bundles(WordGraph):
@@ -388,118 +385,83 @@ class Bundles(WordGraph):
 
 
 @pytest.mark.parametrize(
-    ("lost", "notes"), [(None, []), ("c", ["2 finished words were not written: [Errno 28] No space left"])]
+    ("ending", "words", "full_at", "said", "written"),
+    [
+        (BAD, "abcde", None, "all words are bad", "abc"),
+        (BAD, Growing("abcde"), None, "all words are bad", "abc"),
+        (KeyboardInterrupt(), "abcde", None, f"\n{THREE_OF_FIVE}", "abc"),
+        (CHANGED, "abcd?", None, "the run stopped after 4 of 5 words: .*the node is gone.*", "abcd"),
+        (CHANGED, Found("abcde"), None, "the run stopped after 6 of 7 words: .*the node is gone.*", "abcdef"),
+        (CHANGED, "abcde", "c", "the run stopped after 2 of 5 words: OSError: .*No space left.*", "ab"),
+    ],
 )
-def test_bundles_that_are_not_full_do_not_pass_for_words_that_were_not_written(tmp_path, quick, lost, notes):
-    disk, job = Disk(tmp_path, is_full_at=lost), WaitingJob(3, Bundles)
-    with pytest.raises(RunFailed, match="all words are bad") as caught:
-        write(disk, job, "abcde", EndingWatch(job, RunFailed("all words are bad")))
-    assert sorted(disk.words()) == sorted({*"abc"} - {lost})
-    assert [note[: len(notes[0])] for note in getattr(caught.value, "__notes__", ())] == notes
+def test_a_run_that_stops_says_how_many_words_have_a_row_behind_the_last_writes(ending, words, full_at, said, written):
+    """Those of an earlier graph count."""
+    disk, job = Disk(full_at), WaitingJob()
+    assert re.fullmatch(said, write_until(ending, disk, job, words), re.DOTALL)
+    assert "".join(sorted(disk)) == written
+    assert ("words/s, more words are being listed" in job.said) == isinstance(words, Growing)
+    assert " s left" not in job.said or not isinstance(words, Growing)
 
 
-def test_the_items_of_earlier_graphs_count_in_the_line_of_a_run_that_stops(tmp_path, quick):
-    disk, job = Disk(tmp_path), WaitingJob()
-    with pytest.raises(RunFailed, match=r"the run stopped after 4 of 5 words: .*the node is gone"):
-        write(disk, job, [*"abcd", "?"], EndingWatch(job, ClusterChanged("nodes were lost")))
-    assert len(job.built) == 2 and sorted(disk.words()) == list("abcd")
-
-
-def test_items_found_while_a_graph_runs_do_not_change_how_many_have_a_row(tmp_path, quick):
-    class Found(Words):
-        def without(self, rows: pa.Table) -> Words:
-            return Words([*super().without(rows), "f", "?"])  # which were not known when the graph began
-
-    job = WaitingJob()
-    watch = EndingWatch(job, ClusterChanged("nodes were lost"))
-    with pytest.raises(RunFailed, match=r"the run stopped after 6 of 7 words: .*the node is gone"):
-        commit_all(Stream(job, Found("abcde"), watch), Disk(tmp_path).commit)
-
-
-def test_a_stop_says_how_many_items_have_a_row_after_the_last_writes(tmp_path, quick):
-    job = WaitingJob()
-    with pytest.raises(KeyboardInterrupt) as caught:
-        write(Disk(tmp_path), job, "abcde", EndingWatch(job, KeyboardInterrupt()))
-    assert caught.value.__notes__ == ["this run has written rows for 3 of 5 words"]
+@pytest.mark.parametrize(("lost", "said"), [(None, ""), ("c", "\n2 finished words were not written: .* No space left")])
+def test_bundles_that_are_not_full_do_not_pass_for_words_that_were_not_written(lost, said):
+    disk = Disk(lost)
+    assert re.match(f"all words are bad{said}", write_until(BAD, disk, job := WaitingJob(3, Bundles), "abcde"))
+    assert sorted(disk) == sorted({*"abc"} - {lost}) and len(job.built) == 1
 
 
 @pytest.mark.parametrize(
-    ("error", "line"),
+    ("error", "said"),
     [
-        (KeyboardInterrupt(), ""),
+        (KeyboardInterrupt(), f"\n{THREE_OF_FIVE}"),
         (OSError(5, "no record"), "the run stopped after 3 of 5 words: OSError: [Errno 5] no record"),
         (RunFailed("no node is left"), "no node is left"),
     ],
 )
-def test_an_error_between_two_graphs_says_how_many_items_have_a_row(tmp_path, quick, error, line):
-    disk, job = Disk(tmp_path), WaitingJob()
-    plan = WordPlan(Stage(0, 0, 1, ""))
-    job.plan = Mock(side_effect=[plan, error])
-    with pytest.raises((KeyboardInterrupt, RunFailed)) as caught:
-        write(disk, job, "abcde", EndingWatch(job, ClusterChanged("nodes were lost")))
-    notes = ["this run has written rows for 3 of 5 words"] if isinstance(error, KeyboardInterrupt) else []
-    assert (str(caught.value), getattr(caught.value, "__notes__", [])) == (line, notes)
-    assert sorted(disk.words()) == list("abc")
+def test_an_error_between_two_graphs_says_how_many_items_have_a_row(error, said):
+    disk, job = Disk(), WaitingJob()
+    job.plan = Mock(side_effect=[job.plan(Words()), error])
+    assert write_until(CHANGED, disk, job, "abcde") == said and sorted(disk) == list("abc")
 
 
-def test_a_commit_that_fails_while_the_rest_is_rescheduled_ends_the_run(tmp_path, quick):
-    disk, job = Disk(tmp_path, is_full_at="c"), WaitingJob()
-    with pytest.raises(RunFailed, match=r"the run stopped after 2 of 5 words: OSError: .*No space left"):
-        write(disk, job, "abcde", EndingWatch(job, ClusterChanged("nodes were lost")))
-    assert len(job.built) == 1 and sorted(disk.words()) == ["a", "b"]
-
-
-def test_workers_of_a_graph_that_does_not_end_are_not_joined_by_others(tmp_path, quick, monkeypatch):
+def test_workers_of_a_graph_that_does_not_end_are_not_joined_by_others(monkeypatch):
     monkeypatch.setattr(stream, "is_still_running", lambda within_s: True)
-    job = WaitingJob()
-    with pytest.raises(RunFailed, match=r"^nodes were lost, but the previous workers do not end"):
-        write(Disk(tmp_path), job, "abcde", EndingWatch(job, ClusterChanged("nodes were lost")))
-    assert len(job.built) == 1
-
-
-class FullDiskJob(WaitingJob):
-    """A job on a node whose disk is full, in which nothing moves after three words."""
-
-    has_others = False
-
-    def can_run_on(self, cluster: dict[str, float]) -> bool:
-        return self.has_others
+    said = write_until(CHANGED, Disk(), job := WaitingJob(), "abcde")
+    assert said.startswith("nodes were lost, but the previous workers do not end") and len(job.built) == 1
 
 
 @pytest.mark.parametrize("has_others", [False, True])
-def test_a_run_that_stands_still_beside_a_full_disk_names_it(tmp_path, quick, monkeypatch, has_others):
+def test_a_run_that_stands_still_beside_a_full_disk_names_it(monkeypatch, has_others):
     """With other nodes the rest is rescheduled there."""
     monkeypatch.setattr(execution, "SHRUNK_S", 0.1)
     monkeypatch.setattr(execution, "_FULL_S", 0.3)
     monkeypatch.setattr(execution, "sum_resources", lambda nodes, most=None: {})
     monkeypatch.setattr(execution, "find_known_full_disks", lambda without, known: {"n": "host n (/ray, 100% full)"})
-    disk, job = Disk(tmp_path), FullDiskJob()
-    job.has_others = has_others
-    if has_others:
+    disk, job = Disk(), WaitingJob()
+    job.can_run_on = lambda cluster: has_others
+    full = "the disk is full on host n (/ray, 100% full)"
+    moved = rf"no word moved for \d+ s; {re.escape(full)}"
+    with nullcontext() if has_others else pytest.raises(RunFailed, match=moved):
         write(disk, job, "abcde")
-        assert sorted(disk.words()) == list("abcde") and job.excluded_nodes == {"n": "host n (/ray, 100% full)"}
-        assert "note: the disk is full on host n (/ray, 100% full). Rescheduling 2 words on the other nodes" in job.said
-    else:
-        with pytest.raises(
-            RunFailed, match=r"no word moved for \d+ s; the disk is full on host n \(/ray, 100% full\), an"
-        ):
-            write(disk, job, "abcde")
-    assert job.said.count("note: the disk is full on host n (/ray, 100% full), and nothing moves. ") == 1
-    assert "Free space on them, or start these nodes with --temp-dir" in job.said
+    if has_others:
+        assert sorted(disk) == list("abcde") and job.excluded_nodes == {"n": "host n (/ray, 100% full)"}
+        assert f"note: {full}. Rescheduling 2 words on the other nodes" in job.said
+    assert job.said.count(f"note: {full}, and nothing moves. ") == 1 and "--temp-dir" in job.said
 
 
-def test_a_disk_that_rays_error_finds_full_is_left_out(tmp_path, monkeypatch):
+def test_a_disk_that_rays_error_finds_full_is_left_out(monkeypatch):
     monkeypatch.setattr(execution, "sum_resources", lambda nodes, most=None: {"CPU": 1.0})
     found = execution.DiskSearch({"n": "host n"}, {})
     monkeypatch.setattr(execution, "find_full_disks", lambda *_, **__: found)
-    disk, job = Disk(tmp_path), WordJob()
+    disk, job = Disk(), WordJob()
     job.graph = lambda items, plan, heartbeats: WordGraph(items if job.excluded_nodes else [*items[:3], "?"], 2)
     write(disk, job, "abcde")
-    assert sorted(disk.words()) == list("abcde") and job.excluded_nodes == {"n": "host n"}
+    assert sorted(disk) == list("abcde") and job.excluded_nodes == {"n": "host n"}
 
 
 @pytest.mark.parametrize(("ending", "last"), [(KeyboardInterrupt(), [5.0]), (RunFailed("bad"), [0.05, "nodes"])])
-def test_a_stop_waits_little_for_workers_and_not_for_nodes(tmp_path, quick, monkeypatch, ending, last):
+def test_a_stop_waits_little_for_workers_and_not_for_nodes(monkeypatch, ending, last):
     """A cluster that ends at the same time answers neither."""
     looks: list[object] = []
 
@@ -513,10 +475,8 @@ def test_a_stop_waits_little_for_workers_and_not_for_nodes(tmp_path, quick, monk
 
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "nodes", nodes)
-    disk, job = Disk(tmp_path), WaitingJob()
-    with pytest.raises(type(ending)):
-        write(disk, job, "abcde", EndingWatch(job, ending))
-    assert looks[-len(last) :] == last and sorted(disk.words()) == list("abc")
+    write_until(ending, disk := Disk(), WaitingJob(), "abcde")
+    assert looks[-len(last) :] == last and sorted(disk) == list("abc")
 
 
 @pytest.mark.parametrize(
@@ -530,16 +490,13 @@ def test_a_stop_waits_little_for_workers_and_not_for_nodes(tmp_path, quick, monk
     ],
 )
 def test_a_stream_ends_its_graph_then_reads_the_last_report_and_ends_the_workers_last(
-    tmp_path, quick, monkeypatch, ending, ends_workers
+    monkeypatch, ending, ends_workers
 ):
     steps: list[str] = []
 
-    def noting(step: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any, **more: Any) -> Any:
-            steps.append(step)
-            return method(*arguments, **more)
-
-        return noted
+    def note(step: str, owner: type, name: str) -> None:
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: [steps.append(step), method(*arguments)][1])
 
     @contextmanager
     def heartbeats_of(stages: object) -> Iterator[object]:
@@ -550,19 +507,19 @@ def test_a_stream_ends_its_graph_then_reads_the_last_report_and_ends_the_workers
 
     monkeypatch.setattr(execution, "run_heartbeats", heartbeats_of)
     monkeypatch.setattr(stream, "end_workers", lambda: steps.append("workers"))
-    monkeypatch.setattr(watchdog.Fetcher, "close", noting("graph", watchdog.Fetcher.close))
-    monkeypatch.setattr(ShardBundler, "__exit__", noting("writers", ShardBundler.__exit__))
-    monkeypatch.setattr(Watch, "take_last", noting("report", Watch.take_last))
+    note("graph", watchdog.Fetcher, "close")
+    note("writers", ShardBundler, "__exit__")
+    note("report", Watch, "take_last")
     job = WordJob() if ending is None else WaitingJob()
     watch = Watch(Mock()) if ending is None else EndingWatch(job, ending)
     is_quiet = ending is None or isinstance(ending, ClusterChanged)
     with nullcontext() if is_quiet else pytest.raises(type(ending)):
-        write(Disk(tmp_path), job, "abcd" if is_quiet else "abc", watch)
+        write(Disk(), job, "abcd" if is_quiet else "abc", watch)
     steps = list(dict.fromkeys(steps))
     assert steps == ["graph", "report", "writers", "heartbeats", *["workers"] * ends_workers]
 
 
-def test_the_time_of_the_last_writes_begins_once_the_graph_has_ended(tmp_path, quick, monkeypatch):
+def test_the_time_of_the_last_writes_begins_once_the_graph_has_ended(monkeypatch):
     """A graph that blocks outside Python code would take all of it."""
     blocked = threading.Event()
 
@@ -572,71 +529,51 @@ def test_the_time_of_the_last_writes_begins_once_the_graph_has_ended(tmp_path, q
             job.first.at_end.set()
             blocked.wait()
 
-    monkeypatch.setattr(watchdog, "_END_S", 2.0)
-    monkeypatch.setattr(run_record, "LAST_WRITES_S", 1.5)
+    monkeypatch.setattr(watchdog, "_END_S", 1.0)
+    monkeypatch.setattr(run_record, "LAST_WRITES_S", 0.8)
     monkeypatch.setattr(stream, "_RECORD_S", 0.1)
-    disk, job = Disk(tmp_path), WaitingJob(2, Stuck)
+    disk, job = Disk(), WaitingJob(2, Stuck)
     start = time.monotonic()
     try:
-        with pytest.raises(KeyboardInterrupt) as caught:
-            write(disk, job, "abcde", EndingWatch(job, KeyboardInterrupt()))
-        assert time.monotonic() - start < 5  # all that wait for the graph share its two seconds
+        assert write_until(KeyboardInterrupt(), disk, job, "abcde") == f"\n{THREE_OF_FIVE}"
+        assert time.monotonic() - start < 4  # all that wait for the graph share its second
     finally:
         blocked.set()
-    assert sorted(disk.words()) == list("abc")
-    assert caught.value.__notes__ == ["this run has written rows for 3 of 5 words"]
+    assert sorted(disk) == list("abc")
 
 
-def job_with_writers(n_words: int) -> WaitingJob:
-    job = WaitingJob(1, n_words=n_words)
-    job.start_writers = start_writers
-    return job
-
-
-@pytest.mark.parametrize("ending", [KeyboardInterrupt(), ClusterChanged("nodes were lost")])
-def test_a_writer_that_does_not_answer_has_the_time_of_the_last_writes(
-    tmp_path, quick, monkeypatch, writers_in_this_process, ending
-):
-    """The cluster may have lost its node. Then the words run again."""
-    monkeypatch.setattr(run_record, "LAST_WRITES_S", 1.0)
-    monkeypatch.setattr(stream, "_RECORD_S", 0.1)
-    disk, job = Disk(tmp_path), job_with_writers(3)
-    start = time.monotonic()
-    if isinstance(ending, ClusterChanged):
-        write(disk, job, "awcde", EndingWatch(job, ending))
-        assert job.built == [[*"awcde"], [*"wde"]] and sorted(disk.words()) == [*"acdew"]
-    else:
-        with pytest.raises(KeyboardInterrupt) as caught:
-            write(disk, job, "awcde", EndingWatch(job, ending))
-        assert sorted(disk.words()) == ["a", "c"]
-        assert caught.value.__notes__ == [
-            "1 finished words were not written: no answer within 15 s. Rerun the command to process them again",
+@pytest.mark.parametrize(
+    ("ending", "words", "n_words", "a_shard", "said", "written"),
+    [
+        (
+            KeyboardInterrupt(), "awcde", 3, 1,
+            "\n1 finished words were not written: no answer within 15 s. Rerun the command to process them again\n"
             "this run has written rows for 2 of 5 words",
-        ]
-    assert 0.8 < time.monotonic() - start < 10
-    assert job.said.count("stopping: flushing finished work") == 1
-
-
-def test_the_last_writes_leave_out_a_shard_whose_writer_fails(tmp_path, quick, monkeypatch, writers_in_this_process):
-    monkeypatch.setattr(shards, "LOOK_S", 3600.0)  # behind the first shard none is looked for before the end
-    disk, job = Disk(tmp_path), job_with_writers(4)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        write(disk, job, "bcdxe", EndingWatch(job, KeyboardInterrupt()))
-    assert sorted(disk.words()) == [*"bcd"]
-    assert [note[:34] for note in caught.value.__notes__] == [
-        "1 finished words were not written:",
-        "this run has written rows for 3 of",
-    ]
-
-
-def test_the_last_writes_end_where_no_writer_takes_a_shard(tmp_path, quick, writers_in_this_process):
-    """Ray has ended, say."""
-    disk, job = Disk(tmp_path), WaitingJob(2)
+            "ac",
+        ),
+        (CHANGED, "awcde", 3, 1, None, "acdew"),  # the cluster may have lost its node; then the words run again
+        (KeyboardInterrupt(), "bcdxe", 4, 1, "\n1 finished words were not written: ", "bcd"),
+        (BAD, "abyde", 3, 2, "all words are bad\n1 finished words were not written: ", "ab"),  # Ray has ended, say
+    ],
+)  # fmt: skip
+def test_the_last_writes_leave_out_a_shard_whose_writer_fails_or_has_not_answered_within_their_time(
+    monkeypatch, writers_in_this_process, ending, words, n_words, a_shard, said, written
+):
+    monkeypatch.setattr(run_record, "LAST_WRITES_S", 0.5)
+    monkeypatch.setattr(stream, "_RECORD_S", 0.1)
+    if "x" in words:
+        monkeypatch.setattr(shards, "LOOK_S", 3600.0)  # behind the first shard none is looked for before the end
+    disk, job = Disk(), WaitingJob(a_shard, n_words=n_words)
     job.start_writers = start_writers
-    with pytest.raises(RunFailed, match=r"^bad\n") as caught:
-        write(disk, job, "abyde", EndingWatch(job, RunFailed("bad")))
-    assert sorted(disk.words()) == ["a", "b"]
-    assert "1 finished words were not written: " in caught.value.__notes__[0]
+    start = time.monotonic()
+    if said is None:
+        write(disk, job, words, EndingWatch(job, ending))
+        assert job.built == [[*words], [*"wde"]]
+    else:
+        assert write_until(ending, disk, job, words).startswith(said)
+    assert "".join(sorted(disk)) == written
+    assert job.said.count("stopping: flushing finished work") == 1
+    assert "w" not in words or 0.3 < time.monotonic() - start < 10
 
 
 def test_a_last_write_that_fails_is_the_last_one():
@@ -655,16 +592,16 @@ def test_a_last_write_that_fails_is_the_last_one():
     assert caught.value.__notes__[0].startswith("1 finished words were not written: the cache was deleted. Rerun")
 
 
-def test_a_commit_counts_as_movement(tmp_path, quick, monkeypatch):
+def test_a_commit_counts_as_movement(monkeypatch):
     clock = Mock(return_value=0.0)
     monkeypatch.setattr(execution, "Watchdog", partial(watchdog.Watchdog, clock=clock))
-    disk, job = Disk(tmp_path), WordJob()
+    disk, job = Disk(), WordJob()
 
     class Slow(WordGraph):
         def batches(self) -> Iterator[GraphBatch]:
             for number, batch in enumerate(super().batches()):
                 yield batch
-                wait_until(lambda: len(disk.words()) > number, "the commit")  # noqa: B023 - called here and now
+                wait_until(lambda: len(disk) > number, "the commit")  # noqa: B023 - called here and now
                 clock.return_value += 40.0  # of 60
 
     job.graph = lambda items, plan, heartbeats: Slow(items, 1)
@@ -672,22 +609,21 @@ def test_a_commit_counts_as_movement(tmp_path, quick, monkeypatch):
     assert clock.return_value == 160.0
 
 
-def test_a_graph_in_which_nothing_moves_ends(tmp_path, quick, monkeypatch):
+def test_a_graph_in_which_nothing_moves_ends(monkeypatch):
     job = WaitingJob()
     seconds = count(0, 10)
     clock = Mock(side_effect=lambda: float(next(seconds)) if job.first.at_end.is_set() else 0.0)
     job.first = Endless([])  # for a clock that is read before there is a graph
     monkeypatch.setattr(execution, "Watchdog", partial(watchdog.Watchdog, clock=clock))
     with pytest.raises(RunFailed, match=r"no word moved for 60 s: .*; or raise --stall-timeout"):
-        write(Disk(tmp_path), job, "abcde", EndingWatch(job, None))
+        write(Disk(), job, "abcde")
 
 
 @pytest.mark.parametrize("is_lost_at_a_call", [False, True])
-def test_a_head_that_is_lost_ends_the_run_and_is_named(tmp_path, quick, monkeypatch, is_lost_at_a_call):
-    class Lost:
-        def __init__(self, say: object) -> None:
-            """The head of a cluster that is lost once the last word has left the graph."""
+def test_a_head_that_is_lost_ends_the_run_and_is_named(monkeypatch, is_lost_at_a_call):
+    """The head is lost once the last word has left the graph."""
 
+    class Lost(SimpleNamespace):
         def look(self) -> None:
             if not is_lost_at_a_call and not self.answers():
                 raise HeadLost(self.describe_loss())
@@ -698,7 +634,7 @@ def test_a_head_that_is_lost_ends_the_run_and_is_named(tmp_path, quick, monkeypa
         def describe_loss(self) -> str:
             return "the head is away"
 
-    monkeypatch.setattr(execution, "Head", Lost)
+    monkeypatch.setattr(execution, "Head", lambda say: Lost())
     job = WaitingJob(3)
     if is_lost_at_a_call:
         failures, next_written = [ray.exceptions.RaySystemError("a call failed")], ShardBundler.next_written
@@ -712,45 +648,21 @@ def test_a_head_that_is_lost_ends_the_run_and_is_named(tmp_path, quick, monkeypa
     job.first = Endless([])  # for a head that is asked before there is a graph
     monkeypatch.setattr(stream, "end_workers", Mock(side_effect=AssertionError))
     with pytest.raises(HeadLost, match=r"^the run stopped after \d of 5 words: the head is away"):
-        write(Disk(tmp_path), job, "abcde")
+        write(Disk(), job, "abcde")
 
 
-def test_the_last_report_of_a_graph_names_excluded_workers_and_stores_that_do_not_answer(tmp_path, monkeypatch):
+def test_the_last_report_of_a_graph_names_excluded_workers_and_stores_that_do_not_answer(monkeypatch):
     report = WorkerReport(excluded_workers=["write on host h"], outages=[Outage("s3://b", time.time(), "503")])
 
-    def read() -> WorkerReport:
-        return report
-
-    monkeypatch.setattr(execution, "run_heartbeats", lambda stages: nullcontext(handle_of(read)))
+    heartbeats_that_read(monkeypatch, lambda: report)
     job, watch = WordJob(), Watch(Mock())
-    write(Disk(tmp_path), job, "a", watch)
+    write(Disk(), job, "a", watch)
     assert "note: excluded worker: write on host h" in job.said and watch.reports == [report]
     assert OUTAGES.list_failing_stores() == ["s3://b"]
     OUTAGES.clear()
 
 
 # Interrupts
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize("is_behind_the_write", [False, True])
-def test_a_commit_that_is_interrupted_is_done_again_and_counts_once(tmp_path, number, is_behind_the_write):
-    disk, calls = Disk(tmp_path), []
-
-    def commit(shard: int, rows: pa.Table) -> None:
-        calls.append(shard)
-        if shard == number and calls.count(shard) == 1 and not is_behind_the_write:
-            raise KeyboardInterrupt
-        disk.commit(shard, rows)
-        if shard == number and calls.count(shard) == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        commit_all(Stream(WordJob(), Words("abcde"), Watch(Mock())), commit)
-    words = disk.words()
-    assert list(words) == list("abcde")[: len(words)] and len(words) >= min(5, 2 * (number + 1))
-    assert calls.count(number) == 2 and len(calls) == len({*calls}) + 1
-    assert caught.value.__notes__ == [f"this run has written rows for {len(words)} of 5 words"]
 
 
 #: The event, the file, the function and the line.
@@ -852,9 +764,9 @@ def test_an_interrupt_at_any_point_loses_no_shard_and_counts_none_twice(
 
     on_disk, _, error = run(uninterrupted := Interrupt())
     assert error is None and on_disk == {*"abcdefg"}
-    seen = uninterrupted.seen
     n_interrupted, faults = 0, []
-    for point, nth in [(point, nth) for point, n_times in Counter(seen).items() for nth in {1, n_times}]:
+    for point, n_times in Counter(uninterrupted.seen).items():
+        nth = n_times if has_writers else 1  # in the second graph, or in the first one
         on_disk, commits, error = run(Interrupt(point, nth))
         n_interrupted += error is not None
         notes = getattr(error, "__notes__", [])
@@ -871,4 +783,4 @@ def test_an_interrupt_at_any_point_loses_no_shard_and_counts_none_twice(
         if not (is_whole and is_told and is_counted and are_apart) or is_still_running(1):
             faults.append((point, nth, RecordedShards.had, notes, commits))
     assert not faults, "\n".join(map(str, faults))
-    assert n_interrupted > 200
+    assert n_interrupted > 100

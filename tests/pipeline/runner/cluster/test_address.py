@@ -1,9 +1,11 @@
-"""Which Ray cluster a driver gets at, and what it is told where it cannot; no Ray is started."""
+"""Which Ray cluster a driver gets at, and its head that goes away and comes back; no Ray is started."""
 
 import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -18,6 +20,7 @@ from pipeline.runner.cluster.address import (
     set_cluster_token,
 )
 from pipeline.runner.cluster.connection import explain_native_exit
+from pipeline.runner.cluster.head import Head, HeadLost
 from tests.paths import ROOT
 from tests.waiting import wait_until
 
@@ -137,3 +140,69 @@ def test_the_current_folder_is_left_only_by_a_driver_that_does_not_import_from_i
     with pytest.raises(OSError, match="no room"), make_package_importable():
         raise OSError("no room")  # Ray does not start
     assert Path.cwd() == tmp_path
+
+
+@pytest.fixture
+def listen(monkeypatch):
+    """Open the port of a head again and again, and let this process have joined its cluster."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def join(*, own: bool) -> socket.socket:
+        node = SimpleNamespace(gcs_address=f"127.0.0.1:{port}", is_head=lambda: own)
+        monkeypatch.setattr(ray._private.worker, "_global_node", node)
+        return socket.create_server(("127.0.0.1", port))
+
+    return join
+
+
+@pytest.mark.parametrize(
+    ("own", "setting", "patience_s", "n_notes", "says"),
+    [
+        (False, None, 20.0, 1, "does not answer: .* Start a head, and rerun"),
+        (False, "600", 200.0, 1, "does not answer: .* Start a head, and rerun"),
+        (True, None, 4.0, 0, "of Ray on this machine .* has ended, .* Rerun"),
+    ],
+)
+def test_a_lost_head_is_an_error_before_ray_ends_the_process(
+    monkeypatch, listen, own, setting, patience_s, n_notes, says
+):
+    monkeypatch.delenv("RAY_gcs_rpc_server_reconnect_timeout_s", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", setting)
+    said, clock = list[str](), Mock(return_value=0.0)
+    server = listen(own=own)
+    head = Head(said.append, clock)
+    for clock.return_value in (0.0, 3.0):
+        head.look()
+    assert head.answers() and said == []
+    server.close()
+    for clock.return_value in (6.0, 6.0 + patience_s - 0.1):
+        head.look()
+    assert not head.answers() and len(said) == n_notes
+    clock.return_value = 6.0 + patience_s
+    with pytest.raises(HeadLost, match=says):
+        head.look()
+
+
+def test_a_head_that_restarts_in_time_is_noted_and_nothing_ends(listen):
+    said, clock = list[str](), Mock(return_value=0.0)
+    server = listen(own=False)
+    head = Head(said.append, clock)
+    server.close()
+    clock.return_value = 5.0
+    head.look()
+    with listen(own=False):
+        for clock.return_value in (9.0, 60.0):
+            head.look()
+    assert [line.partition(" at ")[0] for line in said] == ["note: the head of the Ray cluster"] * 2
+    assert "The run ends in 20 s unless it restarts" in said[0] and said[1].endswith(" answers again")
+
+
+def test_without_a_cluster_nothing_is_lost(monkeypatch):
+    monkeypatch.setattr(ray._private.worker, "_global_node", None)
+    clock = Mock(return_value=0.0)
+    head = Head(print, clock)
+    clock.return_value = 100.0
+    head.look()
+    assert head.answers()

@@ -68,10 +68,8 @@ def test_nodes_that_are_lost_replaced_or_new_are_told_once_with_their_workers(mo
     assert said == ["workers of each node: host aaaaaa: 4 to decode; host bbbbbb: 4 to decode, 2 to encode"]
     nodes = [node("a")]
     log.look(report, plan)
-    assert said[1:] == [
-        "note: node host bbbbbb was lost (4 to decode, 2 to encode, 1 to write). The videos that it had in hand run "
-        "again on the other nodes"
-    ]
+    (lost,) = said[1:]
+    assert "host bbbbbb was lost (4 to decode, 2 to encode, 1 to write)" in lost and "on the other nodes" in lost
     nodes = [node("a"), node("c"), node("d", 2)]
     log.look(report, plan)
     nodes = nodes[::-1]
@@ -102,9 +100,8 @@ def test_a_node_that_starts_no_process_is_named_and_its_full_disk_by_what_worker
     with ray_here(*PLAIN) as (node,):
         (name,) = [name for name, _, _ in iter_alive_nodes()]
         assert find_full_disks() == DiskSearch({}, {node: name})
-        assert find_full_disks(reported={node: "/spill, 97% full"}) == DiskSearch(
-            {node: f"{name} (/spill, 97% full)"}, {}
-        )
+        spilled = find_full_disks(reported={node: "/spill, 97% full"})
+        assert spilled == DiskSearch({node: f"{name} (/spill, 97% full)"}, {})
         monkeypatch.setattr(RayDisk, "describe_full", lambda: "/ray, 99% full")  # of the driver's own node
         assert find_full_disks() == DiskSearch({node: f"{name} (/ray, 99% full)"}, {})
         assert find_full_disks({node}) == DiskSearch({}, {})
@@ -128,8 +125,8 @@ def test_nodes_that_fail_more_often_than_all_together_are_left_out(decoded, left
 
 
 def test_a_stage_that_does_well_hides_no_other():
-    tallies = {
-        "decode": {"a": NodeTally("h1", 50, 0), "b": NodeTally("h2", 50, 0)},
-        "encode": {"a": NodeTally("h1", 60, 0), "b": NodeTally("h2", 10, 30)},
-    }
-    assert find_failing_nodes(tallies) == {"b": "h2"}
+    def tallies(*nodes: tuple[int, int]) -> dict[str, NodeTally]:
+        return {f"n{number}": NodeTally(f"h{number}", *counts) for number, counts in enumerate(nodes)}
+
+    found = find_failing_nodes({"decode": tallies((50, 0), (50, 0)), "encode": tallies((60, 0), (10, 30))})
+    assert found == {"n1": "h1"}
