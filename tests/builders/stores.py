@@ -10,6 +10,8 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -382,3 +384,33 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: Any) -> None:
         """Print nothing."""
+
+
+Answer = tuple[int, Iterable[tuple[str, str]], bytes]  # status, headers, body
+
+
+@contextmanager
+def answering(answer: Callable[[BaseHTTPRequestHandler], Answer]) -> Iterator[str]:
+    """Serve what ``answer`` says of each request, whatever its method; yields the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, headers, body = answer(self)
+            self.send_response(status)
+            for name, value in headers:
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *arguments: Any) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as service:
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{service.server_port}"
+        finally:
+            service.shutdown()

@@ -10,40 +10,30 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.storage.hub import HubFiles
-from tests.builders.archives import write_tar
+from tests.builders.archives import FILES, write_parquet, write_tar
 from tests.builders.manifests import read_manifest
 from tests.builders.stores import REPO, HubServer
 from tests.interpreter import run_python
 from tests.paths import ROOT
-from tests.pipeline.inputs.test_archives import FILES, write_parquet
 
 _READ = """
 import hashlib, json, sys
-from pipeline.inputs.archive import ArchiveOptions
-from pipeline.inputs.forms import OpenArchives
-from pipeline.inputs.indexes import Indexes
-from pipeline.inputs.video_list import VideoList
 from pipeline.storage.hub import choose_client
-from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.video.source import SourceStates
+from tests.builders.manifests import contents, rows
 
 def read(place, column):
     objects = Objects()
-    rows = VideoList.read(place, (), objects, Indexes(ArchiveOptions(column or None))).known.to_pylist()
-    digests = {}
-    members = [Location.parse(row["uri"], row["source_offset"], row["size"]) for row in rows]
-    with OpenArchives(objects, members) as opened:
-        for row, member in zip(rows, members):
-            parts = []
-            if member.member is None:
-                parts.append(choose_client(row["uri"], objects).read(row["uri"]))
-            else:
-                opened.fetch(member, parts.append, 2**30)
-            digests[row["video_id"]] = hashlib.sha256(b"".join(parts)).hexdigest()
-    alone = [row["uri"] for row in rows if row["source_offset"] is None]
-    sizes = SourceStates(objects).of([*alone, *(uri + "x" for uri in alone[:1])])
-    return {"digests": digests, "uri": rows[0]["uri"], "sizes": sizes}
+    found = rows(place, column or None, objects)
+    data = {row["video_id"]: row for row in found if row["source_offset"] is not None}
+    data = dict(zip(data, contents([*data.values()], objects)))
+    alone = {row["video_id"]: row["uri"] for row in found if row["source_offset"] is None}
+    data |= {name: choose_client(uri, objects).read(uri) for name, uri in alone.items()}
+    digests = {name: hashlib.sha256(one).hexdigest() for name, one in data.items()}
+    uris = [*alone.values()]
+    sizes = SourceStates(objects).of([*uris, *(uri + "x" for uri in uris[:1])])
+    return {"digests": digests, "uri": found[0]["uri"], "sizes": sizes}
 
 print(json.dumps([read(place, column) for place, column in json.loads(sys.argv[1])]))
 """

@@ -5,7 +5,6 @@ what ffmpeg itself shows of the file.
 """
 
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,11 +15,12 @@ import pytest
 from gstep.backbones.preprocess import FixedSizePreprocessor, PerFramePreprocessor, PerVideoPreprocessor
 from gstep.backbones.qwen2_5_vl import Qwen2_5VL
 from gstep.backbones.qwen3_vl import Qwen3VL
-from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from tests.builders.clips import KeepSize, add_stream, encode, ffmpeg, make_clip, shown, two_sizes_clip
+from tests.builders import decoding
+from tests.builders.clips import add_stream, encode, ffmpeg, make_clip, shown, two_sizes_clip
+from tests.builders.decoding import facts
 
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-crf", 10, "-g", 16, "-pix_fmt", "yuv420p")
 X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-crf", 10, "-x265-params", "pools=none:frame-threads=1:keyint=16")
@@ -88,31 +88,24 @@ def decode():
     with DecodeSandbox(timeout_s=60) as sandbox:
 
         def decode(path: Path, num_frames: int) -> DecodedVideo:
-            return sandbox.decode(DecodeRequest(path, Sampling(num_frames), KeepSize()))
+            return sandbox.decode(decoding.request(path, num_frames))
 
         yield decode
 
 
-def assert_as_shown(
-    decode: Callable[[Path, int], DecodedVideo],
-    path: Path,
-    *,
-    exact_start: bool = True,
-    size: tuple[int, int] | None = None,
-    note: str = "",
-) -> None:
+def assert_as_shown(decode, path: Path, *, exact_start=True, size: tuple[int, int] | None = None, note="") -> None:
     """All frames, and five far apart, are what ffmpeg shows, at ``size`` where it differs from the first frame's."""
     truth = shown(path, size)
     assert len(truth.frames) > 1
     for count in (len(truth.frames), 5):
         video = decode(path, count)
         assert video.record["source_frames"] == len(truth.frames)
-        assert (video.record["source_height"], video.record["source_width"]) == truth.frames.shape[1:3]
+        assert facts(video, "source_height", "source_width") == truth.frames.shape[1:3]
         late = video.timestamps - truth.timestamps[video.frame_indices]
         assert np.abs(late if exact_start else late - late[0]).max() < 1e-3
         expected = truth.frames[video.frame_indices].astype(int)
         assert np.abs(video.frames - expected).mean(axis=(1, 2, 3)).max() < NEAR
-        assert (video.record["backend"], video.record["decode_warnings"]) == ("pyav", 0)
+        assert facts(video, "backend", "decode_warnings") == ("pyav", 0)
         assert video.record["backend_note"] == note or (note and video.record["backend_note"].endswith(f"; {note}"))
 
 
@@ -162,9 +155,8 @@ def test_a_display_matrix_that_is_not_exact(decode, tmp_path, matrix):
 
 
 def test_a_display_matrix_that_turns_by_another_angle_is_refused(decode, tmp_path):
-    with pytest.raises(VideoFault, match="not a multiple of 90 degrees") as caught:
-        decode(write_matrix(tmp_path, (ONE, ONE // 40, -ONE // 40, ONE)), 5)
-    assert caught.value.fault_class == "unsupported"
+    fault = decoding.fault_of(decode, write_matrix(tmp_path, (ONE, ONE // 40, -ONE // 40, ONE)), 5)
+    assert fault.fault_class == "unsupported" and "not a multiple of 90 degrees" in fault.message
 
 
 def write_matrix(folder: Path, matrix: tuple[int, int, int, int]) -> Path:
@@ -194,8 +186,8 @@ def test_a_turn_that_the_codec_states_and_that_changes(decode, tmp_path, name, t
     log = ffmpeg("-i", tmp_path / name, "-vf", "showinfo", "-f", "null", "-")
     assert (log.count(" s:96x64"), log.count(" s:64x96")) == (15, 15)
     for start_s, size in ((0.0, (96, 64)), (0.6, (64, 96)), (0.8, (64, 96))):
-        video = decode_video(DecodeRequest(tmp_path / name, Sampling(4), KeepSize(), start_s, start_s + 0.4))
-        assert (video.record["source_width"], video.record["source_height"]) == size == video.frames.shape[2:0:-1]
+        video = decoding.decode(tmp_path / name, 4, start_s, start_s + 0.4)
+        assert facts(video, "source_width", "source_height") == size == video.frames.shape[2:0:-1]
 
 
 SMALL, LARGE = (64, 96), (128, 192)
@@ -217,10 +209,10 @@ def write_resized(folder: Path, name: str, sizes: list[tuple[int, int]]) -> Path
     kind, options = RESIZED[name]
     if kind.startswith("lib"):
         return two_sizes_clip(folder / name, kind, sizes=sizes)
-    parts = [
-        make_clip(folder / f"{i}.{kind}", *options, count=15, size=size, first=15 * i) for i, size in enumerate(sizes)
-    ]
-    (folder / f"both.{kind}").write_bytes(b"".join(part.read_bytes() for part in parts))
+    with (folder / f"both.{kind}").open("wb") as both:
+        for i, size in enumerate(sizes):
+            part = make_clip(folder / f"{i}.{kind}", *options, count=15, size=size, first=15 * i)
+            both.write(part.read_bytes())
     ffmpeg("-fflags", "+genpts", "-r", 25, "-i", folder / f"both.{kind}", "-c", "copy", folder / name)
     return folder / name
 
@@ -238,9 +230,8 @@ def test_a_size_that_changes_on_the_way(decode, tmp_path, name, sizes):
     path = write_resized(tmp_path, name, list(sizes))
     assert_as_shown(decode, path, size=LARGE, note=SIZES_NOTE)
     for number, size in enumerate(sizes):
-        clip = DecodeRequest(path, Sampling(4), KeepSize(), 0.6 * number, 0.6 * number + 0.6)
-        video = decode_video(clip)
-        assert (video.record["source_height"], video.record["source_width"]) == size
+        video = decoding.decode(path, 4, 0.6 * number, 0.6 * number + 0.6)
+        assert facts(video, "source_height", "source_width") == size
         assert video.record["backend_note"].endswith(SIZES_NOTE) == (size != sizes[0])
 
 
