@@ -283,22 +283,22 @@ def test_several_tables_of_paths_are_manifests_in_their_order(server, tmp_path):
 
     write("t/1.parquet", ["b.mp4", "a.mp4"], label=[1, 2])
     write("t/2.parquet", ["c.mp4", "/elsewhere/d.mp4"])
-    ids = ["b.mp4", "a.mp4", "c.mp4", "/elsewhere/d.mp4"]
+    names = ["b.mp4", "a.mp4", "c.mp4", "/elsewhere/d.mp4"]
     named = [str(tmp_path / "t/2.parquet"), str(tmp_path / "t/1.parquet")]
     for place in (str(tmp_path / "t"), str(tmp_path / "t/*.parquet"), str(tmp_path / "t/{1..2}.parquet"), named):
         found = rows(place, "clip")
-        assert ids(found) == (ids if place != named else ids[2:] + ids[:2])
-        assert {row["uri"] for row in found} == {*(str(tmp_path / "t" / name) for name in ids)}
+        assert ids(found) == (names if place != named else names[2:] + names[:2])
+        assert {row["uri"] for row in found} == {*(str(tmp_path / "t" / name) for name in names)}
         assert [row["policy"] is None for row in found].count(False) == 1 and found[0]["source_offset"] is None
     assert [row["uri"] for row in rows(server.uri("c/t"), "clip", server.objects())][:3] == [
-        server.uri(f"c/t/{name}") for name in ids[:3]
+        server.uri(f"c/t/{name}") for name in names[:3]
     ]
     write("u/1.parquet", ["b.mp4"])  # another file of the same name
     with pytest.raises(ManifestError, match=r"1 rows repeat a video_id, e\.g\. 'b\.mp4'") as refused:
         rows([str(tmp_path / "t"), str(tmp_path / "u")], "clip")
     assert "its column video_id" in str(refused.value)
     write("u/1.parquet", ["b.mp4"], video_id=["another"])
-    assert ids(rows([str(tmp_path / "t"), str(tmp_path / "u")], "clip")) == [*ids, "another"]
+    assert ids(rows([str(tmp_path / "t"), str(tmp_path / "u")], "clip")) == [*names, "another"]
     write_tar(tmp_path / "u/0.tar", {"x.mp4": b"x"})
     assert ids(rows(tmp_path / "u", "clip")) == ["0.tar/x.mp4", "another"]
 

@@ -225,11 +225,11 @@ def test_what_cannot_be_read_as_it_is_is_refused_with_the_remedy(tmp_path, monke
 def test_a_folder_of_tars_is_a_corpus_and_videos_come_first(tmp_path):
     for number in range(3):
         write_tar(tmp_path / f"shard-{number}.tar", {f"{number}.mp4": b"x"})
-    ids = [f"shard-{number}.tar/{number}.mp4" for number in range(3)]
+    whole = [f"shard-{number}.tar/{number}.mp4" for number in range(3)]
     for named in (tmp_path, f"{tmp_path}/*.tar", f"{tmp_path}/shard-{{0..2}}.tar"):
-        assert ids(rows(named)) == ids
+        assert ids(rows(named)) == whole
     several = [f"{tmp_path}/shard-2.tar", f"{tmp_path}/shard-0.tar"]
-    assert ids(rows(several)) == [ids[2], ids[0]]
+    assert ids(rows(several)) == [whole[2], whole[0]]
     (tmp_path / "a.mp4").touch()
     assert ids(rows(tmp_path)) == ["a.mp4"]
 

@@ -11,21 +11,15 @@ import pytest
 from gstep.backbones.preprocess import PerFramePreprocessor, PerVideoPreprocessor
 from gstep.backbones.qwen2_5_vl import Qwen2_5VL
 from gstep.backbones.qwen3_vl import Qwen3VL
-from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.frame_folders import compute_file_sample
 from pipeline.video.sampling import Sampling
-from tests.builders.clips import KeepSize, audio_with_cover, numbers, sample, two_sizes_clip, write_clip
+from tests.builders.clips import audio_with_cover, numbers, sample, two_sizes_clip, write_clip
+from tests.builders.decoding import decode, facts, fault_of
 
 
-def request(path, num_frames=8, **options):
-    return DecodeRequest(path, Sampling(num_frames=num_frames), KeepSize(), **options)
-
-
-def convert_error(path, **options):
-    with pytest.raises(VideoFault) as caught:
-        decode_video(request(path, **options))
-    fault = caught.value
+def convert_error(path, *clip, **options):
+    fault = fault_of(decode, path, *clip, **options)
     assert fault.message.isprintable() and len(fault.message.encode()) <= 1024
     assert str(pickle.loads(pickle.dumps(fault))) == str(fault)  # noqa: S301 - our own bytes
     return fault
@@ -33,39 +27,25 @@ def convert_error(path, **options):
 
 def test_a_real_clip_with_its_provenance():
     path = sample("bikes.mp4")
-    video = decode_video(request(path, 32))
+    video = decode(path, 32)
     assert video.frames.shape == (32, 272, 640, 3) and video.frames.dtype == np.uint8
     assert video.frames.flags.c_contiguous
     assert video.frame_indices.tolist() == np.linspace(0, 249, 32, dtype=int).tolist()
     assert np.allclose(video.timestamps, video.frame_indices / 25)
     assert video.attempts == 1 and video.record["decode_s"] > 0
-    assert video.record == {
-        "decode_s": video.record["decode_s"],
-        "fps": 25.0,
-        "clip_fps": 25.0,
-        "duration_s": 10.0,
-        "source_frames": 250,
-        "clip_frames": 250,
-        "frames_by_rate": None,
-        "n_repeated": 0,
-        "source_width": 640,
-        "source_height": 272,
-        "codec": "h264",
-        "color_transfer": None,
-        "sample_aspect_ratio": "1:1",
-        "backend": "pyav",
-        "backend_version": av.__version__,
-        "backend_note": "",
-        "decode_warnings": 0,
-        "source_size": path.stat().st_size,
-        "source_hash": "blake2b:" + hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest(),
-        "source_sample": compute_file_sample(str(path)),
-    }
+    digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    decoded = {"decode_s": video.record["decode_s"], "decode_warnings": 0, "frames_by_rate": None, "n_repeated": 0}
+    by = {"backend": "pyav", "backend_version": av.__version__, "backend_note": ""}
+    times = {"fps": 25.0, "clip_fps": 25.0, "duration_s": 10.0, "source_frames": 250, "clip_frames": 250}
+    pixels = {"source_width": 640, "source_height": 272, "color_transfer": None, "sample_aspect_ratio": "1:1"}
+    source = {"source_size": path.stat().st_size, "source_hash": f"blake2b:{digest}", "codec": "h264"}
+    sample_hash = compute_file_sample(str(path))
+    assert video.record == {**decoded, **by, **times, **pixels, **source, "source_sample": sample_hash}
 
 
 def test_backends_agree_and_are_recorded():
     path = sample("carphone_pristine.mp4")
-    videos = {name: decode_video(request(path, decoder=name)) for name in ("auto", "decord", "pyav")}
+    videos = {name: decode(path, decoder=name) for name in ("auto", "decord", "pyav")}
     assert [video.record["backend"] for video in videos.values()] == ["pyav", "decord", "pyav"]
     assert np.array_equal(videos["decord"].frames, videos["pyav"].frames)
     assert videos["pyav"].record["backend_version"] == av.__version__
@@ -73,21 +53,20 @@ def test_backends_agree_and_are_recorded():
 
 def test_a_clip_and_repeats(tmp_path):
     path = write_clip(tmp_path / "a.mp4")
-    video = decode_video(request(path, 8, start_s=0.4, end_s=0.6))
+    video = decode(path, 8, 0.4, 0.6)
     assert video.frame_indices.tolist() == [10, 10, 11, 11, 12, 12, 13, 14]
     assert numbers(video.frames) == video.frame_indices.tolist()
-    assert (video.record["n_repeated"], video.record["clip_frames"], video.record["source_frames"]) == (3, 5, 30)
-    assert convert_error(path, start_s=9.0).fault_class == "unsupported"
+    assert facts(video, "n_repeated", "clip_frames", "source_frames") == (3, 5, 30)
+    assert convert_error(path, 8, 9.0).fault_class == "unsupported"
 
 
 def test_what_decord_cannot_read_pyav_does(tmp_path):
     path = two_sizes_clip(tmp_path / "a.mp4")
-    assert decode_video(request(path)).record["backend"] == "pyav"
+    assert decode(path).record["backend"] == "pyav"
     unknown = write_clip(tmp_path / "b.mp4", codec="libsvtav1")
-    video = decode_video(request(unknown, 30, decoder="decord"))  # asked for by name, it still may fail
-    assert video.record["backend"] == "pyav" and video.record["backend_note"].startswith(
-        "decord: IndexMismatch: its codec is neither"
-    )
+    video = decode(unknown, 30, decoder="decord")  # asked for by name, it still may fail
+    backend, note = facts(video, "backend", "backend_note")
+    assert backend == "pyav" and note.startswith("decord: IndexMismatch: its codec is neither")
     assert numbers(video.frames) == list(range(30))
 
 
@@ -99,7 +78,7 @@ def test_a_decoder_that_is_missing_is_replaced_and_named(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"pipeline.video.{name}_decoder", raising=False)
     path = sample("carphone_pristine.mp4")
-    video, by_pyav = decode_video(request(path, decoder=name)), decode_video(request(path))
+    video, by_pyav = decode(path, decoder=name), decode(path)
     assert (video.record["backend"], np.array_equal(video.frames, by_pyav.frames)) == ("pyav", True)
     assert video.record["backend_note"].startswith(f"{name}: ModuleNotFoundError: ")
 
@@ -110,7 +89,7 @@ def test_damaged_data_is_counted_and_ends_no_decoding(tmp_path, capfd):
     for start in range(len(data) // 3, len(data) // 2, 188):
         data[start + 40 : start + 60] = bytes(20)
     path.write_bytes(data)
-    video = decode_video(request(path))
+    video = decode(path)
     assert video.record["decode_warnings"] > 0 and len(video.frames) == 8
     print("to the real stderr", file=sys.stderr)
     assert capfd.readouterr().err == "to the real stderr\n"  # and nothing of FFmpeg's
@@ -133,7 +112,7 @@ def test_files_that_are_no_video(tmp_path):
 
 def test_the_unforeseen_in_a_users_decoder_is_its_own_printable_and_keeps_no_credentials(tmp_path):
     path = write_clip(tmp_path / "a.mp4", count=5)
-    fault = convert_error(path, decoder="tests.builders.clips:Raising")
+    fault = convert_error(path, decoder="Raising")
     assert fault.fault_class == "own-code" and fault.backend == "tests.builders.clips:Raising"
     assert "ValueError" in fault.message and "s3://host" in fault.message and "secret" not in fault.message
 
@@ -147,9 +126,8 @@ def test_videos_of_a_shape_that_the_model_does_not_take(tmp_path):
         (wide, Sampling(4), per_frame, "frames of 1616x8 pixels have an aspect ratio of 202", "unsupported"),
         (short, Sampling(None, fps=1.0), per_video, "fewer than 2 sampled frames, this one has 1", "too-short"),
     ):
-        with pytest.raises(VideoFault, match=message) as caught:
-            decode_video(DecodeRequest(path, sampling, preprocessor))
-        assert (caught.value.fault_class, caught.value.retryable) == (fault_class, False)
+        fault = fault_of(decode_video, DecodeRequest(path, sampling, preprocessor))
+        assert (fault.fault_class, fault.retryable) == (fault_class, False) and message in fault.message
 
 
 def test_frames_that_move_to_keyframes_have_the_times_at_which_they_are_shown(tmp_path):
@@ -160,6 +138,6 @@ def test_frames_that_move_to_keyframes_have_the_times_at_which_they_are_shown(tm
         (9.0, (1.2, 3.2), [30, 50, 62, 75]),  # of the clip's own keyframes
     ):
         sampling = Sampling(num_frames=4, snap_to_keyframes_s=within_s)
-        video = decode_video(DecodeRequest(path, sampling, KeepSize(), *clip))
+        video = decode(path, sampling, *clip)
         assert video.frame_indices.tolist() == places == numbers(video.frames)
         assert np.allclose(video.timestamps, video.frame_indices / 25)

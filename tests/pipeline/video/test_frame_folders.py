@@ -8,10 +8,9 @@ import av
 import numpy as np
 import pytest
 
-from pipeline.video.decode import decode_video
 from pipeline.video.frame_folders import JPEGS, count_source_bytes, find_frame_rate, is_frame_folder
 from tests.builders.clips import numbers, write_jpegs
-from tests.pipeline.video.test_decode import convert_error, request
+from tests.builders.decoding import decode, facts, fault_of
 
 N_FRAMES = 30
 
@@ -29,37 +28,25 @@ def few(tmp_path):
 
 
 def test_the_whole_folder_with_its_provenance(frames):
-    video = decode_video(request(frames, N_FRAMES))
+    video = decode(frames, N_FRAMES)
     assert numbers(video.frames) == list(range(1, N_FRAMES + 1))
     assert video.frame_indices.tolist() == list(range(N_FRAMES))
     assert np.allclose(video.timestamps, np.arange(1, N_FRAMES + 1) / 3)
-    assert (video.record["fps"], video.record["source_frames"], video.record["clip_frames"]) == (
-        3.0,
-        N_FRAMES,
-        N_FRAMES,
-    )
-    assert (video.record["source_width"], video.record["source_height"], video.record["codec"]) == (96, 64, "mjpeg")
-    assert (video.record["backend"], video.record["backend_version"], video.record["backend_note"]) == (
-        JPEGS,
-        av.__version__,
-        "",
-    )
-    assert video.record["decode_warnings"] == 0
-    assert (
-        video.record["source_size"]
-        == sum(path.stat().st_size for path in frames.iterdir())
-        == count_source_bytes(str(frames))
-    )
+    assert facts(video, "fps", "source_frames", "clip_frames") == (3.0, N_FRAMES, N_FRAMES)
+    assert facts(video, "source_width", "source_height", "codec", "decode_warnings") == (96, 64, "mjpeg", 0)
+    assert facts(video, "backend", "backend_version", "backend_note") == (JPEGS, av.__version__, "")
+    size = sum(path.stat().st_size for path in frames.iterdir())
+    assert video.record["source_size"] == size == count_source_bytes(str(frames))
     assert video.record["source_hash"].startswith("blake2b:")
 
 
 def test_frames_of_several_sizes_get_the_largest(few, tmp_path):
     larger = write_jpegs(tmp_path / "larger", 3, (128, 192))
     (larger / "00003.jpg").rename(few / "00003.jpg")
-    video = decode_video(request(few, 3))
+    video = decode(few, 3)
     assert numbers(video.frames) == [1, 2, 3] and video.frames.shape == (3, 128, 192, 3)
-    assert (video.record["source_width"], video.record["source_height"]) == (192, 128)
-    assert video.record["backend_note"] == "frame sizes differ: 2 sizes from 96x64 to 192x128"
+    note = "frame sizes differ: 2 sizes from 96x64 to 192x128"
+    assert facts(video, "source_width", "source_height", "backend_note") == (192, 128, note)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +67,7 @@ def test_a_clip_goes_from_the_frame_nearest_to_its_start_to_the_one_nearest_to_i
     frames, start_s, end_s, first, last
 ):
     expected = list(range(first, last + 1))
-    video = decode_video(request(frames, len(expected), start_s=start_s, end_s=end_s))
+    video = decode(frames, len(expected), start_s, end_s)
     assert numbers(video.frames) == expected and video.record["clip_frames"] == len(expected)
     if start_s is not None and end_s is not None:  # as the published reader has it
         assert (max(1, round(start_s * 3)), min(round(end_s * 3), N_FRAMES)) == (first, last)
@@ -88,7 +75,7 @@ def test_a_clip_goes_from_the_frame_nearest_to_its_start_to_the_one_nearest_to_i
 
 @pytest.mark.parametrize(("start_s", "end_s"), [(11.0, 12.0), (5.0, 4.0), (-1.0, 4.0), (10.5, None)])
 def test_a_clip_that_holds_no_frame_is_refused(frames, start_s, end_s):
-    assert convert_error(frames, start_s=start_s, end_s=end_s).fault_class == "unsupported"
+    assert fault_of(decode, frames, 8, start_s, end_s).fault_class == "unsupported"
 
 
 def test_how_many_a_second_is_said_by_the_path(tmp_path):
@@ -103,7 +90,7 @@ def test_how_many_a_second_is_said_by_the_path(tmp_path):
     }
     assert {path: find_frame_rate(path) for path in rates} == rates
     folder = write_jpegs(tmp_path / "frames" / "x", 2)
-    fault = convert_error(folder)
+    fault = fault_of(decode, folder)
     assert fault.fault_class == "unsupported" and "must state their rate" in fault.message
     assert not is_frame_folder(str(folder)) and not is_frame_folder(str(tmp_path / "frames_fps3"))
 
@@ -132,17 +119,15 @@ def replace_by_pipe(path: Path) -> None:
 )
 def test_what_is_wrong_with_a_folder_is_said_by_the_frame(few, number, spoil, fault_class, message):
     spoil(few / f"{number:05}.jpg")
-    fault = convert_error(few)
+    fault = fault_of(decode, few)
     assert fault.fault_class == fault_class and message in fault.message
 
 
 def test_only_frames_count_of_which_content_order_and_length_are_in_the_hash(few):
     for name in ("00003.png", "notes.txt", ".DS_Store", "1.jpg"):
         (few / name).write_text("x")
-    before = decode_video(request(few, 3))
+    before = decode(few, 3)
     assert is_frame_folder(str(few)) and before.record["source_frames"] == 3
-    one, two = few / "00001.jpg", few / "00002.jpg"
-    first, second = one.read_bytes(), two.read_bytes()
-    one.write_bytes(second)
-    two.write_bytes(first)
-    assert decode_video(request(few, 3)).record["source_hash"] != before.record["source_hash"]
+    for old, new in (("00001.jpg", "x"), ("00002.jpg", "00001.jpg"), ("x", "00002.jpg")):
+        (few / old).rename(few / new)
+    assert decode(few, 3).record["source_hash"] != before.record["source_hash"]

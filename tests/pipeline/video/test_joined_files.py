@@ -78,7 +78,7 @@ def test_sound_that_outlasts_the_picture_is_not_noted(name, tmp_path):
 def test_padding_metadata_and_attachments_are_not_noted(tmp_path):
     film = make_clip(tmp_path / "a.mp4", *X264_QP, count=COUNT, size=(128, 192)).read_bytes()
     for kind in (b"free", b"uuid", b"mdat", b"skip"):
-        path = tmp_path / f"{kind.warnings_of()}.mp4"
+        path = tmp_path / f"{kind.decode()}.mp4"
         path.write_bytes(film + struct.pack(">I4s", 8 + len(film), kind) + film[::-1])
         assert warnings_of(path) == (0, ""), kind
     program = make_clip(tmp_path / "a.vob", *MPEG2_GRAIN, count=COUNT, size=(128, 192)).read_bytes()

@@ -82,11 +82,11 @@ def test_a_clip_that_cannot_be_is_named_with_the_duration(start, end, message):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"fps": 1.0}, ""),
-        ({"num_frames": None}, ""),
-        ({"num_frames": 0}, ""),
-        ({"num_frames": None, "fps": -1.0}, ""),
-        ({"max_frames": 0}, ""),
+        ({"fps": 1.0}, None),
+        ({"num_frames": None}, None),
+        ({"num_frames": 0}, None),
+        ({"num_frames": None, "fps": -1.0}, None),
+        ({"max_frames": 0}, None),
         ({"rule": "nearest"}, "rule must be one of truncate, round-even, got 'nearest'"),
         ({"num_frames": None, "fps": 1.0, "rule": "round-even"}, "round-even applies only to num_frames"),
     ],

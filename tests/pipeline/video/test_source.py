@@ -68,9 +68,7 @@ def test_faults_name_the_object_and_not_where_it_lies(server, place, clip):
     texts = {"text.mp4": b"no video" * 99, "empty.mp4": b"", "cut.mp4": clip.read_bytes()[:-500]}
     with DecodeSandbox() as sandbox:
         faults = {name: fault_of(sandbox, server, server.upload(name, data)) for name, data in texts.items()}
-        told = fault_of(
-            decode, sandbox, server, server.upload("a.mp4", clip.read_bytes()), request("", decoder="Leaving")
-        )
+        told = fault_of(sandbox, server, server.upload("a.mp4", clip.read_bytes()), "Leaving")
     assert {name: fault.fault_class for name, fault in faults.items()} == {
         "text.mp4": "unsupported", "empty.mp4": "unsupported", "cut.mp4": "corrupt",
     }  # fmt: skip
