@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -386,7 +386,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-Answer = tuple[int, Iterable[tuple[str, str]], bytes]  # status, headers, body
+Answer = tuple[int, Iterable[tuple[str, str]], bytes | Iterator[bytes]]  # status, headers, body
 
 
 @contextmanager
@@ -401,7 +401,9 @@ def answering(answer: Callable[[BaseHTTPRequestHandler], Answer]) -> Iterator[st
             for name, value in headers:
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(body)
+            with suppress(OSError):  # the client has hung up
+                for part in [body] if isinstance(body, bytes) else body:
+                    self.wfile.write(part)
 
         do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815
 

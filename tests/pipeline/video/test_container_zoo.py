@@ -28,7 +28,6 @@ X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-crf", 10, "-x265-params", "
 VP9 = ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-crf", 10, "-b:v", 0, "-pix_fmt", "yuv420p")
 AV1 = ("-c:v", "libaom-av1", "-cpu-used", 8, "-usage", "realtime", "-row-mt", 0, "-crf", 10, "-pix_fmt", "yuv420p")
 MPEG2 = ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2)
-HD_COLOURS = ("-vf", "scale=out_color_matrix=bt709", "-colorspace", "bt709")
 UNEVEN = ("-vf", "settb=1/1000,setpts=N*N*7", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
 TWICE = ("-vf", "settb=1/1000,setpts=floor(N/2)*80", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
 PIPE = ("-seekable", 0)
@@ -49,9 +48,6 @@ CLIPS = {
     "open-gop.mp4": Clip((*X264, "-bf", 3, "-x264-params", "open-gop=1:scenecut=0")),
     "vp9.webm": Clip(VP9),
     "av1.mp4": Clip(AV1, count=8),
-    "prores.mov": Clip(("-c:v", "prores"), count=8),
-    "mpeg4.avi": Clip(("-c:v", "mpeg4", "-q:v", 2, "-bf", 2)),
-    "b-frames.avi": Clip((*X264, "-bf", 2), exact_start=False),
     "wmv2.wmv": Clip(("-c:v", "wmv2", "-q:v", 2)),
     "animated.gif": Clip(("-vf", "split[a][b];[a]palettegen[p];[b][p]paletteuse")),
     # written to a pipe, where no length can be filled in afterwards
@@ -73,12 +69,9 @@ CLIPS = {
     # sizes and pixels
     "odd.mp4": Clip((*X264, "-pix_fmt", "yuv444p"), size=(33, 17)),
     "one-pixel.mkv": Clip(("-c:v", "ffv1"), size=(1, 1)),
-    "hd-colours.mp4": Clip((*X264, *HD_COLOURS)),
-    "full-range.mp4": Clip((*X264, "-pix_fmt", "yuvj420p")),
     "interlaced.ts": Clip((*MPEG2, "-flags", "+ilme+ildct")),
     "alpha.webm": Clip((*VP9, "-pix_fmt", "yuva420p")),
     "cropped.mp4": Clip((*X264, "-bsf:v", "h264_metadata=crop_right=8:crop_top=8")),
-    "ten-bit.mp4": Clip((*X264, "-pix_fmt", "yuv420p10le")),
 }
 
 

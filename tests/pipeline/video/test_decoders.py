@@ -277,9 +277,8 @@ def test_this_pyav_decodes_on_gpus():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_a_core_serves_and_the_row_says_why():
     with DecodeSandbox(on_gpu=True) as sandbox:
-        backend, note = facts(
-            sandbox.decode(request(sample("bikes.mp4"), 4, decoder="nvdec")), "backend", "backend_note"
-        )
+        video = sandbox.decode(request(sample("bikes.mp4"), 4, decoder="nvdec"))
+    backend, note = facts(video, "backend", "backend_note")
     assert backend == "pyav" and "PyAV finds no NVIDIA GPU with a video decoder here" in note
 
 

@@ -17,7 +17,7 @@ from pipeline.video.packets import VideoPackets, open_container
 from tests.builders.clips import ffmpeg, index_of, make_clip, numbers, shown
 from tests.builders.decoding import assert_as_shown, decode, facts
 
-COUNT, RATE = 60, 25
+COUNT, RATE = 96, 25
 REFERENCES = ("-auto-alt-ref", 1, "-lag-in-frames", 16, "-b:v", "300k", "-deadline", "good", "-cpu-used", 4)
 VP8, VP9 = ("-c:v", "libvpx", *REFERENCES), ("-c:v", "libvpx-vp9", *REFERENCES)
 VP9_PROFILE_3 = (*VP9, "-pix_fmt", "yuv444p10le", "-profile:v", 3)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from pipeline.rows import VIDEO_COLUMNS
 from pipeline.video import sandbox as sandbox_module
 from pipeline.video.decode import decode_video
 from pipeline.video.sandbox import DecodeSandbox
-from tests.builders.clips import decord_killer, numbers, sample, write_clip
+from tests.builders.clips import decord_killer, numbers, open_files, sample, write_clip
 from tests.builders.decoding import fault_of, request
 from tests.builders.runs import assert_all_gone
 from tests.interpreter import run_python
@@ -188,28 +187,19 @@ def test_closing_leaves_no_process_and_can_be_undone(clip):
 
 PARENT = """
 import sys
-from pipeline.errors import VideoFault
-from pipeline.rows import VIDEO_COLUMNS
-from pipeline.video.decode import DecodeRequest
-from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from tests.builders.clips import KeepSize
+from tests.builders.decoding import fault_of, request
 
 if __name__ == "__main__":
     path, decoder = sys.argv[1:]
     sandbox = DecodeSandbox(timeout_s=300)
-    for name in ("tests.builders.clips:Revealing", decoder):
-        if name == "idle":
-            sys.stdin.read()
-        try:
-            sandbox.decode(DecodeRequest(path, Sampling(num_frames=2), KeepSize(), decoder=name))
-        except VideoFault as fault:
-            print(fault.message, flush=True)
+    print(fault_of(sandbox.decode, request(path, decoder="Revealing")).message, flush=True)
+    sys.stdin.read() if decoder == "idle" else sandbox.decode(request(path, decoder=decoder))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoder", ["idle", "tests.builders.clips:Hanging"])
+@pytest.mark.parametrize("decoder", ["idle", "Hanging"])
 def test_nothing_outlives_a_killed_parent_and_the_kernel_shows_no_credentials_of_it(clip, tmp_path, decoder):
     """``/proc/self/environ`` is the environment that a process began with, whatever became of it."""
     script = tmp_path / "parent.py"
@@ -238,14 +228,6 @@ def test_nothing_outlives_a_killed_parent_and_the_kernel_shows_no_credentials_of
     wait_until(lambda: not any(map(alive, family)), lambda: f"the end of {list(filter(alive, family))}", 20)
 
 
-def open_files(pid):
-    paths = []
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
-            paths.append(str(entry.readlink()))
-    return paths
-
-
 def alive(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
@@ -267,12 +249,9 @@ WORKER = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from pipeline.errors import VideoFault
 from pipeline.video import fork_server
-from pipeline.video.decode import DecodeRequest
-from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from tests.builders.clips import KeepSize
+from tests.builders.decoding import fault_of, request
 
 variables = dict(os.environ)
 os.environ.clear()
@@ -284,17 +263,11 @@ if "killed" in sys.argv:
     os.waitid(os.P_PID, waits, os.WEXITED | os.WNOWAIT)
 for _ in range(2):
     with DecodeSandbox(timeout_s=300) as sandbox:
-        try:
-            request = DecodeRequest(sys.argv[1], Sampling(2), KeepSize(), decoder="tests.builders.clips:Revealing")
-            sandbox.decode(request)
-        except VideoFault as fault:
-            seen = json.loads(fault.message)
-            parent = Path(f"/proc/{seen['pid']}/stat").read_text().rpartition(")")[2].split()[1]
-            seen["ahead"] = int(parent) == waits
-            seen["title"] = Path(f"/proc/{parent}/cmdline").read_text().strip(chr(0))
-            video = sandbox.decode(DecodeRequest(sys.argv[1], Sampling(2), KeepSize()))
-            seen["decodes"] = video.record["source_frames"]
-            print(json.dumps(seen), flush=True)
+        seen = json.loads(fault_of(sandbox.decode, request(sys.argv[1], decoder="Revealing")).message)
+        parent = Path(f"/proc/{seen['pid']}/stat").read_text().rpartition(")")[2].split()[1]
+        title = Path(f"/proc/{parent}/cmdline").read_text().strip(chr(0))
+        frames = sandbox.decode(request(sys.argv[1], 2)).record["source_frames"]
+        print(json.dumps({**seen, "ahead": int(parent) == waits, "title": title, "decodes": frames}), flush=True)
 if "waits" in sys.argv:
     print(waits, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -305,9 +278,8 @@ def worker(tmp_path: Path, clip: Path, *words: str) -> list[str]:
     """Run it, and return the lines that it prints."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER, encoding="utf-8")
-    done = run_python(
-        script, clip, *words, env={**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": "x", "PLAIN": "y"}, timeout=300
-    )
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": "x", "PLAIN": "y"}
+    done = run_python(script, clip, *words, env=variables, timeout=300)
     assert done.stdout, done.stderr
     return done.stdout.splitlines()
 

@@ -2,10 +2,9 @@
 
 import json
 import os
-import socket
 import tempfile
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from pipeline.video.source import SourceStates, prepare_source
 from tests.builders import decoding
 from tests.builders.clips import decord_killer, memory_files, sample, write_jpegs
 from tests.builders.decoding import facts, request
-from tests.builders.stores import KEY, SECRET
+from tests.builders.stores import KEY, SECRET, answering
 from tests.waiting import wait_until
 
 LIMIT = 64 * 2**20
@@ -145,36 +144,24 @@ def stalling(mode):
 
     Yields its address, and where each range begins that it was asked for.
     """
-    listening = socket.create_server(("127.0.0.1", 0))
-    held, starts, size = [], [], 2**22
+    starts, size, ended = [], 2**22, threading.Event()
 
-    def answer(connection):
-        asked = b""
-        while not asked.endswith(b"\r\n\r\n"):
-            asked += connection.recv(65536)
-        starts.append(int(asked.partition(b"Range: bytes=")[2].partition(b"-")[0] or 0))
+    def answer(handler):
+        starts.append(int(handler.headers.get("Range", "bytes=0-")[6:].partition("-")[0]))
         start = 0 if mode == "restarting" else starts[-1]
-        status = b"206 Partial Content\r\nContent-Range: bytes %d-/%d" % (start, size) if start else b"200 OK"
-        head = b'HTTP/1.1 %s\r\nETag: "x"\r\nContent-Length: %d\r\n\r\n' % (status, size - start)
-        connection.sendall(head + b"x" * ((size - start) // 2))
-        if mode != "stalling":
-            connection.close()
 
-    def serve():
-        with suppress(OSError):  # it listens no more
-            while True:
-                held.append(listening.accept()[0])
-                with suppress(OSError):  # the client has hung up, which asks again
-                    answer(held[-1])
+        def body():
+            yield b"x" * ((size - start) // 2)
+            if mode == "stalling":
+                ended.wait()
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}", starts
-    listening.shutdown(socket.SHUT_RDWR)
-    listening.close()
-    thread.join()
-    for connection in held:
-        connection.close()
+        headers = [("ETag", '"x"'), ("Content-Length", str(size - start))]
+        headers += [("Content-Range", f"bytes {start}-/{size}")] * bool(start)
+        return 206 if start else 200, headers, body()
+
+    with answering(answer) as url:
+        yield url, starts
+        ended.set()
 
 
 @pytest.mark.parametrize(

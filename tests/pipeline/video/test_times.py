@@ -203,9 +203,8 @@ def write_times(path: Path, times: list[int], rate: int) -> Path:
 def uneven(path: Path) -> Path:
     """Write 60 frames in two seconds and 50 in the ten after these."""
     times = [round(1000 * i / 30) for i in range(30 * FAST_S)]
-    return write_times(
-        path, [*times, *range(1000 * FAST_S, 1000 * (FAST_S + SLOW_S), 200)], 1000 if path.suffix == ".avi" else 30
-    )
+    times += range(1000 * FAST_S, 1000 * (FAST_S + SLOW_S), 200)
+    return write_times(path, times, 1000 if path.suffix == ".avi" else 30)
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi"])
