@@ -281,6 +281,22 @@ _API = re.compile(rf"/api/(?:datasets|models)/{REPO}(?:/(tree|revision|paths-inf
 _FILE = re.compile(rf"/(?:datasets/)?{REPO}/resolve/[^/]+/(.*)")
 
 
+def reach_hub(patch: pytest.MonkeyPatch, url: str, token: str = "") -> None:
+    """Let huggingface_hub of this process ask the hub at an address, with this token."""
+    from huggingface_hub import constants  # noqa: PLC0415 - loads slowly
+    from huggingface_hub.hf_file_system import HfFileSystem  # noqa: PLC0415
+
+    patch.setenv("HF_TOKEN", token)
+    for name, value in {
+        "ENDPOINT": url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        "HF_TOKEN_PATH": "/no/token",
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        patch.setattr(constants, name, value)
+    HfFileSystem.clear_instance_cache()
+
+
 class HubServer:
     """Use it as a context manager: a hub with a dataset and a model REPO, whose files are those of ``folder``.
 
@@ -304,6 +320,10 @@ class HubServer:
     def __exit__(self, *error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+    def reach(self, patch: pytest.MonkeyPatch) -> None:
+        """Let huggingface_hub of this process ask this hub, without a token."""
+        reach_hub(patch, self.url)
 
     def count(self, route: str) -> int:
         """Count the requests for a route: info, tree, paths-info or resolve."""

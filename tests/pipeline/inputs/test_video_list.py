@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import chain
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,16 +48,12 @@ def test_tars_wait_and_come_one_after_the_other_and_their_indexes_are_kept(tars,
     lines = []
     videos = list_for_run(tars, tmp_path, say=lines.append)
     assert len(videos.known) == 0 and left(videos) == ["0.tar", "1.tar", "2.tar"]
-    assert [get_archive_size(place) for place in videos.unindexed] == [
-        path.stat().st_size for path in sorted(tars.iterdir())
-    ]
-    items = [*videos.read_unindexed()]
-    assert [ids(item.videos) for item in items] == [
-        [f"{tar}.tar/{number}.mp4" for number in range(3 - tar)] for tar in range(3)
-    ]
-    assert all(item.is_whole for item in items)
+    sizes = [path.stat().st_size for path in sorted(tars.iterdir())]
+    assert [*map(get_archive_size, videos.unindexed)] == sizes
+    items, expected = [*videos.read_unindexed()], [[f"{tar}.tar/{n}.mp4" for n in range(3 - tar)] for tar in range(3)]
+    assert [ids(item.videos) for item in items] == expected and all(item.is_whole for item in items)
     again = list_for_run(tars, tmp_path, say=lines.append)
-    assert ids(again.known) == [video for item in items for video in ids(item.videos)] and left(again) == []
+    assert ids(again.known) == [*chain(*expected)] and left(again) == []
     assert again.indexes.n_made == 0 and lines == ["indexed 3 of 3 archives: 6 videos so far"]
 
 
@@ -265,9 +262,8 @@ def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
     with pytest.raises(ManifestError, match=r"q/0\.tar: all of its 2 videos have ids of earlier ones, e\.g\. 0\.tar/b"):
         list_for_run([p, q], tmp_path)
     known = list_for_run([p, q], tmp_path, is_limited=True).known  # the second may not be needed
-    assert [row["video_id"] for row in known.to_pylist() if row["fault"]] == [
-        f"0.tar/{name}@{q}#{name}" for name in ("b.mp4", "a.mp4")
-    ]
+    faulty = [row["video_id"] for row in known.to_pylist() if row["fault"]]
+    assert faulty == [f"0.tar/{name}@{q}#{name}" for name in ("b.mp4", "a.mp4")]
     for place in (p, q):
         (tmp_path / place).write_bytes(b"no tar")  # a row of its own each, and no mistake of who named them
     known = list_for_run([p, q], tmp_path).known

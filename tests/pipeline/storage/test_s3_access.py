@@ -14,7 +14,7 @@ from pipeline.storage.hub import HubFiles
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 from tests.builders.manifests import read_manifest
-from tests.builders.stores import KEY, REGION, SECRET, TOKEN, answering
+from tests.builders.stores import KEY, REGION, SECRET, TOKEN, answering, reach_hub
 
 KEYS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
 PROFILE = f"aws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
@@ -25,16 +25,11 @@ def server(server, monkeypatch, tmp_path):
     """A store with a public object, of which this process knows the region alone; ``tmp_path`` has the AWS files."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "BOTO"))]:
         monkeypatch.delenv(name)
-    for name, value in {
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_REGION": REGION,
-        "AWS_CONFIG_FILE": str(tmp_path / "config"),
-        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
-        "HOME": str(tmp_path),
-    }.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "config").touch()
-    (tmp_path / "credentials").touch()
+    files = {"AWS_CONFIG_FILE": tmp_path / "config", "AWS_SHARED_CREDENTIALS_FILE": tmp_path / "credentials"}
+    for path in files.values():
+        path.touch()
+    known = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_REGION": REGION, "HOME": tmp_path, **files}
+    set_variables(monkeypatch, {name: str(value) for name, value in known.items()})
     server.client.put_object(Bucket=server.bucket, Key="v/a.mp4", Body=b"video", ACL="public-read")
     server.client.put_bucket_acl(Bucket=server.bucket, ACL="public-read")
     server.requests.clear()
@@ -67,9 +62,13 @@ def sent(server, monkeypatch):
     return headers
 
 
-def reaches(server, environ, monkeypatch):
-    for name, value in {"AWS_ENDPOINT_URL": server.url, **environ}.items():
+def set_variables(monkeypatch, variables):
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
+
+
+def reaches(server, environ, monkeypatch):
+    set_variables(monkeypatch, {"AWS_ENDPOINT_URL": server.url, **environ})
     return Objects.from_environment()
 
 
@@ -198,8 +197,7 @@ def test_a_node_with_credentials_signs_what_the_driver_could_not(server, monkeyp
     of_worker = pickle.dumps(reaches(server, {}, monkeypatch))
     decided = Objects.from_environment()
     decided.settle_access(server.uri())
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
+    set_variables(monkeypatch, KEYS)
     for data in (of_worker, pickle.dumps(decided)):
         assert pickle.loads(data).read(server.uri("v/a.mp4")) == b"video"  # noqa: S301
     assert all("AUTHORIZATION" in headers for headers in sent) and len(sent) == 2
@@ -248,8 +246,7 @@ def test_an_endpoint_has_the_same_settings_wherever_it_is_configured(
     text, environ = ENDPOINTS[case]
     (tmp_path / "config").write_text(text.replace("URL", server.url))
     (tmp_path / "credentials").write_text(f"[{environ.get('AWS_PROFILE', 'default')}]\n{PROFILE}")
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value.replace("URL", server.url))
+    set_variables(monkeypatch, {name: value.replace("URL", server.url) for name, value in environ.items()})
     store = store_at(server.uri("c"))
     store.put("a", b"x")
     assert [headers for headers in sent if any("CHECKSUM" in name for name in headers)] == []
@@ -266,8 +263,7 @@ def test_an_endpoint_has_the_same_settings_wherever_it_is_configured(
 
 
 def test_a_driver_without_an_endpoint_decides_for_nodes_that_have_one(server, monkeypatch):
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
+    set_variables(monkeypatch, KEYS)
     objects = Objects.from_environment()
     objects.settle_access(server.uri())
     data = pickle.dumps(objects)
@@ -325,18 +321,10 @@ def test_azure_names_its_credentials(monkeypatch, status):
         (403, "GatedRepo", "hf_abcdef", FileNotFoundError, "the token of HF_TOKEN"),
     ],
 )
-def test_the_hub_names_the_place_of_the_token(monkeypatch, tmp_path, status, code, token, kind, why):
-    from huggingface_hub import constants  # noqa: PLC0415
-    from huggingface_hub.hf_file_system import HfFileSystem  # noqa: PLC0415
-
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setenv("HF_TOKEN", token)
-    HfFileSystem.clear_instance_cache()
+def test_the_hub_names_the_place_of_the_token(monkeypatch, status, code, token, kind, why):
     headers = [("X-Error-Code", code)] * bool(code)
     with answering(lambda ask: (status, [*headers, ("Content-Length", "0")], b"")) as url:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
-        monkeypatch.setattr("huggingface_hub.hf_file_system.constants.ENDPOINT", url)
+        reach_hub(monkeypatch, url, token)
         with pytest.raises(kind, match=why) as error:
             HubFiles().info("hf://datasets/some/one/a.mp4")
-    HfFileSystem.clear_instance_cache()
     assert "abcdef" not in str(error.value) and "credentials" in str(error.value)

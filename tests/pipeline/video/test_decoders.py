@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from gstep.backbones.preprocess import resize_frames
-from pipeline.video.containers import sniff
 from pipeline.video.decoders import DECODERS, PyavDecoder, choose_decoders, find_installed_version, load_decoder
 from pipeline.video.decord_decoder import DecordDecoder
 from pipeline.video.nvdec_decoder import _CODECS, NvdecDecoder, PyavNvdecDecoder, make_torchcodec_decoder
-from pipeline.video.probe import IndexMismatch, index_by_decoding, probe
+from pipeline.video.probe import IndexMismatch, index_by_decoding
 from pipeline.video.sandbox import DecodeSandbox
 from tests.builders.clips import (
     ffmpeg,
+    index_of,
     make_clip,
     numbers,
     sample,
@@ -66,10 +66,6 @@ CLIPS = {
 }
 
 
-def index_of(path):
-    return probe(str(path), sniff(path))
-
-
 def frames_of(decoder_class, index, indices):
     decoder = decoder_class(index)
     try:
@@ -77,10 +73,6 @@ def frames_of(decoder_class, index, indices):
         return np.concatenate([resize_frames(chunk, size) for chunk in decoder.read(np.asarray(indices))])
     finally:
         decoder.close()
-
-
-def read_numbers(index, indices):
-    return numbers(frames_of(PyavDecoder, index, indices))
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -92,7 +84,7 @@ def test_every_frame_of_every_kind(name, tmp_path):
     assert np.abs(index.timestamps - expected).max() < 1e-3
     assert index.duration_s >= index.timestamps[-1] + 0.03
     for wanted in (range(30), [0, 13, 14, 29], [29], [21, 22]):
-        assert read_numbers(index, wanted) == list(wanted)
+        assert numbers(frames_of(PyavDecoder, index, wanted)) == list(wanted)
         if not not_for_decord:
             assert np.array_equal(frames_of(DecordDecoder, index, wanted), frames_of(PyavDecoder, index, wanted))
     if not_for_decord:
@@ -160,10 +152,10 @@ def test_what_packets_do_not_tell_decoding_does(tmp_path):
     clip.write_bytes(data[188 * (len(data) * 4 // 10 // 188) :])  # begins in the middle of a group of pictures
     index = index_of(clip)
     with pytest.raises(IndexMismatch):
-        read_numbers(index, [0])
+        frames_of(PyavDecoder, index, [0])
     found = index_by_decoding(index)
     assert len(found.timestamps) < len(index.timestamps)
-    read = read_numbers(found, range(len(found.timestamps)))
+    read = numbers(frames_of(PyavDecoder, found, range(len(found.timestamps))))
     assert read == list(range(read[0], 60))
 
 
@@ -243,18 +235,19 @@ def without_gpu(index) -> PyavNvdecDecoder:
     return decoder
 
 
-@pytest.fixture(scope="module", params=["h264", "turned", "full range", "10 bits", "odd"])
+KINDS = [
+    {},
+    {"rotation": 90},
+    {"pix_fmt": "yuvj420p"},
+    {"codec": "libx265", "pix_fmt": "yuv420p10le"},
+    {"size": (50, 66)},
+]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=["h264", "turned", "full range", "10 bits", "odd"])
 def index(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clips")
-    more = {
-        "turned": {"rotation": 90},
-        "full range": {"pix_fmt": "yuvj420p"},
-        "10 bits": {"codec": "libx265", "pix_fmt": "yuv420p10le"},
-        "odd": {"size": (50, 66)},
-    }
-    named = request.param in more
-    path = write_clip(folder / "a.mkv", **more[request.param]) if named else sample("bikes.mp4")
-    made = probe(str(path), "matroska" if named else "mov")
+    path = tmp_path_factory.mktemp("clips") / "a.mkv"
+    made = index_of(write_clip(path, **request.param) if request.param else sample("bikes.mp4"))
     yield made
     made.packets.close()
 

@@ -25,9 +25,14 @@ from tests.pipeline.forging import ATTACKS, LATE
 from tests.waiting import wait_until
 
 
+def seen_by(sandbox, clip):
+    """What a decoder sees of its process."""
+    return json.loads(fault_of(sandbox.decode, request(clip, decoder="Revealing")).message)
+
+
 @pytest.fixture
 def sandbox():
-    with DecodeSandbox(memory_mb=1024) as opened:
+    with DecodeSandbox(memory_mb=512) as opened:
         yield opened
 
 
@@ -97,21 +102,19 @@ def test_what_forgers_change_is_an_honest_answer(sandbox, clip):
     assert video.record["codec"] == "h264"
 
 
-def test_no_file_that_a_child_writes_grows_beyond_its_memory(clip):
-    with DecodeSandbox(memory_mb=512) as sandbox:
-        fault = fault_of(sandbox.decode, request(clip, decoder="Sprawling"))
+def test_no_file_that_a_child_writes_grows_beyond_its_memory(sandbox, clip):
+    fault = fault_of(sandbox.decode, request(clip, decoder="Sprawling"))
     assert fault.fault_class == "out-of-memory" and "File too large" in fault.message
 
 
-def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(clip):
+def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(sandbox, clip):
     """A CUDA context reserves more addresses than any machine has memory."""
-    with DecodeSandbox(memory_mb=1024, on_gpu=True) as sandbox:
-        assert json.loads(fault_of(sandbox.decode, request(clip, decoder="Revealing")).message)["limits"][0] == -1
-        assert fault_of(sandbox.decode, request(clip, decoder="Spacious")).message == "1099511627776 bytes reserved"
-        assert fault_of(sandbox.decode, request(clip, decoder="Hungry")).fault_class == "out-of-memory"
-        assert sandbox.decode(request(clip)).record["source_frames"] == 30
-    with DecodeSandbox(memory_mb=1024) as sandbox:
-        assert fault_of(sandbox.decode, request(clip, decoder="Spacious")).fault_class == "out-of-memory"
+    with DecodeSandbox(memory_mb=512, on_gpu=True) as beside:
+        assert seen_by(beside, clip)["limits"][0] == -1
+        assert fault_of(beside.decode, request(clip, decoder="Spacious")).message == "1099511627776 bytes reserved"
+        assert fault_of(beside.decode, request(clip, decoder="Hungry")).fault_class == "out-of-memory"
+        assert beside.decode(request(clip)).record["source_frames"] == 30
+    assert fault_of(sandbox.decode, request(clip, decoder="Spacious")).fault_class == "out-of-memory"
 
 
 def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
@@ -150,7 +153,7 @@ def test_the_child_is_confined(clip, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("HF_TOKEN", "x")
     with DecodeSandbox(memory_mb=1024) as sandbox:
-        seen = json.loads(fault_of(sandbox.decode, request(clip, decoder="Revealing")).message)
+        seen = seen_by(sandbox, clip)
         niceness = os.getpriority(os.PRIO_PROCESS, seen["pid"])
     assert seen["env"] == [] and seen["threads"] == 1
     assert os.nice(0) < niceness or niceness == 19  # whoever launches a GPU's kernels goes first
@@ -161,7 +164,7 @@ def test_the_child_is_confined(clip, monkeypatch):
 def test_a_child_sees_the_gpus_that_its_worker_was_given_after_the_fork_server_began(clip, monkeypatch):
     def seen(on_gpu):
         with DecodeSandbox(on_gpu=on_gpu) as sandbox:
-            return json.loads(fault_of(sandbox.decode, request(clip, decoder="Revealing")).message)["gpus"]
+            return seen_by(sandbox, clip)["gpus"]
 
     before = seen(on_gpu=False)  # the server runs from now on
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -169,7 +172,7 @@ def test_a_child_sees_the_gpus_that_its_worker_was_given_after_the_fork_server_b
 
 
 def test_a_child_killed_while_idle_is_replaced(sandbox, clip):
-    pid = json.loads(fault_of(sandbox.decode, request(clip, decoder="Revealing")).message)["pid"]
+    pid = seen_by(sandbox, clip)["pid"]
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the fork server reaps it")
     assert sandbox.decode(request(clip)).record["source_frames"] == 30
@@ -177,7 +180,7 @@ def test_a_child_killed_while_idle_is_replaced(sandbox, clip):
 
 def test_closing_leaves_no_process_and_can_be_undone(clip):
     sandbox = DecodeSandbox()
-    pid = json.loads(fault_of(sandbox.decode, request(clip, decoder="Revealing")).message)["pid"]
+    pid = seen_by(sandbox, clip)["pid"]
     sandbox.close()
     assert not alive(pid)
     sandbox.close()

@@ -199,20 +199,15 @@ def test_an_outage_amid_many_questions_ends_them(server):
     assert len(server.requests) < 300
 
 
-def test_files_are_measured_and_what_is_gone_has_no_size(tmp_path):
+def test_files_and_objects_are_measured_in_the_order_asked_for_and_what_is_gone_has_no_size(server, tmp_path):
     (tmp_path / "a").write_bytes(b"12345")
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    sizes = SourceStates()
-    assert sizes.of([str(tmp_path / name) for name in ("a", "gone", "link", "nul\0")]) == [5, -1, 5, -1]
+    objects = [server.upload(f"{n}.mp4", b"x" * n) for n in (3, 4)]
+    files = [str(tmp_path / name) for name in ("a", "gone", "link", "nul\0")]
+    sizes = SourceStates(server.objects())
     assert sizes.of([]) == []
     sizes.finish()  # nobody was asked, so nobody refused
-
-
-def test_files_and_objects_come_in_the_order_asked_for(server, tmp_path):
-    (tmp_path / "a").write_bytes(b"1")
-    objects = [server.upload(f"{n}.mp4", b"x" * n) for n in (3, 4)]
-    sizes = SourceStates(server.objects())
-    assert sizes.of([objects[1], str(tmp_path / "a"), server.uri("gone.mp4"), objects[0]]) == [4, 1, -1, 3]
+    assert sizes.of([objects[1], *files, server.uri("gone.mp4"), objects[0]]) == [4, 5, -1, 5, -1, -1, 3]
     assert server.counts() == {"HEAD": 3}
     sizes.finish()  # one that is gone is an answer
 
