@@ -1,13 +1,19 @@
-"""Tars for tests: honest ones, and such as nobody should trust."""
+"""Archives for tests: honest ones, and tars such as nobody should trust."""
 
 from __future__ import annotations
 
 import io
+import random
 import tarfile
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 BLOCK = 512
+FILES = {f"{number:02}.mp4": random.Random(number).randbytes(20_000 * (number % 3) + number) for number in range(12)}
 
 
 def member(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, **more: object) -> bytes:
@@ -55,3 +61,21 @@ def renumbered(header: bytes, change: Callable[[bytearray], object]) -> bytes:
     block[148:156] = b" " * 8
     block[148:156] = f"{sum(block):06o}\0 ".encode()
     return bytes(block) + header[BLOCK:]
+
+
+def write_zip(path: Path, files: Mapping[str, bytes | str] = FILES, **facts: object) -> Path:
+    """Write a zip of stored and deflated members, of whose entries ``facts`` are true."""
+    with zipfile.ZipFile(path, "w") as file:
+        for number, (name, data) in enumerate(files.items()):
+            info = zipfile.ZipInfo(name)
+            for fact, value in facts.items():
+                setattr(info, fact, value)
+            file.writestr(info, data, (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)[number % 2])
+    return path
+
+
+def write_parquet(path: Path, files: Mapping[str, bytes] = FILES) -> Path:
+    """Write a table of videos with ids and labels, in groups of five rows."""
+    columns = {"video": list(files.values()), "video_id": list(files), "label": list(range(len(files)))}
+    pq.write_table(pa.table(columns), path, row_group_size=5)
+    return path

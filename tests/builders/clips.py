@@ -331,13 +331,18 @@ class Vandal(BadReader):
             file.write(b"changed")
 
 
-def memory_files(pid: int | None) -> list[str]:
-    """List the files in memory that a process has open."""
+def open_files(pid: int | None) -> list[str]:
+    """List the files that a process has open."""
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # the listing's own, gone by now
             found.append(str(entry.readlink()))
-    return [name for name in found if name.startswith("/memfd:video")]
+    return found
+
+
+def memory_files(pid: int | None) -> list[str]:
+    """List the files in memory that a process has open."""
+    return [name for name in open_files(pid) if name.startswith("/memfd:video")]
 
 
 LIT, DARK = np.array([240, 200, 90]), np.array([20, 30, 100])

@@ -10,6 +10,8 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -279,6 +281,22 @@ _API = re.compile(rf"/api/(?:datasets|models)/{REPO}(?:/(tree|revision|paths-inf
 _FILE = re.compile(rf"/(?:datasets/)?{REPO}/resolve/[^/]+/(.*)")
 
 
+def reach_hub(patch: pytest.MonkeyPatch, url: str, token: str = "") -> None:
+    """Let huggingface_hub of this process ask the hub at an address, with this token."""
+    from huggingface_hub import constants  # noqa: PLC0415 - loads slowly
+    from huggingface_hub.hf_file_system import HfFileSystem  # noqa: PLC0415
+
+    patch.setenv("HF_TOKEN", token)
+    for name, value in {
+        "ENDPOINT": url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        "HF_TOKEN_PATH": "/no/token",
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        patch.setattr(constants, name, value)
+    HfFileSystem.clear_instance_cache()
+
+
 class HubServer:
     """Use it as a context manager: a hub with a dataset and a model REPO, whose files are those of ``folder``.
 
@@ -302,6 +320,10 @@ class HubServer:
     def __exit__(self, *error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+    def reach(self, patch: pytest.MonkeyPatch) -> None:
+        """Let huggingface_hub of this process ask this hub, without a token."""
+        reach_hub(patch, self.url)
 
     def count(self, route: str) -> int:
         """Count the requests for a route: info, tree, paths-info or resolve."""
@@ -382,3 +404,35 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: Any) -> None:
         """Print nothing."""
+
+
+Answer = tuple[int, Iterable[tuple[str, str]], bytes | Iterator[bytes]]  # status, headers, body
+
+
+@contextmanager
+def answering(answer: Callable[[BaseHTTPRequestHandler], Answer]) -> Iterator[str]:
+    """Serve what ``answer`` says of each request, whatever its method; yields the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, headers, body = answer(self)
+            self.send_response(status)
+            for name, value in headers:
+                self.send_header(name, value)
+            self.end_headers()
+            with suppress(OSError):  # the client has hung up
+                for part in [body] if isinstance(body, bytes) else body:
+                    self.wfile.write(part)
+
+        do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *arguments: Any) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as service:
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{service.server_port}"
+        finally:
+            service.shutdown()

@@ -1,13 +1,21 @@
-"""Videos that a caller has at hand: paths, dicts and tables become the same rows as a manifest."""
+"""Videos that a caller has at hand become the rows of a manifest, and rows checked together are what each is alone."""
 
+import contextlib
+import io
+import json
 from pathlib import Path
 
 import polars
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.errors import ManifestError
 from pipeline.inputs.manifest import convert_given_videos
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, ManifestConverter, Roots
+from pipeline.inputs.tables import read_row_batches
 from tests.builders.manifests import read_manifest
 
 
@@ -22,9 +30,9 @@ def here(tmp_path, monkeypatch) -> Path:
 def test_paths_are_called_by_their_names_and_may_be_anywhere_but_behind_a_link(tmp_path, here):
     (tmp_path / "other").mkdir()
     paths = [tmp_path / "other" / "a.mp4", "b.mp4", "s3://bucket/far/c.mp4"]
-    given = convert_given_videos(paths).to_pylist()
-    assert given == convert_given_videos(iter(paths)).to_pylist()
-    assert [(row["video_id"], row["uri"], row["policy"]) for row in given] == [
+    found = convert_given_videos(paths).to_pylist()
+    assert found == convert_given_videos(iter(paths)).to_pylist()
+    assert [(row["video_id"], row["uri"], row["policy"]) for row in found] == [
         ("a.mp4", str(tmp_path / "other" / "a.mp4"), None),
         ("b.mp4", str(here / "b.mp4"), None),
         ("c.mp4", "s3://bucket/far/c.mp4", None),
@@ -36,9 +44,8 @@ def test_paths_are_called_by_their_names_and_may_be_anywhere_but_behind_a_link(t
 
 
 def test_the_name_of_a_signed_address_is_without_its_secret():
-    rows = convert_given_videos(
-        ["https://host/a.mp4?sig=SEC", "s3://bucket/b.mp4?sig=SEC", "s3://bucket/c#1.mp4", "d?.mp4"]
-    )
+    uris = ["https://host/a.mp4?sig=SEC", "s3://bucket/b.mp4?sig=SEC", "s3://bucket/c#1.mp4", "d?.mp4"]
+    rows = convert_given_videos(uris)
     assert rows["video_id"].to_pylist() == ["a.mp4", "b.mp4", "c#1.mp4", "d?.mp4"]
     assert [bool(policy) for policy in rows["policy"].to_pylist()] == [True, True, False, False]
     assert "SEC" not in str(rows)
@@ -49,14 +56,17 @@ def test_a_file_uri_holds_a_path_alone(here):
     refused = ["file://[x/a.mp4", "file://key@host/a.mp4", f"file://{here}/a.mp4?key=1", f"file://{here}/a.mp4#1"]
     refused.append("file:///x%00/a.mp4")
     uris = [f"file://{here}/a%20b.mp4", f"file://localhost{here}/a%20b.mp4", *refused]
-    rows = convert_given_videos(
-        [{"video_id": str(number), "uri": uri} for number, uri in enumerate(uris)], [str(here)]
-    ).to_pylist()
+    named = [{"video_id": str(number), "uri": uri} for number, uri in enumerate(uris)]
+    rows = convert_given_videos(named, [str(here)]).to_pylist()
     assert [row["policy"] for row in rows[:2]] == [None, None] and rows[0]["uri"] == rows[1]["uri"] == f"{here}/a b.mp4"
     assert all("may hold a path only" in row["policy"] and "key" not in row["uri"] for row in rows[2:])
 
 
 ROWS = [{"video_id": "a", "uri": "x.mp4", "start_s": 1.0, "topic": "cats"}, {"video_id": "b", "uri": "y.mp4"}]
+
+
+NULL_WORD = pa.DictionaryArray.from_arrays([1, 0], ["a", None])
+NO_LISTS = (ROWS[0], pa.chunked_array([["a"]]), 7)
 
 
 def make_categories(rows):
@@ -66,29 +76,59 @@ def make_categories(rows):
 
 @pytest.mark.parametrize("kind", [list, tuple, iter, pa.Table.from_pylist, polars.DataFrame, make_categories])
 def test_rows_are_those_of_a_manifest_in_the_current_folder(here, kind):
-    (here / "m.jsonl").write_text(
-        '{"video_id": "a", "uri": "x.mp4", "start_s": 1, "topic": "cats"}\n{"video_id": "b", "uri": "y.mp4"}'
-    )
+    (here / "m.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     assert convert_given_videos(kind(ROWS)).equals(read_manifest("m.jsonl"))
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("videos", "said"),
     [
         ([], "the list is empty"),
         (["x/a.mp4", "y/a.mp4"], "2 paths end in 'a.mp4': give dicts with a video_id and a uri each"),
         ([{"video_id": "a"}], "videos, row 0: no uri"),
-        (
-            pa.table({"video_id": pa.DictionaryArray.from_arrays([1, 0], ["a", None]), "uri": ["a.mp4", "b.mp4"]}),
-            "videos, row 0: no video_id",
-        ),
+        (pa.table({"video_id": NULL_WORD, "uri": ["a.mp4", "b.mp4"]}), "videos, row 0: no video_id"),
         ([ROWS[0], "b.mp4"], "videos, row 1: expected a dict with video_id and uri, got str"),
         ([ROWS[0], ROWS[0]], "1 rows repeat a video_id"),
-        (ROWS[0], "expected a list of dicts or a table with video_id and uri, got dict"),
-        (pa.chunked_array([["a"]]), "expected a list of dicts or a table with video_id and uri, got ChunkedArray"),
-        (7, "expected a list of dicts or a table with video_id and uri, got int"),
+        *((one, f"a list of dicts or a table .*, got {type(one).__name__}") for one in NO_LISTS),
     ],
 )
-def test_what_is_no_list_of_videos_is_refused_by_name(given, said):
+def test_what_is_no_list_of_videos_is_refused_by_name(videos, said):
     with pytest.raises(ManifestError, match=said):
-        convert_given_videos(given)
+        convert_given_videos(videos)
+
+
+NAMES = st.text(st.sampled_from("ab./ \u3000\n:?é7"), max_size=8) | st.sampled_from(
+    ["a/b.mp4", "/m/a.mp4", "/else/a.mp4", "s3://bucket/p/a.mp4", "s3://bucket/q/a.mp4", "s3://bucket/p/../a", "../a"]
+)
+OPTIONAL = {
+    "end_s": st.sampled_from([None, 0, 1.5, "2.5", "", "soon", float("nan"), 10**400, True]),
+    "size_bytes": st.sampled_from([None, 0, 5, 5.0, "7", "", -1, 2.5, "much", float("nan"), 2**60, 10**400, True]),
+    "x": NAMES,
+}
+
+
+@pytest.mark.parametrize("base", [Path("/m"), "s3://bucket/p/"])
+@settings(max_examples=60)
+@given(rows=st.lists(st.fixed_dictionaries({"video_id": NAMES, "uri": NAMES}, optional=OPTIONAL)))
+def test_rows_that_are_checked_together_are_what_each_is_alone(base, rows):
+    roots = Roots([], ["s3://bucket/p/"])
+    named = ManifestConverter("m", base, roots)
+    parts = [read_row_batches("m.jsonl", io.BytesIO("\n".join(map(json.dumps, rows)).encode()), "")]
+    with contextlib.suppress(pa.ArrowException, OverflowError):  # columns of many types, which Parquet does not take
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(rows), sink)
+        parts.append(read_row_batches("m.parquet", pa.BufferReader(sink.getvalue()), ""))
+    for part in (one for read in parts for one in read):
+        plain = named._convert_by_columns(part)
+        if plain is not None:
+            plain.validate(full=True)
+            one_by_one = [named._convert_row(row, where) for where, row in part]
+            assert plain.to_pylist() == pa.RecordBatch.from_pylist(one_by_one, schema=MANIFEST_SCHEMA).to_pylist()
+
+
+def test_an_empty_column_of_numbers_needs_no_look_at_each_row():
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"video_id": ["a"], "uri": ["/m/a.mp4"], "start_s": pa.nulls(1, pa.float64())}), sink)
+    [part] = read_row_batches("m.parquet", pa.BufferReader(sink.getvalue()), "")
+    plain = ManifestConverter("m", Path("/m"), Roots([], []))._convert_by_columns(part)
+    assert plain is not None and plain["start_s"].to_pylist() == [None]

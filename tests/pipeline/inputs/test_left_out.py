@@ -119,10 +119,10 @@ def test_archives_beside_videos_and_other_files_are_counted_and_a_pattern_takes_
         (folder / name).unlink()
     rows, indexes = listed(folder)
     assert len(rows) == 3 and indexes.left_out.counts() == {"other files": 2}
+    (folder / "notes").mkdir()
+    (folder / "README.md").rename(folder / "notes" / "README.md")
     with pytest.raises(ManifestError, match=r"no video in this folder .*left out: 1 other file"):
-        (folder / "data" / "notes").mkdir()
-        (folder / "data" / "notes" / "notes.txt").write_text("x")
-        listed(folder / "data" / "notes")
+        listed(folder / "notes")
 
 
 def test_a_folder_that_cannot_be_read_is_counted_or_refused_and_never_passed_over(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
-"""What to process on S3: the forms that a disk has, at a known number of requests, and nothing outside of them."""
+"""What to process on S3, at a known number of requests, and nothing outside of it; patterns of braces."""
 
 import json
+import shutil
+import subprocess
 from hashlib import md5
 
 import pyarrow as pa
@@ -8,9 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError, UsageError
+from pipeline.inputs import listings
+from pipeline.inputs.listings import expand_braces
 from pipeline.keys import hash_mark
 from pipeline.storage.s3 import Objects
-from tests.builders.manifests import read_manifest
+from tests.builders.manifests import ids, read_manifest
 from tests.builders.stores import SECRET
 
 ODD = ["a b.mp4", "a#b.mp4", "a%20b.mp4", "a+b.mp4", "a?b.mp4", "watch?v=1&t=2.mp4", "d//e.mp4", "ü/日.mp4"]
@@ -19,10 +23,6 @@ ODD = ["a b.mp4", "a#b.mp4", "a%20b.mp4", "a+b.mp4", "a?b.mp4", "watch?v=1&t=2.m
 def read(server, videos, *roots):
     server.requests.clear()
     return read_manifest(videos, roots, server.objects()).to_pylist()
-
-
-def ids(rows):
-    return [row["video_id"] for row in rows]
 
 
 def write(server, key, *uris):
@@ -155,16 +155,12 @@ def test_what_cannot_be_listed_is_refused_with_the_store_s_reason(server):
     server.fail("HEAD", "secret.mp4", 403)
     for videos, message in [
         (server.uri("v"), "no video on S3 at or below it"),
-        (server.uri("gone/"), "no video on S3"),
-        (server.uri("gone.mp4"), "no video on S3"),
-        (server.uri("*.mkv"), "no video on S3"),
+        *((server.uri(key), "no video on S3") for key in ("gone/", "gone.mp4", "*.mkv")),
         (server.uri("gone.jsonl"), "cannot be read: NoSuchKey"),
         (server.uri("torn.parquet"), "cannot be read as a manifest"),
         (server.uri("secret.jsonl"), "AccessDenied: told to fail"),
         (server.uri("secret.mp4"), "cannot be listed: 403: Forbidden"),
-        ("s3://no-such-bucket/v", "NoSuchBucket"),
-        ("s3://no-such-bucket/v.mp4", "NoSuchBucket"),
-        ("s3://no-such-bucket/v.csv", "NoSuchBucket"),
+        *((f"s3://no-such-bucket/{key}", "NoSuchBucket") for key in ("v", "v.mp4", "v.csv")),
     ]:
         with pytest.raises(ManifestError, match=message) as caught:
             read(server, videos)
@@ -179,3 +175,42 @@ def test_an_address_with_more_than_bucket_and_key_is_refused_unread(videos):
     with pytest.raises(UsageError, match="without user, host or query") as caught:
         read_manifest(videos, (), Objects(endpoint_url="http://127.0.0.1:1"))
     assert "SEC" not in str(caught.value)
+
+
+PATTERNS = [
+    "shard-{000..010}.tar", "{a,b}{1..3}.tar", "a{b{c,d},e}f", "{3..1}", "{-2..2..2}", "{01..3}", "x{}y",
+    "x{a}y", "{a,}", "{a,b", "a}b", "{1..2}{", "{{1,2},3}", "plain.tar", "{0..10..5}", "{5..-5..3}", "{-01..2}",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash to compare with")
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_mean_what_they_mean_to_bash(pattern):
+    said = subprocess.check_output(["bash", "-c", f'printf "%s\\n" s3://b/{pattern}'], text=True)
+    assert expand_braces([f"s3://b/{pattern}"]) == said.splitlines()
+
+
+def test_a_pattern_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr(listings, "_MAX_NAMES", 1000)
+    with pytest.raises(ManifestError, match="too many names"):
+        expand_braces(["s3://b/{0..99999999999}.tar"])
+
+
+def test_a_pattern_may_be_longer_than_a_file_s_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [f"{number:03}.mp4" for number in range(90)]
+    for name in names:
+        (tmp_path / name).touch()
+    assert read_manifest(f"{{{','.join(names)}}}")["video_id"].to_pylist() == names
+
+
+def test_several_names_are_listed_one_after_the_other_and_ids_are_unique_over_them(tmp_path):
+    for name in ("a/x.mp4", "a/y.mp4", "b/z.mp4", "c1.mp4", "c2.mp4", "d/x.mp4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    named = [f"{tmp_path}/b", f"{tmp_path}/a/*.mp4", f"{tmp_path}/c{{2,1}}.mp4"]
+    assert read_manifest(named)["video_id"].to_pylist() == ["z.mp4", "x.mp4", "y.mp4", "c2.mp4", "c1.mp4"]
+    with pytest.raises(ManifestError, match=r"no such folder.*"):
+        read_manifest([f"{tmp_path}/a", f"{tmp_path}/missing"])
+    with pytest.raises(ManifestError, match=r"several VIDEOS.*1 rows repeat a video_id.*'x.mp4'"):
+        read_manifest([f"{tmp_path}/a", f"{tmp_path}/d"])

@@ -10,30 +10,14 @@ import pytest
 
 from pipeline.errors import FAULTS, ManifestError
 from pipeline.inputs.archive import ArchiveOptions, open_archive
-from pipeline.inputs.forms import OpenArchives
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.inputs.video_list import VideoList
-from pipeline.storage.location import Location
-from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.builders.archives import BLOCK, ended, member, pax, renumbered, write_tar
-from tests.builders.manifests import read_manifest
+from tests.builders.manifests import NOWHERE, contents, ids, read_manifest, rows
 
-NOWHERE = Objects()
 CLIPS = ArchiveOptions(clips_from=("start", "end"))
-
-
-def rows(path, options=None):
-    return read_manifest(str(path), indexes=Indexes(options or ArchiveOptions())).to_pylist()
-
-
-def bytes_of(row):
-    parts: list[bytes] = []
-    with OpenArchives(NOWHERE) as opened:
-        size = opened.fetch(Location.parse(row["uri"], row["source_offset"], row["size"]), parts.append, 2**30)
-    assert size == len(b"".join(parts))
-    return b"".join(parts)
 
 
 def faults(path):
@@ -59,8 +43,8 @@ def test_members_are_found_where_they_lie_in_every_format(tmp_path, kind):
             info.size, info.mtime = len(data), 1.5
             tar.addfile(info, io.BytesIO(data))
     found = rows(tmp_path / "a.tar")
-    assert [row["video_id"] for row in found] == [f"a.tar/{name}" for name in files]
-    assert [bytes_of(row) for row in found] == list(files.values())
+    assert ids(found) == [f"a.tar/{name}" for name in files]
+    assert contents(found) == list(files.values())
     assert [row["size"] for row in found] == [len(data) for data in files.values()]
 
 
@@ -94,7 +78,7 @@ def test_clips_come_from_the_json_where_that_is_asked_for(tmp_path):
         "a.mp4": b"1", "a.json": b'{"start": 1, "end": 2.5}', "b.mp4": b"1", "b.json": b'{"start": "1", "end": 2}',
         "c.mp4": b"1", "d.mp4": b"1", "d.json": b'{"start": 1, "end": Infinity}',
     }  # fmt: skip
-    found = rows(write_tar(tmp_path / "s.tar", files), CLIPS)
+    found = rows(write_tar(tmp_path / "s.tar", files), options=CLIPS)
     assert [(row["start_s"], row["end_s"]) for row in found] == [(1.0, 2.5), *[(None, None)] * 3]
     assert [row["fault"] and row["fault"].partition(":")[0] for row in found] == [None, *["unsupported"] * 3]
 
@@ -188,7 +172,7 @@ def test_any_flipped_byte_of_a_header_is_noticed_or_harmless(tmp_path):
         (tmp_path / "a.tar").write_bytes(data)
         for row in rows(tmp_path / "a.tar"):
             if row["fault"] is None:
-                assert bytes_of(row) in (b"a" * 600, b"b" * 600, b"c" * 600)
+                assert contents([row])[0] in (b"a" * 600, b"b" * 600, b"c" * 600)
 
 
 def test_random_bytes_never_raise_anything_else(tmp_path):
@@ -216,11 +200,11 @@ def test_an_index_is_kept_and_made_anew_where_the_tar_changed(tmp_path):
     path.chmod(0o644)
     write_tar(path, {"a.mp4": b"1", "b.mp4": b"2"})
     assert read("kept")[0] == [] and [place.uri for place in read("kept")[1].unindexed] == [str(path)]
-    assert [row["video_id"] for row in read()[0]] == ["a.tar/a.mp4", "a.tar/b.mp4"]
+    assert ids(read()[0]) == ["a.tar/a.mp4", "a.tar/b.mp4"]
     assert len(store.names("sources", ".zlib")) == 1
     (kept,) = (tmp_path / "cache" / "sources").iterdir()
     kept.write_bytes(kept.read_bytes()[:-40])  # a damaged one is no more than a lost one
-    assert [row["video_id"] for row in read()[0]] == ["a.tar/a.mp4", "a.tar/b.mp4"]
+    assert ids(read()[0]) == ["a.tar/a.mp4", "a.tar/b.mp4"]
 
 
 UNREADABLE_FORMS = [
@@ -241,26 +225,22 @@ def test_what_cannot_be_read_as_it_is_is_refused_with_the_remedy(tmp_path, monke
 def test_a_folder_of_tars_is_a_corpus_and_videos_come_first(tmp_path):
     for number in range(3):
         write_tar(tmp_path / f"shard-{number}.tar", {f"{number}.mp4": b"x"})
-    ids = [f"shard-{number}.tar/{number}.mp4" for number in range(3)]
+    whole = [f"shard-{number}.tar/{number}.mp4" for number in range(3)]
     for named in (tmp_path, f"{tmp_path}/*.tar", f"{tmp_path}/shard-{{0..2}}.tar"):
-        assert [row["video_id"] for row in rows(named)] == ids
+        assert ids(rows(named)) == whole
     several = [f"{tmp_path}/shard-2.tar", f"{tmp_path}/shard-0.tar"]
-    assert read_manifest(several)["video_id"].to_pylist() == [ids[2], ids[0]]
+    assert ids(rows(several)) == [whole[2], whole[0]]
     (tmp_path / "a.mp4").touch()
-    assert [row["video_id"] for row in rows(tmp_path)] == ["a.mp4"]
+    assert ids(rows(tmp_path)) == ["a.mp4"]
 
 
-def test_a_tar_that_cannot_be_opened_is_a_row(tmp_path):
-    write_tar(tmp_path / "a.tar", {"a.mp4": b"x"})
-    os.mkfifo(tmp_path / "b.tar")
-    found = rows(tmp_path)
-    assert [row["video_id"] for row in found] == ["a.tar/a.mp4", "b.tar"]
+def test_a_tar_that_is_no_file_or_lies_outside_is_a_row(tmp_path):
+    inside = tmp_path / "in"
+    inside.mkdir()
+    write_tar(inside / "a.tar", {"a.mp4": b"x"})
+    os.mkfifo(inside / "b.tar")
+    (inside / "c.tar").symlink_to(write_tar(tmp_path / "out.tar", {"a.mp4": b"x"}))
+    found = rows(inside)
+    assert ids(found) == ["a.tar/a.mp4", "b.tar", "c.tar"]
     assert found[1]["fault"].startswith("io: the archive cannot be read: not a regular file")
-
-
-def test_a_linked_tar_outside_is_refused_like_a_video(tmp_path):
-    write_tar(tmp_path / "out.tar", {"a.mp4": b"x"})
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.tar").symlink_to(tmp_path / "out.tar")
-    (row,) = rows(tmp_path / "in")
-    assert row["policy"] is not None and row["video_id"] == "a.tar"
+    assert found[2]["policy"] is not None

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import chain
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,12 +14,10 @@ from pipeline.inputs.forms import FORMS
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.inputs.video_list import VideoList, get_archive_size
-from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.builders.archives import write_tar
+from tests.builders.manifests import NOWHERE, ids
 from tests.waiting import wait_until
-
-NOWHERE = Objects()
 
 
 @pytest.fixture
@@ -41,12 +40,8 @@ def list_for_run(place, tmp_path, column=None, *, is_limited=False, say=lambda l
     return VideoList.read(names, (), NOWHERE, indexes, first="needed", is_limited=is_limited)
 
 
-def ids(table):
-    return table["video_id"].to_pylist()
-
-
-def left(videos):
-    return [place.name for place in videos.unindexed]
+def write_table(path, names):
+    pq.write_table(pa.table({"video_id": names, "video": [b"x"] * len(names)}), path, row_group_size=2)
 
 
 class Noting(Tar):
@@ -60,27 +55,20 @@ class Noting(Tar):
             yield member
 
 
-@pytest.fixture
-def noting(monkeypatch):
-    monkeypatch.setattr(Noting, "n_read", 0)
-    monkeypatch.setitem(FORMS, ".tar", Noting)
-    return Noting
+def left(videos):
+    return [place.name for place in videos.unindexed]
 
 
 def test_tars_wait_and_come_one_after_the_other_and_their_indexes_are_kept(tars, tmp_path):
     lines = []
     videos = list_for_run(tars, tmp_path, say=lines.append)
     assert len(videos.known) == 0 and left(videos) == ["0.tar", "1.tar", "2.tar"]
-    assert [get_archive_size(place) for place in videos.unindexed] == [
-        path.stat().st_size for path in sorted(tars.iterdir())
-    ]
-    items = [*videos.read_unindexed()]
-    assert [ids(item.videos) for item in items] == [
-        [f"{tar}.tar/{number}.mp4" for number in range(3 - tar)] for tar in range(3)
-    ]
-    assert all(item.is_whole for item in items)
+    sizes = [path.stat().st_size for path in sorted(tars.iterdir())]
+    assert [*map(get_archive_size, videos.unindexed)] == sizes
+    items, expected = [*videos.read_unindexed()], [[f"{tar}.tar/{n}.mp4" for n in range(3 - tar)] for tar in range(3)]
+    assert [ids(item.videos) for item in items] == expected and all(item.is_whole for item in items)
     again = list_for_run(tars, tmp_path, say=lines.append)
-    assert ids(again.known) == [video for item in items for video in ids(item.videos)] and left(again) == []
+    assert ids(again.known) == [*chain(*expected)] and left(again) == []
     assert again.indexes.n_made == 0 and lines == ["indexed 3 of 3 archives: 6 videos so far"]
 
 
@@ -115,25 +103,17 @@ def test_the_archives_that_wait_are_those_of_the_table_on_the_page(tars, tmp_pat
     write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "y.mp4").write_bytes(b"y")
-    indexes = Indexes(store=LocalStore(tmp_path / "cache"), keeps=True)
+    lines = []
+    indexes = Indexes(store=LocalStore(tmp_path / "cache"), keeps=True, say=lines.append)
     names = [str(tars), str(tmp_path / "y")] if beside else [str(tars)]
     videos = VideoList.read(names, (), NOWHERE, indexes, first=first, is_limited=is_limited)
     assert left(videos) == waiting
     count = {"0.tar": 3, "1.tar": 1, "2.tar": 1}
     assert len(videos.known) == beside + sum(count[name] for name in count if name not in waiting)
-
-
-def test_the_line_on_progress_counts_no_archive_that_waits(tars, tmp_path):
-    (tars / "2.tar").rename(tmp_path / "2.tar")
-    [*list_for_run(tars, tmp_path).read_unindexed()]
-    (tmp_path / "2.tar").rename(tars / "2.tar")
-    write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
-    lines = []
-    indexes = Indexes(store=LocalStore(tmp_path / "cache"), keeps=True, say=lines.append)
-    videos = VideoList.read(str(tars), (), NOWHERE, indexes, first="needed")
-    assert left(videos) == ["2.tar"] and lines == ["indexed 2 of 3 archives: 4 videos so far"]
-    [*videos.read_unindexed()]
-    assert lines[1:] == ["indexed 1 of 1 archives: 1 videos so far"]
+    if (first, is_limited, beside) == ("needed", False, False):  # the line on progress counts none that waits
+        assert lines == ["indexed 2 of 3 archives: 4 videos so far"]
+        [*videos.read_unindexed()]
+        assert lines[1:] == ["indexed 1 of 1 archives: 1 videos so far"]
 
 
 def test_a_close_by_another_thread_ends_it_within_an_archive_whose_index_is_dropped(tars, tmp_path, monkeypatch):
@@ -192,21 +172,19 @@ def test_an_archive_that_is_a_mistake_ends_the_reading_of_the_others(tars, tmp_p
 
     monkeypatch.setitem(FORMS, ".tar", Long)
     write_tar(tars / "#.tar", {"a.mp4": b"a"})
-    with pytest.raises(ManifestError, match=r"#\.tar: rename it"):
-        list_for_run(tars, tmp_path)
-    with pytest.raises(ManifestError, match=r"#\.tar: rename it"):
-        VideoList.read(str(tars), (), NOWHERE)
+    for read in (lambda: list_for_run(tars, tmp_path), lambda: VideoList.read(str(tars), (), NOWHERE)):
+        with pytest.raises(ManifestError, match=r"#\.tar: rename it"):
+            read()
     assert n_read < 400 and not (tmp_path / "cache").exists()
 
 
 def test_what_an_archive_leaves_out_is_counted_once_its_videos_are_listed(tmp_path):
-    places = [tmp_path / name / "0.tar" for name in "pq"]
-    for place in places:
-        place.parent.mkdir()
-        write_tar(place, {f"{place.parent.name}.mp4": b"x", f"{place.parent.name}.jpg": b"x"})
-    named = [*map(str, places)]
+    named = []
+    for name in "pq":
+        (tmp_path / name).mkdir()
+        named.append(str(write_tar(tmp_path / name / "0.tar", {f"{name}.mp4": b"x", f"{name}.jpg": b"x"})))
     list_for_run(named, tmp_path)
-    (tmp_path / "cache" / "sources").joinpath(*first_index(places[0], tmp_path)).unlink()
+    forget_index(named[0], tmp_path)
     videos = list_for_run(named, tmp_path, is_limited=True)  # the second waits for the first, though its index is kept
     assert left(videos) == ["0.tar", "0.tar"] and videos.indexes.left_out.counts() == {}
     assert [ids(item.videos) for item in videos.read_unindexed()] == [["0.tar/p.mp4"], ["0.tar/q.mp4"]]
@@ -223,20 +201,22 @@ def test_archives_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, tm
         assert videos.unindexed == [] and len(videos.known) == count
 
 
-def test_with_a_limit_a_large_tar_comes_in_growing_items_and_can_be_left(tmp_path, noting):
+def test_with_a_limit_a_large_tar_comes_in_growing_items_and_can_be_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(Noting, "n_read", 0)
+    monkeypatch.setitem(FORMS, ".tar", Noting)
     path = write_tar(tmp_path / "a.tar", {f"{number:04}.mp4": bytes(number % 7) for number in range(1200)})
     videos = list_for_run(path, tmp_path, is_limited=True)
-    assert len(videos.known) == 0 and noting.n_read == 0
+    assert len(videos.known) == 0 and Noting.n_read == 0
     first, *_, last = items = [*videos.read_unindexed()]
     assert [len(item.videos) for item in items] == [256, 512, 1024, 1200]
     assert [item.is_whole for item in items] == [False, False, False, True]
     assert last.videos.slice(0, 256).equals(first.videos)
     assert len(list_for_run(path, tmp_path, is_limited=True).known) == 1200  # the index is whole, and was kept
-    noting.n_read = 0
+    Noting.n_read = 0
     archives = list_for_run(path, tmp_path / "other", is_limited=True).read_unindexed()
     assert ids(next(archives).videos)[0] == "a.tar/0000.mp4"
     archives.close()
-    assert noting.n_read == 257 and not (tmp_path / "other").exists()  # a part of an index is not kept
+    assert Noting.n_read == 257 and not (tmp_path / "other").exists()  # a part of an index is not kept
 
 
 def test_with_a_limit_tables_wait_too_and_only_those_that_are_asked_for_are_opened(tmp_path):
@@ -250,10 +230,6 @@ def test_with_a_limit_tables_wait_too_and_only_those_that_are_asked_for_are_open
     assert [ids(next(archives).videos) for _ in range(2)] == [["0-0", "0-1", "0-2"], ["1-0", "1-1", "1-2"]]
     archives.close()
     assert videos.indexes.n_made == 2 and videos.indexes.rows_per_group == 2
-
-
-def write_table(path, names):
-    pq.write_table(pa.table({"video_id": names, "video": [b"x"] * len(names)}), path, row_group_size=2)
 
 
 def doubled_tars(tmp_path):
@@ -274,14 +250,15 @@ def test_an_id_that_two_tars_give_is_an_error_row_known_first_or_later(tmp_path)
         assert ids(table) == ["0.tar/a.mp4", "0.tar/b.mp4", "0.tar/c.mp4", own, "1.tar/a.mp4"]
         assert [row["video_id"] for row in table.to_pylist() if row["fault"]] == [own]
     # An archive behind one that waits does so too, as it is not known yet which of its ids repeat others.
-    (tmp_path / "cache" / "sources").joinpath(sorted(first_index(places[0], tmp_path))[0]).unlink()
+    forget_index(places[0], tmp_path)
     assert left(list_for_run(places, tmp_path, is_limited=True)) == ["0.tar", "0.tar", "1.tar"]
 
 
-def first_index(uri, tmp_path):
-    """The name of the kept index of an archive."""
+def forget_index(uri, tmp_path):
+    """Delete the kept index of an archive."""
     [*list_for_run(uri, tmp_path / "alone").read_unindexed()]
-    return [path.name for path in (tmp_path / "alone" / "cache" / "sources").iterdir()]
+    (index,) = (tmp_path / "alone" / "cache" / "sources").iterdir()
+    (tmp_path / "cache" / "sources" / index.name).unlink()
 
 
 def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
@@ -292,9 +269,8 @@ def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
     with pytest.raises(ManifestError, match=r"q/0\.tar: all of its 2 videos have ids of earlier ones, e\.g\. 0\.tar/b"):
         list_for_run([p, q], tmp_path)
     known = list_for_run([p, q], tmp_path, is_limited=True).known  # the second may not be needed
-    assert [row["video_id"] for row in known.to_pylist() if row["fault"]] == [
-        f"0.tar/{name}@{q}#{name}" for name in ("b.mp4", "a.mp4")
-    ]
+    faulty = [row["video_id"] for row in known.to_pylist() if row["fault"]]
+    assert faulty == [f"0.tar/{name}@{q}#{name}" for name in ("b.mp4", "a.mp4")]
     for place in (p, q):
         (tmp_path / place).write_bytes(b"no tar")  # a row of its own each, and no mistake of who named them
     known = list_for_run([p, q], tmp_path).known

@@ -1,53 +1,18 @@
 """Datasets of the hub: listed, indexed and read as what lies on a disk, by huggingface_hub's own client."""
 
 import json
-import os
-from hashlib import sha256
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.storage.hub import HubFiles
-from tests.builders.archives import write_tar
-from tests.builders.manifests import read_manifest
-from tests.builders.stores import REPO, HubServer
-from tests.interpreter import run_python
-from tests.paths import ROOT
-from tests.pipeline.inputs.test_archives import FILES, write_parquet
-
-_READ = """
-import hashlib, json, sys
-from pipeline.inputs.archive import ArchiveOptions
-from pipeline.inputs.forms import OpenArchives
-from pipeline.inputs.indexes import Indexes
-from pipeline.inputs.video_list import VideoList
-from pipeline.storage.hub import choose_client
-from pipeline.storage.location import Location
+from pipeline.storage.hub import HubFiles, choose_client
 from pipeline.storage.s3 import Objects
 from pipeline.video.source import SourceStates
-
-def read(place, column):
-    objects = Objects()
-    rows = VideoList.read(place, (), objects, Indexes(ArchiveOptions(column or None))).known.to_pylist()
-    digests = {}
-    members = [Location.parse(row["uri"], row["source_offset"], row["size"]) for row in rows]
-    with OpenArchives(objects, members) as opened:
-        for row, member in zip(rows, members):
-            parts = []
-            if member.member is None:
-                parts.append(choose_client(row["uri"], objects).read(row["uri"]))
-            else:
-                opened.fetch(member, parts.append, 2**30)
-            digests[row["video_id"]] = hashlib.sha256(b"".join(parts)).hexdigest()
-    alone = [row["uri"] for row in rows if row["source_offset"] is None]
-    sizes = SourceStates(objects).of([*alone, *(uri + "x" for uri in alone[:1])])
-    return {"digests": digests, "uri": rows[0]["uri"], "sizes": sizes}
-
-print(json.dumps([read(place, column) for place, column in json.loads(sys.argv[1])]))
-"""
-DIGESTS = [sha256(data).hexdigest() for data in FILES.values()]
+from tests.builders.archives import FILES, write_parquet, write_tar
+from tests.builders.manifests import contents, ids, read_manifest, rows
+from tests.builders.stores import REPO, HubServer
 
 
 @pytest.fixture(scope="module")
@@ -65,39 +30,39 @@ def hub(tmp_path_factory):
     lines = ["video_id,uri", *(f"{name.rpartition('/')[2]},{name}" for name in names)]
     (root / "list.csv").write_text("\n".join(lines))
     pq.write_table(pa.table({"video": names}), root / "paths.parquet")
-    with HubServer(root) as server:
+    with HubServer(root) as server, pytest.MonkeyPatch.context() as patch:
+        server.reach(patch)
         yield server
 
 
-def read(hub, places):
-    """What _READ says of each place of the dataset."""
-    asked = [(f"hf://datasets/{REPO}{place}", "video" * place.endswith("parquet")) for place in places]
-    here = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment = {**here, "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    done = run_python("-c", _READ, json.dumps(asked), env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def read(place):
+    """The bytes of each video of a place of the dataset, and the rows."""
+    objects = Objects()
+    found = rows(f"hf://datasets/{REPO}{place}", "video" if place.endswith("parquet") else None, objects)
+    members = [row for row in found if row["source_offset"] is not None]
+    data = dict(zip(ids(members), contents(members, objects), strict=True))
+    alone = [row for row in found if row["source_offset"] is None]
+    return data | {row["video_id"]: choose_client(row["uri"], objects).read(row["uri"]) for row in alone}, found
 
 
-def test_a_dataset_is_listed_and_read_in_few_requests(hub):
-    """Tars by several patterns and at a revision, a column of a Parquet file, and a folder of videos."""
-    places = ["/data/a-{0,1}.tar", "/data/*.tar", "@main/data/a-1.tar", "/data/train.parquet", "/videos"]
-    braces, star, revision, column, folder = read(hub, places)
-    assert list(braces["digests"]) == [f"a-{number}.tar/{name}" for number in (0, 1) for name in FILES]
-    assert list(braces["digests"].values()) == list(star["digests"].values()) == 2 * DIGESTS
-    assert braces["uri"] == f"hf://datasets/{REPO}/data/a-0.tar#00.mp4"
-    assert list(revision["digests"].values()) == list(column["digests"].values()) == DIGESTS
-    assert list(column["digests"]) == list(FILES)
-    assert sorted(folder["digests"].values()) == sorted(DIGESTS) and "deep/01.mp4" in folder["digests"]
-    assert folder["sizes"][-1] == -1 and sorted(folder["sizes"][:-1]) == sorted(map(len, FILES.values()))
-    assert hub.count("resolve") <= 40
+@pytest.mark.parametrize("pattern", ["a-{0,1}", "*", "a-?"])
+def test_tars_of_a_dataset_are_listed_and_read(hub, pattern):
+    data, found = read(f"/data/{pattern}.tar")
+    assert [*data.items()] == [(f"a-{number}.tar/{name}", FILES[name]) for number in (0, 1) for name in FILES]
+    assert found[0]["uri"] == f"hf://datasets/{REPO}/data/a-0.tar#00.mp4"
 
 
-def test_a_manifest_and_a_glob_of_the_hub_name_its_files(hub):
-    listed, paths, glob = read(hub, ["/list.csv", "/paths.parquet", "/data/a-?.tar"])
-    assert listed["digests"] == dict(zip(FILES, DIGESTS, strict=True))
-    assert sorted(paths["digests"].values()) == sorted(DIGESTS) and "videos/deep/01.mp4" in paths["digests"]
-    assert list(glob["digests"]) == [f"a-{number}.tar/{name}" for number in (0, 1) for name in FILES]
+def test_a_revision_a_table_a_manifest_and_a_folder_are_read_in_few_requests(hub):
+    hub.requests.clear()
+    assert [*read("@main/data/a-1.tar")[0].values()] == [*FILES.values()]
+    for table in ("/data/train.parquet", "/list.csv"):
+        assert read(table)[0] == FILES
+    for place, deep in (("/paths.parquet", "videos/deep/01.mp4"), ("/videos", "deep/01.mp4")):
+        data, found = read(place)
+        assert data[deep] == FILES["01.mp4"] and sorted(data.values()) == sorted(FILES.values())
+    uris = [row["uri"] for row in found]
+    assert SourceStates(Objects()).of([*uris, uris[0] + "x"]) == [*map(len, data.values()), -1]
+    assert hub.count("resolve") <= 50
 
 
 @pytest.mark.parametrize("uri", ["../b.mp4", "a//b.mp4", "a/./b.mp4", "a\nb.mp4", "hf://datasets/other/clips/b.mp4"])

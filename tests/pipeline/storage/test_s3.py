@@ -1,24 +1,27 @@
-"""What is asked of S3, request by request; what is retried; and errors that keep secrets."""
+"""What is asked of S3, request by request; what is retried; outages; and errors that keep secrets."""
 
 import errno
 import os
 import pickle
 import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
 
 import pytest
 
 from pipeline.errors import UsageError
+from pipeline.storage import outages, s3
+from pipeline.storage.outages import OUTAGES, Outage, Outages, announce_outages
 from pipeline.storage.s3 import Objects, check_uri
-from tests.builders.stores import ALWAYS, KEY, REGION, SECRET, FlakyProxy, S3Server
+from tests.builders.stores import ALWAYS, KEY, REGION, SECRET, Answer, FlakyProxy, S3Server, answering
 
-ODD_KEYS = ["x/b c.mp4", "x/a#b%20c.mp4", "x/é/ü?.mp4", "x//d.mp4"]
+MARK = ("ETag", '"mark"')
+
+
+URI = "s3://bucket/a"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
+def module_server():
     with S3Server() as server:
         yield server
 
@@ -29,92 +32,70 @@ def objects(server) -> Objects:
     return pickle.loads(pickle.dumps(server.objects()))  # noqa: S301 - our own bytes
 
 
-def methods_of(server: S3Server, call) -> list[str]:
-    """The methods of the requests that ``call`` makes."""
-    before = len(server.requests)
-    call()
-    return [method for method, *_ in server.requests[before:]]
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *("s3://", "s3:///a", "s3://user:secret@host/a", "s3://key:sec/ret@host/a", "s3://bucket/a?versionId=1"),
+        *("s3://bucket/a?X-Amz-Signature=s&x-id=a.mp4", "s3://bucket/a?versionId=x.y9", "s3://bucket/a?sig=x.mp4"),
+    ],
+)
+def test_what_is_no_address_is_refused(uri):
+    with pytest.raises(UsageError, match="expected s3://BUCKET/KEY"):
+        check_uri(uri)
 
 
-def test_one_request_each(server, objects):
-    uri = f"s3://{server.bucket}/one/a"
-    assert methods_of(server, lambda: objects.put(uri, b"0123456789")) == ["PUT"]
-    assert methods_of(server, lambda: objects.read(uri)) == ["GET"]
-    assert methods_of(server, lambda: objects.read_slice(uri, -3)) == ["GET"]
-    assert methods_of(server, lambda: objects.info(uri)) == ["HEAD"]
-    assert methods_of(server, lambda: list(objects.list(f"s3://{server.bucket}/one/"))) == ["GET"]
-    assert methods_of(server, lambda: list(objects.list(f"s3://{server.bucket}/nothing/"))) == ["GET"]
-    assert methods_of(server, lambda: objects.delete(uri)) == ["DELETE"]
+def test_what_goes_in_comes_out_for_one_request_each(server, objects):
+    uri = server.uri("one/a")
 
+    def asked(method, *arguments, **options):
+        server.requests.clear()
+        found = getattr(objects, method)(*arguments, **options)
+        return found, "".join(request.method for request in server.requests)
 
-def test_what_goes_in_comes_out(server, objects):
-    uri = f"s3://{server.bucket}/two/a"
-    objects.put(uri, memoryview(b"0123456789"))
-    assert (objects.read(uri), objects.info(uri).size, objects.exists(uri)) == (b"0123456789", 10, True)
+    assert asked("put", uri, memoryview(b"0123456789"))[1] == "PUT"
+    assert asked("read", uri) == (b"0123456789", "GET")
     for span, data in (((2, 5), b"234"), ((-4,), b"6789"), ((-400,), b"0123456789")):
-        assert objects.read_slice(uri, *span) == (data, 10)
+        assert asked("read_slice", uri, *span) == ((data, 10), "GET")
+    info, method = asked("info", uri)
+    assert (info.size, method, objects.exists(uri)) == (10, "HEAD", True)
+    objects.put(server.uri("one/deep/a"), b"")
+    for folder in ("one/", "nothing/"):  # what lies in a folder of it is not listed
+        server.requests.clear()
+        assert len(list(objects.list(server.uri(folder)))) == (folder == "one/") and server.counts() == {"LIST": 1}
     with pytest.raises(OSError, match="10 bytes, more than the 9") as error:
         objects.fetch(uri, pytest.fail, limit=9)
     assert error.value.errno == errno.EFBIG
     assert objects.fetch(uri, len, limit=10) == 10
-    objects.delete(uri)
-    objects.delete(uri)
+    assert asked("delete", uri)[1] == asked("delete", uri)[1] == "DELETE"
     assert not objects.exists(uri)
     with pytest.raises(FileNotFoundError, match=uri):
         objects.read(uri)
 
 
-def test_keys_are_taken_literally(server, objects):
-    for key in ODD_KEYS:
-        objects.put(f"s3://{server.bucket}/{key}", key.encode())
-    uris = {info.uri for info in objects.list(f"s3://{server.bucket}/x/", deep=True)}
-    assert uris == {f"s3://{server.bucket}/{key}" for key in ODD_KEYS}
-    assert {objects.read(uri).decode() for uri in uris} == set(ODD_KEYS)
-    flat = {info.uri for info in objects.list(f"s3://{server.bucket}/x/")}
-    assert flat == {f"s3://{server.bucket}/{key}" for key in ODD_KEYS[:2]}
-
-
-URI = "s3://bucket/a"
-MARK = ("ETag", '"mark"')
-Answer = tuple[int, Sequence[tuple[str, str]], bytes]
-Script = Callable[..., tuple[Objects, list[dict[str, str]]]]
-
-
 @pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
+def script():
     """A server that gives the answers that this is called with, the last one for ever, and what it was asked."""
     answers: list[Answer] = []
     requests: list[dict[str, str]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.0"
+    def answer(handler):
+        requests.append({name.lower(): value for name, value in handler.headers.items()})
+        return answers[min(len(requests), len(answers)) - 1]
 
-        def do_GET(self) -> None:
-            status, headers, body = answers[min(len(requests), len(answers) - 1)]
-            requests.append({name.lower(): value for name, value in self.headers.items()})
-            self.send_response(status)
-            for name, value in headers:
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
+    with answering(answer) as url:
+        keys = {"aws_access_key_id": "AKIATESTTEST", "aws_secret_access_key": "very-secret-value"}
+        objects = Objects(endpoint_url=url, region_name="us-east-1", **keys)
 
-        def log_message(self, *arguments: object) -> None:
-            pass
+        def play(*new: Answer) -> tuple[Objects, list[dict[str, str]]]:
+            answers[:] = new
+            requests.clear()
+            return objects, requests
 
-    def play(*new: Answer) -> tuple[Objects, list[dict[str, str]]]:
-        answers[:] = new
-        requests.clear()
-        return objects, requests
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    keys = {"aws_access_key_id": "AKIATESTTEST", "aws_secret_access_key": "very-secret-value"}
-    objects = Objects(endpoint_url=f"http://127.0.0.1:{server.server_port}", region_name="us-east-1", **keys)
-    try:
         yield play
-    finally:
-        server.shutdown()
-        server.server_close()
+
+
+def error_text(code: str, message: str) -> bytes:
+    return f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
 
 
 def whole(data: bytes, size: int | None = None) -> Answer:
@@ -129,55 +110,42 @@ def part(first: int, data: bytes, size: int, length: int | None = None) -> Answe
     return 206, [("Content-Length", str(length)), ("Content-Range", content_range), MARK], data
 
 
-def error_text(code: str, message: str) -> bytes:
-    return f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
-
-
 def test_a_broken_download_goes_on_where_it_broke(script):
     data = bytes(range(256)) * 10
     objects, requests = script(whole(data[:1000], 2560), part(1000, data[1000:], 2560))
     assert objects.read(URI) == data
     assert (requests[1]["range"], requests[1]["if-match"]) == ("bytes=1000-", '"mark"')
     objects, requests = script(part(100, data[100:200], 2560, 156), part(200, data[200:256], 2560))
-    assert b"".join(objects.download(URI, 100, 256)) == data[100:256]
+    download = objects.download(URI, 100, 256)
+    assert (b"".join(download), download.size) == (data[100:256], 2560)
     assert [request["range"] for request in requests] == ["bytes=100-255", "bytes=200-255"]
 
 
-def test_a_store_that_names_no_size_or_no_content_is_no_crash(script):
-    objects, _ = script((200, [MARK], b"ok"))
-    with pytest.raises(OSError, match="does not state the size"):
-        objects.read(URI)
-    objects, requests = script((200, [("Content-Length", "4")], b"ok"))
-    with pytest.raises(OSError, match="cannot be used"):
-        objects.read(URI)
-    assert len(requests) == 1  # what it goes on with might be of another content
+DENIED = 403, [], error_text("AccessDenied", "AKIATESTTEST may not, says http://127.0.0.1/x")
+#: What a store answers, what it is asked, what the error says, and how many requests are made.
+REFUSALS = [
+    ((200, [MARK], b"ok"), ("read",), "does not state the size", None),
+    # What it goes on with might be of another content.
+    ((200, [("Content-Length", "4")], b"ok"), ("read",), "cannot be used", 1),
+    (part(0, b"", 9, 9), ("download", 0, 9), "cannot be used", 5),  # it breaks again and again without progress
+    (whole(b"012345"), ("download", 2, 4), "another range", None),
+    (part(0, b"0123", 9), ("read_slice", 2, 6), "another range", None),
+    (part(0, b"0123", 9), ("read_slice", -4), "another range", None),
+    ((416, [], error_text("InvalidRange", "not satisfiable")), ("read_slice", 4), "InvalidRange", None),
+    (DENIED, ("read",), "AccessDenied.*s3://bucket/a", 1),
+]
 
 
-def test_a_download_of_a_range_comes_in_pieces(server, objects):
-    uri, data = server.uri("range"), bytes(range(256)) * 1000
-    objects.put(uri, data)
-    server.requests.clear()
-    with objects.download(uri, 1000, 200_000) as download:
-        pieces = list(download)
-    assert b"".join(pieces) == data[1000:200_000] and len(pieces) > 2 and download.size == len(data)
-    assert server.counts() == {"GET": 1}
-
-
-def test_a_download_that_breaks_again_and_again_without_progress_ends(script):
-    objects, requests = script(part(0, b"", 9, 9))
-    with pytest.raises(OSError, match="cannot be used"):
-        list(objects.download(URI, 0, 9))
-    assert len(requests) == 5
-
-
-def test_another_range_than_was_asked_for_is_no_answer(script):
-    objects, _ = script(whole(b"012345"))
-    with pytest.raises(OSError, match="another range"):
-        objects.download(URI, 2, 4)
-    objects, _ = script(part(0, b"0123", 9))
-    for span in ((2, 6), (-4,)):
-        with pytest.raises(OSError, match="another range"):
-            objects.read_slice(URI, *span)
+@pytest.mark.parametrize(("answer", "ask", "message", "n_requests"), REFUSALS)
+def test_an_answer_that_cannot_be_used_is_an_error_that_names_its_reason_alone(
+    script, answer, ask, message, n_requests
+):
+    objects, requests = script(answer)
+    with pytest.raises(OSError, match=message) as error:
+        list(getattr(objects, ask[0])(URI, *ask[1:]))  # a download is read piece by piece
+    assert isinstance(error.value, PermissionError) == (answer is DENIED)
+    assert n_requests in (None, len(requests))
+    assert "AKIATESTTEST" not in str(error.value) and "127.0.0.1" not in str(error.value)
 
 
 def test_a_slice_is_asked_for_again_where_it_broke_and_may_come_whole_or_empty(script):
@@ -187,8 +155,6 @@ def test_a_slice_is_asked_for_again_where_it_broke_and_may_come_whole_or_empty(s
     assert (objects.read_slice(URI, -2), objects.read_slice(URI, 1, 3)) == ((b"45", 6), (b"12", 6))
     objects, _ = script((416, [], error_text("InvalidRange", "not satisfiable")))  # an empty object has no tail
     assert objects.read_slice(URI, -4) == (b"", 0)
-    with pytest.raises(OSError, match="InvalidRange"):
-        objects.read_slice(URI, 4)
 
 
 def test_a_trickle_is_given_up(script, monkeypatch):
@@ -197,14 +163,6 @@ def test_a_trickle_is_given_up(script, monkeypatch):
     with pytest.raises(OSError, match="of 60000 bytes came in time") as error:
         objects.read(URI)
     assert error.value.errno == errno.ETIMEDOUT
-
-
-def test_a_refusal_is_final_and_says_why(script):
-    objects, requests = script((403, [], error_text("AccessDenied", "AKIATESTTEST may not, says http://127.0.0.1/x")))
-    with pytest.raises(PermissionError, match=r"AccessDenied.*s3://bucket/a") as error:
-        objects.read(URI)
-    assert len(requests) == 1
-    assert "AKIATESTTEST" not in str(error.value) and "127.0.0.1" not in str(error.value)
 
 
 def test_a_forked_child_has_connections_of_its_own(server, objects):
@@ -283,19 +241,76 @@ def test_errors_of_a_store_out_of_reach_hide_how_it_is_reached():
     assert not any(secret in shown for secret in ("127.0.0.1", "KEYKEY", "HUSHHUSH"))
 
 
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "s3://",
-        "s3:///a",
-        "s3://user:secret@host/a",
-        "s3://key:sec/ret@host/a",
-        "s3://bucket/a?versionId=1",
-        "s3://bucket/a?X-Amz-Signature=s&x-id=a.mp4",
-        "s3://bucket/a?versionId=x.y9",
-        "s3://bucket/a?sig=x.mp4",
-    ],
-)
-def test_what_is_no_address_is_refused(uri):
-    with pytest.raises(UsageError, match="expected s3://BUCKET/KEY"):
-        check_uri(uri)
+OLD = Outage("s3://b", time.time() - 60, "503 SlowDown")
+
+
+@pytest.fixture
+def lines() -> tuple[Outages, list[str]]:
+    said: list[str] = []
+    noted = Outages()
+    noted.say = said.append
+    return noted, said
+
+
+def test_an_outage_is_said_once_whoever_notices_and_its_end_too(lines):
+    noted, said = lines
+    recorded = list[tuple[str, float]]()
+    noted.record = lambda *outage: recorded.append(outage)
+    for _ in range(5):
+        noted.note_failure(OLD)
+    assert noted.report() == (OLD,) and len(said) == 1
+    assert noted.list_failing_stores() == ["s3://b"] and recorded == [("s3://b", OLD.since)]
+    assert said[0].startswith("note: the store s3://b has failed since 2") and "(503 SlowDown)" in said[0]
+    noted.take_reports([OLD, OLD._replace(why="ReadTimeoutError")])  # of workers
+    noted.take_reports([])
+    assert len(said) == 1
+    for _ in range(2):
+        noted.note_answer("s3://b")
+    assert noted.report() == () and len(said) == 2 and "s3://b answers again, after " in said[1]
+    assert noted.list_failing_stores() == [] and recorded[1:] == [("s3://b", 0.0)]
+    noted.note_failure(OLD._replace(since=time.time()))  # a busy moment
+    noted.note_answer("s3://b")
+    assert (len(said), noted.report()) == (2, ())
+
+
+def test_an_outage_before_a_run_is_not_the_runs():
+    OUTAGES.note_failure(OLD)
+    said: list[str] = []
+    with announce_outages(said.append):
+        OUTAGES.take_reports([])
+    assert said == []
+
+
+def test_a_request_waits_for_a_store_that_comes_back_and_says_so(server, monkeypatch):
+    monkeypatch.setattr(s3, "_MAX_DELAY_S", 0.02)
+    monkeypatch.setattr(outages, "MIN_OUTAGE_S", 0.0)
+    said: list[str] = []
+    with FlakyProxy(server) as proxy, announce_outages(said.append):
+        uri, objects = server.upload("a", b"there"), proxy.objects()
+        for kind in (503, "cut"):
+            fault = proxy.fail("GET", f"/{kind}", kind, 15)  # more often than botocore would ask
+            server.upload(str(kind), b"there")
+            assert objects.read(server.uri(str(kind))) == b"there" and len(fault.paths) == 15
+        assert objects.read(uri) == b"there"
+        place = f"s3://{server.bucket}"
+        assert [line.partition(place)[2][:8] for line in said] == [" has fai", " answers"] * 2
+        assert proxy.url not in "".join(said) and OUTAGES.report() == ()
+
+
+def test_a_500_of_a_store_that_answered_before_is_given_up_soon(server, monkeypatch):
+    monkeypatch.setattr(s3, "_MAX_DELAY_S", 0.02)
+    monkeypatch.setattr(s3, "_DOUBTFUL_S", 0.2)
+    with FlakyProxy(server) as proxy:
+        objects = proxy.objects()
+        objects.list(server.uri())
+        proxy.away[""] = 500
+        with pytest.raises(OSError, match="Told500"):
+            objects.read(server.uri("a"))
+
+
+def test_workers_know_that_the_store_has_answered_the_driver(server):
+    objects = server.objects()
+    assert not pickle.loads(pickle.dumps(objects))._answered  # noqa: S301 - our own bytes
+    assert not objects.exists(server.uri("a"))
+    for client in (pickle.loads(pickle.dumps(objects)), objects.with_short_timeouts()):  # noqa: S301 - our own bytes
+        assert client._answered

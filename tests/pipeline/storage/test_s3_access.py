@@ -2,9 +2,6 @@
 
 import os
 import pickle
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,35 +14,22 @@ from pipeline.storage.hub import HubFiles
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 from tests.builders.manifests import read_manifest
-from tests.builders.stores import KEY, REGION, SECRET, TOKEN, S3Server
+from tests.builders.stores import KEY, REGION, SECRET, TOKEN, answering, reach_hub
 
 KEYS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
 PROFILE = f"aws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
-STATEMENT = "told to fail"  # as the server's errors say
-
-
-@pytest.fixture(scope="module")
-def shared_server():
-    with S3Server("access") as server:
-        yield server
 
 
 @pytest.fixture
-def server(shared_server, monkeypatch, tmp_path):
+def server(server, monkeypatch, tmp_path):
     """A store with a public object, of which this process knows the region alone; ``tmp_path`` has the AWS files."""
-    server = shared_server.renew()
     for name in [name for name in os.environ if name.startswith(("AWS_", "BOTO"))]:
         monkeypatch.delenv(name)
-    for name, value in {
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_REGION": REGION,
-        "AWS_CONFIG_FILE": str(tmp_path / "config"),
-        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
-        "HOME": str(tmp_path),
-    }.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "config").touch()
-    (tmp_path / "credentials").touch()
+    files = {"AWS_CONFIG_FILE": tmp_path / "config", "AWS_SHARED_CREDENTIALS_FILE": tmp_path / "credentials"}
+    for path in files.values():
+        path.touch()
+    known = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_REGION": REGION, "HOME": tmp_path, **files}
+    set_variables(monkeypatch, {name: str(value) for name, value in known.items()})
     server.client.put_object(Bucket=server.bucket, Key="v/a.mp4", Body=b"video", ACL="public-read")
     server.client.put_bucket_acl(Bucket=server.bucket, ACL="public-read")
     server.requests.clear()
@@ -53,21 +37,38 @@ def server(shared_server, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def sent(shared_server, monkeypatch):
+def refuses(server):
+    """Asserts that something is refused, for a reason, without a secret; returns the error."""
+
+    def refuses(why, ask, *arguments, kind=OSError):
+        with pytest.raises(kind, match=why) as error:
+            ask(*arguments)
+        assert not any(part in str(error.value) for part in (KEY[:8], KEY[-6:], SECRET[:8], TOKEN, server.url))
+        return error.value
+
+    return refuses
+
+
+@pytest.fixture
+def sent(server, monkeypatch):
     """The headers of each request, of all that the server gets."""
-    headers, app = [], shared_server._app
+    headers, app = [], server._app
 
     def record(environ, start):
         headers.append({name.removeprefix("HTTP_"): value for name, value in environ.items() if name[:5] == "HTTP_"})
         return app(environ, start)
 
-    monkeypatch.setattr(shared_server, "_app", record)
+    monkeypatch.setattr(server, "_app", record)
     return headers
 
 
-def reaches(server, environ, monkeypatch):
-    for name, value in {"AWS_ENDPOINT_URL": server.url, **environ}.items():
+def set_variables(monkeypatch, variables):
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
+
+
+def reaches(server, environ, monkeypatch):
+    set_variables(monkeypatch, {"AWS_ENDPOINT_URL": server.url, **environ})
     return Objects.from_environment()
 
 
@@ -83,7 +84,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("code", "status", "why"), REFUSALS)
-def test_a_refusal_says_where_the_credentials_came_from(server, monkeypatch, tmp_path, code, status, why):
+def test_a_refusal_says_where_the_credentials_came_from(server, refuses, monkeypatch, tmp_path, code, status, why):
     server.fail("GET", "v/a.mp4", status, code)
     server.fail("PUT", "v/a.mp4", status, code)
     environment = reaches(server, KEYS, monkeypatch)
@@ -97,125 +98,82 @@ def test_a_refusal_says_where_the_credentials_came_from(server, monkeypatch, tmp
         objects[f"profile {profile} of {tmp_path / file}"] = Objects.from_environment()
     for source, client in objects.items():
         for ask in (client.read, lambda uri, client=client: store_at(uri[:-8], client).put("v/a.mp4", b"x")):
-            with pytest.raises(OSError, match=code) as error:
-                ask(server.uri("v/a.mp4"))
-            assert f"the credentials from {source} {why}" in str(error.value)
-            assert not any(part in str(error.value) for part in (KEY[:8], KEY[-6:], SECRET[:8], server.url))
+            assert f"the credentials from {source} {why}" in str(refuses(code, ask, server.uri("v/a.mp4")))
 
 
 @pytest.mark.parametrize("status", [400, 401, 403])
-def test_a_refusal_without_a_text_names_the_credentials_too(server, monkeypatch, status):
+def test_a_refusal_without_a_text_names_the_credentials_too(server, refuses, monkeypatch, status):
     server.fail("HEAD", "c/cache.json", status)
     server.fail("GET", "c/cache.json", status, "")
     objects = reaches(server, KEYS, monkeypatch)
     for ask in (objects.info, objects.exists, lambda uri: TokenCache(uri.rpartition("/")[0])):
-        with pytest.raises((OSError, UsageError), match=r"credentials from the environment \(AWS_ACCESS_KEY_ID\)"):
-            ask(server.uri("c/cache.json"))
+        why = r"credentials from the environment \(AWS_ACCESS_KEY_ID\)"
+        refuses(why, ask, server.uri("c/cache.json"), kind=(OSError, UsageError))
 
 
-def test_what_is_not_about_credentials_does_not_name_them(server, monkeypatch):
+def test_what_is_not_about_credentials_does_not_name_them(server, refuses, monkeypatch):
     objects = reaches(server, KEYS, monkeypatch)
     for code, status in (("InvalidObjectState", 403), ("NoSuchKey", 404), ("InvalidRequest", 400)):
         server.fail("GET", "v/a.mp4", status, code)
-        with pytest.raises(OSError, match=code) as error:
-            objects.read(server.uri("v/a.mp4"))
-        assert "credentials" not in str(error.value)
+        assert "credentials" not in str(refuses(code, objects.read, server.uri("v/a.mp4")))
 
 
+NONE = "no credentials in the environment"
+ROLE = {"AWS_ROLE_ARN": "arn:aws:iam::1:role/r"}
+SSO = "[default]\nsso_start_url = https://x\nsso_region = r\nsso_account_id = 1\nsso_role_name = n"
+PROCESS = "[default]\ncredential_process ="
+CONTAINER = {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://127.0.0.1:9/x"}
 #: What is configured, as files and variables, and what an error says.
 UNUSABLE = {
     "key": ({}, {"AWS_ACCESS_KEY_ID": KEY}, "credentials in the environment are partial: aws_secret_access_key"),
     "secret": ({}, {"AWS_SECRET_ACCESS_KEY": SECRET}, "environment are partial: aws_access_key_id is missing"),
-    "token": ({}, {"AWS_SESSION_TOKEN": TOKEN}, "no credentials in the environment"),
-    "role": ({}, {"AWS_ROLE_ARN": "arn:aws:iam::1:role/r"}, "no credentials in the environment"),
-    "web": (
-        {},
-        {"AWS_WEB_IDENTITY_TOKEN_FILE": "/no", "AWS_ROLE_ARN": "arn:aws:iam::1:role/r"},
-        "credentials cannot be read from /no",
-    ),
-    "container": (
-        {},
-        {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://127.0.0.1:9/x"},
-        "credentials cannot be had from container-role",
-    ),
+    "token": ({}, {"AWS_SESSION_TOKEN": TOKEN}, NONE),
+    "role": ({}, ROLE, NONE),
+    "web": ({}, {"AWS_WEB_IDENTITY_TOKEN_FILE": "/no", **ROLE}, "cannot be read from /no"),
+    "container": ({}, CONTAINER, "cannot be had from container-role"),
     "file-key": ({"credentials": f"[default]\naws_access_key_id = {KEY}\n"}, {}, "credentials in profile default of"),
-    "file-secret": ({"credentials": f"[default]\naws_secret_access_key = {SECRET}\n"}, {}, "no credentials in the env"),
-    "other-profile": (
-        {"config": f"[profile work]\n{PROFILE}"},
-        {},
-        "no credentials in the environment, in profile def",
-    ),
+    "file-secret": ({"credentials": f"[default]\naws_secret_access_key = {SECRET}\n"}, {}, NONE),
+    "other-profile": ({"config": f"[profile work]\n{PROFILE}"}, {}, f"{NONE}, in profile def"),
     "no-profile": ({}, {"AWS_PROFILE": "gone"}, r"AWS_PROFILE names a profile \(gone\) that the files of credentials"),
-    "process": ({"config": "[default]\ncredential_process = /no/x\n"}, {}, "credentials cannot be read from /no/x"),
-    "failing-process": ({"config": "[default]\ncredential_process = false\n"}, {}, "cannot be had from custom-process"),
-    "no-json": ({"config": "[default]\ncredential_process = echo x\n"}, {}, "credentials cannot be had from"),
+    "process": ({"config": f"{PROCESS} /no/x\n"}, {}, "credentials cannot be read from /no/x"),
+    "failing-process": ({"config": f"{PROCESS} false\n"}, {}, "cannot be had from custom-process"),
+    "no-json": ({"config": f"{PROCESS} echo x\n"}, {}, "credentials cannot be had from"),
     "default-profile": ({}, {"AWS_DEFAULT_PROFILE": "gone"}, r"AWS_DEFAULT_PROFILE names a profile \(gone\)"),
     "missing-file": ({}, {"AWS_CONFIG_FILE": "/no/x"}, "credentials cannot be read from /no/x"),
     "folder": ({}, {"AWS_SHARED_CREDENTIALS_FILE": "/tmp"}, "credentials cannot be read from /tmp"),
-    "sso": (
-        {"config": "[default]\nsso_start_url = https://x\nsso_region = r\nsso_account_id = 1\nsso_role_name = n"},
-        {},
-        "have expired: run aws sso login",
-    ),
+    "sso": ({"config": SSO}, {}, "have expired: run aws sso login"),
     "broken": ({"config": "[default\n"}, {}, "the files of credentials cannot be used"),
 }
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_credentials_that_are_partial_or_out_of_reach_never_make_a_read_unsigned(server, monkeypatch, tmp_path, case):
+def test_credentials_that_are_partial_or_out_of_reach_never_make_a_read_unsigned(
+    server, refuses, monkeypatch, tmp_path, case
+):
+    monkeypatch.setattr("botocore.utils.ContainerMetadataFetcher.SLEEP_TIME", 0)
     files, environ, why = UNUSABLE[case]
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     objects = reaches(server, environ, monkeypatch)
-    with pytest.raises(OSError, match=why) as error:
-        objects.read(server.uri("v/a.mp4"))
-    assert not server.requests and not any(secret in str(error.value) for secret in (KEY, SECRET, TOKEN))
-    assert not isinstance(error.value, FileNotFoundError)  # of the object
-
-
-@contextmanager
-def answering(status, token_status=None, body=b"", **headers):
-    """A server that answers everything with this status, and a PUT, if there is another for it, with that."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response((token_status or status) if self.command == "PUT" else status)
-            for name, value in headers.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815
-
-        def log_message(self, *arguments):
-            pass
-
-    service = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=service.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{service.server_port}"
-    finally:
-        service.shutdown()
-        service.server_close()
+    error = refuses(why, objects.read, server.uri("v/a.mp4"))
+    assert not server.requests and not isinstance(error, FileNotFoundError)  # of the object
 
 
 @pytest.mark.parametrize(("status", "unsigned"), [(404, True), (403, True), (500, False), (200, False), (None, False)])
-def test_a_metadata_service_that_fails_counts_as_credentials(server, monkeypatch, status, unsigned):
+def test_a_metadata_service_that_fails_counts_as_credentials(server, refuses, monkeypatch, status, unsigned):
     """404: there is no role. 200: there is one, and its credentials are no JSON. None: a configured service is away."""
-    with answering(status or 404, 500 if status == 500 else 200, b"role") as url:
+    size = [("Content-Length", "4")]
+    with answering(lambda ask: (200 if ask.command == "PUT" and status != 500 else status, size, b"role")) as url:
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url if status else "http://127.0.0.1:9")
         objects = reaches(server, {}, monkeypatch)
         if unsigned:
             assert objects.read(server.uri("v/a.mp4")) == b"video"
         else:
-            with pytest.raises(OSError, match="no credentials in the environment"):
-                objects.read(server.uri("v/a.mp4"))
+            refuses(NONE, objects.read, server.uri("v/a.mp4"))
 
 
-def test_a_public_bucket_is_read_without_keys_and_only_read(server, monkeypatch, sent, caplog):
+def test_a_public_bucket_is_read_without_keys_and_only_read(server, refuses, monkeypatch, sent, caplog):
     objects = reaches(server, {}, monkeypatch)
     (info,) = objects.list(server.uri("v/"))
     of_worker = pickle.loads(pickle.dumps(objects))  # noqa: S301
@@ -226,17 +184,12 @@ def test_a_public_bucket_is_read_without_keys_and_only_read(server, monkeypatch,
         "note: no AWS credentials are configured. Sou"
     ]
     server.fail("GET", "private/a.mp4", 403)
-    with pytest.raises(PermissionError, match="no credentials are configured, and a request without them is refused"):
-        objects.read(server.uri("private/a.mp4"))
+    why = "no credentials are configured, and a request without them is refused"
+    refuses(why, objects.read, server.uri("private/a.mp4"), kind=PermissionError)
     sent.clear()
-    for store in (
-        store_at(server.uri("c"), objects),
-        store_at(server.uri("v"), of_worker),
-        store_at(server.uri("v")),
-    ):
-        for ask in (lambda store: store.put("a", b"x"), lambda store: store.read("a.mp4"), lambda s: s.list_files("")):
-            with pytest.raises(OSError, match="no credentials in the environment, in profile default of"):
-                ask(store)
+    for store in (store_at(server.uri("c"), objects), store_at(server.uri("v"), of_worker), store_at(server.uri("v"))):
+        for ask, *arguments in ((store.put, "a", b"x"), (store.read, "a.mp4"), (store.list_files, "")):
+            refuses(f"{NONE}, in profile default of", ask, *arguments)
     assert not sent
 
 
@@ -244,8 +197,7 @@ def test_a_node_with_credentials_signs_what_the_driver_could_not(server, monkeyp
     of_worker = pickle.dumps(reaches(server, {}, monkeypatch))
     decided = Objects.from_environment()
     decided.settle_access(server.uri())
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
+    set_variables(monkeypatch, KEYS)
     for data in (of_worker, pickle.dumps(decided)):
         assert pickle.loads(data).read(server.uri("v/a.mp4")) == b"video"  # noqa: S301
     assert all("AUTHORIZATION" in headers for headers in sent) and len(sent) == 2
@@ -269,34 +221,32 @@ def test_a_requester_pays_for_reads_of_sources_alone(server, monkeypatch, tmp_pa
     assert len(sent) == 8 and not any("X_AMZ_REQUEST_PAYER" in headers for headers in sent)
 
 
-def test_a_requester_who_pays_has_credentials(server, monkeypatch, sent):
+def test_a_requester_who_pays_has_credentials(server, refuses, monkeypatch, sent):
     reaches(server, {}, monkeypatch)
-    with pytest.raises(OSError, match="no credentials in the environment"):
-        Objects.from_environment(requester_pays=True).read(server.uri("v/a.mp4"))
+    refuses(NONE, Objects.from_environment(requester_pays=True).read, server.uri("v/a.mp4"))
     assert not sent
 
 
+AWAY = "[default]\nendpoint_url = http://127.0.0.1:9\n"
 #: How an endpoint is configured: the file, and variables.
 ENDPOINTS = {
     "variable": ("", {"AWS_ENDPOINT_URL": "URL"}),
     "variable-of-s3": ("", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ENDPOINT_URL_S3": "URL"}),
     "profile": ("[default]\nendpoint_url = URL\n", {}),
     "named-profile": ("[profile minio]\nendpoint_url = URL\nregion = r\n", {"AWS_PROFILE": "minio"}),
-    "services": (
-        "[default]\nservices = mine\nendpoint_url = http://127.0.0.1:9\n[services mine]\ns3 =\n  endpoint_url = URL\n",
-        {},
-    ),
-    "variable-first": ("[default]\nendpoint_url = http://127.0.0.1:9\n", {"AWS_ENDPOINT_URL": "URL"}),
+    "services": (f"{AWAY}services = mine\n[services mine]\ns3 =\n  endpoint_url = URL\n", {}),
+    "variable-first": (AWAY, {"AWS_ENDPOINT_URL": "URL"}),
 }
 
 
 @pytest.mark.parametrize("case", ENDPOINTS)
-def test_an_endpoint_has_the_same_settings_wherever_it_is_configured(server, monkeypatch, tmp_path, sent, case):
+def test_an_endpoint_has_the_same_settings_wherever_it_is_configured(
+    server, refuses, monkeypatch, tmp_path, sent, case
+):
     text, environ = ENDPOINTS[case]
     (tmp_path / "config").write_text(text.replace("URL", server.url))
     (tmp_path / "credentials").write_text(f"[{environ.get('AWS_PROFILE', 'default')}]\n{PROFILE}")
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value.replace("URL", server.url))
+    set_variables(monkeypatch, {name: value.replace("URL", server.url) for name, value in environ.items()})
     store = store_at(server.uri("c"))
     store.put("a", b"x")
     assert [headers for headers in sent if any("CHECKSUM" in name for name in headers)] == []
@@ -309,14 +259,11 @@ def test_an_endpoint_has_the_same_settings_wherever_it_is_configured(server, mon
     assert of_worker.read("a") == b"x" and not any("CHECKSUM" in name for headers in sent for name in headers)
     assert {request.path.split("/")[1] for request in server.requests} == {server.bucket}  # by path
     server.fail("GET", "c/a", 400, f"Bad-{server.url}/x-{SECRET}")
-    with pytest.raises(OSError, match="Bad") as error:
-        of_worker.read("a")
-    assert server.url not in str(error.value) and SECRET not in str(error.value)
+    refuses("Bad", of_worker.read, "a")
 
 
 def test_a_driver_without_an_endpoint_decides_for_nodes_that_have_one(server, monkeypatch):
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
+    set_variables(monkeypatch, KEYS)
     objects = Objects.from_environment()
     objects.settle_access(server.uri())
     data = pickle.dumps(objects)
@@ -354,15 +301,14 @@ def test_the_driver_decides_for_the_objects_that_a_local_manifest_names(server, 
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_azure_names_its_credentials(monkeypatch, status):
-    with answering(status, x_ms_error_code="AuthenticationFailed") as url:
+    headers = [("x-ms-error-code", "AuthenticationFailed"), ("Content-Length", "0")]
+    with answering(lambda ask: (status, headers, b"")) as url:
         settings = f"AccountName=account;AccountKey=c2VjcmV0;BlobEndpoint={url}/account"
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", settings)
         store = store_at("az://box/c")
-        for ask in (lambda: store.read("a"), lambda: store.put("a", b"x"), lambda: store.list_files("")):
-            with pytest.raises(
-                PermissionError, match=r"from the environment \(AZURE_STORAGE_CONNECTION_STRING\)"
-            ) as error:
-                ask()
+        for ask, *arguments in ((store.read, "a"), (store.put, "a", b"x"), (store.list_files, "")):
+            with pytest.raises(PermissionError, match=r"the environment \(AZURE_STORAGE_CON") as error:
+                ask(*arguments)
             assert "c2VjcmV0" not in str(error.value)
 
 
@@ -375,17 +321,10 @@ def test_azure_names_its_credentials(monkeypatch, status):
         (403, "GatedRepo", "hf_abcdef", FileNotFoundError, "the token of HF_TOKEN"),
     ],
 )
-def test_the_hub_names_the_place_of_the_token(monkeypatch, tmp_path, status, code, token, kind, why):
-    from huggingface_hub import constants  # noqa: PLC0415
-    from huggingface_hub.hf_file_system import HfFileSystem  # noqa: PLC0415
-
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setenv("HF_TOKEN", token)
-    HfFileSystem.clear_instance_cache()
-    with answering(status, **({"X_Error_Code": code} if code else {})) as url:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
-        monkeypatch.setattr("huggingface_hub.hf_file_system.constants.ENDPOINT", url)
+def test_the_hub_names_the_place_of_the_token(monkeypatch, status, code, token, kind, why):
+    headers = [("X-Error-Code", code)] * bool(code)
+    with answering(lambda ask: (status, [*headers, ("Content-Length", "0")], b"")) as url:
+        reach_hub(monkeypatch, url, token)
         with pytest.raises(kind, match=why) as error:
             HubFiles().info("hf://datasets/some/one/a.mp4")
-    HfFileSystem.clear_instance_cache()
     assert "abcdef" not in str(error.value) and "credentials" in str(error.value)

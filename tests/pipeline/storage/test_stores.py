@@ -1,19 +1,32 @@
-"""Files appear whole at their name, or not at all."""
+"""Stores: files appear whole at their name, or not at all; caches by Arrow's file systems; addresses of members."""
 
 import errno
 import os
+import pickle
 import re
 import resource
 import signal
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pyarrow import fs
 
+from pipeline import TokenCache
+from pipeline.cache.header import read_fingerprint
+from pipeline.cache.merging import merge_table_files
 from pipeline.errors import UsageError
 from pipeline.storage import stores
-from pipeline.storage.stores import FileInfo, LocalStore, store_at
+from pipeline.storage.arrow import ArrowObjects
+from pipeline.storage.location import Location
+from pipeline.storage.stores import FileInfo, LocalStore, ObjectStore, store_at
+from tests.builders.caches import encoded, random_tokens, write_header, write_shard
+from tests.pipeline.verifying import SHAPE, kinds, verified
 from tests.waiting import wait_until
 
 
@@ -24,16 +37,9 @@ def test_a_name_that_leads_out_of_the_root_is_no_file_of_the_store(tmp_path, nam
     name = str(outside) if name == "/outside" else name
     store = LocalStore(tmp_path / "c")
     (store.root / "tokens").mkdir(parents=True)
-    for attempt in (
-        store.read,
-        store.open,
-        store.exists,
-        store.compute_age,
-        store.delete,
-        lambda name: store.put(name, b""),
-    ):
+    for attempt in ("read", "open", "exists", "compute_age", "delete", "put"):
         with pytest.raises(FileNotFoundError, match="leads out of the cache"):
-            attempt(name)
+            getattr(store, attempt)(name, *[b""] * (attempt == "put"))
     assert outside.read_bytes() == b"not the cache's"
 
 
@@ -121,12 +127,8 @@ def test_a_pipe_is_no_file(tmp_path):
     """Reading one would wait for a writer, and what a cache from elsewhere holds is not known."""
     os.mkfifo(tmp_path / "cache.json")
     store = LocalStore(tmp_path)
-    for read in (
-        store.read,
-        store.open,
-        lambda name: store.read_slice(name, 0),
-        lambda name: next(store.read_all([name])),
-    ):
+    reads = (store.read, store.open, lambda name: store.read_slice(name, 0), lambda name: next(store.read_all([name])))
+    for read in reads:
         with pytest.raises(FileNotFoundError, match=r"(?i)no such file"):
             read("cache.json")
 
@@ -183,3 +185,91 @@ def test_threads_that_write_at_once_hold_one_descriptor(tmp_path, monkeypatch):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: store.put(f"folder/{number}", b"x"), range(32)))
     assert len(opened) == 1 and len(list((tmp_path / "c/folder").iterdir())) == 32
+
+
+NOW = timedelta(0)
+
+
+@pytest.fixture
+def store(tmp_path) -> ObjectStore:
+    """Its folders are there: stores of objects have none to make."""
+    for folder in ("tokens", "videos", "runs"):
+        (tmp_path / "bucket" / "c" / folder).mkdir(parents=True)
+    local = partial(fs.SubTreeFileSystem, str(tmp_path), fs.LocalFileSystem())
+    return ObjectStore("gs://bucket/c", ArrowObjects("gs://", local))
+
+
+def test_what_is_put_is_read_listed_and_deleted(store):
+    assert not store.has_other_files()
+    store.put("videos/b", b"hello")
+    store.put("videos/a", b"")
+    assert store.list_files("videos") == [FileInfo("videos/a", 0), FileInfo("videos/b", 5)] and store.has_other_files()
+    assert (store.read("videos/a"), store.read("videos/b")) == (b"", b"hello")
+    assert store.read_slice("videos/b", -3) == (b"llo", 5) and store.read_slice("videos/b", 1, 3) == (b"el", 5)
+    assert store.read_slice("videos/a", -3) == (b"", 0)
+    assert timedelta(seconds=-5) < store.compute_age("videos/b") < timedelta(minutes=1)
+    store.delete("videos/b")
+    store.delete("videos/b")
+    assert not store.exists("videos/b") and list(store.uploads()) == []
+    for ask in (store.read, store.compute_age, store.open):
+        with pytest.raises(FileNotFoundError, match="gs://bucket/c/videos/b"):
+            ask("videos/b")
+
+
+def test_a_file_behind_ten_thousand_indexes_is_seen(store, tmp_path):
+    (folder := tmp_path / "bucket/c/sources").mkdir()
+    for number in range(10_000):
+        (folder / f"{number}.zlib").touch()
+    assert not store.has_other_files()
+    store.put("videos/mine", b"")
+    assert store.has_other_files()
+
+
+def test_a_cache_is_written_merged_verified_and_read(store):
+    write_header(store, hidden_size=8)
+    for name in "abc":
+        write_shard(store, f"r{name}", encoded(name, random_tokens(ord(name), SHAPE), 0.25, "gstep"))
+    before = TokenCache(str(store), store=store)
+    for _ in range(2):
+        merge_table_files(store, read_fingerprint(store), everything=True, keep=NOW)
+    after = TokenCache(str(store), store=pickle.loads(pickle.dumps(store)))  # noqa: S301
+    assert after.video_ids == ["a", "b", "c"] and len(store.names("videos", ".parquet")) == 1
+    assert all(after.get(name).tokens.equal(before.get(name).tokens) for name in "abc")
+    assert kinds(verified(store)) == []
+
+
+def test_how_azure_is_reached_is_taken_from_the_environment(monkeypatch):
+    for name in ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match="set AZURE_STORAGE_CONNECTION_STRING"):
+        store_at("az://box/c")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "me")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "c2VjcmV0")
+    told = ArrowObjects.at("az://box/c")._connect.keywords
+    assert told == {"account_name": "me", "account_key": "c2VjcmV0"}
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=a;AccountKey=aw==;BlobEndpoint=http://host:1/a")
+    told = ArrowObjects.at("az://box/c")._connect.keywords
+    assert (told["account_name"], told["account_key"]) == ("a", "aw==")
+    assert (told["blob_storage_scheme"], told["blob_storage_authority"]) == ("http", "host:1")
+    for uri in ("gs://", "gs://user@bucket/c", "az://box/c?sig=x"):
+        with pytest.raises(UsageError, match=r"expected .*BUCKET/PREFIX"):
+            store_at(uri)
+
+
+NAMES = st.text(st.sampled_from("#?%&= /\\@:.aé日😀\n\0"), max_size=8)
+ARCHIVES = NAMES.map(lambda name: name.replace("#", ""))  # the indexing of archives refuses others
+
+
+@example("s3://bucket/a.tar?versionId=x", "#", 512)
+@example("/a.tar", "", 0)
+@given(file=ARCHIVES, member=NAMES, offset=st.integers(0, 2**53))
+def test_a_member_is_read_from_its_uri(file, member, offset):
+    location = Location(file, member, offset, size=7, mark=2**64 - 1)
+    assert location.uri == f"{file}#{member}"
+    assert Location.parse(location.uri, location.offset, 7, 2**64 - 1) == location
+
+
+@example("/videos/a.tar#b.mp4")
+@given(file=NAMES)
+def test_the_uri_of_a_file_of_its_own_is_its_path(file):
+    assert Location(file, size=7).uri == file and Location.parse(file, None, 7) == Location(file, size=7)

@@ -1,33 +1,17 @@
 """What files state of their colours and pixels is found in every container; the pixels stay as they are stored."""
 
-import re
-
 import numpy as np
 import pytest
 
-from pipeline.errors import VideoFault
-from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.sampling import Sampling
-from tests.builders.clips import KeepSize, ffmpeg, make_clip, shown
+from tests.builders.clips import ffmpeg, make_clip, shown
+from tests.builders.decoding import decode, facts, fault_of
 
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p")
-X265 = (
-    "-c:v",
-    "libx265",
-    "-preset",
-    "ultrafast",
-    "-x265-params",
-    "log-level=none:pools=none",
-    "-pix_fmt",
-    "yuv420p10le",
-)
+X265_8 = ("-c:v", "libx265", "-preset", "ultrafast", "-x265-params", "log-level=none:pools=none")
+X265 = (*X265_8, "-pix_fmt", "yuv420p10le")
 VP9 = ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-pix_fmt", "yuv420p10le")
 AV1 = ("-c:v", "libsvtav1", "-preset", 12)
 PQ, HLG = "smpte2084", "arib-std-b67"
-
-
-def decode_frames(path):
-    return decode_video(DecodeRequest(path, Sampling(4), KeepSize()))
 
 
 def stating(transfer):
@@ -50,48 +34,42 @@ def test_a_transfer_function_is_told_as_ffmpeg_tells_it(name, codec, transfer, t
     path = make_clip(tmp_path / name, *codec, *stating(transfer), count=8)
     said = ffmpeg("-i", path, "-f", "null", "-")
     assert f"/{transfer}" in said or f", {transfer}" in said
-    assert decode_frames(path).record["color_transfer"] == transfer
+    assert decode(path, 4).record["color_transfer"] == transfer
 
 
 def test_high_dynamic_range_changes_no_pixel(tmp_path):
     """The loaders of the models take PQ and HLG as any other samples; what can change is which matrix a file states."""
-    pictures = [
-        decode_frames(make_clip(tmp_path / f"{t}.mp4", *X264, *stating(t), count=8)) for t in (PQ, HLG, "bt709")
-    ]
-    assert np.array_equal(pictures[0].frames, pictures[2].frames) and np.array_equal(
-        pictures[1].frames, pictures[2].frames
-    )
-    assert np.abs(pictures[0].frames - shown(tmp_path / f"{PQ}.mp4").frames[[0, 2, 4, 7]].astype(int)).mean() < 2
+    clips = [make_clip(tmp_path / f"{t}.mp4", *X264, *stating(t), count=8) for t in (PQ, HLG, "bt709")]
+    pq, hlg, plain = (decode(clip, 4).frames for clip in clips)
+    assert np.array_equal(pq, plain) and np.array_equal(hlg, plain)
+    assert np.abs(pq - shown(tmp_path / f"{PQ}.mp4").frames[[0, 2, 4, 7]].astype(int)).mean() < 2
 
 
-@pytest.mark.parametrize("space", ["bt709", "bt2020nc", "smpte170m", "smpte240m", "fcc", "unknown"])
-@pytest.mark.parametrize(
-    ("name", "codec", "pixels"),
-    [
-        *(("a.mp4", X264, pixels) for pixels in ("yuv420p", "yuvj420p", "yuv420p10le", "yuv422p10le", "yuv444p10le")),
-        *(("b.mkv", X265, pixels) for pixels in ("yuv422p", "yuv420p10le", "yuv420p12le", "gbrp10le")),
-        ("c.webm", VP9, "yuv420p10le"),
-        ("d.mov", ("-c:v", "prores"), "yuv422p10le"),
-        ("e.avi", ("-c:v", "dvvideo", "-r", "30000/1001", "-s", "720x480"), "yuv411p"),
-    ],
-)
+#: File, codec and pixels. Every matrix is tried with the first, and one of them with each of the others.
+PIXELS = [
+    *(("a.mp4", X264, pixels) for pixels in ("yuv420p", "yuvj420p", "yuv420p10le", "yuv422p10le", "yuv444p10le")),
+    *(("b.mkv", X265, pixels) for pixels in ("yuv422p", "yuv420p10le", "yuv420p12le")),
+    ("c.webm", VP9, "yuv420p10le"),
+    ("d.mov", ("-c:v", "prores"), "yuv422p10le"),
+    ("e.avi", ("-c:v", "dvvideo", "-r", "30000/1001", "-s", "720x480"), "yuv411p"),
+]
+MATRICES = [(*PIXELS[0], space) for space in ("bt709", "smpte170m", "smpte240m", "fcc")]
+MATRICES += [(*pixels, space) for pixels in PIXELS for space in ("bt2020nc", "unknown")]
+
+
+@pytest.mark.parametrize(("name", "codec", "pixels", "space"), [*MATRICES, ("b.mkv", X265, "gbrp10le", "unknown")])
 def test_colours_are_those_of_ffmpeg_to_the_bit(name, codec, pixels, space, tmp_path):
     """Whatever the depth, the matrix, and the place that the codec states for the samples of chroma."""
-    if pixels == "gbrp10le" and space != "unknown":
-        pytest.skip("RGB has no matrix")
     marks = ("-vf", f"format={pixels},setparams=colorspace={space}")
     path = make_clip(tmp_path / name, *codec, "-pix_fmt", pixels, *marks, count=3)
-    video = decode_video(DecodeRequest(path, Sampling(3), KeepSize()))
+    video = decode(path, 3)
     assert np.array_equal(video.frames, shown(path).frames[video.frame_indices])
 
 
 @pytest.mark.parametrize("space", ["bt2020c", "ycgco"])
 def test_a_matrix_that_ffmpeg_does_not_convert_is_unsupported(space, tmp_path):
     path = make_clip(tmp_path / "a.mp4", *X264, "-vf", f"format=yuv420p,setparams=colorspace={space}", count=3)
-    with pytest.raises(
-        VideoFault, match=r"cannot convert the video to RGB from its color matrix \(number \d+ of H.273"
-    ):
-        decode_frames(path)
+    assert "cannot convert the video to RGB from its color matrix" in fault_of(decode, path).message
 
 
 @pytest.mark.parametrize(
@@ -106,18 +84,14 @@ def test_the_shape_of_pixels_is_told_and_stretches_nothing(name, codec, tmp_path
     shape = "16:15"
     path = make_clip(tmp_path / name, *codec, "-vf", f"setsar={shape.replace(':', '/')}", count=8)
     assert f"SAR {shape} " in ffmpeg("-i", path, "-f", "null", "-")
-    video = decode_frames(path)
-    assert video.record["sample_aspect_ratio"] == shape
-    assert (video.record["source_width"], video.record["source_height"]) == (96, 64) == video.frames.shape[2:0:-1]
+    video = decode(path, 4)
+    assert facts(video, "sample_aspect_ratio", "source_width", "source_height") == (shape, 96, 64)
+    assert video.frames.shape[2:0:-1] == (96, 64)
 
 
 def test_a_picture_that_is_turned_has_its_pixels_turned(tmp_path):
     whole = make_clip(tmp_path / "whole.mp4", *X264, "-vf", "setsar=16/15", count=8)
     ffmpeg("-display_rotation", 90, "-i", whole, "-c", "copy", tmp_path / "a.mp4")
-    video = decode_frames(tmp_path / "a.mp4")
-    assert (video.record["sample_aspect_ratio"], video.record["source_width"], video.record["source_height"]) == (
-        "15:16",
-        64,
-        96,
-    )
-    assert re.search(r"SAR 16:15 ", ffmpeg("-i", tmp_path / "a.mp4", "-f", "null", "-"))
+    video = decode(tmp_path / "a.mp4", 4)
+    assert facts(video, "sample_aspect_ratio", "source_width", "source_height") == ("15:16", 64, 96)
+    assert "SAR 16:15 " in ffmpeg("-i", tmp_path / "a.mp4", "-f", "null", "-")

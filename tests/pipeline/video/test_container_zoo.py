@@ -5,9 +5,8 @@ what ffmpeg itself shows of the file.
 """
 
 import struct
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import av
 import numpy as np
@@ -16,119 +15,77 @@ import pytest
 from gstep.backbones.preprocess import FixedSizePreprocessor, PerFramePreprocessor, PerVideoPreprocessor
 from gstep.backbones.qwen2_5_vl import Qwen2_5VL
 from gstep.backbones.qwen3_vl import Qwen3VL
-from pipeline.errors import VideoFault
-from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
+from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from tests.builders.clips import KeepSize, add_stream, encode, ffmpeg, make_clip, shown, two_sizes_clip
+from tests.builders import decoding
+from tests.builders.clips import add_stream, encode, ffmpeg, make_clip, shown, two_sizes_clip
+from tests.builders.decoding import NEAR, decode, facts, fault_of, request
 
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-crf", 10, "-g", 16, "-pix_fmt", "yuv420p")
-X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-crf", 10, "-x265-params", "pools=none:frame-threads=1:keyint=16")
 VP9 = ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-crf", 10, "-b:v", 0, "-pix_fmt", "yuv420p")
 AV1 = ("-c:v", "libaom-av1", "-cpu-used", 8, "-usage", "realtime", "-row-mt", 0, "-crf", 10, "-pix_fmt", "yuv420p")
 MPEG2 = ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2)
-HD_COLOURS = ("-vf", "scale=out_color_matrix=bt709", "-colorspace", "bt709")
 UNEVEN = ("-vf", "settb=1/1000,setpts=N*N*7", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
 TWICE = ("-vf", "settb=1/1000,setpts=floor(N/2)*80", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
 PIPE = ("-seekable", 0)
-NEAR = 2  # mean difference of pixels: two neighbouring frames differ by 15 at least
 
 
-class Clip(NamedTuple):
-    """How a clip is made."""
-
-    options: tuple[object, ...] = X264
-    count: int = 32
-    size: tuple[int, int] = (64, 96)
-    exact_start: bool = True  # AVI stores no presentation times: libraries differ by a frame or two in where it starts
-
-
+SIZES = {"odd.mp4": (33, 17), "one-pixel.mkv": (1, 1)}
 CLIPS = {
-    "plain.mp4": Clip(),
-    "b-frames.mkv": Clip((*X264, "-bf", 3)),
-    "open-gop.mp4": Clip((*X264, "-bf", 3, "-x264-params", "open-gop=1:scenecut=0")),
-    "vp9.webm": Clip(VP9),
-    "av1.mp4": Clip(AV1, count=8),
-    "prores.mov": Clip(("-c:v", "prores"), count=8),
-    "mpeg4.avi": Clip(("-c:v", "mpeg4", "-q:v", 2, "-bf", 2)),
-    "b-frames.avi": Clip((*X264, "-bf", 2), exact_start=False),
-    "wmv2.wmv": Clip(("-c:v", "wmv2", "-q:v", 2)),
-    "animated.gif": Clip(("-vf", "split[a][b];[a]palettegen[p];[b][p]paletteuse")),
+    "plain.mp4": X264,
+    "b-frames.mkv": (*X264, "-bf", 3),
+    "open-gop.mp4": (*X264, "-bf", 3, "-x264-params", "open-gop=1:scenecut=0"),
+    "vp9.webm": VP9,
+    "av1.mp4": AV1,
+    "wmv2.wmv": ("-c:v", "wmv2", "-q:v", 2),
+    "animated.gif": ("-vf", "split[a][b];[a]palettegen[p];[b][p]paletteuse"),
     # written to a pipe, where no length can be filled in afterwards
-    "piped.avi": Clip(("-c:v", "mpeg4", "-q:v", 2, *PIPE)),
-    "piped-b-frames.avi": Clip(("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, *PIPE), exact_start=False),
-    "piped.mkv": Clip((*X264, *PIPE)),
-    "piped.flv": Clip((*X264, *PIPE)),
+    "piped.avi": ("-c:v", "mpeg4", "-q:v", 2, *PIPE),
+    "piped-b-frames.avi": ("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, *PIPE),
+    "piped.mkv": (*X264, *PIPE),
+    "piped.flv": (*X264, *PIPE),
     # transport and program streams
-    "mpeg2.ts": Clip(MPEG2),
-    "h264.ts": Clip((*X264, "-bf", 2)),
+    "mpeg2.ts": MPEG2,
+    "h264.ts": (*X264, "-bf", 2),
     # times
-    "late.mp4": Clip((*X264, "-output_ts_offset", 1.5)),
-    "late.ts": Clip((*X264, "-output_ts_offset", 1.5)),
-    "negative.mp4": Clip((*X264, "-output_ts_offset", -0.32, "-avoid_negative_ts", "disabled")),
-    "negative-cts.mp4": Clip((*X264, "-bf", 2, "-movflags", "negative_cts_offsets")),
-    "uneven.mp4": Clip((*UNEVEN, *X264)),
-    "uneven.mkv": Clip((*UNEVEN, *X264)),
-    "two-at-a-time.mkv": Clip((*TWICE, "-c:v", "ffv1")),
+    "late.mp4": (*X264, "-output_ts_offset", 1.5),
+    "late.ts": (*X264, "-output_ts_offset", 1.5),
+    "negative.mp4": (*X264, "-output_ts_offset", -0.32, "-avoid_negative_ts", "disabled"),
+    "negative-cts.mp4": (*X264, "-bf", 2, "-movflags", "negative_cts_offsets"),
+    "uneven.mp4": (*UNEVEN, *X264),
+    "uneven.mkv": (*UNEVEN, *X264),
+    "two-at-a-time.mkv": (*TWICE, "-c:v", "ffv1"),
     # sizes and pixels
-    "odd.mp4": Clip((*X264, "-pix_fmt", "yuv444p"), size=(33, 17)),
-    "one-pixel.mkv": Clip(("-c:v", "ffv1"), size=(1, 1)),
-    "hd-colours.mp4": Clip((*X264, *HD_COLOURS)),
-    "full-range.mp4": Clip((*X264, "-pix_fmt", "yuvj420p")),
-    "interlaced.ts": Clip((*MPEG2, "-flags", "+ilme+ildct")),
-    "alpha.webm": Clip((*VP9, "-pix_fmt", "yuva420p")),
-    "cropped.mp4": Clip((*X264, "-bsf:v", "h264_metadata=crop_right=8:crop_top=8")),
-    "ten-bit.mp4": Clip((*X264, "-pix_fmt", "yuv420p10le")),
+    "odd.mp4": (*X264, "-pix_fmt", "yuv444p"),
+    "one-pixel.mkv": ("-c:v", "ffv1"),
+    "interlaced.ts": (*MPEG2, "-flags", "+ilme+ildct"),
+    "alpha.webm": (*VP9, "-pix_fmt", "yuva420p"),
+    "cropped.mp4": (*X264, "-bsf:v", "h264_metadata=crop_right=8:crop_top=8"),
 }
 
 
 @pytest.fixture(scope="module")
-def decode():
-    """Frames and provenance of ``num_frames`` of a file, in the child process that a run uses."""
+def assert_as_shown():
+    """Frames and provenance are what ffmpeg shows, in the child process that a run uses."""
     with DecodeSandbox(timeout_s=60) as sandbox:
-
-        def decode(path: Path, num_frames: int) -> DecodedVideo:
-            return sandbox.decode(DecodeRequest(path, Sampling(num_frames), KeepSize()))
-
-        yield decode
-
-
-def assert_as_shown(
-    decode: Callable[[Path, int], DecodedVideo],
-    path: Path,
-    *,
-    exact_start: bool = True,
-    size: tuple[int, int] | None = None,
-    note: str = "",
-) -> None:
-    """All frames, and five far apart, are what ffmpeg shows, at ``size`` where it differs from the first frame's."""
-    truth = shown(path, size)
-    assert len(truth.frames) > 1
-    for count in (len(truth.frames), 5):
-        video = decode(path, count)
-        assert video.record["source_frames"] == len(truth.frames)
-        assert (video.record["source_height"], video.record["source_width"]) == truth.frames.shape[1:3]
-        late = video.timestamps - truth.timestamps[video.frame_indices]
-        assert np.abs(late if exact_start else late - late[0]).max() < 1e-3
-        expected = truth.frames[video.frame_indices].astype(int)
-        assert np.abs(video.frames - expected).mean(axis=(1, 2, 3)).max() < NEAR
-        assert (video.record["backend"], video.record["decode_warnings"]) == ("pyav", 0)
-        assert video.record["backend_note"] == note or (note and video.record["backend_note"].endswith(f"; {note}"))
+        yield partial(decoding.assert_as_shown, samplings=(5,), decode=lambda *asked: sandbox.decode(request(*asked)))
 
 
 @pytest.mark.parametrize("name", CLIPS)
-def test_a_clip_as_ffmpeg_makes_it(decode, tmp_path, name):
-    clip = CLIPS[name]
-    path = make_clip(tmp_path / name, *clip.options, count=clip.count, size=clip.size)
-    assert_as_shown(decode, path, exact_start=clip.exact_start)
+def test_a_clip_as_ffmpeg_makes_it(assert_as_shown, tmp_path, name):
+    """AVI stores no presentation times: libraries differ by a frame or two in where it starts."""
+    count = 8 if name == "av1.mp4" else 32
+    path = make_clip(tmp_path / name, *CLIPS[name], count=count, size=SIZES.get(name, (64, 96)))
+    assert_as_shown(path, exact_start=name != "piped-b-frames.avi")
 
 
 @pytest.mark.parametrize("start", [0.2, 0.41])
-def test_an_edit_list_of_a_cut_without_encoding(decode, tmp_path, start):
+def test_an_edit_list_of_a_cut_without_encoding(assert_as_shown, tmp_path, start):
     """What lies between the keyframe and the cut is stored and must not be shown."""
     whole = make_clip(tmp_path / "whole.mp4", *X264, "-bf", 2)
     ffmpeg("-ss", start, "-i", whole, "-c", "copy", tmp_path / "cut.mp4")
-    assert_as_shown(decode, tmp_path / "cut.mp4")
+    assert_as_shown(tmp_path / "cut.mp4")
     assert len(shown(tmp_path / "cut.mp4").frames) == 32 - round(start * 25 + 0.49)
 
 
@@ -136,10 +93,10 @@ def test_an_edit_list_of_a_cut_without_encoding(decode, tmp_path, start):
     ("name", "turn"),
     [("a.mp4", ("-display_rotation", 90)), ("a.mkv", ("-display_rotation", 270)), ("a.mp4", ("-display_hflip",))],
 )
-def test_a_display_matrix(decode, tmp_path, name, turn):
+def test_a_display_matrix(assert_as_shown, tmp_path, name, turn):
     whole = make_clip(tmp_path / "whole.mp4", *X264)
     ffmpeg(*turn, "-i", whole, "-c", "copy", tmp_path / name)
-    assert_as_shown(decode, tmp_path / name)
+    assert_as_shown(tmp_path / name)
 
 
 ONE, NOISE = 2**16, 300  # of 16.16 fixed point: a quarter of a degree
@@ -157,14 +114,13 @@ ONE, NOISE = 2**16, 300  # of 16.16 fixed point: a quarter of a degree
         (1, ONE, -ONE, -1),
     ],
 )
-def test_a_display_matrix_that_is_not_exact(decode, tmp_path, matrix):
-    assert_as_shown(decode, write_matrix(tmp_path, matrix))
+def test_a_display_matrix_that_is_not_exact(assert_as_shown, tmp_path, matrix):
+    assert_as_shown(write_matrix(tmp_path, matrix))
 
 
-def test_a_display_matrix_that_turns_by_another_angle_is_refused(decode, tmp_path):
-    with pytest.raises(VideoFault, match="not a multiple of 90 degrees") as caught:
-        decode(write_matrix(tmp_path, (ONE, ONE // 40, -ONE // 40, ONE)), 5)
-    assert caught.value.fault_class == "unsupported"
+def test_a_display_matrix_that_turns_by_another_angle_is_refused(tmp_path):
+    fault = fault_of(decode, write_matrix(tmp_path, (ONE, ONE // 40, -ONE // 40, ONE)), 5)
+    assert fault.fault_class == "unsupported" and "not a multiple of 90 degrees" in fault.message
 
 
 def write_matrix(folder: Path, matrix: tuple[int, int, int, int]) -> Path:
@@ -180,7 +136,7 @@ def write_matrix(folder: Path, matrix: tuple[int, int, int, int]) -> Path:
 
 
 @pytest.mark.parametrize(("name", "turns"), [("a.ts", (None, 90)), ("a.mkv", (180, 270)), ("a.mp4", (90, None))])
-def test_a_turn_that_the_codec_states_and_that_changes(decode, tmp_path, name, turns):
+def test_a_turn_that_the_codec_states_and_that_changes(assert_as_shown, tmp_path, name, turns):
     """A part that states none keeps that of the part before it."""
     parts = []
     for number, turn in enumerate(turns):
@@ -189,13 +145,13 @@ def test_a_turn_that_the_codec_states_and_that_changes(decode, tmp_path, name, t
     (tmp_path / "both.h264").write_bytes(b"".join(part.read_bytes() for part in parts))
     ffmpeg("-r", 25, "-i", tmp_path / "both.h264", "-c", "copy", tmp_path / name)
     if turns[1] is None:
-        assert_as_shown(decode, tmp_path / name)
+        assert_as_shown(tmp_path / name)
         return
     log = ffmpeg("-i", tmp_path / name, "-vf", "showinfo", "-f", "null", "-")
     assert (log.count(" s:96x64"), log.count(" s:64x96")) == (15, 15)
     for start_s, size in ((0.0, (96, 64)), (0.6, (64, 96)), (0.8, (64, 96))):
-        video = decode_video(DecodeRequest(tmp_path / name, Sampling(4), KeepSize(), start_s, start_s + 0.4))
-        assert (video.record["source_width"], video.record["source_height"]) == size == video.frames.shape[2:0:-1]
+        video = decode(tmp_path / name, 4, start_s, start_s + 0.4)
+        assert facts(video, "source_width", "source_height") == size == video.frames.shape[2:0:-1]
 
 
 SMALL, LARGE = (64, 96), (128, 192)
@@ -217,10 +173,10 @@ def write_resized(folder: Path, name: str, sizes: list[tuple[int, int]]) -> Path
     kind, options = RESIZED[name]
     if kind.startswith("lib"):
         return two_sizes_clip(folder / name, kind, sizes=sizes)
-    parts = [
-        make_clip(folder / f"{i}.{kind}", *options, count=15, size=size, first=15 * i) for i, size in enumerate(sizes)
-    ]
-    (folder / f"both.{kind}").write_bytes(b"".join(part.read_bytes() for part in parts))
+    with (folder / f"both.{kind}").open("wb") as both:
+        for i, size in enumerate(sizes):
+            part = make_clip(folder / f"{i}.{kind}", *options, count=15, size=size, first=15 * i)
+            both.write(part.read_bytes())
     ffmpeg("-fflags", "+genpts", "-r", 25, "-i", folder / f"both.{kind}", "-c", "copy", folder / name)
     return folder / name
 
@@ -233,14 +189,13 @@ def write_resized(folder: Path, name: str, sizes: list[tuple[int, int]]) -> Path
         ("vp9.webm", (LARGE, SMALL, LARGE)),
     ],
 )
-def test_a_size_that_changes_on_the_way(decode, tmp_path, name, sizes):
+def test_a_size_that_changes_on_the_way(assert_as_shown, tmp_path, name, sizes):
     """The largest of the sampled frames decides, whichever comes first, and the row says that sizes differ."""
     path = write_resized(tmp_path, name, list(sizes))
-    assert_as_shown(decode, path, size=LARGE, note=SIZES_NOTE)
+    assert_as_shown(path, size=LARGE, note=SIZES_NOTE)
     for number, size in enumerate(sizes):
-        clip = DecodeRequest(path, Sampling(4), KeepSize(), 0.6 * number, 0.6 * number + 0.6)
-        video = decode_video(clip)
-        assert (video.record["source_height"], video.record["source_width"]) == size
+        video = decode(path, 4, 0.6 * number, 0.6 * number + 0.6)
+        assert facts(video, "source_height", "source_width") == size
         assert video.record["backend_note"].endswith(SIZES_NOTE) == (size != sizes[0])
 
 
@@ -262,15 +217,15 @@ def test_models_get_the_size_that_follows_from_the_largest_frame(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "default"), [("a.mp4", 1), ("a.mkv", 0), ("a.ts", 1)])
-def test_two_video_streams(decode, tmp_path, name, default):
+def test_two_video_streams(assert_as_shown, tmp_path, name, default):
     """A small one and a larger, negative one: the default stream is shown, where the container knows of one."""
     both = ("-filter_complex", "[0]split[a][b];[b]scale=192:128,negate[c]", "-map", "[a]", "-map", "[c]")
     marks = (f"-disposition:v:{default}", "default", f"-disposition:v:{1 - default}", 0)
-    assert_as_shown(decode, make_clip(tmp_path / name, *both, *X264, *marks))
+    assert_as_shown(make_clip(tmp_path / name, *both, *X264, *marks))
 
 
 @pytest.mark.parametrize(("name", "codec"), [("a.mkv", "libx264"), ("a.avi", "mpeg4"), ("a.webm", "libvpx")])
-def test_a_larger_stream_without_any_frame(decode, tmp_path, name, codec):
+def test_a_larger_stream_without_any_frame(assert_as_shown, tmp_path, name, codec):
     """As of a camera with a second channel that was off."""
     with av.open(str(tmp_path / name), "w") as out:
         add_stream(out, codec, (240, 320), 25, 10, "yuv420p", None)
@@ -278,12 +233,12 @@ def test_a_larger_stream_without_any_frame(decode, tmp_path, name, codec):
         for number in range(20):
             encode(out, small, number, (64, 96), None)
         out.mux(small.encode(None))
-    assert_as_shown(decode, tmp_path / name)
+    assert_as_shown(tmp_path / name)
 
 
-def test_a_picture_that_starts_later_than_the_sound(decode, tmp_path):
+def test_a_picture_that_starts_later_than_the_sound(assert_as_shown, tmp_path):
     picture = make_clip(tmp_path / "picture.mp4", *X264)
     sound = ("-f", "lavfi", "-i", "sine=duration=2")
     ffmpeg("-itsoffset", 0.5, "-i", picture, *sound, "-c:v", "copy", "-c:a", "aac", tmp_path / "a.mp4")
-    assert_as_shown(decode, tmp_path / "a.mp4")
+    assert_as_shown(tmp_path / "a.mp4")
     assert shown(tmp_path / "a.mp4").timestamps[0] > 0.4

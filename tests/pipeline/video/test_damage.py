@@ -5,25 +5,22 @@ in a sparse download. How many frames are left is what ffmpeg itself shows.
 """
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import av
 import numpy as np
 import pytest
 
-from pipeline.errors import VideoFault
-from pipeline.video import decode
+from pipeline.video import decode as decode_module
 from pipeline.video.containers import sniff
-from pipeline.video.damage import MAX_LOST, Hole, check_decodable
-from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video, redirect_ffmpeg_log
+from pipeline.video.damage import Hole, check_decodable
+from pipeline.video.decode import DecodedVideo, redirect_ffmpeg_log
 from pipeline.video.packets import VideoPackets
-from pipeline.video.probe import VideoIndex, index_by_decoding, probe
-from pipeline.video.sampling import Sampling
-from tests.builders.clips import KeepSize, ffmpeg, make_clip, numbers, shown, write_clip
+from pipeline.video.probe import VideoIndex, index_by_decoding
+from tests.builders.clips import ffmpeg, index_of, make_clip, numbers, shown, write_clip
+from tests.builders.decoding import decode, facts, fault_of
 
 COUNT, RATE = 100, 25
 NOISE = ("-vf", "noise=alls=16:allf=t:all_seed=1")  # which makes packets of some KB
@@ -35,27 +32,22 @@ AV1 = ("-c:v", "libaom-av1", "-cpu-used", 8, "-usage", "realtime", "-g", 10, "-p
 MPEG2 = ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2, "-g", 10)
 
 
-class Clip(NamedTuple):
-    """How a clip is made, and whether its container lists frames whose data is gone."""
-
-    options: tuple[object, ...]
-    lists: bool
-
-
+#: How each clip is made.
 CLIPS = {
-    "h264.mp4": Clip(X264, lists=True),
-    "h264.mkv": Clip((*X264, *CLUSTERS), lists=False),
-    "h264.ts": Clip(X264, lists=False),
-    "hevc.mp4": Clip(X265, lists=True),
-    "av1.mp4": Clip(AV1, lists=True),
-    "av1.webm": Clip(AV1, lists=False),
-    "vp9.webm": Clip(VP9, lists=False),
-    "mpeg4.avi": Clip(("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, "-g", 10), lists=True),
-    "mpeg2.ts": Clip(MPEG2, lists=False),
-    "mjpeg.avi": Clip(("-c:v", "mjpeg", "-q:v", 2), lists=True),
-    "png.mov": Clip(("-c:v", "png"), lists=True),
-    "wmv2.wmv": Clip(("-c:v", "wmv2", "-q:v", 2, "-g", 10), lists=False),
+    "h264.mp4": X264,
+    "h264.mkv": (*X264, *CLUSTERS),
+    "h264.ts": X264,
+    "hevc.mp4": X265,
+    "av1.mp4": AV1,
+    "av1.webm": AV1,
+    "vp9.webm": VP9,
+    "mpeg4.avi": ("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, "-g", 10),
+    "mpeg2.ts": MPEG2,
+    "mjpeg.avi": ("-c:v", "mjpeg", "-q:v", 2),
+    "png.mov": ("-c:v", "png"),
+    "wmv2.wmv": ("-c:v", "wmv2", "-q:v", 2, "-g", 10),
 }
+LISTING = (".mp4", ".mov", ".avi")  # containers that list frames whose data is gone
 
 
 @pytest.fixture(scope="module")
@@ -66,31 +58,34 @@ def clips(tmp_path_factory):
     def clip(name: str) -> Path:
         path = folder / name
         if not path.exists():
-            make_clip(path, *NOISE, *CLIPS[name].options, count=COUNT, size=(96, 160))
+            make_clip(path, *NOISE, *CLIPS[name], count=COUNT, size=(96, 160))
         return path
 
     return clip
 
 
 def zeroed(path: Path, into: Path, first: int, stop: int) -> Path:
-    """Copy a file with zeros for packets number ``first`` to ``stop`` - 1, by the places that the demuxer tells."""
+    """Copy a file with zeros for packets number ``first`` to ``stop`` - 1."""
     data = bytearray(path.read_bytes())
-    with av.open(str(path)) as container:
-        places = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
-    for place, size in places[first:stop]:
+    for place, size in places_of(path)[first:stop]:
         data[place : place + size] = bytes(size)
     into.write_bytes(data)
     return into
 
 
-def decode_frames(path: Path, *clip: float, num_frames: int = 8, **options) -> DecodedVideo:
-    return decode_video(DecodeRequest(path, Sampling(num_frames), KeepSize(), *clip, **options))
+def decoded_times(path: Path) -> list[int]:
+    """The times of all frames, in the order in which they come out of the decoder."""
+    packets = VideoPackets(str(path), sniff(path))
+    try:
+        return [frame.pts for frame in packets.decode_frames(0, len(packets.table))]
+    finally:
+        packets.close()
 
 
-def convert_error(path: Path, *clip: float, **options) -> VideoFault:
-    with pytest.raises(VideoFault) as caught:
-        decode_frames(path, *clip, **options)
-    return caught.value
+def places_of(path: Path) -> list[tuple[int, int]]:
+    """Where the packets of a file lie, as its demuxer tells."""
+    with av.open(str(path)) as container:
+        return [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
 
 
 def assert_true_frames(video: DecodedVideo) -> None:
@@ -105,18 +100,17 @@ def assert_true_frames(video: DecodedVideo) -> None:
 @pytest.mark.parametrize("name", CLIPS)
 def test_without_its_last_40_percent(name, clips, tmp_path):
     path = zeroed(clips(name), tmp_path / name, 60, COUNT)
-    before = decode_frames(path, 0.0, 2.0)
+    before = decode(path, 8, 0.0, 2.0)
     assert_true_frames(before)
     assert before.timestamps[-1] > 1.8
     for clip in ((), (2.8, 3.8), (3.2, 3.9)):
-        fault = convert_error(path, *clip)
+        fault = fault_of(decode, path, 8, *clip)
         assert (fault.fault_class, fault.retryable) == ("corrupt", False), (clip, fault.message)
         assert "the file is damaged" in fault.message
-    if CLIPS[name].lists:
-        assert re.search(
-            r"do not decode: the file is damaged from 2\.[0-4]\d s to [34]\.\d\d s", convert_error(path).message
-        )
-        wrong = convert_error(path, 9.0, 10.0)  # the file itself says that it never was so long
+    if name.endswith(LISTING):
+        said = fault_of(decode, path).message.partition("damaged from ")[2].split()
+        assert 2.0 <= float(said[0]) < 2.5 and 3.0 <= float(said[3]) < 5.0
+        wrong = fault_of(decode, path, 8, 9.0, 10.0)  # the file itself says that it never was so long
         assert wrong.fault_class == "unsupported" and "starts behind the end" in wrong.message
 
 
@@ -127,15 +121,14 @@ def test_with_a_hole_in_the_middle(name, clips, tmp_path):
     left = len(shown(path).timestamps)
     assert left < COUNT - 10
     for clip in ((0.0, 1.2), (3.0, 3.9)):
-        assert_true_frames(decode_frames(path, *clip))
-    whole = decode_frames(path, num_frames=32)
+        assert_true_frames(decode(path, 8, *clip))
+    whole = decode(path, 32)
     assert whole.timestamps[-1] > 3.8
-    if CLIPS[name].lists:
-        assert (
-            left - 3 <= whole.record["source_frames"] <= left and whole.record["decode_warnings"] > 0
-        )  # frames that come late are none
+    if name.endswith(LISTING):
+        frames, warnings = facts(whole, "source_frames", "decode_warnings")
+        assert left - 3 <= frames <= left and warnings > 0  # frames that come late are none
         assert whole.record["backend_note"].startswith("index made by decoding") or name == "mpeg4.avi"
-    fault = convert_error(path, 1.76, 2.1)
+    fault = fault_of(decode, path, 8, 1.76, 2.1)
     assert (fault.fault_class, "the file is damaged" in fault.message) == ("corrupt", True), fault.message
 
 
@@ -147,11 +140,11 @@ def test_a_clip_behind_the_end_of_a_sound_file_is_no_damage(name, clips, tmp_pat
     else:
         late = ("-output_ts_offset", 1.5) if name.startswith("late") else ()
         path = make_clip(tmp_path / name, *(MPEG2 if name.endswith("mpg") else X264), *late)
-    index = probe(str(path), sniff(path))
+    index = index_of(path)
     index.packets.close()
     assert not any(hole.end - hole.start > 0.1 for hole in index.holes) and (name in CLIPS or index.holes == ())
     for clip in ((index.duration_s + 0.1, index.duration_s + 0.5), (9.0, 10.0)):
-        fault = convert_error(path, *clip)
+        fault = fault_of(decode, path, 8, *clip)
         assert fault.fault_class == "unsupported" and "starts behind the end of the video" in fault.message
 
 
@@ -160,39 +153,27 @@ def test_a_frame_that_does_not_decode_costs_no_other(name, clips, tmp_path):
     """Whatever error the decoder has for it: some answer with EPERM, or an error of zlib's."""
     path = zeroed(clips(name), tmp_path / name, 50, 51)
     truth = shown(path)
-    video = decode_frames(path, num_frames=COUNT)
+    video = decode(path, COUNT)
     assert (video.record["source_frames"], video.record["decode_warnings"] > 0) == (len(truth.timestamps), True)
     assert np.abs(video.frames[:40].astype(int) - truth.frames[video.frame_indices[:40]]).mean() < 2
 
 
-def write_log_bomb(clip: Path, into: Path) -> Path:
-    """Copy an H.264 file with tiny slices in place of all frames but the first: each gives a line of FFmpeg's log."""
-    data = bytearray(clip.read_bytes())
-    with av.open(str(clip)) as container:
-        places = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
-    for start, size in places[1:]:
-        n_slices, rest = divmod(size - 5, 6)
-        data[start : start + size] = (
-            b"\0\0\0\2\x41\x9a" * n_slices + (rest + 1).to_bytes(4, "big") + b"\x41" * (rest + 1)
-        )
-    into.write_bytes(data)
-    return into
-
-
 def test_ffmpeg_s_log_takes_no_more_memory_than_it_may(clips, tmp_path, monkeypatch):
-    """Broken slices give many times their size of it. Up to the limit all lines count."""
-    path = write_log_bomb(clips("h264.mp4"), tmp_path / "a.mp4")
-    found = []
-    for limit in (decode._MAX_LOG_BYTES, 2**11):
-        monkeypatch.setattr(decode, "_MAX_LOG_BYTES", limit)
+    """Tiny slices, each of which gives a line, are many times their size of it. Up to the limit all lines count."""
+    path, data, found = tmp_path / "a.mp4", bytearray(clips("h264.mp4").read_bytes()), []
+    for start, size in places_of(clips("h264.mp4"))[1:]:
+        n_slices, rest = divmod(size - 5, 6)
+        end = (rest + 1).to_bytes(4, "big") + b"\x41" * (rest + 1)
+        data[start : start + size] = b"\0\0\0\2\x41\x9a" * n_slices + end
+    path.write_bytes(data)
+    for limit in (decode_module._MAX_LOG_BYTES, 2**11):
+        monkeypatch.setattr(decode_module, "_MAX_LOG_BYTES", limit)
         with redirect_ffmpeg_log() as count:
-            packets = VideoPackets(str(path), sniff(path))
-            list(packets.decode_frames(0, len(packets.table)))
-            packets.close()
+            decoded_times(path)
             found.append(count())
             assert count() == found[-1]
     assert found[0] > 10 * found[1] > 100
-    assert decode_frames(path).record["decode_warnings"] > 0
+    assert decode(path).record["decode_warnings"] > 0
 
 
 def test_a_line_that_does_not_fit_in_the_log_blocks_nobody(capfd):
@@ -201,7 +182,7 @@ def test_a_line_that_does_not_fit_in_the_log_blocks_nobody(capfd):
         subprocess.run([sys.executable, "-c", f"import os; os.write(2, {line!r} * 10**6)"], check=False)  # of 40 MB
         subprocess.run([sys.executable, "-c", f"import os; os.write(2, {line!r})"], check=False)
         n_lines = count()
-        assert abs(n_lines - decode._MAX_LOG_BYTES // len(line)) <= 1
+        assert abs(n_lines - decode_module._MAX_LOG_BYTES // len(line)) <= 1
         os.write(2, line)
         assert count() == n_lines + 1
     os.write(2, b"behind it\n")
@@ -217,26 +198,20 @@ def test_av1_goes_on_behind_an_error_that_its_decoder_does_not_recover_from(tmp_
     at = box + 4 + int.from_bytes(data[box - 4 : box], "big") // 2
     data[at : at + 2048] = bytes(2048)
     path.write_bytes(data)
-    video = decode_frames(path, num_frames=32)
+    video = decode(path, 32)
     assert (video.record["source_frames"], video.timestamps[-1]) == (275, pytest.approx(11.96))
-    assert (
-        video.record["backend_note"].endswith("nothing decodes from 6.00 s to 7.00 s")
-        and video.record["decode_warnings"] > 0
-    )
-    clip = decode_frames(path, 8.0, 12.0, num_frames=32)
+    note, warnings = facts(video, "backend_note", "decode_warnings")
+    assert note.endswith("nothing decodes from 6.00 s to 7.00 s") and warnings > 0
+    clip = decode(path, 32, 8.0, 12.0)
     assert (clip.timestamps[-1], clip.record["decode_warnings"]) == (pytest.approx(11.96), 0)
-    assert convert_error(path, 5.8, 7.0).fault_class == "corrupt"
+    assert fault_of(decode, path, 8, 5.8, 7.0).fault_class == "corrupt"
 
 
 @pytest.mark.parametrize(("name", "first"), [("av1.mp4", 0), ("av1.mp4", 20), ("av1.webm", 21), ("av1.webm", 55)])
 def test_av1_loses_no_frame_by_going_on(name, first, clips, tmp_path):
     """A flush that is not needed would cost frames that ffmpeg shows."""
     path = zeroed(clips(name), tmp_path / name, first, first + 2)
-    packets = VideoPackets(str(path), sniff(path))
-    try:
-        assert len(list(packets.decode_frames(0, len(packets.table)))) >= len(shown(path).timestamps)
-    finally:
-        packets.close()
+    assert len(decoded_times(path)) >= len(shown(path).timestamps)
 
 
 @pytest.mark.parametrize("name", ["h264.ts", "mpeg2.ts", "h264.mkv", "wmv2.wmv", "mpeg4.avi"])
@@ -245,12 +220,12 @@ def test_a_file_whose_end_was_never_written(name, clips, tmp_path):
     path, data = tmp_path / name, clips(name).read_bytes()
     there = len(data) * 6 // 10
     path.write_bytes(data[:there] + bytes(max(len(data) - there, 400_000)))
-    index = probe(str(path), sniff(path))
+    index = index_of(path)
     index.packets.close()
     assert len(index.timestamps) >= len(shown(path).timestamps) > 30
-    assert_true_frames(decode_frames(path, 0.0, 1.0))
+    assert_true_frames(decode(path, 8, 0.0, 1.0))
     for clip in ((), (3.2, 3.9)):
-        fault = convert_error(path, *clip)
+        fault = fault_of(decode, path, 8, *clip)
         assert (fault.fault_class, "the file is damaged" in fault.message) == ("corrupt", True), (clip, fault.message)
 
 
@@ -259,9 +234,9 @@ def test_what_is_missing_in_front_of_the_first_frame_is_no_damage(clips, tmp_pat
     path = zeroed(clips("hevc.mp4"), tmp_path / "a.mp4", 0, 40)
     first = shown(path).timestamps[0]
     assert first > 1.2
-    video = decode_frames(path)
+    video = decode(path)
     assert video.timestamps[0] == pytest.approx(first) and video.timestamps[-1] == pytest.approx(3.96)
-    fault = convert_error(path, 0.0, 0.3)
+    fault = fault_of(decode, path, 8, 0.0, 0.3)
     assert fault.fault_class == "corrupt" and "0.30 s of the clip [0 s, 0.3 s) do not decode" in fault.message
 
 
@@ -291,22 +266,18 @@ def test_when_a_hole_makes_a_clip_corrupt(hole, clip, warnings, codec, corrupt):
     times = times[(times < hole.start) | (times >= hole.end)]
     index = VideoIndex("a.mp4", "mov", 0, codec, 96, 64, "yuv420p", 25.0, times, 10.0, holes=(hole,))
     if corrupt:
-        with pytest.raises(VideoFault, match="the file is damaged") as caught:
-            check_decodable(index, clip, warnings)
-        assert caught.value.fault_class == "corrupt"
+        fault = fault_of(check_decodable, index, clip, warnings)
+        assert fault.fault_class == "corrupt" and "the file is damaged" in fault.message
     else:
         check_decodable(index, clip, warnings)
-    assert MAX_LOST == 0.25
 
 
 def test_frames_that_come_late_behind_damage_shift_no_other(clips, tmp_path):
     """Behind an error H.264 gives some frames after later ones; counted, all others would be taken for earlier ones."""
     path = zeroed(clips("h264.mp4"), tmp_path / "a.mp4", 40, 55)
-    packets = VideoPackets(str(path), sniff(path))
-    times = [frame.pts for frame in packets.decode_frames(0, len(packets.table))]
-    packets.close()
+    times = decoded_times(path)
     assert times != sorted(times)
-    video = decode_frames(path, num_frames=len(times))
+    video = decode(path, len(times))
     assert video.record["source_frames"] == sum(time == max(times[: i + 1]) for i, time in enumerate(times))
     assert video.timestamps[-1] == pytest.approx((COUNT - 1) / RATE)
     late = np.array(numbers(video.frames)) != np.round(video.timestamps * RATE)
@@ -314,9 +285,8 @@ def test_frames_that_come_late_behind_damage_shift_no_other(clips, tmp_path):
 
 
 def test_a_file_that_does_not_hold_what_it_promises_says_where(tmp_path):
-    index = probe(str(path := write_clip(tmp_path / "a.mp4", count=30)), sniff(path))
-    path.write_bytes(zeroed(path, tmp_path / "b.mp4", 10, 30).read_bytes())
-    damaged = probe(str(path), sniff(path))
+    index = index_of(write_clip(tmp_path / "a.mp4", count=30))
+    damaged = index_of(zeroed(tmp_path / "a.mp4", tmp_path / "b.mp4", 10, 30))
     found = index_by_decoding(damaged)
     damaged.packets.close()
     index.packets.close()

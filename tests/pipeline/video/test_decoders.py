@@ -6,28 +6,29 @@ from importlib.metadata import version
 from pathlib import Path
 
 import av
+import av.filter
 import numpy as np
 import pytest
 import torch
 
 from gstep.backbones.preprocess import resize_frames
-from pipeline.video.containers import sniff
-from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.decoders import DECODERS, PyavDecoder, choose_decoders, find_installed_version, load_decoder
 from pipeline.video.decord_decoder import DecordDecoder
-from pipeline.video.nvdec_decoder import make_torchcodec_decoder
-from pipeline.video.probe import IndexMismatch, index_by_decoding, probe
-from pipeline.video.sampling import Sampling
+from pipeline.video.nvdec_decoder import _CODECS, NvdecDecoder, PyavNvdecDecoder, make_torchcodec_decoder
+from pipeline.video.probe import IndexMismatch, index_by_decoding
 from pipeline.video.sandbox import DecodeSandbox
 from tests.builders.clips import (
-    KeepSize,
     ffmpeg,
+    index_of,
     make_clip,
     numbers,
+    sample,
     two_sizes_clip,
     two_streams_clip,
     write_clip,
 )
+from tests.builders.decoding import decode, facts, request
+from tests.gstep.synthetic import needs_cuda
 from tests.interpreter import run_python
 from tests.paths import ROOT
 
@@ -65,10 +66,6 @@ CLIPS = {
 }
 
 
-def index_of(path):
-    return probe(str(path), sniff(path))
-
-
 def frames_of(decoder_class, index, indices):
     decoder = decoder_class(index)
     try:
@@ -76,10 +73,6 @@ def frames_of(decoder_class, index, indices):
         return np.concatenate([resize_frames(chunk, size) for chunk in decoder.read(np.asarray(indices))])
     finally:
         decoder.close()
-
-
-def read_numbers(index, indices):
-    return numbers(frames_of(PyavDecoder, index, indices))
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -91,7 +84,7 @@ def test_every_frame_of_every_kind(name, tmp_path):
     assert np.abs(index.timestamps - expected).max() < 1e-3
     assert index.duration_s >= index.timestamps[-1] + 0.03
     for wanted in (range(30), [0, 13, 14, 29], [29], [21, 22]):
-        assert read_numbers(index, wanted) == list(wanted)
+        assert numbers(frames_of(PyavDecoder, index, wanted)) == list(wanted)
         if not not_for_decord:
             assert np.array_equal(frames_of(DecordDecoder, index, wanted), frames_of(PyavDecoder, index, wanted))
     if not_for_decord:
@@ -101,11 +94,7 @@ def test_every_frame_of_every_kind(name, tmp_path):
 
 #: Why decord must not read a file, how the file is made, the numbers of its frames (None: they are turned).
 MISREAD = [
-    (
-        "edit list",
-        lambda path: write_clip(path, pts=[40 * i - 400 for i in range(30)], muxer_options=NEGATIVE),
-        range(10, 30),
-    ),
+    ("edit list", lambda path: write_clip(path, pts=[*range(-400, 800, 40)], muxer_options=NEGATIVE), range(10, 30)),
     (None, two_sizes_clip, range(30)),
     ("several", two_streams_clip, range(255, 235, -1)),
     ("rotated", lambda path: write_clip(path, rotation=90), None),
@@ -153,7 +142,7 @@ def test_decord_reads_no_file_whose_keyframes_are_none(tmp_path, name):
     with pytest.raises(IndexMismatch, match=why):
         frames_of(DecordDecoder, index, [13, 29])
     for start in (13, 29):
-        video = decode_video(DecodeRequest(path, Sampling(1), KeepSize(), start / 25, decoder="decord"))
+        video = decode(path, 1, start / 25, decoder="decord")
         assert (video.record["backend"], numbers(video.frames)) == ("pyav", [start])
 
 
@@ -163,10 +152,10 @@ def test_what_packets_do_not_tell_decoding_does(tmp_path):
     clip.write_bytes(data[188 * (len(data) * 4 // 10 // 188) :])  # begins in the middle of a group of pictures
     index = index_of(clip)
     with pytest.raises(IndexMismatch):
-        read_numbers(index, [0])
+        frames_of(PyavDecoder, index, [0])
     found = index_by_decoding(index)
     assert len(found.timestamps) < len(index.timestamps)
-    read = read_numbers(found, range(len(found.timestamps)))
+    read = numbers(frames_of(PyavDecoder, found, range(len(found.timestamps))))
     assert read == list(range(read[0], 60))
 
 
@@ -217,10 +206,8 @@ def compare(*paths):
     with DecodeSandbox(timeout_s=300, memory_mb=1024, on_gpu=True) as sandbox:
         for path in paths:
             for clip in ((None, 0.4), (0.8, None), ()):
-                by_torchcodec, by_pyav = (
-                    sandbox.decode(DecodeRequest(path, Sampling(9), KeepSize(), *clip, decoder=name))
-                    for name in ("torchcodec", "pyav")
-                )
+                pair = [request(path, 9, *clip, decoder=name) for name in ("torchcodec", "pyav")]
+                by_torchcodec, by_pyav = map(sandbox.decode, pair)
                 assert np.array_equal(by_torchcodec.frames, by_pyav.frames), path
             print(Path(path).name, by_torchcodec.record["backend"])
 
@@ -234,3 +221,65 @@ def test_decoders_go_by_name_or_import_path():
     assert load_decoder("tests.builders.clips:Aborting").version == "0"
     with pytest.raises(KeyError, match="known: pyav, decord, torchcodec, nvdec"):
         load_decoder("opencv")
+
+
+# What FFmpeg's software gives, and in which layout a GPU gives the same numbers.
+LAYOUTS = {"yuv420p": "nv12", "yuvj420p": "nv12", "yuv420p10le": "p010le"}
+
+
+def without_gpu(index) -> PyavNvdecDecoder:
+    """Make the decoder as it is but for the GPU: a core decodes, and frames come in a GPU's layout."""
+    decoder = object.__new__(PyavNvdecDecoder)
+    PyavDecoder.__init__(decoder, index)
+    decoder._unpacker = av.video.reformatter.VideoReformatter()
+    return decoder
+
+
+KINDS = [
+    {},
+    {"rotation": 90},
+    {"pix_fmt": "yuvj420p"},
+    {"codec": "libx265", "pix_fmt": "yuv420p10le"},
+    {"size": (50, 66)},
+]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=["h264", "turned", "full range", "10 bits", "odd"])
+def index(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("clips") / "a.mkv"
+    made = index_of(write_clip(path, **request.param) if request.param else sample("bikes.mp4"))
+    yield made
+    made.packets.close()
+
+
+def test_frames_in_a_gpu_s_layout_have_the_pixels_of_a_core(index):
+    plain, ours = PyavDecoder(index), without_gpu(index)
+    layout = LAYOUTS[index.pixel_format]
+    for number, frame in enumerate(plain._iter_frames(np.arange(0, len(index.timestamps), 3))):
+        packed = frame.reformat(format=layout)
+        assert packed.format.name == layout
+        assert np.array_equal(ours._pixels(packed), plain._pixels(frame)), number
+
+
+def test_this_pyav_decodes_on_gpus():
+    assert NvdecDecoder is PyavNvdecDecoder is load_decoder("nvdec")
+    for codec in _CODECS:
+        assert any(config.is_supported for config in av.Codec(codec, "r").hardware_configs), codec
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_a_core_serves_and_the_row_says_why():
+    with DecodeSandbox(on_gpu=True) as sandbox:
+        video = sandbox.decode(request(sample("bikes.mp4"), 4, decoder="nvdec"))
+    backend, note = facts(video, "backend", "backend_note")
+    assert backend == "pyav" and "PyAV finds no NVIDIA GPU with a video decoder here" in note
+
+
+@needs_cuda
+@pytest.mark.parametrize("codec", ["libx264", "libx265", "libvpx-vp9"])
+def test_a_gpu_gives_the_frames_of_a_core(tmp_path, codec):
+    path = write_clip(tmp_path / "a.mkv", codec=codec, size=(240, 320))
+    with DecodeSandbox(timeout_s=120, on_gpu=True) as sandbox:
+        there, here = (sandbox.decode(request(path, decoder=name)) for name in ("nvdec", "pyav"))
+    assert there.record["backend"] == "nvdec", there.record["backend_note"]
+    assert np.array_equal(there.frames, here.frames)

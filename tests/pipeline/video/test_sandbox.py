@@ -1,4 +1,4 @@
-"""Whatever a decoder does to its process, it costs one video: the next one decodes, and nothing stays behind."""
+"""Whatever a decoder does to its process, it costs one video, and nothing stays behind; who forks these processes."""
 
 import json
 import os
@@ -7,45 +7,37 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipeline.errors import VideoFault
 from pipeline.rows import VIDEO_COLUMNS
 from pipeline.video import sandbox as sandbox_module
-from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.sampling import Sampling
+from pipeline.video.decode import decode_video
 from pipeline.video.sandbox import DecodeSandbox
-from tests.builders.clips import KeepSize, decord_killer, numbers, sample, write_clip
+from tests.builders.clips import decord_killer, numbers, open_files, sample, write_clip
+from tests.builders.decoding import fault_of, request
+from tests.builders.runs import assert_all_gone
+from tests.interpreter import run_python
 from tests.paths import ROOT
 from tests.pipeline.forging import ATTACKS, LATE
 from tests.waiting import wait_until
 
-TOO_MANY = "a table of samples states more entries than it holds"
+
+def seen_by(sandbox, clip):
+    """What a decoder sees of its process."""
+    return json.loads(fault_of(sandbox.decode, request(clip, decoder="Revealing")).message)
 
 
 @pytest.fixture
 def sandbox():
-    with DecodeSandbox(memory_mb=1024) as opened:
+    with DecodeSandbox(memory_mb=512) as opened:
         yield opened
 
 
-def request(path, decoder="auto", num_frames=8):
-    name = decoder if decoder in ("auto", "decord", "pyav") else f"tests.builders.clips:{decoder}"
-    return DecodeRequest(path, Sampling(num_frames=num_frames), KeepSize(), decoder=name)
-
-
-def convert_error(sandbox, wanted):
-    with pytest.raises(VideoFault) as caught:
-        sandbox.decode(wanted)
-    return caught.value
-
-
 def test_the_child_returns_what_decoding_here_does(sandbox):
-    wanted = request(sample("bikes.mp4"), num_frames=32)
+    wanted = request(sample("bikes.mp4"), 32)
     there, here = sandbox.decode(wanted), decode_video(wanted)
     assert np.array_equal(there.frames, here.frames) and there.frames.flags.writeable
     assert there.record == {**here.record, "decode_s": there.record["decode_s"]} and there.attempts == 1
@@ -64,7 +56,7 @@ def test_the_child_returns_what_decoding_here_does(sandbox):
 )
 def test_a_bad_decoder_costs_one_video(sandbox, clip, decoder, fault_class, exit_signal, message):
     for _ in range(2):
-        fault = convert_error(sandbox, request(clip, decoder))
+        fault = fault_of(sandbox.decode, request(clip, decoder=decoder))
         assert (fault.fault_class, fault.exit_signal, fault.attempts) == (fault_class, exit_signal, 1)
         assert message in fault.message and fault.backend == f"tests.builders.clips:{decoder}"
         assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
@@ -77,8 +69,8 @@ def test_a_child_that_was_taken_over_costs_its_video_and_runs_nothing_here(sandb
     stops = ATTACKS[name].reason == LATE
     sandbox.decode(request(clip))  # the child is up: only the limit counts below
     sandbox._timeout_s, usual = 2.0 if stops else 60.0, sandbox._timeout_s
-    wanted = DecodeRequest(video, Sampling(2), KeepSize(), decoder=f"tests.pipeline.forging:{name}")
-    fault = convert_error(sandbox, wanted)
+    wanted = request(video, 2, decoder=f"tests.pipeline.forging:{name}")
+    fault = fault_of(sandbox.decode, wanted)
     sandbox._timeout_s = usual
     assert (fault.fault_class, fault.exit_signal) == ("timeout" if stops else "crash", None)
     beginning = "" if stops else "the decode process sent a wrong message: .*"
@@ -98,43 +90,38 @@ def test_a_child_whose_next_message_is_always_there_is_ended_at_the_limit(sandbo
     with monkeypatch.context() as patch:
         patch.setattr(sandbox_module, "receive_message", receive_name)
         sandbox._timeout_s, usual = 0.5, sandbox._timeout_s
-        assert convert_error(sandbox, request(clip, "Hanging")).fault_class == "timeout"
+        assert fault_of(sandbox.decode, request(clip, decoder="Hanging")).fault_class == "timeout"
     sandbox._timeout_s = usual
     assert sandbox.decode(request(clip)).record["source_frames"] == 30
 
 
 def test_what_forgers_change_is_an_honest_answer(sandbox, clip):
-    wanted = DecodeRequest(clip, Sampling(2), KeepSize(), decoder="tests.pipeline.forging:Honest")
+    wanted = request(clip, 2, decoder="tests.pipeline.forging:Honest")
     video = sandbox.decode(wanted)
-    assert (video.frames.shape, video.frame_indices.tolist(), video.record["codec"]) == (
-        (2, 64, 96, 3),
-        [0, 29],
-        "h264",
-    )
+    assert video.frames.shape == (2, 64, 96, 3) and video.frame_indices.tolist() == [0, 29]
+    assert video.record["codec"] == "h264"
 
 
-def test_no_file_that_a_child_writes_grows_beyond_its_memory(clip):
-    with DecodeSandbox(memory_mb=512) as sandbox:
-        fault = convert_error(sandbox, request(clip, "Sprawling"))
+def test_no_file_that_a_child_writes_grows_beyond_its_memory(sandbox, clip):
+    fault = fault_of(sandbox.decode, request(clip, decoder="Sprawling"))
     assert fault.fault_class == "out-of-memory" and "File too large" in fault.message
 
 
-def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(clip):
+def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(sandbox, clip):
     """A CUDA context reserves more addresses than any machine has memory."""
-    with DecodeSandbox(memory_mb=1024, on_gpu=True) as sandbox:
-        assert json.loads(convert_error(sandbox, request(clip, "Revealing")).message)["limits"][0] == -1
-        assert convert_error(sandbox, request(clip, "Spacious")).message == "1099511627776 bytes reserved"
-        assert convert_error(sandbox, request(clip, "Hungry")).fault_class == "out-of-memory"
-        assert sandbox.decode(request(clip)).record["source_frames"] == 30
-    with DecodeSandbox(memory_mb=1024) as sandbox:
-        assert convert_error(sandbox, request(clip, "Spacious")).fault_class == "out-of-memory"
+    with DecodeSandbox(memory_mb=512, on_gpu=True) as beside:
+        assert seen_by(beside, clip)["limits"][0] == -1
+        assert fault_of(beside.decode, request(clip, decoder="Spacious")).message == "1099511627776 bytes reserved"
+        assert fault_of(beside.decode, request(clip, decoder="Hungry")).fault_class == "out-of-memory"
+        assert beside.decode(request(clip)).record["source_frames"] == 30
+    assert fault_of(sandbox.decode, request(clip, decoder="Spacious")).fault_class == "out-of-memory"
 
 
 def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
     with DecodeSandbox() as sandbox:
         sandbox.decode(request(clip))  # the child is up: only the limit counts below
         sandbox._timeout_s, usual = 1.0, sandbox._timeout_s
-        fault = convert_error(sandbox, request(clip, "Hanging"))
+        fault = fault_of(sandbox.decode, request(clip, decoder="Hanging"))
         sandbox._timeout_s = usual  # a busy machine may need longer for a good video
         assert (fault.fault_class, fault.attempts) == ("timeout", 1) and "1 s" in fault.message
         assert sandbox.decode(request(clip)).record["source_frames"] == 30
@@ -146,28 +133,27 @@ def test_limits_beyond_what_the_system_takes_are_no_error(clip):
 
 
 def test_a_file_that_takes_decord_down_is_read_by_pyav(sandbox, clip, tmp_path):
-    video = sandbox.decode(request(decord_killer(tmp_path / "a.mp4"), "decord"))
+    video = sandbox.decode(request(decord_killer(tmp_path / "a.mp4"), decoder="decord"))
     assert numbers(video.frames) == np.linspace(0, 29, 8, dtype=int).tolist()
     assert (video.record["backend"], video.attempts) == ("pyav", 2) and "SIGABRT" in video.record["backend_note"]
     assert sandbox.decode(request(clip)).record["backend"] == "pyav"
 
 
-def test_a_table_that_states_more_samples_than_it_holds_is_damage_and_no_lack_of_memory(tmp_path):
+def test_a_table_that_states_more_samples_than_it_holds_is_damage_and_no_lack_of_memory(sandbox, tmp_path):
     path = write_clip(tmp_path / "v.mp4")
     data = bytearray(path.read_bytes())
     table = data.index(b"ctts")
     data[table + 8 : table + 12] = (2**28).to_bytes(4, "big")  # 3 GiB, which FFmpeg reserves
     path.write_bytes(data)
-    with DecodeSandbox(memory_mb=1024) as sandbox, pytest.raises(VideoFault) as fault:
-        sandbox.decode(request(path))
-    assert (fault.value.fault_class, fault.value.message) == ("corrupt", TOO_MANY)
+    fault = fault_of(sandbox.decode, request(path))
+    assert (fault.fault_class, fault.message) == ("corrupt", "a table of samples states more entries than it holds")
 
 
 def test_the_child_is_confined(clip, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("HF_TOKEN", "x")
     with DecodeSandbox(memory_mb=1024) as sandbox:
-        seen = json.loads(convert_error(sandbox, request(clip, "Revealing")).message)
+        seen = seen_by(sandbox, clip)
         niceness = os.getpriority(os.PRIO_PROCESS, seen["pid"])
     assert seen["env"] == [] and seen["threads"] == 1
     assert os.nice(0) < niceness or niceness == 19  # whoever launches a GPU's kernels goes first
@@ -178,7 +164,7 @@ def test_the_child_is_confined(clip, monkeypatch):
 def test_a_child_sees_the_gpus_that_its_worker_was_given_after_the_fork_server_began(clip, monkeypatch):
     def seen(on_gpu):
         with DecodeSandbox(on_gpu=on_gpu) as sandbox:
-            return json.loads(convert_error(sandbox, request(clip, "Revealing")).message)["gpus"]
+            return seen_by(sandbox, clip)["gpus"]
 
     before = seen(on_gpu=False)  # the server runs from now on
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -186,7 +172,7 @@ def test_a_child_sees_the_gpus_that_its_worker_was_given_after_the_fork_server_b
 
 
 def test_a_child_killed_while_idle_is_replaced(sandbox, clip):
-    pid = json.loads(convert_error(sandbox, request(clip, "Revealing")).message)["pid"]
+    pid = seen_by(sandbox, clip)["pid"]
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the fork server reaps it")
     assert sandbox.decode(request(clip)).record["source_frames"] == 30
@@ -194,7 +180,7 @@ def test_a_child_killed_while_idle_is_replaced(sandbox, clip):
 
 def test_closing_leaves_no_process_and_can_be_undone(clip):
     sandbox = DecodeSandbox()
-    pid = json.loads(convert_error(sandbox, request(clip, "Revealing")).message)["pid"]
+    pid = seen_by(sandbox, clip)["pid"]
     sandbox.close()
     assert not alive(pid)
     sandbox.close()
@@ -204,28 +190,19 @@ def test_closing_leaves_no_process_and_can_be_undone(clip):
 
 PARENT = """
 import sys
-from pipeline.errors import VideoFault
-from pipeline.rows import VIDEO_COLUMNS
-from pipeline.video.decode import DecodeRequest
-from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from tests.builders.clips import KeepSize
+from tests.builders.decoding import fault_of, request
 
 if __name__ == "__main__":
     path, decoder = sys.argv[1:]
     sandbox = DecodeSandbox(timeout_s=300)
-    for name in ("tests.builders.clips:Revealing", decoder):
-        if name == "idle":
-            sys.stdin.read()
-        try:
-            sandbox.decode(DecodeRequest(path, Sampling(num_frames=2), KeepSize(), decoder=name))
-        except VideoFault as fault:
-            print(fault.message, flush=True)
+    print(fault_of(sandbox.decode, request(path, decoder="Revealing")).message, flush=True)
+    sys.stdin.read() if decoder == "idle" else sandbox.decode(request(path, decoder=decoder))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoder", ["idle", "tests.builders.clips:Hanging"])
+@pytest.mark.parametrize("decoder", ["idle", "Hanging"])
 def test_nothing_outlives_a_killed_parent_and_the_kernel_shows_no_credentials_of_it(clip, tmp_path, decoder):
     """``/proc/self/environ`` is the environment that a process began with, whatever became of it."""
     script = tmp_path / "parent.py"
@@ -254,14 +231,6 @@ def test_nothing_outlives_a_killed_parent_and_the_kernel_shows_no_credentials_of
     wait_until(lambda: not any(map(alive, family)), lambda: f"the end of {list(filter(alive, family))}", 20)
 
 
-def open_files(pid):
-    paths = []
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
-            paths.append(str(entry.readlink()))
-    return paths
-
-
 def alive(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
@@ -276,3 +245,59 @@ def descendants(pid):
         for child in (task / "children").read_text(encoding="utf-8").split():
             found |= {int(child)} | descendants(int(child))
     return found
+
+
+# As a worker that is forked from prefork/server.py does: its variables are set anew, and it has no threads yet.
+WORKER = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from pipeline.video import fork_server
+from pipeline.video.sandbox import DecodeSandbox
+from tests.builders.decoding import fault_of, request
+
+variables = dict(os.environ)
+os.environ.clear()
+os.environ.update(variables)
+fork_server.fork_standby()
+waits = fork_server._standing_by.pid
+if "killed" in sys.argv:
+    os.kill(waits, signal.SIGKILL)
+    os.waitid(os.P_PID, waits, os.WEXITED | os.WNOWAIT)
+for _ in range(2):
+    with DecodeSandbox(timeout_s=300) as sandbox:
+        seen = json.loads(fault_of(sandbox.decode, request(sys.argv[1], decoder="Revealing")).message)
+        parent = Path(f"/proc/{seen['pid']}/stat").read_text().rpartition(")")[2].split()[1]
+        title = Path(f"/proc/{parent}/cmdline").read_text().strip(chr(0))
+        frames = sandbox.decode(request(sys.argv[1], 2)).record["source_frames"]
+        print(json.dumps({**seen, "ahead": int(parent) == waits, "title": title, "decodes": frames}), flush=True)
+if "waits" in sys.argv:
+    print(waits, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def worker(tmp_path: Path, clip: Path, *words: str) -> list[str]:
+    """Run it, and return the lines that it prints."""
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER, encoding="utf-8")
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": "x", "PLAIN": "y"}
+    done = run_python(script, clip, *words, env=variables, timeout=300)
+    assert done.stdout, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_children_are_forked_from_it_and_neither_shows_a_secret(tmp_path, clip):
+    *seen, waits = worker(tmp_path, clip, "waits")
+    for child in map(json.loads, seen):
+        assert child["ahead"] and "forkserver" in child["title"] and child["decodes"] == 30
+        assert child["env"] == child["first"] == [] and child["threads"] == 1
+    assert len(seen) == 2
+    assert_all_gone([int(waits)])  # with the worker, however that ends
+
+
+@pytest.mark.slow
+def test_another_is_started_where_it_was_killed(tmp_path, clip):
+    for child in map(json.loads, worker(tmp_path, clip, "killed")):
+        assert not child["ahead"] and child["decodes"] == 30 and child["env"] == []

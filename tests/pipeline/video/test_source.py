@@ -2,26 +2,25 @@
 
 import json
 import os
-import socket
 import tempfile
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipeline.errors import VideoFault
+from pipeline.errors import UsageError, VideoFault
 from pipeline.storage import s3 as objects_module
 from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
-from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.frame_folders import read_source_state
-from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from pipeline.video.source import prepare_source
-from tests.builders.clips import KeepSize, decord_killer, memory_files, sample
-from tests.builders.stores import KEY, SECRET
+from pipeline.video.source import SourceStates, prepare_source
+from tests.builders import decoding
+from tests.builders.clips import decord_killer, memory_files, sample, write_jpegs
+from tests.builders.decoding import facts, request
+from tests.builders.stores import KEY, SECRET, answering
 from tests.waiting import wait_until
 
 LIMIT = 64 * 2**20
@@ -44,20 +43,13 @@ def place(request, monkeypatch, tmp_path):
     assert list(tmp_path.glob("video-*")) == []
 
 
-def request(decoder="auto", num_frames=8):
-    name = decoder if decoder in ("auto", "decord", "pyav") else f"tests.builders.clips:{decoder}"
-    return DecodeRequest("", Sampling(num_frames=num_frames), KeepSize(), decoder=name)
-
-
-def decode(sandbox, server, uri, wanted):
+def decode(sandbox, server, uri, decoder="auto"):
     with prepare_source(Location(uri), server.objects(), LIMIT) as source:
-        return source.decode(sandbox, wanted)
+        return source.decode(sandbox, request("", decoder=decoder))
 
 
-def convert_error(sandbox, server, uri, wanted):
-    with pytest.raises(VideoFault) as caught:
-        decode(sandbox, server, uri, wanted)
-    return caught.value
+def fault_of(*arguments):
+    return decoding.fault_of(decode, *arguments)
 
 
 @pytest.mark.parametrize("decoder", ["auto", "decord"])
@@ -65,23 +57,17 @@ def test_an_object_decodes_like_its_file_in_one_request(server, place, decoder):
     path = sample("bikes.mp4")
     uri = server.upload("odd ü#%20?/bikes.mp4", path.read_bytes())
     with DecodeSandbox() as sandbox:
-        there = decode(sandbox, server, uri, request(decoder))
-    here = decode_video(DecodeRequest(path, Sampling(num_frames=8), KeepSize(), decoder=decoder))
-    assert np.array_equal(there.frames, here.frames) and there.record["backend"] == here.record["backend"]
-    assert (there.record["source_size"], there.record["source_hash"]) == (
-        here.record["source_size"],
-        here.record["source_hash"],
-    )
+        there = decode(sandbox, server, uri, decoder)
+    here, names = decoding.decode(path, decoder=decoder), ("backend", "source_size", "source_hash")
+    assert np.array_equal(there.frames, here.frames) and facts(there, *names) == facts(here, *names)
     assert server.counts() == {"GET": 1}
 
 
 def test_faults_name_the_object_and_not_where_it_lies(server, place, clip):
     texts = {"text.mp4": b"no video" * 99, "empty.mp4": b"", "cut.mp4": clip.read_bytes()[:-500]}
     with DecodeSandbox() as sandbox:
-        faults = {
-            name: convert_error(sandbox, server, server.upload(name, data), request()) for name, data in texts.items()
-        }
-        told = convert_error(sandbox, server, server.upload("a.mp4", clip.read_bytes()), request("Leaving"))
+        faults = {name: fault_of(sandbox, server, server.upload(name, data)) for name, data in texts.items()}
+        told = fault_of(sandbox, server, server.upload("a.mp4", clip.read_bytes()), "Leaving")
     assert {name: fault.fault_class for name, fault in faults.items()} == {
         "text.mp4": "unsupported", "empty.mp4": "unsupported", "cut.mp4": "corrupt",
     }  # fmt: skip
@@ -101,24 +87,24 @@ def test_nothing_stays_open_in_parent_or_child(server, clip, tmp_path):
     killer = server.upload("killer.mp4", decord_killer(tmp_path / "a.mp4").read_bytes())
     text = server.upload("text.mp4", b"no video")
     with DecodeSandbox(timeout_s=60) as sandbox:
-        decode(sandbox, server, good, request())
+        decode(sandbox, server, good)
         before = n_open()
         for _ in range(5):
-            decode(sandbox, server, good, request())
-            convert_error(sandbox, server, text, request())
-            convert_error(sandbox, server, good, request("Raising"))
-        told = convert_error(sandbox, server, good, request("Leaving"))
+            decode(sandbox, server, good)
+            fault_of(sandbox, server, text)
+            fault_of(sandbox, server, good, "Raising")
+        told = fault_of(sandbox, server, good, "Leaving")
         assert json.loads(told.message)["files"] == [good, good]  # handed over and opened, and none of an earlier video
         server.requests.clear()
-        assert decode(sandbox, server, killer, request("decord")).attempts == 2  # read again from the same bytes
+        assert decode(sandbox, server, killer, "decord").attempts == 2  # read again from the same bytes
         assert server.counts() == {"GET": 1}
-        assert convert_error(sandbox, server, good, request("Aborting")).fault_class == "crash"
-        decode(sandbox, server, good, request())
+        assert fault_of(sandbox, server, good, "Aborting").fault_class == "crash"
+        decode(sandbox, server, good)
         assert sandbox._child is not None and memory_files(sandbox._child.process.pid) == []
         sandbox._timeout_s = 0.5
-        assert convert_error(sandbox, server, good, request("Hanging")).fault_class == "timeout"
+        assert fault_of(sandbox, server, good, "Hanging").fault_class == "timeout"
         sandbox._timeout_s = 60
-        decode(sandbox, server, good, request())
+        decode(sandbox, server, good)
         assert memory_files(os.getpid()) == []
         wait_until(lambda: n_open() <= before, "the end of the server's side of the last connection")
 
@@ -128,8 +114,8 @@ def test_a_child_can_neither_change_the_bytes_nor_fetch_others(server, clip, mon
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     uri = server.upload("a.mp4", clip.read_bytes())
     with DecodeSandbox() as sandbox:
-        assert "Operation not permitted" in convert_error(sandbox, server, uri, request("Vandal")).message
-        assert json.loads(convert_error(sandbox, server, uri, request("Revealing")).message)["env"] == []
+        assert "Operation not permitted" in fault_of(sandbox, server, uri, "Vandal").message
+        assert json.loads(fault_of(sandbox, server, uri, "Revealing").message)["env"] == []
 
 
 def test_what_cannot_be_fetched_is_a_fault_with_its_remedy(server, place):
@@ -145,7 +131,7 @@ def test_what_cannot_be_fetched_is_a_fault_with_its_remedy(server, place):
             prepare_source(Location(server.uri(name)), objects, limit) as source,
             pytest.raises(VideoFault, match=message) as caught,
         ):
-            source.decode(DecodeSandbox(), request())
+            source.decode(DecodeSandbox(), request(""))
         assert caught.value.fault_class == fault_class and server.uri(name) in caught.value.message
         assert caught.value.retryable and source.descriptor is None and source.path is None
     with prepare_source(Location(uri), objects, 8) as source:
@@ -158,36 +144,24 @@ def stalling(mode):
 
     Yields its address, and where each range begins that it was asked for.
     """
-    listening = socket.create_server(("127.0.0.1", 0))
-    held, starts, size = [], [], 2**22
+    starts, size, ended = [], 2**22, threading.Event()
 
-    def answer(connection):
-        asked = b""
-        while not asked.endswith(b"\r\n\r\n"):
-            asked += connection.recv(65536)
-        starts.append(int(asked.partition(b"Range: bytes=")[2].partition(b"-")[0] or 0))
+    def answer(handler):
+        starts.append(int(handler.headers.get("Range", "bytes=0-")[6:].partition("-")[0]))
         start = 0 if mode == "restarting" else starts[-1]
-        status = b"206 Partial Content\r\nContent-Range: bytes %d-/%d" % (start, size) if start else b"200 OK"
-        head = b'HTTP/1.1 %s\r\nETag: "x"\r\nContent-Length: %d\r\n\r\n' % (status, size - start)
-        connection.sendall(head + b"x" * ((size - start) // 2))
-        if mode != "stalling":
-            connection.close()
 
-    def serve():
-        with suppress(OSError):  # it listens no more
-            while True:
-                held.append(listening.accept()[0])
-                with suppress(OSError):  # the client has hung up, which asks again
-                    answer(held[-1])
+        def body():
+            yield b"x" * ((size - start) // 2)
+            if mode == "stalling":
+                ended.wait()
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}", starts
-    listening.shutdown(socket.SHUT_RDWR)
-    listening.close()
-    thread.join()
-    for connection in held:
-        connection.close()
+        headers = [("ETag", '"x"'), ("Content-Length", str(size - start))]
+        headers += [("Content-Range", f"bytes {start}-/{size}")] * bool(start)
+        return 206 if start else 200, headers, body()
+
+    with answering(answer) as url:
+        yield url, starts
+        ended.set()
 
 
 @pytest.mark.parametrize(
@@ -198,9 +172,8 @@ def test_a_store_that_stalls_or_hangs_up_in_mid_body_is_an_io_fault(monkeypatch,
     if mode == "stalling":
         monkeypatch.setattr(objects_module, "_SILENT_S", 0.3)
     with stalling(mode) as (url, starts):
-        objects = Objects(
-            endpoint_url=url, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
-        )
+        keys = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET}
+        objects = Objects(endpoint_url=url, region_name="us-east-1", **keys)
         source = prepare_source(Location("s3://bucket/a.mp4"), objects, LIMIT)
         assert source.fault is not None and source.fault.fault_class == "io"
         # With so little patience, what is answered late by chance is asked for again.
@@ -215,3 +188,46 @@ def test_a_file_on_disk_has_its_mark_of_now_and_a_missing_one_that_of_its_listin
         with prepare_source(Location(str(path), mark=7), Objects(), LIMIT) as source:
             assert source.location.mark == (expected or read_source_state(str(path)).mark)
         path.write_bytes(b"x")
+
+
+def test_an_outage_amid_many_questions_ends_them(server):
+    uris = [server.uri(f"{number}.mp4") for number in range(300)]
+    for number in range(40, 300):
+        server.fail("HEAD", f"{number}.mp4", 403)
+    with pytest.raises(UsageError, match=r"/71\.mp4: .*403"):
+        SourceStates(server.objects()).of(uris)
+    assert len(server.requests) < 300
+
+
+def test_files_and_objects_are_measured_in_the_order_asked_for_and_what_is_gone_has_no_size(server, tmp_path):
+    (tmp_path / "a").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    objects = [server.upload(f"{n}.mp4", b"x" * n) for n in (3, 4)]
+    files = [str(tmp_path / name) for name in ("a", "gone", "link", "nul\0")]
+    sizes = SourceStates(server.objects())
+    assert sizes.of([]) == []
+    sizes.finish()  # nobody was asked, so nobody refused
+    assert sizes.of([objects[1], *files, server.uri("gone.mp4"), objects[0]]) == [4, 5, -1, 5, -1, -1, 3]
+    assert server.counts() == {"HEAD": 3}
+    sizes.finish()  # one that is gone is an answer
+
+
+def test_few_refusals_are_no_outage_unless_they_are_all(server):
+    server.upload("a.mp4", b"12345")
+    for n in range(3):
+        server.fail("HEAD", f"no{n}.mp4", 403)
+    refused = [server.uri(f"no{n}.mp4") for n in range(3)]
+    some = SourceStates(server.objects())
+    assert some.of([*refused, server.uri("a.mp4")]) == [-1, -1, -1, 5]
+    some.finish()
+    none = SourceStates(server.objects())
+    assert none.of(refused[:1]) == [-1] and none.of(refused[1:]) == [-1, -1]
+    with pytest.raises(UsageError, match=r"no2\.mp4: .*cannot check whether .*: 403.*--on-changed skip"):
+        none.finish()
+
+
+def test_a_folder_of_frames_has_the_bytes_of_its_frames(tmp_path):
+    """As decoding it says: else every resumed run would take it for changed."""
+    folder = write_jpegs(tmp_path / "frames_fps3" / "x", 3)
+    (folder / "notes.txt").write_text("x")
+    assert SourceStates().of([str(folder)]) == [sum(path.stat().st_size for path in folder.glob("*.jpg"))]

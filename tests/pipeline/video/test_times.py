@@ -5,7 +5,6 @@ from fractions import Fraction
 from itertools import chain, pairwise
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,9 +13,8 @@ from hypothesis import strategies as st
 from gstep.backbones import ModelSource, family_of
 from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.prune.encode_stage import to_sampled_video
-from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.probe import VideoIndex, probe
+from pipeline.video.probe import VideoIndex
 from pipeline.video.sampling import (
     Sampling,
     choose_frames,
@@ -25,7 +23,9 @@ from pipeline.video.sampling import (
     find_tolerances,
     find_true_times,
 )
-from tests.builders.clips import KeepSize, ffmpeg, make_clip, numbers
+from tests.builders import clips
+from tests.builders.clips import ffmpeg, make_clip, numbers, write_clip
+from tests.builders.decoding import decode, facts
 from tests.gstep.backbones.encoders import FLOAT32
 
 X264 = ("-c:v", "libx264", "-preset", "ultrafast")
@@ -55,7 +55,6 @@ RAW = {
     "a.hevc": ("-c:v", "libx265", "-preset", "ultrafast", "-x265-params", "log-level=none:pools=none"),
     "a.m2v": ("-c:v", "mpeg2video"),
 }
-GIF_RATES = ["25", "24000/1001"]  # its ticks are hundredths
 # Every container at two rates, and at all of them where ticks are fine, milliseconds, a frame or none.
 EVEN = [(name, rate) for name in (*CONTAINERS, *RAW) for rate in ("24000/1001", "30")]
 EVEN += [(name, rate) for name in ("b.mp4", "b.mkv", "a.avi", "a.h264") for rate in ("25", "30000/1001", "50", "60")]
@@ -76,9 +75,8 @@ def chosen_of(index: VideoIndex, sampling: Sampling, start: float | None = None,
 
 
 def index_of(path: Path) -> VideoIndex:
-    index = probe(str(path), sniff(path))
-    if index.packets is not None:
-        index.packets.close()
+    index = clips.index_of(path)
+    index.packets.close()
     return index
 
 
@@ -98,13 +96,19 @@ def even(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("rate", GIF_RATES)
-def test_a_gif_whose_ticks_are_a_third_of_a_frame(even, rate):
-    index, exact = even("a.gif", rate), Fraction(rate)
-    assert index.fps == pytest.approx(float(exact), rel=1e-9)
+def assert_regular(index: VideoIndex, exact: Fraction, rel: float, digits: int) -> None:
+    """The file has its rate, shots with bounds of so many digits, and all frames at its rate."""
+    assert index.fps == pytest.approx(float(exact), rel=rel)
     for start in range(0, COUNT, SHOT):
-        assert range_of(index, float(start / exact), float((start + SHOT) / exact)) == (start, start + SHOT)
+        bounds = (round(float(place / exact), digits) for place in (start, start + SHOT))
+        assert range_of(index, *bounds) == (start, start + SHOT)
     assert chosen_of(index, Sampling(None, float(exact), None)) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("rate", ["25", "24000/1001"])
+def test_a_gif_whose_ticks_are_a_third_of_a_frame(even, rate):
+    """Its ticks are hundredths."""
+    assert_regular(even("a.gif", rate), Fraction(rate), 1e-9, 17)
 
 
 @pytest.mark.parametrize("rate", ["24000/1001", "30", "60"])
@@ -114,12 +118,8 @@ def test_a_gif_whose_ticks_are_a_third_of_a_frame(even, rate):
 def test_milliseconds_stay_in_a_copy_with_finer_ticks(even, tmp_path, rate, source, copy):
     """As of a recording that was copied to MP4 without encoding: it is no file of variable rate."""
     ffmpeg("-i", even(source, rate).path, "-c", "copy", tmp_path / copy)
-    index, exact = index_of(tmp_path / copy), Fraction(rate)
-    assert index.fps == pytest.approx(float(exact), rel=1e-6)
-    for start in range(0, COUNT, SHOT):
-        bounds = (round(float(place / exact), 3) for place in (start, start + SHOT))
-        assert range_of(index, *bounds) == (start, start + SHOT)
-    assert chosen_of(index, Sampling(None, float(exact), None)) == list(range(COUNT))
+    index = index_of(tmp_path / copy)
+    assert_regular(index, Fraction(rate), 1e-6, 3)
     assert chosen_of(index, Sampling(None, 20.0, 7)) == np.linspace(0, COUNT - 1, 7, dtype=int).tolist()
 
 
@@ -141,9 +141,8 @@ def test_a_duration_that_is_a_whole_millisecond_too_long_adds_no_frame():
     assert times[-1] + 0.034 == pytest.approx(50.051, abs=1e-9)
     true_times = find_true_times(times, times[-1] + 0.034, rate, 1 / 16_000)
     assert true_times[1] == pytest.approx(50.05, abs=1e-9)
-    assert choose_frames(true_times[0], Sampling(None, rate, None), None, None, *true_times[1:]).tolist() == [
-        *range(1500)
-    ]
+    frames = choose_frames(true_times[0], Sampling(None, rate, None), None, None, *true_times[1:])
+    assert frames.tolist() == [*range(1500)]
 
 
 @pytest.mark.parametrize(("name", "rate"), EVEN)
@@ -174,25 +173,23 @@ def test_a_regular_file_has_its_rate_its_shots_and_the_frames_that_mp4_has_on_sc
 @pytest.mark.parametrize(("name", "options"), [("a.ts", B_FRAMES), ("m.ts", MPEG2), ("a.mpg", MPEG2)])
 def test_recordings_joined_to_one_file_follow_each_other(tmp_path, name, options, starts):
     """FFmpeg takes a jump back by a minute for the wrap of a clock of 33 bits, and adds 26 hours."""
-    parts = [
-        make_clip(tmp_path / f"{i}-{name}", *options, "-output_ts_offset", start, first=32 * i)
-        for i, start in enumerate(starts)
-    ]
-    (tmp_path / name).write_bytes(b"".join(part.read_bytes() for part in parts))
-    count = 32 * len(parts)
-    video = decode_video(DecodeRequest(tmp_path / name, Sampling(count), KeepSize()))
-    assert (video.record["fps"], video.record["clip_fps"], video.record["source_frames"]) == (25.0, 25.0, count)
-    assert video.timestamps == pytest.approx(np.arange(count) / 25) and video.record["duration_s"] == pytest.approx(
-        count / 25
-    )
+    with (tmp_path / name).open("wb") as joined:
+        for i, start in enumerate(starts):
+            part = make_clip(tmp_path / f"{i}-{name}", *options, "-output_ts_offset", start, first=32 * i)
+            joined.write(part.read_bytes())
+    count = 32 * len(starts)
+    video = decode(tmp_path / name, count)
+    assert facts(video, "fps", "clip_fps", "source_frames") == (25.0, 25.0, count)
+    assert video.timestamps == pytest.approx(np.arange(count) / 25)
+    assert video.record["duration_s"] == pytest.approx(count / 25)
     late = np.array(numbers(video.frames)) != np.arange(count)
-    assert late.sum() <= len(parts) - 1  # FFmpeg may make up a frame at a seam
+    assert late.sum() <= len(starts) - 1  # FFmpeg may make up a frame at a seam
 
 
 @pytest.mark.parametrize("name", ["a.ts", "a.mpg"])
 def test_a_clock_that_wraps_goes_on(tmp_path, name):
     path = make_clip(tmp_path / name, *MPEG2, "-output_ts_offset", 2**33 / 90_000 - 0.7)
-    video = decode_video(DecodeRequest(path, Sampling(32), KeepSize()))
+    video = decode(path, 32)
     assert numbers(video.frames) == list(range(32)) and video.record["fps"] == 25.0
     assert video.timestamps == pytest.approx(np.arange(32) / 25, abs=1e-4)
 
@@ -200,24 +197,13 @@ def test_a_clock_that_wraps_goes_on(tmp_path, name):
 def write_times(path: Path, times: list[int], rate: int) -> Path:
     """Write a frame at each of these milliseconds, which are the encoder's ticks, with this rate in the header."""
     codec = {".webm": "libvpx-vp9", ".wmv": "wmv2", ".avi": "mpeg4"}.get(path.suffix, "libx264")
-    with av.open(str(path), "w") as out:
-        stream = out.add_stream(codec, rate=rate)
-        stream.width = stream.height = 64
-        stream.pix_fmt, stream.codec_context.time_base = "yuv420p", Fraction(1, 1000)
-        if codec == "libx264":
-            stream.codec_context.options = {"preset": "ultrafast"}
-        for number, time in enumerate(times):
-            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), number, np.uint8), "rgb24")
-            frame.pts, frame.time_base = time, Fraction(1, 1000)
-            out.mux(stream.encode(frame))
-        out.mux(stream.encode(None))
-    return path
+    return write_clip(path, codec=codec, count=len(times), size=(64, 64), fps=rate, gop=12, pts=times)
 
 
 def uneven(path: Path) -> Path:
     """Write 60 frames in two seconds and 50 in the ten after these."""
     times = [round(1000 * i / 30) for i in range(30 * FAST_S)]
-    times += [1000 * FAST_S + 200 * i for i in range(5 * SLOW_S)]
+    times += range(1000 * FAST_S, 1000 * (FAST_S + SLOW_S), 200)
     return write_times(path, times, 1000 if path.suffix == ".avi" else 30)
 
 
