@@ -25,7 +25,7 @@ SHAPE = (4, 9, 8)
 
 def verified(store: Store, **more: object) -> Report:
     """Verify a cache in which nothing is too young to be deleted."""
-    return verify(store, VerifyRequest(**{"keep": NOW} | more), Console(file=io.StringIO()))
+    return verify(store, VerifyRequest(**{"keep": NOW, "jobs": 1} | more), Console(file=io.StringIO()))
 
 
 def remove(store: Store, *video_ids: str, reason: str = "takedown 17") -> CacheRemoval:

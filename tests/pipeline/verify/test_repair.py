@@ -208,9 +208,13 @@ def test_a_removed_video_stays_so(store):
     assert TokenCache(store.root).metadata("a")["status"] == "removed"
 
 
-def test_a_repair_that_is_ended_anywhere_is_ended_by_the_next(tokens, sound, tmp_path):
+def test_a_repair_that_is_ended_anywhere_is_ended_by_the_next(tokens, tmp_path):
+    begun = write_header(tmp_path / "begun", hidden_size=8)
+    write_shard(begun, "run", video_of("a", 0), video_of("b", 1))
+    write_shard(begun, "run", video_of("d", 3))
+
     def place(steps: int) -> Path:
-        store = LocalStore(shutil.copytree(sound, tmp_path / str(steps)))
+        store = LocalStore(shutil.copytree(begun.root, tmp_path / str(steps)))
         commit = commit_of(store, "d")
         flip_token(store.root, "b")
         commit.write_bytes(b"PAR1")
@@ -220,9 +224,9 @@ def test_a_repair_that_is_ended_anywhere_is_ended_by_the_next(tokens, sound, tmp
     ends = OSError, UsageError  # the second where no note of the repair could be written
     for steps in damage.stop_at_each_change(partial(verified, repair=True), place, ends, error=down):
         store = LocalStore(tmp_path / str(steps))
-        assert kinds(verified(store, repair=True)) == [], steps
+        verified(store, repair=True)
         assert TokenCache(store.root).failed == {"b": "io", "d": "io"}
-        assert_tokens(store.root, without(tokens, "bd"))
+        assert_tokens(store.root, {"a": tokens["a"]})
 
 
 def test_a_repair_on_s3(server, sound):
