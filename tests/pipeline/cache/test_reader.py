@@ -1,6 +1,7 @@
 """The cache: what goes in comes out, bit for bit, and no more is read than asked for."""
 
 import gc
+import io
 from dataclasses import replace
 
 import duckdb
@@ -16,6 +17,8 @@ from pipeline import FailedVideo, NotACache, RatioNotCached, TokenCache, TokenDa
 from pipeline.cache.header import read_fingerprint
 from pipeline.cache.merging import merge_table_fully
 from pipeline.errors import CorruptShard, RemovedVideo, VideoFault
+from pipeline.storage.random_access import LocalFile
+from pipeline.storage.stores import LocalStore
 from tests.builders.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
 from tests.gstep import synthetic
 from tests.interpreter import run_python
@@ -123,6 +126,27 @@ def test_a_cache_is_opened_and_looked_through_without_torch_or_ray(tmp_path):
     make_cache(tmp_path, VIDEOS)
     done = run_python("-c", LIGHT, tmp_path, check=True)
     assert done.stdout.splitlines() == ["[]", "torch.bfloat16"]
+
+
+class CountingStore(LocalStore):
+    """Counts the bytes that a reader asks for; for tests/pipeline/prune/test_evidence.py."""
+
+    read_bytes = 0
+
+    def open(self, name):
+        store = self
+
+        class File(io.FileIO):
+            def readinto(self, buffer):
+                store.read_bytes += (n := super().readinto(buffer) or 0)
+                return n
+
+            def read(self, size=-1):
+                data = super().read(size)
+                store.read_bytes += len(data)
+                return data
+
+        return LocalFile(pa.PythonFile(File(self.root / name)))
 
 
 def test_what_cannot_be_served_is_said(tmp_path):

@@ -27,7 +27,7 @@ def merge(sources, out, say=print, **how):
     return merge_caches(sources, LocalStore(out) if isinstance(out, Path) else out, say, **how)
 
 
-def cache_of(folder, videos, run):
+def cache_of(folder, videos, run="run"):
     """A cache of videos, each name with a seed, or a fault."""
     store = write_header(folder, hidden_size=8)
     for number, (name, seed) in enumerate(videos.items()):
