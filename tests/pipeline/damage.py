@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
+from pipeline import TokenCache
 from pipeline.cache.header import read_fingerprint
 from pipeline.cache.merging import merge_table_fully
 from pipeline.cache.schema import VIDEOS, hash_bytes, slice_footer, write_parquet
@@ -30,9 +32,9 @@ class Dying(LocalStore):
     Files whose names match ``spared`` are not counted.
     """
 
-    def __init__(self, root: Path, error: BaseException | None = None, spared: str = "") -> None:
+    def __init__(self, root: Path, left: int, error: BaseException | None = None, spared: str = "") -> None:
         super().__init__(root)
-        self.left, self._error, self._spared = 10**9, error or KeyboardInterrupt(), spared
+        self.left, self._error, self._spared = left, error or KeyboardInterrupt(), spared
 
     def put(self, name, data) -> None:
         self._count(name)
@@ -51,6 +53,29 @@ class Dying(LocalStore):
             self.left -= 1
             if self.left < 0:
                 raise self._error
+
+
+def stop_at_each_change(
+    act: Callable[[LocalStore], object], root_of: Callable[[int], Path], ends: Any = KeyboardInterrupt, **how: Any
+) -> Iterator[int]:
+    """Let ``act`` end before the first change of a store, before the second ... until it comes through.
+
+    Gives after each stop how many changes were made.
+
+    Args:
+        root_of: gives the folder of the store for that number.
+        ends: what ``act`` raises when it is stopped.
+        how: for the store.
+    """
+    for left in range(60):
+        try:
+            act(Dying(root_of(left), left, **how))
+        except ends:
+            pass
+        else:
+            break
+        yield left
+    assert 3 < left < 59
 
 
 class Merging(LocalStore):
@@ -80,6 +105,19 @@ class Merging(LocalStore):
                 merge_table_fully(other, read_fingerprint(other))
 
 
+def merge_before_each_read(root: Path, commit: Callable[[int], object]) -> Iterator[Merging]:
+    """Give stores that are merged before their first read of the table, the second ... until all reads came before.
+
+    Something is committed for each of them, so that there is something to merge.
+    """
+    for reads in range(20):
+        commit(reads)
+        yield (store := Merging(root, reads))
+        if not store.is_merged:
+            break
+    assert reads > 4
+
+
 def shards(store: LocalStore, folder: str = "tokens") -> list[Path]:
     return [store.root / name for name in store.names(folder, ".parquet")]
 
@@ -88,15 +126,9 @@ def say_what_was_committed(store: LocalStore) -> None:
     """Write the records that runs leave, with the token shards that their rows name."""
     for run in {parse_run_id(file.name) for file in shards(store)}:
         ids = [parse_shard_id(f"tokens/{file.name}") for file in shards(store) if parse_run_id(file.name) == run]
-        record = {
-            "run_id": run,
-            "status": "finished",
-            "started": format_now(),
-            "ended": format_now(),
-            "host": "here",
-            "pid": 1,
-        }
-        store.put(f"runs/{run}.json", json.dumps({**record, "videos": len(ids), COMMITTED_KEY: ids}).encode())
+        record = {"run_id": run, "status": "finished", "started": format_now(), "ended": format_now(), "pid": 1}
+        record |= {"host": "here", "videos": len(ids), COMMITTED_KEY: ids}
+        store.put(f"runs/{run}.json", json.dumps(record).encode())
 
 
 def flip(file: Path, at: int) -> None:
@@ -106,9 +138,21 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
+def cut(file: Path, n_bytes: int) -> None:
+    """Break so many bytes off the end of a file."""
+    file.write_bytes(file.read_bytes()[:-n_bytes])
+
+
+def flip_token(root: Path, video_id: str) -> None:
+    """Replace one bit of one token of a video."""
+    video = TokenCache(root).get(video_id, order="selection")
+    file, token = root / video.metadata["token_shard"], video.tokens[-1].view(torch.uint8).numpy().tobytes()
+    flip(file, file.read_bytes().find(token))
+
+
 def rewrite_row(store: LocalStore, video_id: str, change: Callable[[Row], object]) -> None:
-    """Update a videos row; its shard gets the name that fits."""
-    for file in shards(store, "videos"):
+    """Update a videos row, the last one of the video; its shard gets the name that fits."""
+    for file in reversed(shards(store, "videos")):
         table = pq.read_table(file)
         rows = table.to_pylist()
         for row in rows:
@@ -142,10 +186,13 @@ def with_column(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callab
 
     def changed(table: pa.Table) -> pa.Table:
         field = table.schema.field(name)
-        values = pa.array(change(table[name].to_numpy().copy()), field.type)
-        return table.set_column(table.schema.get_field_index(name), field, values)
+        return set_column(table, field, pa.array(change(table[name].to_numpy().copy()), field.type))
 
     return changed
+
+
+def set_column(table: pa.Table, field: pa.Field, values: pa.Array) -> pa.Table:
+    return table.set_column(table.schema.get_field_index(field.name), field, values)
 
 
 def other_tokens(table: pa.Table) -> pa.Table:
@@ -153,4 +200,4 @@ def other_tokens(table: pa.Table) -> pa.Table:
     field = table.schema.field("token")
     bits = np.frombuffer(join_vectors(table["token"]), np.uint16) ^ np.uint16(0x8000)
     values = pa.FixedSizeBinaryArray.from_buffers(field.type, len(table), [None, pa.py_buffer(bits)])
-    return table.set_column(table.schema.get_field_index("token"), field, values)
+    return set_column(table, field, values)

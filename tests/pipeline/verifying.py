@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -12,16 +13,24 @@ from rich.console import Console
 from pipeline import TokenCache
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import VideoFault
-from pipeline.storage.stores import LocalStore, ObjectStore
+from pipeline.rewrite.remove import CacheRemoval, remove_videos
+from pipeline.storage.stores import LocalStore, ObjectStore, Store
 from pipeline.verify.report import Report
 from pipeline.verify.verify import VerifyRequest, verify
-from tests.builders.caches import encoded, encoded_failure, make_identity, random_tokens, write_header, write_shard
+from tests.builders.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 
+NOW = timedelta(0)
 SHAPE = (4, 9, 8)
 
 
-def verified(store: LocalStore | ObjectStore, **more: object) -> Report:
-    return verify(store, VerifyRequest(**more), Console(file=io.StringIO()))
+def verified(store: Store, **more: object) -> Report:
+    """Verify a cache in which nothing is too young to be deleted."""
+    return verify(store, VerifyRequest(**{"keep": NOW, "jobs": 1} | more), Console(file=io.StringIO()))
+
+
+def remove(store: Store, *video_ids: str, reason: str = "takedown 17") -> CacheRemoval:
+    """Remove videos of a cache in which nothing is too young to be deleted."""
+    return remove_videos(store, video_ids, reason, print, NOW)
 
 
 def kinds(report: Report) -> list[str]:
@@ -42,8 +51,8 @@ def assert_tokens(root: Path, expected: dict[str, torch.Tensor]) -> None:
     assert kinds(verified(LocalStore(root))) == []
 
 
-def video_of(video_id: str, seed: int, **more: object) -> VideoItem:
-    return encoded(video_id, random_tokens(seed, SHAPE), 0.25, "gstep", **more)
+def video_of(video_id: str, seed: int, method: str = "gstep", **more: object) -> VideoItem:
+    return encoded(video_id, random_tokens(seed, SHAPE), 0.25, method, **more)
 
 
 def six_videos(out: Path) -> LocalStore:
@@ -53,7 +62,6 @@ def six_videos(out: Path) -> LocalStore:
     write_shard(store, "run", video_of("d", 3), encoded_failure("bad", VideoFault("corrupt", "x")))
     write_shard(store, "run", video_of("e", 4), video_of("f", 20))
     write_shard(store, "run2", video_of("f", 5, attempts=2))
-    assert isinstance(store, LocalStore)
     return store
 
 
@@ -62,27 +70,12 @@ def two_shards(out: Path) -> LocalStore:
     store = write_header(out, hidden_size=8)
     write_shard(store, "run", video_of("a", 0))
     write_shard(store, "run", video_of("b", 1), encoded_failure("bad", VideoFault("corrupt", "moov atom not found")))
-    assert isinstance(store, LocalStore)
     return store
 
 
-def by_an_own_method(out: Path, **pruner: object) -> LocalStore:
-    """Write a cache of random tokens that names a method whose module is not importable here."""
-    identity = make_identity(pruner={"method": "not_here:Mine", **pruner})
-    store = write_header(out, hidden_size=8, identity=identity)
-    write_shard(store, "run", encoded("a", random_tokens(0, SHAPE), 0.25, "random"))
-    assert isinstance(store, LocalStore)
-    return store
-
-
-def check_damage(
-    store: LocalStore, act: Callable[[LocalStore], object], expected: set[str], blamed: Collection[str | None]
-) -> None:
-    """Check that damage of ``two_shards`` is found as problems of these classes, which blame nothing else."""
-    act(store)
-    report = verified(store)
-    assert set(kinds(report)) == expected and report.exit_code == 1, report.problems
-    for problem in report.problems:
-        record = problem.as_record()
-        assert record["class"] == problem.kind and record["what"] and record["shard"] and record["remedy"]
-        assert problem.video_id in blamed
+def copy_to_s3(store: LocalStore, server: Any) -> ObjectStore:
+    """Copy a cache to a prefix of the server."""
+    far = ObjectStore(server.uri("c"), server.objects())
+    for file in (file for folder in ("", "tokens", "videos") for file in store.list_files(folder)):
+        far.put(file.name, store.read(file.name))
+    return far

@@ -1,24 +1,35 @@
-"""What a hostile row or file claims is refused before memory is taken for it, also where all its hashes are right."""
+"""Damaged and hostile bytes: refused before memory is taken for their claims, or what was written is read."""
 
+from __future__ import annotations
+
+import base64
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from pipeline import CorruptShard, TokenCache
+from pipeline import CorruptShard, NotACache, TokenCache
+from pipeline.cache.cached_video import CachedVideo
+from pipeline.cache.header import CHECKSUM, HEADER, read_header
 from pipeline.cache.live import LiveVideos
+from pipeline.cache.reader import TokenOrder
 from pipeline.cache.schema import hash_bytes, slice_footer
-from pipeline.cache.table import make_small_name, serialize_sorted
+from pipeline.cache.table import VideosTable, make_small_name, serialize_sorted
 from pipeline.cache.token_shard import read_shard_video_ids
 from pipeline.inspect.report import render_video_report
 from pipeline.runner.run_record import read_committed, read_record
+from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore, ObjectStore
-from tests.builders.caches import make_cache, random_tokens
-from tests.pipeline.damage import rewrite_row, shards
+from pipeline.verify.checks import check_commit, check_token_shard
+from tests.builders import caches
+from tests.builders.caches import encoded_with, make_cache, random_tokens, read_live, write_header, write_shard
+from tests.pipeline.damage import rewrite_row, set_column, shards
 from tests.pipeline.verifying import kinds, verified
 
 MANY = 2**31 - 1
@@ -79,10 +90,13 @@ def put_tokens(store: LocalStore, data: bytes, **row: object) -> None:
     rewrite_row(store, "a", lambda old: old.update(row, footer_hash=footer))
 
 
-def repeat_tokens(store: LocalStore, n_rows: int) -> pa.Table:
-    """The first row of the token shard, so many times."""
+def repeat_tokens(store: LocalStore, n_rows: int, **columns: pa.Array) -> bytes:
+    """A token shard of one group: the first row of the store's so many times, with some columns replaced."""
     (file,) = shards(store)
-    return pq.read_table(file).slice(0, 1).take(pa.array(np.zeros(n_rows, np.int64)))
+    table = pq.read_table(file).slice(0, 1).take(pa.array(np.zeros(n_rows, np.int64)))
+    for name, values in columns.items():
+        table = set_column(table, pa.field(name, values.type), values)
+    return write(table, n_rows, write_statistics="video_id" not in columns)
 
 
 def one_group(n_rows: int) -> dict[str, object]:
@@ -91,94 +105,66 @@ def one_group(n_rows: int) -> dict[str, object]:
     return {**counts, **frames, "row_counts": [n_rows], "kept_per_frame": [n_rows], "retention_ratio": 1.0}
 
 
-def replace(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
-    return table.set_column(table.schema.get_field_index(name), pa.field(name, values.type), values)
-
-
-BOMBS: dict[str, Callable[[LocalStore], object]] = {
-    "vectors of one dictionary entry": lambda store: put_tokens(
-        store, write(repeat_tokens(store, 2_000_000), 2_000_000), **one_group(2_000_000)
+LONG = "0" * 4_000_000
+BOMBS = {  # rows of the shard, rows that its row says, and other columns
+    "vectors of one dictionary entry": (2_000_000, 2_000_000, {}),
+    "a row group of more rows than the row has": (2_000_000, 25, {}),
+    "wider vectors than the row has": (
+        25,
+        25,
+        {"token": pa.array([bytes(4_000_000)] * 25, pa.binary(4_000_000))},
     ),
-    "a row group of more rows than the row has": lambda store: put_tokens(
-        store, write(repeat_tokens(store, 2_000_000), 2_000_000), **one_group(25)
-    ),
-    "wider vectors than the row has": lambda store: put_tokens(
-        store,
-        write(replace(repeat_tokens(store, 25), "token", pa.array([bytes(4_000_000)] * 25, pa.binary(4_000_000))), 25),
-        **one_group(25),
-    ),
-    "texts instead of positions": lambda store: put_tokens(
-        store, write(replace(repeat_tokens(store, 25), "index", pa.array(["0" * 4_000_000] * 25)), 25), **one_group(25)
-    ),
-    "lists instead of ranks": lambda store: put_tokens(
-        store,
-        write(replace(repeat_tokens(store, 1), "rank", pa.array([np.zeros(N_BOMB, np.int64)])), 1),
-        **one_group(1),
-    ),
-    "positions beyond the video": lambda store: put_tokens(
-        store, write(replace(repeat_tokens(store, 1), "frame", pa.array([MANY], pa.int32())), 1), **one_group(1)
-    ),
-    "no positions": lambda store: put_tokens(
-        store, write(replace(repeat_tokens(store, 1), "index", pa.nulls(1, pa.int32())), 1), **one_group(1)
-    ),
+    "texts instead of positions": (25, 25, {"index": pa.array([LONG] * 25)}),
+    "lists instead of ranks": (1, 1, {"rank": pa.array([np.zeros(N_BOMB, np.int64)])}),
+    "positions beyond the video": (1, 1, {"frame": pa.array([MANY], pa.int32())}),
+    "no positions": (1, 1, {"index": pa.nulls(1, pa.int32())}),
+    "long ids": (25, 25, {"video_id": pa.array([LONG] * 25)}),
 }
 
 
-@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
-def test_a_token_shard_that_unpacks_to_more_than_it_can_hold_is_refused(store, bomb):
+@pytest.mark.parametrize(("n_rows", "n_said", "columns"), BOMBS.values(), ids=BOMBS)
+def test_a_token_shard_that_unpacks_to_more_than_it_can_hold_is_refused(store, n_rows, n_said, columns):
     """A shard of 74 kB unpacked to 928 MB."""
-    bomb(store)
+    put_tokens(store, repeat_tokens(store, n_rows, **columns), **one_group(n_said))
     before = pa.default_memory_pool().max_memory()
     for order in ("index", "selection"):
         for verify in (False, True):
-            with pytest.raises(CorruptShard):
-                TokenCache(store.root).get("a", order=order, verify=verify)
+            if verify or "video_id" not in columns:  # which verification alone reads
+                with pytest.raises(CorruptShard):
+                    TokenCache(store.root).get("a", order=order, verify=verify)
     assert kinds(verified(store))
+    if "video_id" in columns:
+        with pytest.raises(ValueError, match="too many for a file"):
+            read_shard_video_ids(store, *store.names("tokens", ".parquet"))
     assert pa.default_memory_pool().max_memory() == before  # of making the file
-
-
-def test_the_ids_of_a_token_shard_are_bounded_too(store):
-    (file,) = shards(store)
-    table = repeat_tokens(store, 25)
-    data = write(replace(table, "video_id", pa.array(["a" * 4_000_000] * 25)), 25, write_statistics=False)
-    put_tokens(store, data, **one_group(25))
-    with pytest.raises(ValueError, match="too many for a file"):
-        read_shard_video_ids(store, f"tokens/{file.name}")
-    with pytest.raises(CorruptShard):
-        TokenCache(store.root).get("a", verify=True)
-
-
-def change_table(store: LocalStore | ObjectStore, change: Callable[[pa.Table], pa.Table], **options: object) -> None:
-    """Replace the only file of the videos table by another, packed as tightly as Parquet can."""
-    (name,) = store.names("videos", ".parquet")
-    table = change(pq.read_table(io.BytesIO(store.read(name))))
-    data = write(table, max(1, len(table)), **options)
-    store.delete(name)
-    store.put(make_small_name("videos", "run", 0, data), data)
 
 
 def many(name: str, value: object) -> Callable[[pa.Table], pa.Table]:
     def change(table: pa.Table) -> pa.Table:
-        return replace(table, name, pa.array([value] * len(table), table.schema.field(name).type))
+        field = table.schema.field(name)
+        return set_column(table, field, pa.array([value] * len(table), field.type))
 
     return change
 
 
-TABLES: dict[str, tuple[Callable[[pa.Table], pa.Table], dict[str, object]]] = {
+long_text = many("manifest", json.dumps({"a": " " * 100_000_000}))
+TABLES = {
     "a long list": (many("frame_indices", np.zeros(N_BOMB, np.int64)), {}),
-    "a long text": (many("manifest", json.dumps({"a": " " * 100_000_000})), {"use_dictionary": False}),
-    "a text of a dictionary": (lambda table: many("uri", "x" * 4_000_000)(pa.concat_tables([table] * 25)), {}),
+    "a long text": (long_text, {"use_dictionary": False}),
+    "a text of a dictionary": (lambda table: many("uri", LONG)(pa.concat_tables([table] * 25)), {}),
     "many rows": (lambda table: table.take(pa.array(np.zeros(400_000, np.int64))), {}),
-    "another codec": (
-        many("manifest", json.dumps({"a": " " * 100_000_000})),
-        {"use_dictionary": False, "compression": "brotli"},
-    ),
+    "another codec": (long_text, {"use_dictionary": False, "compression": "brotli"}),
 }
 
 
 @pytest.mark.parametrize(("change", "options"), TABLES.values(), ids=TABLES)
 def test_a_videos_table_that_unpacks_to_more_than_it_can_hold_is_refused(store, change, options):
-    change_table(store, change, **options)
+    """The only file of the table is replaced by another, packed as tightly as Parquet can."""
+    (file,) = shards(store, "videos")
+    table = change(pq.read_table(file))
+    data = write(table, max(1, len(table)), **options)
+    file.unlink()
+    store.put(make_small_name("videos", "run", 0, data), data)
     with pytest.raises(CorruptShard, match="too many for a file"):
         TokenCache(store.root).metadata("a")
     assert kinds(verified(store)) == ["commit"]
@@ -186,14 +172,11 @@ def test_a_videos_table_that_unpacks_to_more_than_it_can_hold_is_refused(store, 
 
 def test_the_same_of_a_sorted_file_and_on_s3(store, server):
     far = ObjectStore(server.uri("c"), server.objects())
-    table = many("manifest", json.dumps({"a": " " * 100_000_000}))(
-        pq.read_table(io.BytesIO(store.read(*store.names("videos", ".parquet"))))
-    )
-    name, data = serialize_sorted(1, table, {}, None)
     far.put("cache.json", store.read("cache.json"))
-    far.put(name, data)
+    (file,) = shards(store, "videos")
+    name, data = serialize_sorted(1, long_text(pq.read_table(file)), {}, None)
+    file.unlink()
     for place in (store, far):
-        place.delete(*place.names("videos", ".parquet"))
         place.put(name, data)
         with pytest.raises(CorruptShard, match="too many for a file"):
             LiveVideos.open(place).row("a")
@@ -204,3 +187,103 @@ def test_the_record_of_a_run_may_hold_anything(store, text):
     store.put("runs/run.json", text.encode())
     assert read_committed(store, "run") is None and read_record(store, "runs/run.json").get("config") is None
     assert kinds(verified(store)) == []
+
+
+SHAPE = (2, 5, 2)  # 10 tokens of 2 numbers, of which 2 are kept, in two row groups
+
+
+class Flipped(LocalStore):
+    """A cache of which one file comes with one bit that is not what was written."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        super().__init__(root)
+        self.name, self.data = name, bytearray(LocalStore(root).read(name))
+
+    def flips(self, step: int = 1) -> Iterator[int]:
+        """Flip each ``step``-th bit for one turn."""
+        for bit in range(0, 8 * len(self.data), step):
+            self.data[bit // 8] ^= 1 << bit % 8
+            yield bit
+            self.data[bit // 8] ^= 1 << bit % 8
+
+    def read(self, name: str) -> bytes:
+        return bytes(self.data) if name == self.name else super().read(name)
+
+    def open(self, name: str) -> LocalFile:
+        return LocalFile(pa.BufferReader(bytes(self.data))) if name == self.name else super().open(name)
+
+
+def bytes_of(video: CachedVideo) -> bytes:
+    """Return all bytes that a read gives, and their shapes."""
+    columns = (video.tokens, video.index, video.rank, video.frame, video.merged, video.density)
+    tensors = [t for t in (*columns, *video.evidence.values()) if t is not None]
+    shapes = repr([(t.shape, t.dtype) for t in tensors]).encode()
+    return shapes + b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
+
+
+@pytest.fixture
+def small(tmp_path) -> LocalStore:
+    """A cache of one video, coded and with evidence."""
+    identity = caches.make_identity(codec="int4", evidence={"token_attention": "last_layer"})
+    store = write_header(tmp_path, codec="int4", identity=identity)
+    evidence = {"token_attention": caches.random_evidence(SHAPE)["token_attention"]}
+    write_shard(store, "run", encoded_with("v", random_tokens(0, SHAPE), 0.25, "gstep", evidence))
+    return store
+
+
+def test_bits_of_a_token_shard(small):
+    """In the pages, where verify finds whatever a read refuses, and in the footer."""
+    (name,), (commit,) = small.names("tokens", ".parquet"), small.names("videos", ".parquet")
+    row, header = VideosTable(small).read_row(commit, 0), read_header(small)
+    flipped, live, sound = Flipped(small.root, name), read_live(small), TokenCache(small.root)
+
+    def read(order: TokenOrder = "selection") -> bytes | None:
+        cache = TokenCache(small.root, store=flipped, live=live)
+        try:
+            return bytes_of(*cache.get_rows([sound.metadata("v")], None, order, tuple(sound.evidence)))
+        except CorruptShard:
+            return None
+
+    written, by_index = read(), read("index")
+    assert None not in (written, by_index) and not check_token_shard(flipped, name, [(commit, row)], header).problems
+    n_pages, n_raised, step = len(flipped.data) - len(slice_footer(memoryview(bytes(flipped.data)))), 0, 29
+    for bit in flipped.flips(step):
+        data = read()
+        assert data in (None, written), bit
+        if bit >= 8 * n_pages:
+            assert data is None, bit
+            continue
+        n_raised += data is None
+        if bit % 3 == 0:
+            assert read("index") in (None, by_index), bit
+            if data is None:
+                assert check_token_shard(flipped, name, [(commit, row)], header).problems, bit
+    assert n_raised > 4 * n_pages / step  # half of the flips
+    assert read() == written
+
+
+def test_bytes_all_over_a_videos_shard(small):
+    """Each is another bit of its byte."""
+    (commit,) = small.names("videos", ".parquet")
+    flipped, header = Flipped(small.root, commit), read_header(small)
+    for bit in flipped.flips(step=8 * 64 + 1):
+        for read in (read_live, lambda flipped: TokenCache(flipped.root, store=flipped)):
+            with pytest.raises(CorruptShard, match="hash in its name"):
+                read(flipped)
+        assert [problem.kind for problem in check_commit(flipped, commit, header).problems] == ["commit"], bit
+    assert len(read_live(flipped)) == 1
+
+
+def test_every_bit_of_the_header(tmp_path):
+    """A flip in the name of the checksum makes a header of another version of this program; all else is as it was."""
+    store = write_header(tmp_path, hidden_size=2, newline=base64.b64encode(bytes(range(4))).decode())
+    written = {name: value for name, value in read_header(store).items() if name != CHECKSUM}
+    flipped, n_read = Flipped(tmp_path, HEADER), 0
+    for bit in flipped.flips():
+        try:
+            header = read_header(flipped)
+        except NotACache:
+            continue
+        n_read += 1
+        assert {name: header[name] for name in written} == written, bit
+    assert 0 < n_read < len(flipped.data)

@@ -1,6 +1,8 @@
-"""The header of a cache: sealed, compared leaf by leaf, and read without importing the method that it names."""
+"""The header of a cache, sealed and compared leaf by leaf, and the card by which the cache loads as a dataset."""
 
 import json
+import os
+import shutil
 import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -10,25 +12,21 @@ import torch
 
 from gstep import PRUNERS, make_pruner
 from gstep.pruners.base import Pruner, Selection
-from pipeline.cache.header import (
-    CHECKSUM,
-    MethodDeclarations,
-    compute_fingerprint,
-    describe_method,
-    get_method_declarations,
-    list_differences,
-    read_header_file,
-    serialize_header,
-)
+from pipeline.cache import header as headers
+from pipeline.cache.header import CHECKSUM, MethodDeclarations, compute_fingerprint, list_differences, serialize_header
+from pipeline.cache.merging import merge_table_fully
 from pipeline.errors import NotACache
 from pipeline.own_code import hash_code
-from pipeline.storage.stores import LocalStore
+from pipeline.storage.stores import LocalStore, store_at
+from tests.builders.caches import write_shard
+from tests.interpreter import run_python
+from tests.pipeline.verifying import six_videos, video_of
 
 HEADER = {"schema_version": 1, "identity": {"model": {"type": "m", "weights": "w"}}, "newline": None}
 
 
 def read(store: LocalStore) -> dict[str, object]:
-    return read_header_file(store, "h.json", (1,), NotACache, "no cache here: name one")
+    return headers.read_header_file(store, "h.json", (1,), NotACache, "no cache here: name one")
 
 
 @pytest.fixture
@@ -47,18 +45,15 @@ def test_differences_name_the_leaf_also_where_only_one_has_it():
         "p.seed: the answers have None, this run 0",
         "x: the answers have 1, this run None",
     ]
-    assert list_differences(old, old) == [] and list_differences({"a": {}}, {}) == [
-        "a: the cache has {}, this run None"
-    ]
+    assert list_differences(old, old) == []
+    assert list_differences({"a": {}}, {}) == ["a: the cache has {}, this run None"]
     assert list_differences({"a": {"b": None}}, {}) == ["a: the cache has {'b': None}, this run None"]
     assert list_differences({"a": {"b": None}}, {"a": {}}) == []  # a missing key counts as None
 
 
 def test_of_other_families_no_preprocessing_is_compared():
-    old, new = (
-        {"model": {"type": "t"}, "preprocessing": {"pixels": 1}, "ratio": 1},
-        {"model": {"type": "t", "family": "generic"}, "preprocessing": {"processor": {"a.json": {}}}, "ratio": 2},
-    )
+    old = {"model": {"type": "t"}, "preprocessing": {"pixels": 1}, "ratio": 1}
+    new = {"model": {"type": "t", "family": "generic"}, "preprocessing": {"processor": {"a.json": {}}}, "ratio": 2}
     family = "model.family: the cache has None, this run 'generic'"
     assert list_differences(old, new) == [family, "ratio: the cache has 1, this run 2"]
     assert list_differences({"cache": old}, {"cache": {**new, "ratio": 1}}) == [f"cache.{family}"]
@@ -118,35 +113,78 @@ class Own(Pruner):
 
 
 def test_methods_of_the_table_are_their_names_and_parameters():
-    for name in PRUNERS:
+    for name, method in PRUNERS.items():
         pruner = make_pruner(name)
-        assert describe_method(pruner) == {"method": name, "params": pruner.params()}
-        assert get_method_declarations({"pruner": {"method": name, "params": {}}}) == MethodDeclarations.by(
-            PRUNERS[name]
-        )
+        assert headers.describe_method(pruner) == {"method": name, "params": pruner.params()}
+        identity = {"pruner": {"method": name, "params": {}}}
+        assert headers.get_method_declarations(identity) == MethodDeclarations.by(method)
 
 
 def test_one_from_outside_brings_what_it_declares(monkeypatch):
-    described = describe_method(Own())
-    assert described == {
-        "method": f"{__name__}:Own",
-        "params": {"weights": 1.5},
-        "declares": {"nested": False, "merges": True, "exact": True, "reorders": True},
-        "code": hash_code(Own),
-    }
+    declared = {"nested": False, "merges": True, "exact": True, "reorders": True}
+    described = headers.describe_method(Own())
+    own = {"method": f"{__name__}:Own", "params": {"weights": 1.5}, "code": hash_code(Own)}
+    assert described == {**own, "declares": declared}
     monkeypatch.setitem(sys.modules, __name__, None)  # an import would fail
-    assert get_method_declarations({"pruner": described}) == MethodDeclarations(
-        nested=False, merges=True, exact=True, reorders=True
-    )
-
-
-@pytest.mark.parametrize("pruner", [{"method": "os:path"}, {}, {"method": "m:C", "declares": {"nested": True}}])
-def test_what_is_not_said_is_unknown(pruner):
-    assert get_method_declarations({"pruner": pruner}) is None
-    assert get_method_declarations({}) is None
+    assert headers.get_method_declarations({"pruner": described}) == MethodDeclarations(**declared)
+    for unknown in ({"method": "os:path"}, {}, {"method": "m:C", "declares": {"nested": True}}):
+        assert headers.get_method_declarations({"pruner": unknown}) is None
+    assert headers.get_method_declarations({}) is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), (1, 2), {1: 2}, object(), torch.ones(1)])
 def test_a_parameter_that_json_cannot_hold_is_refused(value):
     with pytest.raises(ValueError, match=r"Own': parameters are recorded as JSON, which cannot hold"):
-        describe_method(Own(weights=value))
+        headers.describe_method(Own(weights=value))
+
+
+LOAD = """
+import json, os, sys
+from datasets import load_dataset
+
+def count(place, *name):
+    try:
+        return load_dataset(place, *name, split="train", cache_dir=sys.argv[1]).num_rows
+    except Exception as error:
+        return type(error).__name__
+
+print(json.dumps([[count(place), count(place, "videos"), count(place, "tokens")] for place in sys.argv[2:]]))
+"""
+
+
+def test_a_cache_loads_as_a_dataset_by_the_names_of_its_tables(tmp_path):
+    """datasets took the files of both tables for one, and failed on the columns."""
+    pytest.importorskip("datasets", reason="datasets is not installed")
+    store = six_videos(tmp_path / "c")
+    headers.write_new_header(store, headers.read_header(store))
+    small = shutil.copytree(store.root, tmp_path / "small")
+    merge_table_fully(store, None)
+    write_shard(store, "run9", video_of("x", 9))
+    failed = shutil.copytree(store.root, tmp_path / "failed")
+    shutil.rmtree(failed / "tokens")  # of a cache in which every video failed
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = run_python("-c", LOAD, tmp_path / "d", small, store.root, failed, check=True, env=environment)
+    of_small, of_both, (*of_failed, _) = json.loads(done.stdout.splitlines()[-1])
+    assert (of_small, of_both, of_failed) == ([8, 8, 63], [8, 8, 72], [8, 8])  # f has two rows
+
+
+@pytest.mark.parametrize("place", ["folder", "s3"])
+def test_it_is_written_once_and_a_user_s_own_stays(tmp_path, server, place):
+    source = six_videos(tmp_path / "source")
+    header = headers.read_header(source)
+    for text in (None, b"# My cache\n"):
+        name = "own" if text else "generated"
+        out = store_at(str(tmp_path / name) if place == "folder" else server.uri(name), server.objects())
+        out.make()
+        if text is not None:
+            out.put("README.md", text)
+        assert not out.has_other_files()
+        headers.write_new_header(out, header)
+        written = out.read("README.md")
+        assert written == text or (text is None and b"Superseded rows are included" in written)
+        assert headers.has_generated_card(out) == (text is None)
+        out.put("README.md", written + b"more")
+        headers.write_new_header(out, header)
+        assert (
+            out.read("README.md") == written + b"more" and not headers.has_generated_card(out) and out.has_other_files()
+        )

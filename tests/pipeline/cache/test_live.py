@@ -1,19 +1,26 @@
-"""The live rows of few videos and of none, and the ledger of a run; test_merging.py has the rule of the live row."""
+"""The live rows of few videos and of none, the ledger of a run, and merges; test_history.py has them in any order."""
 
-from itertools import pairwise
+from __future__ import annotations
+
+import pickle
+from contextlib import suppress
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
 
 from pipeline import TokenCache
-from pipeline.cache.live import _LEDGER_READS, Ledger, _assign_numbers
-from pipeline.cache.merging import merge_table_fully
-from pipeline.cache.schema import VIDEO_SCHEMA
+from pipeline.cache.header import read_fingerprint
+from pipeline.cache.live import Ledger, _assign_numbers
+from pipeline.cache.merging import merge_table_files, merge_table_fully, merge_unless_damaged
+from pipeline.cache.schema import LATER
+from pipeline.cache.table import list_table_files, read_file, serialize_small
 from pipeline.inspect.report import list_failed_videos
 from pipeline.prune.summary import summarize_videos
-from tests.builders.caches import make_cache, random_tokens, read_live, write_header
-from tests.pipeline.cache.table_rows import commit_failures, commit_rows
-from tests.pipeline.damage import Merging
+from tests.builders.caches import limit_merges, make_cache, random_tokens, read_live, write_header, write_shard
+from tests.pipeline.cache.table_rows import commit_failures, commit_rows, live_in
+from tests.pipeline.damage import Dying, merge_before_each_read
+from tests.pipeline.verifying import NOW, kinds, verified, video_of
 
 
 @pytest.fixture
@@ -57,35 +64,25 @@ def test_a_ledger_reads_what_was_committed_since_and_nothing_twice(store):
     assert ledger.read(rows[0].item())["run_id"] == TokenCache(store.root).metadata("a")["run_id"]  # of two alike
 
 
-def test_a_ledger_is_read_whatever_is_merged_away_meanwhile(store):
-    """It raised FileNotFoundError, which ended jobs.inspect, and a run beside another one."""
-    commit_failures(store, "r", "abcd")
-    merge_table_fully(store, None)
-    for reads in range(20):
-        for name in "efgh":
-            commit_failures(store, f"{reads}{name}", name)
-        merging = Merging(store.root, reads)
-        ledger = Ledger(merging).refresh()
-        assert sorted(ledger.read(place)["video_id"] for place in range(len(ledger))) == [*"abcdefgh"]
-        if not merging.is_merged:
-            break
-    assert reads > 5
-
-
-def test_the_failures_are_listed_whatever_is_merged_away_meanwhile(store):
-    """jobs.inspect --failed ended with "No such file"; jobs.recode and jobs.merge read the table alike."""
+def test_the_ledger_and_the_failures_are_read_whatever_is_merged_away_meanwhile(store):
+    """They raised FileNotFoundError, which ended jobs.inspect, and a run beside another one."""
     commit_failures(store, "r", "abcd")
     merge_table_fully(store, None)
     cache = TokenCache(store.root)
-    for reads in range(20):
-        for name in "efgh":
-            commit_failures(store, f"{reads}{name}", name)
-        merging = Merging(store.root, reads)
+
+    def read_ledger(merging):
+        ledger = Ledger(merging).refresh()
+        return [ledger.read(place) for place in range(len(ledger))]
+
+    def read_failures(merging):
         cache.store = merging
-        assert [row["video_id"] for row in list_failed_videos(cache)] == [*"abcdefgh"]
-        if not merging.is_merged:
-            break
-    assert reads > 5
+        return list_failed_videos(cache)
+
+    for read in (read_ledger, read_failures):  # jobs.recode and jobs.merge read the table as the second does
+        for merging in merge_before_each_read(
+            store.root, lambda reads: [commit_failures(store, f"{reads}{name}", name) for name in "efgh"]
+        ):
+            assert sorted(row["video_id"] for row in read(merging)) == [*"abcdefgh"]
 
 
 def test_a_summary_reads_rows_that_the_run_has_merged_since_it_began(store):
@@ -107,24 +104,10 @@ def test_rows_behind_an_error_are_read_by_the_next_refresh(store, monkeypatch):
     ledger = Ledger(store).refresh()
     commit_rows(store, "r1", [row("a")])
     commit_rows(store, "r2", [row("b")])
-    convert, n_calls = ledger._to_columns, iter(range(9))
-
-    def fail_first(*arguments):
-        if next(n_calls) == 0:
-            raise OSError("the store is away")
-        return convert(*arguments)
-
-    monkeypatch.setattr(ledger, "_to_columns", fail_first)
-    with pytest.raises(OSError, match="away"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="away"):
+        patch.setattr(ledger, "_to_columns", Mock(side_effect=OSError("the store is away")))
         ledger.refresh()
     assert len(ledger) == 0 and len(ledger.refresh()) == 2
-
-
-def test_the_columns_of_the_ledger_lie_in_three_stretches_of_a_file():
-    """Each stretch is a read of every row group: a column elsewhere would cost large caches one more."""
-    is_read = [name in _LEDGER_READS for name in VIDEO_SCHEMA.names]
-    assert sum(is_read) == len(set(_LEDGER_READS)) == len(_LEDGER_READS)
-    assert sum(now and not before for before, now in pairwise([False, *is_read])) == 3
 
 
 def test_texts_past_the_limit_share_the_last_number():
@@ -132,3 +115,168 @@ def test_texts_past_the_limit_share_the_last_number():
     numbers = _assign_numbers(pa.chunked_array([["b", "c"], ["d", "a"]]), known, 3)
     assert (numbers.tolist(), known) == ([1, 2, 2, 0], ["a", "b", "c"])
     assert _assign_numbers(pa.chunked_array([["d", "c"]]), known, 3).tolist() == [2, 2]
+
+
+def test_a_reader_goes_on_when_its_files_were_merged_and_deleted(tmp_path):
+    store = write_header(tmp_path)
+    for number in range(4):
+        write_shard(store, f"r{number}", video_of(f"v{number}", number))
+    cache = TokenCache(tmp_path)
+    shards = cache.shards()
+    before = [list(cache.rows_of(shards, number)) for number in range(len(shards))]
+    opened = TokenCache(tmp_path)
+    merge_table_fully(store, read_fingerprint(store))
+    assert [opened.get(f"v{number}").metadata["run_id"] for number in range(4)] == ["r0", "r1", "r2", "r3"]
+    late = pickle.loads(pickle.dumps(cache))  # noqa: S301
+    assert [list(late.rows_of(shards, number)) for number in range(len(shards))] == before
+
+
+@pytest.mark.parametrize("puts", [1, 2, 3])
+def test_a_merge_that_is_killed_between_its_files_loses_no_row(tmp_path, monkeypatch, puts):
+    """What it read must not be deleted on the word of the files that it did write."""
+    limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=1)
+    store, dying = write_header(tmp_path), Dying(tmp_path, puts)
+    for number in range(4):
+        commit_failures(store, f"r{number}", [f"v{number}-{i}" for i in range(3)])
+    before = live_in(store)
+    with pytest.raises(KeyboardInterrupt):
+        merge_table_files(dying, None, keep=NOW)
+    assert sum(file.level > 0 for file in list_table_files(store)) == puts
+    dying.left = 0  # it only deletes, then is killed again
+    with suppress(KeyboardInterrupt):
+        merge_table_files(dying, None, keep=NOW)
+    assert live_in(store) == before
+    merge_table_fully(store, None)
+    assert live_in(store) == before
+
+
+def test_what_is_merged_waits_and_is_deleted_by_a_later_merge(tmp_path):
+    store = write_header(tmp_path)
+    for number in range(3):
+        commit_failures(store, f"r{number}", [f"v{number}"])
+    first = merge_table_files(store, None)
+    assert (len(first.read), len(first.written), first.waiting, first.deleted) == (3, 1, 3, [])
+    again = merge_table_files(store, None)
+    assert (again.read, again.written, again.waiting) == ([], [], 3)
+    assert sorted(merge_table_files(store, None, keep=NOW).deleted) == sorted(first.read)
+    assert [file.level for file in list_table_files(store)] == [1]
+    assert next(merge_table_files(store, None).lines()) == "nothing to merge"
+
+
+def test_a_run_merges_once_many_small_files_wait(tmp_path):
+    store, said = write_header(tmp_path), []
+    for number in range(5):
+        commit_failures(store, f"r{number}", [f"v{number}"])
+    merge_unless_damaged(store, None, 5, said.append)
+    assert len(list_table_files(store)) == 5
+    merge_unless_damaged(store, None, 4, said.append)
+    assert len(list_table_files(store)) == 6 and said == []
+    path = tmp_path / commit_failures(store, "r9", ["v9"])
+    path.write_bytes(b"PAR1")
+    merge_unless_damaged(store, None, 0, said.append)
+    assert len(said) == 1 and "were not merged" in said[0] and "jobs.compact tries again" in said[0]
+
+
+def test_few_levels_hold_many_commits(tmp_path, monkeypatch):
+    """As 2,880 commits of a day, but smaller: files stay few, and a row is written a few times."""
+    limit_merges(monkeypatch, GROUP_ROWS=16, _PART_GROUPS=8)
+    store, most, written = write_header(tmp_path), 0, 0
+    for number in range(64):
+        commit_failures(store, f"r{number:04}", [f"v{number}-0", f"v{number}-1"])
+        if number % 8 == 7:
+            written += merge_table_files(store, None, keep=NOW).rows
+        most = max(most, len(list_table_files(store)))
+    assert len(live_in(store)) == 128
+    assert most <= 8 + 8 + 8 and written < 128 * 8
+    assert len({file.level for file in list_table_files(store)}) <= 4
+
+
+def test_many_rows_of_few_videos_are_one_file_however_many_there_were(tmp_path, monkeypatch):
+    """Ranges of keys begin at rows, so that no merged file is missing for want of any."""
+    limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=1, _MAX_FILES_PER_STEP=5)  # in three steps
+    store = write_header(tmp_path)
+    for number in range(12):
+        commit_failures(store, f"r{number:02}", ["v0", "v1", "v2"], attempts=number)
+    merge_table_files(store, None, everything=True, keep=NOW)
+    assert merge_table_files(store, None, everything=True, keep=NOW).waiting == 0
+    assert {row[1] for row in live_in(store).values()} == {11} and len(list_table_files(store)) <= 3
+
+
+def test_a_run_leaves_large_levels_to_jobs_compact(tmp_path):
+    store = write_header(tmp_path)
+    for run in ("r0", "r1"):
+        commit_failures(store, run, [f"{run}-{i}" for i in range(20)])
+    merge_table_files(store, None, keep=NOW)
+    commit_failures(store, "r9", [f"v{i}" for i in range(20)])
+    done = merge_table_files(store, None, keep=NOW, max_rows=1)
+    assert (len(done.read), done.rows) == (1, 20)
+    assert len(merge_table_files(store, None, everything=True, keep=NOW).read) == 2 and len(live_in(store)) == 60
+
+
+def test_sorted_files_that_share_one_video_are_merged_on_demand(tmp_path):
+    """The last video of the one is the first of the other."""
+    store = write_header(tmp_path)
+    for attempts in (1, 2):
+        commit_failures(store, f"r{attempts}", ["v"], attempts)
+        for _ in range(2):
+            merge_table_files(store, None, keep=NOW, max_rows=0)
+    assert [file.level for file in list_table_files(store)] == [1, 1]
+    merge_table_fully(store, None)
+    assert len(list_table_files(store)) == 1 and live_in(store)["v"][1] == 2
+
+
+def test_rows_of_another_identity_are_left_out_and_counted(tmp_path):
+    store = write_header(tmp_path)
+    own, foreign = read_fingerprint(store), "blake2b:00"
+    commit_failures(store, "mine", ["a"], 1, own)
+    other = commit_failures(store, "other", ["a", "b"], 9, foreign)
+    assert set(TokenCache(tmp_path).failed) == {"a"} and TokenCache(tmp_path).foreign_files == [other]
+    assert [row["attempts"] for row in list_failed_videos(TokenCache(tmp_path))] == [1]
+    assert len(Ledger(store, own).refresh()) == 1
+    done = merge_table_files(store, own, everything=True, keep=NOW)
+    assert done.foreign == [other] and store.exists(other)
+    commit_failures(store, "x", ["c"], 1, foreign)
+    merge_table_files(store, foreign, everything=True, keep=NOW)
+    cache = TokenCache(tmp_path)
+    assert set(cache.failed) == {"a"} and "c" not in cache and len(cache.foreign_files) == 3
+    assert set(Ledger(store, own).refresh().columns["attempts"]) == {1}
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_attempts_on_another_file_are_told_apart(tmp_path, merged):
+    """Also where merges have dropped the rows of those attempts."""
+    store = write_header(tmp_path)
+    commit_rows(store, "r0", [{"video_id": "b", "status": "failed", "attempts": 4, "source_size": 5}])
+    for attempts, size in ((1, 5), (2, 5), (3, 7), (4, 7)):
+        row = {"video_id": "a", "status": "failed", "attempts": attempts, "source_size": size}
+        commit_rows(store, f"r{attempts}", [row])
+        if merged:
+            merge_table_fully(store, None)
+    assert len(list_table_files(store)) == (1 if merged else 5)
+    ledger = Ledger(store).refresh()
+    rows = ledger.find(pa.array(["a", "b"]))
+    assert ledger.columns["attempts"][rows].tolist() == [4, 4]
+    assert ledger.columns["earlier"][rows].tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_cache_without_the_columns_that_came_later_is_whole(wrong, tmp_path):
+    """It is read, verified, and merged with rows that have them; the columns are not there, or of the right type."""
+    store = write_header(tmp_path, hidden_size=8)
+    write_shard(store, "r", video_of("v", 0))
+    (file,) = list_table_files(store)
+    table = read_file(store, file).drop_columns([*LATER])
+    if wrong:
+        table = table.append_column(next(iter(LATER)), pa.array([1], pa.int32()))
+    store.delete(file.name)
+    store.put(*serialize_small("r", 0, table, read_fingerprint(store)))
+    problems = verified(store).problems
+    assert any(next(iter(LATER)) in problem.what for problem in problems) == bool(problems) == wrong
+    if wrong:
+        return
+    assert [TokenCache(tmp_path).metadata("v")[name] for name in LATER] == [None] * len(LATER)
+    write_shard(store, "s", video_of("w", 1, color_transfer="smpte2084"))
+    merge_table_files(store, read_fingerprint(store), everything=True, keep=NOW)
+    cache = TokenCache(tmp_path)
+    assert [cache.metadata(name)["color_transfer"] for name in ("v", "w")] == [None, "smpte2084"]
+    assert kinds(verified(store)) == []

@@ -1,20 +1,19 @@
 """Likely ids for an id that a cache lacks: which come first, among few and many, and how often they are sought."""
 
 import pickle
-from datetime import timedelta
 
 import pyarrow as pa
 import pytest
 
 from pipeline import TokenCache, TokenDataset, UnknownVideo
-from pipeline.cache.header import compute_fingerprint, read_header
+from pipeline.cache.header import read_fingerprint
 from pipeline.cache.live import LiveVideos
-from pipeline.cache.merging import merge_table_files
+from pipeline.cache.merging import merge_table_fully
 from pipeline.cache.near_ids import find_similar_ids, suggest_ids
 from pipeline.cache.reader import MAX_HINTS
 from pipeline.errors import describe_similar_name, make_printable, suggest_file, suggest_unicode_form
-from pipeline.rewrite.remove import remove_videos
 from tests.builders.answers import tiny_cache
+from tests.pipeline.verifying import remove
 
 IDS = ("a/bikes.mp4", "b/boats.mp4", "b/boat.mp4", "b/cats.webm", "c/cats.mp4", "c/kites.mp4", "c/kites.webm")
 MANY = pa.chunked_array([[f"{n % 97:02}/{n * 7919 % 10**8:08}.mp4" for n in range(50_000)]])
@@ -84,12 +83,7 @@ def test_a_letter_too_many_too_few_or_wrong_is_found_among_many(wrong):
 def test_readers_name_the_likely_id_from_small_and_sorted_files(tmp_path, merged):
     store = tiny_cache(tmp_path / "c", IDS[:4], failed=IDS[4:])
     if merged:
-        merge_table_files(
-            store, compute_fingerprint(read_header(store)["identity"]), everything=True, keep=timedelta(0)
-        )
-        merge_table_files(
-            store, compute_fingerprint(read_header(store)["identity"]), everything=True, keep=timedelta(0)
-        )
+        merge_table_fully(store, read_fingerprint(store))
     cache = TokenCache(tmp_path / "c")
     assert bool(LiveVideos.open(store).sorted) == merged == (len(LiveVideos.open(store).small) == 0)
     for read in (
@@ -104,19 +98,18 @@ def test_readers_name_the_likely_id_from_small_and_sorted_files(tmp_path, merged
         assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)  # noqa: S301
 
 
-def test_a_program_that_asks_for_many_reads_the_ids_for_the_first_alone(tmp_path, monkeypatch):
+def test_a_program_that_asks_for_many_reads_the_ids_for_the_first_alone(tmp_path):
     tiny_cache(tmp_path / "c", IDS[:2])
-    cache, sought = TokenCache(tmp_path / "c"), []
-    near = LiveVideos.near
-    monkeypatch.setattr(LiveVideos, "near", lambda live, video_id: sought.append(video_id) or near(live, video_id))
+    cache, said = TokenCache(tmp_path / "c"), []
     for number in range(3 * MAX_HINTS):
-        with pytest.raises(UnknownVideo):
+        with pytest.raises(UnknownVideo) as caught:
             cache.get(f"{number}/bikes.mp4")
-    assert len(sought) == MAX_HINTS
+        said.append("did you mean" in str(caught.value))
+    assert said == [True] * MAX_HINTS + [False] * 2 * MAX_HINTS
 
 
 def test_a_removed_video_is_not_named(tmp_path):
     store = tiny_cache(tmp_path / "c", (IDS[0], "another"))
-    remove_videos(store, [IDS[0]], "takedown", lambda line: None, timedelta(0))
+    remove(store, IDS[0])
     with pytest.raises(UnknownVideo, match=r"rows\)$"):
         TokenCache(tmp_path / "c").get("bikes.mp4")

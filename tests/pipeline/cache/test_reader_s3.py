@@ -18,9 +18,10 @@ from pipeline import CorruptShard, FailedVideo, RatioNotCached, TokenCache, Unkn
 from pipeline.cache.reader import group_runs
 from pipeline.cache.token_shard import TokenRequest
 from pipeline.errors import VideoFault
-from pipeline.storage.stores import ObjectStore
+from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.builders.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
 from tests.builders.stores import S3Server
+from tests.pipeline.damage import flip_token
 
 SHAPE = (8, 49, 512)  # 98 KB of tokens: more than comes with a shard's footer
 IDS = [f"v{i}" for i in range(7)]
@@ -53,19 +54,11 @@ def remote(server):
     return TokenCache(store.root, store=store)
 
 
-def kinds(server, call) -> dict[str, int]:
-    """The requests that ``call`` makes, by kind."""
-    server.requests.clear()
-    call()
-    return server.counts()
-
-
-def rows(shard: str, first: int, keep: int = 10, n_tokens: int = 10) -> TokenRequest:
-    row = {"token_shard": shard, "first_row_group": first, "row_counts": [6, 4], "n_tokens": n_tokens, "hidden_size": 8}
-    return TokenRequest(row, keep, ())
-
-
 def test_neighbours_are_one_run_as_far_as_the_bytes_go():
+    def rows(shard: str, first: int, keep: int = 10) -> TokenRequest:
+        counts = {"row_counts": [6, 4], "n_tokens": 10, "hidden_size": 8}
+        return TokenRequest({"token_shard": shard, "first_row_group": first, **counts}, keep, ())
+
     videos = [rows("b", 0), rows("a", 4), rows("a", 0), rows("a", 2), rows("b", 4), rows("a", 4)]
     assert group_runs(videos) == [[2, 3, 1], [5], [0], [4]]
     assert group_runs(videos, limit=320) == [[2, 3], [1], [5], [0], [4]]
@@ -76,15 +69,14 @@ def test_neighbours_are_one_run_as_far_as_the_bytes_go():
 def test_several_videos_of_either_store_are_as_each_alone_in_a_folder(folder, remote):
     alone, ids = TokenCache(folder), ["v5", "v1", "v0", "v6", "v1", "v3"]
     assert remote.video_ids == alone.video_ids == IDS
-    for ratio, order in ((None, "index"), (0.1, "selection"), (0.2, "index")):
+    for ratio, order, verify in ((None, "index", False), (0.1, "selection", True), (0.2, "index", True)):
         videos = [alone.get(name, ratio, order) for name in ids]
         for cache in (alone, remote):
-            for verify in (False, True):
-                for video, other in zip(videos, cache.get_many(ids, ratio, order, verify=verify), strict=True):
-                    assert video.video_id == other.video_id
-                    assert torch.equal(video.tokens.view(torch.int16), other.tokens.view(torch.int16))
-                    assert torch.equal(video.index, other.index) and torch.equal(video.rank, other.rank)
-                    assert video.metadata == other.metadata | {"write_s": video.metadata["write_s"]}
+            for video, other in zip(videos, cache.get_many(ids, ratio, order, verify=verify), strict=True):
+                assert video.video_id == other.video_id
+                assert torch.equal(video.tokens.view(torch.int16), other.tokens.view(torch.int16))
+                assert torch.equal(video.index, other.index) and torch.equal(video.rank, other.rank)
+                assert video.metadata == other.metadata | {"write_s": video.metadata["write_s"]}
             assert cache.get_many([]) == []
 
 
@@ -102,22 +94,19 @@ def test_neighbours_are_one_request(server, remote):
 
 def test_what_a_row_forbids_is_said_before_anything_is_read(server, remote):
     server.requests.clear()
-    with pytest.raises(UnknownVideo, match="'nope'"):
-        remote.get_many(["v0", "nope", "bad"])
-    with pytest.raises(FailedVideo, match="'bad' failed"):
-        remote.get_many(["v0", "bad", "nope"])
-    with pytest.raises(RatioNotCached, match="'v4'"):
-        remote.get_many(["v4", "bad"], 0.5)
+    for error, words, *asked in (
+        (UnknownVideo, "'nope'", ["v0", "nope", "bad"]),
+        (FailedVideo, "'bad' failed", ["v0", "bad", "nope"]),
+        (RatioNotCached, "'v4'", ["v4", "bad"], 0.5),
+    ):
+        with pytest.raises(error, match=words):
+            remote.get_many(*asked)
     assert not any("/tokens/" in request.path for request in server.requests)
 
 
 def test_damage_names_its_video(tmp_path):
     write_cache(tmp_path)
-    cache = TokenCache(tmp_path)
-    file = tmp_path / cache.metadata("v5")["token_shard"]
-    data = bytearray(file.read_bytes())
-    data[data.find(cache.get("v5", order="selection").tokens[3].view(torch.uint8).numpy().tobytes())] ^= 1
-    file.write_bytes(data)
+    flip_token(tmp_path, "v5")
     cache = TokenCache(tmp_path)
     assert len(cache.get_many(["v0", "v4", "v6"])) == 3
     for order in ("index", "selection"):
@@ -136,15 +125,18 @@ def test_a_store_that_fails_fails_all(server, remote):
 def test_a_shard_is_one_put_and_a_video_one_get(server):
     store = write_header(ObjectStore(server.uri("requests"), server.objects()))
     shard = [encoded(name, random_tokens(i, SHAPE), 0.25, "gstep") for i, name in enumerate(IDS[:2])]
-    of_the_helper = {"LIST": 2, "GET": 1}
-    assert kinds(server, lambda: write_shard(store, "run", *shard)) == {"PUT": 2, "HEAD": 2} | of_the_helper
-    opened = []
-    assert kinds(server, lambda: opened.append(TokenCache(store.root, store=store))) == {"GET": 2, "LIST": 1}
-    (cache,) = opened
-    assert kinds(server, lambda: cache.metadata("v0")) == {"GET": 1}  # its videos shard, kept from here on
-    assert kinds(server, lambda: cache.get("v0")) == {"GET": 2}  # the token shard's footer, then the tokens
-    assert kinds(server, lambda: cache.get("v1")) == {"GET": 1}
-    assert kinds(server, lambda: cache.get("v1", 0.1)) == {"GET": 1}
+    cache = []
+    for act, requests in (
+        (lambda: write_shard(store, "run", *shard), {"PUT": 2, "HEAD": 2, "LIST": 2, "GET": 1}),  # some of the helper
+        (lambda: cache.append(TokenCache(store.root, store=store)), {"GET": 2, "LIST": 1}),
+        (lambda: cache[0].metadata("v0"), {"GET": 1}),  # its videos shard, kept from here on
+        (lambda: cache[0].get("v0"), {"GET": 2}),  # the token shard's footer, then the tokens
+        (lambda: cache[0].get("v1"), {"GET": 1}),
+        (lambda: cache[0].get("v1", 0.1), {"GET": 1}),
+    ):
+        server.requests.clear()
+        act()
+        assert server.counts() == requests
 
 
 def test_the_environment_leads_to_it(server, monkeypatch, capsys):
@@ -176,22 +168,21 @@ def test_a_cache_pickles_small_and_reads_the_same(folder, remote):
 
 def test_a_fork_reads_the_same_and_waits_for_no_thread_of_its_parent(folder, remote):
     """It was forked while shards were open and a thread of the parent opened another one, for which others wait."""
-    cache = TokenCache(folder)
-    expected = [bits(remote, name) for name in IDS]
-    load, opening, go_on = cache._open_shard._load, threading.Event(), threading.Event()
+    opening, go_on = threading.Event(), threading.Event()
 
-    def slow(*key):
-        opening.set()
-        go_on.wait(60)
-        return load(*key)
+    class Slow(LocalStore):
+        def open(self, name):
+            if not opening.is_set():
+                opening.set()
+                go_on.wait(60)
+            return super().open(name)
 
-    cache._open_shard._load = slow
+    cache, expected = TokenCache(folder, store=Slow(folder)), [bits(remote, name) for name in IDS]
     context = multiprocessing.get_context("fork")
     out = context.Queue()
     with ThreadPoolExecutor(1) as pool:
         of_parent = pool.submit(bits, cache, "v0")
         opening.wait(60)
-        cache._open_shard._load = load
         child = context.Process(target=read_all, args=([cache, remote], out))
         child.start()
         of_child = out.get(timeout=60)
@@ -202,21 +193,19 @@ def test_a_fork_reads_the_same_and_waits_for_no_thread_of_its_parent(folder, rem
 
 
 def test_threads_read_the_same_for_the_requests_of_one(server, remote):
-    def of_threads(n: int) -> tuple[list[list[bytes]], int]:
-        """Read all videos four times by so many threads; return what they gave, and the number of requests."""
-        cache, start = TokenCache(remote.store.root, store=remote.store), threading.Barrier(n)
+    results = {}
+    for n in (1, 4):  # threads, which read all videos four times, each beginning with another
+        cache = TokenCache(remote.store.root, store=remote.store)
+        start = threading.Barrier(n)
 
-        def read(thread: int) -> list[bytes]:
+        def read(thread: int, cache=cache, start=start) -> list[bytes]:
             start.wait()
             return [bits(cache, IDS[(i + thread) % len(IDS)]) for i in range(len(IDS))]
 
         server.requests.clear()
         with ThreadPoolExecutor(n) as pool:
-            results = list(pool.map(read, range(4)))
-        return results, len(server.requests)
-
-    (of_one, n_of_one), (of_four, n_of_four) = of_threads(1), of_threads(4)
-    assert of_four == of_one and n_of_four == n_of_one <= 4 * len(IDS) + 2 * 2
+            results[n] = list(pool.map(read, range(4))), len(server.requests)
+    assert results[4] == results[1] and results[1][1] <= 4 * len(IDS) + 2 * 2
 
 
 def test_what_cannot_be_opened_is_tried_again(tmp_path):
@@ -230,13 +219,3 @@ def test_what_cannot_be_opened_is_tried_again(tmp_path):
             cache.get("v3")
     file.write_bytes(data)
     assert bits(cache, "v3")
-
-
-def test_hidden_files_that_came_with_a_copied_folder_are_none_of_the_cache(server):
-    """A folder leaves them out as well; a table with one could not be opened."""
-    store = ObjectStore(server.uri("copied"), server.objects())
-    make_cache(store, {"a": random_tokens(0)})
-    for name in ("videos/._a.parquet", "tokens/._a.parquet", "runs/._a.json", "runs/._a.running"):
-        store.put(name, b"\0\5\x16\7")
-    assert TokenCache(store.root, store=store).video_ids == ["a"]
-    assert [len(store.names(*kind)) for kind in (("tokens", ".parquet"), ("runs", ".json"))] == [1, 0]

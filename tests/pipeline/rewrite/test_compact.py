@@ -10,10 +10,8 @@ from pipeline.errors import CorruptShard, VideoFault
 from pipeline.rewrite.compact import join_tokens
 from pipeline.runner.claim import CacheLocked, Claim
 from tests.builders.caches import encoded_failure, write_header, write_shard
-from tests.pipeline.damage import Dying, flip, say_what_was_committed, shards
-from tests.pipeline.verifying import assert_tokens, tokens_of, verified, video_of
-
-NOW, LATER = timedelta(0), timedelta(hours=1)
+from tests.pipeline.damage import flip, say_what_was_committed, shards, stop_at_each_change
+from tests.pipeline.verifying import NOW, assert_tokens, tokens_of, verified, video_of
 
 
 @pytest.fixture
@@ -36,14 +34,9 @@ def assert_same(store, before):
     assert TokenCache(store.root).failed == {"bad": "corrupt"}
 
 
-def size_of(store, n):
-    """A size of shards that n of these small ones make."""
-    return n * min(file.stat().st_size for file in shards(store)) - 1
-
-
 def test_all_become_one_and_the_old_ones_go_when_readers_had_time(store):
     before, reader = tokens_of(store.root), TokenCache(store.root)
-    done = join(store, LATER)
+    done = join(store, timedelta(hours=1))
     assert (done.videos, len(done.read), len(done.written), done.deleted) == (7, 7, 1, [])
     assert_same(store, before)
     assert all(torch.equal(reader.get(name, order="selection").tokens, before[name]) for name in before)
@@ -55,8 +48,8 @@ def test_all_become_one_and_the_old_ones_go_when_readers_had_time(store):
 
 
 def test_large_ones_stay_and_bundles_are_of_the_size(store):
-    before = tokens_of(store.root)
-    done = join(store, NOW, size_of(store, 3))
+    before, size = tokens_of(store.root), 3 * min(file.stat().st_size for file in shards(store)) - 1
+    done = join(store, NOW, size)
     assert (len(done.read), len(done.written)) == (6, 2)  # the seventh has none to join
     assert_same(store, before)
     assert join(store, NOW, 2).read == []
@@ -75,19 +68,11 @@ def test_what_is_damaged_or_written_to_is_left_as_it_was(store):
 
 def test_the_same_command_ends_what_was_stopped_anywhere(store):
     """It stops before each change of the store once; the tokens are the same after each stop."""
-    before, size = tokens_of(store.root), size_of(store, 3)
-    for allowed in range(100):
-        stopped = Dying(store.root, spared=r".*\.running")
-        stopped.left = allowed
-        try:
-            join(stopped, NOW, size)
-        except KeyboardInterrupt:
-            assert_same(store, before)
-        else:
-            break
-    assert allowed > 5
+    before, size = tokens_of(store.root), 3 * min(file.stat().st_size for file in shards(store)) - 1
+    for _ in stop_at_each_change(lambda s: join(s, NOW, size), lambda _: store.root, spared=r".*\.running"):
+        assert_same(store, before)
     for _ in range(2):
-        join(store, NOW, size_of(store, 3))
+        join(store, NOW, size)
     assert_same(store, before)
-    verified(store, clean=True, keep=NOW)
+    verified(store, clean=True)
     assert len(shards(store)) <= 4

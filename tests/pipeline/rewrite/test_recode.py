@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from dataclasses import replace
-from datetime import timedelta
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,12 +13,11 @@ from jobs import recode, reprune
 from pipeline import FailedVideo, TokenCache
 from pipeline.cache.table import list_table_files, read_file
 from pipeline.errors import RemovedVideo, VideoFault
-from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
 from tests.builders.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.jobs.faults import die_at_call
 from tests.pipeline.damage import flip
-from tests.pipeline.verifying import verified
+from tests.pipeline.verifying import remove, verified
 
 SHAPE = (4, 20, 48)
 NAMES = "abcde"
@@ -36,7 +33,7 @@ def cache(out, method="none", ratio=1.0, codec="bfloat16"):
         videos = [encoded(name, TOKENS[name], ratio, method, LEVELS[name], manifest='{"é":1}') for name in part]
         write_shard(store, f"run{number}", *videos)
     write_shard(store, "run2", encoded_failure("bad", VideoFault("corrupt", "torn")))
-    remove_videos(store, ["gone"], "asked", lambda line: None, timedelta(0))
+    remove(store, "gone", reason="asked")
     return store
 
 
@@ -60,29 +57,28 @@ def same(one, other):
     assert verified(other.store).exit_code == 0
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_recoded_tokens_are_those_that_a_run_writes(tmp_path, codec):
-    cache(tmp_path / "whole", "gstep", 0.25)
-    cache(tmp_path / "coded", "gstep", 0.25, codec)
-    argv = [str(tmp_path / "whole"), "--token-codec", codec, "--out", str(tmp_path / "out")]
-    assert recode.main(argv) == 0
-    coded, out = TokenCache(tmp_path / "coded"), TokenCache(tmp_path / "out")
-    assert out.identity == coded.identity and out.header["schema_version"] == coded.header["schema_version"]
-    same(coded, out)
-    before = sorted((tmp_path / "out" / "tokens").iterdir())
-    assert recode.main(argv) == 0 and sorted((tmp_path / "out" / "tokens").iterdir()) == before
-
-
-@pytest.mark.parametrize("method", ["gstep", "random", "vidcom2"])
-def test_repruned_tokens_are_those_that_a_run_writes(tmp_path, method):
+@pytest.mark.parametrize(
+    ("command", "made_of", "made", "argv"),
+    [
+        (recode, {"method": "gstep", "ratio": 0.25}, {"codec": "int8"}, ["--token-codec", "int8"]),
+        (recode, {"method": "gstep", "ratio": 0.25}, {"codec": "int4"}, ["--token-codec", "int4"]),
+        (reprune, {}, {"method": "gstep", "ratio": 0.25}, ["--pruner", "gstep", "--retention-ratio", "0.25"]),
+        (reprune, {}, {"method": "vidcom2", "ratio": 0.25}, ["--pruner", "vidcom2", "--retention-ratio", "0.25"]),
+    ],
+)
+def test_tokens_are_those_that_a_run_writes(tmp_path, command, made_of, made, argv):
     """Methods that look at evidence are in tests/jobs/test_reprune.py, beside real runs."""
-    cache(tmp_path / "whole")
-    cache(tmp_path / "pruned", method, 0.25)
-    argv = [str(tmp_path / "whole"), "--pruner", method, "--retention-ratio", "0.25", "--out", str(tmp_path / "out")]
-    assert reprune.main(argv) == 0
-    out = TokenCache(tmp_path / "out")
-    same(TokenCache(tmp_path / "pruned"), out)
-    assert out.retention_ratio == 0.25 and out.identity["pruner"]["method"] == method
+    cache(tmp_path / "whole", **made_of)
+    cache(tmp_path / "expected", **made_of | made)
+    argv = [str(tmp_path / "whole"), *argv, "--out", str(tmp_path / "out")]
+    assert command.main(argv) == 0
+    expected, out = TokenCache(tmp_path / "expected"), TokenCache(tmp_path / "out")
+    assert out.header["schema_version"] == expected.header["schema_version"]
+    assert out.retention_ratio == 0.25 and out.identity["pruner"]["method"] == expected.identity["pruner"]["method"]
+    assert command is reprune or out.identity == expected.identity
+    same(expected, out)
+    before = sorted((tmp_path / "out" / "tokens").iterdir())
+    assert command.main(argv) == 0 and sorted((tmp_path / "out" / "tokens").iterdir()) == before
 
 
 def test_pruned_and_coded_at_once_is_pruned_then_coded(tmp_path):
@@ -102,13 +98,13 @@ def test_what_was_done_again_in_the_source_is_taken_in_and_what_was_removed_stay
     again = encoded("bad", other, 0.25, "gstep", [other], attempts=2)
     more = encoded("f", TOKENS["a"], 0.25, "gstep", LEVELS["a"])
     write_shard(source, "run3", again, more)
-    remove_videos(LocalStore(tmp_path / "out"), ["c"], "asked", lambda line: None, timedelta(0))
+    remove(LocalStore(tmp_path / "out"), "c")
     assert recode.main([*argv, "--json"]) == 0
     found = TokenCache(tmp_path / "out")
     assert found.video_ids == ["a", "b", "bad", "d", "e", "f"] and found.failed == {}
     whole = TokenCache(tmp_path / "whole").get("bad")
     assert torch.equal(found.get("bad").index, whole.index)
-    remove_videos(source, ["d"], "asked", lambda line: None, timedelta(0))
+    remove(source, "d")
     assert recode.main(argv) == 0 and "d" not in TokenCache(tmp_path / "out")
     for file in (tmp_path / "out").rglob("*.parquet"):  # its tokens and its row stayed
         rows = pq.read_table(file).select(["video_id", *({"uri"} & {*pq.read_schema(file).names})]).to_pylist()
@@ -127,53 +123,42 @@ def test_what_was_done_again_in_the_source_is_taken_in_and_what_was_removed_stay
 )
 def test_a_video_that_cannot_be_pruned_or_coded_gets_an_error_row(tmp_path, capsys, command, number, more):
     store = write_header(tmp_path / "whole", 1.0, "none", hidden_size=48)
-    others = [encoded(name, TOKENS[name], 1.0, "none") for name in "ab"]
-    write_shard(store, "run", others[0], with_number(others[1], number))
+    good, bad = (encoded(name, TOKENS[name], 1.0, "none") for name in "ab")
+    bad.kept.tokens[0, :] = number
+    write_shard(store, "run", good, bad)
     assert command.main([str(tmp_path / "whole"), "--out", str(tmp_path / "out"), *more]) == 1
     assert "1 of them failed" in capsys.readouterr().err
     found = TokenCache(tmp_path / "out")
     assert found.video_ids == ["a"] and found.failed == {"b": "internal"}
 
 
-def with_number(video, number):
-    tokens = video.kept.tokens.copy()
-    tokens[0, :] = number
-    return replace(video, kept=replace(video.kept, tokens=tokens))
-
-
 @pytest.mark.parametrize(
-    ("command", "source", "more", "said"),
+    ("command", "source", "argv", "said"),
     [
-        (recode, {"codec": "int8"}, ["--token-codec", "int4"], "stores int8 tokens already"),
-        (reprune, {"codec": "int8"}, [], "stores int8 tokens already"),
-        (reprune, {"method": "gstep", "ratio": 0.25}, [], "not all tokens"),
-        (reprune, {}, ["--pruner", "cdpruner"], "anew for every question"),
-        (reprune, {}, ["--pruner", "visionzip"], "--evidence visionzip"),
-        (reprune, {}, ["--pruner", "none-such"], "unknown method"),
-        (reprune, {}, ["--pruner-param", "alpha=7"], "alpha"),
-        (recode, {}, ["--token-codec", "bfloat16"], "invalid choice"),
+        (recode, {"codec": "int8"}, "whole --token-codec int4 --out out", "stores int8 tokens already"),
+        (reprune, {"codec": "int8"}, "whole --out out", "stores int8 tokens already"),
+        (reprune, {"method": "gstep", "ratio": 0.25}, "whole --out out", "not all tokens"),
+        (reprune, {}, "whole --out out --pruner cdpruner", "anew for every question"),
+        (reprune, {}, "whole --out out --pruner visionzip", "--evidence visionzip"),
+        (reprune, {}, "whole --out out --pruner none-such", "unknown method"),
+        (reprune, {}, "whole --out out --pruner-param alpha=7", "alpha"),
+        (recode, {}, "whole --out out --token-codec bfloat16", "invalid choice"),
+        (recode, {}, "whole --token-codec int4 --out full", "is no cache"),
+        (recode, {}, "whole --token-codec int4 --out whole", "dtype.stored: the cache has 'bfloat16', this run 'int4'"),
+        (recode, {}, "--out out", "arguments are required: CACHE"),
+        (reprune, {}, "--out out", "arguments are required: WHOLE"),
     ],
 )
-def test_refusals_start_nothing(tmp_path, capsys, command, source, more, said):
+def test_refusals_start_nothing(tmp_path, capsys, monkeypatch, command, source, argv, said):
     cache(tmp_path / "whole", **source)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    monkeypatch.chdir(tmp_path)
     try:
-        code = command.main([str(tmp_path / "whole"), "--out", str(tmp_path / "out"), *more])
+        code = command.main(argv.split())
     except SystemExit as end:  # a flag's own check
         code = end.code
     assert code == 2 and said in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_a_place_of_something_else_is_refused(tmp_path, capsys):
-    cache(tmp_path / "whole", "gstep", 0.25)
-    argv = [str(tmp_path / "whole"), "--token-codec", "int4", "--out"]
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    assert recode.main([*argv, str(tmp_path / "full")]) == 2 and "is no cache" in capsys.readouterr().err
-    assert recode.main([*argv, str(tmp_path / "whole")]) == 2
-    assert "dtype.stored: the cache has 'bfloat16', this run 'int4'" in capsys.readouterr().err
-    for command, name in ((recode, "CACHE"), (reprune, "WHOLE")):
-        assert command.main(["--out", str(tmp_path / "out")]) == 2
-        assert f"arguments are required: {name}" in capsys.readouterr().err
 
 
 def test_damage_in_the_source_ends_it_and_is_never_carried_on(tmp_path, capsys):

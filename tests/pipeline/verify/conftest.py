@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.storage.stores import LocalStore
-from tests.builders.stores import S3Server
 from tests.pipeline.verifying import two_shards
 
 
@@ -18,9 +17,3 @@ def sound(tmp_path_factory) -> Path:
 @pytest.fixture
 def store(sound, tmp_path) -> LocalStore:
     return LocalStore(shutil.copytree(sound, tmp_path / "c"))
-
-
-@pytest.fixture(scope="module")
-def server():
-    with S3Server("verify") as server:
-        yield server

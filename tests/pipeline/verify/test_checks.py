@@ -1,15 +1,21 @@
-"""Files of the table and token shards: every byte is read, and rows are held against themselves and their tokens."""
+"""Verify: a sound cache passes; each kind of damage is found in files and rows, named, and blamed on its video."""
 
 import shutil
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline import TokenCache
+from pipeline.cache.header import read_fingerprint
+from pipeline.cache.merging import merge_table_fully
+from pipeline.errors import CacheLocked
+from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore, ObjectStore
-from tests.builders.caches import encoded, evidence_cache, random_tokens, write_header, write_shard
-from tests.pipeline.damage import flip, rewrite_row, rewrite_tokens, shards, with_column
-from tests.pipeline.verifying import SHAPE, by_an_own_method, check_damage, kinds, verified, video_of
+from tests.builders.caches import evidence_cache, make_identity, random_tokens, write_header, write_shard
+from tests.pipeline.damage import cut, flip, merge_before_each_read, rewrite_row, rewrite_tokens, shards, with_column
+from tests.pipeline.verifying import SHAPE, kinds, verified, video_of
 
 
 def swap(store: LocalStore) -> None:
@@ -40,49 +46,74 @@ def replace_video(store: LocalStore) -> None:
 
 def of_another_cache(store: LocalStore) -> None:
     other = write_header(store.root.parent / "other", 0.25, "topk", hidden_size=8)
-    write_shard(other, "elsewhere", encoded("x", random_tokens(2, SHAPE), 0.25, "topk"))
+    write_shard(other, "elsewhere", video_of("x", 2, "topk"))
     for folder in ("tokens", "videos"):
         shutil.copy(shards(other, folder)[0], store.root / folder)
 
 
+def change_row(store: LocalStore, change: dict[str, object]) -> None:
+    rewrite_row(store, "a", lambda row: row.update(change))
+
+
+ROWS = {  # changes of a's row, and the problem that each is
+    "fewer tokens": ({"n_tokens": 5}, "row"),
+    "another ratio": ({"retention_ratio": 0.5}, "row"),
+    "another size": ({"hidden_size": 4}, "row"),
+    "frames backwards": ({"frame_indices": [3, 2, 1, 0]}, "row"),
+    "times backwards": ({"timestamps": [0.75, 0.5, 0.25, 0.0]}, "row"),
+    "an ok row without tokens": ({"token_shard": None}, "row"),
+    "no JSON": ({"runtime": "{"}, "row"),
+    "another checksum": ({"checksum": "blake2b:00"}, "checksum"),
+    "a row group too far": ({"first_row_group": 1}, "rows"),
+}
+TOKENS = {  # changes of the columns of a's tokens
+    "ranks": with_column("rank", lambda values: values[::-1]),
+    "a position twice": with_column("index", np.sort),
+    "a position outside": with_column("index", lambda values: values + 30),
+    "frames of tokens": with_column("frame", lambda values: values[::-1]),
+    "a density": with_column("density", lambda values: values * np.inf),
+}
 DAMAGE = {
-    "a flipped bit in a commit": (lambda s: flip(shards(s, "videos")[0], 600), {"commit"}),
-    "a commit that is no Parquet": (lambda s: shards(s, "videos")[0].write_bytes(b"PAR1"), {"commit"}),
-    "a shard of other settings": (of_another_cache, {"fingerprint"}),
-    "fewer tokens": (lambda s: rewrite_row(s, "a", lambda r: r.update(n_tokens=5)), {"row"}),
-    "another ratio": (lambda s: rewrite_row(s, "a", lambda r: r.update(retention_ratio=0.5)), {"row"}),
-    "another size": (lambda s: rewrite_row(s, "a", lambda r: r.update(hidden_size=4)), {"row"}),
-    "frames backwards": (lambda s: rewrite_row(s, "a", lambda r: r["frame_indices"].reverse()), {"row"}),
-    "times backwards": (lambda s: rewrite_row(s, "a", lambda r: r["timestamps"].reverse()), {"row"}),
-    "an ok row without tokens": (lambda s: rewrite_row(s, "a", lambda r: r.update(token_shard=None)), {"row"}),
-    "a failed row without a class": (lambda s: rewrite_row(s, "bad", lambda r: r.update(error_class=None)), {"row"}),
-    "no JSON": (lambda s: rewrite_row(s, "a", lambda r: r.update(runtime="{")), {"row"}),
-    "a shard deleted": (lambda s: shards(s)[0].unlink(), {"missing"}),
-    "a shard cut off": (lambda s: shards(s)[0].write_bytes(shards(s)[0].read_bytes()[:-100]), {"footer"}),
-    "a shard emptied": (lambda s: shards(s)[0].write_bytes(b""), {"footer"}),
-    "a shard of a few bytes": (lambda s: shards(s)[0].write_bytes(b"PAR1"), {"footer"}),
-    "a flipped bit of a footer": (lambda s: flip(shards(s)[0], shards(s)[0].stat().st_size - 30), {"footer"}),
-    "a footer longer than its file": (lengthen_footer, {"footer"}),
-    "shards swapped": (swap, {"footer"}),
-    "bytes put in": (add_bytes, {"rows"}),
-    "a flipped bit": (lambda s: flip(shards(s)[0], 600), {"damaged"}),
-    "a flipped bit of the header": (lambda s: flip(s.root / "cache.json", 100), {"header"}),
-    "another checksum": (lambda s: rewrite_row(s, "a", lambda r: r.update(checksum="blake2b:00")), {"checksum"}),
-    "tokens of another video": (replace_video, {"rows"}),
-    "a row group too far": (lambda s: rewrite_row(s, "a", lambda r: r.update(first_row_group=1)), {"rows"}),
-    "ranks": (lambda s: rewrite_tokens(s, "a", with_column("rank", lambda v: v[::-1])), {"tokens"}),
-    "a position twice": (lambda s: rewrite_tokens(s, "a", with_column("index", np.sort)), {"tokens"}),
-    "a position outside": (lambda s: rewrite_tokens(s, "a", with_column("index", lambda v: v + 30)), {"tokens"}),
-    "frames of tokens": (lambda s: rewrite_tokens(s, "a", with_column("frame", lambda v: v[::-1])), {"tokens"}),
-    "a density": (lambda s: rewrite_tokens(s, "a", with_column("density", lambda v: v * np.inf)), {"tokens"}),
-    "a column less": (lambda s: rewrite_tokens(s, "a", lambda t: t.drop_columns(["density"])), {"schema"}),
+    "a flipped bit in a commit": (lambda s: flip(shards(s, "videos")[0], 600), "commit"),
+    "a commit that is no Parquet": (lambda s: shards(s, "videos")[0].write_bytes(b"PAR1"), "commit"),
+    "a shard of other settings": (of_another_cache, "fingerprint"),
+    "a failed row without a class": (lambda s: rewrite_row(s, "bad", lambda r: r.update(error_class=None)), "row"),
+    "a shard deleted": (lambda s: shards(s)[0].unlink(), "missing"),
+    "a shard cut off": (lambda s: cut(shards(s)[0], 100), "footer"),
+    "a shard emptied": (lambda s: shards(s)[0].write_bytes(b""), "footer"),
+    "a shard of a few bytes": (lambda s: shards(s)[0].write_bytes(b"PAR1"), "footer"),
+    "a flipped bit of a footer": (lambda s: flip(shards(s)[0], shards(s)[0].stat().st_size - 30), "footer"),
+    "a footer longer than its file": (lengthen_footer, "footer"),
+    "shards swapped": (swap, "footer"),
+    "bytes put in": (add_bytes, "rows"),
+    "a flipped bit": (lambda s: flip(shards(s)[0], 600), "damaged"),
+    "a flipped bit of the header": (lambda s: flip(s.root / "cache.json", 100), "header"),
+    "tokens of another video": (replace_video, "rows"),
+    "a column less": (lambda s: rewrite_tokens(s, "a", lambda t: t.drop_columns(["density"])), "schema"),
+    **{name: (partial(change_row, change=change), kind) for name, (change, kind) in ROWS.items()},
+    **{name: (partial(rewrite_tokens, video_id="a", change=change), "tokens") for name, change in TOKENS.items()},
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_found_and_named(store, damage):
+def test_damage_is_found_and_named_and_blames_no_other_video(store, damage):
+    act, kind = DAMAGE[damage]
+    act(store)
+    report = verified(store)
+    assert {*kinds(report)} == {kind} and report.exit_code == 1
     other = {"tokens of another video": "b", "a failed row without a class": "bad"}.get(damage)
-    check_damage(store, *DAMAGE[damage], {None, "a", other})
+    for problem in report.problems:
+        record = problem.as_record()
+        assert record["class"] == problem.kind and record["what"] and record["shard"] and record["remedy"]
+        assert problem.video_id in {None, "a", other}
+
+
+def by_an_own_method(out: Path, **pruner: object) -> LocalStore:
+    """Write a cache of random tokens that names a method whose module is not importable here."""
+    identity = make_identity(pruner={"method": "not_here:Mine", **pruner})
+    store = write_header(out, hidden_size=8, identity=identity)
+    write_shard(store, "run", video_of("a", 0, "random"))
+    return store
 
 
 DECLARED = {"nested": True, "merges": False, "exact": True, "reorders": False}
@@ -92,8 +123,10 @@ DECLARED = {"nested": True, "merges": False, "exact": True, "reorders": False}
     ("other", "kind"), [({}, None), ({"nested": False}, "row"), ({"merges": True}, "tokens"), ({"exact": False}, None)]
 )
 def test_rows_of_a_method_from_outside_are_held_against_what_it_declared(tmp_path, other, kind):
-    report = verified(by_an_own_method(tmp_path, declares={**DECLARED, **other}))
+    report = verified(by_an_own_method(tmp_path / "own", declares={**DECLARED, **other}))
     assert (kinds(report), report.notes) == ([] if kind is None else [kind], [])
+    report = verified(by_an_own_method(tmp_path / "silent"))
+    assert kinds(report) == [] and "the method not_here:Mine is unknown here" in "".join(report.notes)
 
 
 def test_evidence_is_checked_too(tmp_path):
@@ -114,6 +147,51 @@ def test_a_shard_that_may_not_be_read_is_no_end(server):
     assert report.counts["token_shards"] == 2 and report.counts["tokens"] == 9
 
 
+def test_a_sound_cache_passes_and_every_byte_is_read(store, tmp_path):
+    report = verified(store, jobs=3)
+    assert (report.problems, report.notes, report.orphans, report.exit_code) == ([], [], [], 0)
+    files = [*shards(store), *shards(store, "videos")]
+    assert report.bytes_read == sum(file.stat().st_size for file in files)
+    counts = {"videos_shards": 2, "videos": 2, "failed_videos": 1, "removed_videos": 0, "token_shards": 2, "tokens": 18}
+    assert report.counts == counts
+    write_shard(store, "run2", video_of("a", 2))  # two runs at once, or a commit that came late: one of them counts
+    assert verified(store).problems == []
+    report = verified(write_header(tmp_path / "empty"))
+    assert report.problems == [] and report.counts["videos"] == 0
+
+
+def test_a_run_that_holds_the_cache_keeps_it_from_being_cleaned(store):
+    with Claim(store, "run9", print):
+        with pytest.raises(CacheLocked, match="run9"):
+            verified(store, clean=True)
+        report = verified(store)
+    assert report.exit_code == 0 and any("writes here" in note and "run9" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("sample", [0, 3])
+def test_files_that_a_run_merges_away_meanwhile_are_no_damage(store, sample):
+    """They were called unreadable, or ended the command."""
+    merge_table_fully(store, read_fingerprint(store))
+    for merging in merge_before_each_read(
+        store.root,
+        lambda reads: write_shard(
+            store, f"run{reads}", *(video_of(name, seed, attempts=reads + 1) for name, seed in (("c", 2), ("d", 3)))
+        ),
+    ):
+        report = verified(merging, jobs=1, sample=sample)
+        assert report.problems == []
+        assert report.counts["tokens"] == (9 * sample or 36) and report.counts["token_shards"] <= 3
+
+
+def test_the_report_counts_by_class(store):
+    for file in shards(store):
+        file.unlink()
+    said = list(verified(store).lines())
+    (missing,) = (line for line in said if line.startswith("missing, 2: "))  # the class, how many, and one of them
+    assert "the shard is missing" in missing and "let --repair mark" in said[said.index(missing) + 1]
+    assert said[-1] == "2 problems"
+
+
 def test_a_sample_reads_some_videos_and_says_what_it_misses(tmp_path):
     """Of twenty videos one is damaged: samples that hold it find it, and each says what it may have missed."""
     store = write_header(tmp_path / "c", hidden_size=8)
@@ -126,8 +204,6 @@ def test_a_sample_reads_some_videos_and_says_what_it_misses(tmp_path):
     assert 1 <= n_found <= 4  # 1.5 expected
     assert all(report.counts["token_shards"] == 5 and report.counts["videos"] == 20 for report in reports)
     (note,) = reports[0].notes
-    assert note == (
-        "tokens of 5 of 20 videos were read; the chance that these miss damage: to 0.1% of them 99.5%, to 1.0% of them "
-        "95.1%, to 5.0% of them 77.4%"
-    )
+    assert "tokens of 5 of 20 videos were read" in note
+    assert all(f"to {share:.1%} of them {(1 - share) ** 5:.1%}" in note for share in (0.001, 0.01, 0.05))
     assert verified(store, sample=20).exit_code == 1 and verified(store, sample=20).notes == []

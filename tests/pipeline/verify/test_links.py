@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,10 @@ from pipeline import TokenCache
 from pipeline.cache.header import read_fingerprint
 from pipeline.cache.writer import commit_records
 from pipeline.rewrite.compact import join_tokens
-from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
+from tests.pipeline import verifying
 from tests.pipeline.damage import shards
-from tests.pipeline.verifying import kinds, tokens_of, verified
-
-NOW = timedelta(0)
+from tests.pipeline.verifying import NOW, kinds, tokens_of, verified
 
 
 def read_all(folder: Path) -> dict[str, bytes]:
@@ -36,28 +32,27 @@ def link_folder(store: LocalStore, folder: str, place: Path) -> None:
     (store.root / folder).symlink_to(place)
 
 
-COMMANDS: dict[str, Callable[[Path], tuple[Callable[..., int], list[str]]]] = {
-    "clean": lambda out: (verify.main, [str(out), "--clean", "--keep-minutes", "0"]),
-    "repair": lambda out: (verify.main, [str(out), "--repair", "--keep-minutes", "0"]),
-    "remove": lambda out: (remove.main, [str(out), "--ids", str(out.parent / "ids"), "--reason", "x"]),
-    "join": lambda out: (compact.main, [str(out), "--tokens", "--keep-minutes", "0"]),
-    "compact": lambda out: (compact.main, [str(out), "--keep-minutes", "0"]),
-    "merge": lambda out: (merge.main, [str(out), str(out.parent / "other"), "--out", str(out)]),
+COMMANDS = {
+    "clean": (verify, "{0}/c --clean --keep-minutes 0"),
+    "repair": (verify, "{0}/c --repair --keep-minutes 0"),
+    "remove": (remove, "{0}/c --ids {0}/ids --reason x"),
+    "join": (compact, "{0}/c --tokens --keep-minutes 0"),
+    "compact": (compact, "{0}/c --keep-minutes 0"),
+    "merge": (merge, "{0}/c {0}/other --out {0}/c"),
 }
 
 
 @pytest.mark.parametrize("folder", ["tokens", "videos", "runs", "repaired"])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_linked_folder_is_refused_by_commands_that_write_or_delete(store, tmp_path, capsys, folder, command):
+def test_a_linked_folder_is_refused_by_commands_that_write_or_delete(store, tmp_path, capsys, folder):
     """jobs.verify --clean deleted the Parquet files of the folder that tokens/ linked to."""
     shutil.copytree(store.root, tmp_path / "other")
     (tmp_path / "ids").write_text("a\n")
     link_folder(store, folder, tmp_path / "elsewhere")
     before = read_all(tmp_path / "elsewhere"), read_all(store.root)
-    main, arguments = COMMANDS[command](store.root)
-    assert main(arguments) == 2
-    assert f"{store.root}/{folder} is a symbolic link" in capsys.readouterr().err
-    assert (read_all(tmp_path / "elsewhere"), read_all(store.root)) == before
+    for name, (command, arguments) in COMMANDS.items():
+        assert command.main(arguments.format(tmp_path).split()) == 2, name
+        assert f"{store.root}/{folder} is a symbolic link" in capsys.readouterr().err, name
+        assert (read_all(tmp_path / "elsewhere"), read_all(store.root)) == before, name
     assert tokens_of(store.root).keys() == {"a", "b"}  # reading goes on
 
 
@@ -70,18 +65,13 @@ def test_the_store_itself_writes_and_deletes_nothing_there(store, tmp_path):
     assert read_all(tmp_path / "elsewhere") == before
 
 
-def test_a_linked_root_is_the_user_s_choice(store, tmp_path):
+def test_a_linked_root_is_the_user_s_choice_and_of_a_linked_file_only_the_link_is_removed(store, tmp_path):
     (tmp_path / "link").symlink_to(store.root)
-    shutil.copy(shards(store)[0], store.root / "tokens" / "run0-orphan.parquet")
-    assert verified(LocalStore(tmp_path / "link"), clean=True, keep=NOW).removed == ["tokens/run0-orphan.parquet"]
-
-
-def test_a_linked_file_is_unlinked_and_its_target_stays(store, tmp_path):
-    secret = tmp_path / "secret.parquet"
-    secret.write_bytes(shards(store)[0].read_bytes())
-    (store.root / "tokens" / "run0-orphan.parquet").symlink_to(secret)
-    assert verified(store, clean=True, keep=NOW).removed == ["tokens/run0-orphan.parquet"]
-    assert secret.exists()
+    secret, orphan = tmp_path / "secret.parquet", store.root / "tokens" / "run0-orphan.parquet"
+    shutil.copy(shards(store)[0], secret)
+    orphan.symlink_to(secret)
+    assert verified(LocalStore(tmp_path / "link"), clean=True).removed == ["tokens/run0-orphan.parquet"]
+    assert secret.exists() and not orphan.is_symlink()
 
 
 def test_no_file_outside_a_source_is_linked_into_a_merged_cache(store, tmp_path):
@@ -92,8 +82,7 @@ def test_no_file_outside_a_source_is_linked_into_a_merged_cache(store, tmp_path)
     file.unlink()
     file.symlink_to(secret)
     shutil.copytree(store.root, tmp_path / "other", symlinks=True)
-    arguments = [str(store.root), str(tmp_path / "other"), "--out", str(tmp_path / "c2")]
-    assert merge.main(arguments) == 1
+    assert merge.main([str(store.root), str(tmp_path / "other"), "--out", str(tmp_path / "c2")]) == 1
     assert b"not the cache's" not in b"".join(read_all(tmp_path / "c2").values())
 
 
@@ -106,7 +95,7 @@ def test_names_in_rows_and_records_delete_no_file_but_token_shards(store, tmp_pa
     commit_records(store, "run9", 0, [row], made_with=read_fingerprint(store))
     store.put("runs/evil0.json", json.dumps({"run_id": "evil0", "emptied": 5}).encode())
     store.put("runs/evil.json", json.dumps({"run_id": "evil", "emptied": [name]}).encode())
-    remove_videos(store, ["gone"], "x", print, NOW)
+    verifying.remove(store, "gone")
     join_tokens(store, print, NOW)
     assert store.exists("cache.json") and (tmp_path / "x.parquet").exists()
     assert TokenCache(store.root).video_ids == ["a", "b"] and kinds(verified(store)) == []
