@@ -1,16 +1,10 @@
 """Options of a server with live pruning: what is refused before vLLM loads, and what the gate takes from them."""
 
-import asyncio
-import json
-from types import SimpleNamespace
-
 import pytest
 
 from jobs.serve import LIVE_USUAL, main
 from pipeline.errors import UsageError
-from pipeline.serve import LIMITS
 from pipeline.serve.config import KEY, LiveConfig, ServeConfig
-from pipeline.serve.gate import RequestGate
 from pipeline.serve.server import check_live, make_server_words
 from tests.ports import free_ports
 
@@ -55,13 +49,7 @@ def test_options_that_make_no_sense_are_refused(monkeypatch, options, why):
         ({"method_param": ["alph=1"]}, "did you mean alpha"),
         *(
             ({"engine_param": [f"{name}=x"]}, "it follows from the model and the other flags")
-            for name in (
-                "hf_overrides",
-                "media-io-kwargs.video",
-                "allowed_local_media_path",
-                "middleware",
-                "model_impl",
-            )
+            for name in ("hf_overrides", "media-io-kwargs.video", "allowed_local_media_path", "middleware")
         ),
         ({"engine_param": ['ec_transfer_config={"ec_connector": "A"}']}, "another server has pruned"),
         ({"engine_param": ["ec-transfer-config.ec_connector=A"]}, "another server has pruned"),
@@ -110,73 +98,3 @@ def test_help_is_a_screen(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert "--live" in capsys.readouterr().out
-
-
-def test_a_video_that_vllm_cannot_read_is_the_clients_fault():
-    """By the errors of vLLM and aiohttp, which vLLM's server answers with 500."""
-    aiohttp = pytest.importorskip("aiohttp")
-    errors = {
-        "this server reads no files: send the video as a data URL": RuntimeError(
-            "Cannot load local files without `--allowed-local-media-path`."
-        ),
-        "the server has no such file, or may not read it": FileNotFoundError(2, "No such file", "/a/b.mp4"),
-        "the server cannot fetch the video: refused": aiohttp.ClientConnectionError("refused"),
-    }
-    sent = []
-
-    async def ask(error):
-        async def app(scope, receive, send):
-            if scope["type"] == "http":
-                raise error
-
-        limits = {"needs_key": False, "max_request_bytes": 5000, "shutdown_timeout": 3.0}
-        state = SimpleNamespace(
-            vllm_config=SimpleNamespace(additional_config={LIMITS: limits}),
-            openai_serving_models=SimpleNamespace(base_model_paths=[]),
-        )
-        gate = RequestGate(app)
-        await gate({"type": "lifespan", "app": SimpleNamespace(state=state)}, None, None)
-
-        async def receive():
-            return {"type": "http.request", "body": b"{}", "more_body": False}
-
-        async def send(message):
-            sent.append(message)
-
-        await gate({"type": "http", "path": "/v1/chat/completions", "headers": []}, receive, send)
-
-    for reason, error in errors.items():
-        sent.clear()
-        asyncio.run(ask(error))
-        assert sent[0]["status"] == 400 and json.loads(sent[1]["body"])["error"]["message"] == reason
-    with pytest.raises(RuntimeError, match="other"):
-        asyncio.run(ask(RuntimeError("other")))
-
-
-def test_the_gate_takes_its_limits_without_a_cache(monkeypatch):
-    async def app(scope, receive, send):
-        pass
-
-    async def start(**limits):
-        limits = {"needs_key": False, "max_request_bytes": 5000, "shutdown_timeout": 3.0, **limits}
-        model = SimpleNamespace(name="m", model_path="/a/m")
-        state = SimpleNamespace(
-            vllm_config=SimpleNamespace(additional_config={LIMITS: limits}),
-            openai_serving_models=SimpleNamespace(base_model_paths=[model]),
-        )
-        gate, sent = RequestGate(app), []
-        await gate({"type": "lifespan", "app": SimpleNamespace(state=state)}, None, None)
-
-        async def receive():
-            return {"type": "http.request", "body": b"x" * 5001, "more_body": False}
-
-        async def send(message):
-            sent.append(message)
-
-        await gate({"type": "http", "path": "/v1/chat/completions", "headers": []}, receive, send)
-        return sent[0]["status"], model.model_path
-
-    monkeypatch.delenv(KEY, raising=False)
-    assert asyncio.run(start()) == (413, "m")
-    with pytest.raises(UsageError, match="it has no key"):
-        asyncio.run(start(needs_key=True))
