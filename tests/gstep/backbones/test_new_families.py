@@ -10,7 +10,7 @@ from gstep.backbones import ModelSource, family_of
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from gstep.language import load_language_model, prompt_builder
-from tests.gstep.backbones.encoders import FLOAT32, frames_for
+from tests.gstep.backbones.encoders import FLOAT32, QWEN, frames_for, settings_file
 from tests.gstep.language.prompts import video
 from tests.gstep.llms import QUESTION, llm, stock
 from tests.gstep.quantized import CONFIGS, quantize
@@ -101,18 +101,27 @@ def test_a_tower_of_qwen3_5_has_no_levels_whatever_its_file_lists(tmp_path):
     assert family.load(FLOAT32).encode(frames_for(family.source, 2)).deepstack == ()
 
 
-def test_settings_of_internvl_that_would_change_its_pixels_are_refused(tmp_path):
-    folder = copied("tiny-internvl", tmp_path)
+LLAVA, INTERNVL = "tiny", "tiny-internvl"
+FAST, PIXELS = "LlavaOnevisionVideoProcessor", "video_preprocessor_config.json"
 
-    def refused(filename, setting, value, message):
-        before = (folder / filename).read_text()
-        with changed_json(folder / filename) as content:
-            content[setting] = value
-        with pytest.raises(ModelError, match=message):
-            family_of(ModelSource.resolve(folder)).preprocessor()
-        (folder / filename).write_text(before)
 
-    pixels, size = "video_preprocessor_config.json", {"height": 384, "width": 384}
-    refused(pixels, "size", size, "384 x 384, does not fit the vision tower of 224 x 224")
-    refused(pixels, "video_processor_type", "OtherVideoProcessor", "'OtherVideoProcessor', which is not implemented")
-    refused("config.json", "vision_feature_layer", -2, "vision_feature_layer=-2")
+@pytest.mark.parametrize(
+    ("name", "filename", "setting", "value", "words"),
+    [
+        (LLAVA, PIXELS, "size", {"height": 336, "width": 336}, "size"),
+        (LLAVA, PIXELS, "video_processor_type", "Some", "Some"),
+        (LLAVA, PIXELS, "do_center_crop", True, "do_center_crop"),
+        (LLAVA, "config.json", "vision_feature_layer", [-2, -1], r"vision_feature_layer .* \[-2, -1\]; only a single"),
+        (INTERNVL, PIXELS, "size", {"height": 384, "width": 384}, "384 x 384, does not fit the vision tower of 224"),
+        (INTERNVL, PIXELS, "video_processor_type", "Other", "'Other', which is not implemented"),
+        (INTERNVL, "config.json", "vision_feature_layer", -2, "vision_feature_layer=-2"),
+        *((name, None, "patch_size", 7, "patch_size=7 does not fit") for name in QWEN),
+        *((name, None, "merge_size", 4, "merge_size=4 does not fit") for name in QWEN),
+        *((name, None, "video_processor_type", FAST, FAST) for name in QWEN),
+    ],
+)
+def test_settings_that_would_change_the_pixels_are_refused(name, folder, filename, setting, value, words):
+    with changed_json(folder / filename if filename else settings_file(folder)) as content:
+        content[setting] = value
+    with pytest.raises(ModelError, match=words):
+        family_of(ModelSource.resolve(folder)).preprocessor()

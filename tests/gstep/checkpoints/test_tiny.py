@@ -94,9 +94,9 @@ def resized(preprocessor: Preprocessor, clip: str, n_frames: int) -> torch.Tenso
 @pytest.mark.parametrize(("model", "side"), [("tiny", 384), ("tiny-qwen2-5-vl", 168), ("tiny-qwen3-vl", 192)])
 def test_tokens_of_real_frames_differ_clearly_and_brightness_alone_is_seen(model, side):
     backbone = family_of(ModelSource.resolve(model)).load(Runtime("cpu", torch.float32, "sdpa"))
-    for clip in ("bigbuckbunny", "bikes", "carphone_pristine", "carphone_distorted"):
-        visual = backbone.encode(resized(backbone.preprocessor, clip, 8))
-        assert visual.tokens.shape[::2] == (8 if model == "tiny" else 4, 64)
+    for clip in ("bikes", "carphone_pristine"):
+        visual = backbone.encode(resized(backbone.preprocessor, clip, 4))
+        assert visual.tokens.shape[::2] == (4 if model == "tiny" else 2, 64)
         for tokens_TND in (visual.tokens, *visual.deepstack):
             check_that_they_differ(tokens_TND)
     levels = torch.tensor([100, 100, 160], dtype=torch.uint8).repeat_interleave(backbone.preprocessor.frames_per_patch)
@@ -123,8 +123,8 @@ def check_that_they_differ(tokens_TND: torch.Tensor) -> None:
 @pytest.mark.parametrize("model", ["tiny-qwen2-5-vl", "tiny-qwen3-vl"])
 def test_a_frame_of_16_to_9_gives_about_as_many_tokens_as_one_of_llava_onevision(model):
     preprocessor = family_of(ModelSource.resolve(model)).preprocessor()
-    for height, width in ((360, 640), (720, 1280), (1080, 1920)):
-        _, H, W = preprocessor.grid_thw(32, *preprocessor.target_size(32, height, width))
+    for height in (360, 1080):
+        _, H, W = preprocessor.grid_thw(32, *preprocessor.target_size(32, height, height * 16 // 9))
         assert H * W // 4 == 144
 
 

@@ -148,10 +148,3 @@ def test_checkpoints_without_a_tower_that_fits_are_refused(source, siglip):
     refused(r"has no file spiece\.model")
     with pytest.raises(ModelError, match="for LLaVA-OneVision"):
         family_of(ModelSource.resolve("tiny-qwen3-vl")).text_tower("tiny")
-
-
-def test_tokens_of_several_layers_are_refused(folder):
-    with changed_json(folder / "config.json") as config:
-        config["vision_feature_layer"] = [-2, -1]
-    with pytest.raises(ModelError, match=r"vision_feature_layer in config.json is \[-2, -1\]; only a single layer"):
-        family_of(ModelSource.resolve(folder)).preprocessor()
