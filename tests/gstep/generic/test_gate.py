@@ -18,6 +18,7 @@ from gstep.errors import ModelError
 from gstep.generic import gate, processor, reduced
 from gstep.generic.layout import Layout
 from tests.builders.checkpoints import FAMILIES
+from tests.gstep.reading import changed_json, changed_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +38,6 @@ def resolve(folder, **options) -> ModelSource:
     return ModelSource.resolve(folder, family="generic", **options)
 
 
-def edit_config(folder, **settings) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-
-
-def edit_weights(folder, edit) -> None:
-    """Rewrite the weights by ``edit``, a function from all tensors to all tensors."""
-    path = folder / "model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in edit(load_file(path)).items()}, path, {"format": "pt"})
-
-
 def test_what_the_check_found_says_how_it_was_shown(folder):
     layout = Layout.of(resolve(folder))
     assert (layout.hidden_size, layout.deepstack_levels, layout.frames_per_step, layout.tail) == (64, 2, 2, 0)
@@ -65,7 +55,9 @@ def test_a_result_is_kept_for_a_class_config_and_version(folder, kept, monkeypat
     monkeypatch.setattr(gate, "compare", None)  # calling it would fail
     assert resolve(folder).layout == first and capsys.readouterr().err == ""
     # Other weights of the same config: only their names are checked.
-    edit_weights(folder, lambda tensors: {name: tensor * 1.5 for name, tensor in tensors.items()})
+    with changed_tensors(folder) as tensors:
+        for tensor in tensors.values():
+            tensor.mul_(1.5)
     assert resolve(folder).layout == first
     (file,) = kept.iterdir()
     assert len(json.loads(file.read_text())["identities"]) == 2
@@ -98,12 +90,11 @@ def test_a_folder_that_cannot_be_written_costs_only_the_next_run_its_time(folder
     ],
 )
 def test_a_tensor_that_one_half_lacks_is_named_before_any_work(folder, part, kind):
-    def edit(tensors):
+    with changed_tensors(folder) as tensors:
         (name,) = (name for name in tensors if name.endswith(part))
         tensor = tensors.pop(name)
-        return tensors | {"missing": {}, "renamed": {f"{name}s": tensor}, "reshaped": {name: tensor[:-1]}}[kind]
-
-    edit_weights(folder, edit)
+        if kind != "missing":
+            tensors[f"{name}s" if kind == "renamed" else name] = tensor if kind == "renamed" else tensor[:-1]
     with pytest.raises(ModelError, match="has no weights of the right shape for .*" + part.rsplit(".", 2)[-2]):
         resolve(folder)
 
@@ -187,14 +178,16 @@ def test_a_batch_that_mixes_up_its_videos_is_noticed(folder, monkeypatch):
 
 @pytest.mark.parametrize("name", ["Qwen3VLModel", "Qwen3VLTextModel", "BertModel"])
 def test_a_class_that_writes_no_text_about_videos_is_one_clear_error(folder, name):
-    edit_config(folder, architectures=[name])
+    with changed_json(folder / "config.json") as config:
+        config["architectures"] = [name]
     with pytest.raises(ModelError, match=r"family fails|sees no videos|cannot import|no features"):
         resolve(folder)
 
 
 def test_an_omni_model_is_found_by_the_name_of_the_whole_model(tiny_checkpoint, tmp_path):
     folder = Path(shutil.copytree(tiny_checkpoint("qwen2_5_omni"), tmp_path / "omni"))
-    edit_config(folder, architectures=["Qwen2_5OmniModel"])  # as published
+    with changed_json(folder / "config.json") as config:
+        config["architectures"] = ["Qwen2_5OmniModel"]  # as published
     assert resolve(folder, gate=False).find_stock_class()[0].__name__ == "Qwen2_5OmniThinkerForConditionalGeneration"
 
 

@@ -69,21 +69,15 @@ def test_what_bfloat16_storage_changes_stays_small(name, source, video):
     assert 0 < change.quantile(0.9) < 0.15
 
 
-def masked(name, source, video, index):
-    """The unpruned prompt, the pruned one, and the mask [1,L] of the unpruned one that leaves the same tokens."""
-    builder = prompt_builder(source, "original")
-    whole, pruned = (builder.build(QUESTION, [visual]) for visual in (video.visual, video.keep(index)))
-    places = (whole.input_ids == read_placeholder(stock(name).config)[1]).nonzero()[:, 0]
-    mask = torch.ones(len(whole), dtype=torch.long)
-    mask[places[: len(video.visual.index)]] = 0
-    mask[places[index]] = 1  # LLaVA-OneVision has the newline behind these
-    return whole, pruned, mask[None]
-
-
 def test_dropping_tokens_equals_masking_them(name, source, video):
     if name in RECURRENT:
         pytest.skip("a state of linear attention has no token to mask")
-    whole, pruned, mask = masked(name, source, video, kept_index(video, 0.25))
+    index, build = kept_index(video, 0.25), prompt_builder(source, "original").build
+    whole, pruned = (build(QUESTION, [visual]) for visual in (video.visual, video.keep(index)))
+    places = (whole.input_ids == read_placeholder(stock(name).config)[1]).nonzero()[:, 0]
+    mask = torch.ones(1, len(whole), dtype=torch.long)
+    mask[0, places[: len(video.visual.index)]] = 0
+    mask[0, places[index]] = 1  # LLaVA-OneVision has the newline behind these
     inputs = stock_inputs(name, whole, video) | {"attention_mask": mask}
     positions = whole.positions if len(whole.positions) == 1 else whole.positions[:, None]
     with torch.no_grad():
