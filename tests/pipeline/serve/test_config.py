@@ -108,6 +108,7 @@ def test_a_cache_has_a_name_and_an_engine_argument_is_spelled_as_vllms_command_l
             ({"engine_param": [f"{name}=x"]}, "it follows from the model and the other flags")
             for name in ("hf_overrides", "media-io-kwargs.video", "allowed_local_media_path", "model_impl")
         ),
+        ({"engine_param": ["middleware=x"]}, "it follows from the model and the other flags"),
         ({"engine_param": ['ec_transfer_config={"ec_connector": "A"}']}, "another server has pruned"),
         ({"engine_param": ["ec-transfer-config.ec_connector=A"]}, "another server has pruned"),
         ({"engine_param": ["kv_offloading_size=4"]}, "not tested"),
