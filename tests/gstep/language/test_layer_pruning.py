@@ -131,7 +131,7 @@ def test_the_row_of_attention_is_that_of_the_eager_kernel(name, deep, prompts):
     rows = []
     for prompt in prompts:
         weights = forward(eager, prompt, output_attentions=True).attentions[K - 1]
-        fast.generate([prompt], [GREEDY], inside=(Attended(rows=rows), RATIO))
+        fast.generate([prompt], [GREEDY], inside=(Seeing(rows=rows), RATIO))
         places, _ = places_of_tokens(name, fast, prompt)
         torch.testing.assert_close(rows[-1], weights[0, :, -1].mean(0)[places], atol=5e-6, rtol=0)
     assert len(rows) == len(prompts)
@@ -201,10 +201,6 @@ class Attended(Pruner):
     needs: ClassVar[frozenset[str]] = frozenset({"llm_attention"})
 
     depth: int = K
-    #: The rows of attention that it was given.
-    rows: list = dataclasses.field(default_factory=list, repr=False)
-    #: Returned, if any, whatever is asked for.
-    indices: tuple = ()
 
     @property
     def layer(self) -> int:
@@ -212,12 +208,22 @@ class Attended(Pruner):
 
     def select(self, visual, budget, ratio, seed):
         attention_M = visual.evidence["llm_attention"]
-        self.rows.append(attention_M)
         assert visual.tokens.shape[:2] == (1, len(attention_M)) and set(visual.evidence) == {"llm_attention"}
         assert visual.tokens.any()  # what the layer before sees of them
         assert budget == budget_for(ratio, len(attention_M))
-        best = attention_M.argsort(descending=True, stable=True)[: round(ratio * len(attention_M))]
-        return Selection(torch.tensor(self.indices) if self.indices else best)
+        return Selection(attention_M.argsort(descending=True, stable=True)[: round(ratio * len(attention_M))])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seeing(Attended):
+    """Keeps the rows of attention that it is given, and returns ``indices``, if any, whatever is asked for."""
+
+    rows: list = dataclasses.field(default_factory=list)
+    indices: tuple = ()
+
+    def select(self, visual, budget, ratio, seed):
+        self.rows.append(visual.evidence["llm_attention"])
+        return Selection(torch.tensor(self.indices)) if self.indices else super().select(visual, budget, ratio, seed)
 
 
 class Greedy(Attended):
@@ -251,7 +257,7 @@ def test_what_cannot_prune_inside_of_a_model_is_refused(name, loaded, method, wh
 @pytest.mark.parametrize("indices", [(3, 3), (0, 10**6), (-1,)])
 def test_a_selection_that_cannot_be_kept_is_refused_inside_too(loaded, prompts, indices):
     with pytest.raises(WrongSelection, match="method 'attended' must return different indices in"):
-        loaded.generate(prompts[:1], [GREEDY], inside=(Attended(indices=indices), RATIO))
+        loaded.generate(prompts[:1], [GREEDY], inside=(Seeing(indices=indices), RATIO))
 
 
 @pytest.mark.parametrize("model", RECURRENT)
