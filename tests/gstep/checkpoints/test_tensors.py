@@ -52,9 +52,10 @@ def test_an_adapter_beside_the_weights_is_refused(folder, filename):
         ModelSource.resolve(folder)
 
 
-@pytest.mark.parametrize("name", ["base_layer.weight", "lora_B.default.weight"])
-def test_an_adapter_among_the_weights_is_refused_in_one_file_and_in_an_index(sharded, name):
-    shard, name = sharded / "model-00002-of-00002.safetensors", f"language_model.model.layers.0.self_attn.q_proj.{name}"
+@pytest.mark.parametrize("ending", ["base_layer.weight", "lora_B.default.weight"])
+def test_an_adapter_among_the_weights_is_refused_in_one_file_and_in_an_index(sharded, ending):
+    shard = sharded / "model-00002-of-00002.safetensors"
+    name = f"language_model.model.layers.0.self_attn.q_proj.{ending}"
     tensors = load_file(shard)
     save_file({**tensors, name: torch.ones(2)}, shard)
     with pytest.raises(ModelError, match=rf"holds an adapter \({name}\), {MERGE}"):
