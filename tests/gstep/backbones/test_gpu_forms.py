@@ -118,9 +118,14 @@ def test_a_gpu_gets_the_form_for_gpus_with_kernels(name, dtype):
 
 
 @pytest.mark.parametrize(
-    ("by_kernels", "said"), [(RuntimeError("PassManager::run failed"), "PassManager::run failed"), (2.0, "off by")]
+    ("by_kernels", "outcome"),
+    [
+        (RuntimeError("PassManager::run failed"), pytest.warns(RuntimeWarning, match="PassManager::run failed")),
+        (2.0, pytest.warns(RuntimeWarning, match="off by")),
+        (torch.OutOfMemoryError("no memory for the second run"), pytest.raises(torch.OutOfMemoryError)),
+    ],
 )
-def test_kernels_that_fail_or_give_other_values_are_warned_of_and_torch_serves(by_kernels, said, monkeypatch):
+def test_kernels_that_fail_or_give_other_values_are_warned_of_and_torch_serves(by_kernels, outcome, monkeypatch):
     steps = FusedSteps()
 
     def step():
@@ -129,20 +134,6 @@ def test_kernels_that_fail_or_give_other_values_are_warned_of_and_torch_serves(b
         return torch.full((2, 8), by_kernels if steps.kernels else 1.0)
 
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    with pytest.warns(RuntimeWarning, match=said):
-        steps.check_kernels_on(torch.device("cpu"), step)
-    assert not steps.kernels
-
-
-def test_kernels_stay_off_where_memory_runs_out_before_they_are_compared(monkeypatch):
-    steps = FusedSteps()
-
-    def step():
-        if steps.kernels:
-            raise torch.OutOfMemoryError("no memory for the second run")
-        return torch.ones(2, 8)
-
-    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    with pytest.raises(torch.OutOfMemoryError):
+    with outcome:
         steps.check_kernels_on(torch.device("cpu"), step)
     assert not steps.kernels

@@ -11,7 +11,7 @@ from transformers import LlavaOnevisionForConditionalGeneration
 from gstep.backbones import ModelSource, SampledVideo, family_of
 from gstep.errors import ModelError
 from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, frames_for, stock_features
-from tests.gstep.reading import changed_json, changed_tensors
+from tests.gstep.reading import changed_tensors
 
 
 @pytest.fixture
@@ -57,17 +57,6 @@ def test_a_checkpoint_without_newline_is_refused(folder):
         del tensors["image_newline"]
     with pytest.raises(ModelError, match="image_newline"):
         family_of(ModelSource.resolve(folder)).static()
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [("size", {"height": 336, "width": 336}), ("video_processor_type", "Some"), ("do_center_crop", True)],
-)
-def test_preprocessor_settings_that_do_not_fit_are_refused(folder, setting, value):
-    with changed_json(folder / "video_preprocessor_config.json") as content:
-        content[setting] = value
-    with pytest.raises(ModelError, match=setting if setting != "video_processor_type" else "Some"):
-        family_of(ModelSource.resolve(folder)).preprocessor()
 
 
 def test_what_a_preprocessor_file_leaves_out_is_the_class_default(folder):

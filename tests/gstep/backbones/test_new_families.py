@@ -10,15 +10,11 @@ from gstep.backbones import ModelSource, family_of
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from gstep.language import load_language_model, prompt_builder
-from tests.gstep.backbones.encoders import FLOAT32, frames_for
+from tests.gstep.backbones.encoders import FLOAT32, QWEN, frames_for, settings_file
 from tests.gstep.language.prompts import video
 from tests.gstep.llms import QUESTION, llm, stock
 from tests.gstep.quantized import CONFIGS, quantize
 from tests.gstep.reading import changed_json, changed_tensors
-
-
-def copied(name, tmp_path):
-    return shutil.copytree(tiny.build(name), tmp_path / name)
 
 
 def answers(source, name):
@@ -31,9 +27,9 @@ def answers(source, name):
 def test_experts_load_in_every_form_that_checkpoints_have(name, tmp_path):
     """As published, as transformers' modules hold them, and as transformers writes them again."""
     expected = answers(ModelSource.resolve(name), name)
-    as_modules = copied(name, tmp_path / "modules")
+    as_modules = shutil.copytree(tiny.build(name), tmp_path / "modules")
     save_file({key: value.clone() for key, value in stock(name).state_dict().items()}, as_modules / "model.safetensors")
-    written = copied(name, tmp_path / "written")
+    written = shutil.copytree(as_modules, tmp_path / "written")
     stock(name).save_pretrained(written)
     for folder in (as_modules, written):
         assert torch.equal(answers(ModelSource.resolve(folder), name), expected)
@@ -55,9 +51,9 @@ def test_a_quantized_checkpoint_gives_the_tokens_of_its_plain_tower_and_no_answe
         ModelSource.resolve(source.name)
 
 
-def test_a_tower_whose_weights_have_scales_is_refused(tmp_path):
+@pytest.mark.parametrize("name", ["tiny-qwen3-5"])
+def test_a_tower_whose_weights_have_scales_is_refused(folder):
     """Also where the weights themselves are plain numbers."""
-    folder = copied("tiny-qwen3-5", tmp_path)
     with changed_tensors(folder) as tensors:
         tensors["model.visual.blocks.0.attn.qkv.weight_scale"] = torch.ones(1)
     family = family_of(ModelSource.resolve(folder))
@@ -67,8 +63,7 @@ def test_a_tower_whose_weights_have_scales_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-qwen2-5-vl", "tiny-internvl"])
-def test_what_is_missing_of_a_vision_part_is_told_by_names_alone(name, tmp_path):
-    folder = copied(name, tmp_path)
+def test_what_is_missing_of_a_vision_part_is_told_by_names_alone(folder):
     assert family_of(ModelSource.resolve(folder)).check_tensors()
     with changed_tensors(folder) as tensors:
         gone = next(key for key in tensors if "visual" in key or "vision" in key)
@@ -77,8 +72,8 @@ def test_what_is_missing_of_a_vision_part_is_told_by_names_alone(name, tmp_path)
         family_of(ModelSource.resolve(folder)).check_tensors()
 
 
-def test_qwen4_is_encoded_by_the_tower_of_qwen3_5_and_not_asked(tmp_path):
-    folder = copied("tiny-qwen3-5", tmp_path)
+@pytest.mark.parametrize("name", ["tiny-qwen3-5"])
+def test_qwen4_is_encoded_by_the_tower_of_qwen3_5_and_not_asked(folder):
     with changed_json(folder / "config.json") as config:
         config.update({"model_type": "qwen4_exp", "text_config": {"model_type": "qwen4_exp_text", "hidden_size": 64}})
         config["vision_config"]["model_type"] = "qwen4_exp"
@@ -91,8 +86,8 @@ def test_qwen4_is_encoded_by_the_tower_of_qwen3_5_and_not_asked(tmp_path):
             ask()
 
 
-def test_a_tower_of_qwen3_5_has_no_levels_whatever_its_file_lists(tmp_path):
-    folder = copied("tiny-qwen3-5", tmp_path)
+@pytest.mark.parametrize("name", ["tiny-qwen3-5"])
+def test_a_tower_of_qwen3_5_has_no_levels_whatever_its_file_lists(folder):
     with changed_json(folder / "config.json") as config:
         assert config["vision_config"]["deepstack_visual_indexes"] == []  # as on the hub
         config["vision_config"]["deepstack_visual_indexes"] = [0, 1]
@@ -101,18 +96,27 @@ def test_a_tower_of_qwen3_5_has_no_levels_whatever_its_file_lists(tmp_path):
     assert family.load(FLOAT32).encode(frames_for(family.source, 2)).deepstack == ()
 
 
-def test_settings_of_internvl_that_would_change_its_pixels_are_refused(tmp_path):
-    folder = copied("tiny-internvl", tmp_path)
+LLAVA, INTERNVL = "tiny", "tiny-internvl"
+FAST, PIXELS = "LlavaOnevisionVideoProcessor", "video_preprocessor_config.json"
 
-    def refused(filename, setting, value, message):
-        before = (folder / filename).read_text()
-        with changed_json(folder / filename) as content:
-            content[setting] = value
-        with pytest.raises(ModelError, match=message):
-            family_of(ModelSource.resolve(folder)).preprocessor()
-        (folder / filename).write_text(before)
 
-    pixels, size = "video_preprocessor_config.json", {"height": 384, "width": 384}
-    refused(pixels, "size", size, "384 x 384, does not fit the vision tower of 224 x 224")
-    refused(pixels, "video_processor_type", "OtherVideoProcessor", "'OtherVideoProcessor', which is not implemented")
-    refused("config.json", "vision_feature_layer", -2, "vision_feature_layer=-2")
+@pytest.mark.parametrize(
+    ("name", "filename", "setting", "value", "words"),
+    [
+        (LLAVA, PIXELS, "size", {"height": 336, "width": 336}, "size"),
+        (LLAVA, PIXELS, "video_processor_type", "Some", "Some"),
+        (LLAVA, PIXELS, "do_center_crop", True, "do_center_crop"),
+        (LLAVA, "config.json", "vision_feature_layer", [-2, -1], r"vision_feature_layer .* \[-2, -1\]; only a single"),
+        (INTERNVL, PIXELS, "size", {"height": 384, "width": 384}, "384 x 384, does not fit the vision tower of 224"),
+        (INTERNVL, PIXELS, "video_processor_type", "Other", "'Other', which is not implemented"),
+        (INTERNVL, "config.json", "vision_feature_layer", -2, "vision_feature_layer=-2"),
+        *((name, None, "patch_size", 7, "patch_size=7 does not fit") for name in QWEN),
+        *((name, None, "merge_size", 4, "merge_size=4 does not fit") for name in QWEN),
+        *((name, None, "video_processor_type", FAST, FAST) for name in QWEN),
+    ],
+)
+def test_settings_that_would_change_the_pixels_are_refused(name, folder, filename, setting, value, words):
+    with changed_json(folder / filename if filename else settings_file(folder)) as content:
+        content[setting] = value
+    with pytest.raises(ModelError, match=words):
+        family_of(ModelSource.resolve(folder)).preprocessor()

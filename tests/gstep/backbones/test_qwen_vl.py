@@ -1,17 +1,21 @@
-"""What the Qwen families share: memory by patches, layouts of files, settings and limits of frames, known sizes."""
+"""The Qwen families: memory by patches, layouts of files, limits of pixels, windows, known sizes, times of patches."""
 
 import json
 
 import pytest
 import torch
+from transformers.vision_utils import get_vision_window_index
 
-from gstep.backbones import ModelSource, Runtime, family_of
+from gstep.backbones import ModelSource, Runtime, SampledVideo, family_of
 from gstep.backbones.runtime import build_empty_model
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
-from tests.gstep.backbones.encoders import FLOAT32, QWEN, frames_for, load_stock, settings_file
+from tests.gstep.backbones.encoders import FLOAT32, QWEN, frames_for, load_stock, stock_features
 from tests.gstep.qwen_configs import PREPROCESSOR, SIZES
 from tests.gstep.reading import changed_json, changed_tensors, count_reading
+
+#: What a video of five frames, as large as 16 x 9 tokens, has in either family.
+GRID = {"grid": [9, 16], "video_grid_thw": [3, 18, 32], "spatial_merge_size": 2, "temporal_patch_size": 2}
 
 
 @pytest.fixture(params=QWEN)
@@ -60,22 +64,6 @@ def test_every_layout_of_files_gives_the_same_tokens(source, folder):
     assert len(sharded.weight_files) > 1 and family_of(sharded).load(FLOAT32).encode(frames) == expected
 
 
-SETTINGS = {
-    "patch_size": 7,
-    "merge_size": 4,
-    "video_processor_type": "LlavaOnevisionVideoProcessor",
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_preprocessor_settings_that_do_not_fit_are_refused(folder, setting):
-    with changed_json(settings_file(folder)) as content:
-        content[setting] = SETTINGS[setting]
-    message = f"{setting}={SETTINGS[setting]} does not fit" if setting.endswith("_size") else setting
-    with pytest.raises(ModelError, match="LlavaOnevisionVideoProcessor" if "processor" in setting else message):
-        family_of(ModelSource.resolve(folder)).preprocessor()
-
-
 def test_limits_of_pixels_overrule_the_checkpoints(source):
     limited = family_of(source).with_limits(None, 30_000, None)
     before, now = family_of(source).preprocessor(), family_of(limited).preprocessor()
@@ -94,9 +82,7 @@ def test_limits_of_pixels_overrule_the_checkpoints(source):
 def test_every_dense_size_on_the_hub_is_known_by_its_config(size):
     config, hidden, millions = SIZES[size]
     family = config["model_type"]
-    source = ModelSource(
-        size, "none", CheckpointFiles("folder", "/none"), (), family, config, preprocessor=PREPROCESSOR[family]
-    )
+    source = ModelSource(size, "none", CheckpointFiles("folder", "/none"), (), family, config, PREPROCESSOR[family])
     levels = 3 if family == "qwen3_vl" else 0
     static = family_of(source).static()
     assert (static.hidden_size, static.newline, static.deepstack_levels) == (hidden, None, levels)
@@ -109,3 +95,86 @@ def test_every_dense_size_on_the_hub_is_known_by_its_config(size):
     assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in tower.parameters())
     assert tower.config.out_hidden_size == hidden
     assert round(sum(parameter.numel() for parameter in tower.parameters()) / 1e6) == millions
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])
+def test_windows_are_in_the_order_of_the_stock_tower(source):
+    backbone = family_of(source).load(FLOAT32)
+    for rows, columns in ((4, 4), (5, 4), (8, 8), (9, 16), (3, 2), (1, 13)):
+        expected, _ = get_vision_window_index(torch.tensor([[1, 2 * rows, 2 * columns]]), 2, 112, 14)
+        assert torch.equal(backbone.family.tower_order(rows, columns, backbone.model.config), expected)
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])
+def test_windows_put_tokens_in_another_order_than_space(source):
+    """On these frames the trap exists: merging last_hidden_state gives the same tokens at other places."""
+    frames = frames_for(source, 2, (12, 17))
+    (tokens_MD,) = stock_features(source, frames, torch.float32)
+    backbone = family_of(source).load(FLOAT32)
+    patches = backbone.preprocessor.patches(frames, "cpu", torch.float32)
+    grid = torch.tensor([backbone.preprocessor.grid_thw(*frames.shape[:3])])
+    in_windows = backbone.model.merger(backbone.model(patches, grid_thw=grid, return_dict=True).last_hidden_state)
+    assert not torch.equal(in_windows, tokens_MD)
+    torch.testing.assert_close(in_windows.sort(0).values, tokens_MD.sort(0).values, atol=1e-5, rtol=0)
+    assert torch.equal(backbone.encode(frames).tokens.flatten(0, 1), tokens_MD)
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])
+@pytest.mark.parametrize(
+    ("settings", "bounds"),
+    [
+        ({}, (3136, 117600)),  # the old spelling, at the top
+        ({"max_pixels": None}, (3136, 602112)),  # the class default
+        ({"min_pixels": None, "max_pixels": None}, (100352, 602112)),
+        ({"size": {"shortest_edge": 1, "longest_edge": 2}}, (3136, 117600)),  # the old spelling wins
+        ({"min_pixels": None, "max_pixels": None, "size": {"shortest_edge": 9, "longest_edge": 99999}}, (9, 99999)),
+        ({"size": {"min_pixels": 1, "max_pixels": 2}}, (3136, 117600)),  # as transformers 4.49 to 4.52 saved it
+        ({"image_processor_type": "Qwen2_5_VLImageProcessor"}, (3136, 117600)),  # the first checkpoints
+    ],
+)
+def test_every_spelling_of_the_pixel_bounds_of_qwen2_5(folder, settings, bounds):
+    with changed_json(folder / "preprocessor_config.json") as content:
+        content.update(settings)
+    preprocessor = family_of(ModelSource.resolve(folder)).preprocessor()
+    assert (preprocessor.min_pixels, preprocessor.max_pixels) == bounds
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])
+def test_what_positions_of_qwen2_5_go_by(source):
+    backbone = family_of(source).load(FLOAT32)
+    video = SampledVideo(252, 448, [1.0, 1.7, 2.4, 3.1, 3.8], 1.0, 29.97, 98)
+    assert backbone.model_extra(video) == {
+        **GRID,
+        "second_per_grid_ts": pytest.approx(2 * 98 / 5 / 29.97),  # 1.308: an int would be 1
+        "tokens_per_second": 2,
+    }
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-vl"])
+def test_qwen3_without_its_video_settings_goes_by_what_the_stock_classes_do(folder):
+    path = folder / "video_preprocessor_config.json"
+    with changed_json(path) as content:
+        content["max_pixels"] = 5
+    with pytest.raises(ModelError, match=r"max_pixels is not implemented: the stock .* ignores it"):
+        family_of(ModelSource.resolve(folder)).preprocessor()
+    path.unlink()
+    assert family_of(ModelSource.resolve(folder)).preprocessor().min_pixels == 65536  # of the image file
+    with changed_json(folder / "preprocessor_config.json") as content:
+        content["image_processor_type"] = "Qwen2VLImageProcessor"
+    with pytest.raises(ModelError, match=r"copy video_preprocessor_config\.json"):
+        family_of(ModelSource.resolve(folder)).preprocessor()
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-vl"])
+def test_what_positions_of_qwen3_go_by(source):
+    """Timestamps of the frames themselves; the stock formula, from indices and a constant rate, agrees where it can."""
+    backbone = family_of(source).load(FLOAT32)
+    indices, fps = [30, 44, 58, 72, 86], 25.0
+    video = SampledVideo(288, 512, [i / fps for i in indices], 1.2, fps, 60)
+    extra = backbone.model_extra(video)
+    padded = [*indices, indices[-1]]
+    expected = [(a + b) / 2 / fps - 1.2 for a, b in zip(padded[::2], padded[1::2], strict=True)]
+    assert extra.pop("patch_timestamps") == pytest.approx(expected)
+    assert extra == {**GRID, "deepstack_levels": 3}
+    early = SampledVideo(288, 512, [0.98, 2.0], 1.0, fps, 60)  # on screen when the clip starts
+    assert backbone.model_extra(early)["patch_timestamps"] == [0.5]

@@ -46,10 +46,18 @@ def test_a_json_file_that_holds_no_object_is_refused(folder):
             files.read_json("other.json")
 
 
-def test_a_folder_that_does_not_exist():
-    for model in ("/no/such/folder", "./nowhere", "a/b/c", ""):
-        with pytest.raises(ModelError, match="no folder on this machine"):
-            ModelSource.resolve(model)
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        *((model, {}, "no folder on this machine") for model in ("/no/such/folder", "./nowhere", "a/b/c", "")),
+        ("tiny-qwen3-vl", {"family": "qwen3_vl"}, "'qwen3_vl' is neither generic nor your own class"),
+        ("shapes", {"revision": "main"}, "is for a Hugging Face id; 'shapes' is a shipped model"),
+        (str(SHIPPED["shapes"]), {"revision": "main"}, "is for a Hugging Face id; .* is a folder model"),
+    ],
+)
+def test_a_model_that_is_not_there_and_options_that_it_does_not_take_are_refused(model, options, words):
+    with pytest.raises(ModelError, match=words):
+        ModelSource.resolve(model, **options)
 
 
 def test_a_folder_resolves_without_reading_weights(folder, monkeypatch):
@@ -130,9 +138,9 @@ def test_a_header_of_a_weight_file_that_describes_no_tensors_is_refused(folder, 
         ModelSource.resolve(folder)
 
 
-def test_another_model_is_refused_and_its_code_never_run(folder):
-    (folder / "odd.py").write_text("raise SystemExit('ran')")
-    for config, message in (
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
         ({"model_type": "odd", "auto_map": {"AutoModel": "odd.Odd"}}, r"'odd', which transformers .* never run"),
         ({"model_type": "qwen3_vl_mini"}, "does not know: .* The nearest is qwen3_vl_moe: Qwen/Qwen3-VL-30B-A3B"),
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM .* sees no videos"),
@@ -141,14 +149,15 @@ def test_another_model_is_refused_and_its_code_never_run(folder):
             {"model_type": "qwen2_vl", "architectures": ["Mine"], "auto_map": {"AutoModel": "odd.Mine"}},
             "architectures Mine, of which transformers .* has none.* never run.* often has -hf",
         ),
-    ):
-        (folder / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ModelError, match=message):
-            ModelSource.resolve(folder)
-    with pytest.raises(ModelError, match="'qwen3_vl' is neither generic nor your own class"):
-        ModelSource.resolve("tiny-qwen3-vl", family="qwen3_vl")
+        (None, r"no config\.json"),
+    ],
+)
+def test_another_model_is_refused_and_its_code_never_run(folder, config, words):
+    (folder / "odd.py").write_text("raise SystemExit('ran')")
     (folder / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"no config\.json"):
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=words):
         ModelSource.resolve(folder)
 
 
@@ -175,8 +184,8 @@ def test_a_type_outside_the_table_is_of_the_family_generic(folder, model_type, a
     assert source.preprocessor.keys() == {"processor_config.json", "video_preprocessor_config.json"}
     if model_type != "qwen3_vl":
         assert ModelSource.resolve(folder, gate=False) == source
-    (folder / "processor_config.json").unlink()
-    (folder / "video_preprocessor_config.json").unlink()
+    for filename in ("processor_config.json", "video_preprocessor_config.json"):
+        (folder / filename).unlink()
     with pytest.raises(ModelError, match="has neither processor_config"):
         ModelSource.resolve(folder, family="generic", gate=False)
 
@@ -190,14 +199,11 @@ def test_the_trained_model_is_found_by_its_name_and_a_copy_of_it_is_a_folder_wit
     assert ModelSource.resolve(copy).identity == source.identity.replace("shapes:", "folder:")
 
 
-def test_a_node_with_another_one_is_refused_and_so_is_a_revision(folder):
+def test_a_node_with_another_model_of_the_package_is_refused():
     for name in ("shapes", "tiny"):
         source = dataclasses.replace(ModelSource.resolve(name), identity=f"{name}:other")
         with pytest.raises(ModelError, match=rf"this node has {name}:.*the same version of this package"):
             source.file("config.json")
-    for model, kind in (("shapes", "shipped"), (str(folder), "folder")):
-        with pytest.raises(ModelError, match=f"is for a Hugging Face id; '{model}' is a {kind} model"):
-            ModelSource.resolve(model, "main")
 
 
 @pytest.mark.parametrize("name", SHIPPED)

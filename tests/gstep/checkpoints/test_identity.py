@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource
-from gstep.checkpoints import tiny
 from gstep.checkpoints.tensors import compute_tower_hash
 from gstep.errors import ModelError
 from tests.gstep.llms import FAMILIES
@@ -32,11 +31,7 @@ def test_a_folders_identity_is_its_content(folder, tmp_path):
     assert ModelSource.resolve(folder).identity != identity
 
 
-@pytest.fixture(params=FAMILIES)
-def model(request, tmp_path):
-    """(its hash, a copy of its folder, the name that its tower's tensors hold)."""
-    folder = Path(shutil.copytree(tiny.build(request.param), tmp_path / "copy"))
-    return compute_tower_hash(ModelSource.resolve(request.param)), folder, TOWER[request.param]
+every_family = pytest.mark.parametrize(("name", "tower"), TOWER.items())
 
 
 def changed(folder, change, **options):
@@ -46,8 +41,8 @@ def changed(folder, change, **options):
     return compute_tower_hash(ModelSource.resolve(folder, **options))
 
 
-def test_a_hash_of_the_family_generic_is_that_of_all_but_the_language_model(model):
-    _, folder, tower = model
+@every_family
+def test_a_hash_of_the_family_generic_is_that_of_all_but_the_language_model(folder, tower):
     options = {"family": "generic", "gate": False}
     known = changed(folder, lambda name, tensor: (name, tensor), **options)
 
@@ -58,8 +53,9 @@ def test_a_hash_of_the_family_generic_is_that_of_all_but_the_language_model(mode
     assert changed(folder, lambda name, tensor: (name, tensor + 1 if tower in name else tensor), **options) != known
 
 
-def test_the_towers_hash_is_that_of_its_weights_alone(model):
-    known, folder, tower = model
+@every_family
+def test_the_towers_hash_is_that_of_its_weights_alone(source, folder, tower):
+    known = compute_tower_hash(source)
     assert known.startswith("blake2b-f16:") and len(known) == len("blake2b-f16:") + 32
 
     def renamed(name, tensor):  # names of other library versions, and another language model
@@ -73,8 +69,8 @@ def test_the_towers_hash_is_that_of_its_weights_alone(model):
     assert changed(folder, lambda name, tensor: (name, tensor + 1 if name == last else tensor)) != known
 
 
-def test_a_float16_copy_of_bfloat16_weights_has_the_same_hash_and_a_quantized_tower_none(model):
-    _, folder, tower = model
+@every_family
+def test_a_float16_copy_of_bfloat16_weights_has_the_same_hash_and_a_quantized_tower_none(folder, tower):
     coarse = changed(folder, lambda name, t: (name, t.to(torch.bfloat16)))
     assert changed(folder, lambda name, t: (name, t.to(torch.float16))) == coarse
     with pytest.raises(ModelError, match="is stored as F8_E4M3"):

@@ -1,15 +1,10 @@
 """Single tensors of safetensors files, whole or in shards; pickles, damaged files and quantized models are refused."""
 
-import json
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource, family_of, read_tensors
-from gstep.checkpoints import tiny
 from gstep.checkpoints.tensors import refuse_quantized
 from gstep.errors import ModelError
 from gstep.language import load_language_model
@@ -47,33 +42,29 @@ ADAPTER = "base_model.model.visual.blocks.0.attn.qkv.lora_A.weight"
 MERGE = "which is not applied here: merge it into the weights"
 
 
-def test_an_adapter_beside_the_weights_is_refused(folder):
-    for filename in ("adapter_config.json", "non_lora_trainables.bin"):
-        (folder / filename).write_text("{}")
-        with pytest.raises(ModelError, match=rf"has an adapter \({filename}\), {MERGE}"):
-            ModelSource.resolve(folder)
-        if filename == "adapter_config.json":
-            (folder / filename).unlink()
+@pytest.mark.parametrize("filename", ["adapter_config.json", "non_lora_trainables.bin"])
+def test_an_adapter_beside_the_weights_is_refused(folder, filename):
+    (folder / filename).write_text("{}")
+    with pytest.raises(ModelError, match=rf"has an adapter \({filename}\), {MERGE}"):
+        ModelSource.resolve(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=MERGE):
         ModelSource.resolve(folder)
 
 
-def test_an_adapter_among_the_weights_is_refused_in_one_file_and_in_an_index(folder, sharded):
+@pytest.mark.parametrize("ending", ["base_layer.weight", "lora_B.default.weight"])
+def test_an_adapter_among_the_weights_is_refused_in_one_file_and_in_an_index(sharded, ending):
     shard = sharded / "model-00002-of-00002.safetensors"
+    name = f"language_model.model.layers.0.self_attn.q_proj.{ending}"
     tensors = load_file(shard)
-    key = "language_model.model.layers.0.self_attn.q_proj"
-    for name in (f"{key}.base_layer.weight", f"{key}.lora_B.default.weight"):
-        save_file({**tensors, name: torch.ones(2)}, shard)
-        with pytest.raises(ModelError, match=rf"holds an adapter \({name}\), {MERGE}"):
-            ModelSource.resolve(sharded)
-        save_file(tensors, shard)
-        with changed_json(sharded / INDEX) as index:
-            index["weight_map"][name] = shard.name
-        with pytest.raises(ModelError, match=rf"holds an adapter \({name}\), {MERGE}"):
-            ModelSource.resolve(sharded)
-        with changed_json(sharded / INDEX) as index:
-            del index["weight_map"][name]
+    save_file({**tensors, name: torch.ones(2)}, shard)
+    with pytest.raises(ModelError, match=rf"holds an adapter \({name}\), {MERGE}"):
+        ModelSource.resolve(sharded)
+    save_file(tensors, shard)
+    with changed_json(sharded / INDEX) as index:
+        index["weight_map"][name] = shard.name
+    with pytest.raises(ModelError, match=rf"holds an adapter \({name}\), {MERGE}"):
+        ModelSource.resolve(sharded)
 
 
 def test_tensors_of_the_vision_side_in_a_file_that_is_not_read_are_refused(sharded):
@@ -105,23 +96,10 @@ def test_a_truncated_download_and_a_git_lfs_pointer(folder):
         ModelSource.resolve(folder)
 
 
-def test_an_index_that_points_outside(sharded):
-    (sharded / INDEX).write_text(json.dumps({"weight_map": {"image_newline": "../other.safetensors"}}))
-    with pytest.raises(ModelError, match="outside"):
-        ModelSource.resolve(sharded)
+of_qwen = pytest.mark.parametrize("name", ["tiny-qwen3-vl"])
 
 
-@pytest.fixture
-def qwen(tmp_path):
-    return Path(shutil.copytree(tiny.build("tiny-qwen3-vl"), tmp_path / "Qwen3-VL-FP8"))
-
-
-def add_config(folder: Path, part: str | None) -> None:
-    with changed_json(folder / "config.json") as config:
-        (config[part] if part else config)["quantization_config"] = FP8
-
-
-def store(folder: Path, dtype: torch.dtype, ending: str) -> None:
+def store_quantized(folder, dtype, ending) -> None:
     """As the hub's FP8 and int8 checkpoints: matrices in 8 bits, and beside each its scale, under a name of its own."""
     with changed_tensors(folder) as tensors:
         for key in [key for key in tensors if key.endswith(ending) and tensors[key].ndim == 2]:
@@ -140,28 +118,31 @@ def test_a_config_that_names_a_quantization_is_refused():
         refuse_quantized("x", {"quantization_config": {"bits": 4}})
 
 
+@of_qwen
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8, torch.uint8], ids=str)
-def test_a_vision_part_in_8_bits_is_refused_before_it_is_read(qwen, dtype, monkeypatch):
+def test_a_vision_part_in_8_bits_is_refused_before_it_is_read(folder, dtype, monkeypatch):
     """Its config says nothing, as of some that were converted by hand."""
-    store(qwen, dtype, "mlp.linear_fc1.weight")
+    store_quantized(folder, dtype, "mlp.linear_fc1.weight")
     read = count_reading(monkeypatch)
     with pytest.raises(ModelError, match=rf"visual\..*fc1\.weight is stored as [FIU]8.*{USE}"):
-        family_of(ModelSource.resolve(qwen)).load(FLOAT32)
+        family_of(ModelSource.resolve(folder)).load(FLOAT32)
     assert not [name for name in read if name.endswith("fc1.weight")]
 
 
-def test_a_language_part_in_8_bits_is_refused_and_its_vision_part_is_not(qwen):
-    store(qwen, torch.float8_e4m3fn, "mlp.up_proj.weight")
-    source = ModelSource.resolve(qwen)
+@of_qwen
+def test_a_language_part_in_8_bits_is_refused_and_its_vision_part_is_not(folder):
+    store_quantized(folder, torch.float8_e4m3fn, "mlp.up_proj.weight")
+    source = ModelSource.resolve(folder)
     family_of(source).load(FLOAT32)
     with pytest.raises(ModelError, match=rf"up_proj\.weight is stored as F8_E4M3.*{USE}"):
         load_language_model(source, FLOAT32)
 
 
-def test_a_quantized_model_is_refused_and_from_the_hub_before_its_weights_are_downloaded(qwen, fake_hub):
-    add_config(qwen, None)
-    fake_hub.folder = qwen
-    for model in (qwen, "Qwen/Qwen3-VL-8B-Instruct-FP8"):
+def test_a_quantized_model_is_refused_and_from_the_hub_before_its_weights_are_downloaded(folder, fake_hub):
+    with changed_json(folder / "config.json") as config:
+        config["quantization_config"] = FP8
+    fake_hub.folder = folder
+    for model in (folder, "Qwen/Qwen3-VL-8B-Instruct-FP8"):
         with pytest.raises(ModelError, match=rf"{model}' is quantized.*{USE}"):
             ModelSource.resolve(model)
     assert set(fake_hub.downloaded) == {"config.json"}
@@ -169,9 +150,10 @@ def test_a_quantized_model_is_refused_and_from_the_hub_before_its_weights_are_do
 
 def test_a_siglip_checkpoint_is_refused_too(siglip):
     family = family_of(ModelSource.resolve("tiny"))
-    store(siglip, torch.int8, "head.mlp.fc1.weight")
+    store_quantized(siglip, torch.int8, "head.mlp.fc1.weight")
     with pytest.raises(ModelError, match=r"head\.mlp\.fc1\.weight is stored as I8"):
         family.with_pooling_head(siglip)
-    add_config(siglip, "vision_config")
+    with changed_json(siglip / "config.json") as config:
+        config["vision_config"]["quantization_config"] = FP8
     with pytest.raises(ModelError, match=r"vision_config\.quantization_config"):
         family.with_pooling_head(siglip)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import normalize, softplus
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from gstep.backbones import ModelSource, Preprocessor, Runtime, family_of
 from gstep.checkpoints import tiny
@@ -94,9 +94,9 @@ def resized(preprocessor: Preprocessor, clip: str, n_frames: int) -> torch.Tenso
 @pytest.mark.parametrize(("model", "side"), [("tiny", 384), ("tiny-qwen2-5-vl", 168), ("tiny-qwen3-vl", 192)])
 def test_tokens_of_real_frames_differ_clearly_and_brightness_alone_is_seen(model, side):
     backbone = family_of(ModelSource.resolve(model)).load(Runtime("cpu", torch.float32, "sdpa"))
-    for clip in ("bigbuckbunny", "bikes", "carphone_pristine", "carphone_distorted"):
-        visual = backbone.encode(resized(backbone.preprocessor, clip, 8))
-        assert visual.tokens.shape[::2] == (8 if model == "tiny" else 4, 64)
+    for clip in ("bikes", "carphone_pristine"):
+        visual = backbone.encode(resized(backbone.preprocessor, clip, 4))
+        assert visual.tokens.shape[::2] == (4 if model == "tiny" else 2, 64)
         for tokens_TND in (visual.tokens, *visual.deepstack):
             check_that_they_differ(tokens_TND)
     levels = torch.tensor([100, 100, 160], dtype=torch.uint8).repeat_interleave(backbone.preprocessor.frames_per_patch)
@@ -123,8 +123,8 @@ def check_that_they_differ(tokens_TND: torch.Tensor) -> None:
 @pytest.mark.parametrize("model", ["tiny-qwen2-5-vl", "tiny-qwen3-vl"])
 def test_a_frame_of_16_to_9_gives_about_as_many_tokens_as_one_of_llava_onevision(model):
     preprocessor = family_of(ModelSource.resolve(model)).preprocessor()
-    for height, width in ((360, 640), (720, 1280), (1080, 1920)):
-        _, H, W = preprocessor.grid_thw(32, *preprocessor.target_size(32, height, width))
+    for height in (360, 1080):
+        _, H, W = preprocessor.grid_thw(32, *preprocessor.target_size(32, height, height * 16 // 9))
         assert H * W // 4 == 144
 
 
@@ -163,16 +163,43 @@ def test_the_tables_follow_the_sizes_of_a_config():
     assert len([name for name in weights if name.endswith("lambda_1")]) == 1
 
 
-def test_the_whole_llm_loads_and_answers(source):
-    folder, _ = source.pretrained()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    llm = AutoModelForImageTextToText.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
-    assert prompt == "<|im_start|>user <video>\nQu'est-ce qui se passe? 什么<|im_end|><|im_start|>assistant\n"
-    assert tokenizer.decode(tokenizer(prompt).input_ids) == prompt
-    assert tokenizer.convert_tokens_to_ids("<video>") == llm.config.video_token_id
-    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+QUESTION = "Qu'est-ce qui se passe? 什么<|im_end|>"
+QWEN_TURN = f"<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>{QUESTION}\n"
+QWEN_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 
+
+@pytest.mark.parametrize(
+    ("name", "turn"),
+    [
+        ("tiny", f"<|im_start|>user <video>\n{QUESTION}"),
+        ("tiny-qwen2-5-vl", QWEN_SYSTEM + QWEN_TURN),
+        ("tiny-qwen3-vl", QWEN_TURN),
+    ],
+)
+def test_the_tokenizer_of_a_tiny_llm_talks_in_the_form_of_its_family(source, name, turn):
+    tokenizer = AutoTokenizer.from_pretrained(source.pretrained()[0])
+    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    assert prompt == f"{turn}<|im_start|>assistant\n"
+    assert tokenizer.decode(tokenizer(prompt).input_ids) == prompt
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    config = AutoConfig.from_pretrained(source.pretrained()[0])
+    for kind in ("image", "video"):
+        token = f"<{kind}>" if name == "tiny" else f"<|{kind}_pad|>"
+        assert tokenizer.convert_tokens_to_ids(token) == getattr(config, f"{kind}_token_id")
+    if name != "tiny":
+        own = [{"role": "system", "content": "Be brief."}, *MESSAGES, {"role": "assistant", "content": "A."}]
+        assert tokenizer.apply_chat_template(own, tokenize=False) == (
+            f"<|im_start|>system\nBe brief.<|im_end|>\n{QWEN_TURN}<|im_start|>assistant\nA.<|im_end|>\n"
+        )
+        text = config.text_config
+        head_dim = text.hidden_size // text.num_attention_heads
+        assert head_dim >= 32 and sum(text.rope_parameters["mrope_section"]) == head_dim // 2
+
+
+def test_what_is_seen_matters_to_the_answer_of_a_tiny_llm(source):
+    folder, _ = source.pretrained()
+    tokenizer, llm = AutoTokenizer.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     preprocessor = family_of(source).preprocessor()
     inputs = tokenizer(prompt.replace("<video>", "<video>" * (2 * 196 + 1)), return_tensors="pt")
     logits = []
@@ -181,28 +208,4 @@ def test_the_whole_llm_loads_and_answers(source):
         with torch.no_grad():
             logits.append(llm(**inputs, pixel_values_videos=pixels[None]).logits[0, -1])
     assert 0.5 < logits[0].std() < 10
-    assert (logits[0] - logits[1]).abs().max() > 0.1  # what is seen matters to the answer
-
-
-@pytest.mark.parametrize(
-    ("name", "system"),
-    [("tiny-qwen2-5-vl", "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"), ("tiny-qwen3-vl", "")],
-)
-def test_the_whole_llms_of_qwen_load_and_talk_in_their_form(source, name, system):
-    folder, _ = source.pretrained()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    llm = AutoModelForImageTextToText.from_pretrained(folder)
-    text = llm.config.text_config
-    head_dim = text.hidden_size // text.num_attention_heads
-    assert head_dim >= 32 and sum(text.rope_parameters["mrope_section"]) == head_dim // 2
-    turn = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>Qu'est-ce qui se passe? 什么<|im_end|>\n"
-    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
-    assert prompt == f"{system}{turn}<|im_start|>assistant\n"
-    assert tokenizer.decode(tokenizer(prompt).input_ids) == prompt
-    own = [{"role": "system", "content": "Be brief."}, *MESSAGES, {"role": "assistant", "content": "A."}]
-    assert tokenizer.apply_chat_template(own, tokenize=False) == (
-        f"<|im_start|>system\nBe brief.<|im_end|>\n{turn}<|im_start|>assistant\nA.<|im_end|>\n"
-    )
-    for token in ("image", "video"):
-        assert tokenizer.convert_tokens_to_ids(f"<|{token}_pad|>") == getattr(llm.config, f"{token}_token_id")
-    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert (logits[0] - logits[1]).abs().max() > 0.1

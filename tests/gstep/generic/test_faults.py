@@ -14,7 +14,6 @@ from gstep.errors import TooFewFrames, UnsupportedVideo
 from gstep.generic.family import describe_untimed_video
 from gstep.generic.processor import load_processor, make_metadata, render_conversation, run_processor
 from gstep.language import Visual, prompt_builder
-from tests.builders import checkpoints
 from tests.builders.checkpoints import FAMILIES
 
 RUNTIME = Runtime("cpu", torch.float32, "sdpa")
@@ -28,18 +27,10 @@ every_family = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module")
-def folders():
-    """Folders of checkpoints by name."""
-    return {}
-
-
 @pytest.fixture
-def folder(name, folders, tmp_path_factory) -> Path:
+def folder(name, tiny_checkpoint) -> Path:
     """The tiny checkpoint of a family."""
-    if name not in folders:
-        folders[name] = checkpoints.make(name, tmp_path_factory.mktemp("models") / name)
-    return folders[name]
+    return tiny_checkpoint(name)
 
 
 def make_noise(n_frames: int, height: int, width: int) -> Tensor:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import cache
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,13 +62,18 @@ def render(processor: Any, *parts: dict[str, str]) -> str:
     return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
+def keep_taken(case: Live, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs that the model has parameters for."""
+    names = inspect.signature(case.model.forward).parameters
+    return {key: value for key, value in inputs.items() if key in names}
+
+
 def read(case: Live, n_frames: int = 8) -> dict[str, torch.Tensor]:
     """What the model takes of the processor's output for a video."""
     frames, video = make_video(n_frames)
     text = render(case.processor, {"type": "video"})
     inputs = run_processor(case.processor, text, frames.permute(0, 3, 1, 2), make_metadata(video))
-    names = inspect.signature(case.model.forward).parameters
-    taken = {key: value for key, value in inputs.items() if key in names and isinstance(value, torch.Tensor)}
+    taken = {key: value for key, value in keep_taken(case, inputs).items() if isinstance(value, torch.Tensor)}
     # Its pixels do not say where a frame ends.
     is_minicpm = type(case.model).__name__.startswith("MiniCPM")
     return taken | ({"video_metadata": inputs["video_metadata"]} if is_minicpm else {})
@@ -205,27 +211,14 @@ def test_generate_takes_the_prompt_by_position_and_by_name_and_gives_it_back_who
     assert case.model.model.rope_deltas is None
 
 
-class _Pieces(BaseStreamer):
-    """Collects what is streamed."""
-
-    def __init__(self):
-        self.pieces, self.ended = [], False
-
-    def put(self, value):
-        self.pieces.append(value.flatten())
-
-    def end(self):
-        self.ended = True
-
-
 def test_streamers_criteria_and_processors_see_the_whole_prompt(live):
     case = live("qwen3_vl")
     inputs = read(case)
-    seen: list[torch.Tensor] = []
+    n, seen = inputs["input_ids"].shape[1], []
 
     def stop(ids, scores, **options):
         seen.append(ids[0])
-        return torch.tensor([ids.shape[1] >= inputs["input_ids"].shape[1] + 2])
+        return torch.tensor([ids.shape[1] >= n + 2])
 
     def process(ids, scores):
         seen.append(ids[0])
@@ -235,12 +228,12 @@ def test_streamers_criteria_and_processors_see_the_whole_prompt(live):
         seen.append(ids)
         return list(range(200))
 
-    streamer = _Pieces()
+    streamer = Mock(BaseStreamer)
     options = {"stopping_criteria": [stop], "logits_processor": [process], "prefix_allowed_tokens_fn": allow}
     with gstep.pruning(case.model):
         ids = answer(case, inputs, streamer=streamer, **options)
-    n = inputs["input_ids"].shape[1]
-    assert ids.shape[1] == n + 2 and streamer.ended and torch.equal(torch.cat(streamer.pieces), ids[0])
+    streamed = torch.cat([call.args[0].flatten() for call in streamer.put.call_args_list])
+    assert ids.shape[1] == n + 2 and streamer.end.called and torch.equal(streamed, ids[0])
     assert len(seen) >= 6 and all(torch.equal(part, ids[0, : len(part)]) and len(part) >= n for part in seen)
 
 
@@ -307,13 +300,10 @@ def test_several_videos_are_refused(live, name):
     case = live(name)
     frames, video = make_video()
     text = render(case.processor, {"type": "video"}, {"type": "text", "text": "and"}, {"type": "video"})
-    clips, metadata = [frames.permute(0, 3, 1, 2)] * 2, [make_metadata(video)] * 2
-    inputs = case.processor(
-        text=[text], videos=clips, video_metadata=metadata, do_sample_frames=False, return_tensors="pt"
-    )
-    names = inspect.signature(case.model.forward).parameters
+    given = {"videos": [frames.permute(0, 3, 1, 2)] * 2, "video_metadata": [make_metadata(video)] * 2}
+    inputs = case.processor(text=[text], do_sample_frames=False, return_tensors="pt", **given)
     with gstep.pruning(case.model), pytest.raises(ValueError, match="this prompt has several"):
-        case.model.generate(**{key: value for key, value in inputs.items() if key in names})
+        case.model.generate(**keep_taken(case, inputs))
 
 
 @pytest.mark.parametrize(
@@ -334,14 +324,8 @@ def test_a_method_that_does_not_go_is_refused_at_entry(live, method, params, mes
 
 
 def test_models_that_do_not_go_are_refused_at_entry(live):
-    sizes = {
-        "vocab_size": 8,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
-    text = LlamaForCausalLM(LlamaConfig(**sizes))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    text = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
     with pytest.raises(ModelError, match=r"LlamaForCausalLM .* takes no mm_encoder_outputs.* needs a model that reads"):
         gstep.pruning(text).__enter__()
     with pytest.raises(ModelError, match="str is no model of transformers"):
@@ -407,7 +391,7 @@ def test_steps_are_found_by_changing_pixels(mix, constant, tail, expected):
 
 def test_the_context_needs_torch_and_transformers_alone():
     code = (
-        "import sys, gstep; assert 'torch' not in sys.modules and 'transformers' not in sys.modules; "
+        "import sys, gstep; assert not {'torch', 'transformers'} & set(sys.modules); "
         "sys.modules.update(dict.fromkeys(['torchvision', 'ray', 'pyarrow', 'av', 'decord', 'num2words'])); "
         "gstep.pruning"
     )

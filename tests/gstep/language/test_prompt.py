@@ -16,7 +16,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
-from gstep.language import prompt_builder, rendering
+from gstep.language import Decoding, Prompt, PromptPolicy, prompt_builder, rendering
 from gstep.language.prompt import chat_template
 from gstep.language.types import read_placeholder
 from tests.gstep.language.prompts import QWEN, builder, text_of, video
@@ -65,12 +65,6 @@ def test_where_frames_get_their_times_from_is_told_only_where_prompts_tell_times
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_system_message_comes_first(name):
-    text = text_of(name, builder(name).build("Why?", [video(name, index=[1])], system="Be brief."))
-    assert text.startswith("<|im_start|>system") and "Be brief." in text and "helpful" not in text
-
-
-@pytest.mark.parametrize("name", FAMILIES)
 def test_the_ids_are_those_of_the_whole_text(name):
     maker = builder(name)
     prompt = maker.build("Qu'est-ce qui se passe? 什么  \n", [video(name, index=[0, 1, 2])])
@@ -87,6 +81,7 @@ def test_a_placeholder_in_a_question_is_text_and_cannot_pass_for_a_video(name):
         token = f"<{kind}>" if name == "tiny" else f"<|{kind}_pad|>"
         prompt = maker.build(f"What is a {token}, and {token}{token}?", videos, system=f"Say {token}.")
         text = maker.tokenizer.decode(prompt.input_ids)
+        assert text.startswith("<|im_start|>system") and "helpful" not in text
         assert f"What is a {token}, and {token}{token}?" in text and f"Say {token}." in text
         ids = {maker.placeholder_id, maker.config.image_token_id}
         assert sum(i in ids for i in prompt.input_ids.tolist()) == maker.n_visual(videos)
@@ -134,6 +129,31 @@ def test_tokens_in_order_of_selection_do_not_get_into_wrong_frames(name):
     assert torch.equal(prompt.positions[:, at], rising.positions[:, at[order]])
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: builder("tiny", "odd"), "unknown positions 'odd'; known: contiguous, original"),
+        (lambda: PromptPolicy("original", "transformers-3"), "unknown rule"),
+        (lambda: PromptPolicy("original", thought="shut"), "unknown thought 'shut'; known: open, closed"),
+        (lambda: builder("tiny", frame_times="guessed"), "unknown frame_times 'guessed'; known: true, stock"),
+        (lambda: Decoding(max_new_tokens=0), "max_new_tokens"),
+        *((lambda value=value: Decoding(temperature=value), "temperature") for value in (-1.0, float("nan"))),
+        (lambda: Decoding(top_p=0.0), "top_p"),
+        (lambda: Decoding(top_k=-1), "top_k"),
+        (lambda: Decoding(seed=-1), "seed"),
+    ],
+)
+def test_unknown_policies_and_options_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_prompt_takes_the_room_of_its_tokens_or_of_positions_with_gaps():
+    ids = torch.zeros(4, dtype=torch.int64)
+    dense, gaps = (Prompt(ids, torch.tensor([positions]), (), 2) for positions in ([0, 1, 1, 2], [0, 5, 9, 10]))
+    assert (len(dense), dense.extent, gaps.extent) == (4, 4, 11)
+
+
 @pytest.fixture
 def name():
     return "tiny"
@@ -155,7 +175,7 @@ TEMPLATE_FILES = (
 )
 
 
-@pytest.mark.parametrize("count", range(len(TEMPLATE_FILES) + 1))
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_of_several_chat_templates_the_one_counts_that_transformers_takes(folder, count):
     (folder / "chat_template.jinja").unlink()
     for number, filenames in enumerate(combinations(TEMPLATE_FILES, count)):
@@ -196,7 +216,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_a_chat_template_that_does_not_end_is_refused_in_any_thread(folder, template, monkeypatch):
-    monkeypatch.setattr(rendering, "MAX_RENDER_S", 0.5)
+    monkeypatch.setattr(rendering, "MAX_RENDER_S", 0.2)
     monkeypatch.setattr(rendering, "MAX_RENDER_BYTES", 2**27)
     write_template(folder, "chat_template.jinja", template)
     tracer = sys.gettrace()
@@ -218,16 +238,18 @@ def test_a_chat_template_that_ends_for_some_questions_alone_fails_for_the_others
 
 
 def test_a_damaged_chat_template_is_refused_and_its_own_error_is_the_questions(folder):
-    (folder / "chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(ModelError, match="is not valid"):
-        prompt_builder(ModelSource.resolve(folder))
-    (folder / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ModelError, match="codec can't decode"):
-        prompt_builder(ModelSource.resolve(folder))
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    maker = prompt_builder(ModelSource.resolve(folder))
-    with pytest.raises(ValueError, match="roles must alternate"):
-        maker.build("Why?", [video("tiny")])
+    template = folder / "chat_template.jinja"
+    for content, words in ((b"{% for %}", "is not valid"), (b"\xff", "codec can't decode")):
+        template.write_bytes(content)
+        with pytest.raises(ModelError, match=words):
+            prompt_builder(ModelSource.resolve(folder))
+    for content, words in (
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0]['role'] }}: hello", "does not write 2 videos"),
+    ):
+        template.write_text(content)
+        with pytest.raises(ValueError, match=words):
+            prompt_builder(ModelSource.resolve(folder)).build("Why?", [video("tiny"), video("tiny")])
 
 
 @pytest.mark.parametrize("end", ["<think>\n", "<think>"])
@@ -251,12 +273,6 @@ def test_closing_a_thought_changes_nothing_where_the_template_opens_none(name):
     assert plain.open_tag == closed.open_tag == "" and closed.policy == plain.policy
     ids = [one.build("Why? <think>", [video(name)]).input_ids for one in (plain, closed)]
     assert torch.equal(*ids)
-
-
-def test_a_template_without_a_place_for_videos_is_refused(folder):
-    (folder / "chat_template.jinja").write_text("{{ messages[0]['role'] }}: hello")
-    with pytest.raises(ValueError, match="does not write 2 videos"):
-        prompt_builder(ModelSource.resolve(folder)).build("Why?", [video("tiny"), video("tiny")])
 
 
 def test_a_tokenizer_is_loaded_once_and_a_damaged_one_is_refused_and_so_is_none(folder):

@@ -92,18 +92,10 @@ def test_a_library_that_would_ignore_cached_tokens_is_refused(name, source, monk
 
 def llava_config(hidden, layers, heads, kv, inner, tied):
     """What decides the language model in the config.json of LLaVA-OneVision on the hub."""
-    text = {
-        "model_type": "qwen2",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1000000.0,
-        "vocab_size": 152000 if tied else 152128,
-        "tie_word_embeddings": tied,
-    }
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": 152000 if tied else 152128}
+    rope = {"max_position_embeddings": 32768, "rope_theta": 1000000.0}
+    text = {"model_type": "qwen2", **sizes, **rope, "tie_word_embeddings": tied}
     vision = {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_hidden_layers": 26, "image_size": 384}
     return {"model_type": "llava_onevision", "text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 

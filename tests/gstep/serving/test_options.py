@@ -39,11 +39,8 @@ def test_no_tower_is_built_and_no_processor_asked(name):
 
 def test_a_step_takes_the_largest_video():
     source, runtime = ModelSource.resolve("tiny"), choose_runtime("cpu", "float32")
-    assert "max_num_batched_tokens" not in serving.make_engine_options(
-        source, runtime, 2048
-    )  # vLLM's own limits are for the device
-    assert serving.make_engine_options(source, runtime, 2049)["max_num_batched_tokens"] == 8192
-    assert serving.make_engine_options(source, runtime, 75_000)["max_num_batched_tokens"] == 75_000
+    for largest, tokens in ((2048, None), (2049, 8192), (75_000, 75_000)):  # vLLM's own limits are for the device
+        assert serving.make_engine_options(source, runtime, largest).get("max_num_batched_tokens") == tokens
 
 
 OLD_CPU = {"architecture": "x86_64", "avx512_bw": False, "avx512_vnni": False, "avx_vnni": False}
@@ -120,19 +117,13 @@ def test_a_greedy_answer_ends_where_the_checkpoint_says_and_a_drawn_one_has_its_
     ours = {"ignore_eos": True, "detokenize": False}
     generation = GenerationConfig(eos_token_id=[9, 7], repetition_penalty=1.05)
     ends = {"stop_token_ids": [7, 9], "repetition_penalty": 1.05}
-    assert make_sampling_params(Decoding(max_new_tokens=5), generation) == {
-        "max_tokens": 5,
-        "temperature": 0.0,
-        **ends,
-        **ours,
-    }
+    greedy = {"max_tokens": 5, "temperature": 0.0}
+    assert make_sampling_params(Decoding(max_new_tokens=5), generation) == greedy | ends | ours
     drawn = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 123}
     none = {"stop_token_ids": [], "repetition_penalty": 1.0}
-    assert make_sampling_params(Decoding(4, 0.7, 0.9, 20, 123), GenerationConfig(eos_token_id=None)) == {
-        **drawn,
-        **none,
-        **ours,
-    }
+    assert make_sampling_params(Decoding(4, 0.7, 0.9, 20, 123), GenerationConfig(eos_token_id=None)) == (
+        drawn | none | ours
+    )
 
 
 def test_what_vllm_does_not_have_is_refused():
@@ -151,14 +142,17 @@ def several(*names):
     return transfer("MultiConnector", kv_connector_extra_config={"connectors": children})
 
 
-def test_connectors_that_go_by_a_videos_hash_are_taken():
-    check_connectors({})
-    check_connectors({"kv_transfer_config": None, "kv_offloading_backend": "native", "kv_offloading_size": 4})
-    check_connectors({"kv_transfer_config": {"kv_role": "kv_both"}})
-    check_connectors(transfer("OffloadingConnector"))
-    check_connectors(several("MooncakeStoreConnector", "SimpleCPUOffloadConnector"))
-    # As vLLM's own class has it.
-    check_connectors({"kv_transfer_config": SimpleNamespace(kv_connector="ExampleConnector")})
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({}, {"kv_transfer_config": {"kv_role": "kv_both"}}, transfer("OffloadingConnector")),
+        {"kv_transfer_config": None, "kv_offloading_backend": "native", "kv_offloading_size": 4},
+        several("MooncakeStoreConnector", "SimpleCPUOffloadConnector"),
+        {"kv_transfer_config": SimpleNamespace(kv_connector="ExampleConnector")},  # as vLLM's own class has it
+    ],
+)
+def test_connectors_that_go_by_a_videos_hash_are_taken(arguments):
+    check_connectors(arguments)
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,18 @@ from tests.builders.answers import tiny_cache
 
 
 class Server:
-    """A gate before an app that waits until it is told to answer."""
+    """A gate before an app that waits until it is told to answer, of a server of ``cache``, or of live pruning.
 
-    def __init__(self, cache, **limits):
-        self.seen, self.go = [], asyncio.Event()
+    The app raises ``error`` where there is one.
+    """
+
+    def __init__(self, cache=None, error=None, **limits):
+        self.seen, self.go, self.raises = [], asyncio.Event(), error
         self.about_videos, self.statuses = True, []
-        self.served = ServedCache(str(cache), "tiny")
         limits = {"needs_key": False, "max_request_bytes": 2**20, "shutdown_timeout": 30.0, **limits}
-        additional = {CONFIG: json.loads(json.dumps(asdict(self.served))), LIMITS: limits}
+        served = {CONFIG: json.loads(json.dumps(asdict(ServedCache(str(cache), "tiny"))))} if cache else {}
         self.state = SimpleNamespace(
-            vllm_config=SimpleNamespace(additional_config=additional),
+            vllm_config=SimpleNamespace(additional_config={**served, LIMITS: limits}),
             openai_serving_models=SimpleNamespace(base_model_paths=[SimpleNamespace(name="m", model_path="/a/m")]),
             server=SimpleNamespace(should_exit=False, force_exit=False),
         )
@@ -39,6 +41,8 @@ class Server:
     async def app(self, scope, receive, send):
         if scope["type"] == "lifespan":
             return
+        if self.raises:
+            raise self.raises
         if scope["path"] not in ("/health", "/ping"):
             self.seen.append((await receive())["body"])
             VIDEOS.get()[:] = ["a=tokens/x.parquet:0:blake2b:1"] if self.about_videos else []
@@ -46,9 +50,6 @@ class Server:
         status = self.statuses.pop(0) if self.statuses else 200
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": self.error if status == 500 else b"answer"})
-
-    async def start(self):
-        await self.gate({"type": "lifespan", "app": SimpleNamespace(state=self.state)}, None, None)
 
     async def ended(self):
         """Wait until the server may end."""
@@ -80,10 +81,10 @@ def cache(tmp_path):
     get_cached_prompts.cache_clear()
 
 
-def with_server(cache, use, **limits):
+def with_server(cache, use, **settings):
     async def main():
-        server = Server(cache, **limits)
-        await server.start()
+        server = Server(cache, **settings)
+        await server.gate({"type": "lifespan", "app": SimpleNamespace(state=server.state)}, None, None)
         return await use(server)
 
     return asyncio.run(main())
@@ -92,22 +93,22 @@ def with_server(cache, use, **limits):
 def test_an_answer_names_the_rows_it_was_made_from(cache):
     async def use(server):
         server.go.set()
-        return await server.ask(), server.state.openai_serving_models.base_model_paths[0].model_path
+        return await server.ask()
 
-    (status, headers, body), path = with_server(cache, use)
-    assert (status, body) == (200, b"answer")
-    assert headers[b"x-cached-videos"] == b"a=tokens/x.parquet:0:blake2b:1"
-    assert path == "m"  # the model's folder is told to nobody
+    status, headers, body = with_server(cache, use)
+    assert (status, headers[b"x-cached-videos"], body) == (200, b"a=tokens/x.parquet:0:blake2b:1", b"answer")
 
 
-def test_a_large_body_is_refused_before_anything_looks_at_it(cache):
+@pytest.mark.parametrize("live", [False, True])
+def test_a_large_body_is_refused_before_anything_looks_at_it_and_nobody_is_told_the_models_folder(cache, live):
     async def use(server):
         server.go.set()
-        return await server.ask(body=b"x" * 5_000_000), await server.ask(body=b"x" * 2**20), server.seen
+        answers = await server.ask(body=b"x" * 5_000_000), await server.ask(body=b"x" * 2**20)
+        return *answers, server.seen, server.state.openai_serving_models.base_model_paths[0].model_path
 
-    large, fits, seen = with_server(cache, use)
+    large, fits, seen, path = with_server(None if live else cache, use)
     assert large[0] == 413 and b"1,048,576 bytes" in large[2] and fits[0] == 200
-    assert list(map(len, seen)) == [2**20]
+    assert list(map(len, seen)) == [2**20] and path == "m"
 
 
 def test_the_key_is_asked_for_whatever_the_route(cache, monkeypatch):
@@ -132,8 +133,9 @@ def test_a_server_that_needs_a_key_does_not_start_without_one(cache, monkeypatch
     monkeypatch.delenv(KEY, raising=False)
     if key is not None:
         monkeypatch.setenv(KEY, key)
-    with pytest.raises(UsageError, match=f"it has no key. Set {KEY}"):
-        with_server(cache, Server.ended, needs_key=True)
+    for served in (cache, None):
+        with pytest.raises(UsageError, match=f"it has no key. Set {KEY}"):
+            with_server(served, Server.ended, needs_key=True)
 
 
 @pytest.mark.parametrize(
@@ -161,12 +163,18 @@ def test_what_vllm_cannot_take_of_a_request_is_no_matter_of_rows(cache):
     assert (status, len(seen), b"InternalServerError" in body) == (500, 1, True) and headers[b"x-cached-videos"]
 
 
+async def ask_and_stop(server):
+    """Start a request, and send SIGTERM while the app has it."""
+    running = asyncio.create_task(server.ask())
+    while not server.seen:
+        await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return running
+
+
 def test_sigterm_lets_requests_end_and_takes_no_other(cache):
     async def use(server):
-        running = asyncio.create_task(server.ask())
-        while not server.seen:
-            await asyncio.sleep(0)
-        os.kill(os.getpid(), signal.SIGTERM)
+        running = await ask_and_stop(server)
         while server.gate._draining is None:
             await asyncio.sleep(0.01)
         refused, health, still = await server.ask(), await server.ask("/health"), server.state.server.should_exit
@@ -183,12 +191,24 @@ def test_sigterm_lets_requests_end_and_takes_no_other(cache):
 
 def test_requests_that_do_not_end_are_cut_after_the_timeout(cache):
     async def use(server):
-        running = asyncio.create_task(server.ask())
-        while not server.seen:
-            await asyncio.sleep(0)
-        os.kill(os.getpid(), signal.SIGTERM)
+        running = await ask_and_stop(server)
         await server.ended()
         running.cancel()
         return server.state.server
 
     assert with_server(cache, use, shutdown_timeout=0.1).force_exit
+
+
+def test_a_video_that_vllm_cannot_read_is_the_clients_fault():
+    """By the errors of vLLM and aiohttp, which vLLM's server answers with 500."""
+    aiohttp = pytest.importorskip("aiohttp")
+    files = "Cannot load local files without `--allowed-local-media-path`."
+    for error, reason in (
+        (RuntimeError(files), "this server reads no files: send the video as a data URL"),
+        (FileNotFoundError(2, "No such file", "/a/b.mp4"), "the server has no such file, or may not read it"),
+        (aiohttp.ClientConnectionError("refused"), "the server cannot fetch the video: refused"),
+    ):
+        status, _, body = with_server(None, Server.ask, error=error)
+        assert status == 400 and json.loads(body)["error"]["message"] == reason
+    with pytest.raises(RuntimeError, match="other"):
+        with_server(None, Server.ask, error=RuntimeError("other"))

@@ -72,11 +72,8 @@ def test_a_question_has_the_prompt_of_jobs_generate(cache, ratio):
     names = ("dir/b.mp4", "a")
     visuals = [opened.get(name, ratio).visual for name in names]
     expected = prompts.builder.build("Why?", visuals, system="Be brief.")
-    asked = [
-        {"role": "system", "content": "Be brief."},
-        user(*(video(f"cache://{n}{link}") for n in names), text("Why?")),
-    ]
-    prompt = built(prompts, asked)
+    question = user(*(video(f"cache://{n}{link}") for n in names), text("Why?"))
+    prompt = built(prompts, [{"role": "system", "content": "Be brief."}, question])
     assert torch.equal(prompt.input_ids, expected.input_ids)
     for mine, theirs in zip(prompt.visuals, visuals, strict=True):
         assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.index, theirs.index)
@@ -124,7 +121,6 @@ def test_a_conversation_goes_on(cache):
         (video("cache://nope"), "'nope' is not in the cache"),
         (video("cache://bad"), "corrupt: damaged"),
         (video("cache://a?retention_ratio=0.9"), "stored at retention ratio 0.25; 0.9 is larger"),
-        (video("file:///etc/passwd"), "no files"),
         ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}, "'image_url': this server takes text"),
         ({"type": "image_embeds", "image_embeds": "AAAA"}, "'image_embeds'"),
         ({"type": "prompt_embeds", "data": "AAAA"}, "'prompt_embeds'"),
@@ -188,10 +184,8 @@ def test_a_redone_video_is_fresh_in_every_link_and_says_so(cache):
     videos.refresh()
     row = TokenCache(cache).metadata("a")
     new = [prompts.find(link).result() for link in links]
-    assert {video.content_name for video in new} == {
-        f"a={row['token_shard']}:{row['first_row_group']}:{row['checksum']}"
-    }
-    assert {video.content_name for video in new}.isdisjoint(video.content_name for video in old)
+    names, old_names = ({video.content_name for video in videos} for videos in (new, old))
+    assert names == {f"a={row['token_shard']}:{row['first_row_group']}:{row['checksum']}"} != old_names
     assert torch.equal(new[0].visual.tokens, TokenCache(cache).get("a").visual.tokens)
     assert prompts.find(CacheLink("dir/b.mp4")).result().visual is other.visual  # was not done again: still held
 

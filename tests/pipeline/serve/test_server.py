@@ -1,12 +1,14 @@
 """vLLM's own server on a cache, asked by the official client of the OpenAI API."""
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +42,8 @@ openai = pytest.importorskip("openai")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
+TWO = ("--engine-param", "api_server_count=2")
+N_ASKED = 200
 LARGE = (280, 49, 64)  # a quarter of it is more than vLLM makes room for by itself
 
 
@@ -77,25 +81,6 @@ def client(address):
     return openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300)
 
 
-@pytest.fixture
-def listener():
-    """An address, and what was asked of it."""
-    asked = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            self.send_error(404)
-
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v.mp4", asked
-    server.shutdown()
-
-
 @pytest.mark.parametrize(("names", "ratio"), [(("a",), None), (("dir/b.mp4",), 0.1), (("dir/b.mp4", "a"), 0.2)])
 def test_it_answers_as_the_model_does(cache, client, names, ratio):
     query = "" if ratio is None else f"?retention_ratio={ratio}"
@@ -108,7 +93,7 @@ def test_it_answers_as_the_model_does(cache, client, names, ratio):
     assert same("".join(chunk.choices[0].delta.content or "" for chunk in streamed), text)
 
 
-def test_what_it_does_not_have_is_a_4xx_with_the_reason_and_nothing_is_fetched(client, listener):
+def test_what_it_does_not_have_is_a_4xx_with_the_reason_and_nothing_is_fetched(client):
     for url, why in (
         ("cache://nope", "'nope' is not in the cache"),
         ("cache://bad", "corrupt: damaged"),
@@ -118,12 +103,14 @@ def test_what_it_does_not_have_is_a_4xx_with_the_reason_and_nothing_is_fetched(c
     ):
         with pytest.raises(openai.BadRequestError, match=why):
             ask(client, parts("x", url))
-    url, asked = listener
-    kinds = ("video_url", "image_url", "audio_url")
-    for kind in kinds:
-        with pytest.raises(openai.BadRequestError):
-            ask(client, [{"role": "user", "content": [{"type": kind, kind: {"url": url}}]}])
-    assert asked == []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v.mp4"
+        for kind in ("video_url", "image_url", "audio_url"):
+            with pytest.raises(openai.BadRequestError):
+                ask(client, [{"role": "user", "content": [{"type": kind, kind: {"url": url}}]}])
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody came
+            listener.accept()
 
 
 def test_the_key_is_asked_for_on_every_route(address):
@@ -341,18 +328,35 @@ def test_the_responses_api_takes_lists(cache, client):
         assert tokens is None or (answer.usage.input_tokens == tokens and same(answer.output_text, text))
 
 
-def test_an_engine_that_is_killed_ends_the_server(served):
-    """Whatever runs it may start it again; nobody waits for an answer that does not come."""
-    server, address = served
+def kill_under_load(process, address, title):
+    """Kill a process of a server while twenty ask, and return the exit status: whatever runs it may start it again.
+
+    Nobody waits for an answer that does not come.
+    """
     body = {"model": "tiny", "messages": parts("Who?", "cache://a"), "max_tokens": 200, "ignore_eos": True}
+    killed, before = threading.Event(), count_of(address, "vllm:generation_tokens_total")
+
+    def ask_until_the_kill():
+        statuses = {ended(f"{address}/v1/chat/completions", body)}
+        while not killed.is_set():
+            statuses.add(ended(f"{address}/v1/chat/completions", body))
+        return statuses
+
     with ThreadPoolExecutor(20) as pool:
-        asked = [pool.submit(ended, f"{address}/v1/chat/completions", body) for _ in range(20)]
-        (engine,) = [pid for pid, title in family(server.pid).items() if "EngineCore" in title]
-        wait_until(lambda: "num_requests_running" in fetched(f"{address}/metrics", key=KEY)[1], "requests")
-        os.kill(engine, signal.SIGKILL)
-        codes = [one.result() for one in asked]
-    assert set(codes) <= {200, 500, 503, None}
-    server.wait(60)
+        asked = [pool.submit(ask_until_the_kill) for _ in range(20)]
+        try:
+            wait_until(lambda: count_of(address, "vllm:generation_tokens_total") > before, "requests that run")
+            os.kill(next(pid for pid, name in family(process.pid).items() if title in name), signal.SIGKILL)
+        finally:
+            killed.set()
+        assert set().union(*(one.result() for one in asked)) <= {200, 500, 503, None}
+    return process.wait(120)
+
+
+def test_an_engine_or_an_api_server_that_is_killed_ends_the_server(served, cache):
+    kill_under_load(*served, "EngineCore")
+    with serving(cache, *TWO) as several:
+        assert kill_under_load(*several, "APIServer") != 0
 
 
 def test_sigterm_lets_requests_end_and_takes_no_other(cache):
@@ -368,3 +372,38 @@ def test_sigterm_lets_requests_end_and_takes_no_other(cache):
         held.send_body()
         assert [one.status() for one in (*running, held)] == [200] * 20
         assert server.wait(60) == 0
+
+
+def test_all_api_servers_answer_and_sigterm_lets_their_requests_end(cache):
+    texts = {name: expected(cache, "Who?", [name], 0.1)[1] for name in ("a", "dir/b.mp4")}
+
+    async def ask_all(address):
+        headers = {"connection": "close"}  # a connection for each: it is which a process takes
+        async with openai.AsyncOpenAI(
+            base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=500, default_headers=headers
+        ) as client:
+
+            async def ask_one(name):
+                answer = await ask(client, parts("Who?", f"cache://{name}?retention_ratio=0.1"))
+                return same(answer.choices[0].message.content, texts[name])
+
+            asked = (ask_one(name) for _ in range(N_ASKED // 2) for name in texts)
+            return Counter(map(str, await asyncio.gather(*asked, return_exceptions=True)))
+
+    body = {"model": "tiny", "messages": parts("Who?", "cache://a"), "max_tokens": 300, "ignore_eos": True}
+    with serving(cache, *TWO, "--shutdown-timeout", "120", stock=True) as (process, address):
+        assert len([title for title in family(process.pid).values() if "APIServer" in title]) == 2
+        assert asyncio.run(ask_all(address)) == {"True": N_ASKED}
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300)
+        with pytest.raises(openai.BadRequestError, match="'nope' is not in the cache"):
+            ask(client, parts("x", "cache://nope"))
+        assert fetched(f"{address}/v1/models")[0] == 401
+        # All are let in before the signal: a server without a request ends at once, and who is about to ask is cut off.
+        running = [Admitted(address, body) for _ in range(20)]
+        before = count_of(address, "vllm:generation_tokens_total")
+        for one in running:
+            one.send_body()
+        wait_until(lambda: count_of(address, "vllm:generation_tokens_total") > before, "requests that run")
+        process.terminate()
+        assert [one.status() for one in running] == [200] * 20
+        assert process.wait(60) == 0

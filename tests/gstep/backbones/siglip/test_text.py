@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast, SiglipConfig, SiglipModel
 from gstep.backbones import ModelSource, TextTower, family_of
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
+from tests.builders.checkpoints import merge
 from tests.gstep.reading import changed_json, changed_tensors, count_reading
 
 TEXTS = ["What is ridden?", "WHO,  is: riding...", "A woman's red bike"]
@@ -53,11 +54,6 @@ def published(tmp_path_factory):
 
 def write_json(path: Path, content) -> None:
     path.write_text(json.dumps(content))
-
-
-def change_config(folder: Path, **text) -> None:
-    with changed_json(folder / "config.json") as config:
-        config["text_config"].update(text)
 
 
 @torch.no_grad()
@@ -114,7 +110,8 @@ def test_the_identity_covers_weights_config_and_tokenizer_and_another_node_must_
     with pytest.raises(ModelError, match="another text tower on this node"):
         TextTower.load(resolved, "cpu")
     identities = {usual, identity()}
-    change_config(siglip, layer_norm_eps=1e-3)
+    with changed_json(siglip / "config.json") as config:
+        config["text_config"]["layer_norm_eps"] = 1e-3
     identities.add(identity())
     text = (siglip / "tokenizer.json").read_text()
     (siglip / "tokenizer.json").write_text(text.replace('"Lowercase"', '"NFKC"'))
@@ -126,32 +123,26 @@ def test_the_identity_covers_weights_config_and_tokenizer_and_another_node_must_
         family_of(source).text_tower(siglip)
 
 
-def test_checkpoints_without_a_tower_that_fits_are_refused(source, siglip):
-    def refused(match):
-        with pytest.raises(ModelError, match=match):
-            TextTower.load(family_of(source).text_tower(siglip), "cpu")
+@pytest.mark.parametrize(
+    ("filename", "change", "words"),
+    [
+        ("config.json", {"text_config": {"intermediate_size": 100}}, r"config\.json does not fit the weights"),
+        ("config.json", {"text_config": {"projection_size": 32}}, "text tower gives 32 values, its pooling head 64"),
+        ("config.json", {"text_config": ...}, "vision half of a SigLIP checkpoint"),
+        ("tokenizer_config.json", {"pad_token": None}, "names no eos_token or no pad_token"),
+        ("tokenizer.json", {"model": None}, "no tokenizer that can be loaded"),
+        ("tokenizer.json", None, r"has no file spiece\.model"),
+    ],
+)
+def test_checkpoints_without_a_tower_that_fits_are_refused(source, siglip, filename, change, words):
+    if change is None:
+        (siglip / filename).unlink()
+    else:
+        write_json(siglip / filename, merge(json.loads((siglip / filename).read_text()), change))
+    with pytest.raises(ModelError, match=words):
+        TextTower.load(family_of(source).text_tower(siglip), "cpu")
 
-    change_config(siglip, intermediate_size=100)
-    refused(r"config\.json does not fit the weights")
-    change_config(siglip, projection_size=32)
-    refused("its text tower gives 32 values, its pooling head 64")
-    config = json.loads((siglip / "config.json").read_text())
-    write_json(siglip / "config.json", {"model_type": "siglip", "vision_config": config["vision_config"]})
-    refused("vision half of a SigLIP checkpoint")
-    write_json(siglip / "config.json", {**config, "text_config": {**config["text_config"], "projection_size": 64}})
-    with changed_json(siglip / "tokenizer_config.json") as settings:
-        settings["pad_token"] = None
-    refused("names no eos_token or no pad_token")
-    (siglip / "tokenizer.json").write_text("{}")
-    refused("no tokenizer that can be loaded")
-    (siglip / "tokenizer.json").unlink()
-    refused(r"has no file spiece\.model")
+
+def test_a_family_without_siglip_has_no_text_tower():
     with pytest.raises(ModelError, match="for LLaVA-OneVision"):
         family_of(ModelSource.resolve("tiny-qwen3-vl")).text_tower("tiny")
-
-
-def test_tokens_of_several_layers_are_refused(folder):
-    with changed_json(folder / "config.json") as config:
-        config["vision_feature_layer"] = [-2, -1]
-    with pytest.raises(ModelError, match=r"vision_feature_layer in config.json is \[-2, -1\]; only a single layer"):
-        family_of(ModelSource.resolve(folder)).preprocessor()

@@ -1,4 +1,4 @@
-"""Prompts of the Qwen families: positions of the stock model, the rules of other libraries, times as text."""
+"""Prompts family by family: newline and policies of LLaVA-OneVision; positions, rules and times of the Qwen ones."""
 
 import dataclasses
 import random
@@ -122,8 +122,27 @@ def test_a_cache_that_does_not_tell_the_frames_says_what_to_do(indices, fps):
         builder(QWEN[1], frame_times="stock").build("Why?", [clip])
 
 
-def test_the_prompt_of_qwen2_5():
-    assert text_of(QWEN[0], builder(QWEN[0]).build("Why?", [video(QWEN[0], index=[4, 9])])) == (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-        "<|vision_start|>**<|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n"
-    )
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tiny", "<|im_start|>user ***\nWhy?<|im_end|><|im_start|>assistant\n"),  # two tokens and the newline
+        (
+            QWEN[0],
+            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+            "<|vision_start|>**<|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ],
+)
+def test_the_text_of_a_prompt(name, text):
+    assert text_of(name, builder(name).build("Why?", [video(name, index=[4, 9])])) == text
+
+
+@pytest.mark.parametrize(
+    ("positions", "visual", "after"), [("contiguous", [0, 1, 2], 3), ("original", [4, 9, 5 * 196], 5 * 196 + 1)]
+)
+def test_the_newline_stands_behind_the_kept_tokens_or_behind_the_whole_video(positions, visual, after):
+    prompt = builder("tiny", positions).build("Why?", [video("tiny", index=[4, 9])])
+    inside = slice(prompt.prefix_length - 3, prompt.prefix_length)
+    start = int(prompt.positions[0, inside.start - 1]) + 1
+    assert (prompt.positions[0, inside] - start).tolist() == visual
+    assert int(prompt.positions[0, prompt.prefix_length]) - start == after
