@@ -24,7 +24,7 @@ from pipeline.prune.table import CacheTable
 from pipeline.runner.cluster.prefork.server import start_server
 from tests.builders.answers import tiny_cache, write_questions
 from tests.builders.clusters import growing_ray
-from tests.builders.runs import environment, forbid_ray, run_here
+from tests.builders.runs import environment, forbid_ray, run_here, said_by
 from tests.jobs.faults import tiny_videos
 from tests.jobs.test_own_method import CODE
 from tests.paths import ROOT, python_path
@@ -160,8 +160,7 @@ def test_other_code_is_refused_with_its_file_and_redo_makes_the_whole_cache_agai
     assert cache.metadata("v002.mp4")["status"] == "removed"
     assert cache.identity["pruner"]["code"] != first
     assert "nothing to do" in pruned(videos, out)
-    checked = run_here(verify, [str(out)])
-    assert checked.returncode == 0, checked.stdout
+    said_by(verify, out)
 
 
 def test_a_run_records_a_method_and_who_reads_the_cache_needs_no_such_module(place, videos, tmp_path, monkeypatch):
@@ -169,8 +168,7 @@ def test_a_run_records_a_method_and_who_reads_the_cache_needs_no_such_module(pla
     (place / "mine.py").write_text(CODE[0])
     cache = tmp_path / "c"
     argv = [str(videos), "--out", str(cache), "--num-frames", "3", "--pruner", "mine:Mine", "--pruner-param", "p=1"]
-    done = run_here(prune, argv)
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *argv)
     pruner = read_header(TokenCache(cache).store)["identity"]["pruner"]
     declares = {"nested": True, "merges": False, "exact": True, "reorders": False}
     assert pruner.pop("code").startswith("modules:")
@@ -180,18 +178,14 @@ def test_a_run_records_a_method_and_who_reads_the_cache_needs_no_such_module(pla
 
     forbid_ray(monkeypatch)
     assert prune.main(argv) == 0  # nothing is left to do
-    wrong = run_here(prune, [*argv, "--pruner-param", "p=2"])
-    assert wrong.returncode == 2 and "pruner.params.p: the cache has 1.0, this run 2.0" in wrong.stdout
+    assert "pruner.params.p: the cache has 1.0, this run 2.0" in said_by(prune, *argv, "--pruner-param", "p=2", code=2)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(place)])
     sys.modules.pop("mine")
-    gone = run_here(prune, argv)
-    assert gone.returncode == 2 and "method 'mine:Mine' cannot be imported: ModuleNotFoundError" in gone.stdout
+    assert "method 'mine:Mine' cannot be imported: ModuleNotFoundError" in said_by(prune, *argv, code=2)
     for command, options in ((verify, []), (inspect, ["v000.mp4"]), (inspect, [])):
-        read = run_here(command, [str(cache), *options])
-        assert read.returncode == 0, read.stdout
-    assert "mine:Mine" in read.stdout
-    again = run_here(verify, [str(cache), "--live", "1", "--video-root", "/"])
-    assert again.returncode == 2 and "what a cache says chooses no code" in " ".join(again.stdout.split())
+        read = said_by(command, cache, *options)
+    assert "mine:Mine" in read
+    assert "what a cache says chooses no code" in said_by(verify, cache, "--live", "1", "--video-root", "/", code=2)
 
 
 @pytest.fixture
@@ -245,8 +239,7 @@ def test_answers_of_one_method_are_asked_again_as_a_whole(own, whole, tmp_path):
     assert run_here(generate, argv).returncode == 0
     first = scored(tmp_path)
     own.write(SMALLEST)
-    refused = run_here(generate, argv)
-    assert refused.returncode == 2 and "--on-changed redo" in refused.stdout
+    assert "--on-changed redo" in said_by(generate, *argv, code=2)
     assert run_here(generate, [*argv, "--on-changed", "redo"]).returncode == 0
     second = scored(tmp_path)
     assert first.keys() == second.keys() and all(second[key][0] != first[key][0] for key in first)
@@ -258,15 +251,13 @@ def test_a_repruned_cache_is_made_again_by_other_code(own, whole, tmp_path):
     assert run_here(reprune, argv).returncode == 0
     assert kept_largest(out) == {True}
     own.write(SMALLEST)
-    refused = run_here(reprune, argv)
-    assert refused.returncode == 2 and f"norms:Mine in {own.file}" in " ".join(refused.stdout.split())
+    assert f"norms:Mine in {own.file}" in said_by(reprune, *argv, code=2)
     assert run_here(reprune, [*argv, "--on-changed", "redo"]).returncode == 0
     assert kept_largest(out) == {False} and not TokenCache(out).foreign_files
     fresh = [str(whole), "--out", str(tmp_path / "other"), "--pruner", "norms:Mine", "--retention-ratio", "0.25"]
     own.write(METHOD)
     assert run_here(reprune, fresh).returncode == 0
-    mixed = run_here(merge, [str(out), str(tmp_path / "other"), "--out", str(tmp_path / "both")])
-    assert mixed.returncode == 2 and "pruner.code" in mixed.stdout
+    assert "pruner.code" in said_by(merge, out, tmp_path / "other", "--out", tmp_path / "both", code=2)
 
 
 @pytest.mark.parametrize("older", [{}, {"code": "blake2b:0123456789abcdef"}], ids=["no-hash", "hash-of-another-form"])
@@ -300,10 +291,9 @@ def test_a_bug_in_a_method_ends_the_run_at_its_first_video_with_file_and_line(ow
     questions, out = write_questions(tmp_path / "q.jsonl", ASKED), tmp_path / "answers"
     argv = [str(whole), "--questions", str(questions), "--out", str(out), "--pruner", "norms:Mine"]
     argv += ["--retention-ratio", "0.1"]
-    done = run_here(generate, argv)
-    assert done.returncode == 1 and f"{own.file}:{LINE}: AttributeError" in done.stdout
-    done = run_here(reprune, [str(whole), "--out", str(tmp_path / "small"), "--pruner", "norms:Mine"])
-    assert done.returncode == 1 and f"{own.file}:{LINE}: AttributeError" in done.stdout
+    assert f"{own.file}:{LINE}: AttributeError" in said_by(generate, *argv, code=1)
+    said = said_by(reprune, whole, "--out", tmp_path / "small", "--pruner", "norms:Mine", code=1)
+    assert f"{own.file}:{LINE}: AttributeError" in said
 
     own.write(METHOD)  # the same commands go on: nothing was made with the bug
     pruned(videos, tmp_path / "c")

@@ -15,6 +15,7 @@ from jobs.command import LogConsole, run_to_exit_code
 from jobs.frame.json_document import CommandResult
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
+from tests.builders.runs import said_by
 from tests.interpreter import run_python
 from tests.paths import ROOT
 
@@ -222,5 +223,4 @@ def test_a_repeatable_flag_adds_to_the_file_and_a_flag_wins_over_the_other_way_o
 
 
 def test_a_file_that_is_refused_ends_with_2(tmp_path, capsys):
-    assert prune.main(["--config", str(tmp_path / "none.yaml")]) == 2
-    assert "none.yaml" in capsys.readouterr().err
+    assert "none.yaml" in said_by(prune, "--config", tmp_path / "none.yaml", code=2)

@@ -17,7 +17,7 @@ from pipeline import TokenCache
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from tests.builders.archives import member, write_tar
-from tests.builders.runs import assert_complete, clips, forbid_ray, run_here
+from tests.builders.runs import assert_complete, clips, forbid_ray, run_here, said_by
 from tests.builders.stores import S3Server
 from tests.waiting import wait_until
 
@@ -68,16 +68,15 @@ def tokens(cache: Path) -> dict[str, tuple[str, str]]:
 def tokens_of_files(one_ray, corpus, tmp_path_factory) -> dict[str, tuple[str, str]]:
     """The tokens of the clips as files of a folder, which every other form must give too."""
     cache = tmp_path_factory.mktemp("caches") / "files"
-    done = run_here(prune, [str(corpus / "files"), "--out", str(cache), *OPTIONS])
-    assert done.returncode == 0 and len(tokens(cache)) == 2, done.stdout
+    said_by(prune, corpus / "files", "--out", cache, *OPTIONS)
+    assert len(tokens(cache)) == 2
     return tokens(cache)
 
 
 def test_every_form_gives_equal_tokens(one_ray, corpus, tokens_of_files, tmp_path, monkeypatch):
     forms = {"a.tar": [], "a.zip": [], "a.parquet": ["--column", "film"]}
     for form, more in forms.items():
-        done = run_here(prune, [str(corpus / form), *more, "--out", str(tmp_path / form), *OPTIONS])
-        assert done.returncode == 0, done.stdout
+        said_by(prune, corpus / form, *more, "--out", tmp_path / form, *OPTIONS)
         assert tokens(tmp_path / form) == tokens_of_files
     lists = [corpus / "a.tar", str(corpus / "a.zip")]
     told = pipeline.prune_videos(lists, out=tmp_path / "both", num_frames=2, progress=False)
@@ -92,14 +91,12 @@ def test_every_form_gives_equal_tokens(one_ray, corpus, tokens_of_files, tmp_pat
     assert verify.main([str(tmp_path / "a.tar"), "--live", "4", "--video-root", "/"]) == 0
     for form in forms:  # nothing else in a cache minds where its videos lie
         video_id = TokenCache(tmp_path / form).video_ids[0]
-        shown = run_here(
-            inspect, [str(tmp_path / form), video_id, "--html", str(tmp_path / "page.html"), "--video-root", "/"]
-        )
-        assert shown.returncode == 0 and "with pictures" in shown.stdout
+        shown = said_by(inspect, tmp_path / form, video_id, "--html", tmp_path / "page.html", "--video-root", "/")
+        assert "with pictures" in shown
     forbid_ray(monkeypatch)
     for form, more in forms.items():
-        again = run_here(prune, [str(corpus / form), *more, "--out", str(tmp_path / form), *OPTIONS])
-        assert again.returncode == 0 and "2 of 2 videos are in the cache already" in again.stdout
+        again = said_by(prune, corpus / form, *more, "--out", tmp_path / form, *OPTIONS)
+        assert "2 of 2 videos are in the cache already" in again
 
 
 def test_broken_members_and_changed_tars(one_ray, files, tmp_path):
@@ -115,21 +112,18 @@ def test_broken_members_and_changed_tars(one_ray, files, tmp_path):
     ]
     (place / "b.tar").write_bytes(b"".join(parts))
     argv = [str(place), "--out", str(cache), *OPTIONS]
-    done = run_here(prune, argv)
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *argv)
     failed = {"a.tar/bad.mp4": "unsupported", "b.tar/link.mp4": "policy", "b.tar/cut.mp4": "corrupt"}
     opened = TokenCache(cache)
     up = next(video_id for video_id in opened.failed if "up.mp4" in video_id)
     assert opened.failed == {**failed, up: "policy"} and opened.video_ids == ["a.tar/bikes.mp4", "b.tar/carphone.mp4"]
 
     write_tar(place / "a.tar", {**broken, "bikes.mp4": files["bigbuckbunny.mp4"]})
-    refused = run_here(prune, argv)
-    assert refused.returncode == 2 and "a.tar/bikes.mp4: the file had" in refused.stdout
+    assert "a.tar/bikes.mp4: the file had" in said_by(prune, *argv, code=2)
     bikes, bunny = files["bikes.mp4"], files["bigbuckbunny.mp4"]
     write_tar(place / "a.tar", {"bad.mp4": bikes, "bikes.mp4": bunny, "new.mp4": bikes})
     write_tar(place / "b.tar", {"carphone.mp4": files["carphone_pristine.mp4"], "cut.mp4": files["bikes.mp4"]})
-    done = run_here(prune, [*argv, "--on-changed", "redo", "--retry-failed"])
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *argv, "--on-changed", "redo", "--retry-failed")
     opened = TokenCache(cache)
     ids = ["a.tar/bad.mp4", "a.tar/bikes.mp4", "a.tar/new.mp4", "b.tar/carphone.mp4", "b.tar/cut.mp4"]
     assert opened.video_ids == ids and opened.metadata("a.tar/bad.mp4")["attempts"] == 2
@@ -184,13 +178,13 @@ def test_after_a_removal_no_byte_of_a_video_s_texts_is_left(one_ray, files, tmp_
     assert_gone()
     assert verify.main([str(cache)]) == 0
     argv.remove(str(alone))  # the record of a run has what its user names
-    again = run_here(prune, argv)
-    assert again.returncode == 0 and "a.tar/stay.mp4" in TokenCache(cache).video_ids, again.stdout
+    said_by(prune, *argv)
+    assert "a.tar/stay.mp4" in TokenCache(cache).video_ids
     assert_gone()
     for _ in range(2):  # a tar that was packed anew is indexed anew
         write_tar(place / "a.tar", {**members, **broken, "more.mp4": clip})
-        again = run_here(prune, argv)
-        assert again.returncode == 0 and "a.tar/more.mp4" in TokenCache(cache).video_ids, again.stdout
+        said_by(prune, *argv)
+        assert "a.tar/more.mp4" in TokenCache(cache).video_ids
         assert_gone()
     sources = next((cache / "sources").iterdir())
     sources.write_bytes(zlib.compress(sources.read_bytes()))  # one that cannot be read
@@ -201,10 +195,10 @@ def test_after_a_removal_no_byte_of_a_video_s_texts_is_left(one_ray, files, tmp_
 def test_a_dry_run_counts_tars_and_their_videos_where_it_may(corpus, tmp_path, monkeypatch):
     forbid_ray(monkeypatch)
     argv = [str(corpus / "a.tar"), "--out", str(tmp_path / "c"), *OPTIONS, "--dry-run"]
-    listed = run_here(prune, argv)
-    assert listed.returncode == 0 and "the videos of 1 archives" in listed.stdout and "0 to do" in listed.stdout
-    counted = run_here(prune, [*argv, "--index"])
-    assert counted.returncode == 0 and "2 to do" in counted.stdout and "not counted" not in counted.stdout
+    listed = said_by(prune, *argv)
+    assert "the videos of 1 archives" in listed and "0 to do" in listed
+    counted = said_by(prune, *argv, "--index")
+    assert "2 to do" in counted and "not counted" not in counted
     assert not (tmp_path / "c").exists()
     assert run_here(prune, [*argv[:-1], "--index"]).returncode == 2
 
@@ -218,14 +212,13 @@ def test_tars_on_s3_give_equal_tokens_for_a_request_each_and_say_what_was_read(
             server.upload(f"c/s-{number}.tar", (corpus / "a.tar").read_bytes())
         cache = tmp_path / "c"
         argv = [f"s3://{server.bucket}/c/s-{{0..1}}.tar", "--out", str(cache), *OPTIONS]
-        done = run_here(prune, argv)
-        assert done.returncode == 0, done.stdout
+        said = said_by(prune, *argv)
         counts = server.counts()
         assert len(TokenCache(cache).video_ids) == 4 and counts["HEAD"] == 2 and counts["GET"] <= 2 * 4 + 4
         assert tokens(cache) == tokens_of_files
         told = json.loads(next((cache / "runs").iterdir()).read_text())["summary"]["fetched_bytes"]
         assert 2 * sum(map(len, few.values())) <= told <= 5 * sum(map(len, few.values()))
-        assert "bytes of videos and indexes" in done.stdout
+        assert "bytes of videos and indexes" in said
         server.requests.clear()
         forbid_ray(monkeypatch)
         assert run_here(prune, argv).returncode == 0
@@ -238,16 +231,14 @@ def test_an_id_in_two_tars_costs_one_video(one_ray, files, tmp_path, monkeypatch
         (tmp_path / place).mkdir()
         write_tar(tmp_path / place / "0.tar", members)
     argv = [str(tmp_path / "p"), str(tmp_path / "q"), "--out", str(cache), *OPTIONS]
-    done = run_here(prune, argv)
-    assert done.returncode == 0 and "3 ok, 1 failed, 0 without a row" in done.stdout, done.stdout
+    assert "3 ok, 1 failed, 0 without a row" in said_by(prune, *argv)
     opened, first = TokenCache(cache), str(tmp_path / "p" / "0.tar")
     assert opened.video_ids == [f"0.tar/{name}.mp4" for name in "abc"]
     assert opened.metadata("0.tar/a.mp4")["source_shard"] == first
     assert opened.failed == {f"0.tar/a.mp4@{tmp_path}/q/0.tar#a.mp4": "corrupt"}
     before = sorted(cache.glob("[tsv]*/*"))  # tokens, sources, videos
     forbid_ray(monkeypatch)
-    again = run_here(prune, argv)
-    assert again.returncode == 0 and "4 of 4 videos are in the cache already" in again.stdout, again.stdout
+    assert "4 of 4 videos are in the cache already" in said_by(prune, *argv)
     assert len(before) >= 4 and before == sorted(cache.glob("[tsv]*/*"))
 
 
@@ -290,8 +281,7 @@ def test_the_first_videos_are_cached_while_a_later_tar_is_not_indexed(one_ray, f
     assert record["videos"] == record["summary"]["n_new"] == record["summary"]["n_ok"] == 10
     assert "10/10 videos, 0 failed" in done.stdout
     forbid_ray(monkeypatch)
-    again = run_here(prune, argv)
-    assert again.returncode == 0 and "10 of 10 videos are in the cache already" in again.stdout
+    assert "10 of 10 videos are in the cache already" in said_by(prune, *argv)
 
 
 def test_a_tar_that_changed_unseen_by_its_index_ends_the_run(one_ray, files, tmp_path):
@@ -305,9 +295,9 @@ def test_a_tar_that_changed_unseen_by_its_index_ends_the_run(one_ray, files, tmp
     before = tokens(cache)
     shutil.rmtree(cache / "sources")
     write_tar(place / "1.tar", {"a.mp4": files["carphone_distorted.mp4"]})
-    ended = run_here(prune, argv)
-    assert ended.returncode == 1 and "1.tar/a.mp4: the file had" in ended.stdout, ended.stdout
-    assert "--on-changed redo" in ended.stdout and tokens(cache) == before
+    ended = said_by(prune, *argv, code=1)
+    assert "1.tar/a.mp4: the file had" in ended
+    assert "--on-changed redo" in ended and tokens(cache) == before
     assert run_here(prune, [*argv, "--on-changed", "redo"]).returncode == 0
     assert TokenCache(cache).metadata("1.tar/a.mp4")["attempts"] >= 1 and tokens(cache) != before
 
@@ -319,9 +309,8 @@ def test_a_limit_opens_the_tars_that_it_needs_and_the_next_run_goes_on(one_ray, 
         write_tar(place / f"{number}.tar", {f"{part}.mp4": files["carphone_distorted.mp4"] for part in "ab"})
     argv = [str(place), "--out", str(cache), *OPTIONS]
     for limit, ids in ((3, ["0.tar/a", "0.tar/b", "1.tar/a"]), (1, ["0.tar/a", "0.tar/b", "1.tar/a", "1.tar/b"])):
-        done = run_here(prune, [*argv, "--limit", str(limit)])
-        assert done.returncode == 0, done.stdout
+        said = said_by(prune, *argv, "--limit", limit)
         assert_complete(cache, [f"{video_id}.mp4" for video_id in ids])
-        assert len(list((cache / "sources").iterdir())) == 2 and "3 archives are not indexed yet" in done.stdout
+        assert len(list((cache / "sources").iterdir())) == 2 and "3 archives are not indexed yet" in said
     assert run_here(prune, argv).returncode == 0
     assert_complete(cache, [f"{number}.tar/{part}.mp4" for number in range(5) for part in "ab"])

@@ -25,7 +25,7 @@ from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.storage.stores import LocalStore
 from tests.builders.answers import thinking_model, write_questions
 from tests.builders.clips import sample
-from tests.builders.runs import committed, forbid_models, forbid_ray, run_here
+from tests.builders.runs import committed, forbid_models, forbid_ray, run_here, said_by
 from tests.gstep.llms import llm
 from tests.jobs.faults import Driver, die_before_the_third_commit_of_answers
 from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, write_videomme
@@ -192,12 +192,10 @@ def test_frames_by_time_and_a_closed_thought(tmp_path):
     shutil.copy(sample("bikes.mp4"), data / video_id(0))
     argv = ["--benchmark", "videomme", "--data", str(data), "--out", str(out), "--draws", "100", "--method", "none"]
     argv += ["--model", str(thinking_model(tmp_path / "m")), "--fps", "2", "--max-frames", "6", "--json"]
-    done = run_here(evaluate, argv)
-    assert done.returncode == 2 and "--close-thought" in done.stdout and not out.exists()
-    done = run_here(evaluate, [*argv, "--close-thought"])
-    assert done.returncode == 0, done.stdout
+    assert "--close-thought" in said_by(evaluate, *argv, code=2) and not out.exists()
+    said = said_by(evaluate, *argv, "--close-thought")
     capped = f"note: 1 video was capped at 6 frames (lowest rate 0.6 frames per second, of {video_id(0)})"
-    assert capped in " ".join(done.stdout.split())
+    assert capped in said
     cache = TokenCache(out / "cache")
     assert (cache.identity["sampling"]["fps"], cache.identity["sampling"]["max_frames"]) == (2.0, 6)
     assert cache.metadata(video_id(0))["n_frames"] == 6  # of 10 s
@@ -213,8 +211,7 @@ def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
     rows.append({"question_id": "free", "video_id": ids[0], "prompt": "Say something.", "answer": "something"})
     file = write_questions(tmp_path / "mine.jsonl", rows)
     argv = ["--benchmark", str(file), "--cache", str(results / "cache"), "--out", str(tmp_path / "r"), "--draws", "200"]
-    done = run_here(evaluate, [*argv, "--method", "gstep", "--retention-ratio", "0.25"])
-    assert done.returncode == 0, done.stdout
+    said_by(evaluate, *argv, "--method", "gstep", "--retention-ratio", "0.25")
     scores = scores_of(tmp_path / "r").to_pylist()
     assert len(scores) == 2 * len(rows)
     chosen = [row for row in scores if row["question_id"] != "free"]
@@ -222,8 +219,8 @@ def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
         assert row["parsed"] == row["choice_scores"].index(max(row["choice_scores"]))
         assert row["right"] == (row["parsed"] == 1)
     assert "s1" in (tmp_path / "r" / "tables.md").read_text()
-    done = run_here(evaluate, [*argv[:2], "--out", str(tmp_path / "other")])
-    assert done.returncode == 2 and "is not a cache, and there are no videos to make one from" in done.stdout
+    said = said_by(evaluate, *argv[:2], "--out", tmp_path / "other", code=2)
+    assert "is not a cache, and there are no videos to make one from" in said
 
 
 @pytest.fixture
@@ -234,10 +231,9 @@ def refuse(monkeypatch):
 
     def check(out: Path, *options: str) -> str:
         before = sorted(out.rglob("*")) if out.exists() else None
-        done = run_here(evaluate, ["--out", str(out), *options])
-        assert done.returncode == 2, done.stdout
+        said = said_by(evaluate, "--out", out, *options, code=2)
         assert (sorted(out.rglob("*")) if out.exists() else None) == before
-        return " ".join(done.stdout.split())
+        return said
 
     return check
 

@@ -12,7 +12,7 @@ from jobs import evaluate
 from pipeline import TokenCache
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.video.frame_folders import JPEGS
-from tests.builders.runs import committed, run_here
+from tests.builders.runs import committed, said_by
 from tests.pipeline.evaluate.mvbench import FRAMES, write_main
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
@@ -24,9 +24,8 @@ def evaluated(data: Path, out: Path, *methods: str) -> str:
     """What the command says."""
     light = ("--num-frames", "4", "--draws", "200", "--retention-ratio", "0.25")
     argv = ["--benchmark", "mvbench", "--data", str(data), "--out", str(out), *light, "--method", *methods]
-    done = run_here(evaluate, argv)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    said = said_by(evaluate, *argv)
+    return said
 
 
 def test_every_clip_and_folder_of_frames_is_encoded_once_and_every_question_is_answered(tmp_path):

@@ -12,7 +12,7 @@ from pipeline.generate.model import find_model
 from pipeline.serve.config import ServeConfig
 from pipeline.serve.server import make_served_cache
 from tests.builders.clips import sample
-from tests.builders.runs import run_here
+from tests.builders.runs import said_by
 
 CLIP = sample("bikes.mp4")
 MODEL = ["--model", "tiny-qwen3-vl"]
@@ -50,8 +50,7 @@ def test_a_cache_of_the_family_generic(one_ray, tmp_path):
     (tmp_path / "v").mkdir()
     (tmp_path / "v" / CLIP.name).write_bytes(CLIP.read_bytes())
     argv = [str(tmp_path / "v"), *MODEL, *FRAMES, "--pruner", "none"]
-    done = run_here(prune, [*argv, *GENERIC, "--out", str(cache)])
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *argv, *GENERIC, "--out", cache)
     model = json.loads((cache / "cache.json").read_text())["identity"]["model"]
     assert (model["type"], model["family"]) == ("qwen3_vl", "generic")
     (record,) = (json.loads(path.read_text()) for path in (cache / "runs").glob("*.json"))
@@ -60,8 +59,7 @@ def test_a_cache_of_the_family_generic(one_ray, tmp_path):
     extra = tokens.metadata(CLIP.name)["model_extra"]
     assert extra.keys() == {"record"} and len(extra["record"]) < 1000
 
-    done = run_here(prune, [*argv, "--out", str(table)])
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *argv, "--out", table)
     assert "family" not in json.loads((table / "cache.json").read_text())["identity"]["model"]
     of_table = pipeline.TokenCache(table).get(CLIP.name)
     of_generic = tokens.get(CLIP.name)
@@ -74,18 +72,14 @@ def test_a_cache_of_the_family_generic(one_ray, tmp_path):
         answers.append(pipeline.read_answers(asked.out)["answer"].to_pylist())
     assert answers[0] == answers[1]
     late = ["--pruner", "vidcom2", "--retention-ratio", "0.5", "--max-new-tokens", "2", "--out", str(tmp_path / "late")]
-    done = run_here(generate, [str(cache), "--ask", "Why?", *late])
-    assert done.returncode == 0, done.stdout
+    said_by(generate, cache, "--ask", "Why?", *late)
 
     pruned, again = tmp_path / "pruned", tmp_path / "again"
-    done = run_here(prune, [*argv[:-2], *GENERIC, "--out", str(pruned)])
-    assert done.returncode == 0, done.stdout
-    done = run_here(reprune, [str(cache), "--retention-ratio", "0.25", "--out", str(again)])
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *argv[:-2], *GENERIC, "--out", pruned)
+    said_by(reprune, cache, "--retention-ratio", "0.25", "--out", again)
     first, second = (pipeline.TokenCache(place).get(CLIP.name, order="selection") for place in (pruned, again))
     assert torch.equal(first.tokens, second.tokens) and torch.equal(first.index, second.index)
-    done = run_here(verify, [str(pruned), "--live", "1", "--video-root", str(tmp_path / "v")])
-    assert done.returncode == 0 and "same, 100.0% of the positions" in done.stdout, done.stdout
+    assert "same, 100.0% of the positions" in said_by(verify, pruned, "--live", "1", "--video-root", tmp_path / "v")
 
     ask = [str(cache), "--ask", "Why?", "--out", str(tmp_path / "none")]
     refusals = [
@@ -120,8 +114,7 @@ def test_a_cache_of_the_family_generic(one_ray, tmp_path):
         (generate, [*ask, "--pruner", "visionzip", "--retention-ratio", "0.5"], "generic does not give it"),
     ]
     for command, words, why in refusals:
-        done = run_here(command, words)
-        assert done.returncode == 2 and why in " ".join(done.stdout.split()), done.stdout
+        assert why in said_by(command, *words, code=2)
     with pytest.raises(UsageError, match="vLLM has no class"):
         make_served_cache(ServeConfig(cache=str(cache)))
     with pytest.raises(UsageError, match="vLLM has no class"):

@@ -18,6 +18,7 @@ from pipeline.generate.answers import commit_answers, write_answers_header
 from pipeline.runner.claim import Claim, find_holder
 from pipeline.runner.run_record import RunFile
 from pipeline.storage.stores import LocalStore
+from tests.builders.runs import said_by
 from tests.paths import ROOT
 from tests.pipeline.pages import FRAMES, VIDEO, build, decoded_clip, pictures_of
 from tests.waiting import wait_until
@@ -45,8 +46,7 @@ def test_html_is_written_with_pictures(cache, tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_shown_is_refused(cache, tmp_path, capsys, video_id, file, message):
-    assert inspect.main([str(cache.store), video_id, "--html", str(tmp_path / file)]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert message in said_by(inspect, cache.store, video_id, "--html", tmp_path / file, code=2)
     assert not list(tmp_path.iterdir())
 
 
@@ -118,8 +118,7 @@ def test_answers_are_shown_and_listed(answers, capsys):
     assert inspect.main([str(answers)]) == 0
     said = capsys.readouterr().out
     assert "1 answered, 1 failed" in said and "a bike" in said
-    assert inspect.main([str(answers), "1"]) == 0
-    assert "6 of 60" in capsys.readouterr().out
+    assert "6 of 60" in said_by(inspect, answers, "1")
     assert inspect.main([str(answers), "--failed"]) == 0
     assert capsys.readouterr().out == "2\tio\tgone\n"
     assert document(capsys, str(answers))["n_ok"] == 1
@@ -132,10 +131,8 @@ def test_what_goes_with_a_cache_alone_and_what_is_neither_is_refused(answers, tm
     assert inspect.main([str(answers), "3"]) == 2
     assert inspect.main([str(answers), "11"]) == 2
     assert "'11' is not among the 2 answers" in (said := capsys.readouterr().err) and "did you mean 1?" in said
-    assert inspect.main([str(answers), "1", "--retention-ratio", "0.1"]) == 2
-    assert "holds answers" in capsys.readouterr().err
-    assert inspect.main([str(tmp_path)]) == 2  # as the results of jobs.evaluate hold them
-    assert f"name {answers} or" in " ".join(capsys.readouterr().err.split())
+    assert "holds answers" in said_by(inspect, answers, "1", "--retention-ratio", "0.1", code=2)
+    assert f"name {answers} or" in said_by(inspect, tmp_path, code=2)
 
 
 def test_watching_ends_at_ctrl_c_and_the_run_goes_on(cache, tmp_path):

@@ -12,7 +12,7 @@ from jobs import inspect, prune, recode
 from pipeline import TokenCache
 from pipeline.errors import RatioNotCached, UnknownVideo, UsageError
 from tests.builders.clips import sample
-from tests.builders.runs import document_of, forbid_models
+from tests.builders.runs import document_of, forbid_models, said_by
 from tests.pipeline.pages import pictures_of
 
 CLIP = str(sample("bikes.mp4"))
@@ -79,8 +79,7 @@ def test_flags_that_do_not_go_together_are_refused(flags, message, capsys):
 )
 def test_what_cannot_be_compared_is_refused(argv, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert inspect.main(argv) == 2
-    assert message in said(capsys) and not list(tmp_path.iterdir())
+    assert message in said_by(inspect, *argv, code=2) and not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +188,7 @@ def test_nothing_is_ever_compared_on_a_part_of_the_tokens(caches, tmp_path, caps
     text = said(capsys)
     assert "holds only the tokens of gstep at 0.25, and vidcom2 would select from all tokens" in text
     assert f"--video-root {caches / 'v'}" in text and "python -m jobs.prune --pruner none" in text
-    assert inspect.main([*argv, "--video-root", str(caches / "v")]) == 0
-    assert "encoded again" in said(capsys)
+    assert "encoded again" in said_by(inspect, *argv, "--video-root", caches / "v")
     assert inspect.main([str(caches / "coded"), "bikes.mp4", "--method", "visionzip"]) == 2
     text = said(capsys)
     assert "holds its tokens as int8, not as the encoder gave them" in text and "--evidence visionzip" in text
@@ -199,8 +197,7 @@ def test_nothing_is_ever_compared_on_a_part_of_the_tokens(caches, tmp_path, caps
     assert inspect.main([str(caches / "whole"), "bikes.mp4", "--method", "fastvid", "--video-root", "/"]) == 2
     assert "--method fastvid: " in (text := said(capsys)) and "name it with --siglip" in text
     argv = [str(caches / "whole"), "bikes.mp4", "--method", "fastvid", "--video-root", "/", "--siglip", "tiny"]
-    assert inspect.main(argv) == 0
-    assert "fastvid" in said(capsys)
+    assert "fastvid" in said_by(inspect, *argv)
 
     moved = shutil.copytree(caches / "gstep", tmp_path / "moved")
     shutil.rmtree(moved / "runs")

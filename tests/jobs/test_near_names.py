@@ -5,7 +5,7 @@ import pytest
 from jobs import evaluate, generate, inspect, prune
 from jobs.__main__ import main
 from tests.builders.answers import tiny_cache, write_questions
-from tests.builders.runs import forbid_ray, run_here
+from tests.builders.runs import forbid_ray, said_by
 from tests.pipeline.rewrite.test_merge import cache_of
 
 PRUNE = ["videos.jsonl", "--out", "c"]
@@ -49,6 +49,5 @@ def test_a_name_that_is_nearly_right_gets_the_right_one(command, argv, near, tmp
         tiny_cache(tmp_path / "tiny", ("a",))
         write_questions(tmp_path / "questions.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
     cache_of(tmp_path / "cache", {"bikes.mp4": 1})
-    done = run_here(command, argv)
-    assert done.returncode == 2 and f"did you mean {near}?" in " ".join(done.stdout.split()), done.stdout
+    assert f"did you mean {near}?" in said_by(command, *argv, code=2)
     assert not (tmp_path / "c").exists()

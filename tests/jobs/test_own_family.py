@@ -13,7 +13,7 @@ from gstep.errors import ModelError
 from gstep.language import prompt_builder
 from jobs import generate, prune, reprune, verify
 from pipeline.errors import UsageError, VideoFault
-from tests.builders.runs import clips, environment, run_here
+from tests.builders.runs import clips, environment, said_by
 from tests.interpreter import run_python
 from tests.paths import ROOT, python_path
 
@@ -100,8 +100,7 @@ def test_a_plan_of_a_family_that_does_not_know_its_work(own, capsys):
     assert record["encode_core_s"] is None and record["gpu_s"]["high"] == 0
     assert record["stage_s"].keys() == known["stage_s"].keys() and record["stage_s"]["encode"] is None
     assert record["bottleneck"] == "decode" and "nvdec" not in record["remedy"]
-    assert prune.main([*plan, "--decode-cores", "8"]) == 0
-    assert "not known for this model" in capsys.readouterr().out
+    assert "not known for this model" in said_by(prune, *plan, "--decode-cores", "8")
 
 
 @pytest.mark.slow
@@ -132,8 +131,7 @@ def test_a_cache_of_a_users_own_family_and_who_may_read_it(own, tmp_path):
         (verify, [str(cache), "--live", "1", "--video-root", "/"], "what a cache says chooses no code"),
     ]
     for command, words, why in refusals:
-        done = run_here(command, words)
-        assert done.returncode == 2 and why in " ".join(done.stdout.split()), done.stdout
+        assert why in said_by(command, *words, code=2)
     assert not answers.exists()
 
     done = run_python("-m", "jobs.generate", *asking, *MINE, env=there)

@@ -15,7 +15,7 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.builders.answers import write_questions
 from tests.builders.clips import sample
-from tests.builders.runs import forbid_ray, run_here
+from tests.builders.runs import forbid_ray, said_by
 from tests.gstep.llms import llm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
@@ -36,9 +36,8 @@ def first(model, tmp_path_factory):
     for clip in CLIPS:
         shutil.copy(sample(clip), folder)
     argv = [str(folder), "--out", str(out), "--model", model, "--num-frames", str(FRAMES)]
-    done = run_here(prune, argv)
-    assert done.returncode == 0, done.stdout
-    return argv, folder, out, done.stdout
+    said = said_by(prune, *argv)
+    return argv, folder, out, said
 
 
 def test_the_stored_tokens_are_the_readable_form_on_the_same_encoder_output(first, capsys, monkeypatch, model):
@@ -73,11 +72,9 @@ def test_the_stored_tokens_are_the_readable_form_on_the_same_encoder_output(firs
         assert extra["patch_timestamps"] == pytest.approx([1.24, 6.2, 9.96])  # frames 0, 62, 124, 186 and 249 at 25/s
     else:
         assert extra["second_per_grid_ts"] == 2 / (FRAMES / 250 * 25.0)
-    assert inspect.main([str(out), "bikes.mp4"]) == 0
-    assert "0, 62" in capsys.readouterr().out
+    assert "0, 62" in said_by(inspect, out, "bikes.mp4")
     forbid_ray(monkeypatch)
-    assert prune.main(argv) == 0
-    assert "2 of 2 videos are in the cache already" in capsys.readouterr().err
+    assert "2 of 2 videos are in the cache already" in said_by(prune, *argv)
 
 
 def test_they_answer_from_their_caches(first, model, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import ray
 import torch
 
 from jobs import inspect, prune, recode, reprune
-from tests.builders.runs import clips, forbid_ray, run
+from tests.builders.runs import clips, forbid_ray, run, said_by
 
 LLAVA = "--pruner-param variant=llava"
 CODE = {"model_type": "mine", "auto_map": {"AutoModel": "model.Mine"}}
@@ -135,8 +135,7 @@ def test_models_that_are_not_known_or_not_safe(refuse, model, why):
 def test_a_rewriting_says_what_its_source_is_and_why_its_store_failed(refuse, tmp_path, capsys, command):
     assert "notes.txt: not a pruned-token cache" in refuse(command, "notes.txt --out made")
     (tmp_path / "odd" / "cache.json").mkdir(parents=True)
-    assert command.main(["odd", "--out", "made"]) == 1
-    assert "failed: [Errno 21] Is a directory" in capsys.readouterr().err
+    assert "failed: [Errno 21] Is a directory" in said_by(command, "odd", "--out", "made", code=1)
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
@@ -145,8 +144,7 @@ def test_nvdec_without_a_gpu_is_refused_before_ray_starts(tmp_path, monkeypatch,
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda *_given, **_more: pytest.fail("Ray was started"))
     argv = [str(clips()[0]), "--out", str(tmp_path / "c"), "--decoder", "nvdec", "--device", device]
-    assert prune.main(argv) == 2
-    assert "--decoder nvdec needs a GPU" in capsys.readouterr().err
+    assert "--decoder nvdec needs a GPU" in said_by(prune, *argv, code=2)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from pipeline.generate.removal import read_removal_reasons
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
 from tests.builders.answers import tiny_cache, write_questions
-from tests.builders.runs import forbid_models, forbid_ray, run_here
+from tests.builders.runs import forbid_models, forbid_ray, run_here, said_by
 from tests.builders.stores import S3Server
 from tests.jobs.test_stored import VERSIONS, succeed, unpack
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
@@ -85,9 +85,9 @@ def test_removed_answers_leave_no_text_and_are_never_asked_again(stored, name):
     more = {"question_id": "5", "video_id": ["b.mp4", "a.mp4"], "prompt": "Which animal is new?"}
     Path("q.jsonl").write_text((stored.parent / "q.jsonl").read_text() + json.dumps(more))
     argv = ["cache", "--questions", "q.jsonl", "--out", name, "--max-new-tokens", "4", "--retry-failed"]
-    done = run_here(generate, argv)
-    assert done.returncode == 0 and "1 questions are about removed videos, e.g. 5" in " ".join(done.stdout.split())
-    assert "1 answered, 1 failed, 0 without a row" in done.stdout and "3 questions about removed" in done.stdout
+    said = said_by(generate, *argv)
+    assert "1 questions are about removed videos, e.g. 5" in said
+    assert "1 answered, 1 failed, 0 without a row" in said and "3 questions about removed" in said
     assert read_answers(name)["status"].to_pylist() == ["removed", "ok", "removed", "failed", "removed"]
     Path("q.jsonl").unlink()
     assert "Which animal" not in all_text(stored / name)
@@ -205,8 +205,7 @@ def test_unknown_ids_are_barred_and_likely_ones_named(tmp_path, monkeypatch):
     assert read_removal_reasons(LocalStore("answers")) == {"a.mp": "asked for"}
     for place in ("nothing", "videos"):
         Path(place).mkdir()
-        done = run_here(remove, [place, "--ids", "ids.txt", "--reason", "asked for"])
-        assert done.returncode == 2 and "cache.json" in done.stdout
+        assert "cache.json" in said_by(remove, place, "--ids", "ids.txt", "--reason", "asked for", code=2)
 
 
 ROWS = [{"question_id": name, "video_id": name, "prompt": f"What is in {name}?", "topic": name} for name in "ab"]
@@ -367,8 +366,8 @@ def test_results_of_an_evaluation_that_stopped_before_its_answers_are_removed_fr
     check_answers_folder(answers)  # a later evaluation may write its answers there
     answers.put("answers/run-000000-0.parquet", b"")  # answers that lost their header may hold texts
     Path("ids.txt").write_text("b.mp4")
-    done = run_here(remove, ["results", "--ids", "ids.txt", "--reason", "asked for", "--keep-minutes", "0"])
-    assert done.returncode == 2 and "no answers" in done.stdout
+    said = said_by(remove, "results", "--ids", "ids.txt", "--reason", "asked for", "--keep-minutes", "0", code=2)
+    assert "no answers" in said
     assert "b.mp4" not in TokenCache("results/cache").video_ids  # the tokens go all the same
 
 

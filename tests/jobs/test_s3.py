@@ -16,7 +16,7 @@ from pipeline import TokenCache
 from pipeline.cache.table import parse_file_name
 from pipeline.runner.claim import MAX_MISSED_BEATS, Claim
 from pipeline.storage.stores import ObjectStore
-from tests.builders.runs import assert_complete, forbid_ray, run_here
+from tests.builders.runs import assert_complete, forbid_ray, run_here, said_by
 from tests.builders.stores import KEY, SECRET, S3Server
 from tests.jobs.faults import (
     FAST_BEAT,
@@ -139,11 +139,9 @@ def test_nothing_left_to_do_starts_nothing(server, killed, manifest, monkeypatch
     forbid_ray(monkeypatch)
     server.reach(monkeypatch)
     server.requests.clear()
-    assert prune.main(argv(manifest, store.root)) == 0
-    assert "32 of 32 videos are in the cache already" in capsys.readouterr().err
+    assert "32 of 32 videos are in the cache already" in said_by(prune, *argv(manifest, store.root))
     assert {r.path.rpartition(".")[2] for r in server.requests if r.kind in ("PUT", "DELETE")} == {"running"}
-    assert inspect.main([store.root]) == 0
-    assert "finished after" in capsys.readouterr().out
+    assert "finished after" in said_by(inspect, store.root)
 
 
 @pytest.mark.parametrize(
@@ -154,5 +152,4 @@ def test_places_where_no_cache_can_be(server, manifest, monkeypatch, capsys, pla
     forbid_ray(monkeypatch)
     server.reach(monkeypatch)
     server.upload("taken/notes.txt")
-    assert prune.main(argv(manifest, server.uri("taken") if place == "taken" else place)) == 2
-    assert told in capsys.readouterr().err
+    assert told in said_by(prune, *argv(manifest, server.uri("taken") if place == "taken" else place), code=2)

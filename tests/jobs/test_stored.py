@@ -29,7 +29,7 @@ from pipeline.prune.encode_again import read_run_config
 from pipeline.runner.run_record import find_newest_record
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import DECODING_RULES
-from tests.builders.runs import forbid_models, forbid_ray, run_here
+from tests.builders.runs import forbid_models, forbid_ray, said_by
 from tests.builders.stores import S3Server
 from tests.paths import ROOT
 
@@ -69,9 +69,8 @@ def sources(monkeypatch):
 
 def succeed(command, *argv: str) -> str:
     """What a command says that must succeed."""
-    done = run_here(command, list(argv))
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    said = said_by(command, *list(argv))
+    return said
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pipeline import TokenCache
 from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.builders.caches import encoded, random_tokens, write_header, write_shard
 from tests.builders.clips import sample
-from tests.builders.runs import document_of, forbid_ray, run_here, start, stop
+from tests.builders.runs import document_of, forbid_ray, run_here, said_by, start, stop
 from tests.builders.stores import S3Server
 from tests.pipeline.damage import flip, other_tokens, rewrite_tokens, shards
 
@@ -54,10 +54,8 @@ def test_a_repair_says_what_it_did_and_what_to_do_next(cache, capsys):
 
 
 def test_what_cannot_be_done_is_refused(cache, tmp_path, capsys):
-    assert verify.main([str(tmp_path / "nowhere")]) == 2
-    assert "no cache.json" in capsys.readouterr().err
-    assert verify.main([str(cache), "--live", "1", "--video-root", "/"]) == 2  # its runs left no record
-    assert "which model" in capsys.readouterr().err
+    assert "no cache.json" in said_by(verify, tmp_path / "nowhere", code=2)
+    assert "which model" in said_by(verify, cache, "--live", "1", "--video-root", "/", code=2)
     wrong = (
         "--jobs 0",
         "--model tiny",
@@ -68,8 +66,7 @@ def test_what_cannot_be_done_is_refused(cache, tmp_path, capsys):
         "--log-interval nan",
     )
     for flags in wrong:
-        assert verify.main([str(cache), *flags.split()]) == 2
-        assert flags.split()[0] in capsys.readouterr().err
+        assert flags.split()[0] in said_by(verify, cache, *flags.split(), code=2)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +76,7 @@ def pruned(one_ray, tmp_path_factory) -> Path:
     for name in CLIPS:
         shutil.copy(sample(name), folder)
     out = folder / "cache"
-    done = run_here(prune, [str(folder / "*.mp4"), "--out", str(out), "--num-frames", "4"])
-    assert done.returncode == 0, done.stdout
+    said_by(prune, folder / "*.mp4", "--out", out, "--num-frames", "4")
     return out
 
 
@@ -135,8 +131,8 @@ def test_live_says_what_differs_and_what_is_gone(pruned, tmp_path):
     run["config"]["decode_timeout"] = 120.0
     run["config"]["model"] = "tiny-qwen3-vl"
     file.write_text(json.dumps(run))
-    done = run_here(verify, [str(out), "--live", "1", "--video-root", "/"])
-    assert done.returncode == 2 and "model.type: the cache has 'llava_onevision'" in done.stdout
+    said = said_by(verify, out, "--live", "1", "--video-root", "/", code=2)
+    assert "model.type: the cache has 'llava_onevision'" in said
     assert run_here(verify, [str(out), "--live", "1", "--video-root", "/", "--model", "tiny"]).returncode == 0
 
 

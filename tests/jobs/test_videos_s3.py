@@ -10,7 +10,7 @@ import ray
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.video.decode import fingerprint_file
-from tests.builders.runs import clips, forbid_ray, run
+from tests.builders.runs import clips, forbid_ray, run, said_by
 from tests.builders.stores import KEY, SECRET, TOKEN, S3Server
 
 pytestmark = pytest.mark.slow
@@ -94,13 +94,11 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
     assert kinds(server) == [("LIST", "")]
     server.requests.clear()
     page = tmp_path / "page.html"
-    assert inspect.main([str(cache), names[1], "--html", str(page), "--video-root", server.uri()]) == 0
-    assert "with pictures" in capsys.readouterr().out
+    assert "with pictures" in said_by(inspect, cache, names[1], "--html", page, "--video-root", server.uri())
     assert kinds(server) == [("GET", f"/all/{names[1]}")]
     assert files_with(SECRET, tmp_path) == files_with(KEY, tmp_path) == []
     server.upload(f"all/{names[1]}", b"longer" * 10**6)
-    assert inspect.main([str(cache), names[1], "--html", str(page), "--video-root", server.uri()]) == 0
-    assert "changed since" in capsys.readouterr().out
+    assert "changed since" in said_by(inspect, cache, names[1], "--html", page, "--video-root", server.uri())
 
 
 @pytest.mark.parametrize("kind", ["public", "requester"])
