@@ -15,7 +15,6 @@ from jobs.command import LogConsole, run_to_exit_code
 from jobs.frame.json_document import CommandResult
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
-from tests.builders.runs import said_by
 from tests.interpreter import run_python
 from tests.paths import ROOT
 
@@ -220,7 +219,3 @@ def test_a_repeatable_flag_adds_to_the_file_and_a_flag_wins_over_the_other_way_o
     assert run("num-frames: 8", "--config", "FILE", "--fps", "2").num_frames is None
     config = run("num-frames: 8\nframe-rule: round-even", "--config", "FILE", "--fps", "2")
     assert (config.fps, config.frame_rule) == (2.0, "truncate")
-
-
-def test_a_file_that_is_refused_ends_with_2(tmp_path, capsys):
-    assert "none.yaml" in said_by(prune, "--config", tmp_path / "none.yaml", code=2)

@@ -93,29 +93,6 @@ def test_a_video_is_removed_by_name(cache, tmp_path, capsys):
     assert (record["reason"], record["removed"], record["status"]) == ("licence ended", 1, "finished")
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [("\n \n", "names no video"), ('{"video_id": "a"}\n', "it takes an id a line"), (None, "cannot be read")],
-)
-def test_ids_that_are_none_are_refused(cache, tmp_path, capsys, text, told):
-    if text is not None:
-        (tmp_path / "ids").write_text(text)
-    assert told in said_by(remove, cache, "--ids", tmp_path / "ids", "--reason", "x", code=2)
-    assert remove.main([str(cache), "--ids", str(tmp_path / "ids"), "--reason", " "]) == 2
-    assert remove.main([str(cache), "--reason", "x"]) == 2
-    assert "--reason must be a text" in (told := capsys.readouterr().err) and "are required: --ids" in told
-
-
-def test_what_is_no_cache_and_minutes_that_no_clock_has_are_refused(cache, tmp_path, capsys):
-    (tmp_path / "ids").write_text("a\n")
-    for command, options in ((compact, []), (remove, ["--ids", str(tmp_path / "ids"), "--reason", "x"])):
-        assert command.main([str(tmp_path / "none"), *options]) == 2
-        assert "not a pruned-token cache" in capsys.readouterr().err and not (tmp_path / "none").exists()
-    for minutes in ("nan", "-5", "1e12"):
-        assert compact.main([str(cache), "--keep-minutes", minutes]) == 2
-        assert "--keep-minutes must be from 0 to 100,000,000" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("touches", [0, 2, 4])
 def test_a_kill_loses_and_doubles_nothing(cache, tmp_path, touches):

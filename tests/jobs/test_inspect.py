@@ -36,36 +36,6 @@ def test_html_is_written_with_pictures(cache, tmp_path, capsys):
     assert f"{VIDEO} with pictures of its frames" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("video_id", "file", "message"),
-    [
-        ("bad.mp4", "page.html", "'bad.mp4' failed: corrupt: the file is cut off"),
-        (VIDEO, "nowhere/page.html", "nowhere does not exist"),
-        ("bad.mp", "page.html", "did you mean bad.mp4?"),
-        (VIDEO, ".", "is a folder"),
-    ],
-)
-def test_what_cannot_be_shown_is_refused(cache, tmp_path, capsys, video_id, file, message):
-    assert message in said_by(inspect, cache.store, video_id, "--html", tmp_path / file, code=2)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--retention-ratio", "0.1"], "--retention-ratio needs a video"),
-        (["--html", "page.html"], "--html needs a video: name its ID"),
-        (["--video-root", "/"], "--video-root goes with --html"),
-        ([VIDEO, "--watch"], "--watch cannot be combined with an ID"),
-        (["--failed", "--watch"], "--failed cannot be combined with --watch"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(cache, capsys, flags, message):
-    with pytest.raises(SystemExit, match="2"):
-        inspect.main([str(cache.store), *flags])
-    assert message in capsys.readouterr().err
-
-
 def document(capsys, *argv: str) -> dict:
     assert inspect.main([*argv, "--json"]) == 0
     return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)

@@ -49,39 +49,6 @@ def test_the_id_may_follow_the_ratio_as_ever(capsys):
     assert code == 0 and document["video_id"] == "x" and document["selections"][0]["retention_ratio"] == 0.2
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["c", "--num-frames", "3"], "--num-frames goes with --method"),
-        (["c", "v", "--retention-ratio", ".25", ".1"], "several values of --retention-ratio go with --method"),
-        (["c", "v", "--retention-ratio", "x"], "argument --retention-ratio: invalid share value: 'x'"),
-        (["c", "--retention-ratio", "x"], "argument --retention-ratio: invalid share value: 'x'"),
-        (["c", "--retention-ratio", ".1", "v", "w"], "argument --retention-ratio: invalid share value: 'v'"),
-        (["c", "--method", "gstep", "--watch"], "--watch cannot be combined with --method"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(flags, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        inspect.main(flags)
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["gone.mp4", "--method", "gstep"], "io: "),
-        ([CLIP, "--method", "fastv"], "--method fastv: it selects inside the language model, anew for every question"),
-        ([CLIP, "--method", "gstep", "--video-root", "/"], "is not a cache"),
-        ([CLIP, "--method", "gstep", "--html", "nowhere/page.html"], "nowhere does not exist"),
-        ([".", "--method", "gstep"], "is a folder, not a video file"),
-        ([CLIP, "--method", "visionzip", "--model", "tiny-internvl"], "--method visionzip: the encoder of internvl"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(argv, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert message in said_by(inspect, *argv, code=2) and not list(tmp_path.iterdir())
-
-
 @pytest.fixture(scope="module")
 def caches(one_ray, tmp_path_factory) -> Path:
     """A folder with the videos ``v`` and caches of them: of gstep, of a merging method, and of all tokens."""

@@ -8,7 +8,6 @@ import torch
 from jobs import merge
 from pipeline import TokenCache
 from tests.builders.caches import encoded, random_tokens, write_header, write_shard
-from tests.builders.runs import said_by
 from tests.jobs.test_faults_stores import SmallDisk
 from tests.pipeline.damage import say_what_was_committed
 from tests.pipeline.rewrite.test_merge import cache_of
@@ -26,28 +25,6 @@ def test_two_caches_become_one(tmp_path, capsys):
     assert merge.main(["--config", str(tmp_path / "merge.yaml")]) == 0  # a file may give what is required
     assert json.loads(told.out)["linked"] == 3 and "3 videos; of 1 several caches had a row" in told.err
     assert TokenCache(c).video_ids == ["both", "one", "two"]
-
-
-def test_refusals_write_nothing(tmp_path, monkeypatch, capsys):
-    cache_of(tmp_path / "a", {"one": 1})
-    store = write_header(tmp_path / "b", 0.5, hidden_size=8)
-    write_shard(store, "run", encoded("one", random_tokens(1, (4, 16, 8)), 0.5, "gstep"))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/mine.txt").write_text("x")
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    for why, argv in {
-        "not made alike": ["a", "b", "--out", "c"],
-        "not a pruned-token cache": ["a", "none", "--out", "c"],
-        "is no cache": ["a", "--out", "other"],
-        "cache is a folder": ["a", "--out", "ftp://host/place"],
-        "is empty: name a folder": ["a", "--out", ""],
-    }.items():
-        code, said = merge.main(argv), " ".join(capsys.readouterr().err.split())
-        assert code == 2 and why in said, (why, said)
-    assert merge.main(["a", "--out", "a"]) == merge.main(["a", "a/", "--out", str(tmp_path / "a")]) == 2
-    assert "name two caches" in (told := said_by(merge, "a", "b", code=2)) and "are required: --out" in told
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def large(place, names, seed):

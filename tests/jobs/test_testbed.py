@@ -1,16 +1,15 @@
 """jobs.testbed: what make writes and says, what it refuses, and how it ends."""
 
 import signal
-import stat
 
 import av
 import numpy as np
-import pytest
 
+from jobs import testbed
 from jobs.testbed import main
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.shapes import layout
-from tests.builders.runs import run
+from tests.builders.runs import run, said_by
 
 
 def make(folder, *options):
@@ -63,46 +62,6 @@ def test_options_choose_the_videos(tmp_path):
     assert not seeds_of(tmp_path / "a") & seeds_of(tmp_path / "b")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--seed", "100"), "--seed must be 0 to 99 on the split development, got 100"),
-        (("--seed", "-1"), "--seed must be 0 to 99"),
-        (("--videos", "10001"), "--videos must be 1 to 10000, got 10001"),
-    ],
-)
-def test_what_cannot_be_made_is_refused_and_nothing_is_written(tmp_path, capsys, options, message):
-    assert make(tmp_path / "d", *options) == 2
-    assert message in said(capsys.readouterr().err) and not (tmp_path / "d").exists()
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "the following arguments are required: make"),
-        (["bake"], "invalid choice: 'bake'"),
-        (["make"], "the following arguments are required: DIR"),
-        (["make", "d", "--hardness", "hard"], "invalid choice: 'hard'"),
-        (["make", "d", "--split", "dev"], "invalid choice: 'dev'"),
-        (["make", "d", "--videos", "0"], "must be at least 1, got 0"),
-        (["make", "d", "--picture", "nowhere/p.png"], "there is no folder nowhere"),
-    ],
-)
-def test_mistyped_flags_end_with_2(argv, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    assert caught.value.code == 2 and message in said(capsys.readouterr().err)
-
-
-def test_a_file_in_the_way_of_the_folder_is_refused(tmp_path, capsys):
-    (tmp_path / "d").write_text("mine")
-    assert make(tmp_path / "d") == 2
-    assert "is a file: name a folder" in said(capsys.readouterr().err)
-    assert make(tmp_path / "d" / "e") == 1
-    assert "failed: " in said(capsys.readouterr().err)
-    assert stat.S_ISREG((tmp_path / "d").stat().st_mode)
-
-
 def test_an_interrupted_one_ends_with_130_and_goes_on(tmp_path, monkeypatch):
     write_mp4 = layout.write_mp4
 
@@ -118,3 +77,9 @@ def test_an_interrupted_one_ends_with_130_and_goes_on(tmp_path, monkeypatch):
     assert len([*tmp_path.glob("d/data/*.mp4")]) == 2
     assert make(tmp_path / "d") == 0 and make(tmp_path / "whole") == 0
     assert bytes_of(tmp_path / "d") == bytes_of(tmp_path / "whole")
+
+
+def test_a_folder_that_cannot_be_made_is_a_failure_in_a_line(tmp_path):
+    (tmp_path / "d").write_text("mine")
+    assert "failed: " in said_by(testbed, "make", tmp_path / "d" / "e", "--videos", 3, code=1)
+    assert (tmp_path / "d").is_file()

@@ -53,22 +53,6 @@ def test_a_repair_says_what_it_did_and_what_to_do_next(cache, capsys):
     assert [line.split("\t")[:2] for line in capsys.readouterr().out.splitlines()] == [["a", "io"], ["b", "io"]]
 
 
-def test_what_cannot_be_done_is_refused(cache, tmp_path, capsys):
-    assert "no cache.json" in said_by(verify, tmp_path / "nowhere", code=2)
-    assert "which model" in said_by(verify, cache, "--live", "1", "--video-root", "/", code=2)
-    wrong = (
-        "--jobs 0",
-        "--model tiny",
-        "--live 1",
-        "--video-root /",
-        "--repair --live 1 --video-root /",
-        "--seed -1",
-        "--log-interval nan",
-    )
-    for flags in wrong:
-        assert flags.split()[0] in said_by(verify, cache, *flags.split(), code=2)
-
-
 @pytest.fixture(scope="module")
 def pruned(one_ray, tmp_path_factory) -> Path:
     """A cache that the real job made of two real clips."""
