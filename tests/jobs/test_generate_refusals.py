@@ -150,10 +150,7 @@ TALK = [
         ({"stop": ["\n"]}, "line 1: stop is a setting that questions do not have here"),
         ({"messages": TALK}, "line 1: a row has prompt or messages, and not both"),
         ({"prompt": None, "messages": TALK[:2]}, "line 1: the last message must be of the role user"),
-        (
-            {"prompt": "Tell of the <video>."},
-            "q.jsonl, question 1: the text has <video>, which stands for a video, an",
-        ),
+        ({"prompt": "Tell of the <video>."}, "q.jsonl, question 1: the text has <video>, which stands for a video, an"),
         ({"choices": ["a <image>", "none"]}, "question 1: the text has <image>"),
         ({"system": "<video>"}, "question 1: the text has <video>"),
         ({"prompt": None, "messages": [TALK[0], {**TALK[1], "content": "<video>"}, TALK[2]]}, "the text has <video>"),
