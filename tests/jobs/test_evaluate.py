@@ -17,17 +17,19 @@ from gstep.language import Decoding, prompt_builder
 from gstep.methods import METHODS
 from jobs import evaluate
 from pipeline import TokenCache, read_answers
-from pipeline.evaluate.benchmarks import find_benchmark
+from pipeline.evaluate.benchmarks import BENCHMARKS, find_benchmark
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.storage.stores import LocalStore
+from pipeline.video.frame_folders import JPEGS
 from tests.builders.answers import thinking_model, write_questions
 from tests.builders.clips import sample
-from tests.builders.runs import committed, forbid_models, forbid_ray, run_here, said_by
+from tests.builders.runs import committed, forbid_models, forbid_ray, said_by
 from tests.gstep.llms import llm
 from tests.jobs.faults import Driver, die_before_the_third_commit_of_answers
+from tests.pipeline.evaluate.mvbench import FRAMES, write_main
 from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, write_videomme
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
@@ -43,12 +45,9 @@ def data(tmp_path_factory) -> Path:
     return write_videomme(tmp_path_factory.mktemp("videomme"), n_videos=N_VIDEOS)
 
 
-def evaluated(data: Path, out: Path, *options: str, code: int = 0) -> str:
+def evaluated(data: Path, out: Path, *options: str, benchmark: str = "videomme", code: int = 0) -> str:
     """What the command says."""
-    argv = ["--benchmark", "videomme", "--data", str(data), "--out", str(out), *LIGHT, *options]
-    done = run_here(evaluate, argv)
-    assert done.returncode == code, done.stdout
-    return done.stdout
+    return said_by(evaluate, "--benchmark", benchmark, "--data", data, "--out", out, *LIGHT, *options, code=code)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +174,7 @@ def test_every_method_of_the_table_joins_by_its_name_and_those_that_need_evidenc
     shutil.copytree(results, out)
     methods = [name if name != "fastv" else "fastv,K=1" for name in METHODS if name != "none"]
     asked = ("--method", *methods, "--retention-ratio", "0.25", "--siglip", "tiny")
-    said = " ".join(evaluated(data, out, *asked, code=2).split())
+    said = evaluated(data, out, *asked, code=2)
     assert "has no " in said and ": name another --cache" in said
     evaluated(data, out, *asked, "--cache", str(tmp_path / "c"))
     new = {f"{name}@0.25" for name in methods} - set(ARMS)
@@ -269,3 +268,27 @@ def test_a_video_that_cannot_be_decoded_costs_its_own_questions_alone(tmp_path):
     shutil.copy(sample("bikes.mp4"), data / video_id(1))
     evaluated(data, out, "--method", "gstep", "--retention-ratio", "0.25", "--retry-failed")
     assert {row["status"] for row in scores_of(out).to_pylist()} == {"ok"}
+
+
+def test_every_clip_and_folder_of_frames_is_encoded_once_and_every_question_is_answered(tmp_path):
+    """Of revision main; that of the videos that are cut already differs in its annotations alone."""
+    data, out = write_main(tmp_path / "d"), tmp_path / "r"
+    grid = ("--retention-ratio", "0.25", "--method", "gstep")
+    said = evaluated(data, out, *grid, benchmark="mvbench")
+    items = BENCHMARKS["mvbench"].load(data).items
+    scores = pq.read_table(out / "scores.parquet")
+    assert set(scores["status"].to_pylist()) == {"ok"} and len(scores) == 2 * len(items) == 28
+    cache = TokenCache(out / "cache")
+    assert Counter(committed(cache.store)) == Counter({item.video_id for item in items})
+    assert "1 missing-video, left out" in said and "not the published one" in said
+    assert "MVBench" in (out / "report.html").read_text()
+    clip = cache.get("video/star/Charades_v1_480/-B1CD.mp4#t=1.5,9").metadata
+    assert (clip["start_s"], clip["end_s"], clip["clip_frames"]) == (1.5, 9.0, 30)
+    frames = cache.get(f"video/tvqa/frames_fps3_hq/{FRAMES}#t=0,4").metadata
+    assert (frames["backend"], frames["fps"], frames["clip_frames"]) == (JPEGS, 3.0, 12)
+    assert frames["frame_indices"] == [0, 3, 7, 11]  # of 00001.jpg to 00012.jpg
+    evaluated(
+        data, out, *grid, "uniform", benchmark="mvbench"
+    )  # goes on: no video is taken for changed, and none encoded again
+    assert Counter(committed(cache.store)) == Counter({item.video_id for item in items})
+    assert len(pq.read_table(out / "scores.parquet")) == 3 * len(items)

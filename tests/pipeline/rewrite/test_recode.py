@@ -75,7 +75,7 @@ def test_recoded_tokens_are_those_that_a_run_writes(tmp_path, codec):
 
 @pytest.mark.parametrize("method", ["gstep", "random", "vidcom2"])
 def test_repruned_tokens_are_those_that_a_run_writes(tmp_path, method):
-    """Methods that look at evidence are in tests/jobs/test_reprune.py, beside real runs."""
+    """Methods that look at evidence are in tests/jobs/test_prune.py, beside real runs."""
     cache(tmp_path / "whole")
     cache(tmp_path / "pruned", method, 0.25)
     argv = [str(tmp_path / "whole"), "--pruner", method, "--retention-ratio", "0.25", "--out", str(tmp_path / "out")]
