@@ -11,7 +11,7 @@ from pipeline import TokenCache
 from pipeline.errors import RemovedVideo
 from pipeline.storage.stores import LocalStore
 from tests.builders.caches import encoded, random_tokens, write_header, write_shard
-from tests.builders.runs import said_by
+from tests.builders.runs import document_of, said_by
 from tests.jobs.faults import die_at_call
 from tests.jobs.test_faults_stores import SmallDisk
 from tests.pipeline.damage import say_what_was_committed
@@ -26,18 +26,15 @@ def cache(tmp_path):
     return tmp_path / "c"
 
 
-def test_files_are_merged_and_then_deleted(cache, capsys):
-    assert compact.main([str(cache)]) == 0
-    said = capsys.readouterr().err
+def test_files_are_merged_and_then_deleted(cache):
+    said = said_by(compact, cache)
     assert "3 files merged into 1 of 3 rows" in said and "3 merged files stay for a while" in said
-    assert compact.main([str(cache), "--keep-minutes", "0", "--json"]) == 0
-    told = capsys.readouterr()
-    found = json.loads(told.out)
-    assert (found["cache"], len(found["deleted"]), found["read"]) == (str(cache), 3, [])
-    assert "nothing to merge" in told.err and TokenCache(cache).video_ids == ["a", "b", "c"]
+    code, found, said = document_of(compact, [str(cache), "--keep-minutes", "0"])
+    assert (code, found["cache"], len(found["deleted"]), found["read"]) == (0, str(cache), 3, [])
+    assert "nothing to merge" in said and TokenCache(cache).video_ids == ["a", "b", "c"]
 
 
-def test_files_of_others_stop_nothing(cache, capsys):
+def test_files_of_others_stop_nothing(cache):
     """A token shard's name without a run's id, and a record that is none, ended the command in a traceback."""
     say_what_was_committed(LocalStore(cache))
     (cache / "tokens" / "all.parquet").write_bytes(b"")
@@ -48,7 +45,7 @@ def test_files_of_others_stop_nothing(cache, capsys):
     assert (cache / "tokens" / "all.parquet").exists()
 
 
-def test_damage_changes_nothing(cache, capsys):
+def test_damage_changes_nothing(cache):
     (file, *_) = (cache / "videos").iterdir()
     file.write_bytes(file.read_bytes()[:-1])
     before = sorted((cache / "videos").iterdir())
@@ -56,7 +53,7 @@ def test_damage_changes_nothing(cache, capsys):
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_lost_rows_are_said_and_are_no_success(cache, capsys, merged):
+def test_lost_rows_are_said_and_are_no_success(cache, merged):
     say_what_was_committed(LocalStore(cache))
     assert compact.main([str(cache)]) == inspect.main([str(cache)]) == 0
     if merged:
@@ -64,12 +61,10 @@ def test_lost_rows_are_said_and_are_no_success(cache, capsys, merged):
     for file in sorted((cache / "videos").iterdir())[-1:] if merged else (cache / "videos").glob("*"):
         file.unlink()
     for command in (inspect, compact):
-        capsys.readouterr()
-        assert command.main([str(cache)]) == 1
-        told = " ".join(capsys.readouterr())
+        told = said_by(command, cache, code=1)
         assert "3 committed videos without a row in any file of videos/ (a, b, c)" in told and "--repair" in told
-        assert command.main([str(cache), "--json"]) == 1
-        assert json.loads(capsys.readouterr().out)["n_lost"] == 3
+        code, found, _ = document_of(command, [str(cache)])
+        assert (code, found["n_lost"]) == (1, 3)
 
 
 def test_removed_and_replaced_videos_are_not_lost(cache, tmp_path):
@@ -80,14 +75,12 @@ def test_removed_and_replaced_videos_are_not_lost(cache, tmp_path):
     assert compact.main([str(cache)]) == inspect.main([str(cache)]) == 0
 
 
-def test_a_video_is_removed_by_name(cache, tmp_path, capsys):
+def test_a_video_is_removed_by_name(cache, tmp_path):
     (tmp_path / "ids").write_text("\ufeffb\r\n\nb\n")  # as editors on Windows write it
-    argv = [str(cache), "--ids", str(tmp_path / "ids"), "--reason", "licence ended", "--keep-minutes", "0", "--json"]
-    assert remove.main(argv) == 0
-    told = capsys.readouterr()
-    found = json.loads(told.out)
-    assert (found["videos"], found["moved"], found["unknown"]) == (1, 0, [])
-    assert "1 videos removed for good" in told.err
+    argv = [str(cache), "--ids", str(tmp_path / "ids"), "--reason", "licence ended", "--keep-minutes", "0"]
+    code, found, said = document_of(remove, argv)
+    assert (code, found["videos"], found["moved"], found["unknown"]) == (0, 1, 0, [])
+    assert "1 videos removed for good" in said
     with pytest.raises(RemovedVideo, match="licence ended"):
         TokenCache(cache).get("b")
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
@@ -112,17 +105,16 @@ def test_a_kill_loses_and_doubles_nothing(cache, tmp_path, touches):
     assert len(list((cache / "videos").iterdir())) == 1
 
 
-def test_two_caches_become_one(tmp_path, capsys):
+def test_two_caches_become_one(tmp_path):
     cache_of(tmp_path / "a", {"one": 1, "both": 2}, "a")
     cache_of(tmp_path / "b", {"two": 3, "both": 9}, "b")
     a, b, c = (str(tmp_path / name) for name in "abc")
-    assert merge.main([a, b, "--out", c, "--on-equal", "refuse"]) == 2
-    assert "1 videos have different tokens in several caches (both)" in capsys.readouterr().err
-    assert merge.main([a, b, f"{b}/", "--out", c, "--json"]) == 0
-    told = capsys.readouterr()
+    said = said_by(merge, a, b, "--out", c, "--on-equal", "refuse", code=2)
+    assert "1 videos have different tokens in several caches (both)" in said
+    code, found, said = document_of(merge, [a, b, f"{b}/", "--out", c])
     (tmp_path / "merge.yaml").write_text(f"caches: [{a}, {b}]\nout: {c}\n")
-    assert merge.main(["--config", str(tmp_path / "merge.yaml")]) == 0  # a file may give what is required
-    assert json.loads(told.out)["linked"] == 3 and "3 videos; of 1 several caches had a row" in told.err
+    said_by(merge, "--config", tmp_path / "merge.yaml")  # a file may give what is required
+    assert (code, found["linked"]) == (0, 3) and "3 videos; of 1 several caches had a row" in said
     assert TokenCache(c).video_ids == ["both", "one", "two"]
 
 
@@ -135,7 +127,7 @@ def large(place, names, seed):
     return store
 
 
-def test_a_full_disk_ends_the_command_with_the_path_and_the_same_one_goes_on(tmp_path, capsys):
+def test_a_full_disk_ends_the_command_with_the_path_and_the_same_one_goes_on(tmp_path):
     large(tmp_path / "a", [f"a{number}" for number in range(8)], 0)
     large(tmp_path / "b", ["b0"], 50)
     a, b, out = (tmp_path / name for name in ("a", "b", "disk/out"))
@@ -143,8 +135,7 @@ def test_a_full_disk_ends_the_command_with_the_path_and_the_same_one_goes_on(tmp
     with SmallDisk(tmp_path / "disk") as disk:
         if not disk.mounted:
             pytest.skip("this user may not mount a small disk")
-        assert merge.main(argv) == 1
-        said = capsys.readouterr().err
+        said = said_by(merge, *argv, code=1)
         assert "failed: " in said and disk.told in said and "out" in said.rpartition("failed: ")[2]
         assert not list(out.rglob(".tmp-*"))
         disk.grow()
