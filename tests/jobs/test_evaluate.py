@@ -193,8 +193,7 @@ def test_frames_by_time_and_a_closed_thought(tmp_path):
     argv += ["--model", str(thinking_model(tmp_path / "m")), "--fps", "2", "--max-frames", "6", "--json"]
     assert "--close-thought" in said_by(evaluate, *argv, code=2) and not out.exists()
     said = said_by(evaluate, *argv, "--close-thought")
-    capped = f"note: 1 video was capped at 6 frames (lowest rate 0.6 frames per second, of {video_id(0)})"
-    assert capped in said
+    assert f"note: 1 video was capped at 6 frames (lowest rate 0.6 frames per second, of {video_id(0)})" in said
     cache = TokenCache(out / "cache")
     assert (cache.identity["sampling"]["fps"], cache.identity["sampling"]["max_frames"]) == (2.0, 6)
     assert cache.metadata(video_id(0))["n_frames"] == 6  # of 10 s
@@ -222,39 +221,28 @@ def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
     assert "is not a cache, and there are no videos to make one from" in said
 
 
-@pytest.fixture
-def refuse(monkeypatch):
-    """A request that must be refused before Ray starts, a model is read or anything is written; returns why."""
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(data, results, tmp_path, monkeypatch):
     forbid_ray(monkeypatch)
     forbid_models(monkeypatch)
-
-    def check(out: Path, *options: str) -> str:
-        before = sorted(out.rglob("*")) if out.exists() else None
-        said = said_by(evaluate, "--out", out, *options, code=2)
-        assert (sorted(out.rglob("*")) if out.exists() else None) == before
-        return said
-
-    return check
-
-
-def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(refuse, data, results, tmp_path, monkeypatch):
     asked, vllm = ("--benchmark", "videomme", "--data", str(data)), ("--engine", "vllm")
-    for why, options in {
-        "no such folder": ("--benchmark", "videomme", "--data", str(tmp_path / "gone")),
-        "VideoMME has lmms-eval-0.7.3, lmms-eval-0.5, official": (*asked, "--protocol", "mine"),
-        "unknown method 'magic'": (*asked, "--method", "magic"),
-        "unknown parameter alpha": (*asked, "--method", "vidcom2,alpha=1"),
-        "this model has 2 layers": (*asked, "--method", "fastv,K=7"),
-        "name it with --siglip": (*asked, "--method", "fastvid"),
-        "none of the methods takes anything from a SigLIP": (*asked, "--siglip", "tiny"),
-        "yours to delete": (*asked, "--cache", str(tmp_path / "c"), "--drop-tokens"),
-        "prunes inside the language model": (*asked, "--method", "fastv,K=1", *vllm),
-    }.items():
-        assert why in refuse(tmp_path / "r", *options)
-    assert "results of other settings" in refuse(results, *asked, "--protocol", "official", *LIGHT)
-    assert "holds no results" in refuse(data, *asked)
+    before = sorted([*results.rglob("*"), *data.rglob("*")])
     monkeypatch.setattr(VllmEngine, "check", lambda *_: None)  # as where it is installed
-    assert "engine.name: the answers have None, this run 'vllm'" in refuse(results, *asked, *LIGHT, *vllm)
+    for why, out, options in (
+        ("no such folder", "r", ("--benchmark", "videomme", "--data", str(tmp_path / "gone"))),
+        ("VideoMME has lmms-eval-0.7.3, lmms-eval-0.5, official", "r", (*asked, "--protocol", "mine")),
+        ("unknown method 'magic'", "r", (*asked, "--method", "magic")),
+        ("unknown parameter alpha", "r", (*asked, "--method", "vidcom2,alpha=1")),
+        ("this model has 2 layers", "r", (*asked, "--method", "fastv,K=7")),
+        ("name it with --siglip", "r", (*asked, "--method", "fastvid")),
+        ("none of the methods takes anything from a SigLIP", "r", (*asked, "--siglip", "tiny")),
+        ("yours to delete", "r", (*asked, "--cache", str(tmp_path / "c"), "--drop-tokens")),
+        ("prunes inside the language model", "r", (*asked, "--method", "fastv,K=1", *vllm)),
+        ("results of other settings", results, (*asked, "--protocol", "official", *LIGHT)),
+        ("holds no results", data, asked),
+        ("engine.name: the answers have None, this run 'vllm'", results, (*asked, *LIGHT, *vllm)),
+    ):
+        assert why in said_by(evaluate, "--out", tmp_path / out, *options, code=2)
+        assert sorted([*results.rglob("*"), *data.rglob("*")]) == before and not (tmp_path / "r").exists()
 
 
 def test_a_video_that_cannot_be_decoded_costs_its_own_questions_alone(tmp_path):

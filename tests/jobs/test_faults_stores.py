@@ -195,10 +195,8 @@ class Stopped:
 
         Then it has work that is not written: it asks for nothing else, but for its note and record.
         """
-        store, environ = (
-            ObjectStore(self.proxy.server.uri("stopped"), self.proxy.server.objects()),
-            self.proxy.environment(),
-        )
+        environ = self.proxy.environment()
+        store = ObjectStore(self.proxy.server.uri("stopped"), self.proxy.server.objects())
         wanted, self.proxy.n_away = len(store.names("videos", ".parquet")) + 1, 0
         driver = Driver(self._argv, self._folder / "log", before, **{**environ, "RAY_ADDRESS": self._address})
         driver.until(lambda: len(store.names("videos", ".parquet")) >= wanted, "a commit")
@@ -254,14 +252,12 @@ def test_a_video_that_could_not_be_read_is_tried_again_at_the_end_and_one_that_i
         for name, value in proxy.environment().items():
             patch.setenv(name, value)
         proxy.fail("GET", f"/unread/{names[0]}", 403)
-        done = run_here(prune, argv)
-        assert done.returncode == 0 and done.stdout.count("note: 1 video could not be read (io), but can be found") == 1
+        assert said_by(prune, *argv).count("note: 1 video could not be read (io), but can be found") == 1
         cache = TokenCache(tmp_path / "c")
         assert cache.video_ids == names and cache.failed == {"gone.mp4": "io"}
         assert [cache.metadata(name)["attempts"] for name in names] == [2, *[1] * 5]
-        later = run_here(prune, argv)
-    assert later.returncode == 0, later.stdout
-    assert "1 video failed for infrastructure reasons (I/O) in earlier runs: --retry-failed tries" in later.stdout
+        later = said_by(prune, *argv)
+    assert "1 video failed for infrastructure reasons (I/O) in earlier runs: --retry-failed tries" in later
 
 
 def test_a_store_that_refuses_is_asked_once(visible, videos, proxy):

@@ -15,7 +15,7 @@ from pipeline.generate.answers import read_answers
 from tests.builders.answers import SHAPE, tiny_cache, write_questions
 from tests.builders.caches import encoded, random_tokens, write_shard
 from tests.builders.clips import write_clip
-from tests.builders.runs import run_here, said_by
+from tests.builders.runs import said_by
 from tests.jobs import poison
 from tests.jobs.faults import tiny_videos
 from tests.jobs.poison import BREAKS_THE_GPU
@@ -55,25 +55,15 @@ def test_what_a_manifest_may_not_name_is_neither_read_nor_asked_for(one_ray, lis
     playlist = f"#EXTM3U\n#EXTINF:1,\nfile://{outside}\n#EXTINF:1,\nhttp://{host}/a.ts\n"
     (folder / "playlist.mp4").write_text(playlist)
     (folder / "script.mp4").write_text(f"ffconcat version 1.0\nfile 'http://{host}/b.mp4'\n")
-    uris = {
-        "absolute": str(outside),
-        "up": "../outside.mp4",
-        "link": "link.mp4",
-        "linked folder": "deep/outside.mp4",
-        "file": f"file://{outside}",
-        "http": f"http://{host}/c.mp4",
-        "https": f"https://user:hush-hush@{host}/d.mp4",
-        "s3": "s3://bucket/e.mp4",
-        "query": "s3://bucket/f.mp4?X-Amz-Signature=hush-hush",
-        "user": "s3://key:hush-hush@bucket/g.mp4",
-        "playlist": "playlist.mp4",
-        "script": "script.mp4",
-    }
+    private = f"https://user:hush-hush@{host}/d.mp4", "s3://bucket/f.mp4?X-Amz-Signature=hush-hush"
+    uris = {"absolute": str(outside), "up": "../outside.mp4", "link": "link.mp4", "linked folder": "deep/outside.mp4"}
+    uris |= {"file": f"file://{outside}", "http": f"http://{host}/c.mp4", "s3": "s3://bucket/e.mp4"}
+    uris |= dict(zip(("https", "query", "user"), (*private, "s3://key:hush-hush@bucket/g.mp4"), strict=True))
+    uris |= {"playlist": "playlist.mp4", "script": "script.mp4"}
     rows = {**uris, "good": "good.mp4"}
     (folder / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in rows.items()))
-    argv = [str(folder / "m.jsonl"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--max-failed", "12"]
-    argv += ["--on-forbidden", "record"]
-    said = said_by(prune, *argv)
+    argv = (folder / "m.jsonl", "--out", tmp_path / "c", "--num-frames", 2, "--max-failed", 12)
+    said = said_by(prune, *argv, "--on-forbidden", "record")
     cache = TokenCache(tmp_path / "c")
     assert cache.video_ids == ["good"]
     assert cache.failed == dict.fromkeys(sorted(uris), "policy")
@@ -136,10 +126,8 @@ def test_a_question_that_kills_its_model_twice_is_an_error_row_and_the_others_ar
     _, per_frame, hidden = SHAPE
     tokens = random_tokens(9, (BREAKS_THE_GPU, per_frame, hidden))
     write_shard(store, "later", encoded("poison", tokens, 1.0, "none"))
-    rows = [
-        {"question_id": f"q{n}", "video_id": "poison" if n == 4 else "good", "prompt": f"What is thing {n}?"}
-        for n in range(8)
-    ]
+    videos = ["poison" if n == 4 else "good" for n in range(8)]
+    rows = [{"question_id": f"q{n}", "video_id": v, "prompt": f"What is thing {n}?"} for n, v in enumerate(videos)]
     questions = write_questions(tmp_path / "q.jsonl", rows)
     argv = [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "answers")]
     argv += ["--pruner", "tests.jobs.poison:PoisonInside", "--pruner-param", f"per_frame={per_frame}"]
@@ -163,4 +151,4 @@ def test_files_that_many_videos_miss_are_a_failed_run(one_ray, tmp_path):
     assert "failed: 11 of 22 videos failed for infrastructure reasons (I/O, bugs, GPU memory)" in said
     assert said.endswith("more than 10. Check nodes, mounts, credentials and GPUs, then rerun with --retry-failed")
     assert set(TokenCache(tmp_path / "c").failed.values()) == {"io"}
-    assert run_here(prune, [*argv, "--max-failed", "11"]).returncode == 0
+    said_by(prune, *argv, "--max-failed", "11")

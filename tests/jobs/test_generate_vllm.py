@@ -118,7 +118,7 @@ def test_an_argument_that_leaves_no_room_for_the_largest_video_is_refused(one_ra
     tiny_cache(tmp_path / "large", ("a", "b", "c"), shape=(280, 49, 64))  # of which a quarter is cached
     argv = [str(tmp_path / "large"), *asked[1:], "--out", str(tmp_path / "o"), "--engine", "vllm", "--engine-param"]
     refused = said_by(generate, *argv, "max_num_batched_tokens=640", code=2)
-    assert "limits a video to 3,149 tokens in a prompt, and the largest has 3,431" in (refused)
+    assert "limits a video to 3,149 tokens in a prompt, and the largest has 3,431" in refused
 
 
 def test_quantized_language_models_answer_and_both_models_are_in_the_identity(one_ray, asked, tmp_path):
