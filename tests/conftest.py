@@ -39,8 +39,8 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 # Files that start clusters of their own. They take long, and most of them end the cluster that other files share. So
 # they go first, and each worker of -n starts the shared cluster once.
 OWN_CLUSTERS = {
-    *("jobs/cluster/test_heads.py", "jobs/test_doctor.py", "jobs/test_faults_bad_node.py", "jobs/test_faults_kills.py"),
-    *("jobs/test_faults_node.py", "jobs/test_submit.py"),
+    *("jobs/cluster/test_heads.py", "jobs/test_doctor.py", "jobs/test_faults_kills.py", "jobs/test_faults_node.py"),
+    "jobs/test_submit.py",
     *("pipeline/prune/test_memory.py", "pipeline/runner/test_autoscaler.py", "pipeline/runner/test_cluster.py"),
 }
 _SLOW: Counter[Path] = Counter()  # slow tests of a file

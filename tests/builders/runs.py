@@ -97,8 +97,18 @@ def run_here(command: ModuleType, argv: list[str]) -> subprocess.CompletedProces
     """Run a command in this process, on the Ray that it has joined; stdout and stderr together, as of a process."""
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output):
-        code = command.main(argv)
+        try:
+            code = command.main(argv)
+        except SystemExit as left:  # options that cannot be parsed, and --help
+            code = left.code
     return subprocess.CompletedProcess(argv, code, output.getvalue())
+
+
+def said_by(command: ModuleType, *argv: object, code: int = 0) -> str:
+    """Run a command in this process, which must end with this exit code; return all that it says, in one line."""
+    done = run_here(command, [str(word) for word in argv])
+    assert done.returncode == code, done.stdout
+    return " ".join(done.stdout.split())
 
 
 def document_of(command: ModuleType, argv: list[str]) -> tuple[int, Any, str]:

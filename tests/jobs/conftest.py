@@ -5,7 +5,7 @@ import ray
 
 from jobs import generate
 from tests.builders.answers import write_questions
-from tests.builders.runs import forbid_models, forbid_ray
+from tests.builders.runs import forbid_models, forbid_ray, run_here
 
 QUESTION = {"question_id": 1, "video_id": "a", "prompt": "What?"}
 
@@ -20,7 +20,7 @@ def one_ray():
 
 
 @pytest.fixture
-def ask(capsys, tmp_path):
+def ask(tmp_path):
     """Run jobs.generate on the cache ``c`` with Ray and checkpoints forbidden; returns its exit code and what it said.
 
     Where checkpoints are ``read``, they are not forbidden.
@@ -33,9 +33,8 @@ def ask(capsys, tmp_path):
             forbid_ray(patch)
             if not read:
                 forbid_models(patch)
-            code = generate.main(argv)
-        output = capsys.readouterr()
-        return code, " ".join((output.err + output.out).split())
+            done = run_here(generate, argv)
+        return done.returncode, " ".join(done.stdout.split())
 
     return run
 
@@ -46,8 +45,7 @@ def refuse(ask, tmp_path):
 
     def check(*options, **more) -> str:
         code, text = ask(*options, **more)
-        assert code == 2, text
-        assert not (tmp_path / "o").exists()
+        assert code == 2 and not (tmp_path / "o").exists(), text
         return text.partition("error: ")[2]
 
     return check

@@ -19,7 +19,7 @@ from pipeline.runner import watchdog
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.builders.clips import write_clip
-from tests.builders.runs import document_of, family, forbid_models, forbid_ray, run_here
+from tests.builders.runs import document_of, family, forbid_models, forbid_ray, said_by
 from tests.jobs.hostile import let_through
 from tests.waiting import wait_until
 
@@ -46,12 +46,12 @@ def folder(tmp_path, clip):
     return copies(tmp_path, clip, "ab")
 
 
-def pruned(folder: Path, *options: str, videos: str = "videos") -> tuple[int, str]:
-    """Run jobs.prune on the folder; its exit code and what it said, in one line without a table's rules."""
+def pruned(folder: Path, *options: str, videos: str = "videos", code: int = 0) -> str:
+    """Run jobs.prune on the folder, which must end with this code; return what it says, without a table's rules."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "300")
-        done = run_here(prune, [str(folder / videos), "--out", str(folder / "cache"), *SMALL, *options])
-    return done.returncode, " ".join(done.stdout.replace("│", " ").split())
+        said = said_by(prune, folder / videos, "--out", folder / "cache", *SMALL, *options, code=code)
+    return " ".join(said.replace("│", " ").split())
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def idle(monkeypatch):
 
 def test_of_a_run_that_has_ended_no_process_is_left(one_ray, folder):
     before = Counter(family(os.getpid()).values())
-    assert pruned(folder)[0] == 0
+    pruned(folder)
     left = "ray::Heartbeats", "ray::Writer", "ray::MapWorker"
     wait_until(
         lambda: not [title for title in Counter(family(os.getpid()).values()) - before if title.startswith(left)],
@@ -88,14 +88,14 @@ def half(one_ray, clip, tmp_path_factory):
     """Of a.mp4, which is no video, to f.mp4 the first three, done in two shares: (folder, what both runs said)."""
     folder = copies(tmp_path_factory.mktemp("half"), clip, "abcdef")
     (folder / "videos/a.mp4").write_text("no video" * 100)
-    return folder, [pruned(folder, "--limit", share) for share in "12"]
+    return folder, [pruned(folder, "--limit", share, code=code) for share, code in (("1", 1), ("2", 0))]
 
 
 def test_a_limit_does_a_share_of_which_the_exit_code_speaks(half):
-    folder, ((bad, first), (good, second)) = half
-    assert bad == 1 and "1 of 6 videos still to do (--limit 1)" in first
+    folder, (first, second) = half
+    assert "1 of 6 videos still to do (--limit 1)" in first
     assert "0 ok, 1 failed, 0 without a row, 5 wait for another run" in first
-    assert good == 0 and "2 ok, 1 failed, 0 without a row, 3 wait for another run" in second
+    assert "2 ok, 1 failed, 0 without a row, 3 wait for another run" in second
     assert TokenCache(folder / "cache").video_ids == ["b.mp4", "c.mp4"]
     records = [json.loads(file.read_text()) for file in sorted((folder / "cache/runs").iterdir())]
     assert sorted((record["videos"], record["summary"]["n_waiting"]) for record in records) == [(1, 5), (2, 3)]
@@ -104,31 +104,23 @@ def test_a_limit_does_a_share_of_which_the_exit_code_speaks(half):
 def test_a_dry_run_on_nothing_leaves_nothing(folder, idle):
     (folder / "videos/b.mp4").write_text("no video" * 100)
     before = tree(folder)
-    code, text = pruned(folder, "--dry-run", "--limit", "1")
-    assert code == 0 and tree(folder) == before
-    assert "1 to do, 1 more wait (--limit), 0 done, 0 failed before" in text
-    assert f"2 x 196 = 392 tokens, 98 kept in {98 * 64 * 2:,} bytes; {98 * 64 * 2:,} bytes for 1 video" in text
-    assert "first a.mp4, ..." not in text and "first a.mp4 identity" in text
-    assert "pruner.method gstep" in text and "dtype.compute auto" in text and "model.type llava_onevision" in text
-    assert "vision part checked: the checkpoint has all its tensors, by their names; no weight was read" in text
-    assert "transformers checked: tokenizer, chat template and config make prompts" in text
-    other = pruned(folder, "--dry-run", "--model", "tiny-qwen3-vl")[1]
+    text = pruned(folder, "--dry-run", "--limit", "1")
+    assert tree(folder) == before and "first a.mp4, ..." not in text
+    for said in (
+        "1 to do, 1 more wait (--limit), 0 done, 0 failed before",
+        f"2 x 196 = 392 tokens, 98 kept in {98 * 64 * 2:,} bytes; {98 * 64 * 2:,} bytes for 1 video",
+        "first a.mp4 identity",
+        "dtype.compute auto",
+        "vision part checked: the checkpoint has all its tensors, by their names; no weight was read",
+        "transformers checked: tokenizer, chat template and config make prompts",
+    ):
+        assert said in text
+    other = pruned(folder, "--dry-run", "--model", "tiny-qwen3-vl")
     assert "largest 1 x " in other and "of full HD and full length" in other
-    argv = [
-        str(folder / "videos"),
-        "--out",
-        str(folder / "cache"),
-        "--dry-run",
-        "--model",
-        "tiny-qwen3-5",
-        "--fps",
-        "1",
-    ]
-    minute = " ".join(run_here(prune, argv).stdout.split())
+    argv = (folder / "videos", "--out", folder / "cache", "--dry-run", "--model", "tiny-qwen3-5", "--fps", 1)
+    minute = said_by(prune, *argv)
     assert "a minute 1,980 tokens, 495 kept in 63,360 bytes" in minute
-    assert "frames 1 frame per second (--fps), at most 768 per video (--max-frames), at least 4 where" in minute
-    assert "frames a video of more than 768 s is capped at 768 frames; --max-frames raises it, in a new cache" in minute
-    assert "the stock processor samples 2 frames a second (--fps 2)" in minute
+    assert "at most 768 per video (--max-frames)" in minute and "the stock processor samples 2 frames a" in minute
 
 
 def test_a_dry_run_says_what_a_run_would_do(half, idle):
@@ -137,34 +129,32 @@ def test_a_dry_run_says_what_a_run_would_do(half, idle):
     rows += [{"video_id": "evil", "uri": "/etc/hostname"}, {"video_id": "far", "uri": "https://user:pw@host/v.mp4"}]
     (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
     before = tree(folder)
-    code, text = pruned(folder, "--dry-run", videos="m.jsonl")
-    assert code == 2 and "2 of 5 videos may not be read" in text and "pw" not in text
+    text = pruned(folder, "--dry-run", videos="m.jsonl", code=2)
+    assert "2 of 5 videos may not be read" in text and "pw" not in text
     recorded = ("--dry-run", "--on-forbidden", "record")
-    code, text = pruned(folder, *recorded, "--retry-failed", videos="m.jsonl")
-    assert code == 0 and tree(folder) == before
+    text = pruned(folder, *recorded, "--retry-failed", videos="m.jsonl")
+    assert tree(folder) == before
     assert "4 to do, 1 done, 0 failed before and left alone" in text
     assert "3 new, 1 failed before, 0 changed" in text and "2 of the 4 may not be read (policy)" in text
     assert "dtype.compute float32" in text and "pw" not in text
-    assert "3 to do, 1 done, 1 failed before and left alone" in pruned(folder, *recorded, videos="m.jsonl")[1]
+    assert "3 to do, 1 done, 1 failed before and left alone" in pruned(folder, *recorded, videos="m.jsonl")
 
 
 def test_a_dry_run_refuses_a_place_and_a_changed_file_likewise(half, idle, clip):
     folder, _ = half
     with Claim(LocalStore(folder / "cache"), "first", print):
-        code, text = pruned(folder, "--dry-run")
-    assert code == 2 and "another run writes here" in text and "first" in text
-    assert run_here(prune, ["--out", str(clip / "cache"), "--dry-run"]).returncode == 2
+        text = pruned(folder, "--dry-run", code=2)
+    assert "another run writes here" in text and "first" in text
+    said_by(prune, "--out", clip / "cache", "--dry-run", code=2)
     (folder / "videos/b.mp4").write_bytes(b"other")
-    code, text = pruned(folder, "--dry-run")
-    assert code == 2 and "b.mp4: the file had" in text
-    assert "0 failed before, 1 changed" in pruned(folder, "--dry-run", "--on-changed", "redo")[1]
+    assert "b.mp4: the file had" in pruned(folder, "--dry-run", code=2)
+    assert "0 failed before, 1 changed" in pruned(folder, "--dry-run", "--on-changed", "redo")
     shutil.copy(clip, folder / "videos/b.mp4")
 
 
 def test_the_next_run_goes_on_from_a_share(half):
     folder, _ = half
-    code, text = pruned(folder, "--limit", "9")
-    assert code == 0 and "5 ok, 1 failed, 0 without a row tokens" in text
+    assert "5 ok, 1 failed, 0 without a row tokens" in pruned(folder, "--limit", "9")
     assert [row["video_id"] for row in rows_of(folder)] == [f"{name}.mp4" for name in "abcdef"]
 
 
@@ -217,21 +207,19 @@ def test_odd_names_are_ids_like_any_other_and_files_that_come_later_are_for_the_
 
     with ThreadPoolExecutor(1) as pool:
         added = pool.submit(add)
-        code, text = pruned(tmp_path, "--videos-per-shard", "1")
+        pruned(tmp_path, "--videos-per-shard", "1")
         added.result()
-    assert code == 0, text
     cache = TokenCache(tmp_path / "cache")
     assert cache.video_ids == sorted(f"{name}.mp4" for name in (*ODD, *ODDER))
     assert all(len(cache.get(video_id).tokens) for video_id in cache.video_ids)
-    code, text = pruned(tmp_path)
-    assert code == 0 and f"{len(cache)} of {len(cache) + 1} videos are in the cache already" in text
+    assert f"{len(cache)} of {len(cache) + 1} videos are in the cache already" in pruned(tmp_path)
 
 
 def test_an_input_output_error_is_an_error_row_of_class_io(one_ray, folder):
     rows = [{"video_id": "broken", "uri": "/proc/self/mem"}, {"video_id": "ok", "uri": "videos/a.mp4"}]
     (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    code, text = pruned(folder, "--video-root", "/proc", videos="m.jsonl")
-    assert code == 0 and "1 ok, 1 failed" in text and "Input/output error" in text
+    text = pruned(folder, "--video-root", "/proc", videos="m.jsonl")
+    assert "1 ok, 1 failed" in text and "Input/output error" in text
     assert {row["video_id"]: row["error_class"] for row in rows_of(folder)} == {"broken": "io", "ok": None}
 
 
@@ -250,7 +238,7 @@ def test_failed_videos_alone_are_tried_again_until_they_are_mended_or_spent(one_
     (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     def opened(*options: str) -> set[str]:
-        assert pruned(folder, *decoder, *options, "--max-attempts", "2", videos="m.jsonl")[0] == 0
+        pruned(folder, *decoder, *options, "--max-attempts", "2", videos="m.jsonl")
         return marks(folder)
 
     def tried() -> dict[str, list[int]]:
@@ -260,8 +248,8 @@ def test_failed_videos_alone_are_tried_again_until_they_are_mended_or_spent(one_
         with pytest.MonkeyPatch.context() as patch:
             forbid_ray(patch)
             forbid_models(patch)
-            code, text = pruned(folder, *decoder, *options, "--max-attempts", "2", videos="m.jsonl")
-        assert code == 0 and marks(folder) == set()
+            text = pruned(folder, *decoder, *options, "--max-attempts", "2", videos="m.jsonl")
+        assert marks(folder) == set()
         return text
 
     assert opened() == {"a.mp4"}
@@ -283,32 +271,22 @@ def test_a_run_says_what_the_table_has_lost_until_it_is_there_again(one_ray, fol
     for name in "ab":
         row = {"video_id": name, "uri": f"videos/{name}.mp4"}
         (folder / f"{name}.jsonl").write_text(json.dumps(row))
-        assert pruned(folder, videos=f"{name}.jsonl")[0] == 0
+        pruned(folder, videos=f"{name}.jsonl")
     (folder / "cache" / sorted(LocalStore(folder / "cache").names("videos", ".parquet"))[-1]).unlink()
     with pytest.MonkeyPatch.context() as patch:
         forbid_ray(patch)
-        code, text = pruned(folder, videos="a.jsonl")
-    assert (
-        code == 1
-        and "warning: 1 committed video without a row in any file of videos/ (b)" in text
-        and "--repair" in text
-    )
-    code, text = pruned(folder, videos="b.jsonl")
-    assert code == 0 and text.count("without a row in any file") == 1  # at the start; the row is there in the end
-    assert pruned(folder, videos="a.jsonl")[0] == 0 and TokenCache(folder / "cache").video_ids == ["a", "b"]
-
-
-SECRETS = {
-    "AWS_ACCESS_KEY_ID": "AKIAPLANTED0000KEY01",
-    "AWS_SECRET_ACCESS_KEY": "planted-secret-0001",
-    "AWS_SESSION_TOKEN": "planted-token-0002",
-    "AWS_ENDPOINT_URL": "http://127.0.0.1:9/planted-path-0003",
-}
+        text = pruned(folder, videos="a.jsonl", code=1)
+    assert "1 committed video without a row in any file of videos/ (b)" in text and "--repair" in text
+    text = pruned(folder, videos="b.jsonl")
+    assert text.count("without a row in any file") == 1  # at the start; the row is there in the end
+    pruned(folder, videos="a.jsonl")
+    assert TokenCache(folder / "cache").video_ids == ["a", "b"]
 
 
 def test_failures_are_grouped_with_remedies_and_secrets_show_nowhere(one_ray, folder, clip, monkeypatch):
-    for name, value in SECRETS.items():
-        monkeypatch.setenv(name, value)
+    keys = {name: f"planted-{name}" for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN")}
+    for name, value in {**keys, "ENDPOINT_URL": "http://127.0.0.1:9/planted-path"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
     (folder / "videos/b.mp4").write_bytes(clip.read_bytes()[:900])
     shutil.copy(clip, folder / "videos/crash.mp4")
     uris = {
@@ -322,8 +300,7 @@ def test_failures_are_grouped_with_remedies_and_secrets_show_nowhere(one_ray, fo
     (folder / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in uris.items()))
     endpoint = "http://planted-user-04:planted-pass-05@127.0.0.1:9/?key=planted-sign-06"
     options = ["--video-root", "s3://bucket", "--s3-endpoint", endpoint, "--on-forbidden", "record"]
-    code, text = pruned(folder, *options, "--decoder", "tests.jobs.hostile:HostileReader", videos="m.jsonl")
-    assert code == 0, text
+    text = pruned(folder, *options, "--decoder", "tests.jobs.hostile:HostileReader", videos="m.jsonl")
     cache = TokenCache(folder / "cache")
     assert cache.failed == {
         **dict.fromkeys(("gone 1", "gone 2", "far"), "io"),
@@ -338,12 +315,8 @@ def test_failures_are_grouped_with_remedies_and_secrets_show_nowhere(one_ray, fo
     assert cache.metadata("user")["uri"] == "https://host/v.mp4"
 
     (folder / "m.jsonl").unlink()  # what the user wrote; all else is the job's
-    secrets = [*SECRETS.values(), *(f"planted-{word}" for word in ("user", "pass", "sign", "path"))]
-    written = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    rows = str(rows_of(folder))
-    for secret in secrets:
-        assert secret not in text and secret not in rows
-        assert [path for path, data in written.items() if secret.encode() in data] == []
+    assert "planted-" not in text and "planted-" not in str(rows_of(folder))
+    assert [path for path in folder.rglob("*") if path.is_file() and b"planted-" in path.read_bytes()] == []
 
     row = cache.metadata("crash")
     wanted = {"status": "failed", "error_class": "crash", "error_stage": "decode", "attempts": 1, "retryable": True}
@@ -351,3 +324,34 @@ def test_failures_are_grouped_with_remedies_and_secrets_show_nowhere(one_ray, fo
     assert row["error_signal"] == signal.SIGSEGV and row["source_size"] == clip.stat().st_size
     assert row["backend"] == "tests.jobs.hostile:HostileReader" and row["backend_version"]
     assert row["run_id"] and row["uri"].endswith("crash.mp4") and row["error_message"] and row["decode_s"] > 0
+
+
+CAPPED = "1 video was capped at 6 frames (lowest rate 0.3 frames per second, of long.mp4); --max-frames raises it"
+FILLED = "1 short video got more frames than --fps 1 gives, since this model takes at least 4"
+
+
+@pytest.mark.parametrize(("model", "n_filled"), [("tiny", 0), ("tiny-qwen3-vl", 1)])
+def test_capped_and_filled_videos_are_in_the_summary_and_in_the_record(one_ray, tmp_path, monkeypatch, model, n_filled):
+    monkeypatch.setenv("COLUMNS", "300")
+    (tmp_path / "videos").mkdir()
+    write_clip(tmp_path / "videos/long.mp4", count=100, fps=5)
+    write_clip(tmp_path / "videos/half.mp4", count=12, fps=24)
+    (tmp_path / "videos/notes.txt").write_text("no video")
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--model", model, "--fps", "1", "--max-frames", "6"]
+    said = said_by(prune, *argv)
+    assert said.count(CAPPED) == 1 and said.count(FILLED) == n_filled
+    assert f"left out 1 other file ({tmp_path}/videos/notes.txt)" in said
+    (file,) = (tmp_path / "c/runs").glob("*.json")
+    limits = json.loads(file.read_text())["summary"]["frame_limits"]
+    assert (limits["n_capped"], limits["lowest_fps"], limits["longest"]) == (1, pytest.approx(0.3), "long.mp4")
+    assert (limits["n_filled"], limits["filled"]) == (n_filled, ["half.mp4"] * n_filled)
+    code, document, _ = document_of(prune, argv)
+    assert code == 0 and document["n_new"] == 0 and document["frame_limits"] == limits
+
+
+def test_a_run_without_a_capped_video_says_nothing_of_it(one_ray, tmp_path):
+    write_clip(tmp_path / "a.mp4", count=10)
+    for name, options in (("rate", {"fps": 1.0}), ("number", {"num_frames": 2})):
+        summary = pipeline.prune_videos(tmp_path / "a.mp4", out=tmp_path / name, progress=False, **options)
+        assert "frames " not in str(summary) and summary.n_ok == 1
+        assert (summary.frame_limits is None) == ("num_frames" in options)

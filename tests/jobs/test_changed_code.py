@@ -9,7 +9,6 @@ import sys
 from functools import partial
 from itertools import count
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 import ray
@@ -24,7 +23,7 @@ from pipeline.prune.table import CacheTable
 from pipeline.runner.cluster.prefork.server import start_server
 from tests.builders.answers import tiny_cache, write_questions
 from tests.builders.clusters import growing_ray
-from tests.builders.runs import environment, forbid_ray, run_here
+from tests.builders.runs import environment, forbid_ray, said_by
 from tests.jobs.faults import tiny_videos
 from tests.jobs.test_own_method import CODE
 from tests.paths import ROOT, python_path
@@ -101,10 +100,7 @@ def videos(tmp_path_factory) -> Path:
 
 def pruned(videos: Path, out: Path, *options: str, code: int = 0) -> str:
     """What the command says."""
-    argv = [str(videos), "--out", str(out), "--num-frames", "2", "--pruner", "norms:Mine", *options]
-    done = run_here(prune, argv)
-    assert done.returncode == code, done.stdout
-    return " ".join(done.stdout.split())
+    return said_by(prune, videos, "--out", out, "--num-frames", 2, "--pruner", "norms:Mine", *options, code=code)
 
 
 def kept_largest(out: Path) -> set[bool]:
@@ -131,7 +127,7 @@ def test_other_code_is_refused_with_its_file_and_redo_makes_the_whole_cache_agai
     (videos / "v999.mp4").unlink()
     (tmp_path / "ids.txt").write_text("v002.mp4")
     gone = [str(out), "--ids", str(tmp_path / "ids.txt"), "--reason", "rights", "--keep-minutes", "0"]
-    assert run_here(remove, gone).returncode == 0
+    said_by(remove, *gone)
     pruned(videos, out, "--on-changed", "redo", "--dry-run")
     assert kept_largest(out) == {True}
     (tmp_path / "wrong.txt").write_text("v777.mp4")
@@ -160,8 +156,7 @@ def test_other_code_is_refused_with_its_file_and_redo_makes_the_whole_cache_agai
     assert cache.metadata("v002.mp4")["status"] == "removed"
     assert cache.identity["pruner"]["code"] != first
     assert "nothing to do" in pruned(videos, out)
-    checked = run_here(verify, [str(out)])
-    assert checked.returncode == 0, checked.stdout
+    said_by(verify, out)
 
 
 def test_a_run_records_a_method_and_who_reads_the_cache_needs_no_such_module(place, videos, tmp_path, monkeypatch):
@@ -169,8 +164,7 @@ def test_a_run_records_a_method_and_who_reads_the_cache_needs_no_such_module(pla
     (place / "mine.py").write_text(CODE[0])
     cache = tmp_path / "c"
     argv = [str(videos), "--out", str(cache), "--num-frames", "3", "--pruner", "mine:Mine", "--pruner-param", "p=1"]
-    done = run_here(prune, argv)
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *argv)
     pruner = read_header(TokenCache(cache).store)["identity"]["pruner"]
     declares = {"nested": True, "merges": False, "exact": True, "reorders": False}
     assert pruner.pop("code").startswith("modules:")
@@ -180,18 +174,14 @@ def test_a_run_records_a_method_and_who_reads_the_cache_needs_no_such_module(pla
 
     forbid_ray(monkeypatch)
     assert prune.main(argv) == 0  # nothing is left to do
-    wrong = run_here(prune, [*argv, "--pruner-param", "p=2"])
-    assert wrong.returncode == 2 and "pruner.params.p: the cache has 1.0, this run 2.0" in wrong.stdout
+    assert "pruner.params.p: the cache has 1.0, this run 2.0" in said_by(prune, *argv, "--pruner-param", "p=2", code=2)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(place)])
     sys.modules.pop("mine")
-    gone = run_here(prune, argv)
-    assert gone.returncode == 2 and "method 'mine:Mine' cannot be imported: ModuleNotFoundError" in gone.stdout
+    assert "method 'mine:Mine' cannot be imported: ModuleNotFoundError" in said_by(prune, *argv, code=2)
     for command, options in ((verify, []), (inspect, ["v000.mp4"]), (inspect, [])):
-        read = run_here(command, [str(cache), *options])
-        assert read.returncode == 0, read.stdout
-    assert "mine:Mine" in read.stdout
-    again = run_here(verify, [str(cache), "--live", "1", "--video-root", "/"])
-    assert again.returncode == 2 and "what a cache says chooses no code" in " ".join(again.stdout.split())
+        read = said_by(command, cache, *options)
+    assert "mine:Mine" in read
+    assert "what a cache says chooses no code" in said_by(verify, cache, "--live", "1", "--video-root", "/", code=2)
 
 
 @pytest.fixture
@@ -200,10 +190,14 @@ def whole(tmp_path) -> Path:
     return tmp_path / "whole"
 
 
-ASKED = [
-    {"question_id": name, "video_id": name, "prompt": "Which?", "choices": ["x", "y", "z"], "answer": "x"}
-    for name in ("a", "b")
-]
+ASKED = [{"question_id": v, "video_id": v, "prompt": "Which?", "choices": ["x", "y", "z"], "answer": "x"} for v in "ab"]
+
+
+def asking(whole: Path, folder: Path) -> list[str]:
+    """Return the arguments that ask about the method's tokens; the answers are in the folder."""
+    questions = write_questions(folder / "q.jsonl", ASKED)
+    argv = [str(whole), "--questions", str(questions), "--out", str(folder / "answers"), "--pruner", "norms:Mine"]
+    return [*argv, "--retention-ratio", "0.1"]
 
 
 def scored(out: Path) -> dict[tuple[str, str], tuple[list[float], str]]:
@@ -216,38 +210,30 @@ def test_an_evaluation_asks_only_what_the_changed_method_had_answered(own, whole
     argv = ["--benchmark", str(questions), "--cache", str(whole), "--out", str(out), "--draws", "100"]
     argv += ["--method", "gstep", "norms:Mine", "--retention-ratio", "0.1"]
 
-    def evaluated(*options: str, code: int = 0) -> str:
-        done = run_here(evaluate, [*argv, *options])
-        assert done.returncode == code, done.stdout
-        return " ".join(done.stdout.split())
-
-    evaluated()
+    said_by(evaluate, *argv)
     first = scored(out)
     own.write(SMALLEST)
-    said = evaluated(code=2)
+    said = said_by(evaluate, *argv, code=2)
     assert f"norms:Mine in {own.file}" in said and "--on-changed redo" in said
     assert scored(out) == first
-    evaluated("--on-changed", "redo")
+    said_by(evaluate, *argv, "--on-changed", "redo")
     second = scored(out)
     mine = {key for key in first if key[0] == "norms:Mine@0.1"}
     assert len(mine) == 2 and all(second[key][0] != first[key][0] for key in mine)
     assert {key: second[key] for key in second.keys() - mine} == {key: first[key] for key in first.keys() - mine}
-    assert "nothing to do" in evaluated() and scored(out) == second
+    assert "nothing to do" in said_by(evaluate, *argv) and scored(out) == second
     own.write(METHOD)  # the answers of this code are still there
-    assert "nothing to do" in evaluated("--on-changed", "redo") and scored(out) == first
-    assert "nothing to do" in evaluated()
+    assert "nothing to do" in said_by(evaluate, *argv, "--on-changed", "redo") and scored(out) == first
+    assert "nothing to do" in said_by(evaluate, *argv)
 
 
 def test_answers_of_one_method_are_asked_again_as_a_whole(own, whole, tmp_path):
-    questions, out = write_questions(tmp_path / "q.jsonl", ASKED), tmp_path / "answers"
-    argv = [str(whole), "--questions", str(questions), "--out", str(out), "--pruner", "norms:Mine"]
-    argv += ["--retention-ratio", "0.1"]
-    assert run_here(generate, argv).returncode == 0
+    argv = asking(whole, tmp_path)
+    said_by(generate, *argv)
     first = scored(tmp_path)
     own.write(SMALLEST)
-    refused = run_here(generate, argv)
-    assert refused.returncode == 2 and "--on-changed redo" in refused.stdout
-    assert run_here(generate, [*argv, "--on-changed", "redo"]).returncode == 0
+    assert "--on-changed redo" in said_by(generate, *argv, code=2)
+    said_by(generate, *argv, "--on-changed", "redo")
     second = scored(tmp_path)
     assert first.keys() == second.keys() and all(second[key][0] != first[key][0] for key in first)
 
@@ -255,18 +241,16 @@ def test_answers_of_one_method_are_asked_again_as_a_whole(own, whole, tmp_path):
 def test_a_repruned_cache_is_made_again_by_other_code(own, whole, tmp_path):
     out = tmp_path / "small"
     argv = [str(whole), "--out", str(out), "--pruner", "norms:Mine", "--retention-ratio", "0.25"]
-    assert run_here(reprune, argv).returncode == 0
+    said_by(reprune, *argv)
     assert kept_largest(out) == {True}
     own.write(SMALLEST)
-    refused = run_here(reprune, argv)
-    assert refused.returncode == 2 and f"norms:Mine in {own.file}" in " ".join(refused.stdout.split())
-    assert run_here(reprune, [*argv, "--on-changed", "redo"]).returncode == 0
+    assert f"norms:Mine in {own.file}" in said_by(reprune, *argv, code=2)
+    said_by(reprune, *argv, "--on-changed", "redo")
     assert kept_largest(out) == {False} and not TokenCache(out).foreign_files
     fresh = [str(whole), "--out", str(tmp_path / "other"), "--pruner", "norms:Mine", "--retention-ratio", "0.25"]
     own.write(METHOD)
-    assert run_here(reprune, fresh).returncode == 0
-    mixed = run_here(merge, [str(out), str(tmp_path / "other"), "--out", str(tmp_path / "both")])
-    assert mixed.returncode == 2 and "pruner.code" in mixed.stdout
+    said_by(reprune, *fresh)
+    assert "pruner.code" in said_by(merge, out, tmp_path / "other", "--out", tmp_path / "both", code=2)
 
 
 @pytest.mark.parametrize("older", [{}, {"code": "blake2b:0123456789abcdef"}], ids=["no-hash", "hash-of-another-form"])
@@ -280,7 +264,7 @@ def test_a_cache_that_does_not_say_its_code_is_gone_on_with_and_redo_makes_it_sa
     header["identity"]["pruner"] |= older
     shutil.rmtree(out)
     tiny_cache(out, ("v000.mp4",), **{"identity": header["identity"], "deepstack_levels": 0})
-    assert run_here(inspect, [str(out)]).returncode == 0
+    said_by(inspect, str(out))
     assert "2 videos in" in pruned(videos, out, "--on-changed", "skip")
     assert len(TokenCache(out).video_ids) == 3 and not TokenCache(out).foreign_files
     assert read_header(store)["identity"]["pruner"].get("code") == older.get("code")
@@ -297,18 +281,15 @@ def test_a_bug_in_a_method_ends_the_run_at_its_first_video_with_file_and_line(ow
     said = pruned(videos, tmp_path / "c", code=1)
     (why,) = re.findall("failed: (.*)", said)
     assert f"{own.file}:{LINE}: AttributeError: 'Tensor' object has no attribute 'flipp', in the method norms" in why
-    questions, out = write_questions(tmp_path / "q.jsonl", ASKED), tmp_path / "answers"
-    argv = [str(whole), "--questions", str(questions), "--out", str(out), "--pruner", "norms:Mine"]
-    argv += ["--retention-ratio", "0.1"]
-    done = run_here(generate, argv)
-    assert done.returncode == 1 and f"{own.file}:{LINE}: AttributeError" in done.stdout
-    done = run_here(reprune, [str(whole), "--out", str(tmp_path / "small"), "--pruner", "norms:Mine"])
-    assert done.returncode == 1 and f"{own.file}:{LINE}: AttributeError" in done.stdout
+    argv = asking(whole, tmp_path)
+    assert f"{own.file}:{LINE}: AttributeError" in said_by(generate, *argv, code=1)
+    said = said_by(reprune, whole, "--out", tmp_path / "small", "--pruner", "norms:Mine", code=1)
+    assert f"{own.file}:{LINE}: AttributeError" in said
 
     own.write(METHOD)  # the same commands go on: nothing was made with the bug
     pruned(videos, tmp_path / "c")
     assert kept_largest(tmp_path / "c") == {True}
-    assert run_here(generate, argv).returncode == 0
+    said_by(generate, *argv)
 
 
 DECODER = """
@@ -330,27 +311,26 @@ def test_videos_that_other_code_of_a_decoder_read_are_refused_skipped_or_read_ag
     file, out = own.file.with_name("shades.py"), tmp_path / "c"
     argv = [str(videos), "--out", str(out), "--num-frames", "2", "--decoder", "shades:Shaded"]
 
-    def read(code: str, *options: str) -> CompletedProcess[str]:
-        file.write_text(code)
+    def read(text: str, *options: str, code: int = 0) -> str:
+        file.write_text(text)
         shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
         sys.modules.pop("shades", None)
-        return run_here(prune, [*argv, *options])
+        return said_by(prune, *argv, *options, code=code)
 
     def tokens() -> torch.Tensor:
         return TokenCache(out).get("v000.mp4").tokens
 
-    assert read(DECODER).returncode == 0
+    read(DECODER)
     first = tokens()
-    assert "nothing to do" in read(f"# the same\n{DECODER}").stdout
+    assert "nothing to do" in read(f"# the same\n{DECODER}")
     darker = DECODER.replace("SHADE = 1", "SHADE = 4")
-    refused = read(darker)
-    assert refused.returncode == 2 and "v000.mp4: its decoder shades:Shaded has other code now" in refused.stdout
-    assert "nothing to do" in read(darker, "--on-changed", "skip").stdout and torch.equal(tokens(), first)
-    assert read(darker, "--on-changed", "redo").returncode == 0 and not torch.equal(tokens(), first)
-    assert "nothing to do" in read(darker).stdout
+    assert "v000.mp4: its decoder shades:Shaded has other code now" in read(darker, code=2)
+    assert "nothing to do" in read(darker, "--on-changed", "skip") and torch.equal(tokens(), first)
+    read(darker, "--on-changed", "redo")
+    assert not torch.equal(tokens(), first) and "nothing to do" in read(darker)
 
     argv += ["--out", str(tmp_path / "new")]
-    assert read(darker.replace("frames // SHADE", "frames.halved()")).returncode == 1
+    read(darker.replace("frames // SHADE", "frames.halved()"), code=1)
     row = TokenCache(tmp_path / "new").metadata("v000.mp4")
     said = f"{file}:12: AttributeError: 'numpy.ndarray' object has no attribute 'halved', in the decoder shades:Shaded"
     assert (row["error_class"], row["error_stage"], row["error_message"]) == ("own-code", "decode", said)

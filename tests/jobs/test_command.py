@@ -219,8 +219,3 @@ def test_a_repeatable_flag_adds_to_the_file_and_a_flag_wins_over_the_other_way_o
     assert run("num-frames: 8", "--config", "FILE", "--fps", "2").num_frames is None
     config = run("num-frames: 8\nframe-rule: round-even", "--config", "FILE", "--fps", "2")
     assert (config.fps, config.frame_rule) == (2.0, "truncate")
-
-
-def test_a_file_that_is_refused_ends_with_2(tmp_path, capsys):
-    assert prune.main(["--config", str(tmp_path / "none.yaml")]) == 2
-    assert "none.yaml" in capsys.readouterr().err

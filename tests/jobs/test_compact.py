@@ -1,4 +1,4 @@
-"""jobs.compact and jobs.remove as commands: what they say, their exit codes, their documents."""
+"""jobs.compact, jobs.remove and jobs.merge as commands: what they say, their exit codes, their documents."""
 
 import json
 import signal
@@ -6,13 +6,16 @@ import signal
 import pytest
 import torch
 
-from jobs import compact, inspect, remove, verify
+from jobs import compact, inspect, merge, remove, verify
 from pipeline import TokenCache
 from pipeline.errors import RemovedVideo
 from pipeline.storage.stores import LocalStore
 from tests.builders.caches import encoded, random_tokens, write_header, write_shard
+from tests.builders.runs import document_of, said_by
 from tests.jobs.faults import die_at_call
+from tests.jobs.test_faults_stores import SmallDisk
 from tests.pipeline.damage import say_what_was_committed
+from tests.pipeline.rewrite.test_merge import cache_of
 
 
 @pytest.fixture
@@ -23,40 +26,34 @@ def cache(tmp_path):
     return tmp_path / "c"
 
 
-def test_files_are_merged_and_then_deleted(cache, capsys):
-    assert compact.main([str(cache)]) == 0
-    said = capsys.readouterr().err
+def test_files_are_merged_and_then_deleted(cache):
+    said = said_by(compact, cache)
     assert "3 files merged into 1 of 3 rows" in said and "3 merged files stay for a while" in said
-    assert compact.main([str(cache), "--keep-minutes", "0", "--json"]) == 0
-    told = capsys.readouterr()
-    found = json.loads(told.out)
-    assert (found["cache"], len(found["deleted"]), found["read"]) == (str(cache), 3, [])
-    assert "nothing to merge" in told.err and TokenCache(cache).video_ids == ["a", "b", "c"]
+    code, found, said = document_of(compact, [str(cache), "--keep-minutes", "0"])
+    assert (code, found["cache"], len(found["deleted"]), found["read"]) == (0, str(cache), 3, [])
+    assert "nothing to merge" in said and TokenCache(cache).video_ids == ["a", "b", "c"]
 
 
-def test_files_of_others_stop_nothing(cache, capsys):
+def test_files_of_others_stop_nothing(cache):
     """A token shard's name without a run's id, and a record that is none, ended the command in a traceback."""
     say_what_was_committed(LocalStore(cache))
     (cache / "tokens" / "all.parquet").write_bytes(b"")
     for number, text in enumerate(("[]", "", "\0")):
         (cache / "runs" / f"{number}.json").write_text(text)
-    assert compact.main([str(cache), "--tokens", "--keep-minutes", "0"]) == 0
-    assert "3 videos of 3 token shards are in 1 now" in capsys.readouterr().err
-    assert compact.main([str(cache), "--tokens", "--keep-minutes", "0"]) == 0
-    assert "3 token shards of earlier joins deleted" in capsys.readouterr().err
+    assert "3 videos of 3 token shards are in 1 now" in said_by(compact, cache, "--tokens", "--keep-minutes", "0")
+    assert "3 token shards of earlier joins deleted" in said_by(compact, cache, "--tokens", "--keep-minutes", "0")
     assert (cache / "tokens" / "all.parquet").exists()
 
 
-def test_damage_changes_nothing(cache, capsys):
+def test_damage_changes_nothing(cache):
     (file, *_) = (cache / "videos").iterdir()
     file.write_bytes(file.read_bytes()[:-1])
     before = sorted((cache / "videos").iterdir())
-    assert compact.main([str(cache)]) == 1
-    assert "hash in its name" in capsys.readouterr().err and sorted((cache / "videos").iterdir()) == before
+    assert "hash in its name" in said_by(compact, cache, code=1) and sorted((cache / "videos").iterdir()) == before
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_lost_rows_are_said_and_are_no_success(cache, capsys, merged):
+def test_lost_rows_are_said_and_are_no_success(cache, merged):
     say_what_was_committed(LocalStore(cache))
     assert compact.main([str(cache)]) == inspect.main([str(cache)]) == 0
     if merged:
@@ -64,12 +61,10 @@ def test_lost_rows_are_said_and_are_no_success(cache, capsys, merged):
     for file in sorted((cache / "videos").iterdir())[-1:] if merged else (cache / "videos").glob("*"):
         file.unlink()
     for command in (inspect, compact):
-        capsys.readouterr()
-        assert command.main([str(cache)]) == 1
-        told = " ".join(capsys.readouterr())
+        told = said_by(command, cache, code=1)
         assert "3 committed videos without a row in any file of videos/ (a, b, c)" in told and "--repair" in told
-        assert command.main([str(cache), "--json"]) == 1
-        assert json.loads(capsys.readouterr().out)["n_lost"] == 3
+        code, found, _ = document_of(command, [str(cache)])
+        assert (code, found["n_lost"]) == (1, 3)
 
 
 def test_removed_and_replaced_videos_are_not_lost(cache, tmp_path):
@@ -80,43 +75,17 @@ def test_removed_and_replaced_videos_are_not_lost(cache, tmp_path):
     assert compact.main([str(cache)]) == inspect.main([str(cache)]) == 0
 
 
-def test_a_video_is_removed_by_name(cache, tmp_path, capsys):
+def test_a_video_is_removed_by_name(cache, tmp_path):
     (tmp_path / "ids").write_text("\ufeffb\r\n\nb\n")  # as editors on Windows write it
-    argv = [str(cache), "--ids", str(tmp_path / "ids"), "--reason", "licence ended", "--keep-minutes", "0", "--json"]
-    assert remove.main(argv) == 0
-    told = capsys.readouterr()
-    found = json.loads(told.out)
-    assert (found["videos"], found["moved"], found["unknown"]) == (1, 0, [])
-    assert "1 videos removed for good" in told.err
+    argv = [str(cache), "--ids", str(tmp_path / "ids"), "--reason", "licence ended", "--keep-minutes", "0"]
+    code, found, said = document_of(remove, argv)
+    assert (code, found["videos"], found["moved"], found["unknown"]) == (0, 1, 0, [])
+    assert "1 videos removed for good" in said
     with pytest.raises(RemovedVideo, match="licence ended"):
         TokenCache(cache).get("b")
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert inspect.main([str(cache)]) == 0
     assert (record["reason"], record["removed"], record["status"]) == ("licence ended", 1, "finished")
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [("\n \n", "names no video"), ('{"video_id": "a"}\n', "it takes an id a line"), (None, "cannot be read")],
-)
-def test_ids_that_are_none_are_refused(cache, tmp_path, capsys, text, told):
-    if text is not None:
-        (tmp_path / "ids").write_text(text)
-    assert remove.main([str(cache), "--ids", str(tmp_path / "ids"), "--reason", "x"]) == 2
-    assert told in capsys.readouterr().err
-    assert remove.main([str(cache), "--ids", str(tmp_path / "ids"), "--reason", " "]) == 2
-    assert remove.main([str(cache), "--reason", "x"]) == 2
-    assert "--reason must be a text" in (told := capsys.readouterr().err) and "are required: --ids" in told
-
-
-def test_what_is_no_cache_and_minutes_that_no_clock_has_are_refused(cache, tmp_path, capsys):
-    (tmp_path / "ids").write_text("a\n")
-    for command, options in ((compact, []), (remove, ["--ids", str(tmp_path / "ids"), "--reason", "x"])):
-        assert command.main([str(tmp_path / "none"), *options]) == 2
-        assert "not a pruned-token cache" in capsys.readouterr().err and not (tmp_path / "none").exists()
-    for minutes in ("nan", "-5", "1e12"):
-        assert compact.main([str(cache), "--keep-minutes", minutes]) == 2
-        assert "--keep-minutes must be from 0 to 100,000,000" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -134,3 +103,43 @@ def test_a_kill_loses_and_doubles_nothing(cache, tmp_path, touches):
     for _ in range(2):
         assert compact.main([str(cache), "--keep-minutes", "0"]) == verify.main([str(cache)]) == 0
     assert len(list((cache / "videos").iterdir())) == 1
+
+
+def test_two_caches_become_one(tmp_path):
+    cache_of(tmp_path / "a", {"one": 1, "both": 2}, "a")
+    cache_of(tmp_path / "b", {"two": 3, "both": 9}, "b")
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    said = said_by(merge, a, b, "--out", c, "--on-equal", "refuse", code=2)
+    assert "1 videos have different tokens in several caches (both)" in said
+    code, found, said = document_of(merge, [a, b, f"{b}/", "--out", c])
+    (tmp_path / "merge.yaml").write_text(f"caches: [{a}, {b}]\nout: {c}\n")
+    said_by(merge, "--config", tmp_path / "merge.yaml")  # a file may give what is required
+    assert (code, found["linked"]) == (0, 3) and "3 videos; of 1 several caches had a row" in said
+    assert TokenCache(c).video_ids == ["both", "one", "two"]
+
+
+def large(place, names, seed):
+    """A cache of 160 kB a video."""
+    store = write_header(place, hidden_size=512)
+    for number, name in enumerate(names):
+        write_shard(store, name, encoded(name, random_tokens(seed + number, (10, 64, 512)), 0.25, "gstep"))
+    say_what_was_committed(store)
+    return store
+
+
+def test_a_full_disk_ends_the_command_with_the_path_and_the_same_one_goes_on(tmp_path):
+    large(tmp_path / "a", [f"a{number}" for number in range(8)], 0)
+    large(tmp_path / "b", ["b0"], 50)
+    a, b, out = (tmp_path / name for name in ("a", "b", "disk/out"))
+    argv = [str(a), str(b), "--out", str(out)]
+    with SmallDisk(tmp_path / "disk") as disk:
+        if not disk.mounted:
+            pytest.skip("this user may not mount a small disk")
+        said = said_by(merge, *argv, code=1)
+        assert "failed: " in said and disk.told in said and "out" in said.rpartition("failed: ")[2]
+        assert not list(out.rglob(".tmp-*"))
+        disk.grow()
+        assert merge.main(argv) == 0
+        made, source = TokenCache(out), TokenCache(a)
+        assert made.video_ids == [*source.video_ids, "b0"]
+        assert all(torch.equal(made.get(name).tokens, source.get(name).tokens) for name in source)

@@ -17,7 +17,7 @@ from pipeline import TokenCache
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from tests.builders.archives import member, write_tar
-from tests.builders.runs import assert_complete, clips, forbid_ray, run_here
+from tests.builders.runs import assert_complete, clips, forbid_ray, said_by
 from tests.builders.stores import S3Server
 from tests.waiting import wait_until
 
@@ -36,6 +36,14 @@ def few(files) -> dict[str, bytes]:
     return {name: files[name] for name in ("bikes.mp4", "carphone_distorted.mp4")}
 
 
+def packed(folder: Path, *tars: dict[str, bytes]) -> list[str]:
+    """Write the tars 0.tar, ... into the new folder tars/; return the arguments that prune them into cache/."""
+    (folder / "tars").mkdir()
+    for number, members in enumerate(tars):
+        write_tar(folder / "tars" / f"{number}.tar", members)
+    return [str(folder / "tars"), "--out", str(folder / "cache"), *OPTIONS]
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory, few) -> Path:
     """A folder with two clips in every form."""
@@ -48,12 +56,10 @@ def corpus(tmp_path_factory, few) -> Path:
     with zipfile.ZipFile(root / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in few.items():
             archive.writestr(name, data)
-    table = {
-        "film": [{"bytes": data, "path": name} for name, data in few.items()],
-        "video_id": list(few),
-        "says": list(few),
-    }
-    pq.write_table(pa.table(table), root / "a.parquet", row_group_size=1)
+    films = [{"bytes": data, "path": name} for name, data in few.items()]
+    pq.write_table(
+        pa.table({"film": films, "video_id": list(few), "says": list(few)}), root / "a.parquet", row_group_size=1
+    )
     return root
 
 
@@ -68,16 +74,15 @@ def tokens(cache: Path) -> dict[str, tuple[str, str]]:
 def tokens_of_files(one_ray, corpus, tmp_path_factory) -> dict[str, tuple[str, str]]:
     """The tokens of the clips as files of a folder, which every other form must give too."""
     cache = tmp_path_factory.mktemp("caches") / "files"
-    done = run_here(prune, [str(corpus / "files"), "--out", str(cache), *OPTIONS])
-    assert done.returncode == 0 and len(tokens(cache)) == 2, done.stdout
+    said_by(prune, corpus / "files", "--out", cache, *OPTIONS)
+    assert len(tokens(cache)) == 2
     return tokens(cache)
 
 
 def test_every_form_gives_equal_tokens(one_ray, corpus, tokens_of_files, tmp_path, monkeypatch):
     forms = {"a.tar": [], "a.zip": [], "a.parquet": ["--column", "film"]}
     for form, more in forms.items():
-        done = run_here(prune, [str(corpus / form), *more, "--out", str(tmp_path / form), *OPTIONS])
-        assert done.returncode == 0, done.stdout
+        said_by(prune, corpus / form, *more, "--out", tmp_path / form, *OPTIONS)
         assert tokens(tmp_path / form) == tokens_of_files
     lists = [corpus / "a.tar", str(corpus / "a.zip")]
     told = pipeline.prune_videos(lists, out=tmp_path / "both", num_frames=2, progress=False)
@@ -92,21 +97,17 @@ def test_every_form_gives_equal_tokens(one_ray, corpus, tokens_of_files, tmp_pat
     assert verify.main([str(tmp_path / "a.tar"), "--live", "4", "--video-root", "/"]) == 0
     for form in forms:  # nothing else in a cache minds where its videos lie
         video_id = TokenCache(tmp_path / form).video_ids[0]
-        shown = run_here(
-            inspect, [str(tmp_path / form), video_id, "--html", str(tmp_path / "page.html"), "--video-root", "/"]
-        )
-        assert shown.returncode == 0 and "with pictures" in shown.stdout
+        shown = said_by(inspect, tmp_path / form, video_id, "--html", tmp_path / "page.html", "--video-root", "/")
+        assert "with pictures" in shown
     forbid_ray(monkeypatch)
     for form, more in forms.items():
-        again = run_here(prune, [str(corpus / form), *more, "--out", str(tmp_path / form), *OPTIONS])
-        assert again.returncode == 0 and "2 of 2 videos are in the cache already" in again.stdout
+        again = said_by(prune, corpus / form, *more, "--out", tmp_path / form, *OPTIONS)
+        assert "2 of 2 videos are in the cache already" in again
 
 
 def test_broken_members_and_changed_tars(one_ray, files, tmp_path):
-    place, cache = tmp_path / "tars", tmp_path / "cache"
-    place.mkdir()
-    broken = {"bad.mp4": b"no video", "bikes.mp4": files["bikes.mp4"]}
-    write_tar(place / "a.tar", broken)
+    cache, broken = tmp_path / "cache", {"bad.mp4": b"no video", "bikes.mp4": files["bikes.mp4"]}
+    argv, place = packed(tmp_path, broken), tmp_path / "tars"
     parts = [
         member("carphone.mp4", files["carphone_pristine.mp4"]),
         member("../up.mp4", b"x"),
@@ -114,25 +115,21 @@ def test_broken_members_and_changed_tars(one_ray, files, tmp_path):
         member("cut.mp4", bytes(9999))[:2000],
     ]
     (place / "b.tar").write_bytes(b"".join(parts))
-    argv = [str(place), "--out", str(cache), *OPTIONS]
-    done = run_here(prune, argv)
-    assert done.returncode == 0, done.stdout
-    failed = {"a.tar/bad.mp4": "unsupported", "b.tar/link.mp4": "policy", "b.tar/cut.mp4": "corrupt"}
+    said_by(prune, *argv)
+    failed = {"0.tar/bad.mp4": "unsupported", "b.tar/link.mp4": "policy", "b.tar/cut.mp4": "corrupt"}
     opened = TokenCache(cache)
     up = next(video_id for video_id in opened.failed if "up.mp4" in video_id)
-    assert opened.failed == {**failed, up: "policy"} and opened.video_ids == ["a.tar/bikes.mp4", "b.tar/carphone.mp4"]
+    assert opened.failed == {**failed, up: "policy"} and opened.video_ids == ["0.tar/bikes.mp4", "b.tar/carphone.mp4"]
 
-    write_tar(place / "a.tar", {**broken, "bikes.mp4": files["bigbuckbunny.mp4"]})
-    refused = run_here(prune, argv)
-    assert refused.returncode == 2 and "a.tar/bikes.mp4: the file had" in refused.stdout
     bikes, bunny = files["bikes.mp4"], files["bigbuckbunny.mp4"]
-    write_tar(place / "a.tar", {"bad.mp4": bikes, "bikes.mp4": bunny, "new.mp4": bikes})
-    write_tar(place / "b.tar", {"carphone.mp4": files["carphone_pristine.mp4"], "cut.mp4": files["bikes.mp4"]})
-    done = run_here(prune, [*argv, "--on-changed", "redo", "--retry-failed"])
-    assert done.returncode == 0, done.stdout
+    write_tar(place / "0.tar", {**broken, "bikes.mp4": bunny})
+    assert "0.tar/bikes.mp4: the file had" in said_by(prune, *argv, code=2)
+    write_tar(place / "0.tar", {"bad.mp4": bikes, "bikes.mp4": bunny, "new.mp4": bikes})
+    write_tar(place / "b.tar", {"carphone.mp4": files["carphone_pristine.mp4"], "cut.mp4": bikes})
+    said_by(prune, *argv, "--on-changed", "redo", "--retry-failed")
     opened = TokenCache(cache)
-    ids = ["a.tar/bad.mp4", "a.tar/bikes.mp4", "a.tar/new.mp4", "b.tar/carphone.mp4", "b.tar/cut.mp4"]
-    assert opened.video_ids == ids and opened.metadata("a.tar/bad.mp4")["attempts"] == 2
+    ids = ["0.tar/bad.mp4", "0.tar/bikes.mp4", "0.tar/new.mp4", "b.tar/carphone.mp4", "b.tar/cut.mp4"]
+    assert opened.video_ids == ids and opened.metadata("0.tar/bad.mp4")["attempts"] == 2
 
 
 def contents_below(cache: Path) -> dict[str, str]:
@@ -157,7 +154,7 @@ def test_after_a_removal_no_byte_of_a_video_s_texts_is_left(one_ray, files, tmp_
     broken = {"okapi.mp4": b"no video", "okapi.json": b'{"says": "shy-caption"}', "zebra.cls": bytes(2**17)}
     write_tar(place / "a.tar", {**members, **broken})
     argv = [str(place / "a.tar"), str(alone), "--out", str(cache), *OPTIONS]
-    assert run_here(prune, argv).returncode == 0
+    said_by(prune, *argv)
     (cache / "repaired").mkdir()
     shutil.copy(next((cache / "videos").iterdir()), cache / "repaired")
     (cache / "repaired" / "damaged.parquet").write_bytes(b"zebra")
@@ -180,33 +177,33 @@ def test_after_a_removal_no_byte_of_a_video_s_texts_is_left(one_ray, files, tmp_
                     assert {row[column] for column in ("uri", "manifest", "source_hash")} == {"", None}
         assert "a kept caption" in "".join(contents_below(cache).values())
 
-    assert run_here(remove, argv_of_removal).returncode == 0
+    said_by(remove, *argv_of_removal)
     assert_gone()
     assert verify.main([str(cache)]) == 0
     argv.remove(str(alone))  # the record of a run has what its user names
-    again = run_here(prune, argv)
-    assert again.returncode == 0 and "a.tar/stay.mp4" in TokenCache(cache).video_ids, again.stdout
+    said_by(prune, *argv)
+    assert "a.tar/stay.mp4" in TokenCache(cache).video_ids
     assert_gone()
     for _ in range(2):  # a tar that was packed anew is indexed anew
         write_tar(place / "a.tar", {**members, **broken, "more.mp4": clip})
-        again = run_here(prune, argv)
-        assert again.returncode == 0 and "a.tar/more.mp4" in TokenCache(cache).video_ids, again.stdout
+        said_by(prune, *argv)
+        assert "a.tar/more.mp4" in TokenCache(cache).video_ids
         assert_gone()
     sources = next((cache / "sources").iterdir())
     sources.write_bytes(zlib.compress(sources.read_bytes()))  # one that cannot be read
-    assert run_here(remove, argv_of_removal).returncode == 0  # which has no rows any more that tell the places
+    said_by(remove, *argv_of_removal)  # which has no rows any more that tell the places
     assert_gone()
 
 
 def test_a_dry_run_counts_tars_and_their_videos_where_it_may(corpus, tmp_path, monkeypatch):
     forbid_ray(monkeypatch)
     argv = [str(corpus / "a.tar"), "--out", str(tmp_path / "c"), *OPTIONS, "--dry-run"]
-    listed = run_here(prune, argv)
-    assert listed.returncode == 0 and "the videos of 1 archives" in listed.stdout and "0 to do" in listed.stdout
-    counted = run_here(prune, [*argv, "--index"])
-    assert counted.returncode == 0 and "2 to do" in counted.stdout and "not counted" not in counted.stdout
+    listed = said_by(prune, *argv)
+    assert "the videos of 1 archives" in listed and "0 to do" in listed
+    counted = said_by(prune, *argv, "--index")
+    assert "2 to do" in counted and "not counted" not in counted
     assert not (tmp_path / "c").exists()
-    assert run_here(prune, [*argv[:-1], "--index"]).returncode == 2
+    said_by(prune, *argv[:-1], "--index", code=2)
 
 
 def test_tars_on_s3_give_equal_tokens_for_a_request_each_and_say_what_was_read(
@@ -218,17 +215,16 @@ def test_tars_on_s3_give_equal_tokens_for_a_request_each_and_say_what_was_read(
             server.upload(f"c/s-{number}.tar", (corpus / "a.tar").read_bytes())
         cache = tmp_path / "c"
         argv = [f"s3://{server.bucket}/c/s-{{0..1}}.tar", "--out", str(cache), *OPTIONS]
-        done = run_here(prune, argv)
-        assert done.returncode == 0, done.stdout
+        said = said_by(prune, *argv)
         counts = server.counts()
         assert len(TokenCache(cache).video_ids) == 4 and counts["HEAD"] == 2 and counts["GET"] <= 2 * 4 + 4
         assert tokens(cache) == tokens_of_files
         told = json.loads(next((cache / "runs").iterdir()).read_text())["summary"]["fetched_bytes"]
         assert 2 * sum(map(len, few.values())) <= told <= 5 * sum(map(len, few.values()))
-        assert "bytes of videos and indexes" in done.stdout
+        assert "bytes of videos and indexes" in said
         server.requests.clear()
         forbid_ray(monkeypatch)
-        assert run_here(prune, argv).returncode == 0
+        said_by(prune, *argv)
         assert server.counts() == {"HEAD": 2}  # of each name one to find it
 
 
@@ -238,16 +234,14 @@ def test_an_id_in_two_tars_costs_one_video(one_ray, files, tmp_path, monkeypatch
         (tmp_path / place).mkdir()
         write_tar(tmp_path / place / "0.tar", members)
     argv = [str(tmp_path / "p"), str(tmp_path / "q"), "--out", str(cache), *OPTIONS]
-    done = run_here(prune, argv)
-    assert done.returncode == 0 and "3 ok, 1 failed, 0 without a row" in done.stdout, done.stdout
+    assert "3 ok, 1 failed, 0 without a row" in said_by(prune, *argv)
     opened, first = TokenCache(cache), str(tmp_path / "p" / "0.tar")
     assert opened.video_ids == [f"0.tar/{name}.mp4" for name in "abc"]
     assert opened.metadata("0.tar/a.mp4")["source_shard"] == first
     assert opened.failed == {f"0.tar/a.mp4@{tmp_path}/q/0.tar#a.mp4": "corrupt"}
     before = sorted(cache.glob("[tsv]*/*"))  # tokens, sources, videos
     forbid_ray(monkeypatch)
-    again = run_here(prune, argv)
-    assert again.returncode == 0 and "4 of 4 videos are in the cache already" in again.stdout, again.stdout
+    assert "4 of 4 videos are in the cache already" in said_by(prune, *argv)
     assert len(before) >= 4 and before == sorted(cache.glob("[tsv]*/*"))
 
 
@@ -264,12 +258,10 @@ class Gated(Tar):
 
 def test_the_first_videos_are_cached_while_a_later_tar_is_not_indexed(one_ray, files, tmp_path, monkeypatch):
     """It waits for ever if anything needs all indexes first."""
-    place, cache, ids = tmp_path / "tars", tmp_path / "cache", []
-    place.mkdir()
-    for number in range(6):
-        members = {"a.mp4": files["bikes.mp4"], "b.txt": b"no video", "c.mp4": files["carphone_distorted.mp4"]}
-        write_tar(place / f"{number}.tar", members if number != 2 else {"none.txt": b"no video in this one"})
-        ids += [f"{number}.tar/{name}.mp4" for name in "ac" if number != 2]
+    members = {"a.mp4": files["bikes.mp4"], "b.txt": b"no video", "c.mp4": files["carphone_distorted.mp4"]}
+    tars = [members if number != 2 else {"none.txt": b"no video in this one"} for number in range(6)]
+    argv, cache = packed(tmp_path, *tars), tmp_path / "cache"
+    ids = [f"{number}.tar/{name}.mp4" for number in range(6) for name in "ac" if number != 2]
     monkeypatch.setitem(FORMS, ".tar", Gated)
     seen: list[set[str]] = []
 
@@ -280,48 +272,38 @@ def test_the_first_videos_are_cached_while_a_later_tar_is_not_indexed(one_ray, f
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    argv = [str(place), "--out", str(cache), *OPTIONS, "--flush-seconds", "1", "--videos-per-shard", "2"]
-    done = run_here(prune, argv)
+    argv += ["--flush-seconds", "1", "--videos-per-shard", "2"]
+    said = said_by(prune, *argv)
     watcher.join()
-    assert done.returncode == 0, done.stdout
     assert seen[0] and not any(video_id.startswith("5.tar") for video_id in seen[0])
     assert_complete(cache, ids)
     (record,) = [json.loads(path.read_text()) for path in (cache / "runs").iterdir()]
     assert record["videos"] == record["summary"]["n_new"] == record["summary"]["n_ok"] == 10
-    assert "10/10 videos, 0 failed" in done.stdout
+    assert "10/10 videos, 0 failed" in said
     forbid_ray(monkeypatch)
-    again = run_here(prune, argv)
-    assert again.returncode == 0 and "10 of 10 videos are in the cache already" in again.stdout
+    assert "10 of 10 videos are in the cache already" in said_by(prune, *argv)
 
 
 def test_a_tar_that_changed_unseen_by_its_index_ends_the_run(one_ray, files, tmp_path):
     """Without a kept index the change is found on the way: nothing is overwritten, and the remedy is the same."""
-    place, cache = tmp_path / "tars", tmp_path / "cache"
-    place.mkdir()
-    for number in range(2):
-        write_tar(place / f"{number}.tar", {"a.mp4": files["bikes.mp4"]})
-    argv = [str(place), "--out", str(cache), *OPTIONS]
-    assert run_here(prune, argv).returncode == 0
+    argv, cache = packed(tmp_path, *[{"a.mp4": files["bikes.mp4"]}] * 2), tmp_path / "cache"
+    said_by(prune, *argv)
     before = tokens(cache)
     shutil.rmtree(cache / "sources")
-    write_tar(place / "1.tar", {"a.mp4": files["carphone_distorted.mp4"]})
-    ended = run_here(prune, argv)
-    assert ended.returncode == 1 and "1.tar/a.mp4: the file had" in ended.stdout, ended.stdout
-    assert "--on-changed redo" in ended.stdout and tokens(cache) == before
-    assert run_here(prune, [*argv, "--on-changed", "redo"]).returncode == 0
+    write_tar(tmp_path / "tars/1.tar", {"a.mp4": files["carphone_distorted.mp4"]})
+    ended = said_by(prune, *argv, code=1)
+    assert "1.tar/a.mp4: the file had" in ended
+    assert "--on-changed redo" in ended and tokens(cache) == before
+    said_by(prune, *argv, "--on-changed", "redo")
     assert TokenCache(cache).metadata("1.tar/a.mp4")["attempts"] >= 1 and tokens(cache) != before
 
 
 def test_a_limit_opens_the_tars_that_it_needs_and_the_next_run_goes_on(one_ray, files, tmp_path):
-    place, cache = tmp_path / "tars", tmp_path / "cache"
-    place.mkdir()
-    for number in range(5):
-        write_tar(place / f"{number}.tar", {f"{part}.mp4": files["carphone_distorted.mp4"] for part in "ab"})
-    argv = [str(place), "--out", str(cache), *OPTIONS]
+    members = {f"{part}.mp4": files["carphone_distorted.mp4"] for part in "ab"}
+    argv, cache = packed(tmp_path, *[members] * 5), tmp_path / "cache"
     for limit, ids in ((3, ["0.tar/a", "0.tar/b", "1.tar/a"]), (1, ["0.tar/a", "0.tar/b", "1.tar/a", "1.tar/b"])):
-        done = run_here(prune, [*argv, "--limit", str(limit)])
-        assert done.returncode == 0, done.stdout
+        said = said_by(prune, *argv, "--limit", limit)
         assert_complete(cache, [f"{video_id}.mp4" for video_id in ids])
-        assert len(list((cache / "sources").iterdir())) == 2 and "3 archives are not indexed yet" in done.stdout
-    assert run_here(prune, argv).returncode == 0
+        assert len(list((cache / "sources").iterdir())) == 2 and "3 archives are not indexed yet" in said
+    said_by(prune, *argv)
     assert_complete(cache, [f"{number}.tar/{part}.mp4" for number in range(5) for part in "ab"])

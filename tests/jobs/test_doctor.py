@@ -9,17 +9,10 @@ from jobs import doctor
 from pipeline.storage.stores import LocalStore
 from tests.builders.clips import sample
 from tests.builders.clusters import ray_here
-from tests.builders.runs import run_here
+from tests.builders.runs import run_here, said_by
 from tests.paths import ROOT, python_path
 
 CLIP = str(sample("bikes.mp4"))
-
-
-def test_an_option_that_makes_no_sense_is_refused(capsys):
-    assert doctor.main(["--num-frames", "0"]) == 2
-    assert "--num-frames must be at least 1" in capsys.readouterr().err
-    assert doctor.main(["--dry-run"]) == 2
-    assert "--plan and --dry-run are for jobs.prune" in " ".join(capsys.readouterr().err.split())
 
 
 class Spoken:
@@ -32,16 +25,9 @@ class Spoken:
         return iter(())
 
 
-def test_an_address_in_brackets_is_no_markup(capsys, monkeypatch):
+def test_an_address_in_brackets_is_no_markup(monkeypatch):
     monkeypatch.setattr("pipeline.doctor.doctor.Doctor", Spoken)
-    assert doctor.main([]) == 0
-    assert "at [fe80::1]:6379" in capsys.readouterr().err
-
-
-def test_the_file_of_options_of_a_run_is_taken(tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text("num-frames: 0\n")
-    assert doctor.main(["--config", str(tmp_path / "run.yaml")]) == 2
-    assert "--num-frames must be at least 1" in capsys.readouterr().err
+    assert "at [fe80::1]:6379" in said_by(doctor)
 
 
 # On a node whose PyAV was built without a decoder of VP9.

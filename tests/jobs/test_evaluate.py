@@ -17,17 +17,19 @@ from gstep.language import Decoding, prompt_builder
 from gstep.methods import METHODS
 from jobs import evaluate
 from pipeline import TokenCache, read_answers
-from pipeline.evaluate.benchmarks import find_benchmark
+from pipeline.evaluate.benchmarks import BENCHMARKS, find_benchmark
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.storage.stores import LocalStore
+from pipeline.video.frame_folders import JPEGS
 from tests.builders.answers import thinking_model, write_questions
 from tests.builders.clips import sample
-from tests.builders.runs import committed, forbid_models, forbid_ray, run_here
+from tests.builders.runs import committed, forbid_models, forbid_ray, said_by
 from tests.gstep.llms import llm
 from tests.jobs.faults import Driver, die_before_the_third_commit_of_answers
+from tests.pipeline.evaluate.mvbench import FRAMES, write_main
 from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, write_videomme
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
@@ -43,12 +45,9 @@ def data(tmp_path_factory) -> Path:
     return write_videomme(tmp_path_factory.mktemp("videomme"), n_videos=N_VIDEOS)
 
 
-def evaluated(data: Path, out: Path, *options: str, code: int = 0) -> str:
+def evaluated(data: Path, out: Path, *options: str, benchmark: str = "videomme", code: int = 0) -> str:
     """What the command says."""
-    argv = ["--benchmark", "videomme", "--data", str(data), "--out", str(out), *LIGHT, *options]
-    done = run_here(evaluate, argv)
-    assert done.returncode == code, done.stdout
-    return done.stdout
+    return said_by(evaluate, "--benchmark", benchmark, "--data", data, "--out", out, *LIGHT, *options, code=code)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +174,7 @@ def test_every_method_of_the_table_joins_by_its_name_and_those_that_need_evidenc
     shutil.copytree(results, out)
     methods = [name if name != "fastv" else "fastv,K=1" for name in METHODS if name != "none"]
     asked = ("--method", *methods, "--retention-ratio", "0.25", "--siglip", "tiny")
-    said = " ".join(evaluated(data, out, *asked, code=2).split())
+    said = evaluated(data, out, *asked, code=2)
     assert "has no " in said and ": name another --cache" in said
     evaluated(data, out, *asked, "--cache", str(tmp_path / "c"))
     new = {f"{name}@0.25" for name in methods} - set(ARMS)
@@ -192,12 +191,9 @@ def test_frames_by_time_and_a_closed_thought(tmp_path):
     shutil.copy(sample("bikes.mp4"), data / video_id(0))
     argv = ["--benchmark", "videomme", "--data", str(data), "--out", str(out), "--draws", "100", "--method", "none"]
     argv += ["--model", str(thinking_model(tmp_path / "m")), "--fps", "2", "--max-frames", "6", "--json"]
-    done = run_here(evaluate, argv)
-    assert done.returncode == 2 and "--close-thought" in done.stdout and not out.exists()
-    done = run_here(evaluate, [*argv, "--close-thought"])
-    assert done.returncode == 0, done.stdout
-    capped = f"note: 1 video was capped at 6 frames (lowest rate 0.6 frames per second, of {video_id(0)})"
-    assert capped in " ".join(done.stdout.split())
+    assert "--close-thought" in said_by(evaluate, *argv, code=2) and not out.exists()
+    said = said_by(evaluate, *argv, "--close-thought")
+    assert f"note: 1 video was capped at 6 frames (lowest rate 0.6 frames per second, of {video_id(0)})" in said
     cache = TokenCache(out / "cache")
     assert (cache.identity["sampling"]["fps"], cache.identity["sampling"]["max_frames"]) == (2.0, 6)
     assert cache.metadata(video_id(0))["n_frames"] == 6  # of 10 s
@@ -213,8 +209,7 @@ def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
     rows.append({"question_id": "free", "video_id": ids[0], "prompt": "Say something.", "answer": "something"})
     file = write_questions(tmp_path / "mine.jsonl", rows)
     argv = ["--benchmark", str(file), "--cache", str(results / "cache"), "--out", str(tmp_path / "r"), "--draws", "200"]
-    done = run_here(evaluate, [*argv, "--method", "gstep", "--retention-ratio", "0.25"])
-    assert done.returncode == 0, done.stdout
+    said_by(evaluate, *argv, "--method", "gstep", "--retention-ratio", "0.25")
     scores = scores_of(tmp_path / "r").to_pylist()
     assert len(scores) == 2 * len(rows)
     chosen = [row for row in scores if row["question_id"] != "free"]
@@ -222,44 +217,33 @@ def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
         assert row["parsed"] == row["choice_scores"].index(max(row["choice_scores"]))
         assert row["right"] == (row["parsed"] == 1)
     assert "s1" in (tmp_path / "r" / "tables.md").read_text()
-    done = run_here(evaluate, [*argv[:2], "--out", str(tmp_path / "other")])
-    assert done.returncode == 2 and "is not a cache, and there are no videos to make one from" in done.stdout
+    said = said_by(evaluate, *argv[:2], "--out", tmp_path / "other", code=2)
+    assert "is not a cache, and there are no videos to make one from" in said
 
 
-@pytest.fixture
-def refuse(monkeypatch):
-    """A request that must be refused before Ray starts, a model is read or anything is written; returns why."""
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(data, results, tmp_path, monkeypatch):
     forbid_ray(monkeypatch)
     forbid_models(monkeypatch)
-
-    def check(out: Path, *options: str) -> str:
-        before = sorted(out.rglob("*")) if out.exists() else None
-        done = run_here(evaluate, ["--out", str(out), *options])
-        assert done.returncode == 2, done.stdout
-        assert (sorted(out.rglob("*")) if out.exists() else None) == before
-        return " ".join(done.stdout.split())
-
-    return check
-
-
-def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(refuse, data, results, tmp_path, monkeypatch):
     asked, vllm = ("--benchmark", "videomme", "--data", str(data)), ("--engine", "vllm")
-    for why, options in {
-        "no such folder": ("--benchmark", "videomme", "--data", str(tmp_path / "gone")),
-        "VideoMME has lmms-eval-0.7.3, lmms-eval-0.5, official": (*asked, "--protocol", "mine"),
-        "unknown method 'magic'": (*asked, "--method", "magic"),
-        "unknown parameter alpha": (*asked, "--method", "vidcom2,alpha=1"),
-        "this model has 2 layers": (*asked, "--method", "fastv,K=7"),
-        "name it with --siglip": (*asked, "--method", "fastvid"),
-        "none of the methods takes anything from a SigLIP": (*asked, "--siglip", "tiny"),
-        "yours to delete": (*asked, "--cache", str(tmp_path / "c"), "--drop-tokens"),
-        "prunes inside the language model": (*asked, "--method", "fastv,K=1", *vllm),
-    }.items():
-        assert why in refuse(tmp_path / "r", *options)
-    assert "results of other settings" in refuse(results, *asked, "--protocol", "official", *LIGHT)
-    assert "holds no results" in refuse(data, *asked)
-    monkeypatch.setattr(VllmEngine, "check", lambda *_: None)  # as where it is installed
-    assert "engine.name: the answers have None, this run 'vllm'" in refuse(results, *asked, *LIGHT, *vllm)
+    before = sorted([*results.rglob("*"), *data.rglob("*")])
+    for why, out, options in (
+        ("no such folder", "r", ("--benchmark", "videomme", "--data", str(tmp_path / "gone"))),
+        ("VideoMME has lmms-eval-0.7.3, lmms-eval-0.5, official", "r", (*asked, "--protocol", "mine")),
+        ("unknown method 'magic'", "r", (*asked, "--method", "magic")),
+        ("unknown parameter alpha", "r", (*asked, "--method", "vidcom2,alpha=1")),
+        ("this model has 2 layers", "r", (*asked, "--method", "fastv,K=7")),
+        ("name it with --siglip", "r", (*asked, "--method", "fastvid")),
+        ("none of the methods takes anything from a SigLIP", "r", (*asked, "--siglip", "tiny")),
+        ("yours to delete", "r", (*asked, "--cache", str(tmp_path / "c"), "--drop-tokens")),
+        ("prunes inside the language model", "r", (*asked, "--method", "fastv,K=1", *vllm)),
+        ("results of other settings", results, (*asked, "--protocol", "official", *LIGHT)),
+        ("holds no results", data, asked),
+        ("engine.name: the answers have None, this run 'vllm'", results, (*asked, *LIGHT, *vllm)),
+    ):
+        if out == results:
+            monkeypatch.setattr(VllmEngine, "check", lambda *_: None)  # as where it is installed
+        assert why in said_by(evaluate, "--out", tmp_path / out, *options, code=2)
+        assert sorted([*results.rglob("*"), *data.rglob("*")]) == before and not (tmp_path / "r").exists()
 
 
 def test_a_video_that_cannot_be_decoded_costs_its_own_questions_alone(tmp_path):
@@ -273,3 +257,27 @@ def test_a_video_that_cannot_be_decoded_costs_its_own_questions_alone(tmp_path):
     shutil.copy(sample("bikes.mp4"), data / video_id(1))
     evaluated(data, out, "--method", "gstep", "--retention-ratio", "0.25", "--retry-failed")
     assert {row["status"] for row in scores_of(out).to_pylist()} == {"ok"}
+
+
+def test_every_clip_and_folder_of_frames_is_encoded_once_and_every_question_is_answered(tmp_path):
+    """Of revision main; that of the videos that are cut already differs in its annotations alone."""
+    data, out = write_main(tmp_path / "d"), tmp_path / "r"
+    grid = ("--retention-ratio", "0.25", "--method", "gstep")
+    said = evaluated(data, out, *grid, benchmark="mvbench")
+    items = BENCHMARKS["mvbench"].load(data).items
+    scores = pq.read_table(out / "scores.parquet")
+    assert set(scores["status"].to_pylist()) == {"ok"} and len(scores) == 2 * len(items) == 28
+    cache = TokenCache(out / "cache")
+    assert Counter(committed(cache.store)) == Counter({item.video_id for item in items})
+    assert "1 missing-video, left out" in said and "not the published one" in said
+    assert "MVBench" in (out / "report.html").read_text()
+    clip = cache.get("video/star/Charades_v1_480/-B1CD.mp4#t=1.5,9").metadata
+    assert (clip["start_s"], clip["end_s"], clip["clip_frames"]) == (1.5, 9.0, 30)
+    frames = cache.get(f"video/tvqa/frames_fps3_hq/{FRAMES}#t=0,4").metadata
+    assert (frames["backend"], frames["fps"], frames["clip_frames"]) == (JPEGS, 3.0, 12)
+    assert frames["frame_indices"] == [0, 3, 7, 11]  # of 00001.jpg to 00012.jpg
+    evaluated(
+        data, out, *grid, "uniform", benchmark="mvbench"
+    )  # goes on: no video is taken for changed, and none encoded again
+    assert Counter(committed(cache.store)) == Counter({item.video_id for item in items})
+    assert len(pq.read_table(out / "scores.parquet")) == 3 * len(items)

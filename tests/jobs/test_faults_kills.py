@@ -23,7 +23,7 @@ from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.prune import table
 from tests.builders.clusters import ray_here
-from tests.builders.runs import family, run_here
+from tests.builders.runs import family, run_here, said_by
 from tests.jobs.faults import (
     COUNTED,
     N_VIDEOS,
@@ -92,8 +92,7 @@ def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(
     monkeypatch.setattr(table, "commit_rows", kill_and_commit)
     let_through(videos, 64)
     options = [*OPTIONS, "--videos-per-shard", "4", "--decoder", "tests.jobs.hostile:CountedStuckDecoder"]
-    done = run_here(prune, [str(videos), "--out", str(cache), *options])
-    assert done.returncode == 0, done.stdout
+    said_by(prune, videos, "--out", cache, *options)
     visible.assert_complete(cache)
     assert 0 < killed[0] < killed[1] < N_VIDEOS / 2, "it was not in the middle"
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
@@ -140,9 +139,8 @@ def test_a_second_driver_is_refused_and_the_note_of_a_killed_one_holds_nobody_up
     for _ in range(2):  # the second finds the note that the first left behind
         driver = chain.driver()
         driver.until(lambda: f'"pid": {driver.pid},' in notes(chain.cache), "its note")  # noqa: B023
-        refused = run_here(prune, chain.argv)
-        assert refused.returncode == 2, refused.stdout
-        assert "another run writes here" in refused.stdout and f'"pid": {driver.pid},' in refused.stdout
+        refused = said_by(prune, *chain.argv, code=2)
+        assert "another run writes here" in refused and f'"pid": {driver.pid},' in refused
         driver.kill()
         chain.killed(visible)
 
@@ -175,8 +173,7 @@ def test_a_driver_killed_again_and_again_on_one_cache_and_run_again_completes_it
     assert "ended without a final record" in shown, shown
     assert chain.shown == sorted(chain.shown) and len(set(chain.shown)) >= KILLS / 4, chain.shown
     assert 0 < chain.shown[-1] < len(visible.ids)
-    done = run_here(prune, chain.argv)
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *chain.argv)
     visible.assert_complete(chain.cache)
     assert "finished after" in " ".join(run_here(inspect, [str(chain.cache)]).stdout.split())
     assert by_sql(chain.cache) == visible.ids
@@ -213,8 +210,7 @@ def test_three_drivers_fill_one_cache_while_one_of_them_and_two_encoders_are_kil
         os.kill(encoder, signal.SIGKILL)
     drivers[0].kill()
     quick.touch()
-    again = run_here(prune, argv[0])
-    assert again.returncode == 0, again.stdout
+    said_by(prune, *argv[0])
     assert [driver.wait() for driver in drivers[1:]] == [0, 0], [driver.output for driver in drivers]
     quick.unlink()
     visible.assert_complete(cache)
@@ -227,8 +223,7 @@ def test_a_driver_killed_while_it_merges_the_table_leaves_a_cache_that_goes_on(c
     assert driver.wait() == -signal.SIGKILL, driver.output
     before = visible.check(cache)
     assert len(before) >= 6  # more than two commits of two videos
-    done = run_here(prune, [str(videos), "--out", str(cache), *OPTIONS])
-    assert done.returncode == 0, done.stdout
+    said_by(prune, videos, "--out", cache, *OPTIONS)
     visible.assert_complete(cache)
 
 
@@ -240,10 +235,8 @@ def test_a_driver_that_stands_still_refuses_others_and_one_that_joins_does_its_w
     log.touch()
     driver = Driver(argv, log, stop_before_the_third_commit, RAY_ADDRESS=cluster)
     wait_until(lambda: STOPS in driver.output, lambda: driver.output)
-    refused = run_here(prune, argv)
-    assert refused.returncode == 2 and f'"pid": {driver.pid},' in refused.stdout, refused.stdout
-    joined = run_here(prune, [*argv, "--join"])
-    assert joined.returncode == 0, joined.stdout
+    assert f'"pid": {driver.pid},' in said_by(prune, *argv, code=2)
+    said_by(prune, *argv, "--join")
     read = {video_id: TokenCache(cache).get(video_id).tokens for video_id in ids}
     os.kill(driver.pid, signal.SIGCONT)
     assert driver.wait() == 0, driver.output

@@ -1,4 +1,6 @@
-"""A node that goes away under a run takes no row with it."""
+"""A node that goes away under a run takes no row with it, and one that fails at once must not get the corpus."""
+
+from __future__ import annotations
 
 import json
 import os
@@ -9,19 +11,21 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import ray
+from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import pipeline
 from jobs import prune
+from pipeline import TokenCache
 from pipeline.inputs.archive import ArchiveOptions, Member
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
@@ -29,10 +33,11 @@ from pipeline.prune.summary import Summary
 from pipeline.prune.todo import Todo
 from pipeline.runner import execution, stream, watchdog
 from pipeline.runner.stages import end_workers
+from pipeline.runner.worker_reports import WorkerReport, run_heartbeats
 from tests.builders.archives import write_tar
 from tests.builders.clusters import growing_ray, hold_cpu, ray_here
-from tests.builders.runs import assert_complete, environment, raylets, run_here
-from tests.jobs.faults import Driver, files, tiny_videos
+from tests.builders.runs import assert_complete, environment, raylets, run_here, said_by
+from tests.jobs.faults import Driver, calls, files, tiny_videos
 from tests.jobs.hostile import let_through
 from tests.waiting import wait_until
 
@@ -42,9 +47,7 @@ SLOW = "tests.jobs.hostile:SlowDecoder"
 FREE_BYTES = 2**18  # of a box of the file format that holds nothing
 
 
-def _run_that_loses_a_node(
-    cache: Path, argv: list[str], once_lost: Callable[[], object] = lambda: None
-) -> subprocess.CompletedProcess[str]:
+def _run_that_loses_a_node(cache: Path, argv: list[str], once_lost: Callable[[], object] = lambda: None) -> str:
     """Run jobs.prune here, to its end, on two nodes of which the second is killed after the first commit.
 
     What is left is planned anew a few seconds later, where that is needed. ``once_lost`` is called as soon as Ray
@@ -61,9 +64,9 @@ def _run_that_loses_a_node(
     killer.start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdog, "SHRUNK_S", 5.0)
-        done = run_here(prune, argv)
+        said = said_by(prune, *argv)
     killer.join()
-    return done
+    return said
 
 
 def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
@@ -80,14 +83,12 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
     argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2"]
     argv += ["--decoder", "tests.jobs.hostile:StuckDecoder", "--decode-workers", "3"]
     with ray_here({"num_cpus": stays}, {"num_cpus": goes}):
-        done = _run_that_loses_a_node(cache, argv, lambda: let_through(tmp_path / "videos", 44))
-    assert done.returncode == 0, done.stdout
+        said = _run_that_loses_a_node(cache, argv, lambda: let_through(tmp_path / "videos", 44))
     assert_complete(cache, ids)
-    (lost,) = [line for line in done.stdout.splitlines() if " was lost" in line]
-    assert re.search(r"note: node \S+ \w{6} was lost.*\. The videos that it had in hand run again", lost)
+    assert len(re.findall(r"note: node \S+ \w{6} was lost.*?\. The videos that it had in hand run again", said)) == 1
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["status"] == "finished"
-    anew = "note: nodes were lost and nothing moves. Rescheduling " in done.stdout
+    anew = "note: nodes were lost and nothing moves. Rescheduling " in said
     assert record["resources"]["cluster"]["CPU"] == (stays if anew else stays + goes)
 
 
@@ -116,9 +117,8 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
     cache = tmp_path / "c"
     argv = [str(tmp_path / "tars"), "--out", str(cache), "--num-frames", "2", "--decoder", SLOW]
     with ray_here({"num_cpus": 1}, {"num_cpus": 2}):
-        done = _run_that_loses_a_node(cache, [*argv, "--flush-seconds", "1"])
-    assert done.returncode == 0, done.stdout
-    assert gate.is_set() and "note: nodes were lost and nothing moves. Rescheduling " in done.stdout
+        said = _run_that_loses_a_node(cache, [*argv, "--flush-seconds", "1"])
+    assert gate.is_set() and "note: nodes were lost and nothing moves. Rescheduling " in said
     assert_complete(cache, ids)
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["resources"]["cluster"]["CPU"] == 1 and record["videos"] == len(ids)
@@ -151,9 +151,8 @@ def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp
         (tmp_path / "videos" / "quick").touch()
         assert running.result().n_ok == len(ids)
     assert any(note.startswith("note: nodes joined, which saves about ") for note in notes), notes
-    assert any(
-        re.match(r"note: node \S+ \w{6} joined \(4 CPUs, 0 GPUs\) and has no workers yet", note) for note in notes
-    )
+    joined = re.compile(r"note: node \S+ \w{6} joined \(4 CPUs, 0 GPUs\) and has no workers yet")
+    assert any(map(joined.match, notes)), notes
     assert decoding_nodes(notes)[:2] == [2, 3], notes  # one decoder a CPU, before and after
     assert_complete(cache, ids)
 
@@ -188,12 +187,12 @@ def node_of_a_small_disk(tmp_path) -> Iterator[dict[str, Any]]:
         yield FULL
 
 
-def _prune_large_frames(folder: Path) -> tuple[list[str], subprocess.CompletedProcess[str]]:
+def _prune_large_frames(folder: Path, code: int = 0) -> tuple[list[str], str]:
     """Run jobs.prune on videos of 29 MB of frames each, which are decoded faster than they are pruned."""
     ids = tiny_videos(folder / "videos", 8)
     argv = [str(folder / "videos"), "--out", str(folder / "c"), "--model", "tiny-internvl", "--num-frames", "192"]
     argv += ["--pruner", "tests.jobs.poison:Slow", "--decode-workers", "4"]
-    return ids, run_here(prune, argv)
+    return ids, said_by(prune, *argv, code=code)
 
 
 def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small_disk, monkeypatch):
@@ -202,13 +201,12 @@ def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small
     with ray_here(*nodes) as (other, full), ExitStack() as held:
         monkeypatch.setattr(stream, "end_workers", lambda: (end_workers(), held.close()))
         held.enter_context(hold_cpu(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False)))
-        ids, done = _prune_large_frames(tmp_path)
-    assert done.returncode == 0, done.stdout
+        ids, said = _prune_large_frames(tmp_path)
     assert_complete(tmp_path / "c", ids)
-    (line,) = [line for line in done.stdout.splitlines() if "note: the disk is full on " in line]
+    (note,) = re.findall(r"note: the disk is full on .*?(?=note: the disk|$)", said)
     folder = node_of_a_small_disk.get("object_spilling_directory", "/")
-    assert f" {full[:6]} ({folder}" in line and "% full" in line
-    assert " on the other nodes. Free space on them, or start these nodes with --temp-dir" in line
+    assert f" {full[:6]} ({folder}" in note and "% full" in note
+    assert " on the other nodes. Free space on them, or start these nodes with --temp-dir" in note
 
 
 def stand_still_briefly() -> None:
@@ -236,9 +234,7 @@ def test_a_full_disk_on_which_no_worker_can_start_ends_the_run_with_its_folder(t
         subprocess.run(["umount", "-l", disk], check=True)
         disk.rmdir()
     (last,) = [line for line in run.output.splitlines() if " failed: " in line]
-    assert re.search(rf"no video moved for \d+ s; the disk is full on \S+ \w{{6}} \({disk}/\S+, 100% full\)", last), (
-        last
-    )
+    assert re.search(rf"no video moved for \d+ s; the disk is full on \S+ \w{{6}} \({disk}/\S+, 100% full\)", last)
     assert "Free space on them, or start these nodes with" in last and last.endswith("then rerun the command")
     (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").glob("*.json")]
     assert record["status"] == "failed" and "the disk is full on" in record["error"]
@@ -246,8 +242,94 @@ def test_a_full_disk_on_which_no_worker_can_start_ends_the_run_with_its_folder(t
 
 def test_a_full_disk_of_the_only_node_ends_the_run_with_its_folder(tmp_path):
     with ray_here(FULL):
-        _, done = _prune_large_frames(tmp_path)
-    assert done.returncode == 1
-    assert "the disk is full on " in done.stdout and "/session_" in done.stdout
-    assert "and no other node can run all stages. Free space on them, or start " in done.stdout
-    assert "then rerun the command" in done.stdout
+        _, said = _prune_large_frames(tmp_path, code=1)
+    assert "the disk is full on " in said and "/session_" in said and "then rerun the command" in said
+    assert "and no other node can run all stages. Free space on them, or start " in said
+
+
+OPTIONS = ["--num-frames", "2", "--decoder", "tests.jobs.hostile:MountedElsewhere", "--encode-workers", "1"]
+
+
+def _run_until(
+    failed: Callable[[WorkerReport], object], videos: Path, argv: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """Run jobs.prune here with MountedElsewhere.
+
+    Videos fail once the heartbeats know of one in the hand of a worker that reads, and those are in hand until enough
+    have ``failed`` by their report: there is always one that does better, and it does not do everything.
+    """
+
+    def watch(heartbeats: ActorHandle) -> None:
+        def read() -> WorkerReport:
+            return ray.get(heartbeats.read.remote())
+
+        def is_held() -> bool:
+            return any(item.split(" on ")[0] in calls(videos) for item in read().inside["decode"])
+
+        wait_until(is_held, "a video in hand")
+        (videos / "held").touch()
+        wait_until(lambda: failed(read()), "failures")
+        (videos / "failed").touch()
+
+    @contextmanager
+    def watched(stages: Sequence[str]) -> Iterator[ActorHandle]:
+        with ThreadPoolExecutor(1) as pool, run_heartbeats(stages) as heartbeats:
+            watching = None if (videos / "failed").exists() else pool.submit(watch, heartbeats)  # not at a second try
+            yield heartbeats
+            if watching is not None:
+                watching.result()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execution, "run_heartbeats", watched)
+        return run_here(prune, argv)
+
+
+def test_what_fails_on_one_node_is_tried_again_on_the_others(tmp_path):
+    ids = tiny_videos(tmp_path / "videos", 40)
+    cache = tmp_path / "c"
+    with ray_here({"num_cpus": 2}, {"num_cpus": 2, "env_vars": {"BAD_NODE": "1"}}):
+        argv = [str(tmp_path / "videos"), "--out", str(cache), *OPTIONS, "--decode-workers", "3"]
+        done = _run_until(
+            lambda report: any(t.n_failed for t in report.tallies["decode"].values()), tmp_path / "videos", argv
+        )
+    assert done.returncode == 0, done.stdout
+    assert "failed, most of them on " in done.stdout
+    assert TokenCache(cache).video_ids == ids
+    attempts = [TokenCache(cache).metadata(video_id)["attempts"] for video_id in ids]
+    assert set(attempts) == {1, 2}  # it was the bad node that failed
+    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").iterdir()]
+    assert record["summary"]["n_new_failed"] == 0
+
+
+@pytest.fixture(scope="module")
+def one_node():
+    with ray_here({"num_cpus": 5}):
+        yield
+
+
+def test_a_worker_that_fails_where_others_do_not_is_put_out_of_service(one_node, tmp_path):
+    """One of four decoders, on the only node: what it does not get is done by the others.
+
+    A second attempt would be made at the files, which are there.
+    """
+    ids = tiny_videos(tmp_path / "videos", 96)
+    (tmp_path / "videos" / "roles").mkdir()
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), *OPTIONS]
+    argv += ["--decode-workers", "4", "--max-attempts", "1"]
+    done = _run_until(lambda report: report.excluded_workers, tmp_path / "videos", argv)
+    failed = TokenCache(tmp_path / "c").failed
+    assert set(failed.values()) == {"io"}, done.stdout
+    assert len(failed) <= len(ids) // 4, done.stdout  # its share at most: some 10 at once, and what it has in hand
+    assert len(calls(tmp_path / "videos")) == len(ids) - len(failed)
+    assert "excluded worker: a decode worker on " in done.stdout
+    (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
+    assert len(record["out_of_service"]) == 1
+
+
+def test_a_run_in_which_all_videos_fail_alike_stops_with_the_remedy(one_node, tmp_path):
+    ids = tiny_videos(tmp_path / "videos", 400)
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--decode-workers", "4"]
+    said = said_by(prune, *argv, "--decoder", "tests.jobs.hostile:AwayDecoder", code=1)
+    assert " failed: " in said and "videos failed alike and all decode workers fail (io, v" in said
+    assert said.endswith("check that it exists and can be read on every node, then --retry-failed")
+    assert 50 < len(TokenCache(tmp_path / "c").failed) < len(ids)

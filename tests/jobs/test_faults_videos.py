@@ -15,7 +15,7 @@ from pipeline.generate.answers import read_answers
 from tests.builders.answers import SHAPE, tiny_cache, write_questions
 from tests.builders.caches import encoded, random_tokens, write_shard
 from tests.builders.clips import write_clip
-from tests.builders.runs import run_here
+from tests.builders.runs import said_by
 from tests.jobs import poison
 from tests.jobs.faults import tiny_videos
 from tests.jobs.poison import BREAKS_THE_GPU
@@ -55,26 +55,15 @@ def test_what_a_manifest_may_not_name_is_neither_read_nor_asked_for(one_ray, lis
     playlist = f"#EXTM3U\n#EXTINF:1,\nfile://{outside}\n#EXTINF:1,\nhttp://{host}/a.ts\n"
     (folder / "playlist.mp4").write_text(playlist)
     (folder / "script.mp4").write_text(f"ffconcat version 1.0\nfile 'http://{host}/b.mp4'\n")
-    uris = {
-        "absolute": str(outside),
-        "up": "../outside.mp4",
-        "link": "link.mp4",
-        "linked folder": "deep/outside.mp4",
-        "file": f"file://{outside}",
-        "http": f"http://{host}/c.mp4",
-        "https": f"https://user:hush-hush@{host}/d.mp4",
-        "s3": "s3://bucket/e.mp4",
-        "query": "s3://bucket/f.mp4?X-Amz-Signature=hush-hush",
-        "user": "s3://key:hush-hush@bucket/g.mp4",
-        "playlist": "playlist.mp4",
-        "script": "script.mp4",
-    }
+    private = f"https://user:hush-hush@{host}/d.mp4", "s3://bucket/f.mp4?X-Amz-Signature=hush-hush"
+    uris = {"absolute": str(outside), "up": "../outside.mp4", "link": "link.mp4", "linked folder": "deep/outside.mp4"}
+    uris |= {"file": f"file://{outside}", "http": f"http://{host}/c.mp4", "s3": "s3://bucket/e.mp4"}
+    uris |= dict(zip(("https", "query", "user"), (*private, "s3://key:hush-hush@bucket/g.mp4"), strict=True))
+    uris |= {"playlist": "playlist.mp4", "script": "script.mp4"}
     rows = {**uris, "good": "good.mp4"}
     (folder / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in rows.items()))
-    argv = [str(folder / "m.jsonl"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--max-failed", "12"]
-    argv += ["--on-forbidden", "record"]
-    done = run_here(prune, argv)
-    assert done.returncode == 0, done.stdout
+    argv = (folder / "m.jsonl", "--out", tmp_path / "c", "--num-frames", 2, "--max-failed", 12)
+    said = said_by(prune, *argv, "--on-forbidden", "record")
     cache = TokenCache(tmp_path / "c")
     assert cache.video_ids == ["good"]
     assert cache.failed == dict.fromkeys(sorted(uris), "policy")
@@ -82,15 +71,14 @@ def test_what_a_manifest_may_not_name_is_neither_read_nor_asked_for(one_ray, lis
     read = {v for v in uris if cache.metadata(v)["source_size"] is not None}
     assert read <= {"playlist", "script"}  # which lie in the folder: their first bytes were looked at
     assert not [file for file in (tmp_path / "c").rglob("*") if file.is_file() and b"hush-hush" in file.read_bytes()]
-    assert "hush-hush" not in done.stdout
+    assert "hush-hush" not in said
 
 
 def test_a_bug_in_a_method_of_ones_own_is_one_error_row(one_ray, tmp_path):
     ids = tiny_videos(tmp_path / "videos", 14)  # 2 to 8 frames, two videos of each length
     (tmp_path / "videos" / ids[10]).unlink()
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Buggy"]
-    done = run_here(prune, [*argv, "--fps", "25"])
-    assert done.returncode == 1, done.stdout  # a bug of the program's, whatever --max-failed says
+    said_by(prune, *argv, "--fps", "25", code=1)  # a bug of the program's, whatever --max-failed says
     cache = TokenCache(tmp_path / "c")
     assert cache.failed == {ids[3]: "own-code"}
     assert cache.video_ids == sorted({*ids} - {ids[3], ids[10]})
@@ -104,8 +92,7 @@ def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_o
     """One by a signal, its neighbour by an error after which the GPU is of no use to the process."""
     ids = tiny_videos(tmp_path / "videos", 10)  # the fourth has five frames, the fifth six
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Poison"]
-    done = run_here(prune, [*argv, "--fps", "25", "--encode-workers", "1"])
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *argv, "--fps", "25", "--encode-workers", "1")
     cache = TokenCache(tmp_path / "c")
     assert cache.failed == {ids[3]: "crash", ids[4]: "crash"}
     assert cache.video_ids == sorted({*ids} - {*cache.failed})
@@ -125,8 +112,7 @@ def test_a_video_that_kills_its_encoder_costs_none_of_those_that_share_its_bundl
     for name in (name for number, name in enumerate(ids) if number % 7 in (3, 4) and name != poison):
         shutil.copy(folder / ids[0], folder / name)
     argv = [str(folder), "--out", str(cache), "--pruner", "tests.jobs.poison:Poison", "--fps", "25"]
-    done = run_here(prune, [*argv, "--max-frames", "8", "--encode-batch-frames", "64"])
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *argv, "--max-frames", "8", "--encode-batch-frames", "64")
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["resources"]["plan"]["videos_per_bundle"] == 2
     found = TokenCache(cache)
@@ -140,16 +126,13 @@ def test_a_question_that_kills_its_model_twice_is_an_error_row_and_the_others_ar
     _, per_frame, hidden = SHAPE
     tokens = random_tokens(9, (BREAKS_THE_GPU, per_frame, hidden))
     write_shard(store, "later", encoded("poison", tokens, 1.0, "none"))
-    rows = [
-        {"question_id": f"q{n}", "video_id": "poison" if n == 4 else "good", "prompt": f"What is thing {n}?"}
-        for n in range(8)
-    ]
+    videos = ["poison" if n == 4 else "good" for n in range(8)]
+    rows = [{"question_id": f"q{n}", "video_id": v, "prompt": f"What is thing {n}?"} for n, v in enumerate(videos)]
     questions = write_questions(tmp_path / "q.jsonl", rows)
     argv = [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "answers")]
     argv += ["--pruner", "tests.jobs.poison:PoisonInside", "--pruner-param", f"per_frame={per_frame}"]
     argv += ["--retention-ratio", "0.5", "--max-new-tokens", "2"]
-    done = run_here(generate, argv)
-    assert done.returncode == 0, done.stdout
+    said_by(generate, *argv)
     answers = {row["question_id"]: row for row in read_answers(tmp_path / "answers").to_pylist()}
     assert {name: row["error_class"] for name, row in answers.items() if row["status"] != "ok"} == {"q4": "crash"}
     assert len(answers) == 8
@@ -164,10 +147,8 @@ def test_files_that_many_videos_miss_are_a_failed_run(one_ray, tmp_path):
     rows = [{"video_id": f"v{n}", "uri": "good.mp4" if n % 2 else f"away{n}.mp4"} for n in range(22)]
     (tmp_path / "in" / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
     argv = [str(tmp_path / "in" / "m.jsonl"), "--out", str(tmp_path / "c"), "--num-frames", "2"]
-    done = run_here(prune, argv)
-    assert done.returncode == 1, done.stdout
-    said = " ".join(done.stdout.split())
+    said = said_by(prune, *argv, code=1)
     assert "failed: 11 of 22 videos failed for infrastructure reasons (I/O, bugs, GPU memory)" in said
     assert said.endswith("more than 10. Check nodes, mounts, credentials and GPUs, then rerun with --retry-failed")
     assert set(TokenCache(tmp_path / "c").failed.values()) == {"io"}
-    assert run_here(prune, [*argv, "--max-failed", "11"]).returncode == 0
+    said_by(prune, *argv, "--max-failed", "11")

@@ -9,25 +9,19 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from ray.data._internal.logical.optimizers import get_execution_plan
-from rich.console import Console
 
 from gstep.backbones import ModelSource
 from jobs import generate, prune
 from pipeline import answer_questions
 from pipeline.generate import run
 from pipeline.generate.answers import AnswersTable, read_answers
-from pipeline.generate.config import GenerateConfig
-from pipeline.generate.job import AnswerJob, Questions, plan_answers
-from pipeline.runner.stages import RESTARTS, TASK_RETRIES
 from pipeline.runner.watchdog import Watchdog
 from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.stores import LocalStore, store_at
-from tests.builders.answers import setup_of, write_questions
-from tests.builders.runs import assert_all_gone, clips, family, forbid_ray
+from tests.builders.answers import write_questions
+from tests.builders.runs import assert_all_gone, clips, document_of, family, forbid_ray, said_by
 from tests.builders.stores import SECRET, S3Server
 from tests.jobs.faults import begin_forked, fork
 from tests.jobs.hostile import HangingAnswerer
@@ -68,8 +62,13 @@ def cache(tmp_path_factory) -> Path:
     return out
 
 
-def ask(cache: Path, questions: Path, out: Path, *options: str) -> int:
-    return generate.main([str(cache), "--questions", str(questions), "--out", str(out), *OPTIONS, *options])
+def argv_of(cache: Path, questions: Path, out: Path) -> list[str]:
+    return [str(cache), "--questions", str(questions), "--out", str(out), *OPTIONS]
+
+
+def ask(*given: Path, options: tuple[str, ...] = (), code: int = 0) -> str:
+    """What jobs.generate says, asked of a cache, a file of questions and a place for answers."""
+    return said_by(generate, *argv_of(*given), *options, code=code)
 
 
 def rows_of(out: Path | str) -> dict[str, dict]:
@@ -81,7 +80,7 @@ def first(cache, tmp_path_factory) -> tuple[Path, Path]:
     """(questions, answers) of one finished run."""
     folder = tmp_path_factory.mktemp("first")
     questions = write_questions(folder / "q.jsonl", asked())
-    assert ask(cache, questions, folder / "answers") == 0
+    ask(cache, questions, folder / "answers")
     return questions, folder / "answers"
 
 
@@ -110,24 +109,20 @@ def test_every_question_has_its_answer_or_the_reason_and_the_run_its_record(firs
     assert identity["cache"]["retention_ratio"] == 0.25
 
 
-def test_nothing_is_asked_twice_and_a_changed_question_is_refused(first, cache, tmp_path, monkeypatch, capsys):
+def test_nothing_is_asked_twice_and_a_changed_question_is_refused(first, cache, tmp_path, monkeypatch):
     forbid_ray(monkeypatch)
     before = sorted(first[1].rglob("*"))
-    assert ask(cache, *first) == 0
-    said = capsys.readouterr()
-    assert "17 of 17 questions have their answers already" in said.err
-    assert "14 answered, 3 failed, 0 without a row" in said.out
-    assert ask(cache, *first, "--json") == 0
-    record = json.loads(capsys.readouterr().out)
-    assert (record["n_questions"], record["n_ok"], record["n_new"], record["out"]) == (17, 14, 0, str(first[1]))
-    assert record["failures"] == dict.fromkeys(FAILURES.values(), 1) and record["n_failed"] == 3
+    said = ask(cache, *first)
+    assert "17 of 17 questions have their answers already" in said and "14 answered, 3 failed, 0 without a row" in said
+    code, record, _ = document_of(generate, argv_of(cache, *first))
+    assert (code, record["n_questions"], record["n_ok"], record["n_failed"], record["n_new"]) == (0, 17, 14, 3, 0)
+    assert (record["failures"], record["out"]) == (dict.fromkeys(FAILURES.values(), 1), str(first[1]))
     changed = write_questions(tmp_path / "q.jsonl", [{**asked()[0], "prompt": "Something else?"}])
-    assert ask(cache, changed, first[1]) == 2
-    assert "q00: prompt was 'What is special?', is 'Something else?'" in " ".join(capsys.readouterr().err.split())
+    assert "q00: prompt was 'What is special?', is 'Something else?'" in ask(cache, changed, first[1], code=2)
     assert sorted(first[1].rglob("*")) == before
 
 
-def test_every_video_is_asked_the_same_without_a_file_and_goes_on_so(cache, tmp_path, monkeypatch, capsys):
+def test_every_video_is_asked_the_same_without_a_file_and_goes_on_so(cache, tmp_path, monkeypatch):
     asked = [str(cache), "--ask", "What is this?", "--ask", "Why?", "--out", str(tmp_path / "o"), *OPTIONS]
     assert generate.main([*asked, "--limit", "3"]) == 0
     first = read_answers(tmp_path / "o")
@@ -142,15 +137,13 @@ def test_every_video_is_asked_the_same_without_a_file_and_goes_on_so(cache, tmp_
     summary = answer_questions(cache, ask=["Why?"], out=tmp_path / "o", retention_ratio=0.10, max_new_tokens=6)
     assert (summary.n_ok, summary.n_new) == (2, 0)
     forbid_ray(monkeypatch)
-    capsys.readouterr()
-    assert generate.main([*asked[:3], *asked[5:]]) == 0
-    assert "2 of 2 questions have their answers already" in capsys.readouterr().err
+    assert "2 of 2 questions have their answers already" in said_by(generate, *asked[:3], *asked[5:])
 
 
 def test_neither_batches_nor_workers_nor_formats_change_an_answer(first, cache, tmp_path):
     questions = write_questions(tmp_path / "q.csv", asked())
     options = ("--batch-size", "1", "--workers", "2", "--questions-per-shard", "3", "--format", "jsonl")
-    assert ask(cache, questions, tmp_path / "o", *options) == 0
+    ask(cache, questions, tmp_path / "o", options=options)
     alone, together = rows_of(tmp_path / "o"), rows_of(first[1])
     assert {row["batch_size"] for row in alone.values()} == {1, None}
     shards = list((tmp_path / "o" / "answers").iterdir())
@@ -162,20 +155,16 @@ def test_neither_batches_nor_workers_nor_formats_change_an_answer(first, cache, 
 
 
 def test_another_seed_draws_other_answers_and_the_greedy_stay(first, cache, tmp_path):
-    questions = write_questions(tmp_path / "q.parquet", [{"choices": None, **row} for row in drawn_and_scored()])
-    assert ask(cache, questions, tmp_path / "o", "--seed", "1", "--choices", "loglikelihood") == 0
+    # Two greedy questions, two that are drawn, one with choices; as a table has them, every column in each row.
+    rows = [{"temperature": None, "choices": None, **asked()[i]} for i in (0, 1, 8, 9, 12)]
+    questions = write_questions(tmp_path / "q.parquet", [{**row, "video_id": [row["video_id"]]} for row in rows])
+    ask(cache, questions, tmp_path / "o", options=("--seed", "1", "--choices", "loglikelihood"))
     other, before = rows_of(tmp_path / "o"), rows_of(first[1])
     assert all(other[name]["answer"] == before[name]["answer"] for name in ("q00", "q01"))
     assert all(other[name]["answer"] != before[name]["answer"] for name in ("q08", "q09"))
     text = other["q12"]
     assert text["answer"] == ["a dog", "a bike", "a house"][text["choice"]]
     assert min(text["choice_tokens"]) >= 1 and text["choice_normalised"] is not None
-
-
-def drawn_and_scored() -> list[dict]:
-    """Two greedy questions, two that are drawn, one with choices; as a table has them, every column in each row."""
-    rows = [asked()[i] for i in (0, 1, 8, 9, 12)]
-    return [{"temperature": None, **row, "video_id": [row["video_id"]]} for row in rows]
 
 
 def answer_until_killed(argv: list[str], log: str, address: str, owner: int) -> None:
@@ -218,9 +207,9 @@ def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(one_ray, ca
     assert len({row["run_id"] for row in again.values()}) == 2
 
 
-def test_a_device_that_the_cluster_lacks_is_refused_before_any_row(cache, first, tmp_path, capsys):
-    assert ask(cache, first[0], tmp_path / "o", "--device", "cuda") == 2
-    assert "--device cuda: the Ray cluster has no GPU" in " ".join(capsys.readouterr().err.split())
+def test_a_device_that_the_cluster_lacks_is_refused_before_any_row(cache, first, tmp_path):
+    said = ask(cache, first[0], tmp_path / "o", options=("--device", "cuda"), code=2)
+    assert "--device cuda: the Ray cluster has no GPU" in said
     assert [path.name for path in (tmp_path / "o").rglob("*")] == ["runs"]
 
 
@@ -239,28 +228,16 @@ class HastyWatchdog(Watchdog):
         return report
 
 
-def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, monkeypatch, capsys):
+def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.generate.job.Answerer", HangingAnswerer)
     monkeypatch.setattr("pipeline.runner.execution.Watchdog", HastyWatchdog)
-    assert ask(cache, first[0], tmp_path / "o", "--stall-timeout", "30") == 1
-    text = " ".join(capsys.readouterr().err.split())
+    text = ask(cache, first[0], tmp_path / "o", options=("--stall-timeout", "30"), code=1)
     assert "failed: no question moved for 30 s: answer holds 1 (q00 on " in text and "the storage of the cache" in text
     assert len(rows_of(tmp_path / "o")) == 2  # what needs no model was committed before
     (record,) = [json.loads(path.read_text()) for path in (tmp_path / "o" / "runs").iterdir()]
     assert record["status"] == "failed"
     hangs = [pid for pid, title in family(os.getpid()).items() if "HangingAnswerer" in title]
     assert_all_gone(hangs)  # the next run in this process has its CPU
-
-
-def test_every_retry_is_finite(cache):
-    plan = plan_answers(8, 2, 100, GenerateConfig(questions="q.jsonl"))
-    question = {"question_id": "1", "video_ids": ["v"], "prompt": "p", "decoding": "{}", "attempts": 1}
-    job = AnswerJob(setup_of(LocalStore(cache)), Console(quiet=True), Mock())
-    dataset = job.graph(Questions([question]), plan, None).dataset
-    operator = get_execution_plan(dataset._logical_plan)[0].dag
-    options = {name: operator._ray_remote_args[name] for name in ("max_restarts", "max_task_retries", "num_gpus")}
-    assert options == {"max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES, "num_gpus": 1}
-    assert "->" not in operator.name and not operator.input_dependencies[0].input_dependencies
 
 
 def test_cache_questions_and_answers_on_s3(cache, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from jobs import generate, recode
 from pipeline import read_answers
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
 from tests.builders.answers import tiny_cache, write_questions
-from tests.builders.runs import family, run_here
+from tests.builders.runs import family, run_here, said_by
 from tests.gstep.quantized import quantize
 from tests.waiting import wait_until
 
@@ -56,8 +56,7 @@ def test_both_engines_give_the_same_rows(one_ray, asked, tmp_path, choices, code
         asked = [str(tmp_path / "coded"), *asked[1:]]
     common = [*asked, "--retention-ratio", "0.1", "--choices", choices, "--max-new-tokens", "6"]
     for engine in ("transformers", "vllm"):
-        done = run_here(generate, [*common, "--out", str(tmp_path / engine), "--engine", engine])
-        assert done.returncode == 0, done.stdout
+        said_by(generate, *common, "--out", tmp_path / engine, "--engine", engine)
     ours, theirs = answers(tmp_path / "vllm"), answers(tmp_path / "transformers")
     assert ours.keys() == theirs.keys() and len(ours) == 37
     assert ours["away"]["error_class"] == theirs["away"]["error_class"] == "unknown-video"
@@ -72,10 +71,9 @@ def test_both_engines_give_the_same_rows(one_ray, asked, tmp_path, choices, code
         if row["choice_scores"]:
             assert row["choice_scores"] == pytest.approx(other["choice_scores"], abs=1e-4)
     # Another engine's answers are not gone on with, and a second run asks nothing.
-    refused = run_here(generate, [*common, "--out", str(tmp_path / "vllm")])
-    assert refused.returncode == 2 and "engine" in refused.stdout
-    again = run_here(generate, [*common, "--out", str(tmp_path / "vllm"), "--engine", "vllm"])
-    assert again.returncode == 0 and len(list((tmp_path / "vllm" / "answers").iterdir())) > 0
+    assert "engine" in said_by(generate, *common, "--out", tmp_path / "vllm", code=2)
+    said_by(generate, *common, "--out", tmp_path / "vllm", "--engine", "vllm")
+    assert len(list((tmp_path / "vllm" / "answers").iterdir())) > 0
     (header,) = [json.loads((tmp_path / "vllm" / "answers.json").read_text())["identity"]["engine"]]
     assert header == {"name": "vllm"}
 
@@ -119,10 +117,8 @@ def test_an_argument_that_vllm_does_not_know_is_refused(one_ray, asked, tmp_path
 def test_an_argument_that_leaves_no_room_for_the_largest_video_is_refused(one_ray, asked, tmp_path):
     tiny_cache(tmp_path / "large", ("a", "b", "c"), shape=(280, 49, 64))  # of which a quarter is cached
     argv = [str(tmp_path / "large"), *asked[1:], "--out", str(tmp_path / "o"), "--engine", "vllm", "--engine-param"]
-    refused = run_here(generate, [*argv, "max_num_batched_tokens=640"])
-    assert refused.returncode == 2 and "limits a video to 3,149 tokens in a prompt, and the largest has 3,431" in (
-        refused.stdout
-    )
+    refused = said_by(generate, *argv, "max_num_batched_tokens=640", code=2)
+    assert "limits a video to 3,149 tokens in a prompt, and the largest has 3,431" in refused
 
 
 def test_quantized_language_models_answer_and_both_models_are_in_the_identity(one_ray, asked, tmp_path):

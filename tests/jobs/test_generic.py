@@ -12,7 +12,7 @@ from pipeline.generate.model import find_model
 from pipeline.serve.config import ServeConfig
 from pipeline.serve.server import make_served_cache
 from tests.builders.clips import sample
-from tests.builders.runs import run_here
+from tests.builders.runs import said_by
 
 CLIP = sample("bikes.mp4")
 MODEL = ["--model", "tiny-qwen3-vl"]
@@ -50,18 +50,15 @@ def test_a_cache_of_the_family_generic(one_ray, tmp_path):
     (tmp_path / "v").mkdir()
     (tmp_path / "v" / CLIP.name).write_bytes(CLIP.read_bytes())
     argv = [str(tmp_path / "v"), *MODEL, *FRAMES, "--pruner", "none"]
-    done = run_here(prune, [*argv, *GENERIC, "--out", str(cache)])
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *argv, *GENERIC, "--out", cache)
     model = json.loads((cache / "cache.json").read_text())["identity"]["model"]
     assert (model["type"], model["family"]) == ("qwen3_vl", "generic")
     (record,) = (json.loads(path.read_text()) for path in (cache / "runs").glob("*.json"))
     assert record["parity"]["class"] == "Qwen3VLForConditionalGeneration"
     tokens = pipeline.TokenCache(cache)
-    extra = tokens.metadata(CLIP.name)["model_extra"]
-    assert extra.keys() == {"record"} and len(extra["record"]) < 1000
+    assert tokens.metadata(CLIP.name)["model_extra"].keys() == {"record"}
 
-    done = run_here(prune, [*argv, "--out", str(table)])
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *argv, "--out", table)
     assert "family" not in json.loads((table / "cache.json").read_text())["identity"]["model"]
     of_table = pipeline.TokenCache(table).get(CLIP.name)
     of_generic = tokens.get(CLIP.name)
@@ -73,58 +70,35 @@ def test_a_cache_of_the_family_generic(one_ray, tmp_path):
         asked = pipeline.answer_questions(place, ask=["What moves?"], out=place / "a", max_new_tokens=4, progress=False)
         answers.append(pipeline.read_answers(asked.out)["answer"].to_pylist())
     assert answers[0] == answers[1]
-    late = ["--pruner", "vidcom2", "--retention-ratio", "0.5", "--max-new-tokens", "2", "--out", str(tmp_path / "late")]
-    done = run_here(generate, [str(cache), "--ask", "Why?", *late])
-    assert done.returncode == 0, done.stdout
+    late = ("--pruner", "vidcom2", "--retention-ratio", "0.5", "--max-new-tokens", "2")
+    said_by(generate, cache, "--ask", "Why?", *late, "--out", tmp_path / "late")
 
     pruned, again = tmp_path / "pruned", tmp_path / "again"
-    done = run_here(prune, [*argv[:-2], *GENERIC, "--out", str(pruned)])
-    assert done.returncode == 0, done.stdout
-    done = run_here(reprune, [str(cache), "--retention-ratio", "0.25", "--out", str(again)])
-    assert done.returncode == 0, done.stdout
+    said_by(prune, *argv[:-2], *GENERIC, "--out", pruned)
+    said_by(reprune, cache, "--retention-ratio", "0.25", "--out", again)
     first, second = (pipeline.TokenCache(place).get(CLIP.name, order="selection") for place in (pruned, again))
     assert torch.equal(first.tokens, second.tokens) and torch.equal(first.index, second.index)
-    done = run_here(verify, [str(pruned), "--live", "1", "--video-root", str(tmp_path / "v")])
-    assert done.returncode == 0 and "same, 100.0% of the positions" in done.stdout, done.stdout
+    assert "same, 100.0% of the positions" in said_by(verify, pruned, "--live", "1", "--video-root", tmp_path / "v")
 
-    ask = [str(cache), "--ask", "Why?", "--out", str(tmp_path / "none")]
+    none = ("--out", tmp_path / "none")
+    ask, late = (cache, "--ask", "Why?", *none), ("--retention-ratio", "0.5")
     refusals = [
-        (
-            prune,
-            [*argv, *GENERIC, "--evidence", "token_key", "--out", str(tmp_path / "none")],
-            "the encoder of qwen3_vl by the family generic does not give it",
-        ),
-        (
-            prune,
-            [*argv, "--out", str(cache)],
-            "made with --family generic, and one cache holds one kind of rows: model.family: the cache has 'generic', "
-            "this run None Use those settings",
-        ),
-        (
-            prune,
-            [*argv, *GENERIC, "--out", str(table)],
-            "made without --family, and one cache holds one kind of rows: model.family: the cache has None, this run "
-            "'generic' Use those settings",
-        ),
-        (
-            merge,
-            [str(cache), str(table), "--out", str(tmp_path / "none")],
-            f"'generic', {table} None Merge only caches",
-        ),
+        (prune, (*argv, *GENERIC, "--evidence", "token_key", *none), "by the family generic does not give it"),
+        (prune, (*argv, "--out", cache), "made with --family generic, and one cache holds one kind of rows"),
+        (prune, (*argv, *GENERIC, "--out", table), "made without --family, and one cache holds one kind of rows"),
+        (merge, (cache, table, *none), f"'generic', {table} None Merge only caches"),
         (
             generate,
-            [*ask, "--engine", "vllm"],
+            (*ask, "--engine", "vllm"),
             "vLLM has no class that takes cached tokens of qwen3_vl (family generic)",
         ),
-        (generate, [*ask, "--pruner", "fastv", "--retention-ratio", "0.5"], "not implemented for the family generic"),
-        (generate, [*ask, "--pruner", "visionzip", "--retention-ratio", "0.5"], "generic does not give it"),
+        (generate, (*ask, "--pruner", "fastv", *late), "not implemented for the family generic"),
+        (generate, (*ask, "--pruner", "visionzip", *late), "generic does not give it"),
     ]
     for command, words, why in refusals:
-        done = run_here(command, words)
-        assert done.returncode == 2 and why in " ".join(done.stdout.split()), done.stdout
-    with pytest.raises(UsageError, match="vLLM has no class"):
-        make_served_cache(ServeConfig(cache=str(cache)))
-    with pytest.raises(UsageError, match="vLLM has no class"):
-        pipeline.vllm_options(tokens)
+        assert why in said_by(command, *words, code=2)
+    for use in (lambda: make_served_cache(ServeConfig(cache=str(cache))), lambda: pipeline.vllm_options(tokens)):
+        with pytest.raises(UsageError, match="vLLM has no class"):
+            use()
     with pytest.raises(IdentityMismatch, match="was made with the family qwen3_vl"):
         find_model("the cache", pipeline.TokenCache(table).identity["model"], family="generic")

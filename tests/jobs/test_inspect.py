@@ -1,12 +1,10 @@
 """jobs.inspect: what it shows, lists and writes of caches and of answers, what it refuses, and how it fails."""
 
-import json
 import os
 import pty
 import select
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from pipeline.generate.answers import commit_answers, write_answers_header
 from pipeline.runner.claim import Claim, find_holder
 from pipeline.runner.run_record import RunFile
 from pipeline.storage.stores import LocalStore
-from tests.paths import ROOT
+from tests.builders.runs import document_of, said_by
 from tests.pipeline.pages import FRAMES, VIDEO, build, decoded_clip, pictures_of
 from tests.waiting import wait_until
 
@@ -28,51 +26,20 @@ def cache(tmp_path_factory) -> TokenCache:
     return build(tmp_path_factory.mktemp("out") / "cache", decoded_clip(tmp_path_factory.mktemp("videos")))
 
 
-def test_html_is_written_with_pictures(cache, tmp_path, capsys):
+def test_html_is_written_with_pictures(cache, tmp_path):
     file = tmp_path / "page.html"
-    assert inspect.main([str(cache.store), "--html", str(file), "--video-root", "/", VIDEO]) == 0
-    assert len(pictures_of(file.read_text())) == FRAMES
-    assert f"{VIDEO} with pictures of its frames" in " ".join(capsys.readouterr().out.split())
+    said = said_by(inspect, cache.store, "--html", file, "--video-root", "/", VIDEO)
+    assert f"{VIDEO} with pictures of its frames" in said and len(pictures_of(file.read_text())) == FRAMES
 
 
-@pytest.mark.parametrize(
-    ("video_id", "file", "message"),
-    [
-        ("bad.mp4", "page.html", "'bad.mp4' failed: corrupt: the file is cut off"),
-        (VIDEO, "nowhere/page.html", "nowhere does not exist"),
-        ("bad.mp", "page.html", "did you mean bad.mp4?"),
-        (VIDEO, ".", "is a folder"),
-    ],
-)
-def test_what_cannot_be_shown_is_refused(cache, tmp_path, capsys, video_id, file, message):
-    assert inspect.main([str(cache.store), video_id, "--html", str(tmp_path / file)]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert not list(tmp_path.iterdir())
+def document(*argv: object) -> dict:
+    code, found, _ = document_of(inspect, [str(word) for word in argv])
+    assert code == 0
+    return found
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--retention-ratio", "0.1"], "--retention-ratio needs a video"),
-        (["--html", "page.html"], "--html needs a video: name its ID"),
-        (["--video-root", "/"], "--video-root goes with --html"),
-        ([VIDEO, "--watch"], "--watch cannot be combined with an ID"),
-        (["--failed", "--watch"], "--failed cannot be combined with --watch"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(cache, capsys, flags, message):
-    with pytest.raises(SystemExit, match="2"):
-        inspect.main([str(cache.store), *flags])
-    assert message in capsys.readouterr().err
-
-
-def document(capsys, *argv: str) -> dict:
-    assert inspect.main([*argv, "--json"]) == 0
-    return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-
-
-def test_a_cache_as_a_document(cache, capsys):
-    found = document(capsys, str(cache.store))
+def test_a_cache_as_a_document(cache):
+    found = document(cache.store)
     assert (found["cache"], found["n_videos"], found["n_ok"], found["n_failed"]) == (str(cache.store), 2, 1, 1)
     assert found["failures"] == {"corrupt": 1} and found["examples"] == {"corrupt": ["bad.mp4", "the file is cut off"]}
     assert found["identity"]["retention_ratio"] == 0.25 and found["last_run"] is None
@@ -80,11 +47,11 @@ def test_a_cache_as_a_document(cache, capsys):
     assert {"tokens_in", "tokens_kept", "token_bytes", "seconds", "n_warned", "n_outside", "exit_code"} <= found.keys()
 
 
-def test_a_video_as_a_document(cache, capsys):
-    found = document(capsys, str(cache.store), VIDEO, "--retention-ratio", "0.1")
+def test_a_video_as_a_document(cache):
+    found = document(cache.store, VIDEO, "--retention-ratio", "0.1")
     assert (found["status"], found["retention_ratio"], found["n_kept"]) == ("ok", 0.1, 156)
     assert sum(found["kept_per_frame"]) == 156 and sum(found["row"]["kept_per_frame"]) == 392
-    found = document(capsys, str(cache.store), "bad.mp4")
+    found = document(cache.store, "bad.mp4")
     assert (found["status"], found["n_kept"], found["row"]["error_class"]) == ("failed", None, "corrupt")
 
 
@@ -94,10 +61,9 @@ def test_what_failed_is_a_list_of_ids_classes_and_messages(cache, tmp_path, caps
     said = {"stage": "decode", "class": "corrupt", "message": "the file is cut off", "attempts": 1}
     bad = {"video_id": "bad.mp4", "uri": "/videos/bad.mp4", **said}
     store = shutil.copytree(cache.store.root, tmp_path / "c")
-    assert document(capsys, str(store), "--failed")["failed"] == [bad]
-    assert compact.main([str(store)]) == 0  # found through an index too
-    capsys.readouterr()
-    found = document(capsys, str(store), "--failed")
+    assert document(store, "--failed")["failed"] == [bad]
+    said_by(compact, store)  # found through an index too
+    found = document(store, "--failed")
     assert found["n_failed"] == 1 and found["failed"] == [bad]
 
 
@@ -114,56 +80,53 @@ def answers(tmp_path) -> Path:
     return store.root
 
 
-def test_answers_are_shown_and_listed(answers, capsys):
-    assert inspect.main([str(answers)]) == 0
-    said = capsys.readouterr().out
+def test_answers_are_shown_and_listed(answers):
+    said = said_by(inspect, answers)
     assert "1 answered, 1 failed" in said and "a bike" in said
-    assert inspect.main([str(answers), "1"]) == 0
-    assert "6 of 60" in capsys.readouterr().out
-    assert inspect.main([str(answers), "--failed"]) == 0
-    assert capsys.readouterr().out == "2\tio\tgone\n"
-    assert document(capsys, str(answers))["n_ok"] == 1
-    assert document(capsys, str(answers), "1")["rows"][0]["answer"] == "a bike"
-    found = document(capsys, str(answers), "--failed")
+    assert "6 of 60" in said_by(inspect, answers, "1")
+    assert "2 io gone" in said_by(inspect, answers, "--failed")
+    assert document(answers)["n_ok"] == 1
+    assert document(answers, "1")["rows"][0]["answer"] == "a bike"
+    found = document(answers, "--failed")
     assert [(item["question_id"], item["class"]) for item in found["failed"]] == [("2", "io")]
 
 
-def test_what_goes_with_a_cache_alone_and_what_is_neither_is_refused(answers, tmp_path, capsys):
-    assert inspect.main([str(answers), "3"]) == 2
-    assert inspect.main([str(answers), "11"]) == 2
-    assert "'11' is not among the 2 answers" in (said := capsys.readouterr().err) and "did you mean 1?" in said
-    assert inspect.main([str(answers), "1", "--retention-ratio", "0.1"]) == 2
-    assert "holds answers" in capsys.readouterr().err
-    assert inspect.main([str(tmp_path)]) == 2  # as the results of jobs.evaluate hold them
-    assert f"name {answers} or" in " ".join(capsys.readouterr().err.split())
+def test_what_goes_with_a_cache_alone_and_what_is_neither_is_refused(answers, tmp_path):
+    said = said_by(inspect, answers, "11", code=2)
+    assert "'11' is not among the 2 answers" in said and "did you mean 1?" in said
+    assert "holds answers" in said_by(inspect, answers, "1", "--retention-ratio", "0.1", code=2)
+    assert f"name {answers} or" in said_by(inspect, tmp_path, code=2)
 
 
 def test_watching_ends_at_ctrl_c_and_the_run_goes_on(cache, tmp_path):
-    shutil.copytree(cache.store.root, tmp_path / "c")
-    store, (ours, theirs) = LocalStore(tmp_path / "c"), pty.openpty()
+    """In a process that is forked from this one, with a terminal."""
+    store = LocalStore(shutil.copytree(cache.store.root, tmp_path / "c"))
     shown = bytearray()
 
     def read() -> str:
-        while select.select([ours], [], [], 0.1)[0]:
-            shown.extend(os.read(ours, 4096))
+        while select.select([terminal], [], [], 0.1)[0]:
+            try:
+                shown.extend(os.read(terminal, 4096))
+            except OSError:  # the other side is closed
+                break
         return shown.decode()
 
     with Claim(store, "r9", print):
-        command = [sys.executable, "-m", "jobs.inspect", str(store), "--watch"]
-        watching = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs)
+        pid, terminal = pty.fork()
+        if pid == 0:
+            sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)  # not what captures the output of this test
+            os._exit(inspect.main([str(store), "--watch"]))
         wait_until(lambda: "r9 on" in read(), read)
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait(timeout=60) == 130
+        os.kill(pid, signal.SIGINT)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
         assert "the run itself continues" in read() and "Traceback" not in read()
         assert find_holder(store)["run_id"] == "r9"
 
 
-def test_watching_a_run_that_has_ended_says_how(cache, tmp_path, capsys):
-    shutil.copytree(cache.store.root, tmp_path / "c")
-    store = LocalStore(tmp_path / "c")
+def test_watching_a_run_that_has_ended_says_how(cache, tmp_path):
+    store = LocalStore(shutil.copytree(cache.store.root, tmp_path / "c"))
     for status, code in (("finished", 0), ("failed", 1)):
         RunFile(store, {"run_id": "r9", "host": "h", "pid": 1, "videos": 1}).save(status=status, error="the end")
-        assert inspect.main([str(store), "--watch"]) == code
-        assert f"r9 on h (pid 1) {status}" in capsys.readouterr().out
-    assert inspect.main([str(store), "--watch", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["last_run"]["status"] == "failed"
+        assert f"r9 on h (pid 1) {status}" in said_by(inspect, store.root, "--watch", code=code)
+    code, found, _ = document_of(inspect, [str(store.root), "--watch"])
+    assert (code, found["last_run"]["status"]) == (1, "failed")

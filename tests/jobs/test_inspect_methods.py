@@ -12,24 +12,19 @@ from jobs import inspect, prune, recode
 from pipeline import TokenCache
 from pipeline.errors import RatioNotCached, UnknownVideo, UsageError
 from tests.builders.clips import sample
-from tests.builders.runs import document_of, forbid_models
+from tests.builders.runs import document_of, forbid_models, said_by
 from tests.pipeline.pages import pictures_of
 
 CLIP = str(sample("bikes.mp4"))
 METHODS = ["gstep", "vidcom2", "random,seed=1"]
+LABELS = {"gstep": "gstep", "visionzip": "visionzip", "random": "random,seed=3"}
 RATIOS = ["25%", ".10"]
 
 
-def said(capsys) -> str:
-    output = capsys.readouterr()
-    return " ".join((output.err + output.out).split())
-
-
-def test_a_file_is_shown_and_written(tmp_path, capsys):
+def test_a_file_is_shown_and_written(tmp_path):
     page = tmp_path / "page.html"
     argv = [CLIP, "--method", *METHODS, "--retention-ratio", *RATIOS, "--num-frames", "3", "--html", str(page)]
-    assert inspect.main(argv) == 0
-    text = said(capsys)
+    text = said_by(inspect, *argv)
     assert "in common at 25 %" in text and f"{page}: " in text and "bikes.mp4 with pictures of its frames" in text
     html = page.read_text()
     assert len(pictures_of(html)) == 3 and html.count("data-method=") == 6
@@ -42,45 +37,10 @@ def test_a_file_is_shown_and_written(tmp_path, capsys):
     assert [row["kept_per_frame"] for row in document["selections"]] == [row.kept_per_frame for row in found.rows]
 
 
-def test_the_id_may_follow_the_ratio_as_ever(capsys):
-    code, document, _ = document_of(
-        inspect, [CLIP, "--method", "gstep", "--num-frames", "2", "--retention-ratio", ".2", "x"]
-    )
+def test_the_id_may_follow_the_ratio_as_ever():
+    argv = [CLIP, "--method", "gstep", "--num-frames", "2", "--retention-ratio", ".2", "x"]
+    code, document, _ = document_of(inspect, argv)
     assert code == 0 and document["video_id"] == "x" and document["selections"][0]["retention_ratio"] == 0.2
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["c", "--num-frames", "3"], "--num-frames goes with --method"),
-        (["c", "v", "--retention-ratio", ".25", ".1"], "several values of --retention-ratio go with --method"),
-        (["c", "v", "--retention-ratio", "x"], "argument --retention-ratio: invalid share value: 'x'"),
-        (["c", "--retention-ratio", "x"], "argument --retention-ratio: invalid share value: 'x'"),
-        (["c", "--retention-ratio", ".1", "v", "w"], "argument --retention-ratio: invalid share value: 'v'"),
-        (["c", "--method", "gstep", "--watch"], "--watch cannot be combined with --method"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(flags, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        inspect.main(flags)
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["gone.mp4", "--method", "gstep"], "io: "),
-        ([CLIP, "--method", "fastv"], "--method fastv: it selects inside the language model, anew for every question"),
-        ([CLIP, "--method", "gstep", "--video-root", "/"], "is not a cache"),
-        ([CLIP, "--method", "gstep", "--html", "nowhere/page.html"], "nowhere does not exist"),
-        ([".", "--method", "gstep"], "is a folder, not a video file"),
-        ([CLIP, "--method", "visionzip", "--model", "tiny-internvl"], "--method visionzip: the encoder of internvl"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(argv, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert inspect.main(argv) == 2
-    assert message in said(capsys) and not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +50,11 @@ def caches(one_ray, tmp_path_factory) -> Path:
     (folder / "v").mkdir()
     shutil.copy(CLIP, folder / "v")
     (folder / "v" / "text.mp4").write_text("this is no video\n" * 50)
-    ways = {
-        "gstep": [],
-        "visionzip": ["--pruner", "visionzip"],
-        "whole": ["--pruner", "none", "--evidence", "visionzip"],
-        "random": ["--pruner", "random", "--seed", "3"],
-        "fastvid": ["--pruner", "fastvid", "--siglip", "tiny"],
-    }
+    ways = {"gstep": "", "visionzip": "--pruner visionzip", "whole": "--pruner none --evidence visionzip"}
+    ways |= {"random": "--pruner random --seed 3", "fastvid": "--pruner fastvid --siglip tiny"}
     for name, flags in ways.items():
-        argv = [str(folder / "v"), "--num-frames", "4", "--dtype", "float32", *flags, "--out", str(folder / name)]
-        assert prune.main(argv) == 0
-    assert recode.main([str(folder / "whole"), "--token-codec", "int8", "--out", str(folder / "coded")]) == 0
+        said_by(prune, folder / "v", *f"--num-frames 4 --dtype float32 {flags}".split(), "--out", folder / name)
+    said_by(recode, folder / "whole", "--token-codec", "int8", "--out", folder / "coded")
     return folder
 
 
@@ -116,7 +70,7 @@ def compared(caches: Path, name: str, methods: list[str] | None = None, **option
 
 @pytest.mark.slow
 def test_what_a_cache_stores_is_shown_as_it_is_stored(caches, no_models):
-    for name, label in (("gstep", "gstep"), ("visionzip", "visionzip"), ("random", "random,seed=3")):
+    for name, label in LABELS.items():
         video = TokenCache(caches / name).get("bikes.mp4")
         for methods in (None, [], [label]):
             (row,) = compared(caches, name, methods, video_roots=[str(caches / "v")]).rows
@@ -136,7 +90,7 @@ def test_what_a_cache_stores_is_shown_as_it_is_stored(caches, no_models):
 def test_methods_select_from_the_tokens_of_a_whole_cache_as_runs_do(caches, no_models):
     methods = ["gstep", "visionzip", "random,seed=3", "vidcom2"]
     found = compared(caches, "whole", methods, video_roots=[str(caches / "v")])
-    for name, label in (("gstep", "gstep"), ("visionzip", "visionzip"), ("random", "random,seed=3")):
+    for name, label in LABELS.items():
         video, row = TokenCache(caches / name).get("bikes.mp4"), found.selections[label, 0.25]
         assert torch.equal(row.index, video.index)
         assert row.merged is None or torch.equal(row.merged, video.merged)
@@ -183,29 +137,25 @@ def test_a_selection_of_the_cache_that_the_source_does_not_give_again_is_noted(c
 
 
 @pytest.mark.slow
-def test_nothing_is_ever_compared_on_a_part_of_the_tokens(caches, tmp_path, capsys):
-    argv = [str(caches / "gstep"), "bikes.mp4", "--method", "gstep", "vidcom2"]
-    assert inspect.main(argv) == 2
-    text = said(capsys)
+def test_nothing_is_ever_compared_on_a_part_of_the_tokens(caches, tmp_path):
+    def shown(cache: str, *options: str, code: int = 2) -> str:
+        return said_by(inspect, caches / cache, "bikes.mp4", "--method", *options, code=code)
+
+    text = shown("gstep", "gstep", "vidcom2")
     assert "holds only the tokens of gstep at 0.25, and vidcom2 would select from all tokens" in text
     assert f"--video-root {caches / 'v'}" in text and "python -m jobs.prune --pruner none" in text
-    assert inspect.main([*argv, "--video-root", str(caches / "v")]) == 0
-    assert "encoded again" in said(capsys)
-    assert inspect.main([str(caches / "coded"), "bikes.mp4", "--method", "visionzip"]) == 2
-    text = said(capsys)
+    assert "encoded again" in shown("gstep", "gstep", "vidcom2", "--video-root", str(caches / "v"), code=0)
+    text = shown("coded", "visionzip")
     assert "holds its tokens as int8, not as the encoder gave them" in text and "--evidence visionzip" in text
-    assert inspect.main([str(caches / "whole"), "bikes.mp4", "--method", "ottvid,K=3"]) == 2
-    assert "unknown parameter K of method 'ottvid'" in said(capsys)
-    assert inspect.main([str(caches / "whole"), "bikes.mp4", "--method", "fastvid", "--video-root", "/"]) == 2
-    assert "--method fastvid: " in (text := said(capsys)) and "name it with --siglip" in text
-    argv = [str(caches / "whole"), "bikes.mp4", "--method", "fastvid", "--video-root", "/", "--siglip", "tiny"]
-    assert inspect.main(argv) == 0
-    assert "fastvid" in said(capsys)
-
+    assert "unknown parameter K of method 'ottvid'" in shown("whole", "ottvid,K=3")
+    fastvid = ("fastvid", "--video-root", "/")
+    text = shown("whole", *fastvid)
+    assert "--method fastvid: " in text and "name it with --siglip" in text
+    assert "fastvid" in shown("whole", *fastvid, "--siglip", "tiny", code=0)
     moved = shutil.copytree(caches / "gstep", tmp_path / "moved")
     shutil.rmtree(moved / "runs")
-    assert inspect.main([str(moved), "bikes.mp4", "--method", "vidcom2", "--video-root", "/"]) == 2
-    assert "says how its videos were encoded: compare on the video file" in said(capsys)
+    text = shown(str(moved), "vidcom2", "--video-root", "/")
+    assert "says how its videos were encoded: compare on the video file" in text
 
 
 @pytest.mark.slow

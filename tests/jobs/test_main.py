@@ -1,5 +1,6 @@
-"""``gstep-cache``: every command by its name, versions, and a folder whose files hide this package."""
+"""``gstep-cache``: every command by its name, versions, ``--help``, and a folder whose files hide this package."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -7,8 +8,11 @@ from importlib import import_module
 
 import pytest
 
+from gstep.methods import METHODS, VIDEO_METHODS
+from jobs import doctor, evaluate, generate, inspect, prune, recode, reprune, serve
 from jobs.__main__ import COMMANDS, main
 from jobs.command import VERSIONED_PACKAGES
+from tests.builders.runs import run_here
 from tests.interpreter import run_python
 from tests.paths import ROOT, python_path
 
@@ -84,3 +88,38 @@ def test_a_file_that_hides_the_package_is_named_in_one_line(tmp_path, hiding):
     assert done.stderr.startswith(f"error: {file} hides the package") and "gstep-cache" in done.stderr
     if hiding == "pipeline.py":  # as the console script, which has not the current folder on its path
         assert in_folder(tmp_path, "-P", "-m", "jobs", "prune", "--help").returncode == 0
+
+
+def help_of(command, flag: str = "--help") -> str:
+    done = run_here(command, [flag])
+    assert done.returncode == 0
+    return done.stdout
+
+
+@pytest.mark.parametrize(("command", "methods"), [(prune, VIDEO_METHODS), (generate, METHODS)])
+def test_every_method_of_the_table_is_listed_where_it_runs(command, methods):
+    options = help_of(command, "--help-all").split("\noptions:\n")[1]
+    said = " ".join(options.split("\n  --pruner ")[1].split("\n  --")[0].split())
+    assert ", ".join(methods) in said
+    assert not [name for name in METHODS.keys() - methods.keys() if name in said.replace(",", "").split()]
+
+
+@pytest.mark.parametrize("command", [doctor, prune, generate, evaluate, serve, inspect])
+def test_help_is_a_screen_of_the_usual_options_and_leads_to_all(command):
+    short = help_of(command)
+    assert len(short.splitlines()) <= 60 and "--help-all" in short and "--s3-endpoint" not in short
+    usual = set(command.USUAL) - {"caches", "place", "item"}
+    assert all(f"--{name.replace('_', '-')}" in short or name.upper() in short for name in usual)
+    assert "--s3-endpoint" in help_of(command, "--help-all")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_help_lists_more_options_than_a_reader_takes_in(name):
+    assert len(re.findall(r"^  -", help_of(import_module(COMMANDS[name][0])), re.MULTILINE)) <= 25
+
+
+@pytest.mark.parametrize("command", [generate, evaluate, recode, reprune])
+def test_the_flag_about_your_own_method_is_no_flag_of_s3(command):
+    sections = help_of(command, "--help-all" if hasattr(command, "USUAL") else "--help").split("\n\n")
+    (titled,) = (section for section in sections if "\n  --on-changed " in section)
+    assert titled.startswith("your own method:") and "--s3-endpoint" not in titled

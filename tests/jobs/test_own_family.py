@@ -13,7 +13,8 @@ from gstep.errors import ModelError
 from gstep.language import prompt_builder
 from jobs import generate, prune, reprune, verify
 from pipeline.errors import UsageError, VideoFault
-from tests.builders.runs import clips, environment, run_here
+from tests.builders.clips import sample
+from tests.builders.runs import document_of, environment, said_by
 from tests.interpreter import run_python
 from tests.paths import ROOT, python_path
 
@@ -66,10 +67,9 @@ def own(tmp_path, monkeypatch) -> Path:
 def test_a_video_goes_through_a_users_own_family(own):
     options = {"model": "tiny", "num_frames": 4, "device": "cpu"}
     mine = pipeline.LocalEncoder(family="own_family:Mine", **options)
-    bikes = next(path for path in clips() if path.name == "bikes.mp4")
+    bikes, rabbit = sample("bikes.mp4"), sample("bigbuckbunny.mp4")
     stock = pipeline.encode_video(bikes, **options)
     assert torch.equal(mine(bikes).pruned.tokens, stock.pruned.tokens)
-    rabbit = next(path for path in clips() if path.name == "bigbuckbunny.mp4")
     with pytest.raises(VideoFault, match="takes no rabbits") as error:
         mine(rabbit)
     assert error.value.fault_class == "unsupported"
@@ -82,32 +82,27 @@ def test_a_video_goes_through_a_users_own_family(own):
         pipeline.LocalEncoder(family="own_family:Mine", **options)
 
 
-def test_a_plan_of_a_family_that_does_not_know_its_work(own, capsys):
-    plan = [*MINE, "--model", "tiny", "--plan", "--videos", "1000", "--seconds", "60"]
-    assert prune.main([*plan, "--gpus", "2", "--gpu-type", "A100", "--price", "gpu-hour=2", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    stock = ["--model", "tiny", *plan[4:], "--gpus", "2", "--gpu-type", "A100", "--price", "gpu-hour=2", "--json"]
-    assert prune.main(stock) == 0
-    known = json.loads(capsys.readouterr().out)
+def test_a_plan_of_a_family_that_does_not_know_its_work(own):
+    plan = ["--model", "tiny", "--plan", "--videos", "1000", "--seconds", "60"]
+    gpus = ["--gpus", "2", "--gpu-type", "A100", "--price", "gpu-hour=2"]
+    record, known = (document_of(prune, [*plan, *gpus, *family])[1] for family in (MINE, []))
     assert record.keys() == known.keys()
     assert record["gpu_s"] is None and record["stage_s"]["encode"] is None and record["encode_core_s"]["high"] == 0
     for name in ("output_bytes", "decode_core_s", "videos", "cluster"):
         assert record[name] == known[name]
     assert record["bottleneck"] in ("decode", "driver") and record["cost"]["total"]["expected"] > 0
     assert any("is not known, so time and cost are without encoding" in note for note in record["notes"])
-    assert prune.main([*plan, "--decode-cores", "8", "--json"]) == 0  # without GPUs
-    record = json.loads(capsys.readouterr().out)
+    _, record, _ = document_of(prune, [*plan, *MINE, "--decode-cores", "8"])  # without GPUs
     assert record["encode_core_s"] is None and record["gpu_s"]["high"] == 0
     assert record["stage_s"].keys() == known["stage_s"].keys() and record["stage_s"]["encode"] is None
     assert record["bottleneck"] == "decode" and "nvdec" not in record["remedy"]
-    assert prune.main([*plan, "--decode-cores", "8"]) == 0
-    assert "not known for this model" in capsys.readouterr().out
+    assert "not known for this model" in said_by(prune, *plan, *MINE, "--decode-cores", "8")
 
 
 @pytest.mark.slow
 def test_a_cache_of_a_users_own_family_and_who_may_read_it(own, tmp_path):
     """Ray's workers find the module on PYTHONPATH; a reader imports it where the user names it alone."""
-    videos = [str(path) for path in clips() if path.name in ("bikes.mp4", "bigbuckbunny.mp4")]
+    videos = [str(sample(name)) for name in ("bigbuckbunny.mp4", "bikes.mp4")]
     cache, answers = tmp_path / "mine", tmp_path / "answers"
     argv = [*videos, "--model", "tiny", *FRAMES, "--pruner", "none", "--out", str(cache)]
     there = environment(PYTHONPATH=python_path(ROOT, own))
@@ -132,8 +127,7 @@ def test_a_cache_of_a_users_own_family_and_who_may_read_it(own, tmp_path):
         (verify, [str(cache), "--live", "1", "--video-root", "/"], "what a cache says chooses no code"),
     ]
     for command, words, why in refusals:
-        done = run_here(command, words)
-        assert done.returncode == 2 and why in " ".join(done.stdout.split()), done.stdout
+        assert why in said_by(command, *words, code=2)
     assert not answers.exists()
 
     done = run_python("-m", "jobs.generate", *asking, *MINE, env=there)

@@ -12,12 +12,12 @@ from safetensors.numpy import load_file, save_file
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.checkpoints import tiny
-from jobs import prune
+from jobs import prune, reprune, verify
 from pipeline import TokenCache
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.builders.clips import write_clip
-from tests.builders.runs import clips, forbid_ray, run
+from tests.builders.clips import sample, write_clip
+from tests.builders.runs import clips, forbid_ray, run, said_by
 
 pytestmark = pytest.mark.slow
 
@@ -85,30 +85,23 @@ def test_the_stored_selection_is_the_readable_form_on_the_same_encoder_output(fi
     assert torch.equal(cache.newline, backbone.newline().to(torch.bfloat16))
 
 
-def test_a_second_run_does_nothing_and_another_identity_is_refused_by_name(first, folder, monkeypatch, capsys):
+def test_a_second_run_does_nothing_and_another_identity_is_refused_by_name(first, folder, monkeypatch):
     """With Ray forbidden: it neither connects nor loads a model."""
     forbid_ray(monkeypatch)
     before = sorted(first[0].rglob("*"))
 
-    def rerun(*options: str, frames: tuple[str, ...] = ("--num-frames", str(FRAMES))) -> tuple[int, str]:
-        code = prune.main([str(folder), "--out", str(first[0]), *frames, *options])
-        return code, " ".join(capsys.readouterr().err.split())
-
-    code, said = rerun()
-    assert code == 0 and "7 of 7 videos are in the cache already" in said
-    code, said = rerun("--retention-ratio", "0.1")
-    assert code == 0 and "stores retention ratio 0.25, which serves 0.1 too" in said
-    for options, difference in (
-        (("--pruner-param", "alpha=0.3"), "pruner.params.alpha: the cache has 0.5, this run 0.3"),
-        (("--pruner", "topk"), "pruner.method: the cache has 'gstep', this run 'topk'"),
-        (("--retention-ratio", "0.5"), "retention_ratio: the cache has 0.25, this run 0.5"),
-        (("--dtype", "bfloat16"), "dtype.compute: the cache has 'float32', this run 'bfloat16'"),
-        (("--model", "tiny-qwen3-vl"), "model.type: the cache has 'llava_onevision', this run 'qwen3_vl'"),
+    frames = f"--num-frames {FRAMES}"
+    for code, options, said in (
+        (0, frames, "7 of 7 videos are in the cache already"),
+        (0, f"{frames} --retention-ratio 0.1", "stores retention ratio 0.25, which serves 0.1 too"),
+        (2, f"{frames} --pruner-param alpha=0.3", "pruner.params.alpha: the cache has 0.5, this run 0.3"),
+        (2, f"{frames} --pruner topk", "pruner.method: the cache has 'gstep', this run 'topk'"),
+        (2, f"{frames} --retention-ratio 0.5", "retention_ratio: the cache has 0.25, this run 0.5"),
+        (2, f"{frames} --dtype bfloat16", "dtype.compute: the cache has 'float32', this run 'bfloat16'"),
+        (2, f"{frames} --model tiny-qwen3-vl", "model.type: the cache has 'llava_onevision', this run 'qwen3_vl'"),
+        (2, "--fps 1", "sampling.fps: the cache has None, this run 1.0"),
     ):
-        code, said = rerun(*options)
-        assert code == 2 and difference in said
-    code, said = rerun(frames=("--fps", "1"))
-    assert code == 2 and "sampling.fps: the cache has None, this run 1.0" in said
+        assert said in said_by(prune, folder, "--out", first[0], *options.split(), code=code)
     assert sorted(first[0].rglob("*")) == before
 
 
@@ -131,20 +124,20 @@ def test_whatever_a_decoder_does_costs_its_own_video_only(one_ray, tmp_path):
     assert len({parent for _, parent in calls}) == 1
 
 
-def test_a_broken_checkpoint_ends_the_run_with_its_reason(one_ray, tmp_path, capsys):
+def test_a_broken_checkpoint_ends_the_run_with_its_reason(one_ray, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(tiny.build("tiny"), model)
     weights = load_file(model / "model.safetensors")
     missing = "vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight"
     save_file({name: tensor for name, tensor in weights.items() if name != missing}, model / "model.safetensors")
-    assert prune.main(["--model", str(model), "--out", str(tmp_path / "c"), "--num-frames", "2"]) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "failed: the run stopped after 0 of 4 videos" in last and "encoder.layers.1.mlp.fc1.weight" in last
+    said = said_by(prune, "--model", model, "--out", tmp_path / "c", "--num-frames", 2, code=1)
+    last = said.partition("failed: the run stopped after 0 of 4 videos")[2]
+    assert "encoder.layers.1.mlp.fc1.weight" in last
     (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
     assert record["status"] == "failed"
 
 
-def test_a_manifest_with_clips_by_time_and_a_model_folder(one_ray, tmp_path, capsys):
+def test_a_manifest_with_clips_by_time_and_a_model_folder(one_ray, tmp_path):
     shutil.copytree(tiny.build("tiny"), tmp_path / "model")
     shutil.copy(clips()[1], tmp_path / "bikes.mp4")
     rows = [
@@ -171,7 +164,30 @@ def test_a_manifest_with_clips_by_time_and_a_model_folder(one_ray, tmp_path, cap
     assert again.video_ids == ["clip/é[red]x", "gone"]
     assert [again.metadata(name)["attempts"] for name in ("beyond", "gone", "clip/é[red]x")] == [2, 2, 1]
     (tmp_path / "bikes.mp4").write_bytes(b"broken since")
-    capsys.readouterr()
-    assert prune.main([*argv, "--on-changed", "redo", "--max-failed", "3"]) == 0
-    assert "1 videos (1 failed)" in capsys.readouterr().out
+    assert "1 videos (1 failed)" in said_by(prune, *argv, "--on-changed", "redo", "--max-failed", "3")
     assert len(TokenCache(tmp_path / "c[/b]").get("clip/é[red]x").index) == 4 * 196  # the earlier tokens stay
+
+
+def same(one, other):
+    one, other = TokenCache(one), TokenCache(other)
+    assert one.header == other.header and len(one) == len(other) == 2
+    for name in one.video_ids:
+        video, found = one.get(name, order="selection"), other.get(name, order="selection", verify=True)
+        assert torch.equal(video.tokens.view(torch.int16), found.tokens.view(torch.int16))
+        assert torch.equal(video.index, found.index)
+        assert video.metadata["checksum"] == found.metadata["checksum"]
+        assert video.metadata["temporal_density"] == found.metadata["temporal_density"]
+
+
+def test_a_cache_of_all_tokens_becomes_what_runs_make(one_ray, tmp_path):
+    """By jobs.reprune; tests/pipeline/rewrite/test_recode.py has other methods, and codecs."""
+    argv = [*map(str, (sample("bikes.mp4"), sample("carphone_pristine.mp4"))), "--num-frames", "4", "--siglip", "tiny"]
+    whole, made, again = (str(tmp_path / name) for name in ("whole", "made", "again"))
+    said_by(prune, *argv, "--pruner", "none", "--retention-ratio", "1", "--out", whole, "--evidence", "fastvid")
+    method = ["--pruner", "fastvid", "--token-codec", "int4"]
+    said_by(prune, *argv, *method, "--out", made)
+    said_by(reprune, whole, *method, "--out", again)
+    same(made, again)
+    assert "nothing to do" in said_by(prune, *argv, *method, "--out", again)
+    for place in (made, again):
+        said_by(verify, place, "--live", "2", "--video-root", "/")

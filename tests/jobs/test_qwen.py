@@ -15,7 +15,7 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.builders.answers import write_questions
 from tests.builders.clips import sample
-from tests.builders.runs import forbid_ray, run_here
+from tests.builders.runs import forbid_ray, said_by
 from tests.gstep.llms import llm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
@@ -36,12 +36,10 @@ def first(model, tmp_path_factory):
     for clip in CLIPS:
         shutil.copy(sample(clip), folder)
     argv = [str(folder), "--out", str(out), "--model", model, "--num-frames", str(FRAMES)]
-    done = run_here(prune, argv)
-    assert done.returncode == 0, done.stdout
-    return argv, folder, out, done.stdout
+    return argv, folder, out, said_by(prune, *argv)
 
 
-def test_the_stored_tokens_are_the_readable_form_on_the_same_encoder_output(first, capsys, monkeypatch, model):
+def test_the_stored_tokens_are_the_readable_form_on_the_same_encoder_output(first, monkeypatch, model):
     argv, folder, out, printed = first
     cache = TokenCache(out)
     assert cache.video_ids == CLIPS
@@ -62,10 +60,8 @@ def test_the_stored_tokens_are_the_readable_form_on_the_same_encoder_output(firs
             assert torch.equal(ours, level.to(torch.bfloat16).flatten(0, 1)[video.index])
         row = video.metadata
         assert (row["n_frames"], len(row["timestamps"])) == (3, FRAMES)
-        assert row["model_extra"]["video_grid_thw"] == [
-            3,
-            *(side // preprocessor.patch_size for side in frames.shape[1:3]),
-        ]
+        sides = [side // preprocessor.patch_size for side in frames.shape[1:3]]
+        assert row["model_extra"]["video_grid_thw"] == [3, *sides]
         n_bytes += row["n_tokens"] * 64 * 2 * (1 + cache.deepstack_levels)
     assert f"{n_bytes:,} of tokens" in printed  # levels counted
     extra = cache.metadata("bikes.mp4")["model_extra"]
@@ -73,11 +69,9 @@ def test_the_stored_tokens_are_the_readable_form_on_the_same_encoder_output(firs
         assert extra["patch_timestamps"] == pytest.approx([1.24, 6.2, 9.96])  # frames 0, 62, 124, 186 and 249 at 25/s
     else:
         assert extra["second_per_grid_ts"] == 2 / (FRAMES / 250 * 25.0)
-    assert inspect.main([str(out), "bikes.mp4"]) == 0
-    assert "0, 62" in capsys.readouterr().out
+    assert "0, 62" in said_by(inspect, out, "bikes.mp4")
     forbid_ray(monkeypatch)
-    assert prune.main(argv) == 0
-    assert "2 of 2 videos are in the cache already" in capsys.readouterr().err
+    assert "2 of 2 videos are in the cache already" in said_by(prune, *argv)
 
 
 def test_they_answer_from_their_caches(first, model, tmp_path, monkeypatch):
@@ -87,7 +81,7 @@ def test_they_answer_from_their_caches(first, model, tmp_path, monkeypatch):
     write_questions(questions, rows)
     argv = [str(cache), "--questions", str(questions), "--out", str(out), "--retention-ratio", "0.10"]
     argv += ["--max-new-tokens", "6"]
-    assert generate.main(argv) == 0
+    said_by(generate, *argv)
     opened, answers = TokenCache(cache), {row["question_id"]: row for row in read_answers(out).to_pylist()}
     visual = opened.get("bikes.mp4", 0.10).visual
     assert len(visual.deepstack) == (3 if model == "tiny-qwen3-vl" else 0)
@@ -98,4 +92,4 @@ def test_they_answer_from_their_caches(first, model, tmp_path, monkeypatch):
     assert [answers[name]["n_visual_tokens"] for name in ("0", "1")] == [len(visual.index), 2 * len(visual.index)]
     assert answers["2"]["answer"] in ("A", "B")
     forbid_ray(monkeypatch)
-    assert generate.main([*argv, "--rule", "vllm"]) == 2  # another policy, other answers
+    said_by(generate, *argv, "--rule", "vllm", code=2)  # another policy, other answers

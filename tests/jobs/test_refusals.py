@@ -3,58 +3,70 @@
 import json
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import ray
 import torch
 
-from jobs import inspect, prune, recode, reprune
-from tests.builders.runs import clips, forbid_ray, run
+from jobs import compact, doctor, evaluate, generate, inspect, merge, prune, recode, remove, reprune, testbed, verify
+from jobs.__main__ import main
+from tests.builders.answers import tiny_cache
+from tests.builders.runs import clips, forbid_ray, run, said_by
+from tests.pipeline.rewrite.test_merge import cache_of
 
 LLAVA = "--pruner-param variant=llava"
+REMOVE = "--reason x --ids"
+FILM = "videos/bigbuckbunny.mp4"
 CODE = {"model_type": "mine", "auto_map": {"AutoModel": "model.Mine"}}
-MODELS = {"gpt": {"model_type": "gpt2"}, "code": CODE, "mini": {"model_type": "qwen3_vl_mini"}}
-LISTS = {
-    "outside": '{"video_id": "in", "uri": "a.mp4"}\n{"video_id": "out", "uri": "/etc/hostname"}',
-    "surrogate": '{"video_id": "\\ud800", "uri": "a.mp4"}',
-    "null": '{"video_id": "a", "uri": "a\\u0000.mp4"}',
-    "late": '{"video_id": "a", "uri": "a.mp4", "start_s": 1' + "0" * 400 + "}",
+TYPES = {"gpt": "gpt2", "mini": "qwen3_vl_mini", "pickled": "llava_onevision"}
+MODELS = {"code": CODE, **{name: {"model_type": model_type} for name, model_type in TYPES.items()}}
+FILES = {
+    "outside.jsonl": '{"video_id": "in", "uri": "a.mp4"}\n{"video_id": "out", "uri": "/etc/hostname"}',
+    "surrogate.jsonl": '{"video_id": "\\ud800", "uri": "a.mp4"}',
+    "null.jsonl": '{"video_id": "a", "uri": "a\\u0000.mp4"}',
+    "late.jsonl": '{"video_id": "a", "uri": "a.mp4", "start_s": 1' + "0" * 400 + "}",
+    "listed.jsonl": '{"video_id": "a", "uri": "a.mp4"}\n',
+    **{"a.mp4": "no video", "notes.txt": "no video", "empty.ids": "\n \n", "ids": "a", "zero.yaml": "num-frames: 0\n"},
+    "code/model.py": "raise SystemExit('the code was run')",
+    **{f"{name}/cache.json": f'{{"schema_version": {version}}}' for name, version in (("old", 99), ("bare", 3))},
 }
 
 
-@pytest.fixture
-def refuse(monkeypatch, capsys, tmp_path):
-    """Run a command that must be refused in a folder of videos, models and lists; an attempt to start Ray would fail.
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder of videos, models, lists and two caches, of which one is of the tiny model."""
+    place = tmp_path_factory.mktemp("place")
+    for name in ("videos", "old", "bare", *MODELS):
+        (place / name).mkdir()
+    shutil.copy(clips()[0], place / "videos")
+    for name, config in MODELS.items():
+        (place / name / "config.json").write_text(json.dumps(config))
+    (place / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04pickle")
+    for name, text in FILES.items():
+        (place / name).write_text(text)
+    tiny_cache(place / "tiny-cache", ("a",), failed=("bad.mp4",))
+    cache_of(place / "cache", {"bikes.mp4": 1})
+    return place
 
-    Nothing is written there. Returns why it is refused.
-    """
+
+@pytest.fixture
+def refuse(monkeypatch, place):
+    """Run a command there that must be refused and write nothing, with Ray forbidden; returns why."""
     forbid_ray(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    for name in ("videos", "pickled", "old", "bare", *MODELS):
-        (tmp_path / name).mkdir()
-    shutil.copy(clips()[0], tmp_path / "videos")
-    for name, config in {**MODELS, "pickled": {"model_type": "llava_onevision"}}.items():
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04pickle")
-    (tmp_path / "code" / "model.py").write_text("raise SystemExit('the code was run')")
-    for name, version in (("old", 99), ("bare", 3)):
-        (tmp_path / name / "cache.json").write_text(json.dumps({"schema_version": version}))
-    for name, lines in LISTS.items():
-        (tmp_path / f"{name}.jsonl").write_text(lines)
-    (tmp_path / "notes.txt").write_text("no video")
+    monkeypatch.chdir(place)
 
     def check(command, argv: str) -> str:
-        before = sorted(tmp_path.rglob("*"))
-        assert command.main(shlex.split(argv)) == 2
-        assert sorted(tmp_path.rglob("*")) == before
-        return " ".join(capsys.readouterr().err.split())
+        before = sorted(place.rglob("*"))
+        said = said_by(command, *shlex.split(argv), code=2)
+        assert sorted(place.rglob("*")) == before
+        return said
 
     return check
 
 
-@pytest.mark.parametrize(
-    ("argv", "why"),
-    [
+REFUSED = {
+    prune: [
         ("nowhere", "nowhere: no such folder"),
         ("x" * 300, "xxx: cannot be read: File name too long"),
         ("notes.txt --dry-run", "notes.txt is not a video container; it looks like text; name a video"),
@@ -80,73 +92,170 @@ def refuse(monkeypatch, capsys, tmp_path):
         ("videos --out ftp://bucket/cache", "is a folder, s3://"),
         ("videos --out old", "schema version 99"),
         ("videos --out bare", "no identity"),
-    ],
-)
-def test_lists_options_and_places_that_make_no_sense(refuse, argv, why):
-    assert why in refuse(prune, argv)
-
-
-def test_a_cache_without_identity_is_not_shown(refuse):
-    assert "no identity" in refuse(inspect, "bare")
-
-
-@pytest.mark.parametrize(
-    ("pruner", "why"),
-    [
-        ("cdpruner", "--pruner none, then python -m jobs.generate --pruner cdpruner"),
-        ("fastv", "--pruner none, then python -m jobs.generate --pruner fastv"),
-        (f"visionzip {LLAVA} --model tiny-qwen2-5-vl", "qwen2_5_vl does not give token_attention, token_key from the"),
+        ("videos --pruner cdpruner", "--pruner none, then python -m jobs.generate --pruner cdpruner"),
+        ("videos --pruner fastv", "--pruner none, then python -m jobs.generate --pruner fastv"),
         (
-            f"visionzip {LLAVA} --model tiny-qwen3-vl",
+            f"videos --pruner visionzip {LLAVA} --model tiny-qwen2-5-vl",
+            "qwen2_5_vl does not give token_attention, token_key from the",
+        ),
+        (
+            f"videos --pruner visionzip {LLAVA} --model tiny-qwen3-vl",
             "models of type llava_onevision do, and none, random, uniform",
         ),
-        (f"fastvid {LLAVA} --model tiny-qwen3-vl", "qwen3_vl does not give frame_feature, token_"),
-        ("flashvid --model tiny-qwen2-5-vl", "--pruner flashvid: the encoder of qwen2_5_vl does not give token_"),
-        ("holitom --model tiny-qwen3-vl", "--pruner holitom: the encoder of qwen3_vl does not give token_attention"),
-        ("fastvid --pruner-param variant=qwen", "models of type qwen2_5_vl or qwen3_vl or"),
-        ("fastvid", "name it with --siglip, for the published models google/siglip-so400m-patch14-384"),
-        ("fastvid --siglip nowhere/at/all", "'nowhere/at/all' is no folder on this machine"),
-        ("gstep --siglip tiny", "--siglip is for methods that ask SigLIP's pooling head; this --pruner"),
-        ("fastvid --siglip tiny --model tiny-qwen3-vl", "this --pruner fastvid does not"),
+        (f"videos --pruner fastvid {LLAVA} --model tiny-qwen3-vl", "qwen3_vl does not give frame_feature, token_"),
+        (
+            "videos --pruner flashvid --model tiny-qwen2-5-vl",
+            "--pruner flashvid: the encoder of qwen2_5_vl does not give token_",
+        ),
+        (
+            "videos --pruner holitom --model tiny-qwen3-vl",
+            "--pruner holitom: the encoder of qwen3_vl does not give token_attention",
+        ),
+        ("videos --pruner fastvid --pruner-param variant=qwen", "models of type qwen2_5_vl or qwen3_vl or"),
+        ("videos --pruner fastvid", "name it with --siglip, for the published models google/siglip-so400m-patch14-384"),
+        ("videos --pruner fastvid --siglip nowhere/at/all", "'nowhere/at/all' is no folder on this machine"),
+        (
+            "videos --pruner gstep --siglip tiny",
+            "--siglip is for methods that ask SigLIP's pooling head; this --pruner",
+        ),
+        ("videos --pruner fastvid --siglip tiny --model tiny-qwen3-vl", "this --pruner fastvid does not"),
+        ("videos --model gpt", "gpt2"),
+        ("videos --model gpt", "no class of gpt2 that takes videos and text"),
+        (
+            "videos --model tiny --family mine",
+            "the family 'mine' is neither generic nor your own class as module:Class",
+        ),
+        (
+            "videos --model tiny --family json:loads",
+            "the family 'json:loads' is not a subclass of gstep.backbones.ModelFamily",
+        ),
+        ("videos --model tiny --family nowhere:Mine", "cannot be imported: ModuleNotFoundError"),
+        ("videos --model pickled", "safetensors"),
+        ("videos --model code", "Code that comes with a checkpoint (auto_map) is never run"),
+        ("videos --model mini", "The nearest is qwen3_vl_moe: Qwen/Qwen3-VL-30B-A3B"),
+        ("list.jsonl", "did you mean listed.jsonl?"),
+        ("listed.jsonl --model shape", "did you mean shapes?"),
+        ("listed.jsonl --pruner gstpe", "did you mean gstep?"),
+        ("listed.jsonl --pruner-param alhpa=1", "did you mean alpha?"),
+        ("listed.jsonl --decoder pyva", "did you mean pyav?"),
+        ("listed.jsonl --evidence image_embeding", "did you mean image_embedding?"),
+        ("--config none.yaml", "none.yaml"),
     ],
-)
-def test_a_pruner_that_needs_a_question_or_what_the_encoder_does_not_give(refuse, pruner, why):
-    assert why in refuse(prune, f"videos --pruner {pruner}")
+    evaluate: [("--benchmark shpes --data . --out made", "did you mean shapes?")],
+    generate: [("tiny-cache --questions list.jsonl --out made", "did you mean listed.jsonl?")],
+    doctor: [
+        ("--num-frames 0", "--num-frames must be at least 1"),
+        ("--config zero.yaml", "--num-frames must be at least 1"),
+        ("--dry-run", "--plan and --dry-run are for jobs.prune"),
+    ],
+    verify: [
+        ("nowhere", "no cache.json"),
+        ("cache --live 1 --video-root /", "which model"),  # its runs left no record
+        ("cache --jobs 0", "--jobs"),
+        ("cache --model tiny", "--model"),
+        ("cache --live 1", "--live"),
+        ("cache --video-root /", "--video-root"),
+        ("cache --repair --live 1 --video-root /", "--repair"),
+        ("cache --seed -1", "--seed"),
+        ("cache --log-interval nan", "--log-interval"),
+    ],
+    compact: [
+        ("nowhere", "not a pruned-token cache"),
+        *((f"cache --keep-minutes {minutes}", "must be from 0 to 100,000,000") for minutes in ("nan", "-5", "1e12")),
+    ],
+    remove: [
+        (f"nowhere {REMOVE} ids", "not a pruned-token cache"),
+        (f"cache {REMOVE} empty.ids", "names no video"),
+        (f"cache {REMOVE} listed.jsonl", "it takes an id a line"),
+        (f"cache {REMOVE} none.ids", "cannot be read"),
+        ("cache --reason ' ' --ids ids", "--reason must be a text"),
+        ("cache --reason x", "are required: --ids"),
+    ],
+    merge: [
+        ("cache tiny-cache --out made", "not made alike"),
+        ("cache none --out made", "not a pruned-token cache"),
+        ("cache --out videos", "is no cache"),
+        ("cache --out ftp://host/place", "cache is a folder"),
+        ("cache --out ''", "is empty: name a folder"),
+        ("cache --out cache", "name two caches"),
+        ("cache cache/ --out ./cache", "name two caches"),
+        ("cache tiny-cache", "are required: --out"),
+    ],
+    inspect: [
+        ("bare", "no identity"),
+        ("cache bike.mp4", "did you mean bikes.mp4?"),
+        ("tiny-cache bad.mp4 --html page.html", "'bad.mp4' failed: corrupt: damaged"),
+        ("cache bikes.mp4 --html nowhere/page.html", "nowhere does not exist"),
+        ("cache bikes.mp4 --html .", "is a folder"),
+        ("cache --retention-ratio 0.1", "--retention-ratio needs a video"),
+        ("cache --html page.html", "--html needs a video: name its ID"),
+        ("cache --video-root /", "--video-root goes with --html"),
+        ("cache bikes.mp4 --watch", "--watch cannot be combined with an ID"),
+        ("cache --failed --watch", "--failed cannot be combined with --watch"),
+        ("cache --num-frames 3", "--num-frames goes with --method"),
+        ("cache v --retention-ratio .25 .1", "several values of --retention-ratio go with --method"),
+        ("cache --retention-ratio x", "argument --retention-ratio: invalid share value: 'x'"),
+        ("cache --retention-ratio .1 v w", "argument --retention-ratio: invalid share value: 'v'"),
+        ("cache --method gstep --watch", "--watch cannot be combined with --method"),
+        ("gone.mp4 --method gstep", "io: "),
+        (f"{FILM} --method fastv", "--method fastv: it selects inside the language model, anew for every question"),
+        (f"{FILM} --method gstep --video-root /", "is not a cache"),
+        (f"{FILM} --method gstep --html nowhere/page.html", "nowhere does not exist"),
+        (". --method gstep", "is a folder, not a video file"),
+        (f"{FILM} --method visionzip --model tiny-internvl", "--method visionzip: the encoder of internvl"),
+    ],
+    testbed: [
+        ("", "the following arguments are required: make"),
+        ("bake", "invalid choice: 'bake'"),
+        ("make", "the following arguments are required: DIR"),
+        ("make made --hardness hard", "invalid choice: 'hard'"),
+        ("make made --split dev", "invalid choice: 'dev'"),
+        ("make made --videos 0", "must be at least 1, got 0"),
+        ("make made --videos 10001", "--videos must be 1 to 10000, got 10001"),
+        ("make made --picture nowhere/p.png", "there is no folder nowhere"),
+        ("make made --videos 3 --seed 100", "--seed must be 0 to 99 on the split development, got 100"),
+        ("make made --videos 3 --seed -1", "--seed must be 0 to 99"),
+        ("make notes.txt", "is a file: name a folder"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("model", "why"),
+    ("command", "argv", "why"), [(command, *row) for command, rows in REFUSED.items() for row in rows]
+)
+def test_what_makes_no_sense_is_refused_by_name_and_writes_nothing(refuse, command, argv, why):
+    assert why in refuse(command, argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
     [
-        ("gpt", "gpt2"),
-        ("gpt", "no class of gpt2 that takes videos and text"),
-        ("tiny --family mine", "the family 'mine' is neither generic nor your own class as module:Class"),
-        ("tiny --family json:loads", "the family 'json:loads' is not a subclass of gstep.backbones.ModelFamily"),
-        ("tiny --family nowhere:Mine", "cannot be imported: ModuleNotFoundError"),
-        ("pickled", "safetensors"),
-        ("code", "Code that comes with a checkpoint (auto_map) is never run"),
-        ("mini", "The nearest is qwen3_vl_moe: Qwen/Qwen3-VL-30B-A3B"),
+        ("prnue", "prune"),
+        ("benchmark pipelin", "pipeline"),
+        ("prune --device cud", "cuda"),
+        ("prune --retention-ration 0.2", "--retention-ratio"),
+        ("prune --drt-run=1", "--dry-run"),
     ],
 )
-def test_models_that_are_not_known_or_not_safe(refuse, model, why):
-    assert why in refuse(prune, f"videos --model {model}")
+def test_a_mistyped_command_flag_or_choice_gets_the_likely_one_in_two_lines(argv, near, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv.split())
+    said = capsys.readouterr().err
+    assert f"(did you mean {near}?)" in said and len(said.splitlines()) == 2
 
 
 @pytest.mark.parametrize("command", [recode, reprune])
-def test_a_rewriting_says_what_its_source_is_and_why_its_store_failed(refuse, tmp_path, capsys, command):
+def test_a_rewriting_says_what_its_source_is_and_why_its_store_failed(refuse, tmp_path, command):
     assert "notes.txt: not a pruned-token cache" in refuse(command, "notes.txt --out made")
     (tmp_path / "odd" / "cache.json").mkdir(parents=True)
-    assert command.main(["odd", "--out", "made"]) == 1
-    assert "failed: [Errno 21] Is a directory" in capsys.readouterr().err
+    assert "failed: [Errno 21] Is a directory" in said_by(command, tmp_path / "odd", "--out", "made", code=1)
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_nvdec_without_a_gpu_is_refused_before_ray_starts(tmp_path, monkeypatch, capsys, device):
+def test_nvdec_without_a_gpu_is_refused_before_ray_starts(refuse, monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda *_given, **_more: pytest.fail("Ray was started"))
-    argv = [str(clips()[0]), "--out", str(tmp_path / "c"), "--decoder", "nvdec", "--device", device]
-    assert prune.main(argv) == 2
-    assert "--decoder nvdec needs a GPU" in capsys.readouterr().err
+    assert "--decoder nvdec needs a GPU" in refuse(prune, f"videos --decoder nvdec --device {device}")
 
 
 @pytest.mark.slow

@@ -1,23 +1,26 @@
-"""The job with its cache on a real S3 API: what a killed run leaves, what a run asks for, and what must not show."""
+"""The job with its cache or its videos on a real S3 API: what is left, what is asked for, and what must not show."""
 
 import json
 import os
 import signal
-import subprocess
+import threading
 from collections import Counter
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
+import ray
 
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.cache.table import parse_file_name
 from pipeline.runner.claim import MAX_MISSED_BEATS, Claim
 from pipeline.storage.stores import ObjectStore
-from tests.builders.runs import assert_complete, forbid_ray, run_here
-from tests.builders.stores import KEY, SECRET, S3Server
+from pipeline.video.decode import fingerprint_file
+from tests.builders.runs import assert_complete, clips, forbid_ray, run, said_by
+from tests.builders.stores import KEY, SECRET, TOKEN, S3Server
 from tests.jobs.faults import (
     FAST_BEAT,
     STOPS,
@@ -45,10 +48,10 @@ def server():
 def pruned_here(one_ray, server):
     """Run jobs.prune in this process, on a Ray that started without the credentials."""
 
-    def pruned_here(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    def pruned_here(argv: list[str]) -> str:
         with pytest.MonkeyPatch.context() as patch:
             server.reach(patch)
-            return run_here(prune, argv)
+            return said_by(prune, *argv)
 
     return pruned_here
 
@@ -80,18 +83,17 @@ def killed(one_ray, server, manifest, pruned_here, tmp_path_factory):
     half = len(TokenCache(store.root, store=store))
     assert 0 < half < len(IDS)
     server.requests.clear()
-    done = pruned_here(argv(manifest, store.root))
-    return store, done, half, list(server.requests)
+    said = pruned_here(argv(manifest, store.root))
+    return store, said, half, list(server.requests)
 
 
 def test_a_killed_run_is_continued_and_shows_endpoint_and_credentials_nowhere(server, killed):
-    store, done, half, _ = killed
-    assert done.returncode == 0, done.stdout
-    assert f"{half} of {len(IDS)} videos are in the cache already" in done.stdout
+    store, said, half, _ = killed
+    assert f"{half} of {len(IDS)} videos are in the cache already" in said
     assert_complete(store, IDS)
     stored = b"".join(store.objects.read(info.uri) for info in store.objects.list(f"{store.root}/", deep=True))
     for secret in (KEY, SECRET, server.url, server.url.partition("://")[2]):
-        assert secret not in done.stdout and secret.encode() not in stored
+        assert secret not in said and secret.encode() not in stored
 
 
 def test_requests_are_counted(server, killed):
@@ -129,30 +131,142 @@ def test_a_driver_that_was_stopped_commits_nothing_whose_tokens_were_removed(
         os.kill(driver.pid, signal.SIGCONT)
     assert driver.wait() == 1 and "removed meanwhile" in driver.output, driver.output
     assert 0 < len(TokenCache(store.root, store=store)) < len(IDS) and kinds(verified(store)) == []
-    done = pruned_here(argv(manifest, store.root))
-    assert done.returncode == 0, done.stdout
+    pruned_here(argv(manifest, store.root))
     assert_complete(store, IDS)
 
 
-def test_nothing_left_to_do_starts_nothing(server, killed, manifest, monkeypatch, capsys):
+def test_nothing_left_to_do_starts_nothing(server, killed, manifest, monkeypatch):
     store, *_ = killed
     forbid_ray(monkeypatch)
     server.reach(monkeypatch)
     server.requests.clear()
-    assert prune.main(argv(manifest, store.root)) == 0
-    assert "32 of 32 videos are in the cache already" in capsys.readouterr().err
+    assert "32 of 32 videos are in the cache already" in said_by(prune, *argv(manifest, store.root))
     assert {r.path.rpartition(".")[2] for r in server.requests if r.kind in ("PUT", "DELETE")} == {"running"}
-    assert inspect.main([store.root]) == 0
-    assert "finished after" in capsys.readouterr().out
+    assert "finished after" in said_by(inspect, store.root)
 
 
 @pytest.mark.parametrize(
     ("place", "told"),
     [("s3://no-such-bucket/cache", "NoSuchBucket"), ("s3://", "expected s3://BUCKET"), ("taken", "is no cache")],
 )
-def test_places_where_no_cache_can_be(server, manifest, monkeypatch, capsys, place, told):
+def test_places_where_no_cache_can_be(server, manifest, monkeypatch, place, told):
     forbid_ray(monkeypatch)
     server.reach(monkeypatch)
     server.upload("taken/notes.txt")
-    assert prune.main(argv(manifest, server.uri("taken") if place == "taken" else place)) == 2
-    assert told in capsys.readouterr().err
+    assert told in said_by(prune, *argv(manifest, server.uri("taken") if place == "taken" else place), code=2)
+
+
+BIG = 96 * 2**20
+OPTIONS = ["--num-frames", "4", "--max-failed", "2"]
+
+
+@pytest.fixture(scope="module")
+def sources():
+    with S3Server() as opened:
+        yield opened
+
+
+@contextmanager
+def watched(folder):
+    """Yields a function for the most bytes that were seen below a folder at any one time."""
+    peak, done = [0], threading.Event()
+
+    def watch():
+        while not done.wait(0.05):
+            with suppress(OSError):  # something was removed during this look
+                peak.append(sum(path.lstat().st_size for path in list(folder.rglob("*"))))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: max(peak)
+    finally:
+        done.set()
+        thread.join()
+
+
+def files_with(text, *folders):
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert files
+    return [path for path in files if text.encode() in path.read_bytes()]
+
+
+def requested(sources):
+    """(kind, key) of every request."""
+    return sorted((request.kind, request.path.removeprefix(f"/{sources.bucket}")) for request in sources.requests)
+
+
+def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(sources, one_ray, tmp_path, monkeypatch):
+    ray_folder = Path(ray._private.worker._global_node.get_session_dir_path()).parent
+    names = [f"sub dir/ü {clip.name}" for clip in clips()]
+    for name, clip in zip(names, clips(), strict=True):
+        sources.upload(f"all/{name}", clip.read_bytes())
+    padding = BIG.to_bytes(4, "big") + b"free" + bytes(BIG - 8)  # a box of the file format that holds nothing
+    sources.upload("all/big.mp4", clips()[1].read_bytes() + padding)
+    sources.upload("all/empty.mp4", b"")
+    sources.upload("all/", b"")
+    temporary, cache = tmp_path / "tmp", tmp_path / "cache"
+    temporary.mkdir()
+    argv = [sources.uri("all"), "--out", str(cache), *OPTIONS]
+    with watched(temporary) as peak:
+        done = run("jobs.prune", *argv, **sources.environment(), TMPDIR=str(temporary), RAY_ADDRESS=one_ray)
+    assert done.returncode == 0, done.stdout
+    opened = TokenCache(cache)
+    assert opened.video_ids == ["big.mp4", *names] and opened.failed == {"empty.mp4": "unsupported"}
+    for name, clip in zip(names, clips(), strict=True):
+        row = opened.metadata(name)
+        assert (row["uri"], row["backend"]) == (sources.uri(f"all/{name}"), "pyav")
+        assert (row["source_size"], row["source_hash"]) == fingerprint_file(clip)
+    assert opened.metadata("big.mp4")["source_size"] > BIG
+    videos = ["big.mp4", "empty.mp4", *names]
+    assert requested(sources) == [*sorted(("GET", f"/all/{name}") for name in videos), ("LIST", "")]
+    assert peak() < BIG / 8
+
+    for secret in (KEY, SECRET, TOKEN, sources.url.partition("//")[2]):
+        assert secret not in done.stdout
+        assert files_with(secret, tmp_path, *ray_folder.glob("session_*/logs")) == []
+
+    forbid_ray(monkeypatch)
+    sources.reach(monkeypatch)
+    sources.requests.clear()
+    assert "6 of 6 videos are in the cache already" in said_by(prune, *argv)
+    assert requested(sources) == [("LIST", "")]
+    sources.requests.clear()
+    shown = (cache, names[1], "--html", tmp_path / "page.html", "--video-root", sources.uri())
+    assert "with pictures" in said_by(inspect, *shown)
+    assert requested(sources) == [("GET", f"/all/{names[1]}")]
+    assert files_with(SECRET, tmp_path) == files_with(KEY, tmp_path) == []
+    sources.upload(f"all/{names[1]}", b"longer" * 10**6)
+    assert "changed since" in said_by(inspect, *shown)
+
+
+@pytest.mark.parametrize("kind", ["public", "requester"])
+def test_workers_read_as_the_driver_decided(sources, one_ray, tmp_path, monkeypatch, kind):
+    """The workers have no file of AWS and no variable, and the driver sends no request of its own before theirs."""
+    headers, app = [], sources._app
+
+    def record(environ, start):
+        headers.append({name: value for name, value in environ.items() if name.startswith("HTTP_")})
+        return app(environ, start)
+
+    monkeypatch.setattr(sources, "_app", record)
+    key = f"{kind}/a.mp4"
+    sources.upload(key, clips()[0].read_bytes())
+    sources.client.put_object_acl(Bucket=sources.bucket, Key=key, ACL="public-read")
+    headers.clear()
+    (tmp_path / "config").write_text(f"[profile mine]\nendpoint_url = {sources.url}\nregion = us-east-1\n")
+    (tmp_path / "m.csv").write_text(f"video_id,uri\na,{sources.uri(key)}\n")
+    nothing = dict.fromkeys(sources.environment(), "")
+    files = {"AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_SHARED_CREDENTIALS_FILE": "/dev/null"}
+    options = {**nothing, **files, "AWS_PROFILE": "mine", "AWS_EC2_METADATA_DISABLED": "true"}
+    flags = []
+    if kind == "requester":
+        flags = ["--s3-requester-pays"]
+        options |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+    argv = [str(tmp_path / "m.csv"), "--out", str(tmp_path / "c"), "--video-root", sources.uri(), "--num-frames", "4"]
+    done = run("jobs.prune", *argv, *flags, **options, RAY_ADDRESS=one_ray)
+    assert done.returncode == 0 and TokenCache(tmp_path / "c").video_ids == ["a"], done.stdout
+    assert ("Sources on S3 are read unsigned" in done.stdout) == (kind == "public")
+    assert len(headers) == 1  # a GET of a worker
+    payer = headers[0].get("HTTP_X_AMZ_REQUEST_PAYER")
+    assert ("HTTP_AUTHORIZATION" in headers[0], payer) == ((False, None) if kind == "public" else (True, "requester"))

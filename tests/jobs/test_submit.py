@@ -86,15 +86,8 @@ def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(clus
     for name in ids:
         shutil.copy(clips()[1], tmp_path / name)
     cache = tmp_path / "c"
-    argv = [
-        str(tmp_path),
-        "--out",
-        str(cache),
-        "--decoder",
-        "tests.jobs.hostile:StuckDecoder",
-        "--decode-timeout",
-        "600",
-    ]
+    argv = [str(tmp_path), "--out", str(cache), "--decode-timeout", "600"]
+    argv += ["--decoder", "tests.jobs.hostile:StuckDecoder"]
     let_through(tmp_path, 3)
     submit("first", *argv, "--decode-workers", "1")
 

@@ -23,7 +23,7 @@ from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.storage.stores import LocalStore
 from tests.builders.answers import setup_of
-from tests.builders.runs import run_here
+from tests.builders.runs import said_by
 
 pytestmark = pytest.mark.slow
 
@@ -39,8 +39,7 @@ def results(one_ray, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shapes")
     assert main(["make", str(folder / "data"), "--videos", str(VIDEOS), "--seed", "20"]) == 0
     argv = ["--benchmark", "shapes", "--data", str(folder / "data"), "--model", "shapes", "--out", str(folder / "r")]
-    done = run_here(evaluate, [*argv, "--method", "gstep", "random", "--retention-ratio", "0.1", "--draws", "200"])
-    assert done.returncode == 0, done.stdout
+    said_by(evaluate, *argv, "--method", "gstep", "random", "--retention-ratio", "0.1", "--draws", "200")
     return folder / "r"
 
 

@@ -67,7 +67,7 @@ def same(one, other):
     ],
 )
 def test_tokens_are_those_that_a_run_writes(tmp_path, command, made_of, made, argv):
-    """Methods that look at evidence are in tests/jobs/test_reprune.py, beside real runs."""
+    """Methods that look at evidence are in tests/jobs/test_prune.py, beside real runs."""
     cache(tmp_path / "whole", **made_of)
     cache(tmp_path / "expected", **made_of | made)
     argv = [str(tmp_path / "whole"), *argv, "--out", str(tmp_path / "out")]
