@@ -140,6 +140,14 @@ def request_about(
     return check_request(config, console, questions, grid, about).match_answers()
 
 
+def tiny_qwen_cache(out: Path) -> Store:
+    """Write a cache of all tokens of the video "a", of four frames, that says it is of the tiny Qwen2.5-VL."""
+    extra = {"video_grid_thw": [4, 8, 12], "spatial_merge_size": 2, "second_per_grid_ts": 1.3}
+    source = ModelSource.resolve("tiny-qwen2-5-vl")
+    shape = {"shape": (4, 24, 64), "model_extra": extra}
+    return tiny_cache(out, ("a",), ratio=1.0, method="none", source=source, newline=None, **shape)
+
+
 def sent(questions: pa.Table) -> list[dict[str, Any]]:
     """Return questions as the driver sends them to an actor."""
     return [{**drop_nulls(row, QuestionRecord), "attempts": 1} for row in questions.to_pylist()]

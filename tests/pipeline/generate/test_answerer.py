@@ -32,9 +32,8 @@ from pipeline.generate.questions import AnswerMode, add_choices, read_given_ques
 from pipeline.generate.summary import summarize_answers
 from pipeline.runner import worker_heartbeat as heartbeat
 from pipeline.storage.stores import LocalStore
-from tests.builders.answers import SHAPE, sent, setup_of, tiny_cache
+from tests.builders.answers import SHAPE, sent, setup_of, tiny_cache, tiny_qwen_cache
 from tests.builders.caches import encoded, random_tokens, write_shard
-from tests.gstep.language.prompts import video
 from tests.gstep.llms import llm
 
 WAY = AnswerMode(Decoding(max_new_tokens=8))
@@ -119,10 +118,7 @@ def test_a_conversation_is_answered_and_its_choices_scored_by_the_models_own_tem
 
 
 def test_cdpruner_takes_the_last_message_for_the_question_and_fastv_the_whole_prompt(tmp_path):
-    model = "tiny-qwen2-5-vl"
-    source, extra = ModelSource.resolve(model), dict(video(model, n_frames=4).extra)
-    of_qwen = {"source": source, "shape": (4, 24, 64), "newline": None, "model_extra": extra}
-    cache = tiny_cache(tmp_path / "w", ("a",), ratio=1.0, method="none", **of_qwen)
+    cache, source = tiny_qwen_cache(tmp_path / "w"), ModelSource.resolve("tiny-qwen2-5-vl")
     rows = [
         {"question_id": "talk", "video_id": "a", "messages": TALK},
         {"question_id": "alone", "video_id": "a", "prompt": TALK[2]["content"]},
