@@ -1,4 +1,4 @@
-"""This project's methods and controls: random, uniform, none, topk, fps, the density they share, and novelty."""
+"""This project's methods and controls: random, uniform, none, topk, fps and novelty."""
 
 import numpy as np
 import pytest

@@ -60,7 +60,7 @@ def stock_prompt(metadata, grid_thw) -> str:
 @pytest.mark.parametrize("reader", ["pyav", "decord"])
 def test_stock_times_make_the_prompt_of_the_stock_processor_on_the_file_itself(cache, clip, reader):
     pytest.importorskip({"pyav": "av"}.get(reader, reader))
-    evenly = partial(np.linspace, 0, 33, FRAMES, dtype=int)
+    evenly = partial(np.linspace, 0, 34, FRAMES, dtype=int)  # of the file's 35 frames
     _, metadata = load_video(str(clip), backend=reader, sample_indices_fn=lambda metadata, **_: evenly())
     prompt = asked(cache, frame_times="stock").prompt
     (visual,) = prompt.visuals
