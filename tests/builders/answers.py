@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -26,8 +27,11 @@ from pipeline.generate.answer_setup import AnswerSetup
 from pipeline.generate.answers import AnswersIdentity
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning, PruningSpec
+from pipeline.generate.prompts import PreparedQuestion, PromptMaker
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.generate.request import AnswerRequest, check_request
+from pipeline.rows import QuestionRecord, drop_nulls
+from pipeline.runner.worker_heartbeat import Heartbeat
 from pipeline.storage.stores import LocalStore, Store
 from tests.builders.caches import (
     encoded,
@@ -134,6 +138,26 @@ def request_about(
     questions = None if grid is None else read_questions(path, AnswerMode.of(config))
     console = Console(file=io.StringIO(), width=400)
     return check_request(config, console, questions, grid, about).match_answers()
+
+
+def tiny_qwen_cache(out: Path) -> Store:
+    """Write a cache of all tokens of the video "a", of four frames, that says it is of the tiny Qwen2.5-VL."""
+    extra = {"video_grid_thw": [4, 8, 12], "spatial_merge_size": 2, "second_per_grid_ts": 1.3}
+    source = ModelSource.resolve("tiny-qwen2-5-vl")
+    shape = {"shape": (4, 24, 64), "model_extra": extra}
+    return tiny_cache(out, ("a",), ratio=1.0, method="none", source=source, newline=None, **shape)
+
+
+def sent(questions: pa.Table) -> list[dict[str, Any]]:
+    """Return questions as the driver sends them to an actor."""
+    return [{**drop_nulls(row, QuestionRecord), "attempts": 1} for row in questions.to_pylist()]
+
+
+def prepared(request: AnswerRequest) -> PreparedQuestion | dict[str, Any]:
+    """Return what an actor makes of the one question of a request: its prompt, or the row that says why not."""
+    (question,) = sent(request.questions)
+    prompts = PromptMaker(request.setup, SimpleNamespace(context_length=10**6), "cpu", Heartbeat("answer"))
+    return prompts.make(question, AnswerMode.parse(question["decoding"]))
 
 
 def lines_of(request: AnswerRequest) -> list[str]:

@@ -48,12 +48,12 @@ def test_visual_tokens_are_compared_with_their_evidence_and_deepstack_and_have_n
     tokens = video(3, 8, 8)
     visual = gstep.VisualTokens(tokens, {"noise": tokens[0, 0]}, (tokens, tokens))
     assert visual == gstep.VisualTokens(tokens.clone(), {"noise": tokens[0, 0].clone()}, (tokens.clone(), tokens))
-    for other in ({}, {"noise": tokens[0, 1]}, {"other": tokens[0, 0]}):
-        assert visual != replace(visual, evidence=other)
-    for other in ((), (tokens,), (tokens, -tokens)):
-        assert visual != replace(visual, deepstack=other)
-    assert visual != replace(visual, grid=(2, 4)) and visual != replace(visual, times=(0.0, 1.0, 2.0))
-    assert visual != prune(tokens) and visual != replace(visual, tokens=-tokens)
+    others: dict[str, list[Any]] = {"grid": [(2, 4)], "times": [(0.0, 1.0, 2.0)], "tokens": [-tokens]}
+    others["evidence"] = [{}, {"noise": tokens[0, 1]}, {"other": tokens[0, 0]}]
+    others["deepstack"] = [(), (tokens,), (tokens, -tokens)]
+    for name, values in others.items():
+        assert all(visual != replace(visual, **{name: value}) for value in values), name
+    assert visual != prune(tokens)
     for value in (visual, prune(tokens)):
         with pytest.raises(TypeError, match="unhashable"):
             hash(value)

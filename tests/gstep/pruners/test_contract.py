@@ -34,17 +34,13 @@ EDGES = edge_videos()
 
 def assert_contract(pruned: gstep.PrunedTokens, tokens: torch.Tensor, method: str, budget: int) -> None:
     pruner = gstep.PRUNERS[method]
-    n_total = tokens.shape[0] * tokens.shape[1]
-    n_kept = len(pruned.index)
+    n_total, n_kept = tokens.shape[0] * tokens.shape[1], len(pruned.index)
     assert (pruned.n_kept, pruned.budget, pruned.n_total) == (n_kept, budget, n_total)
     assert pruned.kept_ratio == n_kept / n_total
-    assert 1 <= n_kept <= n_total
-    assert n_kept == budget or not pruner.exact
+    assert 1 <= n_kept <= n_total and (n_kept == budget or not pruner.exact)
     assert pruned.index.dtype == torch.int64
-    assert (pruned.index.diff() > 0).all()
-    assert pruned.index[0] >= 0 and pruned.index[-1] < n_total
-    assert pruned.tokens.shape == (n_kept, tokens.shape[2])
-    assert pruned.tokens.dtype == tokens.dtype
+    assert (pruned.index.diff() > 0).all() and pruned.index[0] >= 0 and pruned.index[-1] < n_total
+    assert (pruned.tokens.shape, pruned.tokens.dtype) == ((n_kept, tokens.shape[2]), tokens.dtype)
     assert pruned.tokens.device == pruned.index.device == tokens.device
     assert torch.isfinite(pruned.tokens).all()
     assert (pruned.merged is not None) == pruner.merges
@@ -54,12 +50,10 @@ def assert_contract(pruned: gstep.PrunedTokens, tokens: torch.Tensor, method: st
     assert (pruned.order is not None) == pruner.reorders
     for places in (pruned.rank, pruned.order):
         if places is not None:
-            assert places.dtype == torch.int64
-            assert sorted(places.tolist()) == list(range(n_kept))
+            assert places.dtype == torch.int64 and sorted(places.tolist()) == list(range(n_kept))
     for density, shape in ((pruned.density, (n_kept,)), (pruned.temporal_density, tokens.shape[:1])):
         if density is not None:
-            assert density.dtype == torch.float32
-            assert density.shape == shape
+            assert (density.dtype, density.shape) == (torch.float32, shape)
             assert (torch.isfinite(density) & (density >= 0)).all()
 
 
@@ -162,14 +156,8 @@ def test_at_of_the_own_ratio_and_of_impossible_ones(method: str) -> None:
 BAD_TOKENS: list[tuple[Any, str]] = [
     (None, "NoneType"),
     (np.zeros((2, 3, 4)), "ndarray"),
-    (torch.zeros(3, 4), r"shape \[3, 4\]"),
-    (torch.zeros(1, 2, 3, 4), r"shape \[1, 2, 3, 4\]"),
-    (torch.zeros(0, 3, 4), r"shape \[0, 3, 4\]"),
-    (torch.zeros(2, 0, 4), r"shape \[2, 0, 4\]"),
-    (torch.zeros(2, 3, 0), r"shape \[2, 3, 0\]"),
-    (torch.zeros(2, 3, 4, dtype=torch.int32), "torch.int32"),
-    (torch.zeros(2, 3, 4, dtype=torch.bool), "torch.bool"),
-    (torch.zeros(2, 3, 4, dtype=torch.complex64), "torch.complex64"),
+    *((torch.zeros(s), rf"shape \{list(s)}") for s in ((3, 4), (1, 2, 3, 4), (0, 3, 4), (2, 0, 4), (2, 3, 0))),
+    *((torch.zeros(2, 3, 4, dtype=d), str(d)) for d in (torch.int32, torch.bool, torch.complex64)),
     (torch.zeros(2, 3, 4).to_sparse(), "torch.sparse_coo"),
     (torch.nested.as_nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)], layout=torch.jagged), "a nested one"),
 ]

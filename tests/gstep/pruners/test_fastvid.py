@@ -1,5 +1,6 @@
 """FastVID where golden cases do not reach: segments, shares, noise, both variants."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,8 @@ from tests.gstep.synthetic import prune, video
 
 def test_fastvid_cuts_at_the_lowest_and_below_a_threshold() -> None:
     similarity = [0.95, 0.5, 0.99, 0.8, 0.97]
-    assert list(cut_segments(similarity, 1, 0.4)) == [(0, 6)]
-    assert list(cut_segments(similarity, 1, 0.9)) == [(0, 2), (2, 4), (4, 6)]
-    assert list(cut_segments(similarity, 4, 0.9)) == [(0, 1), (1, 2), (2, 4), (4, 6)]
-    assert list(cut_segments(similarity, 9, 0.9)) == [(i, i + 1) for i in range(6)]
+    for least, threshold, ends in ((1, 0.4, [6]), (1, 0.9, [2, 4, 6]), (4, 0.9, [1, 2, 4, 6]), (9, 0.9, range(1, 7))):
+        assert list(cut_segments(similarity, least, threshold)) == list(pairwise([0, *ends]))
     assert list(cut_segments([0.9, 0.9, 0.9], 2, 0.5)) == [(0, 1), (1, 4)]
     assert list(cut_segments([], 8, 0.9)) == [(0, 1)]
 
@@ -77,13 +76,6 @@ def test_fastvid_uses_the_noise_up_as_the_official_variants_do(every_frame_draws
     kept = choose_tokens(tokens, torch.ones(2, 20), noise, [(0, 0), (0, 1)], every_frame_draws=every_frame_draws)
     assert [len(frame.anchors) for frame in kept] == [0, 1]
     assert kept[1].anchors.tolist() == [int(noise[first : first + 20].argmax())]
-
-
-def test_fastvid_variants_need_and_assume_different_things() -> None:
-    llava, qwen = gstep.make_pruner("fastvid"), gstep.make_pruner("fastvid", variant="qwen")
-    assert (llava.needs, qwen.needs) == ({"frame_feature", "token_attention"}, {"token_attention"})
-    assert (llava.params()["tau"], qwen.params()["tau"]) == (0.9, 0.84)
-    assert gstep.make_pruner("fastvid", variant="qwen", tau=0.5).params()["tau"] == 0.5
 
 
 def test_fastvid_qwen_keeps_the_last_of_similar_frames() -> None:

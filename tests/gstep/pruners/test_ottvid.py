@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.pruners.ottvid import divide_merges, merge_trees, pick_covering, plan_transport
-from gstep.pruners.vectors import normalize_rows
+from gstep.pruners.ottvid import divide_merges, plan_transport
 from tests.gstep.synthetic import prune, video
 
 
@@ -18,19 +17,6 @@ def test_ottvid_keeps_the_budget_and_a_token_of_each_frame_where_it_can() -> Non
             if budget >= shape[0]:
                 assert len((pruned.index // shape[1]).unique()) == shape[0]
     assert torch.equal(prune(tokens, 1.0, "ottvid").tokens, tokens.flatten(0, 1))
-
-
-def test_ottvid_picks_cover_what_is_attended() -> None:
-    """Two groups of directions: one pick is the middle of the heavier group, two picks are of both groups."""
-    degrees = torch.tensor([[0.0, 10.0, 20.0, 180.0, 182.0]]).deg2rad()
-    direction = torch.stack([degrees.cos(), degrees.sin()], dim=-1)
-    for attention, picks in (([1.0, 1.0, 1.0, 0.1, 0.2], [[1], [1, 4]]), ([1.0, 1.0, 1.0, 9.0, 20.0], [[4], [1, 4]])):
-        weight = torch.tensor([attention], dtype=torch.float64)
-        assert [pick_covering(direction, weight, count)[0][0].tolist() for count in (1, 2)] == picks
-    pick, similarity = pick_covering(normalize_rows(video(3, 9, 4)), torch.ones(3, 9, dtype=torch.float64), 4)
-    directions = normalize_rows(video(3, 9, 4))
-    for t in range(3):
-        assert torch.allclose(similarity[t], directions[t] @ directions[t, pick[t]].T, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +40,6 @@ def test_ottvid_transports_all_mass_at_the_lowest_cost() -> None:
     for eps in (0.005, 10.0):  # the smallest that is accepted stays finite at costs of 0 and 1
         assert plan_transport(mass, cost.round(), eps, 200).isfinite().all()
     assert (plan * cost[0]).sum() < (mass[0][:, None] * mass[1] * cost[0]).sum()
-
-
-def test_ottvid_merges_chains_to_their_first_frame() -> None:
-    tokens = torch.tensor([[[1.0], [2.0]], [[3.0], [5.0]], [[7.0], [11.0]]])
-    mean = merge_trees(tokens, torch.tensor([[0, 0], [1, -1]]))
-    assert mean[0].flatten().tolist() == [(1 + 3 + 5 + 7) / 4, 2.0]
-    assert mean[2, 1].item() == 11.0
 
 
 def test_ottvid_drops_what_is_too_far_and_keeps_the_count() -> None:

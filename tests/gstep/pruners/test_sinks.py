@@ -85,11 +85,9 @@ def test_sinks_are_kept_less(method: str) -> None:
 
 
 def test_negative_weights_and_variants_without_a_rule_are_refused() -> None:
-    for method in HOSTS:
-        with pytest.raises(ValueError, match="mu_s must be a number at least 0"):
-            gstep.make_pruner(method, mu_s=-0.1)
-    with pytest.raises(ValueError, match="mu_t must be a number at least 0"):
-        gstep.make_pruner("holitom", mu_t=-0.1)
+    for method, name in (*((method, "mu_s") for method in HOSTS), ("holitom", "mu_t")):
+        with pytest.raises(ValueError, match=f"{name} must be a number at least 0"):
+            gstep.make_pruner(method, **{name: -0.1})
     for method in ("visionzip", "fastvid"):
         assert gstep.make_pruner(method, variant="qwen", mu_s=0.0) == gstep.make_pruner(method, variant="qwen")
         with pytest.raises(ValueError, match="mu_s is defined for variant llava alone"):

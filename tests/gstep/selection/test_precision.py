@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,20 +19,18 @@ CUDA, CPU, ALL = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "mat
 
 
 def put(target: Any, name: str, value: Any) -> Callable[[], None]:
-    return lambda: setattr(target, name, value)
+    return partial(setattr, target, name, value)
 
 
 SETTINGS: dict[str, list[Callable[[], None]]] = {
     "nothing": [],
-    "high": [lambda: torch.set_float32_matmul_precision("high")],
-    "medium": [lambda: torch.set_float32_matmul_precision("medium")],
-    "highest": [lambda: torch.set_float32_matmul_precision("highest")],
+    **{name: [partial(torch.set_float32_matmul_precision, name)] for name in ("high", "medium", "highest")},
     "allow_tf32": [put(CUDA, "allow_tf32", True)],
     "GPU": [put(CUDA, "fp32_precision", "tf32")],
     "CPU": [put(CPU, "fp32_precision", "bf16")],
     "both": [put(CUDA, "fp32_precision", "tf32"), put(CPU, "fp32_precision", "tf32")],
     "all": [put(ALL, "fp32_precision", "tf32")],
-    "old and new": [lambda: torch.set_float32_matmul_precision("medium"), put(CPU, "fp32_precision", "tf32")],
+    "old and new": [partial(torch.set_float32_matmul_precision, "medium"), put(CPU, "fp32_precision", "tf32")],
 }
 
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
@@ -28,27 +28,16 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines.transformers import TransformersEngine
 from pipeline.generate.job import plan_answers
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import AnswerMode, add_choices, read_questions
+from pipeline.generate.questions import AnswerMode, add_choices, read_given_questions
 from pipeline.generate.summary import summarize_answers
-from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.runner import worker_heartbeat as heartbeat
 from pipeline.storage.stores import LocalStore
-from tests.builders.answers import SHAPE, setup_of, tiny_cache, write_questions
+from tests.builders.answers import SHAPE, sent, setup_of, tiny_cache, tiny_qwen_cache
 from tests.builders.caches import encoded, random_tokens, write_shard
-from tests.gstep.language.prompts import video
 from tests.gstep.llms import llm
 
 WAY = AnswerMode(Decoding(max_new_tokens=8))
 PROMPTS = ["What?", "What is happening in this video, and why?", "Who is it?", "Where?", "Say more about the end."]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As in an actor; the threads of a busy machine wait for each other much longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -56,16 +45,14 @@ def cache(tmp_path):
     return tiny_cache(tmp_path / "c", ("a", "b"))
 
 
-def questions(folder: Path, rows, way=WAY):
-    """As the driver sends them."""
-    table = read_questions(str(write_questions(folder / "q.jsonl", rows)), way)
-    return [{**drop_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
+def questions(rows, way=WAY):
+    return sent(read_given_questions(rows, way))
 
 
-def open_questions(folder: Path, count=10, way=WAY, **more):
+def open_questions(count=10, way=WAY, **more):
     """On the two videos of the cache in turn."""
     rows = [{"question_id": i, "video_id": "ab"[i % 2], "prompt": PROMPTS[i % 5] * (1 + i % 3)} for i in range(count)]
-    return questions(folder, [{**row, **more} for row in rows], way)
+    return questions([{**row, **more} for row in rows], way)
 
 
 def by_id(rows):
@@ -73,7 +60,7 @@ def by_id(rows):
 
 
 def test_an_answer_is_the_models_on_the_cached_tokens(cache, tmp_path):
-    rows = by_id(Answerer(setup_of(cache, retention_ratio=0.10)).answer(open_questions(tmp_path, 2)))
+    rows = by_id(Answerer(setup_of(cache, retention_ratio=0.10)).answer(open_questions(2)))
     opened = TokenCache(tmp_path / "c")
     build = prompt_builder(ModelSource.resolve("tiny")).build
     for name, question_id in (("a", "0"), ("b", "1")):
@@ -103,8 +90,8 @@ def test_a_conversation_is_answered_and_its_choices_scored_by_the_models_own_tem
         {"question_id": "two", "video_id": ["b", "a"], "messages": TALK},
         {"question_id": "letters", "video_id": "a", "messages": TALK, "choices": choices},
     ]
-    asked = questions(tmp_path, rows)
-    texts = questions(tmp_path, [rows[2]], AnswerMode(Decoding(), "loglikelihood"))
+    asked = questions(rows)
+    texts = questions([rows[2]], AnswerMode(Decoding(), "loglikelihood"))
     answers = by_id(Answerer(setup_of(cache)).answer([*asked, {**texts[0], "question_id": "texts"}]))
     opened, builder = TokenCache(tmp_path / "c"), prompt_builder(ModelSource.resolve("tiny"))
     one, two = (opened.get(name).visual for name in ("a", "b"))
@@ -131,10 +118,7 @@ def test_a_conversation_is_answered_and_its_choices_scored_by_the_models_own_tem
 
 
 def test_cdpruner_takes_the_last_message_for_the_question_and_fastv_the_whole_prompt(tmp_path):
-    model = "tiny-qwen2-5-vl"
-    source, extra = ModelSource.resolve(model), dict(video(model, n_frames=4).extra)
-    of_qwen = {"source": source, "shape": (4, 24, 64), "newline": None, "model_extra": extra}
-    cache = tiny_cache(tmp_path / "w", ("a",), ratio=1.0, method="none", **of_qwen)
+    cache, source = tiny_qwen_cache(tmp_path / "w"), ModelSource.resolve("tiny-qwen2-5-vl")
     rows = [
         {"question_id": "talk", "video_id": "a", "messages": TALK},
         {"question_id": "alone", "video_id": "a", "prompt": TALK[2]["content"]},
@@ -143,7 +127,7 @@ def test_cdpruner_takes_the_last_message_for_the_question_and_fastv_the_whole_pr
 
     def answer(method):
         setup = setup_of(cache, source=source, prunings={"": LatePruning(method, 0.25)})
-        return by_id(Answerer(setup).answer(questions(tmp_path, rows)))
+        return by_id(Answerer(setup).answer(questions(rows)))
 
     kept = {name: row["kept_per_frame"] for name, row in answer(CDPruner()).items()}
     assert kept["talk"] == kept["alone"] != kept["first"]
@@ -151,22 +135,22 @@ def test_cdpruner_takes_the_last_message_for_the_question_and_fastv_the_whole_pr
     assert {row["status"] for row in inside.values()} == {"ok"} and inside["talk"]["n_kept"] == 24
 
 
-def test_a_long_question_neither_joins_short_ones_nor_makes_their_batches_small(cache, tmp_path):
+def test_a_long_question_neither_joins_short_ones_nor_makes_their_batches_small(cache):
     rows = [{"question_id": i, "video_id": "ab"[i % 2], "prompt": PROMPTS[i % 5]} for i in range(18)]
     for i in (3, 12):
         rows[i]["prompt"] = "why is it " * 4000
     decoding = AnswerMode(Decoding(max_new_tokens=1))
-    answers = by_id(Answerer(setup_of(cache)).answer(questions(tmp_path, rows, decoding)))
+    answers = by_id(Answerer(setup_of(cache)).answer(questions(rows, decoding)))
     assert {i: answers[str(i)]["batch_size"] for i in range(18)} == {i: 1 if i in (3, 12) else 8 for i in range(18)}
     assert min(answers["3"]["n_prompt_tokens"], answers["12"]["n_prompt_tokens"]) > 10_000
 
 
-def test_a_batch_of_ragged_prompts_says_what_each_alone_does(cache, tmp_path):
+def test_a_batch_of_ragged_prompts_says_what_each_alone_does(cache):
     way = AnswerMode(Decoding(max_new_tokens=8), "letter")
-    asked = open_questions(tmp_path, 10)
-    asked += open_questions(tmp_path, 6, AnswerMode(Decoding(max_new_tokens=8, temperature=1.5)), max_new_tokens=5)
-    asked += open_questions(tmp_path, 4, way, choices=["yes", "no", "perhaps"])
-    asked += open_questions(tmp_path, 4, AnswerMode(Decoding(), "loglikelihood"), choices=["yes, always", "no"])
+    asked = open_questions(10)
+    asked += open_questions(6, AnswerMode(Decoding(max_new_tokens=8, temperature=1.5)), max_new_tokens=5)
+    asked += open_questions(4, way, choices=["yes", "no", "perhaps"])
+    asked += open_questions(4, AnswerMode(Decoding(), "loglikelihood"), choices=["yes, always", "no"])
     asked = [{**question, "question_id": str(i)} for i, question in enumerate(asked)]
     together, alone = (by_id(Answerer(setup_of(cache, batch_size=n)).answer(asked)) for n in (8, 1))
     assert together.keys() == alone.keys() == {str(i) for i in range(24)}
@@ -182,13 +166,11 @@ def test_a_batch_of_ragged_prompts_says_what_each_alone_does(cache, tmp_path):
     assert len({row["answer"] for row in together.values()}) > 5  # or the comparison would say nothing
 
 
-def test_choices_by_letter_and_by_text(cache, tmp_path):
+def test_choices_by_letter_and_by_text(cache):
     row = {"question_id": 1, "video_id": "a", "prompt": "Which?", "choices": ["yes", "no, never at all", "no"]}
     answers = {}
     for method in ("letter", "loglikelihood", "generate"):
-        (answers[method],) = Answerer(setup_of(cache)).answer(
-            questions(tmp_path, [row], AnswerMode(Decoding(4), method))
-        )
+        (answers[method],) = Answerer(setup_of(cache)).answer(questions([row], AnswerMode(Decoding(4), method)))
     letter, text = answers["letter"], answers["loglikelihood"]
     scores = letter["choice_scores"]
     assert letter["answer"] == "ABC"[letter["choice"]] and letter["choice"] == scores.index(max(scores))
@@ -203,12 +185,12 @@ def test_choices_by_letter_and_by_text(cache, tmp_path):
     assert answers["generate"]["n_new_tokens"] > 0 and answers["generate"].get("choice_scores") is None
 
 
-def test_choices_that_carry_their_letters_are_asked_without_and_stored_with_them(cache, tmp_path):
+def test_choices_that_carry_their_letters_are_asked_without_and_stored_with_them(cache):
     plain, labeled = ["square", "star"], ["(A) square", "(B) star"]
     rows = [
         {"question_id": i, "video_id": "a", "prompt": "Which?", "choices": c} for i, c in enumerate((plain, labeled))
     ]
-    first, second = Answerer(setup_of(cache)).answer(questions(tmp_path, rows, AnswerMode(Decoding(4))))
+    first, second = Answerer(setup_of(cache)).answer(questions(rows, AnswerMode(Decoding(4))))
     assert second["choices"] == labeled  # as in the file, so that answers of earlier versions are resumed
     same = ("prompt", "n_prompt_tokens", "answer", "choice")
     assert [first[name] for name in same] == [second[name] for name in same]
@@ -224,7 +206,7 @@ def test_scores_that_are_no_numbers_are_no_answer(tmp_path, method):
         {"question_id": i, "video_id": "ab"[i % 2], "prompt": "Which?", "choices": ["yes", "no"]} for i in range(4)
     ]
     setup = replace(setup_of(cache), dtype="float16")
-    rows = by_id(Answerer(setup).answer(questions(tmp_path, asked, AnswerMode(Decoding(4), method))))
+    rows = by_id(Answerer(setup).answer(questions(asked, AnswerMode(Decoding(4), method))))
     assert {name: row["status"] for name, row in rows.items()} == {"0": "failed", "1": "ok", "2": "failed", "3": "ok"}
     assert rows["0"]["error_class"] == "internal" and "no numbers (NaN)" in rows["0"]["error_message"]
 
@@ -243,7 +225,7 @@ def failing(cache):
             return answers(prompts, decodings, **more)
 
         engine.generate = generate
-        return Watched(setup_of(cache, **options), engine=engine), sizes
+        return Answerer(setup_of(cache, **options), engine=engine), sizes
 
     return make
 
@@ -258,29 +240,16 @@ def too_many(fitting, error=None):
     return failure
 
 
-class Watched(Answerer):
-    """Notes what was answered."""
-
-    answered = 0
-
-    def answer(self, questions):
-        for row in super().answer(questions):
-            self.answered += 1
-            yield row
-
-
 @pytest.mark.parametrize("fitting", [1, 2])
-def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatever_batches_are_made(
-    failing, tmp_path, fitting
-):
+def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatever_batches_are_made(failing, fitting):
     """So many questions fit the memory at once; the second question is one that no model is asked."""
-    asked = open_questions(tmp_path, 5)
+    asked = open_questions(5)
     asked[1] |= {"video_ids": ["gone"]}
-    actor, _ = failing(too_many(fitting), batch_size=2)
+    actor, sizes = failing(too_many(fitting), batch_size=2)
     parts = actor(pack_blocks([asked])[0])
-    first = unpack_answers(next(parts))
-    assert actor.answered < 5
+    first, n_asked = unpack_answers(next(parts)), len(sizes)
     rows = [first, *map(unpack_answers, parts)]
+    assert n_asked < len(sizes)
     assert [part["question_id"].to_pylist() for part in rows] == [["0", "1"], ["2", "3"], ["4"]]
     assert {part.schema for part in rows} == {ANSWERED_SCHEMA}
     assert first["status"].to_pylist() == ["ok", "failed"] and first["answer"].to_pylist()[0]
@@ -291,17 +260,17 @@ def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatev
     [torch.OutOfMemoryError("out of memory"), MemoryError("cannot"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")],
     ids=["torch", "host", "cublas"],
 )
-def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing, tmp_path, error):
+def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing, error):
     actor, sizes = failing(too_many(2, error))
-    rows = list(actor.answer(open_questions(tmp_path, 14)))
+    rows = list(actor.answer(open_questions(14)))
     assert [row["status"] for row in rows] == ["ok"] * 14
     assert sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2]
 
 
-def test_memory_that_runs_out_while_pruning_for_a_question_is_named_so(failing, tmp_path):
+def test_memory_that_runs_out_while_pruning_for_a_question_is_named_so(failing):
     actor, _ = failing(too_many(8), prunings={"": LatePruning(CDPruner(), 0.25)})
     actor._engine.embedding = too_many(0)
-    (row,) = actor.answer(open_questions(tmp_path, 1))
+    (row,) = actor.answer(open_questions(1))
     assert (row["error_class"], row["retryable"]) == ("out-of-memory", True)
 
 
@@ -319,35 +288,29 @@ def test_larger_batches_are_tried_again_after_a_while():
     assert size.now == 1
 
 
-def test_a_question_that_never_fits_is_out_of_memory_and_costs_no_other(failing, tmp_path):
+@pytest.mark.parametrize(
+    ("error", "error_class", "sizes"),
+    [
+        (torch.OutOfMemoryError("full"), "out-of-memory", [8, 4, 2, 2, 1, 1, 4, 4]),  # then as many as fitted
+        (RuntimeError("cannot count"), "internal", [8, *[1] * 8, 4]),
+    ],
+)
+def test_what_one_question_meets_costs_no_other(failing, error, error_class, sizes):
     def fail_long(prompts):
         if max(map(len, prompts)) >= 200:
-            raise torch.OutOfMemoryError("out of memory")
+            raise error
 
-    actor, sizes = failing(fail_long)
-    asked = open_questions(tmp_path, 12)
+    actor, asked_sizes = failing(fail_long)
+    asked = open_questions(12)
     asked[3]["prompt"] *= 100
     rows = by_id(actor.answer(asked))
-    assert {name: row["error_class"] for name, row in rows.items() if row["status"] != "ok"} == {"3": "out-of-memory"}
-    assert rows["3"]["retryable"] and len(rows) == 12
-    assert sizes == [8, 4, 2, 2, 1, 1, 4, 4]  # the next batch is as large as what fitted
+    assert [name for name, row in rows.items() if row["status"] != "ok"] == ["3"] and len(rows) == 12
+    assert rows["3"]["error_class"] == error_class and str(error) in rows["3"]["error_message"]
+    assert rows["3"]["retryable"]
+    assert asked_sizes == sizes
 
 
-def test_a_bug_that_one_question_meets_costs_no_other(failing, tmp_path):
-    def fail_seven(prompts):
-        if any("seven" in llm("tiny").tokenizer.decode(prompt.input_ids) for prompt in prompts):
-            raise RuntimeError("cannot count")
-
-    actor, sizes = failing(fail_seven)
-    asked = open_questions(tmp_path, 8)
-    asked[5]["prompt"] = "seven"
-    rows = by_id(actor.answer(asked))
-    assert [name for name, row in rows.items() if row["status"] != "ok"] == ["5"]
-    assert (rows["5"]["error_class"], rows["5"]["error_message"]) == ("internal", "RuntimeError: cannot count")
-    assert sizes == [8] + [1] * 8
-
-
-def test_a_poisoned_gpu_ends_the_actor_so_that_ray_starts_another(failing, tmp_path, monkeypatch):
+def test_a_poisoned_gpu_ends_the_actor_so_that_ray_starts_another(failing, monkeypatch):
     def poisoned(prompts):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -357,7 +320,7 @@ def test_a_poisoned_gpu_ends_the_actor_so_that_ray_starts_another(failing, tmp_p
     monkeypatch.setattr(heartbeat.os, "_exit", exit_at_once)
     actor, sizes = failing(poisoned)
     with pytest.raises(SystemExit, match="70"):
-        list(actor.answer(open_questions(tmp_path, 4)))
+        list(actor.answer(open_questions(4)))
     assert sizes == [4]
 
 
@@ -376,14 +339,14 @@ def short(tmp_path):
     return make
 
 
-def test_a_prompt_that_cannot_be_built_or_does_not_fit_is_named(short, tmp_path):
+def test_a_prompt_that_cannot_be_built_or_does_not_fit_is_named(short):
     setup = short(120)
-    asked = open_questions(tmp_path, 3)
+    asked = open_questions(3)
     asked[1]["prompt"] = "Why? " * 60
     asked[2]["prompt"] = "Is this a \U0010fffe ?"
     asked.append({**asked[0], "question_id": "3", "decoding": asked[0]["decoding"].replace("8", "60")})
     scored = AnswerMode(Decoding(), "loglikelihood")
-    (long,) = open_questions(tmp_path, 1, scored, choices=["no", "yes, always " * 60])
+    (long,) = open_questions(1, scored, choices=["no", "yes, always " * 60])
     asked.append({**long, "question_id": "4"})
     rows = by_id(Answerer(setup).answer(asked))
     assert [rows[str(i)].get("error_class") for i in range(5)] == [
@@ -393,11 +356,11 @@ def test_a_prompt_that_cannot_be_built_or_does_not_fit_is_named(short, tmp_path)
     assert rows["1"]["n_visual_tokens"] == 50 and not rows["1"]["retryable"]
 
 
-def test_positions_that_the_model_does_not_know_are_refused(short, tmp_path):
+def test_positions_that_the_model_does_not_know_are_refused(short):
     setup = short(200)  # a quarter of 196 tokens fits, all of them do not
     for positions, error_class in (("contiguous", None), ("original", "prompt-too-long")):
         actor = Answerer(replace(setup, config=replace(setup.config, positions=positions)))
-        (row,) = actor.answer(open_questions(tmp_path, 1))
+        (row,) = actor.answer(open_questions(1))
         assert row.get("error_class") == error_class
     assert "use --positions contiguous" in row["error_message"]
 
@@ -412,7 +375,7 @@ def test_a_damaged_shard_costs_the_questions_on_its_videos(tmp_path):
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
     removed.unlink()
-    asked = open_questions(tmp_path, 4)
+    asked = open_questions(4)
     asked.append({**asked[0], "question_id": "4", "video_ids": ["gone"]})
     rows = by_id(Answerer(setup_of(store)).answer(asked))
     assert [rows[str(i)].get("error_class") for i in range(5)] == [None, "corrupt", None, "corrupt", "corrupt"]
@@ -427,7 +390,7 @@ def test_an_answer_tells_the_decode_warnings_of_its_videos(cache, tmp_path):
         {"question_id": "broken", "video_id": "c", "prompt": "p"},
         {"question_id": "both", "video_id": ["c", "a", "c"], "prompt": "p <video> p <video> p <video>"},
     ]
-    asked = questions(tmp_path, rows)
+    asked = questions(rows)
     answers = by_id(Answerer(setup_of(cache)).answer(asked))
     assert {name: row["decode_warnings"] for name, row in answers.items()} == {"one": 0, "broken": 3, "both": 6}
     store = LocalStore(tmp_path / "answers")
@@ -466,17 +429,13 @@ def test_of_the_questions_on_a_video_those_under_one_pruning_stand_together():
     assert under(2) == [both[i : i + 2] for i in range(0, 8, 2)]
 
 
-@pytest.mark.parametrize("cpus", [1, 2, 64])
-@pytest.mark.parametrize("gpus", [0, 1, 8])
-@pytest.mark.parametrize("n_questions", [1, 40, 10**6])
-@pytest.mark.parametrize("workers", [None, 3])
-def test_all_models_fit_a_cluster_at_once(cpus, gpus, n_questions, workers):
-    config = GenerateConfig(questions="q.jsonl", workers=workers)
-    plan = plan_answers(cpus, gpus, n_questions, config)
-    assert 1 <= plan.answer.workers <= max(gpus, 1 if workers is None else workers)
-    assert plan.cpus <= cpus and plan.gpus <= gpus
-    assert 1 <= plan.questions_per_block <= 64
-    assert plan.answer.workers * plan.questions_per_block <= max(n_questions, 8 * plan.answer.workers)
+def test_all_models_fit_a_cluster_at_once():
+    for cpus, gpus, n_questions, workers in product((1, 2, 64), (0, 1, 8), (1, 40, 10**6), (None, 3)):
+        plan = plan_answers(cpus, gpus, n_questions, GenerateConfig(questions="q.jsonl", workers=workers))
+        assert 1 <= plan.answer.workers <= max(gpus, workers or 1)
+        assert plan.cpus <= cpus and plan.gpus <= gpus
+        assert 1 <= plan.questions_per_block <= 64
+        assert plan.answer.workers * plan.questions_per_block <= max(n_questions, 8 * plan.answer.workers)
 
 
 def test_every_gpu_gets_a_model_and_a_block_is_whole_batches():

@@ -23,9 +23,8 @@ from pipeline.storage.stores import LocalStore
 
 
 def row(question_id="1", status="ok", attempts=1, **more):
-    return {
-        "question_id": question_id, "video_ids": ["v"], "prompt": "p", "status": status, "attempts": attempts, **more
-    }  # fmt: skip
+    asked = {"question_id": question_id, "video_ids": ["v"], "prompt": "p"}
+    return {**asked, "status": status, "attempts": attempts, **more}
 
 
 @pytest.fixture
@@ -100,13 +99,8 @@ def test_a_copy_of_a_shard_under_another_name_is_left_out_and_keeps_its_shard(st
 
 
 def test_a_folder_without_answers_is_said_to_be_none(tmp_path):
-    version = '{"schema_version": %d}'
-    for text, message in (
-        (None, r"no answers\.json"),
-        ("{", "not JSON"),
-        (version % 9, "version 9"),
-        (version % 2, "id"),
-    ):
+    versions = [(f'{{"schema_version": {number}}}', said) for number, said in ((9, "version 9"), (2, "id"))]
+    for text, message in ((None, r"no answers\.json"), ("{", "not JSON"), *versions):
         if text is not None:
             (tmp_path / "answers.json").write_text(text)
         with pytest.raises(NotAnswers, match=message):

@@ -32,6 +32,7 @@ def assistant(content):
     return {"role": "assistant", "content": content}
 
 
+SYSTEM = {"role": "system", "content": "Be brief."}
 TALK = [user("Who is it?"), assistant("A dog."), user("What does it do?")]
 
 
@@ -45,18 +46,12 @@ def parsed(messages, **more):
 
 
 def test_texts_become_parts_and_the_video_stands_at_the_start_of_the_first_user_message():
-    row = read([{"role": "system", "content": "Be brief."}, *TALK])
+    row = read([SYSTEM, *TALK])
     assert row["prompt"] == "What does it do?"
-    assert load_messages(row["conversation"]) == [
-        {"role": "system", "content": [text("Be brief.")]},
-        {"role": "user", "content": [VIDEO, text("Who is it?")]},
-        {"role": "assistant", "content": [text("A dog.")]},
-        {"role": "user", "content": [text("What does it do?")]},
-    ]
-    assert parsed(TALK, video_id=["a", "b"])[0]["content"] == [VIDEO, VIDEO, text("Who is it?")]
-    # However it is written, it is the same conversation.
     explicit = [user([VIDEO, text("Who is it?")]), assistant([text("A dog.")]), user([text("What does it do?")])]
-    assert read(explicit) == read(TALK)
+    assert load_messages(row["conversation"]) == [SYSTEM | {"content": [text("Be brief.")]}, *explicit]
+    assert parsed(TALK, video_id=["a", "b"])[0]["content"] == [VIDEO, VIDEO, text("Who is it?")]
+    assert read(explicit) == read(TALK)  # however it is written, it is the same conversation
 
 
 def test_a_video_stands_where_a_part_says():
@@ -93,51 +88,36 @@ def test_parts_in_parquet_have_nulls_for_what_others_have(tmp_path):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "messages must be a list like [{"),
-        ("Who?", "messages must be a list like [{"),
-        ({"role": "user", "content": "Who?"}, "messages must be a list like"),
+        *((given, "messages must be a list like [{") for given in ([], "Who?", {"role": "user", "content": "Who?"})),
         (["Who?"], "message 1 must be an object like"),
         ([{"role": "user"}], "message 1: content must be a text or a list of parts that is not empty, got None"),
         ([{"content": "Who?"}], "message 1: role must be system, user, assistant, got None"),
         (
             [*TALK[:2], {"role": "human", "content": "Who?"}],
-            "message 3: role must be system, user, assistant, got 'human'",
+            "message 3: role must be system, user, assistant, got 'hu",
         ),
-        ([{"role": "tool", "content": "x"}, *TALK], "message 1: role must be"),
-        ([{"role": "developer", "content": "x"}, *TALK], "message 1: role must be"),
+        *(([{"role": role, "content": "x"}, *TALK], "message 1: role must be") for role in ("tool", "developer")),
         (TALK[:2], "the last message must be of the role user, which the model answers, got assistant"),
-        ([{"role": "system", "content": "Be brief."}], "the last message must be of the role user"),
-        (
-            [*TALK[:2], {"role": "system", "content": "x"}, TALK[2]],
-            "message 3: a message of the role system must be the",
-        ),
+        ([SYSTEM], "the last message must be of the role user"),
+        ([*TALK[:2], SYSTEM, TALK[2]], "message 3: a message of the role system must be the"),
         ([user("Who?"), assistant(" "), user("Why?")], "message 2: content must be a text that is not blank, got ' '"),
-        (
-            [user("Who?"), assistant([]), user("Why?")],
-            "message 2: content must be a text or a list of parts that is not",
-        ),
+        ([user("Who?"), assistant([]), user("Why?")], "message 2: content must be a text or a list of parts"),
         ([user([text("")])], "message 1: content must be a text that is not blank"),
         ([user(["Who?"])], "message 1: a part must be an object like"),
         ([user([VIDEO])], "the last message needs a text, the question that the model answers"),
         (
             [user([VIDEO, VIDEO, text("Who?")])],
-            "2 parts of the type video, and video_id names 1 videos: each needs one",
+            "2 parts of the type video, and video_id names 1 videos: each needs",
         ),
         ([user([{"type": "image"}, text("Who?")])], "message 1: a part of the type 'image': known are text and video"),
         ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "a part of the type 'image_url'"),
-        (
-            [user([{"type": "video_url", "video_url": {"url": "x"}}])],
-            "(" + '{"type": "video"}, where a video of video_id',
-        ),
-        (
-            [user([{"type": "video", "video": "a.mp4"}, text("Who?")])],
-            "video is not read: leave it out; the video is named",
-        ),
+        ([user([{"type": "video_url", "video_url": {"url": "x"}}])], '({"type": "video"}, where a video of video_id'),
+        ([user([VIDEO | {"video": "a.mp4"}, text("Who?")])], "video is not read: leave it out; the video is named"),
         ([user([text("Who?") | {"cache_control": {}}])], "message 1: cache_control is not read: leave it out"),
         ([user("Who?") | {"name": "Ann"}], "message 1: name is not read: leave it out"),
         (
             [user("Who?"), assistant([VIDEO, text("It.")]), user("Why?")],
-            "message 2: a video stands in a message of the",
+            "message 2: a video stands in a message",
         ),
         ([user("\ud800")], "not valid text"),
     ],
@@ -149,63 +129,53 @@ def test_what_is_wrong_with_messages_is_said_with_row_and_message(messages, mess
 
 
 def test_a_row_has_a_prompt_or_messages_and_one_system_message():
-    with pytest.raises(
-        QuestionsError, match="a row has prompt or messages, and not both: the last message is the prompt"
+    own = [SYSTEM, *TALK]
+    for messages, more, message in (
+        (TALK, {"prompt": "Why?"}, "a row has prompt or messages, and not both: the last message is the prompt"),
+        (own, {"system": "Be long."}, "both messages and the column system have a system message"),
+        (None, {}, "prompt is missing"),
     ):
-        read(TALK, prompt="Why?")
-    own = [{"role": "system", "content": "Be brief."}, *TALK]
-    with pytest.raises(QuestionsError, match="both messages and the column system have a system message"):
-        read(own, system="Be long.")
+        with pytest.raises(QuestionsError, match=message):
+            read(messages, **more)
     flag = AnswerMode(Decoding(), system="Be long.")
     rows = [{**BASE, "messages": own}, {**BASE, "question_id": 2, "messages": TALK}]
     modes = [json.loads(row["decoding"]) for row in read_given_questions(rows, flag).to_pylist()]
     assert [mode["system"] for mode in modes] == [None, "Be long."]
-    with pytest.raises(QuestionsError, match=r"prompt is missing"):
-        read(None)
 
 
 def test_what_follows_the_question_stands_behind_the_last_text_and_a_system_message_first():
     messages = [*TALK[:2], user([text("Which"), text("one?"), VIDEO])]
-    chat = make_chat(parsed(messages), "Be brief.", "\nA. a dog")
-    assert chat[0] == {"role": "system", "content": [text("Be brief.")]}
-    assert chat[1:3] == parsed(messages)[:2]
-    assert chat[3] == user([text("Which"), text("one?\nA. a dog"), VIDEO])
+    first = [SYSTEM | {"content": [text("Be brief.")]}, *parsed(messages)[:2]]
+    asked = user([text("Which"), text("one?\nA. a dog"), VIDEO])
+    assert make_chat(parsed(messages), "Be brief.", "\nA. a dog") == [*first, asked]
     assert make_chat(parsed(messages), None, "") == parsed(messages)
 
 
-@pytest.mark.parametrize(
-    ("changed", "what"),
-    [
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_changed_turn_is_a_changed_question_and_the_same_conversation_is_not_asked_again(tmp_path, form):
+    tiny_cache(tmp_path / "c")
+
+    def remaining(job):
+        live = AnswersTable(job.store).select_live_answers(job.questions, [""])
+        return select_remaining_questions(job.store, live, job.questions, {"": None}, job.config, {"a"})
+
+    def request(messages=None, **more):
+        return request_about(tmp_path / "c", [{**BASE, "messages": messages, **more}], format=form)
+
+    job = request(TALK)
+    write_answers_header(job.store, job.identity)
+    (question,) = job.questions.to_pylist()
+    commit_answers(job.store, "run", 0, [{**question, "status": "ok", "attempts": 1, "answer": "It runs."}], form)
+    explicit = [user([VIDEO, text("Who is it?")]), *TALK[1:]]
+    assert remaining(request(TALK)) == remaining(request(explicit)) == []
+    for changed, what in (
         ([user("Who is she?"), *TALK[1:]], "1: message 1 was .*Who is it.*, is .*Who is she"),
         ([TALK[0], assistant("A cat."), TALK[2]], "1: message 2 was .*A dog.*, is .*A cat"),
         ([*TALK[:2], user("Why?")], "1: prompt was 'What does it do.', is 'Why.'"),
         (TALK[2:], "1: message 1 was .*Who is it.*, is .*What does it do"),
         ([*TALK[:2], user([text("What does it do?"), VIDEO])], "1: message 1 was .*video.*, is .*Who is it"),
         (None, "1: message 1 was .*Who is it.*, is None"),
-    ],
-)
-@pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_a_changed_turn_is_a_changed_question_and_the_same_conversation_is_not_asked_again(
-    tmp_path, changed, what, form
-):
-    tiny_cache(tmp_path / "c")
-
-    def remaining(row):
-        job = request_about(tmp_path / "c", [{**BASE, **row}], format=form)
-        live = (
-            AnswersTable(job.store).select_live_answers(job.questions, [""])
-            if job.store.exists("answers.json")
-            else None
-        )
-        if live is None:
-            return job
-        return select_remaining_questions(job.store, live, job.questions, {"": None}, job.config, {"a"})
-
-    job = remaining({"messages": TALK})
-    write_answers_header(job.store, job.identity)
-    (question,) = job.questions.to_pylist()
-    commit_answers(job.store, "run", 0, [{**question, "status": "ok", "attempts": 1, "answer": "It runs."}], form)
-    explicit = [user([VIDEO, text("Who is it?")]), *TALK[1:]]
-    assert remaining({"messages": TALK}) == remaining({"messages": explicit}) == []
-    with pytest.raises(QuestionsChanged, match=what):
-        remaining({"prompt": "What does it do?"} if changed is None else {"messages": changed})
+    ):
+        asked = request(prompt="What does it do?") if changed is None else request(changed)
+        with pytest.raises(QuestionsChanged, match=what):
+            remaining(asked)

@@ -2,8 +2,8 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,11 +11,8 @@ from transformers.video_utils import VideoMetadata, load_video
 
 from gstep.backbones import ModelSource
 from pipeline import TokenCache
-from pipeline.generate.prompts import PreparedQuestion, PromptMaker
-from pipeline.generate.questions import AnswerMode
-from pipeline.rows import QuestionRecord, drop_nulls
-from pipeline.runner.worker_heartbeat import Heartbeat
-from tests.builders.answers import request_about, tiny_cache
+from pipeline.generate.prompts import PreparedQuestion
+from tests.builders.answers import prepared, request_about, tiny_cache
 from tests.builders.caches import cache_of, encode_clip
 from tests.builders.clips import uneven_clip
 from tests.gstep.language.prompts import builder
@@ -44,11 +41,7 @@ def cache(clip, tmp_path_factory) -> Path:
 
 def asked(cache, video_id="v", **options):
     """What the actor makes of a question on a video."""
-    job = request_about(cache, [{**ROW, "video_id": video_id}], **options)
-    (question,) = (drop_nulls(row, QuestionRecord) for row in job.questions.to_pylist())
-    engine = SimpleNamespace(context_length=10**6)
-    prompts = PromptMaker(job.setup, engine, "cpu", Heartbeat("answer"))
-    return prompts.make({**question, "attempts": 1}, AnswerMode.parse(question["decoding"]))
+    return prepared(request_about(cache, [{**ROW, "video_id": video_id}], **options))
 
 
 def text(prompt) -> str:
@@ -64,14 +57,11 @@ def stock_prompt(metadata, grid_thw) -> str:
     return f"<|im_start|>user\n{video}Why?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def evenly(metadata, **_) -> np.ndarray:
-    return np.linspace(0, metadata.total_num_frames - 1, FRAMES, dtype=int)
-
-
 @pytest.mark.parametrize("reader", ["pyav", "decord"])
 def test_stock_times_make_the_prompt_of_the_stock_processor_on_the_file_itself(cache, clip, reader):
     pytest.importorskip({"pyav": "av"}.get(reader, reader))
-    _, metadata = load_video(str(clip), backend=reader, sample_indices_fn=evenly)
+    evenly = partial(np.linspace, 0, 34, FRAMES, dtype=int)  # of the file's 35 frames
+    _, metadata = load_video(str(clip), backend=reader, sample_indices_fn=lambda metadata, **_: evenly())
     prompt = asked(cache, frame_times="stock").prompt
     (visual,) = prompt.visuals
     assert list(visual.frame_indices) == list(metadata.frames_indices)
@@ -102,10 +92,8 @@ def test_a_clip_has_stock_times_from_the_start_of_its_file(cache):
 
 
 def test_answers_are_of_their_times_where_the_model_reads_any(cache, tmp_path):
-    rows = [ROW]
-    plain, stock = (request_about(cache, rows, frame_times=times).identity for times in ("true", "stock"))
-    assert plain == request_about(cache, rows).identity and "frame_times" not in plain["prompt"]
-    assert stock == {**plain, "prompt": {**plain["prompt"], "frame_times": "stock"}}
     tiny_cache(tmp_path / "c", ("v",))
-    plain, stock = (request_about(tmp_path / "c", rows, frame_times=times).identity for times in ("true", "stock"))
-    assert plain == stock
+    for place, stored in ((cache, {"frame_times": "stock"}), (tmp_path / "c", {})):
+        plain, stock = (request_about(place, [ROW], frame_times=times).identity for times in ("true", "stock"))
+        assert plain == request_about(place, [ROW]).identity and "frame_times" not in plain["prompt"]
+        assert stock == {**plain, "prompt": {**plain["prompt"], **stored}}

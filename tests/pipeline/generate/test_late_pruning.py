@@ -21,8 +21,7 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.prompts import TextEmbeddings
 from pipeline.generate.request import choose_token_order
-from pipeline.rows import QuestionRecord, drop_nulls
-from tests.builders.answers import request_about, setup_of, tiny_cache, tiny_cache_with_embeddings
+from tests.builders.answers import request_about, sent, setup_of, tiny_cache, tiny_cache_with_embeddings
 
 T, N, D = 5, 20, 16
 ATTENTION = (("token_attention", "token_attention"),)
@@ -234,14 +233,9 @@ def test_a_seed_that_a_method_inside_the_model_would_not_draw_by_is_refused(requ
 def test_a_parameter_may_be_a_list(kind, ratio, tmp_path):
     """A tuple is no JSON, and a list has no hash."""
     store = tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
-    job = request_about(
-        tmp_path / "c",
-        [{"question_id": i, "video_id": "a", "prompt": "What?", "max_new_tokens": 2} for i in range(2)],
-        pruner=path(kind),
-        retention_ratio=ratio,
-    )
-    setup = setup_of(store, prunings=job.setup.prunings)
-    rows = [*Answerer(setup).answer([drop_nulls(row, QuestionRecord) for row in job.questions.to_pylist()])]
+    asked = [{"question_id": i, "video_id": "a", "prompt": "What?", "max_new_tokens": 2} for i in range(2)]
+    job = request_about(tmp_path / "c", asked, pruner=path(kind), retention_ratio=ratio)
+    rows = [*Answerer(setup_of(store, prunings=job.setup.prunings)).answer(sent(job.questions))]
     assert [(row["status"], row["n_kept"]) for row in rows] == [("ok", int(196 * ratio))] * 2
 
 

@@ -29,15 +29,13 @@ def cached(source, name, tmp_path, method, ratio, **params):
 
 def pixels_of(source, name, frames, visual):
     """What the stock model takes instead of the tokens."""
-    preprocessor = family_of(source).preprocessor()
+    preprocessor, given = family_of(source).preprocessor(), (frames, "cpu", torch.float32)
     if name == "tiny":
-        return {"pixel_values_videos": preprocessor.normalise(frames, "cpu", torch.float32)[None]}
+        return {"pixel_values_videos": preprocessor.normalise(*given)[None]}
     if name == "tiny-internvl":
-        return {"pixel_values": preprocessor.normalise(frames, "cpu", torch.float32)}
-    inputs = {
-        "pixel_values_videos": preprocessor.patches(frames, "cpu", torch.float32),
-        "video_grid_thw": torch.tensor([visual.extra["video_grid_thw"]]),
-    }
+        return {"pixel_values": preprocessor.normalise(*given)}
+    grid = torch.tensor([visual.extra["video_grid_thw"]])
+    inputs = {"pixel_values_videos": preprocessor.patches(*given), "video_grid_thw": grid}
     if name == "tiny-qwen2-5-vl":
         inputs["second_per_grid_ts"] = torch.tensor([visual.extra["second_per_grid_ts"]])
     return inputs
@@ -85,10 +83,8 @@ def test_the_baselines_get_their_evidence_and_are_answered_from(name, method, pa
     sources = gstep.make_pruner(method, **params).sources
     visual = family_of(source).load(choose_runtime("cpu", "float32")).encode(frames, sources)
     evidence = {name: value.bfloat16() for name, value in visual.evidence.items()}
-    places = {
-        "grid": tuple(pruned.extra["grid"]),
-        "times": pruned.timestamps[:: math.ceil(len(pruned.timestamps) / len(visual.tokens))],
-    }
+    times = pruned.timestamps[:: math.ceil(len(pruned.timestamps) / len(visual.tokens))]
+    places = {"grid": tuple(pruned.extra["grid"]), "times": times}
     expected = gstep.prune(visual.tokens.bfloat16(), 0.25, method, evidence=evidence, **places, **params)
     assert torch.equal(pruned.index, expected.index)
     assert torch.equal(pruned.tokens, expected.tokens)

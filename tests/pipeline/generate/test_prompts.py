@@ -1,7 +1,6 @@
 """Cached videos for prompts: pruned when asked they are what a cache pruned by the method would give; few are held."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -22,13 +21,12 @@ from pipeline.options import EngineOptions
 from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.recipe import parse_evidence
-from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.runner.worker_heartbeat import Heartbeat
 from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.builders.answers import lines_of, request_about, setup_of, thinking_model, tiny_cache
-from tests.builders.caches import write_shard
+from tests.builders.answers import lines_of, prepared, request_about, setup_of, thinking_model, tiny_cache
+from tests.builders.caches import make_identity, write_shard
 from tests.builders.clips import sample
 from tests.gstep.language.prompts import text_of
 
@@ -56,21 +54,14 @@ class Made:
             self.header["newline"] = None
 
     def cache(self, name: str, method: str, ratio: float, seed: int = 0) -> TokenCache:
-        variant = family_of(self.source).variant
         pruner = gstep.make_pruner(method)
         if pruner.family_parameter is not None:
-            pruner = gstep.make_pruner(method, **{pruner.family_parameter: variant})
+            pruner = gstep.make_pruner(method, **{pruner.family_parameter: family_of(self.source).variant})
         whole = method == "none"
         evidence = parse_evidence(sorted(self.methods), self.source.model_type, pruner) if whole else {}
         options = {"pruner_params": pruner.params(), "evidence": evidence, "device": "cpu", "dtype": "float32"}
         setup = EncodeSetup(self.source, method, ratio, seed, **options)
-        identity = {
-            "model": {"type": self.source.model_type, "weights": self.source.identity},
-            "pruner": describe_method(pruner),
-            "retention_ratio": ratio,
-            "dtype": {"stored": "bfloat16"},
-            "evidence": evidence,
-        }
+        identity = make_identity(ratio, source=self.source, pruner=describe_method(pruner), evidence=evidence)
         store = tiny_cache(self.folder / name, (), source=self.source, identity=identity, **self.header)
         write_shard(store, "run", VideoEncoder(setup).encode_video_alone(self.record, self.frames))
         return TokenCache(self.folder / name)
@@ -96,17 +87,13 @@ def test_late_and_early_pruning_give_the_same_tokens_bit_for_bit(made, whole, me
         with pytest.raises(UsageError, match=rf"--pruner {method} needs token_attention .*: .* does not give it"):
             made.late(whole, method, 0.25)
         return
-    ratios = RATIOS if gstep.make_pruner(method).nested else RATIOS[::2]
-    lates = {ratio: made.late(whole, method, ratio, seed=7) for ratio in ratios}
-    videos = VideoMemory(whole, lates.values())
     nested = gstep.make_pruner(method).nested
-    early = made.cache(f"{method}-{RATIOS[0]}", method, RATIOS[0], seed=7)
+    lates = {ratio: made.late(whole, method, ratio, seed=7) for ratio in (RATIOS if nested else RATIOS[::2])}
+    videos = VideoMemory(whole, lates.values())
     for ratio, late in lates.items():
-        if not nested and ratio != RATIOS[0]:
+        if not nested or ratio == RATIOS[0]:
             early = made.cache(f"{method}-{ratio}", method, ratio, seed=7)
-        reorders = late.pruner.reorders
-        order = "selection" if reorders else "index"
-        expected = early.get("v", ratio if nested else None, order).visual
+        expected = early.get("v", ratio if nested else None, "selection" if late.pruner.reorders else "index").visual
         got = videos.prune(videos.read("v"), late)
         assert torch.equal(got.index, expected.index), ratio
         for ours, theirs in zip((got.tokens, *got.deepstack), (expected.tokens, *expected.deepstack), strict=True):
@@ -145,13 +132,8 @@ def test_seeds_are_selections_of_their_own(made, whole):
 
 
 def test_a_cache_of_version_1_whose_evidence_has_bare_names_serves_too():
-    source = ModelSource.resolve("tiny")
-    identity = {
-        "model": {"type": source.model_type, "weights": source.identity},
-        "pruner": {"method": "none", "params": {}},
-        "retention_ratio": 1.0,
-        "evidence": {"token_attention": "last_layer", "token_key": "last_layer"},
-    }
+    source, evidence = ModelSource.resolve("tiny"), {"token_attention": "last_layer", "token_key": "last_layer"}
+    identity = make_identity(1.0, "none", source=source, evidence=evidence)
     late = resolve_pruning(PruningSpec("visionzip", 0.25), identity, source, prompt_builder(source))
     assert dict(late.evidence) == {"token_attention": "token_attention", "token_key": "token_key"}
 
@@ -199,14 +181,10 @@ def test_a_thought_is_closed_in_the_prompt_and_in_the_identity_of_the_answers(tm
     tiny_cache(tmp_path / "c", ("a",), source=ModelSource.resolve(folder))
 
     def made(**options):
-        job = request_about(
-            tmp_path / "c", [{"question_id": 1, "video_id": "a", "prompt": "Why?"}], model=str(folder), **options
-        )
-        (question,) = (drop_nulls(row, QuestionRecord) for row in job.questions.to_pylist())
-        prompts = PromptMaker(job.setup, SimpleNamespace(context_length=10**6), "cpu", Heartbeat("answer"))
-        prompt = prompts.make({**question, "attempts": 1}, AnswerMode.parse(question["decoding"])).prompt
+        rows = [{"question_id": 1, "video_id": "a", "prompt": "Why?"}]
+        job = request_about(tmp_path / "c", rows, model=str(folder), **options)
         told = any("ends with <think>, so the model reasons first" in line for line in lines_of(job))
-        return text_of("tiny", prompt), job.identity, told
+        return text_of("tiny", prepared(job).prompt), job.identity, told
 
     (plain, before, told), (closed, identity, told_too) = made(), made(close_thought=True)
     assert told and not told_too

@@ -28,15 +28,11 @@ def test_every_kind_of_file_says_the_same(tmp_path, kind):
     first, second, third = read(tmp_path / f"q{kind}", ROWS)
     assert (first["question_id"], first["video_ids"], first["prompt"]) == ("7", ["a.mp4"], "What, then?")
     assert (first["topic"], second["topic"]) == ("x", None)
-    assert json.loads(first["decoding"]) == {
-        "method": "generate", "system": None, "max_new_tokens": 5, "temperature": 0.0
-    }  # fmt: skip
-    assert (second["video_ids"], second["choices"], second["prompt"]) == (
-        ["a.mp4", "b.mp4"], ["é", "b, c"], 'A "quoted"\nline'
-    )  # fmt: skip
+    decoding = {"method": "generate", "system": None, "max_new_tokens": 5, "temperature": 0.0}
+    assert json.loads(first["decoding"]) == decoding
+    assert (second["video_ids"], second["choices"]) == (["a.mp4", "b.mp4"], ["é", "b, c"])
+    assert second["prompt"] == 'A "quoted"\nline'
     assert json.loads(second["decoding"]) == {"method": "letter", "system": None}
-    decoding = json.loads(third["decoding"])
-    assert decoding["system"] == "Be brief."
     drawn = Decoding(max_new_tokens=16, temperature=0.5, seed=4)
     assert AnswerMode.parse(third["decoding"]) == AnswerMode(drawn, "generate", "Be brief.")
 
@@ -80,37 +76,32 @@ def test_questions_draw_each_for_itself_and_by_the_seed(tmp_path):
 GOOD = {"question_id": 1, "video_id": "v", "prompt": "p"}
 
 
+WRONG = [
+    ({"question_id": None}, "question_id must be text or a whole number, got None"),
+    ({"question_id": 1.5}, "question_id must be text"),
+    *(({"video_id": given}, "video_id must be a video's id") for given in ("", [], ["v", True])),
+    ({"choices": "yes or no"}, "choices must be a list of texts"),
+    ({"choices": ["x"]}, "at least two"),
+    ({"choices": [str(i) for i in range(27)]}, "there are 26 letters: use --choices loglikelihood"),
+    ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+    ({"temperature": 10**400}, "temperature must be a number, got one of 401 digits"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    ({"top_p": 2}, "top_p must be in (0, 1]"),
+    ({"seed": True}, "seed must be a whole number"),
+    ({"system": 3}, "system must be text"),
+    *(({name: "\ud800"}, "not valid text") for name in ("prompt", "question_id", "system", "answer")),
+    *(({"answer": a}, f"answer must be text or a number, got {a!r}") for a in (True, ["B"], {"right": "B"})),
+]
+MISPLACED = {"question_id": 1, "video": "v", "prompt": "p", "topic": 1}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({**GOOD, "question_id": None}, "question_id must be text or a whole number, got None"),
-        ({**GOOD, "question_id": 1.5}, "question_id must be text"),
-        ({**GOOD, "video_id": ""}, "video_id must be a video's id"),
-        ({**GOOD, "video_id": []}, "video_id must be a video's id"),
-        ({**GOOD, "video_id": ["v", True]}, "video_id must be a video's id"),
-        (
-            {"question_id": 1, "video": "v", "prompt": "p", "topic": 1},
-            "every row needs question_id, video_id and prompt (or messages); video_id (did you mean video?) is "
-            "missing; the row has: question_id, video, prompt, topic",
-        ),
-        ({**GOOD, "choices": "yes or no"}, "choices must be a list of texts"),
-        ({**GOOD, "choices": ["x"]}, "at least two"),
-        ({**GOOD, "choices": [str(i) for i in range(27)]}, "there are 26 letters: use --choices loglikelihood"),
-        ({**GOOD, "temperature": "hot"}, "temperature must be a number, got 'hot'"),
-        ({**GOOD, "max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
-        ({**GOOD, "max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({**GOOD, "top_p": 2}, "top_p must be in (0, 1]"),
-        ({**GOOD, "seed": True}, "seed must be a whole number"),
-        ({**GOOD, "system": 3}, "system must be text"),
-        ({**GOOD, "prompt": "\ud800"}, "not valid text"),
-        ({**GOOD, "question_id": "\ud800"}, "not valid text"),
-        ({**GOOD, "system": "\ud800"}, "not valid text"),
-        ({**GOOD, "answer": "\ud800"}, "not valid text"),
-        *(
-            ({**GOOD, "answer": a}, f"answer must be text or a number, got {a!r}")
-            for a in (True, ["B"], {"right": "B"})
-        ),
-        ({**GOOD, "temperature": 10**400}, "temperature must be a number, got one of 401 digits"),
+        *(({**GOOD, **change}, message) for change, message in WRONG),
+        (MISPLACED, "needs question_id, video_id and prompt (or messages); video_id (did you mean video?) is missing"),
+        (MISPLACED, "the row has: question_id, video, prompt, topic"),
         ([1], "expected an object with question_id, video_id and prompt (or messages), got list"),
     ],
 )
@@ -120,29 +111,44 @@ def test_what_is_wrong_with_a_row_is_said_with_its_place(tmp_path, row, message)
     assert f"{tmp_path / 'q.jsonl'}, line 2: " in str(error.value) and message in str(error.value)
 
 
-def test_a_file_or_a_line_that_cannot_be_read_is_named(tmp_path):
-    header, good = b"question_id,video_id,prompt\n", json.dumps(GOOD).encode()
-    commas = "line 2: more cells than the header names; quote a text that holds commas"
-    for name, content, message in (
+def line(question_id):
+    return json.dumps({**GOOD, "question_id": question_id}).encode() + b"\n"
+
+
+HEADER = b"question_id,video_id,prompt\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
         ("q.txt", b"", "a file named .csv, .jsonl, .parquet"),
         ("q.parquet", b"PAR", "cannot be read as questions"),
         ("q.jsonl", b"{", "line 1: not JSON"),
         ("q.jsonl", b"\xff\xfe", "cannot be read as questions"),
         ("q.jsonl", b"\n", "there is no question in it"),
-        ("q.csv", header + b"1,v,Who, then?", commas),
-        ("q.csv", header + b'1,v,"What', "line 2: unexpected end of data"),
+        (
+            "q.csv",
+            HEADER + b"1,v,Who, then?",
+            "line 2: more cells than the header names; quote a text",
+        ),
+        ("q.csv", HEADER + b'1,v,"What', "line 2: unexpected end of data"),
         ("q.csv", b"question_id,video_id,prompt,answer,answer\n1,v,p,A,B", "line 1: two columns have the name answer"),
-        ("q.jsonl", good + b"\n" + b"[" * 100_000, "line 2: not JSON"),
-        ("q.jsonl", good + b"\n" + b"1" * 5000, "line 2: not JSON"),
-    ):
+        ("q.jsonl", line(1) + b"[" * 100_000, "line 2: not JSON"),
+        ("q.jsonl", line(1) + b"1" * 5000, "line 2: not JSON"),
+        ("q.jsonl", b"".join(map(line, (1, "1", 2, 2, 3))), r"2 question_ids repeat, e\.g\. '1', '2'"),
+        ("q.csv", None, r"q.csv: cannot be read: No such file"),
+    ],
+    ids=range(12),
+)
+def test_a_file_or_a_line_that_cannot_be_read_is_named(tmp_path, name, content, message):
+    if content is not None:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(QuestionsError, match=message):
-            read_questions(str(tmp_path / name), WAY)
-    with pytest.raises(QuestionsError, match=r"none.csv: cannot be read: No such file"):
-        read_questions(str(tmp_path / "none.csv"), WAY)
-    with pytest.raises(QuestionsError, match=r"2 question_ids repeat, e\.g\. '1', '2'"):
-        read(tmp_path / "q.jsonl", [{**GOOD, "question_id": i} for i in (1, "1", 2, 2, 3)])
-    many = {**GOOD, "choices": [str(i) for i in range(27)]}  # more than letters, of which the texts are scored
+    with pytest.raises(QuestionsError, match=message):
+        read_questions(str(tmp_path / name), WAY)
+
+
+def test_more_choices_than_letters_have_their_texts_scored(tmp_path):
+    many = {**GOOD, "choices": [str(i) for i in range(27)]}
     assert len(read(tmp_path / "q.jsonl", [many], AnswerMode(Decoding(), "loglikelihood"))[0]["choices"]) == 27
 
 
@@ -206,12 +212,8 @@ def test_letters_are_put_as_lmms_eval_puts_them():
 
 LABELED = (
     *(["A. a dog", "B. a cat"], ["(A) a dog", "(B) a cat"], ["A) a dog", "B) a cat"], ["A: a dog", "B: a cat"]),
-    *(
-        ["a. a dog", "b. a cat"],
-        ["(a) a dog", "(b) a cat"],
-        [" A.\ta dog", "(B)a cat"],
-        ["A\u3001a dog", "B\uff0ea cat"],
-    ),
+    *(["a. a dog", "b. a cat"], ["(a) a dog", "(b) a cat"], [" A.\ta dog", "(B)a cat"]),
+    ["A\u3001a dog", "B\uff0ea cat"],
 )
 
 
@@ -267,26 +269,23 @@ def test_a_letter_stands_alone_between_words_that_are_written_without_spaces(for
     assert parse_letter("Béla, ÉB, B2 und CB", CHOICES) is None  # of these words it is a part
 
 
+FORMS = ("**Answer:** {}", "The answer is **({})**", 'The answer is "{}".', "Answer: [{}]", r"\boxed{{{}}}", "{} - x")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_letter_that_is_a_word_too_is_read_in_every_form_that_the_others_are(form):
+    assert [parse_letter(form.format(letter), CHOICES) for letter in "ABC"] == [0, 1, 2]
+
+
 def test_what_an_answer_thinks_names_no_choice():
     thought = "The dog is first. Option A? No, the answer is B."
     for answer in (f"{thought}\n</think>\n\nC", f"<think>{thought}</think> a cow."):
         assert parse_letter(answer, CHOICES) == 2
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["**Answer:** {}", "The answer is **({})**", 'The answer is "{}".', "Answer: [{}]", r"\boxed{{{}}}", "{} - a pet"],
-)
-def test_a_letter_that_is_a_word_too_is_read_in_every_form_that_the_others_are(form):
-    assert [parse_letter(form.format(letter), CHOICES) for letter in "ABC"] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "form", ["{} and {}", "{} or {}", "{}, {}", "{}/{}", "The answer is ({}) or ({})", "({}), ({})"]
-)
-@pytest.mark.parametrize("letters", ["AB", "BC", "CA"])
-def test_several_letters_name_no_choice(form, letters):
-    assert parse_letter(form.format(*letters), CHOICES) is None
+@pytest.mark.parametrize("form", ["{} and {}", "{} or {}", "{}, {}", "{}/{}", "The answer is ({}) or ({})", "({}), {}"])
+def test_several_letters_name_no_choice(form):
+    assert {parse_letter(form.format(*letters), CHOICES) for letters in ("AB", "BC", "CA")} == {None}
 
 
 def test_a_choice_that_begins_like_another_letter_is_its_text():

@@ -1,18 +1,27 @@
 """A run of answering: checked against questions, cache, model and answers before anything is started."""
 
 import json
+import shutil
+from functools import partial
 
 import pytest
 import ray
+from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource, family_of
+from gstep.checkpoints import tiny
+from gstep.checkpoints.tensors import compute_tower_hash
+from gstep.errors import ModelError
+from pipeline import TokenCache
 from pipeline.errors import IdentityMismatch
 from pipeline.generate.answers import PRUNINGS, commit_answers, read_answers_header, write_answers_header
 from pipeline.generate.late_pruning import PruningSpec
-from pipeline.generate.model import make_prompt_builder
+from pipeline.generate.model import check_model, make_prompt_builder, read_tower_hash
 from pipeline.generate.request import identify_answers
 from pipeline.generate.run import answer
+from pipeline.serve.prompts import CachedPrompts, ServedCache
 from tests.builders.answers import request_about, tiny_cache, tiny_cache_with_embeddings
+from tests.gstep.quantized import CONFIGS, quantize
 
 ROWS = [
     {"question_id": "1", "video_id": "a", "prompt": "p"},
@@ -113,7 +122,7 @@ def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
         (
             ("gstep", 0.25, {"alpha": "0.5"}),
             ("gstep", 0.25, {"alpha": "0.3"}),
-            r"mine\.params\.alpha: the answers have 0\.5, this run 0\.3",
+            r"mine\.params\.alpha: .* 0\.5,.* 0\.3",
         ),
     ],
 )
@@ -169,3 +178,48 @@ def test_what_others_asked_for_stays_in_the_header_while_there_are_answers_under
         answer(job.config, job.console, job.questions, grid)
     held = read_answers_header(stale.store)["identity"][PRUNINGS]
     assert held.keys() == {"none@1", "gstep@0.25", "uniform@0.25"} and not ray.is_initialized()
+
+
+@pytest.fixture
+def opened(tmp_path):
+    tiny_cache(tmp_path / "c")
+    return TokenCache(tmp_path / "c")
+
+
+def check(opened, source):
+    check_model(opened.store, opened.identity["model"], source, partial(read_tower_hash, opened.store, opened.header))
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+def test_a_quantized_language_model_is_taken_with_the_encoder_of_the_cache(opened, tmp_path, method):
+    folder = quantize("tiny", method, tmp_path / "q")
+    with pytest.raises(ModelError, match=f"{method}.*--engine vllm"):
+        ModelSource.resolve(folder)
+    source = ModelSource.resolve(folder, quantized=True)
+    assert source.identity != opened.identity["model"]["weights"]
+    check(opened, source)
+    CachedPrompts(ServedCache(str(opened.store), str(folder))).close()
+
+
+def test_another_encoder_is_refused_with_both_hashes(opened, tmp_path):
+    folder = shutil.copytree(tiny.build("tiny"), tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: t + 1 if "projector" in name else t for name, t in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    source, stored = ModelSource.resolve(folder), read_tower_hash(opened.store, opened.header)
+    with pytest.raises(IdentityMismatch, match=f"{stored}.*{compute_tower_hash(source)}: use a checkpoint"):
+        check(opened, source)
+
+
+def test_a_cache_that_does_not_say_its_encoder_takes_no_other_weights(opened, tmp_path):
+    source = ModelSource.resolve(quantize("tiny", "fp8", tmp_path / "q"), quantized=True)
+    with pytest.raises(IdentityMismatch, match="not known: it was made before they were"):
+        check_model(opened.store, opened.identity["model"], source, lambda: None)
+
+
+def test_a_method_that_vllm_is_not_asked_for_is_refused(tmp_path):
+    folder = quantize("tiny", "fp8", tmp_path / "q")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"quant_method": "fp8"', '"quant_method": "bitsandbytes"'))
+    with pytest.raises(ModelError, match="bitsandbytes"):
+        ModelSource.resolve(folder, quantized=True)

@@ -20,14 +20,13 @@ from pipeline.generate.answerer import Answerer
 from pipeline.generate.engines import EngineCrashed, load_engine
 from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import AnswerMode, read_questions
+from pipeline.generate.questions import AnswerMode, read_given_questions
 from pipeline.options import EngineOptions
-from pipeline.rows import QuestionRecord, drop_nulls
 from tests import vllm_here
-from tests.builders.answers import setup_of, tiny_cache, write_questions
+from tests.builders.answers import sent, setup_of, tiny_qwen_cache
 from tests.gstep.language.prompts import video
 from tests.gstep.language.test_conversations import CONVERSATIONS, FIRST, VIDEO, turn
-from tests.gstep.llms import FAMILIES, RECURRENT, encode
+from tests.gstep.llms import FAMILIES, RECURRENT, encode, ids_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -38,9 +37,8 @@ MARKERS = "Is <|vision_start|> before <|vision_end|>, and <0.2 seconds> after?"
 
 def engines_of(source, largest_video=400, params=vllm_here.PARAMS, runtime=RUNTIME):
     """(vLLM's, transformers')."""
-    options = EngineOptions(
-        engine="vllm", engine_param=[f"{name}={json.dumps(value)}" for name, value in params.items()]
-    )
+    given = [f"{name}={json.dumps(value)}" for name, value in params.items()]
+    options = EngineOptions(engine="vllm", engine_param=given)
     return load_engine(options, source, runtime, largest_video), load_engine(EngineOptions(), source, runtime)
 
 
@@ -52,6 +50,13 @@ def family(request):
     assert ours._engine.vllm_config.use_v2_model_runner == wanted
     yield request.param, ours, theirs
     ours.close()
+
+
+def assert_same_answers(ours, theirs, prompts, decodings):
+    """Compare texts, tokens and ends, and return vLLM's answers."""
+    mine, expected = ours.generate(prompts, decodings), theirs.generate(prompts, decodings)
+    assert [(a.text, a.token_ids, a.finish) for a in mine] == [(a.text, a.token_ids, a.finish) for a in expected]
+    return mine
 
 
 def clips(name, ratio):
@@ -91,9 +96,8 @@ def test_greedy_answers_are_the_same(family):
     prompts = prompts_of(name)
     decodings = [Decoding(max_new_tokens=4 + i % 5) for i in range(len(prompts))]
     before = ours.reused_tokens
-    mine, expected = ours.generate(prompts, decodings), theirs.generate(prompts, decodings)
-    assert [(a.text, a.token_ids, a.finish) for a in mine] == [(a.text, a.token_ids, a.finish) for a in expected]
-    assert len({a.text for a in expected}) > len(prompts) // 4  # or the comparison would say nothing
+    mine = assert_same_answers(ours, theirs, prompts, decodings)
+    assert len({a.text for a in mine}) > len(prompts) // 4  # or the comparison would say nothing
     assert ours.reused_tokens > before  # questions on the same video found it in the prefix cache
     assert all(a.prefill_s > 0 and a.decode_s >= 0 for a in mine)
 
@@ -106,10 +110,8 @@ def test_conversations_of_three_turns_get_the_same_answers_wherever_the_video_st
         one, two = clips(name, ratio)
         prompts += [build(messages, [one]) for messages in CONVERSATIONS.values()]
         prompts.append(build([*FIRST[:2], turn("user", VIDEO, "Which of the two is longer?")], [one, two]))
-    decodings = [Decoding(max_new_tokens=6)] * len(prompts)
-    mine, expected = ours.generate(prompts, decodings), theirs.generate(prompts, decodings)
-    assert [(a.text, a.token_ids, a.finish) for a in mine] == [(a.text, a.token_ids, a.finish) for a in expected]
-    assert len({a.text for a in expected}) > len(prompts) // 2
+    mine = assert_same_answers(ours, theirs, prompts, [Decoding(max_new_tokens=6)] * len(prompts))
+    assert len({a.text for a in mine}) > len(prompts) // 2
 
 
 def test_choices_have_the_same_scores(family):
@@ -154,8 +156,7 @@ def test_a_video_that_the_prefix_cache_holds_keeps_its_positions(family):
     decoding = [Decoding(max_new_tokens=6)]
     ours.generate([first], decoding)
     before = ours.reused_tokens
-    (mine,), (expected,) = ours.generate([again], decoding), theirs.generate([again], decoding)
-    assert mine.token_ids == expected.token_ids
+    assert_same_answers(ours, theirs, [again], decoding)
     assert ours.reused_tokens - before > len(one.index) // 2
 
 
@@ -165,21 +166,16 @@ def test_the_same_ids_with_other_tokens_are_another_video(family):
     other = dataclasses.replace(one, tokens=one.tokens.flip(0).contiguous())
     build = prompt_builder(ModelSource.resolve(name)).build
     prompts = [build("What is it?", [visual]) for visual in (one, other, one)]
-    decodings = [Decoding(max_new_tokens=8)] * 3
-    assert [a.token_ids for a in ours.generate(prompts, decodings)] == [
-        a.token_ids for a in theirs.generate(prompts, decodings)
-    ]
+    assert_same_answers(ours, theirs, prompts, [Decoding(max_new_tokens=8)] * 3)
 
 
 def test_a_drawn_answer_does_not_depend_on_its_batch(family):
     name, ours, _ = family
     prompts = prompts_of(name)[:6]
     decodings = [Decoding(max_new_tokens=6, temperature=1.3, top_p=0.9, seed=i) for i in range(6)]
-    together = ours.generate(prompts, decodings)
-    alone = [ours.generate([prompt], [how])[0] for prompt, how in zip(prompts, decodings, strict=True)]
-    assert [a.token_ids for a in together] == [a.token_ids for a in alone]
-    reseeded = ours.generate(prompts, [dataclasses.replace(how, seed=99) for how in decodings])
-    assert [a.token_ids for a in reseeded] != [a.token_ids for a in together]
+    together = ids_of(ours.generate(prompts, decodings))
+    assert together == [ids_of(ours.generate([one], [how]))[0] for one, how in zip(prompts, decodings, strict=True)]
+    assert together != ids_of(ours.generate(prompts, [dataclasses.replace(how, seed=99) for how in decodings]))
 
 
 def test_what_vllm_refuses_is_said_and_the_engine_lives(family):
@@ -188,7 +184,7 @@ def test_what_vllm_refuses_is_said_and_the_engine_lives(family):
     long = prompt_builder(ModelSource.resolve(name)).build("why " * (ours.context_length + 1), [one])
     with pytest.raises(ValueError, match="maximum"):
         ours.generate([prompt, long], [Decoding(4)] * 2)
-    assert ours.generate([prompt], [Decoding(4)])[0].token_ids == theirs.generate([prompt], [Decoding(4)])[0].token_ids
+    assert_same_answers(ours, theirs, [prompt], [Decoding(4)])
 
 
 def test_the_embedding_of_a_question_is_the_models(family):
@@ -209,34 +205,21 @@ def test_a_checkpoints_repetition_penalty_counts_and_a_video_may_be_larger_than_
     prompts, decodings = [*prompts_of(name)[:6], large], [Decoding(max_new_tokens=12)] * 7
     ours, theirs = engines_of(ModelSource.resolve(folder), len(tokens), {})
     try:
-        mine, expected = ours.generate(prompts, decodings), theirs.generate(prompts, decodings)
+        mine = assert_same_answers(ours, theirs, prompts, decodings)
     finally:
         ours.close()
-    assert [a.token_ids for a in mine] == [a.token_ids for a in expected]
     plain = load_engine(EngineOptions(), ModelSource.resolve(name), RUNTIME).generate(prompts[:6], decodings[:6])
-    assert [a.token_ids for a in plain] != [a.token_ids for a in expected[:6]]
+    assert ids_of(plain) != ids_of(mine[:6])
 
 
 @pytest.mark.parametrize("family", ["tiny-qwen2-5-vl"], indirect=True)
 def test_cdpruner_chooses_for_each_question_as_with_the_other_engine(family, tmp_path):
     """It embeds the question by the model's own table, which vLLM does not give away."""
     name, ours, theirs = family
-    source, clip = ModelSource.resolve(name), video(name, n_frames=4)
-    store = tiny_cache(
-        tmp_path / "c",
-        ("a",),
-        ratio=1.0,
-        method="none",
-        source=source,
-        shape=(4, clip.tokens_per_frame, 64),
-        newline=None,
-        model_extra=dict(clip.extra),
-    )
     rows = [{"question_id": i, "video_id": "a", "prompt": text} for i, text in enumerate(["Who?", "Where is the dog?"])]
-    table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), AnswerMode(Decoding(max_new_tokens=6)))
-    asked = [{**drop_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
+    asked = sent(read_given_questions(rows, AnswerMode(Decoding(max_new_tokens=6))))
     late = {"": LatePruning(CDPruner(), 0.25)}
-    setup = setup_of(store, source=source, prunings=late)
+    setup = setup_of(tiny_qwen_cache(tmp_path / "c"), source=ModelSource.resolve(name), prunings=late)
     mine, expected = (list(Answerer(setup, engine=engine).answer(asked)) for engine in (ours, theirs))
     same = ("status", "answer", "n_kept", "kept_per_frame", "n_prompt_tokens")
     for answer, other in zip(mine, expected, strict=True):
@@ -293,14 +276,8 @@ def test_the_rule_vllm_has_the_positions_of_vllms_own_qwen2_5_vl(n_frames, total
     source = ModelSource.resolve("tiny-qwen2-5-vl")
     config = EngineArgs(model=source.pretrained()[0], load_format="safetensors").create_model_config()
     processor = MULTIMODAL_REGISTRY.create_processor(config)
-    metadata = {
-        "fps": fps,
-        "duration": total / fps,
-        "total_num_frames": total,
-        "frames_indices": [i * total // n_frames for i in range(n_frames)],
-        "video_backend": "opencv",
-        "do_sample_frames": False,
-    }
+    metadata = {"fps": fps, "duration": total / fps, "total_num_frames": total, "video_backend": "opencv"}
+    metadata |= {"frames_indices": [i * total // n_frames for i in range(n_frames)], "do_sample_frames": False}
     frames = np.zeros((n_frames, 56, 84, 3), dtype=np.uint8)
     items = processor.info.parse_mm_data({"video": [(frames, metadata)]})
     made = processor("<|vision_start|><|video_pad|><|vision_end|>Why do they?", items)

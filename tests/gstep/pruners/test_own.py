@@ -1,5 +1,6 @@
-"""Novelty: what is new at its place comes first, and else it samples as GSTEP does."""
+"""This project's methods and controls: random, uniform, none, topk, fps and novelty."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,6 +8,25 @@ import gstep
 from gstep.pruners.novelty import Novelty, compute_token_novelty
 from tests.gstep.oracle import exact_tokens, oracle
 from tests.gstep.synthetic import FLOATS, video
+
+
+def test_random_is_the_start_of_one_permutation() -> None:
+    tokens = video(5, 13, 8)
+    pruned = gstep.prune(tokens, method="random", budget=20, seed=7)
+    expected = np.random.default_rng(7).permutation(65)[:20]
+    assert pruned.index[pruned.compute_selection_order()].tolist() == expected.tolist()
+    assert pruned.index.tolist() != gstep.prune(tokens, method="random", budget=20, seed=8).index.tolist()
+
+
+def test_uniform_takes_the_centres_of_the_strata() -> None:
+    for budget in range(1, 66):
+        index = gstep.prune(video(5, 13, 2), method="uniform", budget=budget).index.tolist()
+        assert index == [int(np.floor((k + 0.5) * 65 / budget)) for k in range(budget)]
+
+
+def test_none_refuses_a_smaller_budget() -> None:
+    with pytest.raises(ValueError, match="keeps all 6 tokens; got budget 5"):
+        gstep.prune(video(2, 3, 4), method="none", budget=5)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
