@@ -41,7 +41,7 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 OWN_CLUSTERS = {
     *("jobs/cluster/test_heads.py", "jobs/test_doctor.py", "jobs/test_faults_kills.py", "jobs/test_faults_node.py"),
     "jobs/test_submit.py",
-    *("pipeline/prune/test_memory.py", "pipeline/runner/test_autoscaler.py", "pipeline/runner/test_cluster.py"),
+    *("pipeline/prune/test_memory.py", "pipeline/runner/test_autoscaler.py"),
 }
 _SLOW: Counter[Path] = Counter()  # slow tests of a file
 _ALL: Counter[Path] = Counter()
