@@ -11,9 +11,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -161,6 +161,17 @@ class Fault:
         return mine and len(self.paths) < self.times and self.method == method and self.part in path
 
 
+@contextmanager
+def serving(server: HTTPServer) -> Iterator[str]:
+    """Serve in a thread until the block ends, and give the server's URL."""
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 class FlakyProxy:
     """Use it as a context manager around a running server; ``url`` is what an endpoint is set to."""
 
@@ -174,16 +185,15 @@ class FlakyProxy:
         self.stalled, self._ended = threading.Event(), threading.Event()
 
     def __enter__(self) -> FlakyProxy:
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._http.daemon_threads = True
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        http.daemon_threads = True
+        self._stack = ExitStack()
+        self.url = self._stack.enter_context(serving(http))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._http.shutdown()
-        self._http.server_close()
+        self._stack.close()
 
     def fail(self, method: str, part: str, kind: int | str, times: int = 1) -> Fault:
         self._faults.append(Fault(method, part, kind, times))
@@ -311,15 +321,14 @@ class HubServer:
         self.downloads: list[str] = []
 
     def __enter__(self) -> HubServer:
-        self._server = _Server(("127.0.0.1", 0), _Handler)
-        self._server.hub = self
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        server = _Server(("127.0.0.1", 0), _Handler)
+        server.hub = self
+        self._stack = ExitStack()
+        self.url = self._stack.enter_context(serving(server))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._stack.close()
 
     def reach(self, patch: pytest.MonkeyPatch) -> None:
         """Let huggingface_hub of this process ask this hub, without a token."""
@@ -430,9 +439,5 @@ def answering(answer: Callable[[BaseHTTPRequestHandler], Answer]) -> Iterator[st
         def log_message(self, *arguments: Any) -> None:
             """Print nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as service:
-        threading.Thread(target=service.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{service.server_port}"
-        finally:
-            service.shutdown()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield url

@@ -3,7 +3,6 @@
 import json
 import shutil
 import socket
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -16,6 +15,7 @@ from tests.builders.answers import SHAPE, tiny_cache, write_questions
 from tests.builders.caches import encoded, random_tokens, write_shard
 from tests.builders.clips import write_clip
 from tests.builders.runs import said_by
+from tests.builders.stores import serving
 from tests.jobs import poison
 from tests.jobs.faults import tiny_videos
 from tests.jobs.poison import BREAKS_THE_GPU
@@ -35,11 +35,8 @@ def listener() -> Iterator[tuple[str, list[str]]]:
 
         do_HEAD = do_PUT = do_GET  # noqa: N815 - names of the base class
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-    server.server_close()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield url.removeprefix("http://"), asked
 
 
 def test_what_a_manifest_may_not_name_is_neither_read_nor_asked_for(one_ray, listener, tmp_path, monkeypatch):
