@@ -211,7 +211,7 @@ def run_in_turn(ways: Mapping[K, Callable[[], object]], repeats: int) -> dict[K,
     """Run all ways once per round, ``repeats`` rounds, so that a disturbance of the machine affects all of them.
 
     Returns:
-        By way: the wall and CPU seconds of each round, and the result of the last round.
+        For each way, the wall and CPU seconds of every round, and the result of the last round.
     """
     turns = {name: Turns() for name in ways}
     for name, work in [*ways.items()] * repeats:

@@ -77,7 +77,7 @@ def decode_vectors(parts: Sequence[Tensor], hidden_size: int, bits: int, group: 
 def _pack_integers(numbers: Tensor, bits: int) -> Tensor:
     """Pack [K, D] int8 numbers into [K, width / 2] int16, padded to an even number of bytes.
 
-    Of two 4-bit numbers in a byte, the first is the high half; each is stored plus 8.
+    A byte holds two 4-bit numbers, the first in its high half; 8 is added to each.
     """
     if bits == 8:
         return pad(numbers, (0, numbers.shape[1] % 2)).view(torch.int16)

@@ -75,8 +75,8 @@ def select_live_rows(rows: pa.Table) -> pa.Table:
 def find_live_indices(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Find the live row of each id, and the most attempts on another file under that id.
 
-    Of the rows of an id, the live one has the lowest "state" (REMOVED, OK, FAILED), then the most "attempts", then the
-    most "rewritten", then the smallest "tie"; of equal rows, the first is live.
+    The live row of an id has the lowest "state" (REMOVED, OK, FAILED), then the most "attempts", then the most
+    "rewritten", then the smallest "tie"; if rows are equal, the first is live.
 
     Args:
         columns: name -> [n], from ``make_rule_columns``. "high" and "low" are the id; "clip" and "size" tell its source
