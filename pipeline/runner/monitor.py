@@ -56,6 +56,8 @@ class Monitor:
         """
         if self._is_started and not isinstance(error, HeadLost):
             self.metrics.count("runs_ended", 1, status=name_ending(kind))
+        with suppress(ValueError):  # it never started
+            OUTAGES.recorders.remove(self._record_outage)
         self._logs.close()
 
     @property
@@ -68,7 +70,11 @@ class Monitor:
         self._is_started = True
         self._logs.start()
         self.metrics.set("last_row_time", time.time())
-        OUTAGES.record = lambda place, since: self.metrics.set("outage_start_time", since, store=place)
+        OUTAGES.recorders.append(self._record_outage)
+
+    def _record_outage(self, place: str, since: float) -> None:
+        """Set the metric "outage_start_time" of a store; 0 if it answers again."""
+        self.metrics.set("outage_start_time", since, store=place)
 
     def look(self, report: WorkerReport, at: Progress) -> None:
         """Pass on the progress, log newly crashed workers, and update the metrics.

@@ -6,6 +6,7 @@ The workers of a run report their outages to the driver, which prints all.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -30,23 +31,31 @@ class Outage(NamedTuple):
 class Outages:
     """The stores that do not answer at present. It has no lock, so it is safe in threads and after a fork.
 
+    Several runs may go on in threads of one process. Each has its own speaker and recorder, and all of them are told.
+
     Attributes:
-        say: prints a line for the user; the default logs a warning.
-        record: called when a line is printed, with the store's name and the time since which it has not answered; 0 for
-            a store that answers again.
+        speakers: the functions that print a line for the user; if there are none, a warning is logged.
+        recorders: the functions that are called when a line is printed, with the store's name and the time since which
+            it has not answered; 0 for a store that answers again.
     """
 
     def __init__(self) -> None:
-        self.say: Callable[[str], object] = logging.getLogger(__name__).warning
-        self.record: Callable[[str, float], object] = _ignore
+        self.speakers: list[Callable[[str], object]] = []
+        self.recorders: list[Callable[[str, float], object]] = []
         self._own_outages: dict[str, Outage] = {}  # of this process, by the name of the store
-        self._workers: dict[str, Outage] = {}
+        self._workers: dict[int, dict[str, Outage]] = {}  # the same of the workers, by the thread of their run
         self._announced: dict[str, Outage] = {}
+
+    def say(self, line: str) -> None:
+        """Print a line for the user with all speakers, or log it as a warning if there are none."""
+        for say in [*self.speakers] or [logging.getLogger(__name__).warning]:
+            say(line)
 
     def clear(self) -> None:
         """Forget all outages without printing."""
-        for outages in (self._own_outages, self._workers, self._announced):
-            outages.clear()
+        self._own_outages.clear()
+        self._workers.clear()
+        self._announced.clear()
 
     def note_failure(self, outage: Outage) -> None:
         """Record a failed request that will be retried; print a line, once, if the store has failed for 5 s."""
@@ -71,34 +80,47 @@ class Outages:
         return [*self._announced]
 
     def take_reports(self, outages: Collection[Outage]) -> None:
-        """Replace the outages of the workers by ``outages``, and print the lines about outages that are new or over.
+        """Replace the outages of the workers of this thread's run; print the lines about outages that are new or over.
 
         If a store has several reports, the earliest beginning counts.
         """
-        self._workers = {outage.place: outage for outage in sorted(outages, key=lambda outage: -outage.since)}
+        latest_first = sorted(outages, key=lambda outage: -outage.since)
+        self._workers[threading.get_ident()] = {outage.place: outage for outage in latest_first}
         self._print_changes()
 
-    def _print_changes(self) -> None:
-        """Print a line and call ``record`` for each outage that is new or over.
+    def forget_reports(self) -> None:
+        """Forget the outages that the workers of this thread's run reported, without printing."""
+        self._workers.pop(threading.get_ident(), None)
+        for place in self._announced.keys() - self._find_lasting().keys():
+            self._announced.pop(place, None)
+            self._record(place, 0.0)
 
-        An outage of this process is new once it lasts MIN_OUTAGE_S; those of workers have passed this limit.
-        """
-        lasting = {**self._workers, **{outage.place: outage for outage in self.report()}}
+    def _find_lasting(self) -> dict[str, Outage]:
+        """Return the outages of all workers, which have lasted MIN_OUTAGE_S, and those of this process that have."""
+        found: dict[str, Outage] = {}
+        for outages in [*self._workers.values()]:
+            found |= outages
+        return found | {outage.place: outage for outage in self.report()}
+
+    def _print_changes(self) -> None:
+        """Print a line and call the recorders for each outage that is new or over."""
+        lasting = self._find_lasting()
         for place, outage in lasting.items():
             if place not in self._announced:
                 self._announced[place] = outage
-                self.record(place, outage.since)
+                self._record(place, outage.since)
                 since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(outage.since))
                 self.say(f"note: the store {place} has failed since {since} ({outage.why}). Requests are retried")
         for place in self._announced.keys() - lasting.keys():
             with suppress(KeyError):  # another thread has printed the line
                 took_s = time.time() - self._announced.pop(place).since
-                self.record(place, 0.0)
+                self._record(place, 0.0)
                 self.say(f"note: the store {place} answers again, after {took_s:.0f} s")
 
-
-def _ignore(place: str, since: float) -> None:
-    """Do nothing; the default of ``Outages.record``."""
+    def _record(self, place: str, since: float) -> None:
+        """Call all recorders."""
+        for record in [*self.recorders]:
+            record(place, since)
 
 
 #: The outages of this process.
@@ -107,14 +129,16 @@ OUTAGES = Outages()
 
 @contextmanager
 def announce_outages(say: Callable[[str], object]) -> Iterator[None]:
-    """Print the lines about outages with ``say`` inside the context, and forget outages that began before it.
+    """Print the lines about outages with ``say`` inside the context, as well as in the contexts of other threads.
 
-    At the end, the previous ``say`` is restored and ``record`` is reset.
+    Outages that began before it are forgotten, unless another such context is open. At the end, the outages that the
+    workers of this thread's run reported are forgotten.
     """
-    OUTAGES.clear()
-    previous_say, OUTAGES.say = OUTAGES.say, say
+    if not OUTAGES.speakers:
+        OUTAGES.clear()
+    OUTAGES.speakers.append(say)
     try:
         yield
     finally:
-        OUTAGES.say = previous_say
-        OUTAGES.record = _ignore
+        OUTAGES.speakers.remove(say)
+        OUTAGES.forget_reports()

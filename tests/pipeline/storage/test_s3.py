@@ -5,6 +5,8 @@ import os
 import pickle
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -248,14 +250,14 @@ OLD = Outage("s3://b", time.time() - 60, "503 SlowDown")
 def lines() -> tuple[Outages, list[str]]:
     said: list[str] = []
     noted = Outages()
-    noted.say = said.append
+    noted.speakers.append(said.append)
     return noted, said
 
 
 def test_an_outage_is_said_once_whoever_notices_and_its_end_too(lines):
     noted, said = lines
     recorded = list[tuple[str, float]]()
-    noted.record = lambda *outage: recorded.append(outage)
+    noted.recorders.append(lambda *outage: recorded.append(outage))
     for _ in range(5):
         noted.note_failure(OLD)
     assert noted.report() == (OLD,) and len(said) == 1
@@ -279,6 +281,24 @@ def test_an_outage_before_a_run_is_not_the_runs():
     with announce_outages(said.append):
         OUTAGES.take_reports([])
     assert said == []
+
+
+def test_runs_in_two_threads_each_say_what_both_notice_until_they_end(caplog):
+    """The first to begin is the first to end; afterwards nothing is left of either."""
+    said: dict[str, list[str]] = {"first": [], "second": []}
+    with ExitStack() as first, ExitStack() as second, ThreadPoolExecutor(1) as other_thread:
+        first.enter_context(announce_outages(said["first"].append))
+        OUTAGES.take_reports([OLD])
+        other_thread.submit(second.enter_context, announce_outages(said["second"].append)).result()
+        other_thread.submit(OUTAGES.take_reports, []).result()  # the first run still reports it
+        assert OUTAGES.list_failing_stores() == ["s3://b"]
+        first.close()
+        assert OUTAGES.list_failing_stores() == [] and OUTAGES.speakers == [said["second"].append]
+        other_thread.submit(OUTAGES.take_reports, [OLD]).result()
+        other_thread.submit(second.close).result()
+    OUTAGES.say("nobody listens")
+    assert [len(lines) for lines in said.values()] == [1, 1] and OUTAGES.list_failing_stores() == []
+    assert [record.message for record in caplog.records] == ["nobody listens"]
 
 
 def test_a_request_waits_for_a_store_that_comes_back_and_says_so(server, monkeypatch):
