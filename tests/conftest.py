@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep bytecode as the environment says, and leave what is imported out of each search for garbage, from here on."""
+    """Keep bytecode as the environment says, and keep what is imported out of garbage collections, from here on."""
     sys.dont_write_bytecode = _KEEPS_NO_BYTECODE
     gc.collect()
     gc.freeze()
