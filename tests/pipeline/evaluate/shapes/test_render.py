@@ -39,10 +39,10 @@ def test_another_process_renders_the_same_bits():
     assert done.stdout.strip() == here
 
 
-@pytest.mark.parametrize(("hardness", "share"), [("plain", 0.99), ("small", 0.97), ("pan", 0.99)])
+@pytest.mark.parametrize(("hardness", "share"), [("small", 0.97), ("pan", 0.99)])
 def test_the_color_of_a_thing_can_be_read_from_its_pixels_after_h264(hardness, share):
     right = []
-    for video in videos(9, hardness):
+    for video in videos(4, hardness):
         frames = through_h264(render(video))
         for thing in video.things:
             if thing.kind != "sign":
@@ -55,8 +55,8 @@ def test_the_color_of_a_thing_can_be_read_from_its_pixels_after_h264(hardness, s
 
 @pytest.mark.parametrize("hardness", ["pan", "shake"])
 def test_the_camera_moves_ground_and_things_together(hardness):
-    for video in videos(6, hardness):
-        frames = render(video)
+    for video in videos(2, hardness):
+        frames, bare = render(video), render(without(video))
         for t in range(1, video.n_frames):
             (x0, y0), (x1, y1) = video.camera[t - 1 : t + 1]
             right, down = x1 - x0, y1 - y0
@@ -65,7 +65,7 @@ def test_the_camera_moves_ground_and_things_together(hardness):
                 moved = [{(s.x, s.y) for s in g.shots if s.frame == t} for g in video.named if g.kind == "static"]
                 for before, after in zip(still, moved, strict=True):
                     assert not before or after == {(x + right, y + down) for x, y in before}
-                empty = render(without(video))[t - 1 : t + 1]
+                empty = bare[t - 1 : t + 1]
                 inner = empty[0, 20:-20, 20:-20]
                 shifted = empty[1, 20 + down : SIDE - 20 + down, 20 + right : SIDE - 20 + right]
                 assert (inner == shifted).all()
@@ -73,7 +73,7 @@ def test_the_camera_moves_ground_and_things_together(hardness):
 
 
 def test_specks_flicker_and_spare_things():
-    for clutter, plain in zip(videos(6, "clutter"), videos(6), strict=True):
+    for clutter, plain in zip(videos(3, "clutter"), videos(3), strict=True):
         seen, quiet = render(clutter), render(plain)
         specks = (seen != quiet).any(-1)
         assert (specks.sum((1, 2)) > 0).mean() > 0.9
