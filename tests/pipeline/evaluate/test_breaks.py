@@ -19,8 +19,7 @@ from pipeline.evaluate.shapes.questions import QuestionType
 from pipeline.evaluate.shapes.world import HARDNESS
 from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.evaluate.pages import Page
-from tests.pipeline.evaluate.score_tables import score_rows, score_table, table_of
+from tests.pipeline.evaluate.score_tables import Page, score_rows, score_table, table_of
 
 PER_VIDEO = 50  # questions about a video, so that one of them is 2 points
 RATIOS = (0.5, 0.25, 0.1)
