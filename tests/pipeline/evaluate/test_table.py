@@ -82,12 +82,6 @@ def many(arms):
     return table_of({arm: scores * TIMES for arm, scores in arms.items()}, clusters=VIDEOS)
 
 
-def test_a_mark_is_of_its_block():
-    scores = many({("none", 1.0): FULL, ("gstep", 0.25): PRUNED, ("fastv", 0.25): [0.0] * 12, ("gstep", 0.1): PRUNED})
-    marks = [{cell.mark for cell in (row.cells[0], row.mean, row.rel)} for row in lay(scores, draws=500).rows]
-    assert marks == [{""}, {"best"}, {"second"}, {""}]
-
-
 def test_halves_are_printed_upwards_and_methods_are_named_as_the_paper_names_them():
     numbers = {58.65: "58.7", 58.64999999999999: "58.7", 0.05: "0.1", 100.0: "100.0"}
     assert {number: format_score(number) for number in numbers} == numbers

@@ -20,7 +20,7 @@ from tests.builders.runs import forbid_ray
 CLIP = sample("bikes.mp4")
 FRAMES = {"num_frames": 3, "device": "cpu", "dtype": "float32"}
 RATIOS = (0.25, 0.10)
-FAMILIES = ("tiny", "tiny-internvl", "tiny-qwen2-5-vl", "tiny-qwen3-vl", "tiny-qwen3-5")
+FAMILIES = ("tiny", "tiny-internvl", "tiny-qwen3-vl")
 
 
 @pytest.fixture(autouse=True)

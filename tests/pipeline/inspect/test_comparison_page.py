@@ -1,6 +1,5 @@
 """The page of several methods: a row of the same frames for each, in a real browser, small, and of nothing outside."""
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +19,6 @@ from pipeline.inspect.thumbnails import Pictures
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.builders.clips import sample, write_clip
-from tests.gstep.backbones.encoders import STOCK
 from tests.pipeline import pages
 from tests.pipeline.pages import HOSTILE, PREPROCESSOR, Texts, cells
 
@@ -235,18 +233,6 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(browser, comparison, tm
     assert len(rows) == 2 * len(comparison.rows) and all(row.is_displayed() for row in rows)
     browser.switch_to.default_content()
     assert browser.get_log("browser") == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", STOCK)
-def test_the_page_of_every_family_has_the_grid_of_its_tokens(model):
-    found = pipeline.compare(sample("carphone_pristine.mp4"), methods=["gstep"], model=model, num_frames=4)
-    rows, columns = found.grid
-    assert rows * columns == found.rows[0].tokens_per_frame
-    tiles = tiles_of(found.to_html())
-    assert len(tiles) == found.metadata["n_frames"] == math.ceil(4 / (2 if "qwen" in model else 1))
-    lit = [cells(veil.removeprefix(f"M0 0H{columns}V{rows}H0z")) for _, veil, _ in tiles]
-    assert sum(map(len, lit)) == len(found.rows[0].index)
 
 
 def test_a_selection_without_tokens_in_most_frames_is_drawn(comparison):

@@ -61,24 +61,6 @@ def test_kinds_are_what_they_say():
     assert seen == {("brief", False), ("static", False), ("moving", False), ("static", True)}
 
 
-def test_extras_are_what_questions_take_them_for():
-    seen = {8: set(), 16: set(), 32: set()}
-    for video in videos(120):
-        for thing in video.extras:
-            seen[video.n_frames].add(thing.kind)
-        if copies := video.extra("copies"):
-            corners = {shot.corner for shot in copies.shots}
-            places = {(shot.x, shot.y) for shot in copies.shots}
-            assert 1 <= len(corners) == len(places) <= 4
-        if changing := video.extra("changing"):
-            colors = {shot.frame: shot.color for shot in changing.shots}
-            turns = [t for t in colors if t - 1 in colors and colors[t] != colors[t - 1]]
-            assert len(turns) == 1 and turns[0] in video.cuts and len(set(colors.values())) == 2
-        if sign := video.extra("sign"):
-            assert sign.name in video.sign_choices and len(set(video.sign_choices)) == 4
-    assert all(kinds == {"copies", "changing", "sign"} for kinds in seen.values())
-
-
 def test_what_a_seed_gives_is_what_it_gave_when_results_were_recorded():
     worlds = repr([(video, ask(video)) for name in HARDNESS for video in videos(3, name)])
     assert hashlib.sha256(worlds.encode()).hexdigest() == DIGEST
