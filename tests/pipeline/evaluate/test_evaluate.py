@@ -274,14 +274,14 @@ def test_every_method_has_a_file_of_the_options_that_its_replies_name_and_of_dra
     assert one.choices == {UIDS[0]: 1}
 
 
-def config_of(data: Path, out: Path, benchmark: str = "egoschema") -> EvaluateConfig:
-    given = {"benchmark": benchmark, "data": str(data), "out": str(out), "draws": 100}
+def config_of(data: Path, out: Path) -> EvaluateConfig:
+    given = {"benchmark": "egoschema", "data": str(data), "out": str(out), "draws": 100}
     return EvaluateConfig(**given, method=["gstep"], retention_ratio=[0.25])
 
 
-def evaluated(data: Path, out: Path, benchmark: str = "egoschema") -> tuple[Evaluation, str]:
+def evaluated(data: Path, out: Path) -> tuple[Evaluation, str]:
     """With answers to all questions there, one of them failed and one empty; and what was said."""
-    config, said = config_of(data, out, benchmark), io.StringIO()
+    config, said = config_of(data, out), io.StringIO()
     commit_replies(prepare(config, QUIET), {UIDS[2]: ""}, {UIDS[3]: "failed-video"})
     done = evaluate(config, Console(file=said, width=300))
     Console(file=said, width=300).print(render_evaluation(done))
@@ -316,11 +316,3 @@ def test_what_was_typed_in_stays_when_more_is_asked(data, tmp_path):
         form.write_text(typed)
         with pytest.raises(UsageError, match=why):  # before anything is asked
             prepare(config_of(data, tmp_path / "r"), QUIET)
-
-
-def test_subset_and_full_set_never_share_a_place(data, tmp_path):
-    done, _ = evaluated(data, tmp_path / "r", "egoschema-subset")
-    assert done.table is not None
-    assert [(column.title, column.n_questions) for column in done.table.columns] == [("EgoSchema subset", 3)]
-    with pytest.raises(IdentityMismatch, match="benchmark: the results have 'egoschema-subset', this run 'egoschema'"):
-        evaluate(config_of(data, tmp_path / "r"), QUIET)

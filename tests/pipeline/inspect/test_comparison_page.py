@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 import pipeline
-from pipeline import Comparison, MethodSelection
+from pipeline import Comparison
 from pipeline.errors import UsageError
 from pipeline.inspect.comparison_page import draw_cells, draw_edges
 from pipeline.inspect.thumbnails import Pictures
@@ -233,9 +232,3 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(browser, comparison, tm
     assert len(rows) == 2 * len(comparison.rows) and all(row.is_displayed() for row in rows)
     browser.switch_to.default_content()
     assert browser.get_log("browser") == []
-
-
-def test_a_selection_without_tokens_in_most_frames_is_drawn(comparison):
-    row = MethodSelection("one", 0.25, torch.tensor([0]), None, 9 * 196, 196)
-    html = replace(comparison, selections={("one", 0.25): row}).to_html()
-    assert "1 of 1,764 tokens, 0.1 %" in html and "0 to 1 a frame" in html and "in common" not in html

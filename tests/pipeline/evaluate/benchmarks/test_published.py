@@ -243,7 +243,7 @@ def test_a_file_whose_answers_have_another_form_is_refused(tmp_path):
     file = longvideobench.write_longvideobench(tmp_path, json=True) / "lvb_val.json"
     rows = [one | {"correct_choice": "ABCDE"[one["correct_choice"] % 5]} for one in json.loads(file.read_text())]
     file.write_text(json.dumps(rows))
-    with pytest.raises(UsageError, match="answers of 7 of 7 questions are none of their options, e.g. 'C' of"):
+    with pytest.raises(UsageError, match="answers of 7 of 7 questions are none of their options"):
         BENCHMARKS["longvideobench"].load(tmp_path)
 
 
