@@ -209,8 +209,9 @@ def write(folder, name, table):
     return str(store.root)
 
 
-@pytest.fixture
-def places(tmp_path):
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("results")
     splits = {"task_type": "Counting Problem", "duration": "short"}
     first = steady({**falling("gstep", 0, 1, 2), **falling("fps", 3, 0, 0)}, **splits)
     second = steady({**falling("gstep", 0, 0, 0), **falling("fps", 0, 0, 0)}, 19, task_type="order")

@@ -62,10 +62,9 @@ class Guesser:
         return hits / len(questions)
 
 
-@pytest.mark.parametrize("hardness", ["plain", "mixed"])
-def test_a_guesser_that_reads_but_does_not_look_stays_at_chance(hardness):
-    learnt = flat(asked(300, hardness))
-    unseen = flat(asked(300, hardness, "development"))
+def test_a_guesser_that_reads_but_does_not_look_stays_at_chance():
+    learnt = flat(asked(300, "mixed"))
+    unseen = flat(asked(300, "mixed", "development"))
     assert len(learnt) >= 2000 <= len(unseen)
     assert abs(Guesser(learnt).accuracy(unseen) - 0.25) <= BOUND
 
