@@ -97,9 +97,9 @@ def write_amid_dirt():
     libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
     for kind in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD: freed memory comes back with its content
         libc.mallopt(kind, 1 << 30)
-    for film in list(CorpusRecipe(n_videos=20).videos())[7::4]:  # of which three showed it
+    for film in CorpusRecipe(n_videos=40).videos():
         frames, made = render(film.video), set()
-        for _ in range(4):
+        for _ in range(6):
             sizes = [int(10 ** rng.uniform(2, 6)) for _ in range(200)]
             blocks = [libc.memset(libc.malloc(size), rng.randrange(256), size) for size in sizes]
             for block in blocks:
