@@ -60,8 +60,6 @@ ROWS = [
     row("86CxyhFV9MI_4", 0, group=61),
     row("86CxyhFV9MI_5", -1, group=600),  # as all of the test set
 ]
-#: Of the rows those that can be asked.
-ASKED = [one["id"] for one in ROWS[:6]]
 
 
 def write_longvideobench(folder: Path, *, json: bool = False) -> Path:

@@ -1,8 +1,10 @@
-"""Tables of scores to compute results from."""
+"""Tables of scores to compute results from, the numbers of the GSTEP paper, and a page of results as read."""
 
 from __future__ import annotations
 
+from html.parser import HTMLParser
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -105,3 +107,74 @@ def scores_of(items, methods, ratios, *, failed=(), seed=0):
                 }
             )
     return pa.Table.from_pylist(rows, SCORE_SCHEMA)
+
+
+class Page(HTMLParser):
+    """The tags and texts of a page; each tag must be closed in its place, and ``open`` are those that are not."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag not in ("meta", "path"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag != "path":
+            assert self.open.pop() == tag, (tag, self.getpos())
+
+    def handle_data(self, data):
+        self.texts += [data.strip()] if data.strip() else []
+
+
+class PaperRow(NamedTuple):
+    """A row: its method as this package names it, its numbers as printed, and their marks."""
+
+    method: str
+    ratio: float
+    numbers: tuple[str, ...]
+    marks: tuple[str, ...]
+
+
+#: The number columns; Rel. is last.
+COLUMNS = ("Short", "Medium", "Long", "VideoMME", "LongVideoBench", "MLVU", "MVBench", "EgoSchema", "Rel.")
+
+#: Full retention; then a block a retention ratio, of four that the paper has.
+TABLE = {
+    1.0: "Original 70.3 56.6 48.8 58.6 56.4 63.0 56.9 60.4 100.0",
+    0.25: """
+        FastV 65.0 53.8 47.0 55.3 53.3 59.6 55.5 57.5 95.2
+        FastVID _69.9 _56.3 47.4 57.9 _56.3 61.3 56.5 59.5 98.7
+        CDPruner 63.2 54.8 47.1 55.0 54.3 61.2 54.7 58.3 96.0
+        VisionZip 61.6 53.4 47.2 54.1 51.2 58.5 53.7 *60.3 94.0
+        VidCom2 69.8 *56.4 _49.4 _58.6 54.9 _62.5 *57.2 _59.7 _99.2
+        GSTEP *70.0 *56.4 *50.2 *58.9 *57.2 *63.3 _56.9 59.5 *100.2
+    """,
+    0.1: """
+        FastV 54.1 49.8 44.6 49.4 46.8 55.6 49.8 54.6 86.7
+        FastVID _67.4 *56.0 *48.6 *57.2 *55.6 _60.5 _55.9 *58.6 _97.5
+        CDPruner 59.4 51.7 45.4 52.2 49.7 57.7 51.1 55.8 90.2
+        VisionZip 50.4 45.8 41.8 46.0 43.5 51.5 44.4 _58.0 82.3
+        VidCom2 61.6 52.0 _47.7 53.7 50.3 58.1 52.6 57.5 92.1
+        GSTEP *67.8 _55.3 47.1 _56.7 _55.2 *62.1 *56.1 *58.6 *97.8
+    """,
+}
+
+
+def paper_rows() -> list[PaperRow]:
+    """Return 13 rows of the table, full retention first, whose method is ``none``."""
+    return [_row(ratio, line) for ratio, block in TABLE.items() for line in block.strip().splitlines()]
+
+
+def _row(ratio: float, line: str) -> PaperRow:
+    name, *numbers = line.split()
+    mark = {"*": "best", "_": "second"}
+    return PaperRow(
+        "none" if name == "Original" else name.lower(),
+        ratio,
+        tuple(number.lstrip("*_") for number in numbers),
+        tuple(mark.get(number[0], "") for number in numbers),
+    )

@@ -1,23 +1,25 @@
-"""Where methods break: the lowest safe retention ratio of each kind of ability, from scores to the page."""
+"""Where methods break, from the table of abilities and the scores to the page."""
 
 import json
 import re
-from math import ceil
-from zlib import crc32
+from typing import get_args
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from jobs import evaluate
-from pipeline.evaluate.abilities import BUILT_IN, AbilityRule
+from pipeline.errors import UsageError
+from pipeline.evaluate import abilities
+from pipeline.evaluate.abilities import BUILT_IN, AbilityRule, classify_questions, read_ability_rules
+from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.forms import format_markdown_tables
 from pipeline.evaluate.losses import find_breaks
 from pipeline.evaluate.request import write_results_header
+from pipeline.evaluate.shapes.questions import QuestionType
+from pipeline.evaluate.shapes.world import HARDNESS
 from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.evaluate.pages import Page
-from tests.pipeline.evaluate.score_tables import score_rows, score_table, table_of
+from tests.pipeline.evaluate.score_tables import Page, score_rows, score_table, table_of
 
 PER_VIDEO = 50  # questions about a video, so that one of them is 2 points
 RATIOS = (0.5, 0.25, 0.1)
@@ -48,7 +50,7 @@ def breaks_of(within=2.0, rules=BUILT_IN, methods=None, **scores):
         name.replace("_", "-"): of_one if isinstance(of_one, ScoredBenchmark) else ScoredBenchmark(name, of_one)
         for name, of_one in scores.items()
     }
-    return find_breaks(benchmarks, rules, within=within, methods=methods, draws=300)
+    return find_breaks(benchmarks, rules, within=within, methods=methods, draws=100)
 
 
 def only(breaks):
@@ -126,6 +128,17 @@ def test_a_kind_is_the_equal_mean_of_tasks_of_unlike_sizes():
     assert remark.startswith(f"Not measured here: {', '.join(breaks.not_measured)}.") and "--abilities" in remark
 
 
+def test_a_benchmark_that_averages_over_parts_does_so_within_the_kind():
+    """A count is of another kind, and of the others, ego has one question in a video and plotQA three."""
+    splits = 20 * [{"task_type": part} for part in ("count", "ego", "plotQA", "plotQA", "plotQA")]
+    arms = {("none", 1.0): [1.0] * 100, ("gstep", 0.5): 20 * [1.0, 0.0, 1.0, 1.0, 1.0]}
+    scores = table_of(arms, clusters=clusters_of(100, 5), splits=splits)
+    for mean_over, difference in (("task_type", -50), (None, -25)):
+        breaks = breaks_of(mlvu_dev=ScoredBenchmark("M", scores, mean_over=mean_over))
+        lost = {verdict.kind.name: verdict.losses[0].difference for verdict in breaks.verdicts}
+        assert lost == {"counting": 0, "general": pytest.approx(difference)}
+
+
 def test_a_method_or_ratio_that_a_benchmark_lacks_has_no_number_and_is_not_averaged_over_fewer():
     first = steady({**falling("gstep", 0, 0, 0), **falling("fps", 0, 0), ("random", 0.5): 0, ("random,seed=1", 0.5): 0})
     second = steady({("gstep", 0.5): 0, ("gstep", 0.1): 0, ("random", 0.5): 0})
@@ -184,84 +197,6 @@ def test_rules_of_a_user_come_before_the_built_in_ones():
     assert breaks.notes == ["f, line 3: there are no results of a benchmark 'x'; the benchmarks are shapes."]
 
 
-def random_case(generator, n_questions, per_video, values):
-    """Make scores of questions in parts of a split, of which more are lost at each lower ratio."""
-    splits = [{"task_type": values[int(generator.integers(len(values)))]} for _ in range(n_questions)]
-    full = generator.integers(0, 2, n_questions).astype(float)
-    arms = {("none", 1.0): full.tolist()}
-    for ratio, share in zip(RATIOS, (0.02, 0.08, 0.5), strict=True):
-        arms["gstep", ratio] = np.where(generator.random(n_questions) < share, 0.0, full).tolist()
-    return table_of(arms, clusters=clusters_of(n_questions, per_video), splits=splits)
-
-
-def plain_differences(table, title, parts, by, ratio, draws):
-    """Return the difference of GSTEP at a ratio to full retention and its draws, question by question.
-
-    Args:
-        parts: of the split, whose questions are of the kind.
-        by: whether the parts are averaged first.
-    """
-    rows = table.to_pylist()
-    pruned = {row["question_id"]: row["score"] for row in rows if row["retention_ratio"] == ratio}
-    by_video = {}
-    for row in rows:
-        if row["method"] == "none":
-            (part,) = dict(row["splits"]).values()
-            lost = [(part if by else "", pruned[row["question_id"]] - row["score"])] if part in parts else []
-            by_video.setdefault(row["cluster"], []).extend(lost)
-    videos = sorted(by_video)
-
-    def number(drawn):
-        by_part = {}
-        for part, difference in (one for video in drawn for one in by_video[video]):
-            by_part.setdefault(part, []).append(difference)
-        return sum(sum(of_one) / len(of_one) for of_one in by_part.values()) / len(by_part), set(by_part)
-
-    generator = np.random.default_rng([0, crc32(title.encode())])
-    picks = generator.integers(len(videos), size=(draws, len(videos)))
-    value, present_parts = number(videos)
-    drawn = [number([videos[i] for i in of_one]) for of_one in picks]
-    assert all(present == present_parts for _, present in drawn)
-    return value, [one for one, _ in drawn]
-
-
-def plain_outcome(values, draws, within):
-    """Return the outcome of a ratio by its differences on each task, and its interval."""
-    value = 100 * sum(values) / len(values)
-    means = sorted(100 * sum(of_tasks) / len(of_tasks) for of_tasks in zip(*draws, strict=True))
-    low, high = (means[ceil(share * len(means)) - 1] for share in (0.025, 0.975))
-    if high < -within:
-        return "loses", value, low, high
-    if (high - low) / 2 > within:
-        return "wide", value, low, high
-    return ("passes" if low > -within else "may lose"), value, low, high
-
-
-@pytest.mark.parametrize("within", [1.0, 4.0, 12.0])
-def test_the_rule_is_that_of_a_plain_one(within):
-    """On two benchmarks, one of which averages over tasks before the kind."""
-    draws, generator = 60, np.random.default_rng(3)
-    shapes = random_case(generator, 90, 3, ["count", "color", "shape"])
-    mlvu = random_case(generator, 160, 4, ["count", "ego", "plotQA"])
-    benchmarks = {"shapes": ScoredBenchmark("S", shapes), "mlvu-dev": ScoredBenchmark("M", mlvu, mean_over="task_type")}
-    breaks = find_breaks(benchmarks, BUILT_IN, within=within, draws=draws)
-    assert [kind.name for kind in breaks.kinds] == ["counting", "general"]
-    for verdict in breaks.verdicts:
-        parts = ["count"] if verdict.kind.name == "counting" else ["color", "shape", "ego", "plotQA"]
-        safe, failed = None, False
-        for loss in verdict.losses:
-            of_tasks = [
-                plain_differences(table, title, parts, by, loss.ratio, draws)
-                for table, title, by in ((shapes, "S", False), (mlvu, "M", True))
-            ]
-            outcome, *numbers = plain_outcome(*zip(*of_tasks, strict=True), within)
-            assert (loss.difference, loss.low, loss.high) == pytest.approx(numbers)
-            assert loss.outcome == outcome
-            failed = failed or outcome != "passes"
-            safe = safe if failed else loss.ratio
-        assert verdict.lowest_safe_ratio == safe
-
-
 MODEL = {"type": "llava_onevision", "weights": "hub:a/model@sha"}
 
 
@@ -274,8 +209,9 @@ def write(folder, name, table):
     return str(store.root)
 
 
-@pytest.fixture
-def places(tmp_path):
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("results")
     splits = {"task_type": "Counting Problem", "duration": "short"}
     first = steady({**falling("gstep", 0, 1, 2), **falling("fps", 3, 0, 0)}, **splits)
     second = steady({**falling("gstep", 0, 0, 0), **falling("fps", 0, 0, 0)}, 19, task_type="order")
@@ -342,3 +278,100 @@ def test_results_of_one_benchmark_have_the_section_and_its_options_go_with_resul
     ):
         assert evaluate.main([*given, option, value, "--out", str(tmp_path / "x")]) == 2
         assert why in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def kind_of(benchmark, rules=BUILT_IN, **splits):
+    return classify_questions(rules, benchmark, [splits])[0]
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Write a user's table below the usual header; return its path."""
+
+    def write(*rows, header="benchmark,split,value,ability", name="abilities.csv"):
+        path = tmp_path / name
+        path.write_text("\n".join([header, *rows]) + "\n")
+        return str(path)
+
+    return write
+
+
+def test_every_question_of_shapes_has_its_ability_and_a_needle_is_one_whatever_is_asked():
+    kinds = {name: kind_of("shapes", task_type=name, domain="plain") for name in get_args(QuestionType)}
+    assert kinds == {
+        **dict.fromkeys(("color", "shape", "corner", "scene", "change"), "general"),
+        **dict.fromkeys(("order", "onset", "quarter"), "order"),
+        "count": "counting",
+        "sign": "OCR",
+    }
+    assert "needle" in HARDNESS
+    assert {kind_of("shapes", task_type=name, domain="needle") for name in kinds} == {"needle"}
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "splits", "ability"),
+    [
+        ("videomme", {"task_type": "Counting Problem"}, "counting"),
+        ("mlvu-dev", {"task_type": "needle"}, "needle"),
+        ("mvbench", {"task": "moving_count"}, "counting"),
+        ("longvideobench", {"question_category": "SSS"}, "order"),
+        ("questions.jsonl", {"split": "count"}, "general"),
+        ("lmms:timelens_charades", {}, "grounding"),
+        ("lmms:tempcompass_yes_no", {"dim": "order"}, "order"),
+        ("lmms:mmvu_val", {}, "general"),
+    ],
+)
+def test_built_in_rows(benchmark, splits, ability):
+    assert kind_of(benchmark, **splits) == ability
+
+
+def test_the_built_in_rows_name_splits_and_parts_that_the_benchmarks_have():
+    for rule in (rule for rule in BUILT_IN if not rule.benchmark.startswith("lmms:")):
+        named = [BENCHMARKS[name] for name in BENCHMARKS if rule.matches_benchmark(name)]
+        splits = [split for benchmark in named for split in benchmark.splits if split.name == rule.split]
+        assert len(splits) == len(named) > 0, rule
+        assert any(not split.parts or rule.value in split.parts for split in splits), rule
+
+
+def test_a_users_rows_come_first_in_the_files_order_and_may_name_kinds_of_their_own(written):
+    own = read_ability_rules(
+        written("video*,task_type,Counting Problem,Sums", "videomme,,,ocr", "mlvu-dev,task_type,ego,GROUNDING")
+    )
+    rules = [*own, *BUILT_IN]
+    assert kind_of("videomme", rules, task_type="Counting Problem") == "Sums"
+    assert kind_of("videomme", rules, task_type="Temporal Perception") == "OCR"  # the first row that matches
+    assert kind_of("mlvu-dev", rules, task_type="ego") == "grounding"
+    assert kind_of("mlvu-dev", rules, task_type="count") == "counting"
+    assert abilities.order_abilities(["general", "Sums", "OCR", "counting", "Sums"]) == [
+        "counting",
+        "OCR",
+        "Sums",
+        "general",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (["videomme,,"], {}, "abilities.csv, line 2: ability is empty; write the columns"),
+        (["a,,,order", "videomme,task_type,,order"], {}, "line 3: split and value go together"),
+        (["videomme,a,b,c,d"], {}, "line 2: more cells than the header names"),
+        ([], {}, "it has no row below the names of its columns"),
+        (["videomme,order"], {"header": "benchmark,kind"}, "line 1: a .csv begins with the names of its columns"),
+        (["videomme,,,order"], {"name": "abilities.tsv"}, "abilities.tsv: name a .csv with the columns"),
+        (None, {}, r"--abilities none\.csv: cannot be read: .*; name a \.csv"),  # there is no such file
+    ],
+)
+def test_a_malformed_file_is_refused_by_file_row_and_remedy(written, rows, options, message):
+    with pytest.raises(UsageError, match=message) as error:
+        read_ability_rules("none.csv" if rows is None else written(*rows, **options))
+    assert "benchmark,split,value,ability" in str(error.value) or "such as videomme" in str(error.value)
+
+
+def test_rows_about_no_question_of_the_results_are_told_of(written):
+    path = written("shaps,,,order", "videomme,task_type,Counting,counting", "shapes,,,order", "videomme,,,OCR")
+    splits = {"shapes": [{"task_type": "sign"}], "videomme": [{"task_type": "Counting Problem"}]}
+    assert abilities.list_unused_rules([*read_ability_rules(path), *BUILT_IN], splits) == [
+        f"{path}, line 2: there are no results of a benchmark 'shaps'; the benchmarks are shapes, videomme",
+        f"{path}, line 3: no question of videomme has task_type=Counting",
+    ]

@@ -13,6 +13,7 @@ import ray
 from rich.console import Console, Group
 
 from pipeline.errors import IdentityMismatch, NotResults, RunFailed, UsageError
+from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
@@ -22,10 +23,13 @@ from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import prepare
 from pipeline.evaluate.results import Presentation, make_tables
 from pipeline.evaluate.run import ScoredQuestions
+from pipeline.evaluate.scores import make_submissions
+from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.generate.summary import AnswerSummary
 from tests.builders.answers import tiny_cache, write_questions
-from tests.pipeline.evaluate.layouts import commit_replies, generated
+from tests.pipeline.evaluate.egoschema import UIDS, write_authors
+from tests.pipeline.evaluate.layouts import commit_replies, generated, replied
 from tests.pipeline.evaluate.score_tables import items_of, scores_of, table_of
 
 QUIET = Console(quiet=True)
@@ -54,7 +58,7 @@ def done() -> Evaluation:
     ("asked", "limit", "expected"),
     [
         (None, None, 0),  # nothing was asked
-        *((counts, None, 0) for counts in (answers(), answers(9, io=1), answers(1, io=9))),
+        *((counts, None, 0) for counts in (answers(), answers(1, io=9))),
         *((counts, None, 1) for counts in (answers(0, io=10), answers(9, n_missing=1), answers(9, internal=1))),
         *((answers(9, io=1), limit, code) for limit, code in (("1", 0), ("10%", 0), ("0", 1))),
         (answers(8, io=2), "10%", 1),
@@ -224,7 +228,7 @@ def test_questions_that_all_fail_are_results_too_and_no_success(tmp_path):
     [
         ("BBAA", None, True),
         ("BBA-", "out-of-memory", False),  # the question may be asked again
-        *(("BBA-", fault, True) for fault in ("prompt-too-long", "bad-prompt", "unknown-video", "failed-video")),
+        ("BBA-", "failed-video", True),
     ],
 )
 def test_the_cache_in_the_results_is_dropped_once_no_question_needs_it(tmp_path, replies, fault, is_dropped):
@@ -237,3 +241,78 @@ def test_the_cache_in_the_results_is_dropped_once_no_question_needs_it(tmp_path,
     shutil.move(tmp_path / "c", out / "cache")
     assert evaluate(EvaluateConfig(**given, drop_tokens=True), QUIET).done.answers.n_missing == 0
     assert (not (out / "cache" / "cache.json").exists()) is is_dropped and (out / "report.html").exists()
+
+
+FULL = BENCHMARKS["egoschema"]
+ARMS = {"none@1": ORIGINAL, "gstep@0.25": MethodAtRatio("gstep", 0.25)}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_authors(tmp_path_factory.mktemp("egoschema"))
+
+
+@pytest.fixture(scope="module")
+def loaded(data):
+    return FULL.load(data)
+
+
+def test_every_method_has_a_file_of_the_options_that_its_replies_name_and_of_draws_which_are_the_same_for_all(loaded):
+    def made(replies, arms=ARMS):
+        return make_submissions(loaded.items, replied(FULL, loaded, replies, arms=arms).scores)
+
+    named = made(dict(zip(UIDS[:5], ("(A)", "B", "C.", "D ", "E"), strict=True)))
+    assert list(named) == list(ARMS.values())
+    for submission in named.values():
+        assert submission.choices == {uid: number for number, uid in enumerate(UIDS[:5])} and submission.n_drawn == 0
+    drawn, again = made(dict.fromkeys(UIDS[:5], "")), made(dict.fromkeys(UIDS[:5], ""))
+    assert drawn == again and len({json.dumps(one.choices) for one in drawn.values()}) == 1
+    choices = drawn[ORIGINAL].choices
+    assert set(choices) == set(UIDS[:5]) and set(choices.values()) <= set(range(5)) and len(set(choices.values())) > 1
+    assert drawn[ORIGINAL].n_drawn == 5
+    (one,) = made({UIDS[0]: "B"}, None).values()  # questions that failed are left out
+    assert one.choices == {UIDS[0]: 1}
+
+
+def config_of(data: Path, out: Path) -> EvaluateConfig:
+    given = {"benchmark": "egoschema", "data": str(data), "out": str(out), "draws": 100}
+    return EvaluateConfig(**given, method=["gstep"], retention_ratio=[0.25])
+
+
+def evaluated(data: Path, out: Path) -> tuple[Evaluation, str]:
+    """With answers to all questions there, one of them failed and one empty; and what was said."""
+    config, said = config_of(data, out), io.StringIO()
+    commit_replies(prepare(config, QUIET), {UIDS[2]: ""}, {UIDS[3]: "failed-video"})
+    done = evaluate(config, Console(file=said, width=300))
+    Console(file=said, width=300).print(render_evaluation(done))
+    return done, said.getvalue()
+
+
+def test_the_full_set_becomes_submissions_without_ray_and_without_a_score(data, tmp_path):
+    done, said = evaluated(data, tmp_path / "r")
+    files = ["scores.parquet", "submissions/none@1.json", "submissions/gstep@0.25.json", "submissions/server.json"]
+    assert done.files == files and not ray.is_initialized()
+    there = {path.relative_to(tmp_path / "r").as_posix() for path in (tmp_path / "r").rglob("*") if path.is_file()}
+    assert set(files) <= there and not {"tables.md", "tables.tex", "report.html"} & there
+    for name in files[1:3]:
+        choices = json.loads((tmp_path / "r" / name).read_text())
+        assert set(choices) == set(UIDS) - {UIDS[3], UIDS[5]} and choices[UIDS[0]] == choices[UIDS[4]] == 1
+        assert f"note: {name}: 1 replies name no option; one is drawn for each" in said
+        assert f"note: {name}: 1 questions failed, and are left out" in said
+    assert "no score: the right answers are not published; python validate.py --f FILE" in said
+    assert "EgoSchema full set: 5 questions to ask; 6 annotated of 5,031 in the whole benchmark" in said
+    table = pq.read_table(tmp_path / "r" / "scores.parquet")
+    assert table["right"].null_count == table["score"].null_count == len(table) == 10
+
+
+def test_what_was_typed_in_stays_when_more_is_asked(data, tmp_path):
+    evaluated(data, tmp_path / "r")
+    form = tmp_path / "r" / "submissions" / "server.json"
+    assert json.loads(form.read_text()) == {"none@1": None, "gstep@0.25": None}
+    form.write_text(json.dumps({"gstep@0.25": 59.2, "other@0.1": 7}))
+    evaluated(data, tmp_path / "r")
+    assert json.loads(form.read_text()) == {"none@1": None, "gstep@0.25": 59.2, "other@0.1": 7}
+    for typed, why in (("59.2", "must be an object such as"), ("{", "server.json is not valid JSON")):
+        form.write_text(typed)
+        with pytest.raises(UsageError, match=why):  # before anything is asked
+            prepare(config_of(data, tmp_path / "r"), QUIET)

@@ -9,7 +9,7 @@ import torch
 import gstep
 import pipeline
 from gstep.backbones import Backbone, ModelSource, family_of
-from gstep.methods import QUESTION_METHODS, VIDEO_METHODS
+from gstep.methods import VIDEO_METHODS
 from gstep.pruners.random import Random
 from pipeline.errors import UsageError, VideoFault
 from pipeline.inspect.selecting import list_requested_selections
@@ -20,7 +20,7 @@ from tests.builders.runs import forbid_ray
 CLIP = sample("bikes.mp4")
 FRAMES = {"num_frames": 3, "device": "cpu", "dtype": "float32"}
 RATIOS = (0.25, 0.10)
-FAMILIES = ("tiny", "tiny-internvl", "tiny-qwen2-5-vl", "tiny-qwen3-vl", "tiny-qwen3-5")
+FAMILIES = ("tiny", "tiny-internvl", "tiny-qwen3-vl")
 
 
 @pytest.fixture(autouse=True)
@@ -124,14 +124,9 @@ def test_a_video_on_s3_is_one_get(server, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        *(
-            ({"methods": ["gstep", one]}, f"--method {one}.*anew for every question.*leave it out")
-            for one in QUESTION_METHODS
-        ),
+        ({"methods": ["gstep", "fastv"]}, "anew for every question.*leave it out"),
         ({"methods": ["gstp"]}, r"unknown method 'gstp' \(did you mean gstep\?\)"),
-        ({"methods": ["gstep,alpha=x"]}, "alpha must be a number"),
         ({"methods": ["gstep,positions=original"]}, "--method gstep,positions=original: positions are of prompts"),
-        ({"methods": ["visionzip"], "model": "tiny-internvl"}, "--method visionzip: the encoder of internvl does not"),
         ({"methods": ["ottvid"], "model": "tiny-qwen3-vl"}, "--method ottvid: the encoder of qwen3_vl does not give"),
         ({"methods": ["vidcom2", "fastvid"]}, "--method fastvid: .*name it with --siglip"),
         ({"methods": ["visionzip"], "siglip": "tiny"}, "none of the methods takes anything from a SigLIP checkpoint"),

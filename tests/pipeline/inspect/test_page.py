@@ -1,4 +1,4 @@
-"""The page of one video: its own pictures and numbers, no reference to the outside, and nothing breaks out of it."""
+"""The page of one video: the pictures and numbers of the very file, nothing outside, and nothing breaks out of it."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,17 @@ import torch
 from gstep.types import budget_for
 from pipeline import TokenCache
 from pipeline.html_pages import make_environment
+from pipeline.inputs.named_videos import Roots
 from pipeline.inspect.page import draw_page, list_tiers, render_video_page, write_page
-from pipeline.inspect.thumbnails import Pictures, Thumbnails
+from pipeline.inspect.thumbnails import Pictures, Thumbnails, make_source_pictures
 from pipeline.prune.decode_stage import make_decoding_columns
+from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.builders.caches import encoded, make_identity, random_tokens, write_header, write_shard
+from tests.builders.clips import write_jpegs
 from tests.pipeline import pages
-from tests.pipeline.pages import FRAMES, HOSTILE, PREPROCESSOR, SIDE, VIDEO, Texts, build, cells
+from tests.pipeline.pages import FRAMES, HOSTILE, PREPROCESSOR, SIDE, VIDEO, Texts, build, cells, data_of, pictures_of
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +39,14 @@ def test_the_page_carries_the_order_of_selection_and_the_budgets_of_its_tiers(pa
     assert (data["grid"], data["perFrame"], data["frames"]) == ([SIDE, SIDE], 196, FRAMES)
 
 
-def test_the_page_says_when_each_frame_was(page, decoded):
+def test_the_page_says_when_each_frame_was_and_refers_to_nothing_outside(page, decoded):
     html = page.read_text()
     for t, (index, at) in enumerate(zip(decoded[1].frame_indices, decoded[1].timestamps, strict=True)):
         caption = f'<b>t {t}</b><span class="count"></span><small>{at:.2f} s</small><small>frame {index}</small>'
         assert caption in html
     assert "squeezed to 384×384" in html and "640×272" in html
+    assert pages.links_of(html) and all(link.startswith(("data:image/jpeg;", "#t")) for link in pages.links_of(html))
+    assert "http://" not in html and "https://" not in html and "default-src 'none'" in html
 
 
 @pytest.mark.parametrize(
@@ -52,13 +57,6 @@ def test_the_first_lines_name_the_method_and_the_model_with_a_long_hash_cut(cach
     identity = {**cache.identity, "model": {"type": "llava", "weights": weights}}
     html = draw_page(cache.get(VIDEO, order="selection"), identity, Pictures([], "none")).html
     assert f"<b>llava, {shown}</b>, pruned with <b>gstep</b>" in html and f"llava  {weights}" in html
-
-
-def test_the_page_refers_to_nothing_outside(page):
-    html = page.read_text()
-    assert pages.links_of(html) and all(link.startswith(("data:image/jpeg;", "#t")) for link in pages.links_of(html))
-    assert "http://" not in html and "https://" not in html
-    assert "default-src 'none'" in html
 
 
 def test_no_text_breaks_out_of_its_place(decoded, tmp_path):
@@ -163,3 +161,58 @@ def test_tokens_are_lit_where_they_lie(browser, decoded, tmp_path):
         browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", tile)
         bright = pages.middles_of(pages.image(tile.screenshot_as_png))[..., 0].reshape(-1) > 180
         assert np.flatnonzero(bright).tolist() == (index[index // 196 == t] % 196).tolist()
+
+
+def test_the_page_shows_the_sampled_frames_of_the_source(cache, decoded):
+    html = render_video_page(cache, VIDEO, video_roots=["/"]).html
+    pictures = np.stack(pictures_of(html))
+    assert pictures.shape == (FRAMES, 95, 224, 3)
+    small = decode_video(DecodeRequest(decoded[0], Sampling(FRAMES), Thumbnails(224))).frames
+    assert np.abs(pictures.astype(int) - small).mean() < 4
+    assert len(html) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"uri": "/no/such/<b>folder</b>/bikes.mp4"}, "the source file is not at hand"),
+        ({"uri": "https://host/bikes.mp4"}, "for this one --video-root https://host"),
+        ({"source_size": 7}, "has changed since: it has"),
+        ({"source_hash": "blake2b:00"}, "has changed since: its hash is another one"),
+        ({"source_hash": None}, "does not say which file was read"),
+        ({"start_s": 5.0}, "gives other frames than those that were sampled"),
+        ({"end_s": -1.0}, "decoding failed: unsupported: the clip"),
+        ({"sampling": {}}, "does not say how frames were sampled"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_without_pictures_the_page_says_why_and_still_shows_the_tokens(decoded, tmp_path, change, reason):
+    cache = build(tmp_path / "c", decoded, **change)
+    page = render_video_page(cache, VIDEO, video_roots=["/"])
+    assert reason in page.missing and f"No pictures: {page.missing}." in page.html
+    assert not pictures_of(page.html) and page.html.count('class="blank"') == FRAMES
+    assert len(data_of(page.html)["order"]) == cache.metadata(VIDEO)["n_tokens"]
+    assert "<b>folder" not in page.html
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "size"),
+    [(272, 640, (95, 224)), (640, 272, (288, 122)), (100, 50, (100, 50)), (1, 4000, (1, 224))],
+)
+def test_thumbnails_fit_their_box_and_are_never_enlarged(height, width, size):
+    assert Thumbnails(224).target_size(8, height, width) == size
+
+
+def test_pictures_of_a_folder_of_frames_are_found_again_while_it_is_the_same(tmp_path):
+    folder, clip = write_jpegs(tmp_path / "frames_fps3" / "x", 12), {"start_s": 1.0, "end_s": 3.0}
+    video = decode_video(DecodeRequest(folder, Sampling(4), Thumbnails(64), **clip))
+    row = {"uri": str(folder), **clip, **make_decoding_columns(video, 1), "source_offset": None}
+    by_time = {"fps": 2.0, "max_frames": 32, "min_frames": 4, "min_rule": "rounded", "time_rule": 2}
+
+    def pictures(sampling, **more) -> Pictures:
+        return make_source_pictures({**row, **more}, sampling, Objects(), Roots([tmp_path]))
+
+    assert len(pictures(by_time, frame_indices=[2, 3, 5, 6, 8]).jpegs) == 5
+    assert len(pictures({"num_frames": 4}).jpegs) == 4 and not pictures({"num_frames": 4}).missing
+    (folder / "00012.jpg").unlink()
+    assert "has changed since: it has" in pictures({"num_frames": 4}).missing

@@ -1,7 +1,5 @@
 """The forecast in closed form: which stage is the slowest, and what follows in time and money."""
 
-import json
-
 import pytest
 
 from pipeline.plan.estimate import (
@@ -74,14 +72,6 @@ def test_unreadable_videos_cost_their_decoding_alone_and_nothing_to_do_takes_not
     assert "nothing is left to do" in dict(list_rows(nothing))["bottleneck"]
 
 
-def test_the_record_is_json_with_ranges_in_order():
-    record = json.loads(json.dumps(estimate_run(work(decode_s=Interval(5, 10, 20)), A100S, PRICED).as_record()))
-    assert record["videos"] == 1000 and record["cluster"] == A100S._asdict()
-    for key in ("wall_s", "decode_core_s", "gpu_s", "output_bytes"):
-        assert record[key]["low"] <= record[key]["expected"] <= record[key]["high"], key
-    assert record["bottleneck"] in record["stage_s"] and record["cost"]["total"]["low"] > 0
-
-
 def test_a_mean_is_surer_of_more_values_and_sure_of_all():
     few, many = estimate_mean([1, 3], 10**6), estimate_mean([1, 3] * 20, 10**6)
     assert few.expected == many.expected == 2
@@ -94,8 +84,8 @@ def test_a_mean_is_surer_of_more_values_and_sure_of_all():
 @pytest.mark.parametrize(
     ("seconds", "width", "height", "core_s"),
     [  # measured on two cores, 32 frames at 24 a second; here at 30, so that seconds x 0.8 have as many pictures
-        (10, 1280, 720, 0.42), (10, 1280, 720, 0.45),
-        (60, 1920, 1080, 4.87), (60, 1920, 1080, 2.19), (60, 1920, 1080, 5.42),
+        (10, 1280, 720, 0.42),
+        (60, 1920, 1080, 4.87), (60, 1920, 1080, 5.42),
         (600, 1280, 720, 5.52),
     ],
 )  # fmt: skip

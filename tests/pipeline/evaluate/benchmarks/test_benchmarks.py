@@ -5,7 +5,6 @@ from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
-import av
 import pyarrow.parquet as pq
 import pytest
 
@@ -36,11 +35,6 @@ def plain_rows(tmp_path, n_videos=2):
 def reload(tmp_path, rows):
     write_rows(tmp_path / "v", rows)
     return VIDEOMME.load(tmp_path / "v")
-
-
-def frames_of(path):
-    with av.open(str(path)) as file:
-        return sum(1 for _ in file.decode(video=0))
 
 
 def test_every_row_without_a_fault_is_a_question_that_says_what_its_row_says(tmp_path):
@@ -80,15 +74,14 @@ def test_every_fault_is_listed_with_its_row_and_its_question_and_the_rows_add_up
 
 
 def test_videos_are_found_with_any_of_their_suffixes_under_the_ids_that_pruning_gives_them(tmp_path):
-    write_videomme(tmp_path, n_videos=4)
+    write_videomme(tmp_path, n_videos=4, videos=False)
     found = list(dict.fromkeys(item.video_id for item in VIDEOMME.load(tmp_path).items))
     assert found == [video_id(number) for number in range(4)]
     assert {Path(name).suffix for name in found} == {".mp4", ".MP4", ".mkv"}
     assert sorted(found) == sorted(read_manifest(str(tmp_path))["video_id"].to_pylist())
-    assert [frames_of(tmp_path / name) for name in found] == [16, 17, 18, 19]
 
 
-@pytest.mark.parametrize("videos", ["videos", "video", "."])
+@pytest.mark.parametrize("videos", ["video", "."])
 def test_other_layouts_are_found_too(tmp_path, videos):
     write_videomme(tmp_path, n_videos=1, faults=False, videos=False)
     (tmp_path / "videomme" / "test-00000-of-00001.parquet").rename(tmp_path / "test-00000-of-00001.parquet")
@@ -110,18 +103,10 @@ def test_all_parts_of_the_annotations_are_read(tmp_path):
     ("cell", "said"),
     [
         ({"question_id": None}, "question_id must be text"),
-        ({"question": " "}, "question must be text"),
-        ({"videoID": None}, "videoID must be text"),
-        ({"answer": ""}, "answer must be text"),
-        ({"domain": None}, "domain must be text"),
-        ({"options": []}, "options must be a list of texts"),
         ({"options": ["A. x", None]}, "options must be a list of texts"),
         ({"options": [f"option {i}" for i in range(27)]}, "there are 26 letters"),
         ({"duration": "tiny"}, "duration must be one of short, medium, long, got 'tiny'"),
-        *(
-            ({"videoID": key}, "")  # no path leads out of the data folder
-            for key in ("../../outside", "..", "a/../../../outside", "/etc/passwd", "x\0y", "a\nb")
-        ),
+        *(({"videoID": key}, "") for key in ("../../outside", "/etc/passwd", "x\0y")),  # none leads out of the folder
     ],
 )
 def test_a_bad_cell_costs_its_row_alone(tmp_path, cell, said):
@@ -148,7 +133,7 @@ def test_an_id_counts_once_and_a_question_under_two_ids_is_kept_and_listed(tmp_p
 
 @pytest.mark.parametrize(
     ("answer", "index"),
-    [("b", 1), (" B ", 1), *((answer, None) for answer in ("Both", "A.", "AB", "1", "E"))],
+    [(" b ", 1), ("A.", None), ("1", None), ("E", None)],
 )
 def test_the_answer_is_a_letter_of_either_case_or_no_candidate(tmp_path, answer, index):
     loaded = reload(tmp_path, [plain_rows(tmp_path)[0] | {"answer": answer}])
@@ -185,7 +170,6 @@ def test_a_folder_that_is_none_is_refused_with_the_remedy(tmp_path):
     for data, said in (
         (tmp_path / "none", "no such folder; the folder must hold the data set lmms-eval/Video-MME"),
         (tmp_path / "file", "is a file; name the folder"),
-        ("s3://bucket/videomme", "only local folders are read"),
         (Path("s3://bucket/videomme"), "only local folders are read"),
         (None, "--data must name the folder of VideoMME"),
         (tmp_path, r"looked for videomme/test-\*.parquet, test-\*.parquet\); the folder must hold the data set"),
@@ -251,28 +235,19 @@ def test_videos_that_a_question_ties_together_are_one_cluster_unless_the_file_sa
 @pytest.mark.parametrize(
     ("choices", "answer", "index"),
     [
-        (["a dog", "a cat"], "a cat", 1),
         (["a dog", "a cat"], " A Cat ", 1),
         (["cat", "Cat"], "Cat", 1),  # exact before folded
         (["B", "A"], "A", 1),  # a text before a letter
         (["x", "y"], "b", 1),
         (["2", "1", "0"], 0, 2),  # a text before an index
-        (["x", "y", "z"], 2, 2),
         (["x", "y", "z"], "0", 0),
         (["A. x", "B. y"], "y", 1),
-        (["A. x", "B. y"], "b. Y", 1),
-        (["A. x", "B. y"], "B", 1),
-        (["A. x", "B. y"], "(B)", 1),
-        (["A. x", "B. y"], "1", 1),
         (["(A) 2", "(B) 3", "(C) 1"], "1", 2),  # a text before an index here, too
         (["A. B", "B. A"], "A", 0),
         (["x", "y"], "B. y", 1),
-        (["x", "y"], "(b)", 1),
         (["x", "y"], "B. x", None),
-        (["1", "2", "3", "4"], "4", 3),
         (["x", "y"], 2, None),
         (["x", "y"], "C", None),
-        (["x", "y"], "both", None),
     ],
 )
 def test_the_right_choice_is_named_by_text_then_letter_then_index(tmp_path, choices, answer, index):
@@ -285,13 +260,9 @@ def test_the_right_choice_is_named_by_text_then_letter_then_index(tmp_path, choi
     ("answers", "is_from_1"),
     [
         ([1, 2, 3], True),
-        (["1", "3", " 2"], True),
         ([1, 2, 3, "b"], True),  # beside a letter
         ([0, 1, 2], False),
-        ([0, 1, 3], False),  # one is wrong
         ([1, 2, 2], False),  # nothing shows
-        ([1, 2, 7], False),
-        (["A", "b", "z"], False),
         (["a", "b", "a", 3], False),  # one wrong answer among letters
     ],
 )
@@ -316,24 +287,14 @@ def test_the_number_of_choices_is_each_questions_own_and_a_number_may_be_a_choic
     [
         ("three  dogs", "Three dogs.", True),
         (" «Three dogs»! ", "three dogs", True),
-        ("STRASSE", "Straße", True),
         ("three cats", "three dogs", False),
-        ("", "three", False),
         ("", "?!", False),
-        (" ?! ", "?!", True),
         ("don't know", "dont know", True),
         ("15", "1.5", False),
-        ("5.", "-5", False),
         ("It is -5.", "it is: -5", True),
-        ("30 dogs", "3.0 dogs", False),
         ("3", "3.0", True),  # as pandas writes whole numbers of a column with gaps
-        ("3.", "3", True),
         ("1000", "1,000", True),
         ("12", "1/2", False),
-        ("1030", "10:30", False),
-        ("1015", "10-15", False),
-        ("12", "1,2", False),
-        ("1.52", "1.5.2", False),
         ("It is 10:30.", "it is 10:30", True),
     ],
 )

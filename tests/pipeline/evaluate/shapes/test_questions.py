@@ -12,7 +12,6 @@ from tests.pipeline.evaluate.shapes.shape_videos import videos
 
 #: How far from 25 % a guesser may be on 2,000 questions or more: three standard errors.
 BOUND = 0.03
-ALL = [pytest.param(name, id=name) for name in HARDNESS]
 _TOKENS = list(json.loads((ROOT / "gstep/checkpoints/shipped/shapes/tokenizer.json").read_bytes())["model"]["vocab"])
 #: The words that the shipped model was taught, a token each.
 TAUGHT = _TOKENS[_TOKENS.index("?") : _TOKENS.index("no")]
@@ -63,31 +62,21 @@ class Guesser:
         return hits / len(questions)
 
 
-@pytest.mark.parametrize("hardness", ["plain", "needle", "mixed"])
-def test_a_guesser_that_reads_but_does_not_look_stays_at_chance(hardness):
-    learnt = flat(asked(300, hardness))
-    unseen = flat(asked(300, hardness, "development"))
+def test_a_guesser_that_reads_but_does_not_look_stays_at_chance():
+    learnt = flat(asked(300, "mixed"))
+    unseen = flat(asked(300, "mixed", "development"))
     assert len(learnt) >= 2000 <= len(unseen)
     assert abs(Guesser(learnt).accuracy(unseen) - 0.25) <= BOUND
-
-
-def test_the_guesser_finds_a_leak_where_there_is_one():
-    def leaky(questions):  # as if nothing ever came in the second half
-        return [q for q in questions if q.type != "quarter" or q.right in QUARTERS[:2]]
-
-    learnt, unseen = leaky(flat(asked(300))), leaky(flat(asked(300, split="development")))
-    quarters = [question for question in unseen if question.type == "quarter"]
-    assert Guesser(learnt).accuracy(quarters) > 0.4
 
 
 @pytest.mark.parametrize("hardness", ["plain", "mixed"])
 def test_answers_are_balanced_over_values_types_and_kinds(hardness):
     right, offered = Counter(), Counter()
-    for question in flat(asked(400, hardness)):
+    for question in flat(asked(300, hardness)):
         for key in ((question.type,), (question.type, question.kind)):
             right[(*key, question.right)] += 1
             offered.update((*key, choice) for choice in question.choices)
-    counted = {key: deviation(right[key], total) for key, total in offered.items() if total >= 60}
+    counted = {key: deviation(right[key], total) for key, total in offered.items() if total >= 45}
     assert len(counted) > 60
     assert max(map(abs, counted.values())) < 4.2, max(counted.items(), key=lambda item: abs(item[1]))
 
@@ -97,7 +86,7 @@ def test_no_question_of_a_video_tells_the_answer_of_another(hardness):
     """Whether a choice that another question names, or that another offers, is right more or less often than a
     quarter of the time."""
     right, total = Counter(), Counter()
-    for questions in asked(400, hardness):
+    for questions in asked(300, hardness):
         for question in questions:
             for other in questions:
                 if other is not question:
@@ -105,7 +94,7 @@ def test_no_question_of_a_video_tells_the_answer_of_another(hardness):
                         named = choice in words_of(other.prompt), choice in other.choices
                         total[question.type, other.type, named] += 1
                         right[question.type, other.type, named] += place == question.answer
-    found = {key: deviation(right[key], count) for key, count in total.items() if any(key[2]) and count >= 60}
+    found = {key: deviation(right[key], count) for key, count in total.items() if any(key[2]) and count >= 45}
     assert len(found) >= 15
     assert max(map(abs, found.values())) < 4.2, max(found.items(), key=lambda item: abs(item[1]))
 
@@ -128,10 +117,10 @@ def shown(video, question):
     }[question.type]()
 
 
-@pytest.mark.parametrize("hardness", ALL)
+@pytest.mark.parametrize("hardness", HARDNESS)
 def test_choices_are_four_in_words_that_were_taught_and_the_answer_is_what_the_video_shows(hardness):
-    for video, questions in zip(videos(60, hardness), asked(60, hardness), strict=True):
-        for question in questions:
+    for video in videos(20, hardness):
+        for question in ask(video):
             assert len(set(question.choices)) == 4 and question.choices[question.answer] == question.right
             assert question.right == shown(video, question)
             words = [*words_of(question.prompt), *question.choices]

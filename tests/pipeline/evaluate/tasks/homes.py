@@ -6,7 +6,6 @@ where it says so, rows that cannot be asked.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ VSIBENCH = _schema(
     "dataset scene_name question_type question ground_truth", id=pa.int64(), options=pa.list_(pa.string())
 )
 TEMPCOMPASS = _schema("video_id question answer dim")
-VINOGROUND = _schema("index major minor")
-TIMELENS = _schema("video_path query", span=pa.list_(pa.list_(pa.float64())))
 MMSI = _schema(
     "type system_prompt task_prompt user_prompt format_prompt ground_truth",
     **{"id": pa.int64(), "video_list": pa.list_(_SEGMENT), "ref_images": pa.list_(pa.string())},
@@ -47,7 +44,6 @@ MULTIPLE_CHOICE = (
 NUMERIC = ("object_abs_distance", "object_counting", "object_size_estimation", "room_size_estimation")
 #: A file beside HF_HOME, which no annotation may name.
 OUTSIDE = "outside.mp4"
-N_PAIRS = 500  # of Vinoground, whose code divides by them
 
 
 def write_annotations(home: Path, task: str, rows: Rows, schema: pa.Schema) -> Path:
@@ -141,51 +137,6 @@ def write_tempcompass(home: Path, *, n_videos: int = 4) -> tuple[Rows, Rows]:
     write_annotations(home, "tempcompass_multi_choice", choices, TEMPCOMPASS)
     write_annotations(home, "tempcompass_yes_no", yes_no, TEMPCOMPASS)
     return choices, yes_no
-
-
-def write_vinoground(home: Path) -> Rows:
-    """Write all documents of Vinoground, four for each of its pairs, which share three files.
-
-    The right choice is A of the first caption and of the first video, and B of the second.
-    """
-    videos = [f"vinoground_videos/{number}_pos.mp4" for number in range(2)]
-    joined = "vinoground_videos_concated/0_pos.mp4"
-    for number, path in enumerate([*videos, joined]):
-        write_video(home, f"vinoground/{path}", 300 + number)
-    texts: Rows = []
-    concatenated: Rows = []
-    rows: Rows = []
-    for number in range(N_PAIRS):
-        for side, letter in (("pos", "A"), ("neg", "B")):
-            idx = f"{number}_{side}"
-            text = f"Which caption best describes this video?\nA. the cup, then {number}\nB. {number}, then the cup"
-            texts.append({"idx": idx, "video_name": videos[number % 2], "question": text, "GT": letter})
-            text = f"Which video segment matches this caption? caption {idx}\nA. First\nB. Second"
-            concatenated.append({"idx": idx, "video_name": joined, "question": text, "GT": letter})
-            minor = "interaction;cyclical" if number % 5 == 0 else None
-            category = {"major": ("object", "action", "viewpoint")[number % 3], "minor": minor}
-            rows += [{"index": f"{idx}_{kind}", **category} for kind in ("text", "video")]
-    for path, items in (
-        ("vinoground_videos/vinoground_textscore.json", texts),
-        ("vinoground_videos_concated/vinoground_videoscore.json", concatenated),
-    ):
-        (home / "vinoground" / path).write_text(json.dumps(items))
-    write_annotations(home, "vinoground", rows, VINOGROUND)
-    return rows
-
-
-def write_timelens(home: Path) -> Rows:
-    """Write TimeLens of ActivityNet: two queries on each of two videos, then one on a video that is not there."""
-    rows: Rows = []
-    for number, name in enumerate(("v_--1DO2V4K74.mp4", "v_Zz9kPq.mp4")):
-        write_video(home, f"timelens/activitynet/videos/{name}", 400 + number)
-        rows += [
-            {"video_path": f"activitynet/videos/{name}", "query": "A man is raking leaves.", "span": [[2.0, 8.0]]},
-            {"video_path": f"activitynet/videos/{name}", "query": "He stops.", "span": [[10.0, 14.5]]},
-        ]
-    rows.append({"video_path": "activitynet/videos/v_gone.mp4", "query": "A dog barks.", "span": [[0.0, 1.5]]})
-    write_annotations(home, "timelens_activitynet", rows, TIMELENS)
-    return rows
 
 
 def write_mmsi_video(home: Path) -> Rows:

@@ -8,7 +8,7 @@ from statistics import fmean, median
 import numpy as np
 import pytest
 
-from pipeline.evaluate.tasks.numbers import MAX_PARTS, as_number, find_explanation
+from pipeline.evaluate.tasks.numbers import MAX_PARTS, find_explanation
 
 N_RESULTS = 5  # of each document: those of two methods, and of three replies that are only tried
 
@@ -33,14 +33,10 @@ def by_part(results_and_parts):
 
 MEANS = [
     ((0.0, 0.25, 0.7, 1.0), fmean, False),
-    *(
-        ([kind(0), kind(1)], lambda of_all: np.float64(np.mean(of_all)), False)
-        for kind in (bool, int, np.float32, np.bool_)
-    ),
+    *(([kind(0), kind(1)], lambda of_all: np.float64(np.mean(of_all)), False) for kind in (bool, np.float32)),
     ((0.0, 1.0), lambda of_all: 100 * fmean(of_all), True),
     ((0.0, 30.0, 100.0), fmean, True),
     ((0.0, 1.0), lambda of_all: round(100 * fmean(of_all), 2), True),
-    ((0, 100), lambda of_all: round(fmean(of_all), 2), True),
 ]
 
 
@@ -117,9 +113,8 @@ TWENTY = [f"part{i % 20}" for i in range(50)]
         ([*UNLIKE, *UNLIKE, "easy", "easy", "type3"], UNLIKE, float),
         (TWENTY, dict.fromkeys(TWENTY, 1 / 20), lambda number: round(100 * number, 2)),
         ("abbaccb", {"b": 1.0}, float),
-        ("abbaccb", {"c": 1.0}, float),
     ],
-    ids=["equal", "unlike", "of a rounded percentage", "one part", "another part"],
+    ids=["equal", "unlike", "of a rounded percentage", "one part"],
 )
 def test_the_weights_of_parts_are_found_and_other_documents_do_not_count(parts, weights, shown):
     results, rule = part_results(draw(len(parts)), parts, weights)
@@ -127,23 +122,6 @@ def test_the_weights_of_parts_are_found_and_other_documents_do_not_count(parts, 
     found = explained(results, lambda of_all: shown(rule(of_all)), fields)
     assert found.mean_over == "task" and found.weights == pytest.approx(weights, abs=1e-12)
     assert found.counted == [part in weights for part in parts]
-
-
-def test_a_number_about_one_part_whose_rule_gives_the_others_nothing():
-    """As of tasks that count right answers and documents of each kind, whatever kind a document is of."""
-    parts = "pmqmqm"
-    results = [
-        [{"score": value if part == "m" else 0, "total": int(part == "m")} for value in row]
-        for row, part in zip(draw(6), parts, strict=True)
-    ]
-
-    def share(of_all):
-        n = sum(one["total"] for one in of_all)
-        return round(100 * sum(one["score"] for one in of_all) / n, 2) if n else 0.0
-
-    found = explained(results, share, [{"type": part} for part in parts])
-    assert (found.mean_over, found.weights, found.percent) == ("type", {"m": 1.0}, True)
-    assert found.counted == [part == "m" for part in parts]
 
 
 def test_parts_in_which_no_reply_scores_count_only_if_all_parts_weigh_the_same():
@@ -174,12 +152,6 @@ def test_of_equal_documents_the_last_one_counts_where_the_task_merges_them():
     assert found.counted == [True] * 6
 
 
-def f_measure(of_all):
-    """F1 of answers that say yes, of pairs (said, is)."""
-    hits = sum(said and true for said, true in of_all)
-    return 2 * hits / max(1, sum(said for said, _ in of_all) + sum(true for _, true in of_all))
-
-
 def share_of_answered(of_all):
     """How many documents count depends on the replies: 0.5 is none."""
     return sum(value == 1 for value in of_all) / sum(value != 0.5 for value in of_all)
@@ -192,24 +164,13 @@ def failing(of_all):
 THREE = draw(9, (0.0, 0.4, 1.0))
 UNEXPLAINED = {
     "a share of two digits": (draw(7), lambda of_all: round(fmean(of_all), 2)),
-    "max": (THREE, max),
     "median": (THREE, median),
-    "square": (THREE, lambda of_all: fmean(of_all) ** 2),
-    "all": (THREE, lambda of_all: float(all(of_all))),
     "sum": (THREE, lambda of_all: float(sum(of_all))),
-    "every second": (THREE, lambda of_all: fmean(of_all[::2])),
-    "a harmonic mean": (
-        [[(said, i % 3 == 0) for said in row] for i, row in enumerate(draw(9, (True, False)))],
-        f_measure,
-    ),
     "a share of the answered": (draw(9, (0.0, 0.5, 1.0)), share_of_answered),
     "an error": (draw(5), failing),
     "None": (draw(5), lambda of_all: None),
-    "NaN": (draw(5), lambda of_all: float("nan")),
     "always 1": ([[1.0] * N_RESULTS] * 6, max),
-    "always 0": ([[0.0] * N_RESULTS] * 6, fmean),
     "below 0": (draw(6, (-1.0, 0.0, 1.0)), fmean),
-    "above 100": (draw(6, (0.0, 50.0, 250.0)), fmean),
     "no number of a document": (
         [*draw(6), [0.0, "none", 1.0, 0.0, 1.0]],
         lambda of_all: fmean(one for one in of_all if one != "none"),
@@ -224,15 +185,11 @@ def test_a_number_that_is_no_mean_of_shares_is_not_explained(kind):
     assert explained(results, aggregate, [{"half": "ab"[i > 4]} for i in range(len(results))]) is None
 
 
-@pytest.mark.parametrize("n_documents", [2, 3, 4])
-@pytest.mark.parametrize("aggregate", [max, median, lambda of_all: float(all(of_all))], ids=["max", "median", "all"])
-def test_few_documents_on_which_the_methods_agree_with_a_mean_by_chance(n_documents, aggregate):
+@pytest.mark.parametrize("aggregate", [max, median])
+def test_few_documents_on_which_the_methods_agree_with_a_mean_by_chance(aggregate):
     """Every method is right everywhere or nowhere, so max, median and mean are all the same numbers for them."""
-    results = [[1.0, 0.0, 1.0, 0.0, 0.0] for _ in range(n_documents)]
-    numbers = [[row[place] for row in results] for place in range(N_RESULTS)]
-    assert [aggregate(of_one) for of_one in numbers] == [fmean(of_one) for of_one in numbers]
-    found = explained(results, aggregate, [{"id": str(i)} for i in range(n_documents)])
-    assert found is None or (aggregate is median and n_documents == 2)  # which is a mean
+    results = [[1.0, 0.0, 1.0, 0.0, 0.0] for _ in range(3)]
+    assert explained(results, aggregate, [{"id": str(i)} for i in range(3)]) is None
 
 
 def test_fields_that_many_documents_share_come_before_their_ids():
@@ -304,9 +261,3 @@ def test_a_rule_that_changes_the_results_changes_nothing(extra):
 
     found = explained(results, aggregate)
     assert found.values == numbers and all(one["more"] == [1, 2] and "score" in one for row in results for one in row)
-
-
-def test_what_is_a_number():
-    assert [as_number(value) for value in (True, 2, 0.5, np.float32(0.5), np.bool_(False))] == [1.0, 2.0, 0.5, 0.5, 0.0]
-    wrong = (None, "1", float("nan"), float("inf"), [1.0], np.array([1.0, 2.0]), np.str_("1"))
-    assert [as_number(value) for value in wrong] == [None] * len(wrong)

@@ -34,8 +34,6 @@ def test_a_question_has_the_prompt_as_it_came_and_the_settings_of_its_task():
     [
         ({}, None),
         ({"temperature": 0.7, "do_sample": False}, None),
-        ({"temperature": None, "top_p": None, "do_sample": None}, None),
-        ({"temperature": 0.7}, (0.7, 1.0, 0)),
         ({"do_sample": True, "top_p": 0.9, "top_k": 5}, (1.0, 0.9, 5)),
         ({"do_sample": True, "temperature": 0}, None),
     ],
@@ -55,14 +53,11 @@ def test_a_reply_ends_before_a_stop_text_but_not_before_the_one_that_every_task_
 
 REFUSED = {
     "num_beams must be 1": lambda: of(num_beams=3),
-    "length_penalty: not among max_new_tokens": lambda: of(length_penalty=2),
-    "max_new_tokens must be at least 1": lambda: of(max_new_tokens=0),
     "task t: generation_kwargs": lambda: of(max_new_tokens="many"),
     "until must be texts": lambda: of(until=[1]),
     r"video_id=\{vid\} .*it has clip": lambda: find_video_key({"clip": "x"}, "{vid}"),
     "is not made of fields": lambda: find_video_key({"n": 1}, "{n[0]}"),
     r"no field names a video .* it has clip, n\): .* video_id=": lambda: find_video_key({"clip": "x", "n": 1}),
-    "no field": lambda: find_video_key({"video": None, "videoID": ""}),
     "'v' may be 'a/v.mp4' or 'b/v.mp4': .* video_id=": lambda: CachedIds(["a/v.mp4", "b/v.mp4"], {}).find("v"),
 }
 
@@ -79,35 +74,28 @@ def test_settings_and_documents_that_are_not_understood_are_refused(why):
         ({"video_id": "007", "videoID": "-Ab3xYz_9Qk", "question_id": "007-2"}, "-Ab3xYz_9Qk"),
         ({"video_id": "@cook-712", "id": "@cook-712_0", "video_path": "712.mp4"}, "712.mp4"),
         ({"video_name": "needle_3.mp4", "task_type": "needle"}, "needle_3.mp4"),
-        ({"question_idx": "3", "video_idx": "0aa1-uuid"}, "0aa1-uuid"),
         ({"video": "v.mp4", "question": "?"}, "clevrer/video_validation/v.mp4"),
     ],
-    ids=["VideoMME", "LongVideoBench", "MLVU", "EgoSchema", "MVBench"],
+    ids=["VideoMME", "LongVideoBench", "MLVU", "MVBench"],
 )
 def test_what_a_document_calls_its_video(doc, key):
     assert find_video_key(doc, folder="clevrer/video_validation" if "video" in doc else None) == key
 
 
 def test_other_tasks_say_how():
-    assert find_video_key({"clip": "x", "set": "a"}, "{set}/{clip}.mp4") == "a/x.mp4"
-    assert find_video_key({"videoID": "x", "part": 3}, "{videoID}-{part}") == "x-3"
+    assert find_video_key({"clip": "x", "part": 3}, "{part}/{clip}.mp4") == "3/x.mp4"
 
 
 @pytest.mark.parametrize(
     ("ids", "key", "found"),
     [
         (["data/-Ab.mp4", "data/b.mkv"], "-Ab", "data/-Ab.mp4"),
-        (["b.MP4"], "b", "b.MP4"),
-        (["-Ab"], "-Ab", "-Ab"),
         (["videos/712.mp4", "videos/1712.mp4"], "712.mp4", "videos/712.mp4"),
-        (["a/v.1.mp4"], "v.1", "a/v.1.mp4"),
-        (["MLVU/video/2_needle/needle_3.mp4"], "needle_3.mp4", "MLVU/video/2_needle/needle_3.mp4"),
         (["video/data0613/star/Cut/x.mp4"], "star/Cut/x.mp4", "video/data0613/star/Cut/x.mp4"),
         (["a/v.mp4", "v.mp4"], "v.mp4", "v.mp4"),  # the one that is so to the letter
         (["v.mp4"], "clevrer/video_validation/v.mp4", None),  # of which folder, nobody knows
         (["x/1712.mp4"], "712.mp4", None),
         (["v.mkv"], "v.mp4", None),
-        (["v.jpg"], "v", None),
         ([], "v", None),
     ],
 )
