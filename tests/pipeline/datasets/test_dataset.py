@@ -97,13 +97,12 @@ def test_batches_are_joined_by_name_and_selected_by_videos(folder):
         Packed({name: tensor[:4] for name, tensor in joined.items()})
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_video_comes_once_on_whatever_rank_and_worker(folder, world_size, shuffle):
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 2), (2, 2), (3, 0)])
+def test_every_video_comes_once_on_whatever_rank_and_worker(folder, world_size, workers):
     found = []
     for rank in range(world_size):
-        data = IterableTokenDataset(folder, shuffle=shuffle, seed=3, rank=rank, world_size=world_size)
-        videos = ids_of(DataLoader(data, batch_size=None, num_workers=2 if world_size == 2 else 0))
+        data = IterableTokenDataset(folder, shuffle=True, seed=3, rank=rank, world_size=world_size)
+        videos = ids_of(DataLoader(data, batch_size=None, num_workers=workers))
         assert len(videos) == len(data)
         found += videos
     assert sorted(found) == IDS

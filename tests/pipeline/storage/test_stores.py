@@ -216,9 +216,9 @@ def test_what_is_put_is_read_listed_and_deleted(store):
             ask("videos/b")
 
 
-def test_a_file_behind_ten_thousand_indexes_is_seen(store, tmp_path):
+def test_a_file_behind_a_thousand_indexes_is_seen(store, tmp_path):
     (folder := tmp_path / "bucket/c/sources").mkdir()
-    for number in range(10_000):
+    for number in range(1001):
         (folder / f"{number}.zlib").touch()
     assert not store.has_other_files()
     store.put("videos/mine", b"")

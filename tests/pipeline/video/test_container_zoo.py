@@ -31,9 +31,8 @@ TWICE = ("-vf", "settb=1/1000,setpts=floor(N/2)*80", "-fps_mode", "passthrough",
 PIPE = ("-seekable", 0)
 
 
-SIZES = {"odd.mp4": (33, 17), "one-pixel.mkv": (1, 1)}
+SIZES = {"one-pixel.mkv": (1, 1)}
 CLIPS = {
-    "plain.mp4": X264,
     "b-frames.mkv": (*X264, "-bf", 3),
     "open-gop.mp4": (*X264, "-bf", 3, "-x264-params", "open-gop=1:scenecut=0"),
     "vp9.webm": VP9,
@@ -41,25 +40,18 @@ CLIPS = {
     "wmv2.wmv": ("-c:v", "wmv2", "-q:v", 2),
     "animated.gif": ("-vf", "split[a][b];[a]palettegen[p];[b][p]paletteuse"),
     # written to a pipe, where no length can be filled in afterwards
-    "piped.avi": ("-c:v", "mpeg4", "-q:v", 2, *PIPE),
     "piped-b-frames.avi": ("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, *PIPE),
     "piped.mkv": (*X264, *PIPE),
-    "piped.flv": (*X264, *PIPE),
     # transport and program streams
     "mpeg2.ts": MPEG2,
-    "h264.ts": (*X264, "-bf", 2),
     # times
-    "late.mp4": (*X264, "-output_ts_offset", 1.5),
     "late.ts": (*X264, "-output_ts_offset", 1.5),
     "negative.mp4": (*X264, "-output_ts_offset", -0.32, "-avoid_negative_ts", "disabled"),
     "negative-cts.mp4": (*X264, "-bf", 2, "-movflags", "negative_cts_offsets"),
     "uneven.mp4": (*UNEVEN, *X264),
-    "uneven.mkv": (*UNEVEN, *X264),
     "two-at-a-time.mkv": (*TWICE, "-c:v", "ffv1"),
     # sizes and pixels
-    "odd.mp4": (*X264, "-pix_fmt", "yuv444p"),
     "one-pixel.mkv": ("-c:v", "ffv1"),
-    "interlaced.ts": (*MPEG2, "-flags", "+ilme+ildct"),
     "alpha.webm": (*VP9, "-pix_fmt", "yuva420p"),
     "cropped.mp4": (*X264, "-bsf:v", "h264_metadata=crop_right=8:crop_top=8"),
 }
@@ -80,18 +72,17 @@ def test_a_clip_as_ffmpeg_makes_it(assert_as_shown, tmp_path, name):
     assert_as_shown(path, exact_start=name != "piped-b-frames.avi")
 
 
-@pytest.mark.parametrize("start", [0.2, 0.41])
-def test_an_edit_list_of_a_cut_without_encoding(assert_as_shown, tmp_path, start):
+def test_an_edit_list_of_a_cut_without_encoding(assert_as_shown, tmp_path):
     """What lies between the keyframe and the cut is stored and must not be shown."""
     whole = make_clip(tmp_path / "whole.mp4", *X264, "-bf", 2)
-    ffmpeg("-ss", start, "-i", whole, "-c", "copy", tmp_path / "cut.mp4")
+    ffmpeg("-ss", 0.41, "-i", whole, "-c", "copy", tmp_path / "cut.mp4")
     assert_as_shown(tmp_path / "cut.mp4")
-    assert len(shown(tmp_path / "cut.mp4").frames) == 32 - round(start * 25 + 0.49)
+    assert len(shown(tmp_path / "cut.mp4").frames) == 21
 
 
 @pytest.mark.parametrize(
     ("name", "turn"),
-    [("a.mp4", ("-display_rotation", 90)), ("a.mkv", ("-display_rotation", 270)), ("a.mp4", ("-display_hflip",))],
+    [("a.mkv", ("-display_rotation", 270)), ("a.mp4", ("-display_hflip",))],
 )
 def test_a_display_matrix(assert_as_shown, tmp_path, name, turn):
     whole = make_clip(tmp_path / "whole.mp4", *X264)
@@ -106,12 +97,9 @@ ONE, NOISE = 2**16, 300  # of 16.16 fixed point: a quarter of a degree
     "matrix",
     [
         (0, 0, 0, 0),  # written by mistake: it turns nothing
-        (ONE, NOISE, -NOISE, ONE),
         (-ONE, NOISE, -NOISE, -ONE),
         (NOISE, ONE, -ONE, NOISE),
-        (NOISE, -ONE, ONE, NOISE),
         (-ONE, NOISE, NOISE, ONE),  # mirrored
-        (1, ONE, -ONE, -1),
     ],
 )
 def test_a_display_matrix_that_is_not_exact(assert_as_shown, tmp_path, matrix):
@@ -156,35 +144,27 @@ def test_a_turn_that_the_codec_states_and_that_changes(assert_as_shown, tmp_path
 
 SMALL, LARGE = (64, 96), (128, 192)
 SIZES_NOTE = "frame sizes differ: 2 sizes from 96x64 to 192x128"
-RESIZED = {  # name: the raw stream's suffix, how it is made
-    "a.mp4": ("h264", (*X264, "-bf", 0)),
-    "a.mkv": ("h264", (*X264, "-bf", 0)),
-    "a.ts": ("h264", (*X264, "-bf", 0)),
-    "hevc.mkv": ("libx265", ()),
-    "mpeg2.ts": ("m2v", ("-c:v", "mpeg2video", "-q:v", 2)),
-    "vp8.webm": ("libvpx", ()),
-    "vp9.webm": ("libvpx-vp9", ()),
-    "av1.mkv": ("libsvtav1", ()),
-}
+# The encoder of each; "" for H.264, whose streams are joined.
+RESIZED = {"a.mp4": "", "a.ts": "", "hevc.mkv": "libx265", "vp9.webm": "libvpx-vp9", "av1.mkv": "libsvtav1"}
 
 
 def write_resized(folder: Path, name: str, sizes: list[tuple[int, int]]) -> Path:
     """Write 16 frames of each of these sizes, in one stream."""
-    kind, options = RESIZED[name]
-    if kind.startswith("lib"):
-        return two_sizes_clip(folder / name, kind, sizes=sizes)
-    with (folder / f"both.{kind}").open("wb") as both:
+    if RESIZED[name]:
+        return two_sizes_clip(folder / name, RESIZED[name], sizes=sizes)
+    with (folder / "both.h264").open("wb") as both:
         for i, size in enumerate(sizes):
-            part = make_clip(folder / f"{i}.{kind}", *options, count=15, size=size, first=15 * i)
+            part = make_clip(folder / f"{i}.h264", *X264, "-bf", 0, count=15, size=size, first=15 * i)
             both.write(part.read_bytes())
-    ffmpeg("-fflags", "+genpts", "-r", 25, "-i", folder / f"both.{kind}", "-c", "copy", folder / name)
+    ffmpeg("-fflags", "+genpts", "-r", 25, "-i", folder / "both.h264", "-c", "copy", folder / name)
     return folder / name
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *((name, sizes) for name in RESIZED for sizes in ((SMALL, LARGE), (LARGE, SMALL))),
+        *((name, (SMALL, LARGE)) for name in RESIZED if name != "a.ts"),
+        ("a.mp4", (LARGE, SMALL)),
         ("a.ts", (SMALL, LARGE, SMALL)),
         ("vp9.webm", (LARGE, SMALL, LARGE)),
     ],
@@ -224,7 +204,7 @@ def test_two_video_streams(assert_as_shown, tmp_path, name, default):
     assert_as_shown(make_clip(tmp_path / name, *both, *X264, *marks))
 
 
-@pytest.mark.parametrize(("name", "codec"), [("a.mkv", "libx264"), ("a.avi", "mpeg4"), ("a.webm", "libvpx")])
+@pytest.mark.parametrize(("name", "codec"), [("a.mkv", "libx264"), ("a.avi", "mpeg4")])
 def test_a_larger_stream_without_any_frame(assert_as_shown, tmp_path, name, codec):
     """As of a camera with a second channel that was off."""
     with av.open(str(tmp_path / name), "w") as out:

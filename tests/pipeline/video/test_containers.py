@@ -35,25 +35,18 @@ REFUSED = {
     "empty": (b"", "unsupported", "an empty file"),
     "text": (b"hello, this is no video\n", "unsupported", "text"),
     "text that names a box": (b"the free world", "unsupported", "text"),
-    "random": (bytes(range(255, 0, -1)), "unsupported", "unknown binary data"),
     "hls": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n", "policy", "an HLS playlist"),
-    "hls with a byte order mark": (b"\xef\xbb\xbf\n#EXTM3U\n", "policy", "an HLS playlist"),
-    "concat": (b"ffconcat version 1.0\nfile /etc/hostname\n", "policy", "an FFmpeg concat script"),
     "concat without a header": (b"file '/etc/hostname'\n", "policy", "a list of other files or addresses"),
     "dash": (b'<?xml version="1.0"?>\n<MPD></MPD>', "policy", "a DASH manifest"),
     "sdp": (b"v=0\r\nc=IN IP4 1.2.3.4\r\n", "policy", "a list of other files or addresses"),
     "jpeg": (b"\xff\xd8\xff\xe0", "unsupported", "a JPEG image"),
     "png": (b"\x89PNG\r\n\x1a\n", "unsupported", "a PNG image"),
-    "heic": (b"\0\0\0\x18ftypheic\0\0\0\0", "unsupported", "a HEIF or AVIF image"),
     "mp3": (b"ID3\x04\0", "unsupported", "MP3 audio"),
-    "mp3 without tags": (b"\xff\xfb\x90\x44", "unsupported", "MP3 audio"),
     "one sync byte": (b"G" + bytes(100), "unsupported", "unknown binary data"),
-    "hls with packets": (b"#EXTM3U\nfile:///etc/hostname\n" + PACKETS, "policy", "an HLS playlist"),
     "hls behind zeros": (bytes(500) + b"#EXTM3U\nfile:///etc/hostname\n", "policy", "a list of other files"),
     "hls behind zeros, in front of packets": (bytes(500) + b"#EXTM3U\n" + PACKETS, "policy", "a list of other files"),
     "dash behind a PNG image": (b"\x89PNG\r\n\x1a\n<MPD></MPD>" + PACKETS, "policy", "a list of other files"),
     "sdp behind an ID3 tag": (b"ID3\x04\0c=IN IP4 1.2.3.4\r\n", "policy", "a list of other files"),
-    "concat with packets": (b"ffconcat version 1.0\n" + PACKETS, "policy", "an FFmpeg concat script"),
     "packets in an archive": (b"Rar!\x1a\x07\0" + PACKETS, "unsupported", "a compressed archive"),
     "four packets behind others": (b"\xff" * 9 + PACKETS[: 4 * 188], "unsupported", "unknown binary data"),
 }
@@ -88,22 +81,16 @@ FOREIGN = {
 # Streams that FFmpeg finds behind other bytes: name -> options of ffmpeg.
 STREAMS = {
     "a.ts": ("-c:v", "libx264", "-bf", 2, "-g", 10),
-    "mpeg2.m2ts": ("-c:v", "mpeg2video", "-g", 10),
     "a204.ts": ("-c:v", "libx264", "-g", 10),
     "a.mpg": ("-c:v", "mpeg2video", "-bf", 2, "-g", 10),
-    "mpeg1.mpg": ("-c:v", "mpeg1video", "-g", 10),
-    "a.vob": ("-c:v", "mpeg2video", "-g", 10),
     "a.h264": ("-c:v", "libx264", "-bf", 2, "-g", 10),
     "a.hevc": ("-c:v", "libx265", "-x265-params", "keyint=10:log-level=none:pools=none"),
     "a.m2v": ("-c:v", "mpeg2video", "-g", 10),
-    "a.m1v": ("-c:v", "mpeg1video", "-g", 10),
 }
 # What may stand in front of a stream, or the share of it that is cut off there.
 FRONTS = {
     "zeros": bytes(64),
-    "many zeros": bytes(1000),
     "ones": b"\xff" * 1000,
-    "text": b"HTTP/1.1 200 OK\r\n\r\n",
     "an ID3 tag": b"ID3\x04\0\0\0\0\0\x0fTIT2\0\0\0\x05\0\0\0abcd",
     "one byte less": 0.0,
     "a cut": 0.3,
@@ -133,7 +120,7 @@ def test_anything_else_is_refused_by_what_it_looks_like(name, tmp_path):
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_behind_other_bytes_or_without_its_beginning_is_read_as_ffmpeg_reads_it(name, tmp_path):
     options = (*STREAMS[name], "-vf", "noise=alls=16:allf=t:all_seed=1", "-pix_fmt", "yuv420p")
-    whole, path = make_clip(tmp_path / name, *options, count=60), tmp_path / "a.bin"
+    whole, path = make_clip(tmp_path / name, *options, count=40), tmp_path / "a.bin"
     data, demuxer = whole.read_bytes(), sniff(whole)
     if name == "a204.ts":  # as a receiver stores packets: with their error correction
         data = b"".join(data[i : i + 188] + bytes(range(16)) for i in range(0, len(data), 188))
@@ -142,28 +129,27 @@ def test_a_stream_behind_other_bytes_or_without_its_beginning_is_read_as_ffmpeg_
         path.write_bytes(data[1 + int(front * len(data)) :] if isinstance(front, float) else front + data)
         assert sniff(path) == demuxer, kind
         video = decode(path)
-        truth = shown(path)
-        assert abs(video.record["source_frames"] - len(truth.frames)) <= (kind == "a cut"), kind
-        if kind != "a cut":
-            assert video.record["source_frames"] == 60 and len(set(numbers(video.frames))) == 8, kind
+        if kind == "a cut":
+            assert abs(video.record["source_frames"] - len(shown(path).frames)) <= 1
+        else:
+            assert video.record["source_frames"] == 40 and len(set(numbers(video.frames))) == 8, kind
 
 
-@pytest.mark.parametrize("name", ["a.ts", "a.mpg", "a.m2v", "a.h264", "a.hevc"])
+@pytest.mark.parametrize("name", ["a.ts", "a.mpg", "a.h264"])
 def test_a_stream_inside_a_file_of_another_kind_is_not_read(name, tmp_path):
     stream, path = make_clip(tmp_path / name, *STREAMS[name], "-pix_fmt", "yuv420p").read_bytes(), tmp_path / "a.mp4"
     for looks_like, start in FOREIGN.items():
-        for behind in (b"", stream):
-            path.write_bytes(start.ljust(512, b"\0") + behind)
-            fault = fault_of(sniff, path)
-            assert fault.fault_class == "unsupported" and f"looks like {looks_like.strip('$')}" in fault.message
+        path.write_bytes(start.ljust(512, b"\0") + stream)
+        fault = fault_of(sniff, path)
+        assert fault.fault_class == "unsupported" and f"looks like {looks_like.strip('$')}" in fault.message
 
 
 @pytest.mark.parametrize(
     ("name", "front", "looks_like"),
     [
-        *(("a.mxf", b"", "an MXF container"), ("a.nut", b"", "a NUT container"), ("a.wtv", b"", "a WTV recording")),
+        ("a.nut", b"", "a NUT container"),
         ("a.mpg", PNG, "a PNG image"),
-        *((f"a.{container}", bytes(64), "unknown binary data") for container in ("mp4", "mkv", "avi")),
+        ("a.mp4", bytes(64), "unknown binary data"),
     ],
 )
 def test_a_container_that_ffmpeg_is_not_to_read_or_does_not_find_is_named(name, front, looks_like, tmp_path):
