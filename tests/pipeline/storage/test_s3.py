@@ -132,6 +132,7 @@ REFUSALS = [
     # What it goes on with might be of another content.
     ((200, [("Content-Length", "4")], b"ok"), ("read",), "cannot be used", 1),
     (part(0, b"", 9, 9), ("download", 0, 9), "cannot be used", 5),  # it breaks again and again without progress
+    (whole(b"01", 9), ("read",), "cannot resume a broken download", 2),  # each time from the beginning
     (whole(b"012345"), ("download", 2, 4), "another range", None),
     (part(0, b"0123", 9), ("read_slice", 2, 6), "another range", None),
     (part(0, b"0123", 9), ("read_slice", -4), "another range", None),

@@ -4,46 +4,37 @@ import os
 
 import pytest
 
-from pipeline.inputs.listings import VIDEO_SUFFIXES
 from pipeline.video.containers import count_missing_bytes, sniff
 from tests.builders.clips import ffmpeg, make_clip, numbers, shown, write_clip
 from tests.builders.decoding import decode, fault_of
 
-# (Muxer of FFmpeg, codec) -> demuxer that reads it, suffixes of such files.
+# Muxer of FFmpeg and codec -> demuxer that reads it.
 WRITTEN = {
-    ("mov", "libx264"): ("mov", ".mp4 .m4v .mov .qt .f4v"),
-    ("3gp", "libx264"): ("mov", ".3gp .3g2"),
-    ("matroska", "libx264"): ("matroska", ".mkv .mk3d"),
-    ("webm", "libvpx"): ("matroska", ".webm"),
-    ("avi", "mpeg4"): ("avi", ".avi .divx"),
-    ("mpegts", "libx264"): ("mpegts", ".ts .m2t .mts"),
-    ("mpegts -mpegts_m2ts_mode 1", "libx264"): ("mpegts", ".m2ts"),
-    ("mpeg", "mpeg1video"): ("mpeg", ".mpg .mpeg .mpe"),
-    ("vob", "mpeg2video"): ("mpeg", ".vob"),
-    ("mpeg1video", "mpeg1video"): ("mpegvideo", ".m1v"),
-    ("mpeg2video", "mpeg2video"): ("mpegvideo", ".m2v"),
-    ("asf", "wmv2"): ("asf", ".wmv .asf"),
-    ("flv", "flv1"): ("flv", ".flv"),
-    ("ogg", "libvpx"): ("ogg", ".ogv .ogm"),
-    ("h264", "libx264"): ("h264", ".264 .h264 .avc"),
-    ("hevc", "libx265"): ("hevc", ".265 .h265 .hevc"),
-    ("gif", "gif"): ("gif", ".gif"),
-    ("ivf", "libvpx"): ("ivf", ".ivf"),
+    ("mov", "libx264"): "mov",
+    ("matroska", "libx264"): "matroska",
+    ("avi", "mpeg4"): "avi",
+    ("mpegts", "libx264"): "mpegts",
+    ("mpegts -mpegts_m2ts_mode 1", "libx264"): "mpegts",
+    ("mpeg", "mpeg1video"): "mpeg",
+    ("mpeg2video", "mpeg2video"): "mpegvideo",
+    ("asf", "wmv2"): "asf",
+    ("flv", "flv1"): "flv",
+    ("ogg", "libvpx"): "ogg",
+    ("h264", "libx264"): "h264",
+    ("hevc", "libx265"): "hevc",
+    ("gif", "gif"): "gif",
+    ("ivf", "libvpx"): "ivf",
 }
 PACKETS = 20 * (b"G" + bytes(187))
 REFUSED = {
     "empty": (b"", "unsupported", "an empty file"),
     "text": (b"hello, this is no video\n", "unsupported", "text"),
-    "text that names a box": (b"the free world", "unsupported", "text"),
     "hls": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n", "policy", "an HLS playlist"),
     "concat without a header": (b"file '/etc/hostname'\n", "policy", "a list of other files or addresses"),
     "dash": (b'<?xml version="1.0"?>\n<MPD></MPD>', "policy", "a DASH manifest"),
     "sdp": (b"v=0\r\nc=IN IP4 1.2.3.4\r\n", "policy", "a list of other files or addresses"),
     "jpeg": (b"\xff\xd8\xff\xe0", "unsupported", "a JPEG image"),
-    "png": (b"\x89PNG\r\n\x1a\n", "unsupported", "a PNG image"),
     "mp3": (b"ID3\x04\0", "unsupported", "MP3 audio"),
-    "one sync byte": (b"G" + bytes(100), "unsupported", "unknown binary data"),
-    "hls behind zeros": (bytes(500) + b"#EXTM3U\nfile:///etc/hostname\n", "policy", "a list of other files"),
     "hls behind zeros, in front of packets": (bytes(500) + b"#EXTM3U\n" + PACKETS, "policy", "a list of other files"),
     "dash behind a PNG image": (b"\x89PNG\r\n\x1a\n<MPD></MPD>" + PACKETS, "policy", "a list of other files"),
     "sdp behind an ID3 tag": (b"ID3\x04\0c=IN IP4 1.2.3.4\r\n", "policy", "a list of other files"),
@@ -55,26 +46,11 @@ FOREIGN = {
     "a tar archive": bytes(257) + b"ustar\x0000",
     "a tar archive$": b"a.ts".ljust(100, b"\0") + b"000644 \0" * 3 + b"00000001234 ",  # before POSIX
     "an MXF container": bytes.fromhex("060e2b34020501010d010201010204"),
-    "a NUT container": b"nut/multimedia container\0",
-    "a RealMedia container": b".RMF\0\0\0\x12",
-    "a WTV recording": bytes.fromhex("b7d800203749da11a64e0007e95ead8d"),
-    "a GXF container": bytes.fromhex("0000000001bc"),
-    "a TiVo recording": bytes.fromhex("f5467abd"),
-    "a Flash animation": b"FWS\x08",
-    "uncompressed video (Y4M)": b"YUV4MPEG2 W64 H64\n",
     "a DV recording": b"\x1f\x07\0\xbf",
-    "an R3D container": b"\0\0\1\0RED2",
-    "another video container": b"NSVf",
     "an image": b"SDPX",
     "WAV audio": b"RIFF\0\0\0\0WAVEfmt ",
-    "a RIFF or IFF file of another kind": b"RIFF\0\0\0\0AMV LIST",
-    "audio": b"caff\0\1\0\0",
     "a compressed archive": b"\x28\xb5\x2f\xfd",
-    "a compressed archive$": b"PK\x03\x04",
-    "a PDF document": b"%PDF-1.7\n",
     "a disc image": bytes(32769) + b"CD001",
-    "a program": b"\x7fELF",
-    "an SQLite database": b"SQLite format 3\0",
     "a table or array of data": b"PAR1",
     "an EBML file of another kind": b"\x1a\x45\xdf\xa3\x84\x42\x82\x81\x78",
 }
@@ -98,10 +74,9 @@ FRONTS = {
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\6\0\0\0\x1f\x15\xc4\x89"
 
 
-def test_a_file_of_every_suffix_is_known_by_its_magic(tmp_path):
-    assert {suffix for _, suffixes in WRITTEN.values() for suffix in suffixes.split()} == VIDEO_SUFFIXES
+def test_a_file_of_every_kind_is_known_by_its_magic(tmp_path):
     path = tmp_path / "a.bin"
-    for (muxer, codec), (demuxer, _) in WRITTEN.items():
+    for (muxer, codec), demuxer in WRITTEN.items():
         pixels = () if codec == "gif" else ("-pix_fmt", "yuv420p")
         source = ("-f", "lavfi", "-i", "testsrc2=s=64x64:r=25:d=0.2", *pixels, "-c:v", codec)
         ffmpeg(*source, "-f", *muxer.split(), path)
@@ -142,21 +117,6 @@ def test_a_stream_inside_a_file_of_another_kind_is_not_read(name, tmp_path):
         path.write_bytes(start.ljust(512, b"\0") + stream)
         fault = fault_of(sniff, path)
         assert fault.fault_class == "unsupported" and f"looks like {looks_like.strip('$')}" in fault.message
-
-
-@pytest.mark.parametrize(
-    ("name", "front", "looks_like"),
-    [
-        ("a.nut", b"", "a NUT container"),
-        ("a.mpg", PNG, "a PNG image"),
-        ("a.mp4", bytes(64), "unknown binary data"),
-    ],
-)
-def test_a_container_that_ffmpeg_is_not_to_read_or_does_not_find_is_named(name, front, looks_like, tmp_path):
-    codec = "mpeg4" if looks_like.startswith("unknown") else "mpeg2video"
-    path = make_clip(tmp_path / name, "-c:v", codec, "-pix_fmt", "yuv420p", count=8)
-    path.write_bytes(front + path.read_bytes())
-    assert looks_like in fault_of(sniff, path).message
 
 
 @pytest.mark.parametrize(

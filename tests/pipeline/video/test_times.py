@@ -91,27 +91,17 @@ def even(tmp_path_factory):
     return make
 
 
-def assert_regular(index: VideoIndex, exact: Fraction, rel: float, digits: int) -> None:
-    """The file has its rate, shots with bounds of so many digits, and all frames at its rate."""
-    assert index.fps == pytest.approx(float(exact), rel=rel)
-    for start in range(0, COUNT, SHOT):
-        bounds = (round(float(place / exact), digits) for place in (start, start + SHOT))
-        assert range_of(index, *bounds) == (start, start + SHOT)
-    assert chosen_of(index, Sampling(None, float(exact), None)) == list(range(COUNT))
-
-
-def test_a_gif_whose_ticks_are_a_third_of_a_frame(even):
-    """Its ticks are hundredths."""
-    assert_regular(even("a.gif", "24000/1001"), Fraction("24000/1001"), 1e-9, 17)
-
-
 @pytest.mark.parametrize("rate", ["24000/1001", "60"])
 @pytest.mark.parametrize(("source", "copy"), [("b.mkv", "c.mp4"), ("b.flv", "c.ts")])
 def test_milliseconds_stay_in_a_copy_with_finer_ticks(even, tmp_path, rate, source, copy):
     """As of a recording that was copied to MP4 without encoding: it is no file of variable rate."""
     ffmpeg("-i", even(source, rate).path, "-c", "copy", tmp_path / copy)
-    index = index_of(tmp_path / copy)
-    assert_regular(index, Fraction(rate), 1e-6, 3)
+    index, exact = index_of(tmp_path / copy), Fraction(rate)
+    assert index.fps == pytest.approx(float(exact), rel=1e-6)
+    for start in range(0, COUNT, SHOT):
+        bounds = (round(float(place / exact), 3) for place in (start, start + SHOT))
+        assert range_of(index, *bounds) == (start, start + SHOT)
+    assert chosen_of(index, Sampling(None, float(exact), None)) == list(range(COUNT))
     assert chosen_of(index, Sampling(None, 20.0, 7)) == np.linspace(0, COUNT - 1, 7, dtype=int).tolist()
 
 
@@ -238,14 +228,6 @@ def test_positions_of_a_clip_go_by_its_own_seconds(tmp_path):
     qwen3 = extra_of(path, "tiny-qwen3-vl", sampling, 4.0, 10.0)
     assert qwen3["patch_timestamps"] == pytest.approx([0.5, 2.5, 4.5], abs=0.002)
     assert "second_per_grid_ts" not in extra_of(path, "tiny", sampling, 4.0, 10.0)
-
-
-@pytest.mark.parametrize("name", ["b.mkv", "a.avi"])
-def test_positions_at_a_constant_rate_are_the_stock_ones_to_the_bit(even, name):
-    """VideoMetadata.sampled_fps: 8 of 300 frames at 30 a second make 2.5 s a patch of two."""
-    index = even(name, "30", 300)
-    extra = extra_of(Path(index.path), "tiny-qwen2-5-vl", Sampling(8))
-    assert extra["second_per_grid_ts"] == 2 / (8 / 300 * index.fps) == pytest.approx(2.5, rel=1e-9)
 
 
 @given(
