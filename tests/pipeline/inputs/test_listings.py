@@ -157,9 +157,10 @@ def test_what_cannot_be_listed_is_refused_with_the_store_s_reason(server):
         read(server, server.uri("v/"))
 
 
-def test_an_address_with_more_than_bucket_and_key_is_refused_unread():
+@pytest.mark.parametrize("uri", ["s3:///a", "s3://k:SEC@bucket/a", "s3://k:S/EC@bucket/a", "s3://bucket/a?sig=SEC.mp4"])
+def test_an_address_with_more_than_bucket_and_key_is_refused_unread(uri):
     with pytest.raises(UsageError, match="without user, host or query") as caught:
-        read_manifest("s3://bucket/a.mp4?sig=SEC", (), Objects(endpoint_url="http://127.0.0.1:1"))
+        read_manifest(uri, (), Objects(endpoint_url="http://127.0.0.1:1"))
     assert "SEC" not in str(caught.value)
 
 

@@ -10,10 +10,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from pipeline.errors import UsageError
 from pipeline.storage import outages, s3
 from pipeline.storage.outages import OUTAGES, Outage, Outages, announce_outages
-from pipeline.storage.s3 import Objects, check_uri
+from pipeline.storage.s3 import Objects
 from tests.builders.stores import ALWAYS, KEY, REGION, SECRET, Answer, FlakyProxy, S3Server, answering
 
 MARK = ("ETag", '"mark"')
@@ -37,15 +36,6 @@ def requests_are_soon_repeated(monkeypatch):
 def objects(server) -> Objects:
     """After a trip through pickle, as a worker gets it."""
     return pickle.loads(pickle.dumps(server.objects()))  # noqa: S301 - our own bytes
-
-
-@pytest.mark.parametrize(
-    "uri",
-    ["s3:///a", "s3://user:secret@host/a", "s3://key:sec/ret@host/a", "s3://bucket/a?X-Amz-Signature=s&x-id=a.mp4"],
-)
-def test_what_is_no_address_is_refused(uri):
-    with pytest.raises(UsageError, match="expected s3://BUCKET/KEY"):
-        check_uri(uri)
 
 
 def test_what_goes_in_comes_out_for_one_request_each(server, objects):

@@ -75,16 +75,6 @@ def test_an_edit_list_of_a_cut_without_encoding(assert_as_shown, tmp_path):
     assert len(shown(tmp_path / "cut.mp4").frames) == 21
 
 
-@pytest.mark.parametrize(
-    ("name", "turn"),
-    [("a.mkv", ("-display_rotation", 270)), ("a.mp4", ("-display_hflip",))],
-)
-def test_a_display_matrix(assert_as_shown, tmp_path, name, turn):
-    whole = make_clip(tmp_path / "whole.mp4", *X264)
-    ffmpeg(*turn, "-i", whole, "-c", "copy", tmp_path / name)
-    assert_as_shown(tmp_path / name)
-
-
 ONE, NOISE = 2**16, 300  # of 16.16 fixed point: a quarter of a degree
 
 

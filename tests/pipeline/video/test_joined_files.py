@@ -21,10 +21,8 @@ JOINED = {
     "a.ts": X264_QP,
 }
 LONG_SOUND = {
-    "a.mp4": (*X264_QP, "-c:a", "aac"),
     "fragments.mp4": (*X264_QP, "-c:a", "aac", "-movflags", "frag_keyframe+empty_moov"),
     "a.mkv": (*X264_QP, "-c:a", "aac"),
-    "a.flv": (*X264_QP, "-c:a", "aac"),
     "mp2.mpg": ("-c:v", "mpeg1video", *GRAIN, "-c:a", "mp2"),
     "pcm.vob": (*MPEG2_GRAIN, "-c:a", "pcm_s16be"),
     "a.ts": (*X264_QP, "-c:a", "mp2"),

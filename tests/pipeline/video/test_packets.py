@@ -143,7 +143,6 @@ NOISE = ("-vf", "noise=alls=8:allf=t:all_seed=1")
 HIDDEN = {
     "a.webm": (VP8, None),
     "a.ogv": (VP8, None),
-    "a.avi": (VP8, None),
     "vp9.mkv": (VP9, "vp9_superframe_split"),
     "profile-3.mkv": (VP9_PROFILE_3, "vp9_superframe_split"),
     "av1.mkv": (AV1, "av1_frame_split"),
