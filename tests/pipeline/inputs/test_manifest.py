@@ -25,11 +25,6 @@ def touch(path: Path) -> Path:
     return path
 
 
-def write_jsonl(path: Path, rows: list[dict]) -> Path:
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    return path
-
-
 def test_ids_are_paths_relative_to_the_folder_or_to_the_literal_prefix_of_a_glob(tmp_path):
     for name in ("b.mp4", "a/c.MKV", "a/notes.txt", "x/one.mp4"):
         touch(tmp_path / "v" / name)
@@ -160,7 +155,7 @@ def test_paths_that_escape_become_policy_rows(tmp_path):
     inside.mkdir()
     (inside / "link.mp4").symlink_to(outside)
     names = ["../outside/secret.mp4", str(outside), "link.mp4", "http://host/v.mp4", "s3://k:s@b/v.mp4?sig=1", "ok.mp4"]
-    manifest = write_jsonl(inside / "m.jsonl", [{"video_id": str(i), "uri": name} for i, name in enumerate(names)])
+    manifest = write_questions(inside / "m.jsonl", [{"video_id": str(i), "uri": name} for i, name in enumerate(names)])
     found = rows(manifest)
     assert [row["policy"] is None for row in found] == [False] * 5 + [True]
     assert found[4]["uri"] == "s3://b/v.mp4"
@@ -172,7 +167,7 @@ def test_a_folder_of_frames_is_a_video_where_a_manifest_names_it_and_nowhere_els
     frames = touch(tmp_path / "frames_fps3" / "x" / "00001.jpg").parent
     touch(tmp_path / "a.mp4")
     inside = {"video_id": "x#t=1.5,9", "uri": "frames_fps3/x", "start_s": 1.5, "end_s": 9.0}
-    first, outside = rows(write_jsonl(tmp_path / "m.jsonl", [inside, {"video_id": "/", "uri": "/"}]))
+    first, outside = rows(write_questions(tmp_path / "m.jsonl", [inside, {"video_id": "/", "uri": "/"}]))
     assert (first["uri"], first["policy"], first["start_s"], first["end_s"]) == (str(frames), None, 1.5, 9.0)
     assert outside["policy"]
     assert ids_of(tmp_path) == ["a.mp4"]
@@ -182,7 +177,7 @@ def test_parts_know_where_their_rows_stand(tmp_path):
     """The last row is wrong, and the first of a part."""
     lines, n_rows = 2**13, 2**16
     bad = {"video_id": "bad", "uri": " "}
-    path = write_jsonl(tmp_path / "m.jsonl", [*({"video_id": f"v{i}", "uri": "a.mp4"} for i in range(lines)), bad])
+    path = write_questions(tmp_path / "m.jsonl", [*({"video_id": f"v{i}", "uri": "a.mp4"} for i in range(lines)), bad])
     table = pa.table({"video_id": [*map(str, range(n_rows)), "bad"], "uri": ["a.mp4"] * n_rows + [" "]})
     pq.write_table(table, tmp_path / "m.parquet")
     for read, given, place in (

@@ -23,11 +23,7 @@ from tests.waiting import wait_until
 @pytest.fixture
 def tars(tmp_path):
     """Three tars of 3, 2 and 1 videos."""
-    return write_tars(tmp_path / "tars")
-
-
-def write_tars(folder):
-    folder.mkdir()
+    (folder := tmp_path / "tars").mkdir()
     for number in range(3):
         write_tar(folder / f"{number}.tar", {f"{part}.mp4": bytes(100) for part in range(3 - number)})
     return folder
@@ -38,10 +34,6 @@ def list_for_run(place, tmp_path, column=None, *, is_limited=False, say=lambda l
     indexes = Indexes(ArchiveOptions(column), LocalStore(tmp_path / "cache"), keeps=True, say=say)
     names = place if isinstance(place, list) else [str(place)]
     return VideoList.read(names, (), NOWHERE, indexes, first="needed", is_limited=is_limited)
-
-
-def write_table(path, names):
-    pq.write_table(pa.table({"video_id": names, "video": [b"x"] * len(names)}), path, row_group_size=2)
 
 
 class Noting(Tar):
@@ -202,7 +194,8 @@ def test_with_a_limit_a_large_tar_comes_in_growing_items_and_can_be_left(tmp_pat
 def test_with_a_limit_tables_wait_too_and_only_those_that_are_asked_for_are_opened(tmp_path):
     (tmp_path / "tables").mkdir()
     for number in range(3):
-        write_table(tmp_path / f"tables/{number}.parquet", [f"{number}-{part}" for part in range(3)])
+        table = pa.table({"video_id": [f"{number}-{part}" for part in range(3)], "video": [b"x"] * 3})
+        pq.write_table(table, tmp_path / f"tables/{number}.parquet", row_group_size=2)
     (tmp_path / "tables/3.parquet").write_bytes(b"is never read")
     videos = list_for_run(tmp_path / "tables", tmp_path, "video", is_limited=True)
     assert len(videos.unindexed) == 4

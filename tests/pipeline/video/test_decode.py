@@ -202,16 +202,6 @@ def test_how_many_a_second_is_said_by_the_path(tmp_path):
     assert not is_frame_folder(str(folder)) and not is_frame_folder(str(tmp_path / "frames_fps3"))
 
 
-def replace_by_link(path: Path) -> None:
-    target = path.rename(path.parent.parent / "elsewhere.jpg")
-    path.symlink_to(target)
-
-
-def replace_by_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 @pytest.mark.parametrize(
     ("number", "spoil", "fault_class", "message"),
     [
@@ -219,8 +209,8 @@ def replace_by_pipe(path: Path) -> None:
         (1, lambda path: shutil.rmtree(path.parent) or path.parent.mkdir(), "unsupported", "none is called 00001.jpg"),
         (2, lambda path: path.write_text("x"), "unsupported", "not a JPEG image"),
         (3, lambda path: path.write_bytes(path.read_bytes()[:-40]), "corrupt", "00003.jpg is cut off"),
-        (3, replace_by_link, "policy", "00003.jpg is a link"),
-        (3, replace_by_pipe, "policy", "not a regular file"),
+        (3, lambda path: path.symlink_to(path.rename(path.with_suffix(".x"))), "policy", "00003.jpg is a link"),
+        (3, lambda path: path.unlink() or os.mkfifo(path), "policy", "not a regular file"),
         (1, lambda path: path.write_bytes(b"\xff\xd8\xff" + b"\0" * 99 + b"\xff\xd9"), "corrupt", ""),
     ],
 )
