@@ -52,7 +52,7 @@ def clips(tmp_path_factory):
     def clip(name: str) -> Path:
         path = folder / name
         if not path.exists():
-            make_clip(path, *NOISE, *CLIPS[name], count=COUNT)
+            make_clip(path, *NOISE, *CLIPS[name], count=COUNT, size=(96, 160))
         return path
 
     return clip
